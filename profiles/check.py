@@ -1,9 +1,10 @@
-"""One checker for every table of a profile, driven by the types of the dataclass fields.
+"""One checker for every table of a profile, driven by the rows of the dataclass fields.
 
-A table is a frozen dataclass that derives from `Table`. Its fields are of six kinds: another table, a
+A table is a frozen dataclass that derives from `Table`. A field is a row: its type, `setting(default, …)`, and its
+entry `name: …` in the docstring of the table, which docs/profiles.md shows. Its type is one of six: another table, a
 `Literal` of strings, `bool` (or a union of those), `str`, `int` (a size, at least 1), a tuple of one of these, or
-`Options`. TOML, `replace`
-and the constructors all go through here, so that they accept and refuse the same things with the same words.
+`Options`. TOML, `replace` and the constructors all go through here, so that they accept and refuse the same things with
+the same words.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -31,6 +32,9 @@ _OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 _GPU = "; did you mean 'cuda' (NVIDIA) or 'rocm' (AMD)?"
 
+OTHER_PLATFORMS = ("metal", "mlx", "wgpu")
+"""Platforms that the specification names and nothing is compiled for: an `UnsupportedError`."""
+
 
 class At(NamedTuple):
     """Where a value stands: the text that it came from, and its dotted path there."""
@@ -46,22 +50,58 @@ class At(NamedTuple):
         return f"{self.source}: {self.path}" if self.path else self.source
 
 
+@dataclass(frozen=True)
+class Row:
+    """A setting, beside its type and its documentation.
+
+    Attributes:
+        idle: why a value has nothing to act on in a model, given its `Facts`; "" where it has.
+        label: what a comparison of two programs calls it; "" where passes, ops or parameters show it.
+        resolved: the attribute of `rlx_jax.compiler.settings.Settings` that has its value with `auto` resolved; "" for
+            a setting that is used as it is written.
+        of: the programs whose comparison shows it: "" all, "train", "state" those with a state, "serves" those that
+            take requests.
+        unsupported: values that are known, and that nothing computes.
+        zero: whether a size may be 0.
+    """
+
+    default: Any
+    idle: Callable[[Any, Any], str]
+    label: str = ""
+    resolved: str = ""
+    of: Literal["", "train", "state", "serves"] = ""
+    unsupported: tuple[str, ...] = ()
+    zero: bool = False
+
+
+def setting(default: Any, idle: Callable[[Any, Any], str], label: str = "", resolved: str = "", **others: Any) -> Any:
+    """The field of a setting; arguments as the attributes of `Row`."""
+    return field(default=default, metadata={"row": Row(default, idle, label, resolved, **others)})
+
+
 class Table:
     """Base of the tables. Building one checks every field: a `Table` that exists is valid.
 
-    `PATH` is the table's place in a profile; `*` stands for any backend. `ZERO` has the sizes that may be 0. `LATER`
-    has the settings that are known and not built yet (`PATH.key`), `LATER_VALUES` such values of a setting that is.
+    `PATH` is the table's place in a profile; `*` stands for any backend.
     """
 
     PATH: ClassVar[str] = ""
-    ZERO: ClassVar[frozenset[str]] = frozenset()
-    LATER: ClassVar[frozenset[str]] = frozenset()
-    LATER_VALUES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
         at = At("compile profile", self.PATH)
-        for key, hint in field_types(type(self)).items():
-            object.__setattr__(self, key, _checked(type(self), key, hint, getattr(self, key), at.child(key)))
+        for f in fields(self):  # type: ignore[arg-type]  # every Table is a dataclass
+            hint = field_types(type(self))[f.name]
+            object.__setattr__(self, f.name, _checked(_row(f), hint, getattr(self, f.name), at.child(f.name)))
+
+
+def rows(table: Any, path: str = "") -> Iterator[tuple[str, Row, Any]]:
+    """Each setting of a table and the tables in it: its place, `precision.compute`, its row and its value."""
+    for f in fields(table):
+        value = getattr(table, f.name)
+        if isinstance(value, Table):
+            yield from rows(value, f"{path}{f.name}.")
+        else:
+            yield f"{path}{f.name}", f.metadata["row"], value
 
 
 T = TypeVar("T", bound=Table)
@@ -128,12 +168,12 @@ def build(table: type[T], data: object, at: At) -> T:
     """
     if not isinstance(data, Mapping):
         raise ProfileError(f"{at}: expected a table, found {_described(data)}")
-    types = field_types(table)
+    known, types = {f.name: f for f in fields(table)}, field_types(table)  # type: ignore[arg-type]
     values = {}
     for key, value in data.items():
         if key not in types:
             raise _refused_key(table, key, at)
-        values[key] = _checked(table, key, types[key], value, at.child(key))
+        values[key] = _checked(_row(known[key]), types[key], value, at.child(key))
     return table(**values)
 
 
@@ -141,39 +181,41 @@ def _refused_key(table: type[Table], key: object, at: At) -> ProfileError | Unsu
     """The error for a key that is no field of `table`."""
     if not isinstance(key, str):
         return ProfileError(f"{at}: a key is a string, found {_described(key)}")
-    known = f"{table.PATH}.{key}" if table.PATH else key
-    if any(later == known or later.startswith(f"{known}.") for later in table.LATER):
+    if key in OTHER_PLATFORMS:
         return UnsupportedError(f"{at.child(key)}: this setting is known but not built yet; take it out")
     types = field_types(table)
-    inside = f"{table.PATH}." if table.PATH else ""
-    later = sorted({p.removeprefix(inside).partition(".")[0] for p in table.LATER if p.startswith(inside)} - {"*"})
-    names = [*types, *(name for name in later if name not in types)]
     deeper = [f"{name}.{key}" for name, hint in types.items() if is_table(hint) and key in field_types(hint)]
-    hint = f"; did you mean {quote(deeper[0])}?" if deeper else _suggestion(key, names)
+    hint = f"; did you mean {quote(deeper[0])}?" if deeper else _suggestion(key, [*types])
     return ProfileError(f"{at}: unknown key {quote(key)}; known here: {', '.join(types)}{hint}")
 
 
-def _checked(table: type[Table], key: str, hint: Any, value: object, at: At) -> object:
+def _row(field: Any) -> Row | None:
+    """The row of a dataclass field; a table inside another has none."""
+    found: Row | None = field.metadata.get("row")
+    return found
+
+
+def _checked(row: Row | None, hint: Any, value: object, at: At) -> object:
     """`value` as the field holds it, or an error."""
     if is_table(hint):
         return value if isinstance(value, hint) else build(hint, value, at)
     if hint is Options:
         return _options(value, at)
     if get_origin(hint) is tuple:
-        return _items(table, key, get_args(hint)[0], value, at)
-    if _accepts(hint, value) or (key in table.ZERO and type(value) is int and value == 0):
+        return _items(row, get_args(hint)[0], value, at)
+    if _accepts(hint, value) or (row and row.zero and type(value) is int and value == 0):
         return value
-    if type(value) is str and value in table.LATER_VALUES.get(f"{table.PATH}.{key}", ()):
+    if row and type(value) is str and value in row.unsupported:
         raise UnsupportedError(f"{at}: {quote(value)} is known but not supported; {_expected(hint)}")
     close = _suggestion(value, _choices(hint)) if type(value) is str else ""
     raise ProfileError(f"{at}: {_expected(hint)}, found {_described(value)}{close}")
 
 
-def _items(table: type[Table], key: str, hint: Any, value: object, at: At) -> tuple[object, ...]:
+def _items(row: Row | None, hint: Any, value: object, at: At) -> tuple[object, ...]:
     """An array as a tuple, each item checked as a field of type `hint`."""
     if not isinstance(value, (list, tuple)):
         raise ProfileError(f"{at}: expected an array, found {_described(value)}")
-    return tuple(_checked(table, key, hint, item, At(at.source, f"{at.path}[{i}]")) for i, item in enumerate(value))
+    return tuple(_checked(row, hint, item, At(at.source, f"{at.path}[{i}]")) for i, item in enumerate(value))
 
 
 def _suggestion(word: str, known: list[str]) -> str:

@@ -152,8 +152,8 @@ def test_the_policy_of_a_module_is_used() -> None:
     assert module.fusion_policy == "direct" and "fused_mm_bias_gelu" in str(module.lower())
     assert module.with_fusion_policy("fusable") is module and "fused_mm_bias" not in str(module.lower())
     weights = {"w": W, "b": W[0]}
-    assert compiled(module, weights).settings.policy == "fusable"
-    assert rlx.compile(module, weights, profile=rlx.CompileProfile()).settings.policy == "direct"
+    assert compiled(module, weights).settings.profile.fusion.policy == "fusable"
+    assert rlx.compile(module, weights, profile=rlx.CompileProfile()).settings.profile.fusion.policy == "direct"
     with pytest.raises(GraphError, match="direct, fusable"):
         module.with_fusion_policy("best")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 import warnings
@@ -19,17 +18,18 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.compiler import pipeline
-from rlx_jax.compiler.effects import EFFECTS
 from rlx_jax.device import DEVICES
 from rlx_jax.errors import ProfileError, RequestError, RlxWarning, UnsupportedError
 from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.roles import ROLES
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.lowering.lir import attention
 from rlx_jax.lowering.lir.interpret import REMAT
 from rlx_jax.lowering.mir.mixed import POLICIES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
-from rlx_jax.profiles import PRESETS, NumericClasses, Table
+from rlx_jax.profiles import PRESETS, NumericClasses, effects
+from rlx_jax.profiles.check import rows
 from tests.oracles.checkpoints import FIXTURES
 from tests.small import profile
 
@@ -39,15 +39,6 @@ LLAMA = {
 }  # fmt: skip
 IDS = np.random.default_rng(0).integers(0, 31, (2, 6)).astype(np.int32)
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def leaves(table: Table, at: str = "") -> list[str]:
-    """Every field of a profile by its place."""
-    found = []
-    for f in dataclasses.fields(table):  # type: ignore[arg-type]  # every Table is a dataclass
-        value = getattr(table, f.name)
-        found += leaves(value, f"{at}{f.name}.") if isinstance(value, Table) else [f"{at}{f.name}"]
-    return found
 
 
 def llama(program: str = "forward", **tables: Any) -> Any:
@@ -785,7 +776,7 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
             *([(over_two, ["x"], "the mesh has the axes 'data'")] if role != "batch" else []),  # or it divides nothing
             (over_two, ["x", "data"], ""),
         ]
-        for role in leaves(rlx.CompileProfile().sharding)
+        for role in ROLES
     },
     "backend.cpu.weight_layout": [(flat, "in_out", "there is no Linear"), (small, "in_out", "")],
     "backend.cpu.merge": [(small, True, "no two projections of one input can be merged"), (generating, False, "")],
@@ -830,10 +821,10 @@ def test_one_setting_that_makes_another_idle() -> None:
             llama(**tables)
 
 
-def test_every_setting_has_a_row() -> None:
-    """A new field of a profile says when it acts."""
-    defaults = {place: "" for place in leaves(rlx.CompileProfile()) if place != "name"}
-    assert {re.sub(r"^backend\.\w+", "backend.*", place) for place in defaults} == set(EFFECTS)
+def test_every_setting_that_may_be_idle_is_above() -> None:
+    """Idle where it is known to be; only those that act everywhere are missing."""
+    missing = {place for place, row, _ in rows(rlx.CompileProfile()) if row.idle is not effects.always} - set(IDLE)
+    assert {place for place in missing if not re.match(r"backend\.(cuda|rocm|tpu)\.", place)} == {"fusion.assert_clean"}
 
 
 def test_no_preset_is_idle_where_it_belongs() -> None:

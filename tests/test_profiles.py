@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pickle
 import re
 import time
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -22,9 +22,6 @@ from rlx_jax.errors import MissingFileError, ProfileError, RlxError, StorageErro
 from rlx_jax.ir.roles import ROLES
 from rlx_jax.models.families import FAMILIES
 from rlx_jax.profiles import (
-    LATER,
-    LATER_PRESETS,
-    LATER_VALUES,
     PRESETS,
     Backend,
     CompileProfile,
@@ -34,60 +31,36 @@ from rlx_jax.profiles import (
     schema,
     text,
 )
-from rlx_jax.profiles.check import Table, field_types
+from rlx_jax.profiles.check import OTHER_PLATFORMS, Table, field_types, rows
+from rlx_jax.profiles.profile import UNMEASURED
+from tests import profile_page
 
 read = CompileProfile.from_toml_str
 
-# Every setting that takes effect, with a value that is not the default.
-SETTINGS: dict[str, Any] = {
-    "fusion.policy": "fusable",
-    "fusion.target": "cuda",
-    "fusion.assert_clean": True,
-    "fusion.skip": True,
-    "fusion.disable": ("fuse_swiglu", "fuse_matmul_bias_act"),
-    "passes.dce": False,
-    "passes.cse": False,
-    "passes.constant_folding": False,
-    "passes.verbose": True,
-    "precision.compute": "bf16",
-    "precision.matmul": "highest",
-    "precision.mixed": "auto_mixed_conservative",
-    **{f"precision.classes.{name}": "bf16" for name in ("compute", "reduction", "elementwise", "movement")},
-    "precision.weights": "bf16",
-    "precision.kv": "bf16",
-    "buckets.prompt": (16, 64),
-    "buckets.batch": (1, 8),
-    "buckets.context": (64, 256),
-    "buckets.on_recompile": "error",
-    "buckets.programs": 7,
-    "buckets.spare": 3,
-    "checks.ids": "all",
-    **{f"sharding.{role}": ("x", "y") for role in ROLES},
-    "donation.state": False,
-    "donation.strict": True,
-    "donation.inputs": ("x", "y"),
-    "layers.roll": "scan",
-    "layers.remat": "layer",
-    "attention.implementation": "cudnn",
-    **{f"backend.{b}.weight_layout": "in_out" for b in ("cpu", "cuda", "rocm", "tpu")},
-    "backend.cpu.merge": True,
-    "backend.cuda.merge": False,
-    "backend.rocm.merge": True,
-    "backend.tpu.merge": False,
-    "backend.cpu.skip_fusion": True,
-    "backend.cuda.skip_fusion": True,
-    "backend.rocm.skip_fusion": True,
-    "backend.tpu.skip_fusion": True,
-    "backend.cpu.unfuse_regions": False,
-    "backend.cuda.unfuse_regions": True,
-    "backend.rocm.unfuse_regions": False,
-    "backend.tpu.unfuse_regions": True,
-    **{f"backend.{b}.products": "row" for b in ("cpu", "cuda", "rocm", "tpu")},
-    **{f"backend.{b}.experts": "blocked" for b in ("cpu", "cuda", "rocm", "tpu")},
-    **{f"backend.{b}.kernels": "off" for b in ("cpu", "cuda", "rocm", "tpu")},
-    **{f"backend.{b}.steps_per_dispatch": 8 for b in ("cpu", "cuda", "rocm", "tpu")},
-    **{f"backend.{b}.stop_early": False for b in ("cpu", "cuda", "rocm", "tpu")},
-}
+
+def another(hint: Any, default: Any) -> Any:
+    """A value of a setting's type that is not its default."""
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if get_origin(hint) is tuple:
+        return (16, 64) if get_args(hint)[0] is int else ("x", "y")
+    if bool in arms:
+        return default is not True
+    return next((c for arm in arms for c in get_args(arm)[::-1] if c != default), 7)
+
+
+def settings(table: Table, path: str = "") -> dict[str, Any]:
+    """Each setting but names and options of XLA, with a value that is not its default."""
+    found: dict[str, Any] = {}
+    for key, hint in field_types(type(table)).items():
+        value = getattr(table, key)
+        if isinstance(value, Table):
+            found |= settings(value, f"{path}{key}.")
+        elif hint not in (str, Options):
+            found[f"{path}{key}"] = another(hint, value)
+    return found
+
+
+SETTINGS = settings(CompileProfile())
 
 
 def at(profile: CompileProfile, path: str) -> Any:
@@ -104,20 +77,7 @@ def nested(path: str, value: object) -> dict[str, Any]:
     return value
 
 
-def leaves(table: Table, path: str = "") -> list[str]:
-    found = []
-    for f in fields(table):  # type: ignore[arg-type]  # every Table is a dataclass
-        value = getattr(table, f.name)
-        found += leaves(value, f"{path}{f.name}.") if isinstance(value, Table) else [f"{path}{f.name}"]
-    return found
-
-
 # -- the schema --------------------------------------------------------------------------------
-
-
-def test_settings_above_are_the_whole_schema() -> None:
-    free = {"name", *(f"backend.{b}.compiler_options" for b in ("cpu", "cuda", "rocm", "tpu"))}
-    assert set(leaves(CompileProfile())) == set(SETTINGS) | free
 
 
 @pytest.mark.parametrize("path", SETTINGS)
@@ -195,25 +155,14 @@ def test_constructors_check_too(build: Any, message: str) -> None:
         build()
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "profiles.md"
-
-
 def test_the_page_lists_every_setting() -> None:
-    """Each key once, its default first, and every value that has a name."""
-    table = PAGE.read_text("utf-8").partition("## Settings")[2].partition("## Dtypes")[0]
-    rows = re.findall(r"^\| (`.*?`) \| (`.*?`) \|", table, re.MULTILINE)
-    listed = {key: re.findall("`[^`]*`", values) for keys, values in rows for key in keys.split(", ")}
-    paths = [p for p in leaves(CompileProfile()) if p != "name" and not re.match(r"backend\.(cuda|rocm|tpu)\.", p)]
-    assert sorted(listed) == sorted(f"`{p.replace('.cpu.', '.<name>.')}`" for p in paths)
-    for path in paths:
-        values, default = listed[f"`{path.replace('.cpu.', '.<name>.')}`"], at(CompileProfile(), path)
-        spelled = str(default).lower() if isinstance(default, bool) else default
-        spelled = json.dumps(default) if isinstance(default, tuple) else spelled
-        assert values[0] == f"`{'{}' if isinstance(default, Options) else spelled}`", path
-        table_of, _, key = path.rpartition(".")
-        hint = field_types(type(at(CompileProfile(), table_of)))[key]
-        arms = () if get_origin(hint) is tuple else (hint, *get_args(hint))
-        assert {f"`{c}`" for arm in arms if get_origin(arm) is Literal for c in get_args(arm)} <= set(values), path
+    """As `python -m tests.profile_page --write` has it, of the rows."""
+    assert profile_page.PAGE.read_text("utf-8") == profile_page.page()
+    assert [key for key in profile_page.entries(Fusion)] == [f.name for f in fields(Fusion)]
+
+
+def test_roles_are_those_of_the_compiler() -> None:
+    assert [f.name for f in fields(CompileProfile().sharding)] == list(ROLES)
 
 
 # -- TOML out ----------------------------------------------------------------------------------
@@ -278,7 +227,7 @@ def test_a_preset_has_measured_settings(name: str) -> None:
     assert chosen and all(re.search(r"\d (ms|x|µs)\b", comment) for comment, _ in chosen)
 
 
-@pytest.mark.parametrize("name", LATER_PRESETS)
+@pytest.mark.parametrize("name", UNMEASURED)
 def test_a_preset_of_a_family_that_is_not_built(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"preset '{name}': its family is not built yet"):
         CompileProfile.preset(name)
@@ -287,7 +236,7 @@ def test_a_preset_of_a_family_that_is_not_built(name: str) -> None:
 def test_presets_are_those_of_the_spec() -> None:
     """Its 15 names, each built or refused, `auto`, and what it has none for: training."""
     own = {"auto", "train_bf16", "train_mixed"}
-    assert len({*PRESETS, *LATER_PRESETS} - own) == 15 and not set(PRESETS) & set(LATER_PRESETS)
+    assert len({*PRESETS, *UNMEASURED} - own) == 15 and not set(PRESETS) & set(UNMEASURED)
     families = {name.partition("_")[0].rstrip("0123456789") for name in set(PRESETS) - own} - {"encoder"}
     assert "Flux2Transformer2DModel" in FAMILIES
     families -= {"flux"}
@@ -313,26 +262,20 @@ def test_decode_presets_unroll() -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(LATER))
-def test_settings_without_effect_are_refused(path: str) -> None:
-    written = path.replace("*", "cpu")
-    for attempt in (lambda: read(f"{written} = true"), lambda: CompileProfile().replace(**nested(written, True))):
-        with pytest.raises(UnsupportedError, match="known but not built yet"):
+@pytest.mark.parametrize("platform", OTHER_PLATFORMS)
+def test_platforms_that_are_not_built(platform: str) -> None:
+    """As a target and as a table, be it empty."""
+    for attempt in (
+        lambda: read(f"[backend.{platform}]"),
+        lambda: CompileProfile().replace(backend={platform: {"merge": True}}),
+    ):
+        with pytest.raises(UnsupportedError, match=f"backend.{platform}: this setting is known but not built yet"):
             attempt()
 
 
-@pytest.mark.parametrize("table", ["backend.metal"])
-def test_tables_without_effect_are_refused_even_empty(table: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{table}: this setting is known but not built yet"):
-        read(f"[{table}]")
-
-
-def test_later_and_schema_are_disjoint() -> None:
-    assert not {p.replace("*", "cpu") for p in LATER} & set(leaves(CompileProfile()))
-
-
 @pytest.mark.parametrize(
-    ("path", "value"), [(path, value) for path, values in LATER_VALUES.items() for value in values]
+    ("path", "value"),
+    [(path, value) for path, row, _ in rows(CompileProfile()) for value in row.unsupported],
 )
 def test_values_that_are_not_supported(path: str, value: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{path}: '{value}' is known but not supported; expected '(auto|keep)'"):
@@ -352,7 +295,6 @@ def test_values_that_are_not_supported(path: str, value: str) -> None:
         ("fusion.disable = [['fuse_matmul_bias_act']]", r"fusion.disable\[0\]: expected .*, found an array"),
         ("[backend.cpu]\nmerg = true", "backend.cpu: unknown key 'merg'; known here: .*; did you mean 'merge'"),
         ("[backend.gpu]", r"unknown key 'gpu'; known here: .*; did you mean 'cuda' \(NVIDIA\) or 'rocm'"),
-        ("[backend.metl]", "did you mean 'metal'"),
         ("fusion.target = 'gpu'", r"found the string 'gpu'; did you mean 'cuda' \(NVIDIA\)"),
         ("compute = 'bf16'", "unknown key 'compute'; known here: .*; did you mean 'precision.compute'"),
         ('"fusion.policy" = "direct"', "unknown key 'fusion.policy'"),
@@ -537,8 +479,8 @@ def test_a_profile_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         rlx.compile(flow, weights, profile="mine.rlx.toml"),
         rlx.compile(flow.with_profile("mine.rlx.toml"), weights),
     ):
-        assert model.settings.policy == "fusable"
-    assert rlx.compile(flow, weights, profile="encoder").settings.policy == "direct"
+        assert model.settings.profile.fusion.policy == "fusable"
+    assert rlx.compile(flow, weights, profile="encoder").settings.profile.fusion.policy == "direct"
     high, module = tmp_path / "high.toml", flow.build(weights).into_graph_module()
     high.write_text("precision.matmul = 'highest'")
     planned = [module.into_lir(p, batch=1) for p in (str(high), high, CompileProfile.of(high), None)]
@@ -669,9 +611,7 @@ json_like = st.recursive(
     scalars | st.none() | st.floats() | st.integers(),
     lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3),
 )
-keys = st.sampled_from([*(k for p in [*SETTINGS, *LATER] for k in p.split(".")), "compiler_options"]) | st.text(
-    max_size=5
-)
+keys = st.sampled_from([*(k for p in SETTINGS for k in p.split(".")), "compiler_options"]) | st.text(max_size=5)
 
 
 @pytest.mark.slow

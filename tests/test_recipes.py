@@ -349,9 +349,9 @@ def test_profiles_of_a_recipe() -> None:
     fusable = rlx.CompileProfile().replace(fusion={"policy": "fusable"})
     recipe = rlx.recipe_for(LLAMA).profile(fusable)
     assert recipe.assemble().profile == fusable
-    assert rlx.compile(recipe).settings.policy == "fusable"
-    assert rlx.load(LLAMA, recipe=recipe, dtype="f32").model.settings.policy == "fusable"
-    assert rlx.compile(recipe, profile=rlx.CompileProfile()).settings.policy == "direct"
+    assert rlx.compile(recipe).settings.profile.fusion.policy == "fusable"
+    assert rlx.load(LLAMA, recipe=recipe, dtype="f32").model.settings.profile.fusion.policy == "fusable"
+    assert rlx.compile(recipe, profile=rlx.CompileProfile()).settings.profile.fusion.policy == "direct"
 
 
 def test_the_profile_beside_the_weights(tmp_path: Path) -> None:

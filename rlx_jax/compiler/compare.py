@@ -12,39 +12,16 @@ import numpy as np
 
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.passes import NAMES
-from rlx_jax.compiler.pipeline import Template, make_lir, make_template
+from rlx_jax.compiler.pipeline import make_lir, make_template
 from rlx_jax.compiler.settings import Settings
+from rlx_jax.compiler.template import Template
 from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.layout import layout_of
 from rlx_jax.profiles import Change
+from rlx_jax.profiles.check import rows
 from rlx_jax.program import Built
 
-ALWAYS = {
-    "device": "planned for",
-    "policy": "lowering policy",
-    "compute": "compute dtype",
-    "mixed": "mixed precision",
-    "classes": "dtypes of op classes",
-    "matmul": "precision of products",
-    "verbose": "passes print",
-    "assert_clean": "missed fusions are errors",
-    "plan.implementation": "attention asked for",
-    "plan.products": "products asked for",
-    "plan.experts": "experts asked for",
-    "plan.donate_inputs": "inputs consumed",
-    "plan.compiler_options": "options of XLA",
-    "sharding": "mesh axes of roles",
-}
-TRAINING = {"plan.remat": "recomputed in gradients"}
-STATEFUL = {
-    "kv": "dtype of the cache",
-    "plan.donate_state": "state updated in place",
-    "plan.strict": "copies of the state are errors",
-}
-SERVING = {"loop": "generating loop"}
-"""Settings that are shown as they are, and what they are called: of all programs, of those that train, that have a
-state, and of models that take requests. The others show in the program: passes, ops, parameters, layers."""
 COUNTS = ("ops", "values")
 """What the names of counts begin with: what is not there is 0 of them."""
 
@@ -83,9 +60,11 @@ def _facts(
     yield "parameters", f"{len(types)} arrays, {sum(t.nbytes for t in types.values()):,} bytes"
     yield "parameters in", ", ".join(sorted({short_name(t.dtype) for t in types.values()}))
     yield "layers", "one loop" if settings.plan.scan else "one after the other"
-    shown = {**ALWAYS, **(TRAINING if program == "train" else {}), **(STATEFUL if template.state else {})}
-    for name, told in {**shown, **(SERVING if serves else {})}.items():
-        yield told, _written(attrgetter(name)(settings))
+    of = {"", *(["train"] if program == "train" else []), *(["state"] if template.state else [])}
+    for place, row, _ in rows(settings.profile):
+        here = not place.startswith("backend.") or place.split(".")[1] == settings.target
+        if here and row.label and row.of in (of | {"serves"} if serves else of):
+            yield row.label, _written(attrgetter(row.resolved or f"profile.{place}")(settings))
     if serves:
         yield from ((f"buckets.{f.name}", _written(getattr(settings.buckets, f.name))) for f in fields(Buckets))
     if sizes is not None:

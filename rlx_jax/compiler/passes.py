@@ -163,8 +163,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "orient",
         HIR,
-        lambda g, job: orient(g, job.settings.weight_layout, job.types),
-        lambda job: job.settings.weight_layout != "auto",
+        lambda g, job: orient(g, job.settings.backend.weight_layout, job.types),
+        lambda job: job.settings.backend.weight_layout != "auto",
         "layout",
     ),
     Pass("store", HIR, _store, lambda job: job.settings.stored is not None),
@@ -181,7 +181,7 @@ PIPELINE: tuple[Pass, ...] = (
         HIR,
         lambda g, job: derive(g, job.program, job.types, job.last_only, job.settings.kv, job.given),
     ),
-    Pass("lower", MIR, lambda g, job: lower(g, job.settings.policy, job.types)),
+    Pass("lower", MIR, lambda g, job: lower(g, job.settings.profile.fusion.policy, job.types)),
     Pass(  # a derived program may read what the flow does not
         "unread_inputs",
         MIR,
@@ -191,8 +191,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "pin_matmul",
         MIR,
-        lambda g, job: pin_matmul(g, job.settings.matmul, job.types),
-        lambda job: job.settings.matmul != "default",
+        lambda g, job: pin_matmul(g, job.settings.profile.precision.matmul, job.types),
+        lambda job: job.settings.profile.precision.matmul != "default",
     ),
     Pass(
         "mixed",
@@ -329,7 +329,7 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
         seconds[p.name], nodes[p.name] = time.perf_counter() - start, sum(1 for _ in graph.walk())
         blocks = graph if p.level == HIR else blocks
         lowered = graph if p.kind == "program" else lowered
-        if job.settings.verbose:
+        if job.settings.profile.passes.verbose:
             line = f"{graph.name} {job.program}: {p.name}: {nodes[p.name]} nodes, {seconds[p.name]:.3f} s"
             print(line, file=sys.stderr)
         if p.name == stop:

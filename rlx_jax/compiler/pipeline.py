@@ -5,131 +5,51 @@
 
 Every rewrite, from HIR to MIR with sizes, is a row of `PIPELINE` (`rlx_jax/compiler/passes.py`); the verifier runs
 after each of them. A profile is read in `settings_for` (`rlx_jax/compiler/settings.py`): passes, layout and plan get
-values. Which of its fields do nothing, `rlx_jax/compiler/effects.py` warns of.
+values. Which of its fields do nothing, their rows say (`rlx_jax/profiles/effects.py`), by what is in the program.
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jax import lax
 
-from rlx_jax.compiler.effects import Facts, warn_without_effect
 from rlx_jax.compiler.executable import Arrays, Function, StateArrays
+from rlx_jax.compiler.facts import facts_of
 from rlx_jax.compiler.passes import Job, check_switches, pass_named, run_passes
-from rlx_jax.compiler.settings import Settings, choose_profile, choose_settings, plain
+from rlx_jax.compiler.settings import Settings, choose_profile, choose_settings
+from rlx_jax.compiler.template import Template
 from rlx_jax.device import Device, running_device
 from rlx_jax.errors import (
     DeriveError,
     FusionError,
     GraphError,
-    RlxError,
     RlxWarning,
     UnsupportedError,
-    did_you_mean,
-    listing,
     quote,
 )
-from rlx_jax.ir.graph import Graph, Input, TypeCache
+from rlx_jax.ir.graph import TypeCache
 from rlx_jax.ir.ops.custom import check_constants
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import TensorType, as_dim
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.hir import explicit, padded
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.hir.rules import ring_sizes
-from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of, packed_rows
-from rlx_jax.lowering.inspect.costs import Cost, cost
-from rlx_jax.lowering.inspect.fusion_report import FusionReport, fusion_report
-from rlx_jax.lowering.inspect.outline import Outline, outline
+from rlx_jax.lowering.inspect.bounds import behind_cache, bounds_of, packed_rows
+from rlx_jax.lowering.inspect.fusion_report import fusion_report
 from rlx_jax.lowering.lir.choices import Call, Choice
 from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_all, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_types, taken_back
+from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_types
 from rlx_jax.lowering.mir.dce import without_inputs
-from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.profiles.effects import warn_of_idle
 from rlx_jax.program import Built
-
-# -- the pipeline ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Template:
-    """One program with symbolic sizes, at every level."""
-
-    built: Built
-    hir: Graph
-    mir: Graph
-    bounds: Bounds
-    state: Mapping[str, TensorType]
-    scan: bool
-    rings: Mapping[str, int]
-    optional: tuple[Input, ...]
-    types: TypeCache
-    seconds: Mapping[str, float]
-    nodes: Mapping[str, int]
-    fusion: FusionReport
-
-    @functools.cached_property
-    def symbols(self) -> frozenset[str]:
-        """Names of the sizes that its state and inputs have."""
-        types = (*self.state.values(), *(i.type for i in self.mir.inputs))
-        return frozenset().union(*(t.symbols for t in types))
-
-    @functools.cached_property
-    def unread(self) -> tuple[str, ...]:
-        """The inputs of the flow that this program does not have, in order."""
-        read = {i.input for i in self.mir.inputs}
-        return tuple(i.input for i in self.built.hir.inputs if i.input not in read)
-
-    @functools.cached_property
-    def taken_back(self) -> tuple[tuple[str, int], ...]:
-        """See `taken_back` of the plan."""
-        return taken_back(self.mir, self.scan)
-
-    @functools.cached_property
-    def head(self) -> Head:
-        """The product with a weight that makes the first output; see `find_head` for what it raises."""
-        return find_head(self.mir)
-
-    def headless(self) -> Template:
-        """The same up to its head, whose operands are the outputs."""
-        job = Job(plain(), self.types, headless=True)
-        return replace(self, mir=pass_named("up_to_head")(self.mir, job).graph)
-
-    def cost(self, sizes: Mapping[str, int]) -> Cost:
-        """FLOPs, bytes and scratch memory of the program for one choice of sizes. Nothing is compiled.
-
-        Raises:
-            GraphError: a size is missing, or is none of the program.
-        """
-        for name, size in sizes.items():
-            if name not in self.symbols:
-                raise GraphError(
-                    f"{self.built.name}: the program has no size {quote(name)}; it has {listing(sorted(self.symbols))}"
-                    f"{did_you_mean(name, self.symbols)}"
-                )
-            as_dim(size, f"{self.built.name}: {name}")
-        if missing := sorted(self.symbols.difference(sizes)):
-            whole = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))
-            raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {whole}")
-        return cost(pass_named("specialise")(self.mir, Job(plain(), self.types, sizes=sizes)).graph)
-
-    def outline(self, known: Mapping[str, int]) -> Outline:
-        """The table of its blocks; FLOPs and bytes are those of the sizes that are `known`, and of 1 for others."""
-        sizes = {name: known.get(name, 1) for name in self.symbols}
-        try:
-            mir = pass_named("specialise")(self.mir, Job(plain(), TypeCache(), sizes=sizes)).graph
-        except RlxError:  # it has no such sizes, as where a window is wider than 1
-            mir = None
-        return outline(self.built.name, self.hir, mir, sizes, self.mir.inputs)
 
 
 def derived_program(built: Built, program: str) -> str:
@@ -168,7 +88,7 @@ def make_template(
     ran = run_passes(built.hir, job)
     check_constants(ran.graph, built.types)
     fusion = fusion_report(ran.lowered, ran.graph, ran.places, built.types)
-    if settings.assert_clean and not fusion.clean:
+    if settings.profile.fusion.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
     state, rings = state_types(ran.graph, settings.plan.scan), ring_sizes(ran.blocks)
     seconds = {"build": build_s, **ran.seconds}
@@ -219,21 +139,14 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     return Lir(graph, replace(plan, donate_inputs=reusable_inputs(graph, plan.donate_inputs), choices=choices))
 
 
-def facts_of(
-    template: Template, profile: CompileProfile, settings: Settings, programs: tuple[str, ...], serves: bool = False
-) -> Facts:
-    """What the settings of a model can act on, by its first template."""
-    graphs = (template.hir, template.mir)
-    return Facts(profile, settings, template.built, *graphs, bool(template.state), programs, serves)
-
-
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:
     """The forward program of `built` for one choice of sizes."""
     profile = None if profile is None else CompileProfile.of(profile)
     settings = choose_settings(built, profile, merge=False, program="forward")
     template = make_template(built, 0.0, settings, "forward")
-    if built.plan is None:
-        warn_without_effect([facts_of(template, choose_profile(built, profile), settings, ("forward",))])
+    used = choose_profile(built, profile)
+    if built.plan is None and used != CompileProfile.auto():
+        warn_of_idle([facts_of(template, used, settings, ("forward",), False)], 3)
     lir = make_lir(template, sizes, settings)
     read = replace(built, hir=lir.graph).params
     unread = tuple(key for key in built.keys_read if key not in read)

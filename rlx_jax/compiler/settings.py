@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Precision
-from rlx_jax.profiles.check import field_types
+from rlx_jax.profiles.check import field_types, rows
 from rlx_jax.program import Buildable, Built
 
 FUSION_POLICIES = ("direct", "fusable")
@@ -45,39 +46,50 @@ class Loop:
 class Settings:
     """A profile, resolved for one flow, one device and one program: plain values for passes, Layout, plan and loop.
 
+    profile: the profile itself, of whose backends only the one that is compiled for is left; a setting without `auto`
+        is read of it. The other fields are settings whose `auto` is resolved, or that hang together.
     off: passes that do not run, by name. without: nor those of these kinds. unfuse: leave no region of pointwise ops.
     classes: the dtypes of the mixed policy `custom`. loop: see the profile's `backend` table.
     plan: how programs run, without what hangs on a program: its `choices`, and which inputs it can reuse.
-    sharding: the mesh axes of each role.
     """
 
     device: Device
-    policy: str
+    profile: CompileProfile
     compute: np.dtype[Any]
     mixed: str
     classes: tuple[tuple[str, np.dtype[Any]], ...]
     stored: np.dtype[Any] | None
-    matmul: str
     off: frozenset[str]
     without: frozenset[str]
     unfuse: bool
-    verbose: bool
-    assert_clean: bool
     merge: bool
-    weight_layout: str
     plan: Plan
     kv: np.dtype[Any] | None
     buckets: Buckets
     loop: Loop
-    sharding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     division: Division | None = None  # of a mesh, which no profile knows
     max_positions: int | None = None  # an argument of CausalLM and Encoder, which counts before the flow's own
-    check_ids: bool = False  # of arrays on an accelerator too
 
     @property
     def target(self) -> str:
         """The platform that is compiled for."""
         return self.device.kind
+
+    @property
+    def backend(self) -> Backend:
+        """The profile's table of that platform."""
+        found: Backend = getattr(self.profile.backend, self.target)
+        return found
+
+    @property
+    def check_ids(self) -> bool:
+        """Whether ids in arrays on an accelerator are checked, too."""
+        return self.profile.checks.ids == "all"
+
+    @property
+    def sharding(self) -> dict[str, tuple[str, ...]]:
+        """The mesh axes of each role."""
+        return {f.name: getattr(self.profile.sharding, f.name) for f in fields(self.profile.sharding)}
 
 
 def choose_settings(built: Built, profile: CompileProfile | None, merge: bool, program: str) -> Settings:
@@ -122,19 +134,15 @@ def settings_for(
     roll, train = profile.layers.roll, program == "train"
     return Settings(
         device=device,
-        policy=profile.fusion.policy,
+        profile=replace(profile, backend=Backends(**{target: backend})),
         compute=compute_dtype(precision, target, source, keys),
         mixed=mixed_policy(precision, target),
         classes=tuple((f.name, as_dtype(getattr(precision.classes, f.name))) for f in fields(precision.classes)),
         stored=None if precision.weights == "keep" else as_dtype(precision.weights),
-        matmul=precision.matmul,
         off=frozenset((*profile.fusion.disable, *(n for n in CLEANING if not getattr(profile.passes, n)))),
         without=frozenset({"fusion"} if profile.fusion.skip or backend.skip_fusion else ()),
         unfuse=target == "cpu" if backend.unfuse_regions == "auto" else bool(backend.unfuse_regions),
-        verbose=profile.passes.verbose,
-        assert_clean=profile.fusion.assert_clean,
         merge=merge if backend.merge == "auto" else bool(backend.merge),
-        weight_layout=backend.weight_layout,
         plan=Plan(
             target=device.kind,
             scan=(train or target == "tpu") if roll == "auto" else roll == "scan",
@@ -151,8 +159,6 @@ def settings_for(
         kv=None if precision.kv == "auto" else as_dtype(precision.kv),
         buckets=Buckets.ordered(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
         loop=choose_loop(backend, target),
-        check_ids=profile.checks.ids == "all",
-        sharding={f.name: getattr(profile.sharding, f.name) for f in fields(profile.sharding)},
     )
 
 
@@ -161,29 +167,34 @@ def divided(settings: Settings, division: Division) -> Settings:
     return replace(settings, division=division, buckets=replace(settings.buckets, share=division.parts("batch")))
 
 
+def differences(first: Settings, other: Settings) -> list[str]:
+    """The names of what two settings differ in: fields, or places in the profile of what is read of it as it is."""
+    both = zip(rows(first.profile), rows(other.profile), strict=True)
+    places = [place for (place, row, a), (_, _, b) in both if not row.resolved and a != b and place != "name"]
+    names = (f.name for f in fields(Settings) if f.name != "profile")
+    return [*places, *(name for name in names if getattr(first, name) != getattr(other, name))]
+
+
 def choose_loop(backend: Backend, target: str) -> Loop:
     """As the table of the backend says."""
     steps = STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch
     return Loop(steps, target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early))
 
 
+@functools.cache
 def plain(policy: str = "direct", target: str = "cpu") -> Settings:
     """Settings that change nothing: no pass runs but those that make a program what it is."""
     return Settings(
         device=named_device(target),
-        policy=policy,
+        profile=CompileProfile().replace(fusion={"policy": policy}),
         compute=np.dtype(np.float32),  # the dtype of flows: nothing is rewritten
         mixed="none",
         classes=(),
         stored=None,
-        matmul="default",
         off=frozenset(),
         without=frozenset({"layout", "fusion", "cleaning"}),
         unfuse=False,
-        verbose=False,
-        assert_clean=False,
         merge=False,
-        weight_layout="auto",
         plan=Plan(target, scan=False, donate_state=False),
         kv=None,
         buckets=Buckets(),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlx_jax.compiler.pipeline import Template
+from rlx_jax.compiler.template import Template
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.types import DimLike
 from rlx_jax.runtime.inputs import check_length

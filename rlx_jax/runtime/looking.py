@@ -9,8 +9,9 @@ from typing import Any, cast
 import jax
 
 from rlx_jax.compiler.executable import Arrays
-from rlx_jax.compiler.pipeline import Template, make_function
+from rlx_jax.compiler.pipeline import make_function
 from rlx_jax.compiler.settings import Settings
+from rlx_jax.compiler.template import Template
 from rlx_jax.errors import GraphError
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.collectives import collectives

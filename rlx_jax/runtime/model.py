@@ -11,8 +11,9 @@ import jax
 
 from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
-from rlx_jax.compiler.pipeline import Template, derived_program, text_after
+from rlx_jax.compiler.pipeline import derived_program, text_after
 from rlx_jax.compiler.settings import Settings
+from rlx_jax.compiler.template import Template
 from rlx_jax.device import check_fits, out_of_memory
 from rlx_jax.errors import (
     GraphError,
@@ -421,7 +422,7 @@ class CompiledModel:
         if level == "hir":
             as_built = derived_program(template.built, self.program) in ("forward", "train")
             found = template.built.hir if as_built else template.hir
-            return dump(found, "hir", f", fusion={self.settings.policy}")
+            return dump(found, "hir", f", fusion={self.settings.profile.fusion.policy}")
         if level == "mir":
             return dump(template.mir, "mir")
         if level == "lir" and (inputs or named):  # a plan can be looked at where it cannot run

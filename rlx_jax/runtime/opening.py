@@ -8,16 +8,24 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from rlx_jax.compiler.effects import warn_without_effect
 from rlx_jax.compiler.executable import Progress
+from rlx_jax.compiler.facts import facts_of
 from rlx_jax.compiler.meshes import divide_model
-from rlx_jax.compiler.pipeline import Template, facts_of, make_template
-from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings, divided
+from rlx_jax.compiler.pipeline import make_template
+from rlx_jax.compiler.settings import (
+    Settings,
+    check_inputs,
+    choose_profile,
+    choose_settings,
+    differences,
+    divided,
+)
+from rlx_jax.compiler.template import Template
 from rlx_jax.errors import (
     GraphError,
     ProfileError,
@@ -35,6 +43,7 @@ from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.division import check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
 from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.profiles.effects import warn_of_idle
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.drawing import check_missing, draw_lacking, drawing
 from rlx_jax.runtime.programs import ProgramKey, Programs
@@ -92,13 +101,10 @@ def open_programs(
     programs = Programs(named, source, plan.settings, plan.layout, captured, progress)
     programs.opened = merge, program
     programs.initialised, programs.seed = fresh, seed
-    warn_without_effect(
-        [
-            facts_of(t, choose_profile(t.built, profile), plan.settings, serves or (program,), bool(serves))
-            for t in plan.templates.values()
-            if t.built.plan is None
-        ]
-    )
+    chosen = [(t, choose_profile(t.built, profile)) for t in plan.templates.values() if t.built.plan is None]
+    if any(used != CompileProfile.auto() for _, used in chosen):
+        programs_run = serves or (program,)
+        warn_of_idle([facts_of(t, used, plan.settings, programs_run, bool(serves)) for t, used in chosen], 3)
     for name, flow in named.items():
         check_inputs(plan.settings.plan.donate_inputs, flow)
         programs.builds.put((name, frozenset()), builds[name])
@@ -199,8 +205,7 @@ def one_settings(found: Mapping[str, Settings]) -> Settings:
     """
     (name, first), *others = found.items()
     for other, settings in others:
-        differ = [f.name for f in fields(Settings) if getattr(settings, f.name) != getattr(first, f.name)]
-        if differ:
+        if differ := differences(first, settings):
             raise ProfileError(
                 f"flows of one model share one profile, and {name!r} and {other!r} differ in {listing(differ)}; pass "
                 "profile="

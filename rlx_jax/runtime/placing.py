@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AxisType
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.compiler.pipeline import Template
+from rlx_jax.compiler.template import Template
 from rlx_jax.device import freed
 from rlx_jax.ir.roles import of_dims
 from rlx_jax.lowering.division import Division

@@ -28,8 +28,9 @@ from rlx_jax.compiler.executable import (
     guarded,
     on_device,
 )
-from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template
+from rlx_jax.compiler.pipeline import make_function, make_lir, make_template
 from rlx_jax.compiler.settings import Settings, choose_settings, divided
+from rlx_jax.compiler.template import Template
 from rlx_jax.errors import (
     DeriveError,
     DonationWarning,
