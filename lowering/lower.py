@@ -63,14 +63,6 @@ def lower(graph: Graph, policy: str, types: TypeCache) -> Graph:
     return rewrite(graph, everywhere(fn), types, f"lower_{policy}")
 
 
-def has_direct_rule(node: Node) -> bool:
-    """Whether a block may have a better rule than its expansion; that of a Linear is for one with a bias, that of an
-    RmsNorm for one with a β."""
-    if isinstance(node.op, hir.Linear | hir.RmsNorm):
-        return len(node.inputs) == 3
-    return isinstance(node.op, Hir) and bool(DIRECT.get(type(node.op)) or direct_rule(type(node.op)))
-
-
 def _lower(op: Hir, b: Builder, inputs: tuple[Value, ...], policy: str) -> tuple[Value, ...]:
     rule = DIRECT.get(type(op)) or direct_rule(type(op)) if policy == "direct" else None
     done = rule(op, b, inputs) if rule else None

@@ -19,7 +19,7 @@ REASONS = {
     "attention": "there is no attention",
     "linears": "there is no Linear",
     "layers": "no layers repeat",
-    "direct rules": "no block has a better rule than its own expansion",
+    "blocks": "no block has a better rule than its own expansion",
     "merged": "no two projections of one input can be merged",
     "fusion": "no fusion pass runs",
 }

@@ -33,7 +33,7 @@ class Fusion(Table):
     """
 
     PATH: ClassVar[str] = "fusion"
-    policy: Literal["direct", "fusable"] = setting("direct", needs("direct rules"), "lowering policy")
+    policy: Literal["direct", "fusable"] = setting("direct", needs("blocks"), "lowering policy")
     target: Target = setting("auto", always, "planned for", "device", unsupported=OTHER_PLATFORMS)
     assert_clean: bool = setting(False, needs("fusion"), "missed fusions are errors")
     skip: bool = setting(False, always, resolved="without")

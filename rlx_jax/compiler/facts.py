@@ -11,13 +11,13 @@ from rlx_jax.compiler.passes import PIPELINE, Job, Pass
 from rlx_jax.compiler.settings import CLEANING, Settings
 from rlx_jax.compiler.template import Template
 from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Hir
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.implementations import has_triton
-from rlx_jax.lowering.lower import has_direct_rule
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.profiles.effects import Facts
 
@@ -68,7 +68,7 @@ def _contents(template: Template) -> Iterator[str]:
         "window": any(isinstance(op, AttentionOp) and op.window is not None for op, _ in ops),
         "linears": any(isinstance(node.op, hir.Linear) for _, node in template.hir.walk()),
         "layers": any(op.regions() for op, _ in ops),
-        "direct rules": any(has_direct_rule(node) for _, node in template.hir.walk()),
+        "blocks": any(isinstance(node.op, Hir) for _, node in template.hir.walk()),
         "merged": any(place.by == "merge_linears" for place in template.fusion.fused),
         "state": bool(template.state),
     }

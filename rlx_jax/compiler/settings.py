@@ -46,8 +46,8 @@ class Loop:
 class Settings:
     """A profile, resolved for one flow, one device and one program: plain values for passes, Layout, plan and loop.
 
-    profile: the profile itself, of whose backends only the one that is compiled for is left; a setting without `auto`
-        is read of it. The other fields are settings whose `auto` is resolved, or that hang together.
+    profile: the profile itself: a setting without `auto` is read of it. The other fields are settings whose `auto` is
+        resolved, or that hang together.
     off: passes that do not run, by name. without: nor those of these kinds. unfuse: leave no region of pointwise ops.
     classes: the dtypes of the mixed policy `custom`. loop: see the profile's `backend` table.
     plan: how programs run, without what hangs on a program: its `choices`, and which inputs it can reuse.
@@ -107,7 +107,7 @@ def choose_settings(built: Built, profile: CompileProfile | None, merge: bool, p
 
 def choose_profile(built: Built, profile: CompileProfile | None) -> CompileProfile:
     """The given profile, else the flow's own, else `auto`."""
-    return profile or built.profile or CompileProfile()
+    return profile or built.profile or CompileProfile.auto()
 
 
 def own_policy(built: Built) -> str:
@@ -134,7 +134,7 @@ def settings_for(
     roll, train = profile.layers.roll, program == "train"
     return Settings(
         device=device,
-        profile=replace(profile, backend=Backends(**{target: backend})),
+        profile=profile,
         compute=compute_dtype(precision, target, source, keys),
         mixed=mixed_policy(precision, target),
         classes=tuple((f.name, as_dtype(getattr(precision.classes, f.name))) for f in fields(precision.classes)),
@@ -170,7 +170,8 @@ def divided(settings: Settings, division: Division) -> Settings:
 def differences(first: Settings, other: Settings) -> list[str]:
     """The names of what two settings differ in: fields, or places in the profile of what is read of it as it is."""
     both = zip(rows(first.profile), rows(other.profile), strict=True)
-    places = [place for (place, row, a), (_, _, b) in both if not row.resolved and a != b and place != "name"]
+    idle = ("name", *(f"backend.{name}." for name in field_types(Backends) if name != first.target))
+    places = [p for (p, row, a), (_, _, b) in both if not row.resolved and a != b and not p.startswith(idle)]
     names = (f.name for f in fields(Settings) if f.name != "profile")
     return [*places, *(name for name in names if getattr(first, name) != getattr(other, name))]
 
