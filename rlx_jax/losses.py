@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays
+from rlx_jax.compiler.pipeline import behind_product, head_operands
 from rlx_jax.errors import (
     DTypeError,
     GraphError,
@@ -37,7 +38,6 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import TensorType, is_static, short_name, symbols_of
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.mir.head import Head
-from rlx_jax.runtime.heads import behind_product, head_operands
 from rlx_jax.runtime.inputs import as_host_array, check_ids, host_view, token_ids
 from rlx_jax.runtime.model import CompiledModel
 

@@ -16,9 +16,20 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError
 from rlx_jax.lowering.inspect.scopes import Instruction, block_paths, instructions, kernel_name, module_id, together
-from rlx_jax.runtime.block_times import IDLE, NOT_ATTRIBUTED, SMALL, BlockTime, BlockTimes, KernelTime, block_times
+from rlx_jax.runtime.block_times import (
+    IDLE,
+    MARK,
+    NOT_ATTRIBUTED,
+    SMALL,
+    BlockTime,
+    BlockTimes,
+    Kernel,
+    KernelTime,
+    Trace,
+    block_times,
+    read_trace,
+)
 from rlx_jax.runtime.profiling import _which
-from rlx_jax.runtime.tracing import MARK, Kernel, Trace, read_trace
 from tests import divided
 from tests.oracles import mtp_drafts
 

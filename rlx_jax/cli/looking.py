@@ -21,7 +21,6 @@ from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained, bound, family_of
-from rlx_jax.runtime.empty_states import ring_sizes
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.opening import check_positions
@@ -157,7 +156,7 @@ def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int 
     sizes = {"batch": buckets.rows(batch), "seq": context}
     if cached:
         sizes["batch"], sizes["context"] = cache_sizes(buckets, batch, context, max_positions)
-        held = {**model.flow._binding, **sizes, **ring_sizes(model.programs, template, sizes["context"])}
+        held = {**model.flow._binding, **sizes, **model.programs.ring_sizes(template, sizes["context"])}
         state = sum(kept.bind(held).nbytes for kept in template.state.values())
     lir = make_lir(template, sizes, model.settings)
     parameters = sum(t.nbytes for t in model.programs.layout.types().values())

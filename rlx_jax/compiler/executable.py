@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -218,3 +218,19 @@ def compile_program(
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement, loaded)
+
+
+def new_arguments(wanted: object, known: Iterable[object]) -> str:
+    """Which arguments warm-up lacked for `wanted`, a loop or a function, beside those that it compiled, `known`; empty
+    where one of them is for the same arguments, or `wanted` is for all."""
+    if not isinstance(wanted, SaysArguments):
+        return ""
+    ours = wanted.arguments()
+    others = [k.arguments() for k in known if isinstance(k, SaysArguments)]
+    nearest = max(others, key=lambda theirs: len(ours.items() & theirs.items()), default={})
+    differ = [name for name, value in ours.items() if nearest.get(name) != value]
+    if not differ:
+        return ""
+    had = ", ".join(f"{name}={nearest[name]}" for name in differ if name in nearest)
+    lacked = ", ".join(f"{name}={ours[name]}" for name in differ)
+    return f"warm-up was {f'with {had}, not ' if had else 'without '}{lacked}"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
+from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.device import auto_axes, devices_here, running_device
+from rlx_jax.compiler.template import Template
+from rlx_jax.device import auto_axes, devices_here, freed, running_device
 from rlx_jax.errors import GraphError, ProfileError, RequestError, UnsupportedError, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage
 from rlx_jax.ir.param import Conflict, Roles
-from rlx_jax.ir.roles import agreed
+from rlx_jax.ir.roles import agreed, of_dims
 from rlx_jax.lowering.division import Division, heads_of, with_groups
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
+from rlx_jax.lowering.lir.plan import Lir, given_leaves
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Built
 
@@ -131,3 +136,60 @@ def check_conflicts(division: Division, name: str) -> None:
                     f"{name}: weight {quote(key)}: an axis is {role}, and the mesh {division.text()} divides "
                     f"{listing(divided)}; use a mesh that does not, or sharding = {{{divided[0]} = []}} in the profile"
                 )
+
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def own_mesh(division: Division | None) -> Iterator[None]:
+    """Inside, a mesh that the caller has set (`jax.set_mesh`) is not seen: what is traced is the model's alone."""
+    if division is None or jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(division.mesh):
+        yield
+
+
+def at_home(arrays: T, division: Division | None) -> T:
+    """The same arrays where a model over devices takes them: those on a mesh with explicit axes on the same devices,
+    divided as they are; those that were put on other devices on all of its own."""
+    if division is None:
+        return arrays
+    own = set(division.mesh.devices.flat)
+
+    def home(a: Any) -> Any:
+        if not isinstance(a, jax.Array) or isinstance(a, jax.core.Tracer) or not a.committed:
+            return a
+        if a.sharding.device_set != own:
+            return jax.device_put(a, division.whole)
+        return freed(a)
+
+    moved: T = jax.tree.map(home, arrays)
+    return moved
+
+
+def in_any_mesh(function: Function, template: Template, lir: Lir, division: Division | None) -> Function:
+    """A pure function that may be traced where axes are explicit: inside they are not, and its results have the
+    divisions that the roles of their axes say."""
+    if division is None:
+        return function
+    leaves = given_leaves(lir.graph, lir.plan.scan)
+    outputs = tuple(
+        division.value(of_dims(template.mir.type(symbolic)), lir.graph.type(bound).shape).spec
+        for symbolic, bound in zip(template.mir.outputs, lir.graph.outputs, strict=True)
+    )
+    written = {name: division.value(roles, t.shape).spec for name, (t, roles) in leaves.items()}
+
+    def anywhere(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+        tracers = (a for a in jax.tree.leaves((params, state, inputs)) if isinstance(a, jax.core.Tracer))
+        meshes = (jax.typeof(a).sharding.mesh for a in tracers)
+        explicit: Any = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+        if explicit is None:
+            return function(params, state, inputs)
+        kept = {name: written[name] for name in (leaves if state else ())}
+        with jax.sharding.use_abstract_mesh(explicit):  # that of the arguments, if the caller has set none
+            made: Results = jax.sharding.auto_axes(function, out_sharding=(outputs, kept))(params, state, inputs)
+        return made
+
+    return anywhere

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.compiler.executable import Arrays, Function, StateArrays
+from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.facts import facts_of
 from rlx_jax.compiler.passes import Job, check_switches, pass_named, run_passes
 from rlx_jax.compiler.settings import Settings, choose_profile, choose_settings
@@ -47,6 +48,7 @@ from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_types
 from rlx_jax.lowering.mir.dce import without_inputs
+from rlx_jax.lowering.mir.head import Head
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.profiles.effects import warn_of_idle
 from rlx_jax.program import Built
@@ -198,3 +200,37 @@ def choices_here(lir: Lir, here: Device) -> Mapping[Call, Choice]:
         message = f"planned for {lir.plan.target} with {', '.join(sorted(idle))}, and JAX runs on {here.kind}"
         warnings.warn(f"{lir.graph.name}: {message}: XLA takes its place", RlxWarning, stacklevel=2)
     return choices
+
+
+AnyArray = Any
+
+
+def head_operands(head: Head, kernel: AnyArray, bias: AnyArray = None) -> list[AnyArray]:
+    """The weights as the product takes them."""
+    wide = jnp.float32 if head.product.f32_result else head.dtype
+    return [kernel.astype(head.dtype)] + ([] if bias is None else [bias.astype(wide)])
+
+
+def behind_product(head: Head, product: AnyArray) -> AnyArray:
+    """The first output of a program from its head's product."""
+    (made,) = interpret(head.tail, Env({}, {}, {}, operands=(product,)))
+    return made
+
+
+def with_hidden(run: Function, head: Head, last_only: bool) -> Function:
+    """Around a program up to its head: outputs (logits, hidden states `[B, S, H]` f32), the former of each row's last
+    token alone, `[B, 1, V]`, where `last_only`; a row's tokens are those before `lengths`."""
+
+    def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+        (hidden, *weights), state = run(params, state, inputs)
+        read = last_rows(hidden, inputs["lengths"]) if last_only else hidden
+        logits = behind_product(head, head.product.eval(read, *head_operands(head, *weights)))
+        return (logits, hidden.astype(jnp.float32)), state
+
+    return function
+
+
+def last_rows(hidden: AnyArray, lengths: AnyArray) -> AnyArray:
+    """`[B, S, H]` → that of the last token `[B, 1, H]`, of the first one where a row has none."""
+    at = jnp.maximum(lengths - 1, 0).reshape(-1, 1, 1)
+    return jnp.take_along_axis(hidden, at, axis=1, mode="clip")

@@ -25,7 +25,7 @@ from rlx_jax.generate.speaker import Speaker
 from rlx_jax.generate.speculative import Drafting, Drafts, Judged, Own, Turn
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.program import Buildable, Built, MakesMtp
-from rlx_jax.runtime.beside import model_beside
+from rlx_jax.runtime.compiling import model_beside
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import ProgramKey, Programs, Variant
 from rlx_jax.runtime.state import LENGTH

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
+from rlx_jax.compiler.pipeline import head_operands
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.types import is_static
 from rlx_jax.losses import InPieces, count_pieces, logits_of_piece, split_tokens
-from rlx_jax.runtime.heads import head_operands
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Variant
 

@@ -12,15 +12,17 @@ from typing import Any, Literal
 
 import jax
 
+from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.device import running_device
-from rlx_jax.errors import DeriveError, RequestError, RlxWarning, suggests
+from rlx_jax.errors import DeriveError, MissingWeightError, RequestError, RlxWarning, suggests
 from rlx_jax.ir.reading import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
+from rlx_jax.lowering.lir.layout import layout_of
 from rlx_jax.profiles import ProfileLike
-from rlx_jax.program import Weights
+from rlx_jax.program import MakesMtp, Weights
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
-from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.programs import Beside, ProgramKey, Programs
 from rlx_jax.weights.execute import load_leaves
 
 
@@ -165,3 +167,48 @@ def load_params(programs: Programs, device: Any, given_up: threading.Event) -> t
     placement = programs.resting() or device
     params = load_leaves(programs.layout.leaves, programs.source, placement, programs.tell, given_up)
     return params, time.perf_counter() - start
+
+
+def model_beside(model: CompiledModel, make: MakesMtp) -> CompiledModel:
+    """The flow that `make` gives of the model's weights, opened once: leaves that the model has are the model's own
+    arrays, the others are read now.
+
+    Raises:
+        MissingWeightError: there are no weights to read. Others as `make` and as `rlx_jax.compile`.
+    """
+    model.refuse_traced()
+    params = model.require_params("drafting")
+    found = model.programs.beside(model.name, lambda: _opened(model, params, make))
+    known = model.programs.layout.by_program()
+    shared = {name: params[known[p]] for name, p in found.programs.layout.leaves.items() if p in known}
+    (name,) = found.programs.flows
+    return CompiledModel(found.programs, name, params={**found.params, **shared})
+
+
+def _opened(model: CompiledModel, params: dict[str, Any], make: MakesMtp) -> Beside:
+    base = model.programs
+    if not has_data(base):
+        raise MissingWeightError(
+            f"{model.name}: its weights are shapes alone, and those of what drafts cannot be read: pass weights="
+        )
+    flow = make(base.source)
+    built = flow.build(base.source)
+    template = make_template(built, 0.0, base.settings, "forward")
+    layout = layout_of([template.hir], base.settings.plan.scan)
+    programs = Programs(
+        {flow.name: flow}, base.source, base.settings, layout, {flow.name: built.captured}, base.progress
+    )
+    programs.builds.put((flow.name, frozenset()), (built, 0.0))
+    programs.templates.put(ProgramKey(flow.name, "forward"), template)
+    programs.warm = base.warm
+    known = base.layout.by_program()
+    own = {name: program for name, program in layout.leaves.items() if program not in known}
+    assert base.source is not None  # it has data
+    loaded = load_leaves(own, base.source, programs.resting() or _device(params), base.tell, threading.Event())
+    return Beside(programs, loaded)
+
+
+def _device(params: dict[str, Any]) -> Any:
+    """Where parameters were put; None where that was left to JAX."""
+    first = next((a for a in params.values() if isinstance(a, jax.Array)), None)
+    return None if first is None or not first.committed else next(iter(first.devices()))

@@ -11,6 +11,7 @@ import jax
 
 from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
+from rlx_jax.compiler.meshes import at_home, own_mesh
 from rlx_jax.compiler.pipeline import derived_program, text_after
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.compiler.template import Template
@@ -34,7 +35,6 @@ from rlx_jax.program import Buildable, Built, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.drawing import drawn_params
-from rlx_jax.runtime.empty_states import empty_of, ring_sizes
 from rlx_jax.runtime.inputs import (
     as_row,
     bind_names,
@@ -47,11 +47,9 @@ from rlx_jax.runtime.inputs import (
     refuse_unread,
     value_or_spec,
 )
-from rlx_jax.runtime.looking import jaxpr_of, report_of, text_of
-from rlx_jax.runtime.placing import at_home, own_mesh
 from rlx_jax.runtime.profiling import check_runs, profile_calls
 from rlx_jax.runtime.programs import LAST, ProgramKey, Programs, Variant
-from rlx_jax.runtime.report import Report
+from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
 from rlx_jax.runtime.state import FromEmpty, State, as_state, check_room, given_state
 from rlx_jax.weights.execute import by_key
 
@@ -106,7 +104,7 @@ class CompiledModel:
         """The key of the program for these sizes; see `bound`."""
         key = replace(self.key(variant.given, variant.outputs, variant.last_only), hidden=variant.hidden)
         template = self.programs.template(key)
-        slots = ring_sizes(self.programs, template, sizes.get("context"), variant.spare)
+        slots = self.programs.ring_sizes(template, sizes.get("context"), variant.spare)
         # Where every layer has a window, no array has `context` slots, and the program is the same for all.
         binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in template.symbols))
         return replace(key, binding=binding)
@@ -119,7 +117,7 @@ class CompiledModel:
         """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
         key = self.key(variant.given, variant.outputs, variant.last_only)
         held = {name: size for name, size in sizes.items() if name != "seq"}
-        empty = empty_of(self.programs, key, held, variant.spare)
+        empty = self.programs.empty_state(key, held, variant.spare)
         return self.bound(sizes, FromEmpty(empty), variant)
 
     def execute(
@@ -399,7 +397,7 @@ class CompiledModel:
             raise GraphError(f"init_state: {self.name} has no size {listing(unknown)}")
         held = {"batch": batch, **({} if context is None else {"context": context}), **sizes}
         held = {name: as_dim(size, f"init_state: {name}") for name, size in held.items()}
-        empty = empty_of(self.programs, self.key(frozenset(given)), held)
+        empty = self.programs.empty_state(self.key(frozenset(given)), held)
         with out_of_memory(f"{self.name}: init_state(batch={batch}, context={context})"):
             return as_state(self.programs.call(empty))
 

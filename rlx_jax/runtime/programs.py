@@ -26,15 +26,18 @@ from rlx_jax.compiler.executable import (
     StateArrays,
     compile_program,
     guarded,
+    new_arguments,
     on_device,
 )
-from rlx_jax.compiler.pipeline import make_function, make_lir, make_template
+from rlx_jax.compiler.meshes import at_home, in_any_mesh, own_mesh
+from rlx_jax.compiler.pipeline import make_function, make_lir, make_template, with_hidden
 from rlx_jax.compiler.settings import Settings, choose_settings, divided
 from rlx_jax.compiler.template import Template
 from rlx_jax.errors import (
     DeriveError,
     DonationWarning,
     FusionError,
+    GraphError,
     RequestError,
     RlxWarning,
     UnsupportedError,
@@ -43,17 +46,16 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.types import DimLike
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_leaves
 from rlx_jax.lowering.mir.dce import unread_inputs
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
-from rlx_jax.runtime.heads import with_hidden
-from rlx_jax.runtime.late import new_arguments
+from rlx_jax.runtime.inputs import check_length
 from rlx_jax.runtime.lru import Lru
-from rlx_jax.runtime.placing import at_home, in_any_mesh, own_mesh
-from rlx_jax.runtime.state import EmptyState
+from rlx_jax.runtime.state import EmptyState, empty_state
 
 
 @dataclass(frozen=True)
@@ -345,6 +347,37 @@ class Programs:
         settings = choose_settings(self.build(flow, frozenset())[0], profile, merge, program)
         settings = settings if self.division is None else divided(settings, self.division)
         return replace(settings, max_positions=self.settings.max_positions)
+
+    def ring_sizes(self, template: Template, context: Any, spare: int = 0) -> dict[str, int]:
+        """The slots of each ring in a state of `context` slots, `spare` of them for tokens that may be taken back."""
+        buckets = self.settings.buckets
+        return {name: buckets.ring(window, context, spare) for name, window in template.rings.items()}
+
+    def empty_state(self, key: ProgramKey, sizes: Mapping[str, DimLike], spare: int = 0) -> EmptyState:
+        """What makes an empty state of a program: one for each choice of sizes, of optional inputs and of outputs, as
+        what no output reads keeps nothing.
+
+        `key` is without sizes, and `sizes` has them: `batch`, `context` where there are slots, and others; `spare` as
+        `Variant` has it.
+
+        Raises:
+            GraphError: the program has no state, or a size is not given. SequenceLengthError: over the model's
+                positions. ShapeError, DeviceOutOfMemoryError: it is too large.
+        """
+
+        def make() -> EmptyState:
+            template = self.any_template(key)
+            if not template.state:
+                raise GraphError(f"program {key.program} of {key.flow} has no state")
+            binding: dict[str, Any] = {**self.flows[key.flow]._binding, **sizes}
+            check_length(binding.get("context", 0), template.bounds, f"{key.flow}: init_state")
+            binding |= self.ring_sizes(template, sizes.get("context"), spare)
+            at = {} if self.division is None else state_shardings(template, binding, self.division)
+            where = f"{key.flow}: init_state(batch={sizes['batch']}, context={sizes.get('context')})"
+            return empty_state(template.state, binding, where, at)
+
+        same = replace(key, last_only=False)  # which rows of the output are wanted changes no state
+        return self.empty((same, tuple(sorted(sizes.items())), spare), make)
 
     def tell(self, what: str, done: int, total: int) -> None:
         """Tell whoever asked for progress."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import distributed  # the store has no public name; orbax takes it from here too
 
 from rlx_jax.errors import (
     CheckpointFormatError,
@@ -121,7 +120,10 @@ class Processes:
 
 
 def _store() -> Any:
-    return distributed.global_state.client
+    """The key-value store, by the name that orbax has for it: jax has no public one."""
+    from orbax.checkpoint import multihost
+
+    return multihost.get_jax_distributed_client()
 
 
 def _opened(message: dict[str, str], process: int) -> str:
