@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlx_jax.ir.table import Table as Grid
 from rlx_jax.profiles.check import Options, Table, field_types
 
 
@@ -59,13 +59,8 @@ class Comparing(Protocol):
 def _lines(changes: tuple[Change, ...]) -> list[str]:
     """A line for each change, broken at 80 columns."""
     width = min(34, max((len(change.what) for change in changes), default=0))
-    return [
-        textwrap.fill(
-            f"{change.ours} → {change.theirs}", 80, initial_indent=f"  {change.what:<{width}}  ",
-            subsequent_indent=" " * (width + 4), break_long_words=False, break_on_hyphens=False,
-        )
-        for change in changes
-    ]  # fmt: skip
+    rows = [(change.what, f"{change.ours} → {change.theirs}") for change in changes]
+    return [str(Grid(rows, widths=(width,), indent="  ", wrap=80))] if rows else []
 
 
 def field_changes(ours: Table, theirs: Table, path: str = "") -> Iterator[Change]:

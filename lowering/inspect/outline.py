@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param
 from rlx_jax.ir.param import Padded, Program
 from rlx_jax.ir.paths import LayerIndex, Path, path_text
+from rlx_jax.ir.table import Table
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.inspect.costs import Cost
 from rlx_jax.lowering.mir.dce import live
@@ -51,18 +51,16 @@ class Outline:
     def __str__(self) -> str:
         lines = [self.name, *_wrapped("  in   ", [f"{i.input} {i.type}" for i in self.inputs])]
         lines += [*_wrapped("  out  ", [f"{name} {t}" for name, t in self.outputs.items()]), ""]
-        lines += [_line(HEAD), *(_line((self._label(row), _fitting(row.output), *row.numbers)) for row in self.rows)]
-        lines += [_line(("total", "", *OutlineRow((), "", self.params, self.cost).numbers)), self._note()]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join([*map(str.rstrip, lines), str(self._table(self._label)), self._note()])
 
     def _repr_html_(self) -> str:
         """The same for notebooks, with whole block paths."""
-        rows = [(path_text(row.path), _fitting(row.output), *row.numbers) for row in self.rows]
-        rows.append(("total", "", *OutlineRow((), "", self.params, self.cost).numbers))
-        body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
-        caption = html.escape(f"{self.name}. {self._note()}")
-        head = f"<caption>{caption}</caption><thead><tr>{_cells('th', HEAD)}</tr></thead>"
-        return f"<table>{head}<tbody>{body}</tbody></table>"
+        return self._table(lambda row: path_text(row.path)).html(f"{self.name}. {self._note()}")
+
+    def _table(self, label: Callable[[OutlineRow], str]) -> Table:
+        rows = [(label(row), _fitting(row.output), *row.numbers) for row in self.rows]
+        total = ("total", "", *OutlineRow((), "", self.params, self.cost).numbers)
+        return Table([*rows, total], HEAD, left=2, widths=WIDTHS)
 
     def _label(self, row: OutlineRow) -> str:
         if row.layers > 1:
@@ -188,11 +186,6 @@ def _groups(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path]]]:
 # -- printing ----------------------------------------------------------------------------------
 
 
-def _line(cells: Sequence[str]) -> str:
-    cut = [c if len(c) <= w else c[: w - 1] + "…" for c, w in zip(cells, WIDTHS, strict=True)]
-    return "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cut, WIDTHS, strict=True)))
-
-
 def _fitting(output: str) -> str:
     """What leaves a block, as much of it as the column takes: of several values the first and how many more, of many
     sizes the first and the last.
@@ -221,10 +214,3 @@ def _wrapped(mark: str, items: Sequence[str], width: int = 80) -> Iterator[str]:
             line = blank
         line += item if line in (mark, blank) else f" {item}"
     yield line
-
-
-def _cells(tag: str, cells: Sequence[str]) -> str:
-    return "".join(
-        f'<{tag} style="text-align:{"left" if i < 2 else "right"}">{html.escape(cell)}</{tag}>'
-        for i, cell in enumerate(cells)
-    )

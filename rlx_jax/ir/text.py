@@ -10,6 +10,7 @@ from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
 from rlx_jax.ir.param import Padded, Program, Stack
 from rlx_jax.ir.param_keys import leaf_name
 from rlx_jax.ir.paths import Path, path_text
+from rlx_jax.ir.table import Table
 from rlx_jax.ir.types import TensorType
 
 
@@ -116,7 +117,7 @@ def summary(
     rows: dict[str, Row] = {}
     _collect(graph, rows, set(), 1)
     head = ["block", "output", "parameters", *([] if placed is None else ["bytes of one device"]), "weights"]
-    table, total, held = [head], 0, 0
+    table, total, held = list[list[str]](), 0, 0
     for path, row in rows.items():
         total += row.count
         weights, bytes_ = list(row.weights), ""
@@ -126,14 +127,10 @@ def summary(
             held, bytes_ = held + here, f"{here:,}" if here else ""
         count = f"{row.count:,}" if row.count else ""
         table.append([path, row.shape, count, *([] if placed is None else [bytes_]), ", ".join(weights)])
-    widths = [max(len(line[i]) for line in table) for i in range(len(head) - 1)]
-    lines = [f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs if i.input not in unread)}"]
-    lines += [
-        "  " + "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in table
-    ]
+    first = f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs if i.input not in unread)}"
     of_one = "" if placed is None else f", {held:,} bytes of them on one device"
-    return "\n".join([*lines, f"  {total:,} parameters{of_one}"])
+    shown = Table(table, head, left=len(head), indent="  ")
+    return f"{first}\n{shown}\n  {total:,} parameters{of_one}"
 
 
 @dataclass

@@ -15,6 +15,7 @@ import jax
 
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote, shown
+from rlx_jax.ir.table import Table
 from rlx_jax.lowering.inspect.scopes import CONTAINERS, Instruction, together
 from rlx_jax.runtime.flame_graph import Frame, page
 
@@ -85,13 +86,14 @@ class BlockTimes:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
             raise RequestError(f"rows is {shown(rows)}; expected a number of rows, at least 1")
         mean = f", the mean of {self.runs} runs" if self.runs > 1 else ""
-        lines = [f"{_ms(self.seconds)} ms a run on {self.device}{mean}"]
+        lines, widths = [f"{_ms(self.seconds)} ms a run on {self.device}{mean}"], (WIDTH - 30, 11, 10, 9)
         for program in self.programs:
             of_it = [row for row in self.rows if row.program == program]
-            lines += ["", self._line(program or "outside of programs", of_it, "calls")]
-            lines += [self._line(f"  {row.path}", [row], f"{row.calls:,}" if row.calls else "") for row in of_it[:rows]]
+            found = [self._cells(program or "outside of programs", of_it, "calls")]
+            found += [self._cells(f"  {r.path}", [r], f"{r.calls:,}" if r.calls else "") for r in of_it[:rows]]
             if others := of_it[rows:]:
-                lines.append(self._line(f"  {len(others)} others", others, ""))
+                found.append(self._cells(f"  {len(others)} others", others, ""))
+            lines += ["", str(Table(found, widths=widths, gap=""))]
         return "\n".join(lines)
 
     def flame_graph(self) -> str:
@@ -117,10 +119,10 @@ class BlockTimes:
         except OSError as error:
             raise SaveFailedError(f"flame graph {quote(os.fspath(path))}: not written: {error.strerror}") from error
 
-    def _line(self, name: str, rows: list[BlockTime], calls: str) -> str:
+    def _cells(self, name: str, rows: list[BlockTime], calls: str) -> tuple[str, ...]:
         seconds = sum(row.seconds for row in rows)
         share = 100 * seconds / self.seconds if self.seconds else 0.0
-        return f"{shortened(name, WIDTH - 30):<{WIDTH - 30}}{_ms(seconds):>11}{share:>8.1f} %{calls:>9}".rstrip()
+        return shortened(name, WIDTH - 30), _ms(seconds), f"{share:.1f} %", calls
 
     def __str__(self) -> str:
         return self.text()

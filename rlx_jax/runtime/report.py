@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +15,7 @@ from rlx_jax.compiler.settings import Loop, Settings
 from rlx_jax.compiler.template import Template
 from rlx_jax.device import Device
 from rlx_jax.errors import GraphError, listing
+from rlx_jax.ir.table import Table
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.collectives import collectives
@@ -244,25 +244,25 @@ class Report:
     def _seconds(self) -> list[str]:
         """A line for each step that took a while, and one for all others."""
         short = {name for name, took in self.seconds.items() if took < SHORT and name not in STEPS}
-        rows = [f"{name:<26} {took:8.3f} s" for name, took in self.seconds.items() if name not in short]
+        rows = [(name, f"{took:.3f} s") for name, took in self.seconds.items() if name not in short]
         if short:
-            rows.append(f"{f'{len(short)} passes':<26} {sum(self.seconds[name] for name in short):8.3f} s")
-        return rows
+            rows.append((f"{len(short)} passes", f"{sum(self.seconds[name] for name in short):.3f} s"))
+        return [str(Table(rows, widths=(26, 10), gap=" "))] if rows else []
 
     def _programs(self) -> list[str]:
         """A table of the programs, whose columns are seconds, operations and bytes."""
         if not self.programs:
             return []
         heads = ("prove", "lower", "trace", "compile", "FLOPs", "peak", "cache")
-        rows = ["", f"{'programs':<32}{''.join(f'{head:>{w}}' for head, w in zip(heads, WIDTHS, strict=True))}"]
+        rows = []
         for r in self.programs[:PROGRAMS]:
             seconds = [f"{took:.3f}" for took in (r.prove, r.lower, r.trace, r.compile)]
-            cells = [*seconds, *(in_short(n) for n in (r.flops, r.peak_bytes, r.cache_bytes))]
             name = shortened(r.program.replace(" of ", " ").replace(",", ""), 32)
-            rows.append(f"{name:<32}{''.join(f'{cell:>{w}}' for cell, w in zip(cells, WIDTHS, strict=True))}")
+            rows.append((name, *seconds, *map(in_short, (r.flops, r.peak_bytes, r.cache_bytes))))
+        lines = ["", str(Table(rows, ("programs", *heads), widths=(32, *WIDTHS), gap=""))]
         if others := self.programs[PROGRAMS:]:
-            rows.append(f"{len(others)} others, {sum(r.seconds for r in others):.3f} s")
-        return rows
+            lines.append(f"{len(others)} others, {sum(r.seconds for r in others):.3f} s")
+        return lines
 
     def _on_mesh(self) -> list[str]:
         found = ", ".join(f"{count} {name}" for name, count in self.collectives.items())
@@ -277,10 +277,7 @@ class Report:
 
 def _row(name: str, told: object) -> str:
     """A line, broken at 80 columns."""
-    begin = f"{name:<18} "
-    return textwrap.fill(
-        str(told), 80, initial_indent=begin, subsequent_indent=" " * 19, break_long_words=False, break_on_hyphens=False
-    )
+    return str(Table([(name, told)], widths=(18,), gap=" ", wrap=80))
 
 
 def layers_once(told: Sequence[str]) -> list[str]:
