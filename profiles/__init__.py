@@ -1,39 +1,10 @@
 """Compile profiles: what a compile may choose, as frozen tables that are read from `*.rlx.toml`."""
 
-from rlx_jax.profiles.check import Options, Table
-from rlx_jax.profiles.diff import Change, ProfileDiff
-from rlx_jax.profiles.profile import PRESETS, CompileProfile, ProfileLike
-from rlx_jax.profiles.schema import (
-    AttentionTable,
-    Backend,
-    Backends,
-    BucketTable,
-    Donation,
-    Fusion,
-    Layers,
-    NumericClasses,
-    Passes,
-    Precision,
-    Sharding,
-)
-
-__all__ = [
-    "PRESETS",
-    "AttentionTable",
-    "Backend",
-    "Backends",
-    "BucketTable",
-    "Change",
-    "CompileProfile",
-    "Donation",
-    "Fusion",
-    "Layers",
-    "NumericClasses",
-    "Options",
-    "Passes",
-    "Precision",
-    "ProfileLike",
-    "ProfileDiff",
-    "Sharding",
-    "Table",
-]
+from rlx_jax.profiles.check import Options as Options
+from rlx_jax.profiles.check import Table as Table
+from rlx_jax.profiles.diff import Change as Change
+from rlx_jax.profiles.diff import ProfileDiff as ProfileDiff
+from rlx_jax.profiles.profile import PRESETS as PRESETS
+from rlx_jax.profiles.profile import CompileProfile as CompileProfile
+from rlx_jax.profiles.profile import ProfileLike as ProfileLike
+from rlx_jax.profiles.schema import *  # noqa: F403 (every table of settings)

@@ -51,7 +51,7 @@ class At(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class Setting:
     """A setting, beside its type and its documentation.
 
     Attributes:
@@ -75,8 +75,8 @@ class Row:
 
 
 def setting(default: Any, idle: Callable[[Any, Any], str], label: str = "", resolved: str = "", **others: Any) -> Any:
-    """The field of a setting; arguments as the attributes of `Row`."""
-    return field(default=default, metadata={"row": Row(default, idle, label, resolved, **others)})
+    """The field of a setting; arguments as the attributes of `Setting`."""
+    return field(default=default, metadata={"row": Setting(default, idle, label, resolved, **others)})
 
 
 class Table:
@@ -94,7 +94,7 @@ class Table:
             object.__setattr__(self, f.name, _checked(_row(f), hint, getattr(self, f.name), at.child(f.name)))
 
 
-def rows(table: Any, path: str = "") -> Iterator[tuple[str, Row, Any]]:
+def rows(table: Any, path: str = "") -> Iterator[tuple[str, Setting, Any]]:
     """Each setting of a table and the tables in it: its place, `precision.compute`, its row and its value."""
     for f in fields(table):
         value = getattr(table, f.name)
@@ -189,13 +189,13 @@ def _refused_key(table: type[Table], key: object, at: At) -> ProfileError | Unsu
     return ProfileError(f"{at}: unknown key {quote(key)}; known here: {', '.join(types)}{hint}")
 
 
-def _row(field: Any) -> Row | None:
+def _row(field: Any) -> Setting | None:
     """The row of a dataclass field; a table inside another has none."""
-    found: Row | None = field.metadata.get("row")
+    found: Setting | None = field.metadata.get("row")
     return found
 
 
-def _checked(row: Row | None, hint: Any, value: object, at: At) -> object:
+def _checked(row: Setting | None, hint: Any, value: object, at: At) -> object:
     """`value` as the field holds it, or an error."""
     if is_table(hint):
         return value if isinstance(value, hint) else build(hint, value, at)
@@ -211,7 +211,7 @@ def _checked(row: Row | None, hint: Any, value: object, at: At) -> object:
     raise ProfileError(f"{at}: {_expected(hint)}, found {_described(value)}{close}")
 
 
-def _items(row: Row | None, hint: Any, value: object, at: At) -> tuple[object, ...]:
+def _items(row: Setting | None, hint: Any, value: object, at: At) -> tuple[object, ...]:
     """An array as a tuple, each item checked as a field of type `hint`."""
     if not isinstance(value, (list, tuple)):
         raise ProfileError(f"{at}: expected an array, found {_described(value)}")

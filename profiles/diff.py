@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlx_jax.ir.table import Table as Grid
+from rlx_jax.ir.table import TextTable
 from rlx_jax.profiles.check import Options, Table, field_types
 
 
@@ -60,7 +60,7 @@ def _lines(changes: tuple[Change, ...]) -> list[str]:
     """A line for each change, broken at 80 columns."""
     width = min(34, max((len(change.what) for change in changes), default=0))
     rows = [(change.what, f"{change.ours} → {change.theirs}") for change in changes]
-    return [str(Grid(rows, widths=(width,), indent="  ", wrap=80))] if rows else []
+    return [str(TextTable(rows, widths=(width,), indent="  ", wrap=80))] if rows else []
 
 
 def field_changes(ours: Table, theirs: Table, path: str = "") -> Iterator[Change]:

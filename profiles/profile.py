@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Union
 
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.profiles import text
-from rlx_jax.profiles.check import At, Options, Row, Table, build, field_types
+from rlx_jax.profiles.check import At, Options, Setting, Table, build, field_types
 from rlx_jax.profiles.diff import Comparing, ProfileDiff, field_changes
 from rlx_jax.profiles.effects import always
 from rlx_jax.profiles.schema import (
@@ -80,7 +80,7 @@ class CompileProfile(Table):
     """
 
     PATH: ClassVar[str] = ""
-    name: str = field(default="auto", compare=False, metadata={"row": Row("auto", always)})
+    name: str = field(default="auto", compare=False, metadata={"row": Setting("auto", always)})
     fusion: Fusion = Fusion()
     passes: Passes = Passes()
     precision: Precision = Precision()

@@ -14,6 +14,9 @@ from rlx_jax.profiles import effects
 from rlx_jax.profiles.check import OTHER_PLATFORMS, Options, Table, setting
 from rlx_jax.profiles.effects import always, needs
 
+__all__ = ["AttentionTable", "Backend", "Backends", "BucketTable", "Checks", "Donation", "Fusion", "Layers",
+           "NumericClasses", "Passes", "Precision", "Sharding"]  # fmt: skip
+
 Target = Literal[
     "auto", "cpu", "cuda", "rocm", "tpu",
     "a100", "l4", "h100", "h200", "b200", "mi300x", "tpu_v5e", "tpu_v5p", "tpu_v6e",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param
 from rlx_jax.ir.param import Padded, Program
 from rlx_jax.ir.paths import LayerIndex, Path, path_text
-from rlx_jax.ir.table import Table
+from rlx_jax.ir.table import TextTable
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.inspect.costs import Cost
 from rlx_jax.lowering.mir.dce import live
@@ -57,10 +57,10 @@ class Outline:
         """The same for notebooks, with whole block paths."""
         return self._table(lambda row: path_text(row.path)).html(f"{self.name}. {self._note()}")
 
-    def _table(self, label: Callable[[OutlineRow], str]) -> Table:
+    def _table(self, label: Callable[[OutlineRow], str]) -> TextTable:
         rows = [(label(row), _fitting(row.output), *row.numbers) for row in self.rows]
         total = ("total", "", *OutlineRow((), "", self.params, self.cost).numbers)
-        return Table([*rows, total], HEAD, left=2, widths=WIDTHS)
+        return TextTable([*rows, total], HEAD, left=2, widths=WIDTHS)
 
     def _label(self, row: OutlineRow) -> str:
         if row.layers > 1:

@@ -22,7 +22,7 @@ from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.generate.drafting import SOURCES
 from rlx_jax.generate.sampler import one_sampler
 from rlx_jax.io.strict_json import is_text
-from rlx_jax.ir.table import Table
+from rlx_jax.ir.table import TextTable
 from rlx_jax.text.tokenizer import Tokenizer
 
 
@@ -285,7 +285,7 @@ def _plain(value: Any) -> Any:
 def table(rows: Mapping[str, Any]) -> Iterator[str]:
     """Names and values, a line each."""
     found = [(name, value if isinstance(value, str) else shown(value)) for name, value in rows.items()]
-    yield f"{Table(found, left=2)}\n"
+    yield f"{TextTable(found, left=2)}\n"
 
 
 def peak_memory() -> int:

@@ -1,4 +1,4 @@
-"""`Table`: rows of cells as text for a terminal, and as HTML for a page."""
+"""`TextTable`: rows of cells as text for a terminal, and as HTML for a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows of cells under a head.
 
     Attributes:

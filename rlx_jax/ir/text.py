@@ -10,7 +10,7 @@ from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
 from rlx_jax.ir.param import Padded, Program, Stack
 from rlx_jax.ir.param_keys import leaf_name
 from rlx_jax.ir.paths import Path, path_text
-from rlx_jax.ir.table import Table
+from rlx_jax.ir.table import TextTable
 from rlx_jax.ir.types import TensorType
 
 
@@ -129,7 +129,7 @@ def summary(
         table.append([path, row.shape, count, *([] if placed is None else [bytes_]), ", ".join(weights)])
     first = f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs if i.input not in unread)}"
     of_one = "" if placed is None else f", {held:,} bytes of them on one device"
-    shown = Table(table, head, left=len(head), indent="  ")
+    shown = TextTable(table, head, left=len(head), indent="  ")
     return f"{first}\n{shown}\n  {total:,} parameters{of_one}"
 
 

@@ -15,7 +15,7 @@ import jax
 
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote, shown
-from rlx_jax.ir.table import Table
+from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.inspect.scopes import CONTAINERS, Instruction, together
 from rlx_jax.runtime.flame_graph import Frame, page
 
@@ -93,7 +93,7 @@ class BlockTimes:
             found += [self._cells(f"  {r.path}", [r], f"{r.calls:,}" if r.calls else "") for r in of_it[:rows]]
             if others := of_it[rows:]:
                 found.append(self._cells(f"  {len(others)} others", others, ""))
-            lines += ["", str(Table(found, widths=widths, gap=""))]
+            lines += ["", str(TextTable(found, widths=widths, gap=""))]
         return "\n".join(lines)
 
     def flame_graph(self) -> str:

@@ -15,7 +15,7 @@ from rlx_jax.compiler.settings import Loop, Settings
 from rlx_jax.compiler.template import Template
 from rlx_jax.device import Device
 from rlx_jax.errors import GraphError, listing
-from rlx_jax.ir.table import Table
+from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.collectives import collectives
@@ -247,7 +247,7 @@ class Report:
         rows = [(name, f"{took:.3f} s") for name, took in self.seconds.items() if name not in short]
         if short:
             rows.append((f"{len(short)} passes", f"{sum(self.seconds[name] for name in short):.3f} s"))
-        return [str(Table(rows, widths=(26, 10), gap=" "))] if rows else []
+        return [str(TextTable(rows, widths=(26, 10), gap=" "))] if rows else []
 
     def _programs(self) -> list[str]:
         """A table of the programs, whose columns are seconds, operations and bytes."""
@@ -259,7 +259,7 @@ class Report:
             seconds = [f"{took:.3f}" for took in (r.prove, r.lower, r.trace, r.compile)]
             name = shortened(r.program.replace(" of ", " ").replace(",", ""), 32)
             rows.append((name, *seconds, *map(in_short, (r.flops, r.peak_bytes, r.cache_bytes))))
-        lines = ["", str(Table(rows, ("programs", *heads), widths=(32, *WIDTHS), gap=""))]
+        lines = ["", str(TextTable(rows, ("programs", *heads), widths=(32, *WIDTHS), gap=""))]
         if others := self.programs[PROGRAMS:]:
             lines.append(f"{len(others)} others, {sum(r.seconds for r in others):.3f} s")
         return lines
@@ -277,7 +277,7 @@ class Report:
 
 def _row(name: str, told: object) -> str:
     """A line, broken at 80 columns."""
-    return str(Table([(name, told)], widths=(18,), gap=" ", wrap=80))
+    return str(TextTable([(name, told)], widths=(18,), gap=" ", wrap=80))
 
 
 def layers_once(told: Sequence[str]) -> list[str]:

@@ -13,31 +13,10 @@ from typing import Any
 
 import jax
 
-from rlx_jax.errors import (
-    CheckpointFormatError,
-    IntegrityError,
-    LimitError,
-    MissingFileError,
-    NoSpaceError,
-    PathEscapeError,
-    RequestError,
-    RlxError,
-    SaveFailedError,
-    StorageError,
-    TargetExistsError,
-    UnsupportedError,
-    WeightError,
-    quote,
-)
+from rlx_jax import errors
+from rlx_jax.errors import RlxError, SaveFailedError, StorageError, quote
 
 _OPENED = itertools.count()
-_CLASSES: dict[str, type[RlxError]] = {
-    cls.__name__: cls
-    for cls in (
-        CheckpointFormatError, StorageError, IntegrityError, LimitError, MissingFileError, NoSpaceError,
-        PathEscapeError, RequestError, SaveFailedError, TargetExistsError, UnsupportedError, WeightError,
-    )
-}  # fmt: skip
 
 
 class Processes:
@@ -134,5 +113,6 @@ def _opened(message: dict[str, str], process: int) -> str:
     """
     if "error" not in message:
         return message["result"]
-    found = _CLASSES.get(message["error"], StorageError)
-    raise found(f"in process {process}: {message['message']}")
+    found = vars(errors).get(message["error"])
+    ours = found if isinstance(found, type) and issubclass(found, RlxError) else StorageError
+    raise ours(f"in process {process}: {message['message']}")
