@@ -7,13 +7,37 @@ K key/value heads, D head width. Weights are `[out, in]`, as checkpoints store t
 from rlx_jax.blocks import stream_id as stream_id
 from rlx_jax.blocks.attention import AttnMask as AttnMask
 from rlx_jax.blocks.attention import SelfAttnPrefill as SelfAttnPrefill
-from rlx_jax.blocks.attention import SelfAttnPrefillSpec as SelfAttnPrefillSpec
 from rlx_jax.blocks.attention import SideOutputs as SideOutputs
 from rlx_jax.blocks.compat import FlowCtx as FlowCtx
+from rlx_jax.blocks.compat import GemmaDecodeLayer as GemmaDecodeLayer
+from rlx_jax.blocks.compat import GemmaDecodeLayerSpec as GemmaDecodeLayerSpec
+from rlx_jax.blocks.compat import GemmaKvTap as GemmaKvTap
+from rlx_jax.blocks.compat import LlamaDecodeLayer as LlamaDecodeLayer
+from rlx_jax.blocks.compat import LlamaDecodeLayerSpec as LlamaDecodeLayerSpec
+from rlx_jax.blocks.compat import LlamaDecoderSpec as LlamaDecoderSpec
+from rlx_jax.blocks.compat import LlamaKvTap as LlamaKvTap
 from rlx_jax.blocks.compat import PluginStage as PluginStage
+from rlx_jax.blocks.compat import Qwen3DecodeLayer as Qwen3DecodeLayer
+from rlx_jax.blocks.compat import Qwen3DecodeLayerSpec as Qwen3DecodeLayerSpec
+from rlx_jax.blocks.compat import Qwen3Decoder as Qwen3Decoder
+from rlx_jax.blocks.compat import Qwen3DecoderSpec as Qwen3DecoderSpec
+from rlx_jax.blocks.compat import SelfAttnPrefillSpec as SelfAttnPrefillSpec
 from rlx_jax.blocks.compat import dual_stream_stage as dual_stream_stage
+from rlx_jax.blocks.compat import gemma_attn_spec as gemma_attn_spec
+from rlx_jax.blocks.compat import gemma_decode_layer as gemma_decode_layer
+from rlx_jax.blocks.compat import gemma_moe_decode_layer_composed as gemma_moe_decode_layer_composed
+from rlx_jax.blocks.compat import gemma_moe_prefill_layer_composed as gemma_moe_prefill_layer_composed
+from rlx_jax.blocks.compat import gemma_prefill_layer_composed as gemma_prefill_layer_composed
+from rlx_jax.blocks.compat import gemma_prefill_layer_kv as gemma_prefill_layer_kv
+from rlx_jax.blocks.compat import llama_decode_layer as llama_decode_layer
+from rlx_jax.blocks.compat import llama_prefill_layer_composed as llama_prefill_layer_composed
+from rlx_jax.blocks.compat import llama_prefill_layer_fused as llama_prefill_layer_fused
 from rlx_jax.blocks.compat import plugin as plugin
 from rlx_jax.blocks.compat import plugin_named as plugin_named
+from rlx_jax.blocks.compat import qwen3_decode_layer_fused as qwen3_decode_layer_fused
+from rlx_jax.blocks.compat import qwen3_prefill_layer_composed as qwen3_prefill_layer_composed
+from rlx_jax.blocks.compat import qwen3_prefill_layer_fused as qwen3_prefill_layer_fused
+from rlx_jax.blocks.compat import qwen3_prefill_layer_fused_kv as qwen3_prefill_layer_fused_kv
 from rlx_jax.blocks.composition import Homogeneous as Homogeneous
 from rlx_jax.blocks.composition import LayerComposition as LayerComposition
 from rlx_jax.blocks.composition import Pair as Pair
@@ -37,26 +61,8 @@ from rlx_jax.blocks.control import SideOutput as SideOutput
 from rlx_jax.blocks.decode import BindDecodeInputs as BindDecodeInputs
 from rlx_jax.blocks.decode import DecodeRopeParams as DecodeRopeParams
 from rlx_jax.blocks.decode import SelfAttnDecode as SelfAttnDecode
-from rlx_jax.blocks.decode_layers import GemmaDecodeLayer as GemmaDecodeLayer
-from rlx_jax.blocks.decode_layers import GemmaDecodeLayerSpec as GemmaDecodeLayerSpec
-from rlx_jax.blocks.decode_layers import GemmaKvTap as GemmaKvTap
-from rlx_jax.blocks.decode_layers import LlamaDecodeLayer as LlamaDecodeLayer
-from rlx_jax.blocks.decode_layers import LlamaDecodeLayerSpec as LlamaDecodeLayerSpec
-from rlx_jax.blocks.decode_layers import LlamaKvTap as LlamaKvTap
-from rlx_jax.blocks.decode_layers import Qwen3DecodeLayer as Qwen3DecodeLayer
-from rlx_jax.blocks.decode_layers import Qwen3DecodeLayerSpec as Qwen3DecodeLayerSpec
-from rlx_jax.blocks.decode_layers import gemma_decode_layer as gemma_decode_layer
-from rlx_jax.blocks.decode_layers import gemma_moe_decode_layer_composed as gemma_moe_decode_layer_composed
-from rlx_jax.blocks.decode_layers import gemma_prefill_layer_kv as gemma_prefill_layer_kv
-from rlx_jax.blocks.decode_layers import llama_decode_layer as llama_decode_layer
-from rlx_jax.blocks.decode_layers import qwen3_decode_layer_fused as qwen3_decode_layer_fused
-from rlx_jax.blocks.decoder import DecoderLayerSpec as DecoderLayerSpec
-from rlx_jax.blocks.decoder import LayerNorms as LayerNorms
 from rlx_jax.blocks.decoder import LlamaDecoder as LlamaDecoder
-from rlx_jax.blocks.decoder import LlamaDecoderSpec as LlamaDecoderSpec
 from rlx_jax.blocks.decoder import decoder_layer as decoder_layer
-from rlx_jax.blocks.decoder import llama_prefill_layer_composed as llama_prefill_layer_composed
-from rlx_jax.blocks.decoder import llama_prefill_layer_fused as llama_prefill_layer_fused
 from rlx_jax.blocks.encoder import BertEncoderLayer as BertEncoderLayer
 from rlx_jax.blocks.encoder import BertEncoderLayerSpec as BertEncoderLayerSpec
 from rlx_jax.blocks.ffn import GeGlu as GeGlu
@@ -76,13 +82,13 @@ from rlx_jax.blocks.gated_delta import GdnScan as GdnScan
 from rlx_jax.blocks.gated_delta import gated_delta_layer as gated_delta_layer
 from rlx_jax.blocks.gemma import GemmaStyle as GemmaStyle
 from rlx_jax.blocks.gemma import gemma2_layer_mask as gemma2_layer_mask
-from rlx_jax.blocks.gemma import gemma_attn_spec as gemma_attn_spec
 from rlx_jax.blocks.gemma import gemma_layer_spec as gemma_layer_spec
-from rlx_jax.blocks.gemma import gemma_moe_prefill_layer_composed as gemma_moe_prefill_layer_composed
-from rlx_jax.blocks.gemma import gemma_prefill_layer_composed as gemma_prefill_layer_composed
 from rlx_jax.blocks.gemma import gemma_strided_layer_mask as gemma_strided_layer_mask
 from rlx_jax.blocks.gpt2 import Gpt2Layer as Gpt2Layer
 from rlx_jax.blocks.gpt2 import Gpt2LayerSpec as Gpt2LayerSpec
+from rlx_jax.blocks.layer import DecoderKeys as DecoderKeys
+from rlx_jax.blocks.layer import LayerNorms as LayerNorms
+from rlx_jax.blocks.layer import LayerSpec as LayerSpec
 from rlx_jax.blocks.linear import ClsTokenPool as ClsTokenPool
 from rlx_jax.blocks.linear import Embed as Embed
 from rlx_jax.blocks.linear import EmbedScale as EmbedScale
@@ -94,6 +100,7 @@ from rlx_jax.blocks.linear import LmHead as LmHead
 from rlx_jax.blocks.linear import LogitSoftcap as LogitSoftcap
 from rlx_jax.blocks.linear import ResidualAdd as ResidualAdd
 from rlx_jax.blocks.linear import ResidualSave as ResidualSave
+from rlx_jax.blocks.linear import Scale as Scale
 from rlx_jax.blocks.mamba2 import Mamba2Mixer as Mamba2Mixer
 from rlx_jax.blocks.mamba2 import Mamba2Spec as Mamba2Spec
 from rlx_jax.blocks.mamba2 import mamba2_layer as mamba2_layer
@@ -115,11 +122,6 @@ from rlx_jax.blocks.norm import RmsNorm as RmsNorm
 from rlx_jax.blocks.norm import ZeroBeta as ZeroBeta
 from rlx_jax.blocks.positions import LearnedPositions as LearnedPositions
 from rlx_jax.blocks.positions import RelativeBias as RelativeBias
-from rlx_jax.blocks.qwen3 import Qwen3Decoder as Qwen3Decoder
-from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec as Qwen3DecoderSpec
-from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_composed as qwen3_prefill_layer_composed
-from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_fused as qwen3_prefill_layer_fused
-from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_fused_kv as qwen3_prefill_layer_fused_kv
 from rlx_jax.blocks.recurrent import CausalWindow as CausalWindow
 from rlx_jax.blocks.recurrent import Recurrent as Recurrent
 from rlx_jax.blocks.rope import RopeTables as RopeTables
@@ -162,6 +164,9 @@ from rlx_jax.trace.flow_state import GdnInputSlots as GdnInputSlots
 from rlx_jax.trace.weight_part import WeightPart as WeightPart
 from rlx_jax.trace.weight_part import WeightStack as WeightStack
 
+DecoderLayerSpec = LayerSpec
+"""The first name of LayerSpec."""
+
 FlowStage = (
     Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm
     | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | SelfAttention | Custom
@@ -172,6 +177,6 @@ FlowStage = (
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
     | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan | Mamba2Mixer | MoeFfn | Recurrent
-    | CausalWindow | MtpMerge | BlockAsLayer
+    | CausalWindow | MtpMerge | BlockAsLayer | Scale
 )  # fmt: skip
 """Every stage."""

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.attention import SelfAttnPrefillSpec, SideOutputs, check_heads, gated, projections, side_outputs
+from rlx_jax.blocks.attention import Heads, SideOutputs, side_outputs, sinks
 from rlx_jax.blocks.contracts import KvCacheContract
+from rlx_jax.blocks.layer import LayerSpec
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
@@ -163,14 +164,21 @@ class SelfAttnDecode:
     `kv.{layer}.k` and `kv.{layer}.v` `[B, P+S, K·D]`, which `kv_out` collects.
     """
 
-    spec: SelfAttnPrefillSpec
+    spec: LayerSpec
     layer: int
     use_custom_mask: bool = False
     kv_out: SideOutputs | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "SelfAttnDecode")
-        mask = mask_kind(self.spec.mask)
+        x, mask = emit.require(value, "SelfAttnDecode"), mask_kind(self.spec.mask)
+
+        def attend(q: FlowValue, k: FlowValue, v: FlowValue) -> FlowValue:
+            past, keep = cached(emit, self.layer, [k, v]), self._keep(emit)
+            block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
+            context, grown_k, grown_v = emit.add_all(block, q, k, v, *past, *keep, *sinks(emit, self.spec))
+            side_outputs(emit, f"kv.{self.layer}", grown_k, grown_v, self.kv_out)
+            return context
+
         with emit.scope("self_attn"):
             check_cached(emit, self.layer, "SelfAttnDecode")
             if mask.kind not in ("causal", "sliding_window"):
@@ -178,14 +186,7 @@ class SelfAttnDecode:
                     f"{emit.path}: mask {mask}; decode is causal or in a sliding window; use_custom_mask adds a keep "
                     "mask"
                 )
-            q, k, v, *gate = projections(emit, x, self.spec)
-            new = [k, v]
-            check_heads(emit, self.spec, "SelfAttnDecode", q, k, v)
-            past, keep = cached(emit, self.layer, new), self._keep(emit)
-            block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
-            context, grown_k, grown_v = emit.add_all(block, q, *new, *past, *keep, *self.spec.sinks(emit))
-            side_outputs(emit, f"kv.{self.layer}", grown_k, grown_v, self.kv_out)
-            return gated(emit, context, *gate)
+            return Heads(emit, self.spec, x).attention("SelfAttnDecode", attend)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Keys and values `[B, P+S, K·D]`."""

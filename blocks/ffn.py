@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from rlx_jax.ir import hir
 from rlx_jax.ir.inits import Init
@@ -20,7 +21,7 @@ def mlp_prefix(prefix: str) -> str:
 INTO, OUT_OF = ("ffn", "hidden"), ("hidden", "ffn")
 """What the axes of the first and of the last weights are."""
 
-Keys = tuple[WeightKey, WeightKey, WeightKey]
+Keys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
 """Of gate, up and down."""
 
 
@@ -43,28 +44,6 @@ def suppose_ffn(emit: Emit, x: FlowValue, into: Sequence[WeightKey], down: Weigh
     emit.suppose({key: (wide, hidden) for key in into} | {down: (hidden, wide)})
 
 
-def gated_ffn(
-    emit: Emit,
-    x: FlowValue,
-    activation: str,
-    weights: Keys,
-    biases: Keys | None = None,
-    inner: int | None = None,
-    init: Init | None = None,
-) -> FlowValue:
-    """`(act(x Wg) ⊙ (x Wu)) Wd`, `inner` wide inside."""
-    (gate_w, up_w, down_w), (gate_b, up_b, down_b) = weights, biases or (None, None, None)
-    suppose_ffn(emit, x, (gate_w, up_w), down_w, inner)
-    with emit.scope("mlp"):
-        with emit.scope("gate_proj"):
-            gate = emit.linear(x, gate_w, gate_b, roles=INTO, columns=inner, init=init)
-        with emit.scope("up_proj"):
-            up = emit.linear(x, up_w, up_b, roles=INTO, columns=inner, init=init)
-        gated = emit.add_node(hir.GatedFfn(activation), gate, up)
-        with emit.scope("down_proj"):
-            return emit.linear(gated, down_w, down_b, roles=OUT_OF, init=init)
-
-
 @dataclass(frozen=True)
 class SwiGlu:
     """`(silu(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are optional.
@@ -73,6 +52,8 @@ class SwiGlu:
     only for weights that no source has: see `emit.param`.
     """
 
+    activation: ClassVar[str] = "silu"
+
     gate_key: WeightKey
     up_key: WeightKey
     down_key: WeightKey
@@ -80,16 +61,27 @@ class SwiGlu:
     inner: int | None = None
     init: Init | None = None
 
-    @staticmethod
-    def hf_mlp(prefix: str, bias: bool = False) -> SwiGlu:
+    @classmethod
+    def hf_mlp(cls, prefix: str, bias: bool = False) -> Self:
         """`{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may name the layer or its `.mlp`."""
-        return SwiGlu(*mlp_keys(prefix), mlp_keys(prefix, "bias") if bias else None)
+        return cls(*mlp_keys(prefix), mlp_keys(prefix, "bias") if bias else None)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "SwiGlu")
-        return gated_ffn(
-            emit, x, "silu", (self.gate_key, self.up_key, self.down_key), self.biases, self.inner, self.init
-        )
+        x = emit.require(value, type(self).__name__)
+        suppose_ffn(emit, x, (self.gate_key, self.up_key), self.down_key, self.inner)
+        keys = zip((self.gate_key, self.up_key, self.down_key), self.biases or (None, None, None), strict=True)
+        weights = dict(zip(("gate", "up", "down"), keys, strict=True))
+
+        def project(name: str, x: FlowValue) -> FlowValue:
+            roles, columns = (OUT_OF, None) if name == "down" else (INTO, self.inner)
+            with emit.scope(f"{name}_proj"):
+                return emit.linear(x, *weights[name], roles=roles, columns=columns, init=self.init)
+
+        def gate(gate: FlowValue, up: FlowValue) -> FlowValue:
+            return emit.add_node(hir.GatedFfn(self.activation), gate, up)
+
+        with emit.scope("mlp"):
+            return hir.write_gated_ffn(x, project=project, gate=gate)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""
@@ -97,31 +89,28 @@ class SwiGlu:
 
 
 @dataclass(frozen=True)
-class GeGlu:
-    """`(gelu_tanh(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are
-    optional. `inner` and `init` as in SwiGlu."""
+class GeGlu(SwiGlu):
+    """`(gelu_tanh(x Wg) ⊙ (x Wu)) Wd`: SwiGlu with another activation."""
 
-    gate_key: str
-    up_key: str
-    down_key: str
-    biases: Keys | None = None
-    inner: int | None = None
-    init: Init | None = None
+    activation = "gelu_tanh"
 
-    @staticmethod
-    def hf_mlp(prefix: str, bias: bool = False) -> GeGlu:
-        """`{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may name the layer or its `.mlp`."""
-        return GeGlu(*mlp_keys(prefix), mlp_keys(prefix, "bias") if bias else None)
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "GeGlu")
-        return gated_ffn(
-            emit, x, "gelu_tanh", (self.gate_key, self.up_key, self.down_key), self.biases, self.inner, self.init
-        )
-
-    def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
-        """`[…, F]`."""
-        return inner_shape(emit, hidden, self.gate_key)
+def two_linears(
+    emit: Emit,
+    x: FlowValue,
+    blocks: tuple[str, str],
+    weights: tuple[WeightKey, WeightKey, WeightKey, WeightKey],
+    activation: str,
+    inner: int | None,
+    init: Init | None,
+) -> FlowValue:
+    """Write `act(x W₁ + b₁) W₂ + b₂`, `inner` wide inside; `blocks` are the names of both products."""
+    up_w, up_b, down_w, down_b = weights
+    suppose_ffn(emit, x, (up_w,), down_w, inner)
+    with emit.scope(blocks[0]):
+        wide = emit.linear(x, up_w, up_b, activation=activation, roles=INTO, columns=inner, init=init)
+    with emit.scope(blocks[1]):
+        return emit.linear(wide, down_w, down_b, roles=OUT_OF, init=init)
 
 
 @dataclass(frozen=True)
@@ -138,15 +127,9 @@ class Mlp:
     init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "Mlp")
-        suppose_ffn(emit, x, (self.up_w,), self.down_w, self.inner)
+        x, weights = emit.require(value, "Mlp"), (self.up_w, self.up_b, self.down_w, self.down_b)
         with emit.scope("mlp"):
-            with emit.scope("fc1"):
-                wide = emit.linear(
-                    x, self.up_w, self.up_b, activation=self.activation, roles=INTO, columns=self.inner, init=self.init
-                )
-            with emit.scope("fc2"):
-                return emit.linear(wide, self.down_w, self.down_b, roles=OUT_OF, init=self.init)
+            return two_linears(emit, x, ("fc1", "fc2"), weights, self.activation, self.inner, self.init)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""
@@ -185,20 +168,9 @@ class GeluFfn:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GeluFfn")
+        weights = (self.intermediate_w, self.intermediate_b, self.output_w, self.output_b)
         act = "gelu_tanh" if self.approx_gelu else "gelu"
-        suppose_ffn(emit, x, (self.intermediate_w,), self.output_w, self.inner)
-        with emit.scope("intermediate"):
-            wide = emit.linear(
-                x,
-                self.intermediate_w,
-                self.intermediate_b,
-                activation=act,
-                roles=INTO,
-                columns=self.inner,
-                init=self.init,
-            )
-        with emit.scope("output"):
-            return emit.linear(wide, self.output_w, self.output_b, roles=OUT_OF, init=self.init)
+        return two_linears(emit, x, ("intermediate", "output"), weights, act, self.inner, self.init)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""

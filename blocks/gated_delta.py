@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlx_jax.blocks.control import Named, check_hidden
-from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape
+from rlx_jax.blocks.decoder import layer_around
+from rlx_jax.blocks.layer import HiddenShape, LayerSpec
 from rlx_jax.blocks.norm import rms_norm
 from rlx_jax.errors import GraphError, WeightShapeError, quote
 from rlx_jax.ir import hir
@@ -112,10 +113,11 @@ class GatedDeltaNet:
             return emit.linear(gated, f"{self.prefix}.out_proj.weight", roles=("hidden", "heads"))
 
 
-def gated_delta_layer(index: int, layer: DecoderLayerSpec, spec: GatedDeltaSpec, prefix: str = "model.layers") -> Named:
+def gated_delta_layer(index: int, layer: LayerSpec, spec: GatedDeltaSpec, prefix: str = "model.layers") -> Named:
     """Layer `index` with a Gated DeltaNet where others have attention; `layer` says what is around it."""
     p = f"{prefix}.{index}"
-    return Named(f"layer{index}", layer.with_mixer(p, [GatedDeltaNet(f"{p}.linear_attn", spec)], "gated_delta_layer"))
+    mixer = GatedDeltaNet(f"{p}.linear_attn", spec)
+    return Named(f"layer{index}", layer_around(p, layer, [mixer], "gated_delta_layer"))
 
 
 def check_columns(emit: Emit, key: str, value: FlowValue, columns: int, what: str) -> None:

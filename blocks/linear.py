@@ -14,6 +14,7 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.weight_part import WeightKey
 
 TABLE, HEAD = ("embedding", "hidden"), ("vocab", "hidden")
 """What the axes of tables are."""
@@ -59,6 +60,18 @@ class EmbedScale:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """`x · factor` for a number, which takes the dtype of x first: multipliers of embeddings and logits (Granite)."""
+
+    factor: float
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "Scale")
+        with emit.scope("scale"):
+            return x * self.factor
+
+
+@dataclass(frozen=True)
 class GatherFromInput:
     """`E[input]`, ignoring the active value: `weight_key` `[V, H]`, the input holds integer ids."""
 
@@ -98,16 +111,16 @@ class Linear:
     as stored, for a mesh of devices. `init`: how the weight is drawn where there is none, as `emit.param` takes it.
     """
 
-    weight_key: str
+    weight_key: WeightKey
     transpose: bool = True
-    bias_key: str | None = None
+    bias_key: WeightKey | None = None
     shape: tuple[int, int] | None = None
     roles: Roles | None = None
     init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Linear")
-        with emit.scope(_block_of(self.weight_key)):
+        with emit.scope(_block_of(str(self.weight_key))):
             w, at = emit.param(self.weight_key, self.shape, self.roles, self.init), 0 if self.transpose else 1
             out = (int(w.type.shape[at]),) if w.ndim == 2 else None
             roles = None if self.roles is None else roles_of_bias(self.roles[at])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -93,7 +93,7 @@ class LoraLinear:
         roles = emit.parameters.roles.get(adapter.key, (None, None))[::turn]
         of_out, of_in = (None if isinstance(role, Parts | Conflict) else role for role in roles)
         out, wide = shape[::turn]
-        rows = adapter.b if part is None else WeightPart(adapter.b, part.index, part.count, 0, part.interleaved)
+        rows = adapter.b if part is None else replace(part, key=adapter.b, axis=0)
         try:
             a = emit.param(adapter.a, (self.rank, wide), (None, of_in), A_INIT)
             b = emit.param(rows, (out, self.rank), (of_out, None), "zeros")
@@ -131,7 +131,7 @@ class LoraLinear:
         whole = key.type.shape == weight.type.shape or (part is not None and part.axis == 1 - op.contract)
         if not whole or not key.key.endswith(".weight"):
             raise GraphError(
-                f"{emit.path}: lora changes a product with a weight '….weight', the whole of it or one of equal parts "
+                f"{emit.path}: lora changes a product with a weight '….weight', the whole of it or one of parts "
                 f"that stand side by side, and this has another part of {quote(key.key)} or one of another name"
             )
         return (

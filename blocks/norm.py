@@ -93,9 +93,12 @@ def rms_norm(emit: Emit, x: FlowValue, key: str | FlowValue, eps: float, offset:
     return emit.rms_norm(x, key, beta if fits else None, eps, offset=offset)
 
 
-def head_norm(emit: Emit, x: FlowValue, key: str, head_dim: int, eps: float, offset: float = 0.0) -> FlowValue:
-    """RMSNorm of every head alone: packed `[B,S,N·D]` → same. Weight: `key` `[D]`, to which `offset` is added."""
+def head_norm(emit: Emit, x: FlowValue, key: str, head_dim: int | None, eps: float, offset: float = 0.0) -> FlowValue:
+    """RMSNorm of every head alone, or of all as one vector where `head_dim` is None: packed `[B,S,N·D]` → same.
+    Weight: `key` `[D]` or `[N·D]`, to which `offset` is added."""
     with emit.scope(_norm_name(key)):
+        if head_dim is None:
+            return rms_norm(emit, x, key, eps, offset)
         heads = x.reshape(*x.shape[:-1], -1, head_dim)
         return rms_norm(emit, heads, key, eps, offset).reshape(x.shape)
 

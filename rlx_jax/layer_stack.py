@@ -98,13 +98,13 @@ class Stages:
             )
         return self.stage(stack.build())
 
-    def llama_prefill_layer(self, index: int, spec: blocks.LlamaDecoderSpec) -> Self:
+    def llama_prefill_layer(self, index: int, spec: blocks.LayerSpec) -> Self:
         """Llama's layer `index`, as one block."""
         return self.stage(blocks.llama_prefill_layer_fused(index, spec))
 
     llama_decoder_layer = llama_prefill_layer
 
-    def llama_prefill_layer_composed(self, index: int, spec: blocks.LlamaDecoderSpec) -> Self:
+    def llama_prefill_layer_composed(self, index: int, spec: blocks.LayerSpec) -> Self:
         """The same layer from small stages."""
         return self.stage(blocks.llama_prefill_layer_composed(index, spec))
 
@@ -112,9 +112,7 @@ class Stages:
         """Find the inputs `past_k_{i}`, `past_v_{i}` and `mask` for the decode layers that follow."""
         return self.stage(blocks.BindDecodeInputs(num_layers, use_custom_mask))
 
-    def llama_decode_layer(
-        self, index: int, spec: blocks.LlamaDecodeLayerSpec, side: blocks.SideOutputs | None = None
-    ) -> Self:
+    def llama_decode_layer(self, index: int, spec: blocks.LayerSpec, side: blocks.SideOutputs | None = None) -> Self:
         """Llama's layer `index` over cached and new tokens; side outputs `kv.{index}.k` and `kv.{index}.v`, which
         `side` collects."""
         return self.stage(blocks.llama_decode_layer(index, spec, side))
@@ -169,7 +167,7 @@ class Stages:
         """SwiGLU under `{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may end in `.mlp`."""
         return self.stage(blocks.SwiGlu.hf_mlp(prefix))
 
-    def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> Self:
+    def self_attn_prefill(self, spec: blocks.LayerSpec) -> Self:
         """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
         return self.stage(blocks.SelfAttnPrefill(spec))
 

@@ -19,9 +19,7 @@ from rlx_jax.blocks import (
     BindDecodeInputs,
     Custom,
     DecodeRopeParams,
-    GemmaDecodeLayerSpec,
     LlamaDecodeLayerSpec,
-    LlamaDecoderSpec,
     LlamaKvTap,
     RopeTables,
     SelfAttnDecode,
@@ -242,7 +240,7 @@ def test_gemmas_named_layers(family: str) -> None:
     style, eps = recipe.config.style, recipe.config.rms_norm_eps
 
     def step(ctx: Any) -> Any:
-        return gemma_decode_layer(ctx.index, GemmaDecodeLayerSpec.of(style, ctx.spec, eps, use_custom_mask=True))
+        return gemma_decode_layer(ctx.index, replace(ctx.spec, use_custom_mask=True))
 
     stock = as_decode(recipe, custom_mask=True)
     assert tensor_ops(stock.layer(step), "direct", [cse]) == tensor_ops(stock, "direct", [cse])
@@ -423,7 +421,7 @@ def test_positions_past_the_tables_are_refused() -> None:
 
 # -- errors ----------------------------------------------------------------------------------------
 
-SPEC = LlamaDecodeLayerSpec(num_heads=4, head_dim=DIM, num_kv_heads=2)
+SPEC: Any = LlamaDecodeLayerSpec(num_heads=4, head_dim=DIM, num_kv_heads=2)
 
 
 def two_layers(**changed: Any) -> rlx.ModelFlow:
@@ -565,14 +563,6 @@ def test_a_decode_flow_is_stored() -> None:
     assert "seq + past" in text and rlx.GraphModule.from_json(text).to_json() == text
 
 
-def test_layers_as_stages() -> None:
-    """A layer's decode form has all that its spec says."""
-    layer = LlamaDecoderSpec(num_heads=4, head_dim=DIM, num_kv_heads=2, eps=1e-3, attention_bias=True)
-    spec = LlamaDecodeLayerSpec.of(layer, use_custom_mask=True)
-    assert (spec.eps, spec.attention_bias, spec.use_custom_mask) == (1e-3, True, True)
-    assert spec.layer() == layer.layer()
-
-
 # -- a dimension that is a sum ---------------------------------------------------------------------
 
 
@@ -588,14 +578,6 @@ def test_sums_of_dimensions() -> None:
     for wrong in ("past + past", "past +", "+", "2 + past", "past + -1", "past * 2", "a + b + c + d + e"):
         with pytest.raises(ShapeError):
             rlx.ModelFlow("s").input("a", (wrong,))
-
-
-@pytest.mark.parametrize("lost", [{"sinks_key": "sinks"}, {"gated": True}, {"n_rot": 2}, {"n_rot": 0}], ids=str)
-def test_what_gemmas_decode_form_has_not(lost: Any) -> None:
-    """Attention with more than a layer of Gemma has is refused, where its decode form would drop it."""
-    attention = replace(blocks.gemma_attn_spec(0, 2, 4, 1, "causal"), **lost)
-    with pytest.raises(GraphError, match=f"has no {next(iter(lost))}: make the layer with decoder_layer"):
-        GemmaDecodeLayerSpec.of(blocks.GemmaStyle.GEMMA, attention)
 
 
 # -- against transformers --------------------------------------------------------------------------

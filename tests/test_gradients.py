@@ -40,7 +40,6 @@ from rlx_jax.blocks import (
     GatherLastToken,
     GdnScan,
     GeluFfn,
-    GemmaDecodeLayerSpec,
     GemmaRmsNorm,
     GemmaStyle,
     LayerNorm,
@@ -193,9 +192,12 @@ def gemma_weights(style: GemmaStyle) -> dict[str, tuple[int, ...]]:
     return llama_weights(1, 2) | {f"model.layers.0.{n}.weight": s for n, s in norms.items()}
 
 
-def gemma_attention(mask: MaskKind | str) -> SelfAttnPrefillSpec:
+def gemma_attention(mask: MaskKind | str) -> blocks.LayerSpec:
     """A softcap that bites."""
     return gemma_attn_spec(0, 4, D, 2, mask, 0.1, 3.0)
+
+
+GEMMA3_STEP = blocks.gemma_layer_spec(GemmaStyle.GEMMA3, dataclasses.replace(gemma_attention("sliding:3"), eps=1e-3))
 
 
 def gemma(style: GemmaStyle, mask: MaskKind, layer: Callable[..., Any] = gemma_prefill_layer_composed) -> Case:
@@ -384,7 +386,7 @@ CASES = {
     "gemma, decode": decode(
         RopeTables.theta(D),
         BindDecodeInputs(1),
-        gemma_decode_layer(0, GemmaDecodeLayerSpec.of(GemmaStyle.GEMMA3, gemma_attention("sliding:3"), 1e-3)),
+        gemma_decode_layer(0, GEMMA3_STEP),
         weights=gemma_weights(GemmaStyle.GEMMA3),
     ),
     "llama, tap": Case(

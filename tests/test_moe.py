@@ -341,7 +341,7 @@ def test_gemma_layers_with_experts(style: GemmaStyle, decode: bool) -> None:
         past = {f"past_{n}_0": np.ones((2, 4, 4), np.float32) for n in "kv"}
         for name in past:
             flow = flow.input(name, ("batch", "past", 4))
-        sizes = blocks.GemmaDecodeLayerSpec.of(style, attend, 1e-3)
+        sizes = dataclasses.replace(blocks.gemma_layer_spec(style, attend), eps=1e-3)
         flow = (
             flow.rope_tables(blocks.RopeTables.theta(4))
             .bind_decode_inputs(1)

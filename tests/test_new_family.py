@@ -16,12 +16,21 @@ from safetensors.numpy import save_file
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.blocks import DecoderLayerSpec, LayerNorms, LlamaDecoderSpec, LogitSoftcap, Qwen3DecoderSpec, RopeTables
-from rlx_jax.errors import ConfigError, GraphError, ShapeError, UnsupportedError
+from rlx_jax.blocks import (
+    DecoderKeys,
+    LayerNorms,
+    LayerSpec,
+    LlamaDecoderSpec,
+    LogitSoftcap,
+    Qwen3DecoderSpec,
+    RopeTables,
+)
+from rlx_jax.errors import ConfigError, GraphError, ShapeError, UnsupportedError, WeightShapeError
 from rlx_jax.models import families, gemma, llama, mistral, qwen2, qwen3
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow, weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Ends, layer_of, plain_fields
+from tests.divided import mesh
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import ACTIVATIONS, Array, Weights, capped, linear, rms_norm, rotate, softmax
 
@@ -43,7 +52,7 @@ class ToyConfig(DecoderConfig):
             cap=c.real("cap", cls.cap),
         )
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         slides = index % 2 == 1
         return layer_of(
             self,
@@ -177,7 +186,7 @@ class ParallelFlow(DecoderFlow[DecoderConfig]):
 
     name: str = "parallel"
 
-    def stage(self, index: int, spec: DecoderLayerSpec) -> blocks.BlockStage:
+    def stage(self, index: int, spec: LayerSpec) -> blocks.BlockStage:
         p = f"model.layers.{index}"
         attend = blocks.Sequence(
             [blocks.SelfAttnPrefill(spec.attention(p)), blocks.Linear(f"{p}.self_attn.o_proj.weight")]
@@ -280,12 +289,12 @@ def test_qwens_layer_is_the_one_from_small_stages(kind: str) -> None:
 
 # -- specs ---------------------------------------------------------------------------------------
 
-LAYER = DecoderLayerSpec(num_heads=4, num_kv_heads=2, head_dim=6)
+LAYER = LayerSpec(num_heads=4, num_kv_heads=2, head_dim=6)
 
 
 SPECS = (
-    LlamaDecoderSpec, Qwen3DecoderSpec, DecoderLayerSpec,
-    blocks.LlamaDecodeLayerSpec, blocks.Qwen3DecodeLayerSpec, blocks.GemmaDecodeLayerSpec,
+    LlamaDecoderSpec, Qwen3DecoderSpec, LayerSpec,
+    blocks.GemmaDecodeLayerSpec,
 )  # fmt: skip
 
 
@@ -296,39 +305,111 @@ def test_sizes_are_named(spec: Any) -> None:
         spec(4, 6, 2)
 
 
+@pytest.mark.parametrize("stage", [blocks.LlamaDecoder, blocks.Qwen3Decoder])
 @pytest.mark.parametrize(
-    "narrow, changes, names",
-    [
-        (
-            LlamaDecoderSpec,
-            {"qk_norm": "heads"},
-            "LlamaDecoder has no qk_norm heads: make the layer with decoder_layer",
-        ),
-        (LlamaDecoderSpec, {"qkv_bias": True}, "output_bias"),
-        (LlamaDecoderSpec, {"score_scale": 0.5, "zero_centred": True}, "score_scale 0.5, zero_centred True"),
-        (Qwen3DecoderSpec, {"mlp_bias": True}, "Qwen3Decoder has no mlp_bias True"),
-        (Qwen3DecoderSpec, {"rope": "local"}, "rope local"),
-    ],
+    "changes",
+    [{"qk_norm": "heads"}, {"score_scale": 0.5, "zero_centred": True}, {"mlp_bias": True}, {"n_rot": 0}],
+    ids=str,
 )
-def test_a_narrower_stage_refuses_what_it_would_drop(narrow: Any, changes: dict[str, Any], names: str) -> None:
-    with pytest.raises(GraphError, match=names):
-        narrow.of(replace(LAYER, **changes))
+def test_a_stage_of_a_family_writes_every_layer(stage: Any, changes: dict[str, Any]) -> None:
+    """What its own family has not is neither dropped nor refused."""
+    spec = replace(LAYER, **changes)
+    weights = weights_of(spec)
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H))
+    x = np.random.default_rng(3).normal(size=(2, 5, H)).astype("f4")
+    one, other = (
+        np.asarray(rlx.compile(flow.stage(layer), weights)(x))
+        for layer in (stage.layer(0, spec), blocks.decoder_layer(0, spec))
+    )
+    assert_close(one, other, tolerance=1e-6)
 
 
-@pytest.mark.parametrize(
-    "layer, narrow",
-    [
-        (replace(LAYER, qkv_bias=True, output_bias=True, mlp_bias=True, mask="sliding:3"), LlamaDecoderSpec),
-        (replace(LAYER, qkv_bias=True, qk_norm="heads", hidden_shape=("batch", "seq", 8)), Qwen3DecoderSpec),
-    ],
-)
-def test_a_spec_and_its_layer_say_the_same(layer: DecoderLayerSpec, narrow: Any) -> None:
-    assert narrow.of(layer).layer() == layer
+def written(spec: LayerSpec, weights: dict[str, np.ndarray], over: Any = None) -> np.ndarray:
+    """Layer 0 of this spec over a fixed value."""
+    x = np.random.default_rng(3).normal(size=(2, 5, H)).astype("f4")
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).stage(blocks.decoder_layer(0, spec))
+    return np.asarray(rlx.compile(flow, weights, mesh=over)(x))
+
+
+def weights_of(spec: LayerSpec) -> dict[str, np.ndarray]:
+    """Random weights of layer 0."""
+    return drawn({k: jax.ShapeDtypeStruct(s, np.float32) for k, s in spec.shapes("model.layers.0", H, F).items()})
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("biases", [False, True])
+def test_projections_stored_as_one(biases: bool, tensor: int) -> None:
+    """q, k and v of unequal widths side by side, gate and up too: the numbers of the layer with its weights apart, on
+    one device and divided by heads."""
+    apart = replace(LAYER, qkv_bias=biases, mlp_bias=biases)
+    weights = weights_of(apart)
+    want, one = written(apart, weights), dict(weights)
+    for kind in ("weight", "bias") if biases else ("weight",):
+        for key, names in (("self_attn.qkv_proj", ("q", "k", "v")), ("mlp.gate_up_proj", ("gate", "up"))):
+            part = key.split(".")[0]
+            parts = [one.pop(f"model.layers.0.{part}.{name}_proj.{kind}") for name in names]
+            one[f"model.layers.0.{key}.{kind}"] = np.concatenate(parts)
+    fused = replace(apart, keys=DecoderKeys.fused())
+    assert {k: v.shape for k, v in weights_of(fused).items()} == {k: v.shape for k, v in one.items()}
+    assert_close(written(fused, one, None if tensor == 1 else mesh("tensor", tensor)), want, tolerance=2e-6)
+    with pytest.raises(WeightShapeError, match=r"qkv_proj.*expected parts of \[24, 12, 12\] along axis 0"):
+        written(fused, one | {"model.layers.0.self_attn.qkv_proj.weight": np.zeros((50, H), "f4")})
+
+
+def test_a_norm_over_all_heads() -> None:
+    """`width`: one vector of all heads is normed, before it is cut into heads."""
+    wide = replace(LAYER, qk_norm="width")
+    weights = weights_of(wide)
+    got, x = written(wide, weights), np.random.default_rng(3).normal(size=(2, 5, H))
+    w = {key: value.astype(np.float64) for key, value in weights.items()}
+    p, out = "model.layers.0", []
+    for row in x.astype("f4").astype(np.float64):
+        n = rms_norm(row, w[f"{p}.input_layernorm.weight"], 1e-6)
+        q, k, v = (linear(w, f"{p}.self_attn.{name}_proj", n) for name in "qkv")
+        q, k = (rms_norm(t, w[f"{p}.self_attn.{name}_norm.weight"], 1e-6) for t, name in ((q, "q"), (k, "k")))
+        q, k, v = (t.reshape(5, -1, 6) for t in (q, k, v))
+        angles = np.arange(5)[:, None, None] * 10000.0 ** (-np.arange(0, 6, 2) / 6)
+        q, k = (rotate(t, np.cos(angles), np.sin(angles)) for t in (q, k))
+        behind = np.subtract.outer(np.arange(5), np.arange(5))
+        scores = [np.where(behind < 0, -np.inf, q[:, j] @ k[:, j // 2].T / math.sqrt(6)) for j in range(4)]
+        context = np.concatenate([softmax(s) @ v[:, j // 2] for j, s in enumerate(scores)], -1)
+        h = row + linear(w, f"{p}.self_attn.o_proj", context)
+        m = rms_norm(h, w[f"{p}.post_attention_layernorm.weight"], 1e-6)
+        gate = ACTIVATIONS["silu"](linear(w, f"{p}.mlp.gate_proj", m)) * linear(w, f"{p}.mlp.up_proj", m)
+        out.append(h + linear(w, f"{p}.mlp.down_proj", gate))
+    assert_close(got, np.stack(out).astype("f4"))
+    assert_close(written(wide, weights, mesh("tensor", 2)), got, tolerance=2e-6)
+
+
+def test_a_residual_multiplier() -> None:
+    """What is added is scaled: as if both last projections were."""
+    weights = weights_of(LAYER)
+    ends = [f"model.layers.0.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj")]
+    scaled = weights | {key: weights[key] * np.float32(0.3) for key in ends}
+    assert_close(written(replace(LAYER, residual_multiplier=0.3), weights), written(LAYER, scaled))
+
+
+def test_names_of_the_specification() -> None:
+    """They are LayerSpecs with other defaults, and `dataclasses.replace` takes their own fields too."""
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
+    llama: Any = LlamaDecoderSpec(**sizes, kv_group_size=2)
+    assert (llama.eps, llama.kv_group_size, llama.attention_bias, llama.use_custom_mask) == (1e-5, 2, False, False)
+    biased = replace(llama, attention_bias=True)
+    assert (biased.attention_bias, biased.qkv_bias, biased.output_bias) == (True, True, True)
+    qwen: Any = Qwen3DecoderSpec(**sizes)
+    qwen = replace(qwen, attention_bias=True, batch=3)
+    assert (qwen.qk_norm, qwen.qkv_bias, qwen.output_bias) == ("heads", True, False)
+    assert replace(qwen, qk_norm=False, seq="rows").hidden_shape == (3, "rows", None)
+    gemma_layer: Any = blocks.GemmaDecodeLayerSpec(style=blocks.GemmaStyle.GEMMA2, **sizes, score_scale=0.5)
+    assert gemma_layer.zero_centred and replace(gemma_layer, score_scale=0.25).norms == LayerNorms.around_both()
+    attention: Any = blocks.SelfAttnPrefillSpec("a", "b", "c", 4, 6, 2, "sliding:3", sinks_key="s")
+    assert [attention.weight(name) for name in "qkv"] == ["a", "b", "c"] and attention.sinks
+    assert replace(attention, k_key="d").keys.k == "d" and attention.under("p").keys.q == "a"
 
 
 @pytest.mark.parametrize("changes", [{"activation": "relu"}, {"qk_norm": True}])
 def test_choices_are_checked(changes: dict[str, Any]) -> None:
-    with pytest.raises(GraphError, match=f"DecoderLayerSpec: {next(iter(changes))} is .*; expected "):
+    with pytest.raises(GraphError, match=f"LayerSpec: {next(iter(changes))} is .*; expected "):
         replace(LAYER, **changes)
 
 
@@ -338,7 +419,7 @@ SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "hidden_shape": ("bat
 @pytest.mark.parametrize(
     "stage",
     [
-        blocks.decoder_layer(0, DecoderLayerSpec(**SIZES)),  # type: ignore[arg-type]
+        blocks.decoder_layer(0, LayerSpec(**SIZES)),  # type: ignore[arg-type]
         blocks.llama_prefill_layer_composed(0, LlamaDecoderSpec(**SIZES)),  # type: ignore[arg-type]
         blocks.qwen3_prefill_layer_composed(0, Qwen3DecoderSpec(**SIZES)),  # type: ignore[arg-type]
         blocks.qwen3_prefill_layer_composed(0, Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=6, seq=5)),
@@ -352,9 +433,8 @@ def test_hidden_shape_holds_for_layers_from_small_stages(stage: blocks.BlockStag
 
 
 def test_sizes_that_contradict_each_other() -> None:
-    spec = Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=6, batch=3, hidden_shape=(2, "seq", 8))
     with pytest.raises(GraphError, match=r"Qwen3DecoderSpec: batch is 3, and hidden_shape \(2, 'seq', 8\)"):
-        spec.layer()
+        Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=6, batch=3, hidden_shape=(2, "seq", 8))
 
 
 def test_a_whole_layer_leaves_the_residual_register() -> None:

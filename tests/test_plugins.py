@@ -283,8 +283,8 @@ def test_contracts_of_a_model(family: str, decode: bool) -> None:
     flow = recipe.assemble()
     if decode:
         layer = {
-            "llama": lambda i: blocks.llama_decode_layer(i, blocks.LlamaDecodeLayerSpec.of(recipe.spec(i))),
-            "qwen3": lambda i: blocks.qwen3_decode_layer_fused(i, blocks.Qwen3DecodeLayerSpec.of(recipe.spec(i))),
+            "llama": lambda i: blocks.llama_decode_layer(i, recipe.spec(i)),
+            "qwen3": lambda i: blocks.qwen3_decode_layer_fused(i, recipe.spec(i)),
         }[family]
         flow = (
             rlx.ModelFlow("d").with_weights(recipe.shapes(), leave=("model.norm.", "lm_head."))

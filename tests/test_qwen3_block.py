@@ -14,7 +14,7 @@ from rlx_jax.blocks import MaskKind, Qwen3Decoder, Qwen3DecoderSpec, RopeTables
 from tests.oracles import numpy_reference
 
 H, F, HEADS, KV, DIM, EPS = 12, 18, 4, 2, 6, 1e-3
-SPEC = Qwen3DecoderSpec(num_heads=HEADS, num_kv_heads=KV, head_dim=DIM, eps=EPS)
+SPEC: Any = Qwen3DecoderSpec(num_heads=HEADS, num_kv_heads=KV, head_dim=DIM, eps=EPS)
 X = np.random.default_rng(1).standard_normal((2, 5, H)).astype(np.float32)
 P = "model.layers.0"
 
@@ -92,7 +92,7 @@ def test_a_keep_mask_and_registers_of_older_flows() -> None:
 @pytest.mark.slow
 def test_the_norm_of_one_side_and_its_offset() -> None:
     """`SelfAttnPrefillSpec` norms queries and keys by themselves; the offset is added to the weight."""
-    keys = blocks.SelfAttnPrefillSpec.hf_layer(P, HEADS, DIM, KV)
+    keys: Any = blocks.SelfAttnPrefillSpec.hf_layer(P, HEADS, DIM, KV)
     w = weights(SPEC)
     q_norm = f"{P}.self_attn.q_norm.weight"
     less = w | {q_norm: w[q_norm] - 1}

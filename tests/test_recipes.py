@@ -111,8 +111,7 @@ def test_layers_without_rope(nope: tuple[int, ...]) -> None:
     """`n_rot=0` rotates no column: forward and decode are those of SmolLM3's `no_rope_layers`."""
 
     def layer(ctx: LayerContext[LlamaDecoderSpec]) -> BlockStage:
-        spec = ctx.spec.layer()
-        return blocks.decoder_layer(ctx.index, dataclasses.replace(spec, n_rot=0 if ctx.index in nope else None))
+        return blocks.decoder_layer(ctx.index, dataclasses.replace(ctx.spec, n_rot=0 if ctx.index in nope else None))
 
     lm = rlx.load(LLAMA, recipe=rlx.recipe_for(LLAMA).layer(layer))
     config = numpy_reference.read_config(LLAMA) | {"no_rope_layers": [int(i not in nope) for i in range(LAYERS)]}

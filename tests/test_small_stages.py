@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import blocks, errors
+from rlx_jax import blocks
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import Array, softmax
 
@@ -125,6 +125,10 @@ def test_geglu() -> None:
     assert_close(run(blocks.GeGlu("a", "b", "c"), w), want.astype("f4"))
 
 
+def test_scale() -> None:
+    assert_close(run(blocks.Scale(0.3)), X * np.float32(0.3))
+
+
 # -- layers behind a cache, and taps: what the layer itself says of the whole sequence -----------
 
 SIZES: dict[str, Any] = {"num_heads": 4, "head_dim": 6, "num_kv_heads": 2, "eps": 1e-3}
@@ -136,15 +140,15 @@ TOKENS = RNG.normal(size=(2, 5, H)).astype("f4")
 LAYERS: dict[str, tuple[Any, Any]] = {
     "llama": (
         blocks.llama_prefill_layer_fused(0, LLAMA),
-        blocks.LlamaDecodeLayer.layer(0, blocks.LlamaDecodeLayerSpec.of(LLAMA)),
+        blocks.LlamaDecodeLayer.layer(0, LLAMA),
     ),
     "qwen": (
         blocks.qwen3_prefill_layer_fused(0, QWEN),
-        blocks.Qwen3DecodeLayer.layer(0, blocks.Qwen3DecodeLayerSpec.of(QWEN)),
+        blocks.Qwen3DecodeLayer.layer(0, QWEN),
     ),
     "gemma": (
         blocks.gemma_prefill_layer_composed(0, STYLE, GEMMA, 1e-3),
-        blocks.GemmaDecodeLayer.layer(0, blocks.GemmaDecodeLayerSpec.of(STYLE, GEMMA, 1e-3)),
+        blocks.GemmaDecodeLayer.layer(0, blocks.gemma_layer_spec(STYLE, replace(GEMMA, eps=1e-3))),
     ),
 }
 
@@ -230,13 +234,6 @@ def test_taps(case: str) -> None:
         got = compiled(flow)(TOKENS)
         for name in ("output", "kv.0.k", "kv.0.v"):
             assert_close(got[name], np.asarray(want[name]))
-
-
-def test_what_a_decode_layer_of_gemma_cannot_have() -> None:
-    """Refused by name, and not left out."""
-    for changes in ({"n_rot": 4}, OWN_NORMS):
-        with pytest.raises(errors.GraphError, match=f"has no {', '.join(changes)}"):
-            blocks.GemmaDecodeLayerSpec.of(STYLE, replace(GEMMA, **changes))
 
 
 def register(name: str, emit: Any, x: Any) -> Any:

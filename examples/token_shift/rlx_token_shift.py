@@ -128,7 +128,7 @@ class ShiftedLlamaFlow(DecoderFlow[DecoderConfig]):
 
     name: str = "shifted_llama"
 
-    def stage(self, index: int, spec: blocks.DecoderLayerSpec) -> blocks.BlockStage:
+    def stage(self, index: int, spec: blocks.LayerSpec) -> blocks.BlockStage:
         p = f"model.layers.{index}"
         return blocks.Sequence(
             [

@@ -15,16 +15,11 @@ import numpy as np
 
 from rlx_jax.blocks import (
     BlockStage,
-    DecoderLayerSpec,
-    LlamaDecoderSpec,
+    LayerSpec,
     LmHead,
-    Qwen3DecoderSpec,
     RopeTables,
     decoder_layer,
-    llama_prefill_layer_composed,
     llama_prefill_layer_fused,
-    qwen3_prefill_layer_composed,
-    qwen3_prefill_layer_fused,
 )
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, check_recipe
@@ -79,23 +74,6 @@ class Decode:
 
 
 # -- the recipe --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerForm:
-    """How a family writes its layers: what a hook sees as `ctx.spec`, and the stage of layer i made from that.
-
-    `fused` is the usual stage and `composed` the one from small stages; the numbers are the same.
-    """
-
-    spec: Callable[[DecoderLayerSpec], Any]
-    fused: Callable[[int, Any], BlockStage]
-    composed: Callable[[int, Any], BlockStage]
-
-
-SMALL = LayerForm(lambda layer: layer, decoder_layer, decoder_layer)
-LLAMA = LayerForm(LlamaDecoderSpec.of, llama_prefill_layer_fused, llama_prefill_layer_composed)
-QWEN3 = LayerForm(Qwen3DecoderSpec.of, qwen3_prefill_layer_fused, qwen3_prefill_layer_composed)
 
 
 @dataclass(frozen=True)
@@ -193,22 +171,22 @@ class CausalFlow(HookMethods, Generic[A]):
 class DecoderFlow(CausalFlow[C]):
     """The recipe of Llama and its kin: see `CausalFlow`.
 
-    A family's recipe is this class with its name, the class of its config, and the form of its layers. One whose layers
-    `DecoderLayerSpec` cannot describe overrides `stage` and `shapes`. With `composed` the layers are built from small
-    stages instead of one block; the numbers are the same.
+    A family's recipe is this class with its name and the class of its config. One whose layers `LayerSpec` cannot
+    describe overrides `stage` and `shapes`. Layers of a `fused` family are one block where Llama's describes them, and
+    with `composed` they are built from small stages; the numbers are the same.
     """
 
     composed: bool = False
     name: str = "decoder"
 
     config_type: ClassVar[type[DecoderConfig]] = DecoderConfig
-    form: ClassVar[LayerForm] = SMALL
+    fused: ClassVar[bool] = False
 
     def spec(self, index: int = 0) -> Any:
-        return self.form.spec(self.config.layer_spec(index))
+        return self.config.layer_spec(index)
 
     def stage(self, index: int, spec: Any) -> BlockStage:
-        return (self.form.composed if self.composed else self.form.fused)(index, spec)
+        return (llama_prefill_layer_fused if self.fused and not self.composed else decoder_layer)(index, spec)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return weight_specs(self.config)
@@ -231,14 +209,13 @@ class DecoderFlow(CausalFlow[C]):
 
 
 def weight_specs(
-    config: DecoderConfig, dtype: Any = np.float32, layer_spec: Callable[[int], DecoderLayerSpec] | None = None
+    config: DecoderConfig, dtype: Any = np.float32, layer_spec: Callable[[int], LayerSpec] | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Every checkpoint key with its shape: compile or `init` without a checkpoint. `layer_spec` is the config's own."""
     c, spec = config, layer_spec or config.layer_spec
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, c.hidden_size)}
     for i in range(c.num_hidden_layers):
-        layer = spec(i).shapes(c.hidden_size, c.intermediate_size)
-        shapes |= {f"model.layers.{i}.{key}": shape for key, shape in layer.items()}
+        shapes |= spec(i).shapes(f"model.layers.{i}", c.hidden_size, c.intermediate_size)
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
         shapes[HEAD] = (c.vocab_size, c.hidden_size)

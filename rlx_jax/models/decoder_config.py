@@ -6,7 +6,7 @@ A family's own file adds its fields to `DecoderConfig`, reads them, and says how
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self, TypedDict
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from rlx_jax.blocks import (
     BlockStage,
-    DecoderLayerSpec,
     Frequencies,
+    LayerSpec,
     MaskKind,
     frequencies,
     linear_scaling,
@@ -35,7 +35,7 @@ class Ends:
     """What a decoder has beside its layers; Llama has none of it.
 
     Args:
-        rope: rope tables beside those of `inv_freq`, which layers ask for by name (`DecoderLayerSpec.rope`).
+        rope: rope tables beside those of `inv_freq`, which layers ask for by name (`LayerSpec.rope`).
         embedded: stages behind the embedding, such as a scale; `inputs_embeds` do not pass them.
         logits: stages behind the head, such as a softcap.
         left: keys, or prefixes that end in `.`, that are left unread on purpose.
@@ -76,7 +76,7 @@ class DecoderConfig(ModelConfig):
         """The family's fields, in the spelling of transformers 4 or 5."""
         return cls(**plain_fields(c, max_positions=cls.max_position_embeddings))
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         """What layer `index` is: `layer_of(self, …)` with the differences from Llama."""
         return layer_of(self)
 
@@ -85,12 +85,15 @@ class DecoderConfig(ModelConfig):
         return Ends()
 
 
-def layer_of(config: DecoderConfig, *, window: int | None = None, **differences: Any) -> DecoderLayerSpec:
-    """The layer of a config: `window` is how many keys it reads, None for all; the rest are the record's fields."""
-    c = config
-    return DecoderLayerSpec(
+def layer_of(config: DecoderConfig, *, window: int | None = None, **differences: Any) -> LayerSpec:
+    """The layer of a config: `window` is how many keys it reads, None for all; the rest are the record's fields.
+
+    Of each head as many columns turn as the config has frequencies for.
+    """
+    c, turned = config, 2 * len(config.inv_freq)
+    return LayerSpec(
         num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
-        mask=mask_of(window), **differences,
+        mask=mask_of(window), **{"n_rot": None if turned == c.head_dim else turned} | differences,
     )  # fmt: skip
 
 
@@ -127,8 +130,9 @@ class ScaledRope(NamedTuple):
 
 
 def common_fields(
-    c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False
-) -> CommonFields:
+    c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None, eps: float = 1e-6,
+    tied: bool = False,
+) -> CommonFields:  # fmt: skip
     """The common fields. The keywords are the family's defaults for what a config leaves out.
 
     Without them there are as many key/value heads as heads, and `head_dim` is hidden / heads.
@@ -157,7 +161,7 @@ def common_fields(
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=width,
-        rms_norm_eps=c.real("rms_norm_eps", 1e-6),
+        rms_norm_eps=c.real("rms_norm_eps", eps),
         max_position_embeddings=c.whole("max_position_embeddings", max_positions, high=2**31 - 1),
         tie_word_embeddings=c.flag("tie_word_embeddings", tied),
     )
@@ -169,16 +173,22 @@ def plain_fields(
     max_positions: int,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    eps: float = 1e-6,
+    tied: bool = False,
     theta: float = 1e4,
+    partial_rotary: float | None = None,
 ) -> PlainFields:
     """The common fields and the frequencies. Another activation than SwiGLU's is refused.
+
+    `partial_rotary` is the share of each head that turns, where a config leaves out `partial_rotary_factor`; None for a
+    family that has no such field.
 
     Raises:
         ConfigError, LimitError: a value is absurd. UnsupportedError: names the field.
     """
-    common = common_fields(c, max_positions=max_positions, kv_heads=kv_heads, head_dim=head_dim)
+    common = common_fields(c, max_positions=max_positions, kv_heads=kv_heads, head_dim=head_dim, eps=eps, tied=tied)
     c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
-    rope = rope_of(c, common, theta)
+    rope = rope_of(c, common, theta, partial_rotary)
     return PlainFields(**common, inv_freq=rope.inv_freq, rope_factor=rope.factor)
 
 
@@ -221,13 +231,30 @@ def mask_of(window: int | None) -> MaskKind:
     return MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
 
 
-def rope_of(c: Fields, common: CommonFields, theta: float = 1e4) -> ScaledRope:
+def rope_of(
+    c: Fields, common: CommonFields, theta: float = 1e4, partial_rotary: float | None = None, inert: Iterable[str] = ()
+) -> ScaledRope:
     """The rope of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling` (4); `theta` is the base
-    where neither has one."""
-    head_dim, positions = common["head_dim"], common["max_position_embeddings"]
-    return frequencies_of(
-        c, c.group("rope_parameters"), c.group("rope_scaling"), head_dim, default=theta, max_positions=positions
-    )
+    where neither has one, and `partial_rotary` as in `plain_fields`. `inert` are fields of theirs without a part in it.
+
+    Raises:
+        ConfigError: no even number of columns of a head turns.
+    """
+    turned, positions = common["head_dim"], common["max_position_embeddings"]
+    group, old = c.group("rope_parameters"), c.group("rope_scaling")
+    if partial_rotary is not None:
+        outer = c.real("partial_rotary_factor", partial_rotary)
+        factor = outer if group is None else group.real("partial_rotary_factor", outer)
+        inert = (*inert, "partial_rotary_factor")
+        turned = int(common["head_dim"] * factor)
+        if not 2 <= turned <= common["head_dim"] or turned % 2:
+            raise ConfigError(
+                f"{c.where}: partial_rotary_factor {factor} of head_dim {common['head_dim']} turns {turned} columns"
+            )
+    for fields in (group, old):
+        if fields is not None:
+            fields.seen.update(inert)
+    return frequencies_of(c, group, old, turned, default=theta, max_positions=positions)
 
 
 def frequencies_of(

@@ -6,16 +6,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from rlx_jax.blocks import (
-    BlockStage,
-    DecoderLayerSpec,
     EmbedScale,
     Frequencies,
     GemmaStyle,
+    LayerSpec,
     LogitSoftcap,
     RopeTables,
-    SelfAttnPrefillSpec,
     gemma_layer_spec,
-    gemma_prefill_layer_composed,
 )
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import Fields
@@ -120,7 +117,7 @@ class GemmaConfig(DecoderConfig):
             )
         return result
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         window, scalar = window_at(self.windows, index), self.query_pre_attn_scalar
         layer = layer_of(
             self,
@@ -144,21 +141,11 @@ class GemmaConfig(DecoderConfig):
 
 @dataclass(frozen=True)
 class GemmaFlow(DecoderFlow[GemmaConfig]):
-    """The recipe of Gemma: see `DecoderFlow`. A layer's spec is that of its attention, and its stages are always small.
-
-    `inputs_embeds` are taken as they are, not scaled, as in the reference.
-    """
+    """The recipe of Gemma: see `DecoderFlow`. `inputs_embeds` are not scaled, as in the reference."""
 
     name: str = "gemma"
 
     config_type = GemmaConfig
-
-    def spec(self, index: int = 0) -> SelfAttnPrefillSpec:
-        """The attention of a layer: its window, its scale, its softcap, and which rope tables it reads."""
-        return self.config.layer_spec(index).attention(f"model.layers.{index}")
-
-    def stage(self, index: int, spec: SelfAttnPrefillSpec) -> BlockStage:
-        return gemma_prefill_layer_composed(index, self.config.style, spec, self.config.rms_norm_eps)
 
 
 def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from rlx_jax.blocks import GPT_OSS_KEYS, ClampedGate, DecoderLayerSpec, MoeSpec
+from rlx_jax.blocks import GPT_OSS_KEYS, ClampedGate, LayerSpec, MoeSpec
 from rlx_jax.errors import UnsupportedError, quote
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
@@ -49,8 +49,8 @@ class GptOssConfig(DecoderConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         experts, top_k = experts_of(c, experts=cls.num_local_experts, top_k=cls.num_experts_per_tok)
-        common = common_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8, head_dim=64)
-        common["rms_norm_eps"] = c.real("rms_norm_eps", cls.rms_norm_eps)
+        positions, eps = cls.max_position_embeddings, cls.rms_norm_eps
+        common = common_fields(c, max_positions=positions, kv_heads=8, head_dim=64, eps=eps)
         c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
         check_packing(c)
         rope, layers = _rope(c, common), common["num_hidden_layers"]
@@ -66,7 +66,7 @@ class GptOssConfig(DecoderConfig):
             swiglu_alpha=c.real("swiglu_alpha", cls.swiglu_alpha),
         )
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         bias = self.attention_bias
         experts = MoeSpec(
             num_experts=self.num_local_experts, top_k=self.num_experts_per_tok, inner=self.intermediate_size,

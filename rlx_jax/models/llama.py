@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from rlx_jax.blocks import DecoderLayerSpec
+from rlx_jax.blocks import LayerSpec
 from rlx_jax.models.config import Fields
-from rlx_jax.models.decoder import LLAMA, DecoderFlow
+from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
 
@@ -27,7 +27,7 @@ class LlamaConfig(DecoderConfig):
             mlp_bias=c.flag("mlp_bias", cls.mlp_bias),
         )
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         return layer_of(self, qkv_bias=self.attention_bias, output_bias=self.attention_bias, mlp_bias=self.mlp_bias)
 
 
@@ -38,4 +38,4 @@ class Llama32Flow(DecoderFlow[LlamaConfig]):
     name: str = "llama"
 
     config_type = LlamaConfig
-    form = LLAMA
+    fused = True

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from rlx_jax.blocks import DecoderLayerSpec
+from rlx_jax.blocks import LayerSpec
 from rlx_jax.models.config import Fields
-from rlx_jax.models.decoder import LLAMA, DecoderFlow
+from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
 
@@ -26,7 +26,7 @@ class MistralConfig(DecoderConfig):
             sliding_window=c.whole_or_null("sliding_window", cls.sliding_window),
         )
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         return layer_of(self, window=self.sliding_window)
 
 
@@ -37,4 +37,4 @@ class MistralFlow(DecoderFlow[MistralConfig]):
     name: str = "mistral"
 
     config_type = MistralConfig
-    form = LLAMA
+    fused = True

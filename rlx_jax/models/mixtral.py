@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from rlx_jax.blocks import MIXTRAL_KEYS, DecoderLayerSpec, MoeSpec
+from rlx_jax.blocks import MIXTRAL_KEYS, LayerSpec, MoeSpec
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
@@ -26,16 +26,14 @@ class MixtralConfig(DecoderConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         experts, top_k = experts_of(c, experts=cls.num_local_experts, top_k=cls.num_experts_per_tok)
-        plain = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8, theta=1e6)
-        plain["rms_norm_eps"] = c.real("rms_norm_eps", cls.rms_norm_eps)
         return cls(
-            **plain,
+            **plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8, eps=cls.rms_norm_eps, theta=1e6),
             sliding_window=c.whole_or_null("sliding_window", cls.sliding_window),
             num_local_experts=experts,
             num_experts_per_tok=top_k,
         )
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         experts = MoeSpec(
             num_experts=self.num_local_experts, top_k=self.num_experts_per_tok, inner=self.intermediate_size,
             keys=MIXTRAL_KEYS,

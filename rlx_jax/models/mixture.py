@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 import jax
 
-from rlx_jax.blocks import STACKED_KEYS, DecoderLayerSpec, ExpertKeys
+from rlx_jax.blocks import STACKED_KEYS, ExpertKeys, LayerSpec
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow, weight_specs
@@ -31,12 +31,12 @@ class MixtureFlow(DecoderFlow[C]):
         return replace(self, layout=STACKED_KEYS) if stacked else self
 
     def spec(self, index: int = 0) -> Any:
-        return self.form.spec(self._layer(index))
+        return self._layer(index)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return weight_specs(self.config, layer_spec=self._layer)
 
-    def _layer(self, index: int) -> DecoderLayerSpec:
+    def _layer(self, index: int) -> LayerSpec:
         spec = self.config.layer_spec(index)
         if spec.moe is None or self.layout is None:
             return spec

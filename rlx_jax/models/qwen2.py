@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from rlx_jax.blocks import DecoderLayerSpec
+from rlx_jax.blocks import LayerSpec
 from rlx_jax.models.config import Fields
-from rlx_jax.models.decoder import QWEN3, DecoderFlow
+from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, plain_fields, qwen_windows, window_at
 
@@ -24,7 +24,7 @@ class Qwen2Config(DecoderConfig):
         plain = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32)
         return cls(**plain, windows=qwen_windows(c, plain["num_hidden_layers"]))
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         return layer_of(self, window=window_at(self.windows, index), qkv_bias=True)
 
 
@@ -35,4 +35,3 @@ class Qwen2Flow(DecoderFlow[Qwen2Config]):
     name: str = "qwen2"
 
     config_type = Qwen2Config
-    form = QWEN3

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from rlx_jax.blocks import DecoderLayerSpec
+from rlx_jax.blocks import LayerSpec
 from rlx_jax.models.config import Fields
-from rlx_jax.models.decoder import QWEN3, DecoderFlow
+from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, plain_fields, qwen_windows, window_at
 
@@ -29,7 +29,7 @@ class Qwen3Config(DecoderConfig):
             windows=qwen_windows(c, plain["num_hidden_layers"]),
         )
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         bias = self.attention_bias
         return layer_of(self, window=window_at(self.windows, index), qkv_bias=bias, output_bias=bias, qk_norm="heads")
 
@@ -41,4 +41,3 @@ class Qwen3Flow(DecoderFlow[Qwen3Config]):
     name: str = "qwen3"
 
     config_type = Qwen3Config
-    form = QWEN3

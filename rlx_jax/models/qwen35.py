@@ -11,8 +11,8 @@ import numpy as np
 
 from rlx_jax.blocks import (
     BlockStage,
-    DecoderLayerSpec,
     GatedDeltaSpec,
+    LayerSpec,
     LmHead,
     MtpMerge,
     RopeTables,
@@ -25,13 +25,11 @@ from rlx_jax.models.checked import checked
 from rlx_jax.models.config import MAX_LAYERS, Fields
 from rlx_jax.models.decoder import EMBEDDING, HEAD, DecoderFlow, weight_specs
 from rlx_jax.models.decoder_config import (
-    CommonFields,
     DecoderConfig,
     Ends,
-    ScaledRope,
     common_fields,
-    frequencies_of,
     layer_of,
+    rope_of,
 )
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.weights.source import WeightSource
@@ -82,7 +80,8 @@ class Qwen35Config(DecoderConfig):
             raise UnsupportedError(f"{c.where}: field 'attn_output_gate' is false; the reference always has the gate")
         if c.raw("mlp_only_layers", []):
             raise UnsupportedError(f"{c.where}: field 'mlp_only_layers' is {quote(c.raw('mlp_only_layers'))}")
-        attends, rope = _attends(c, common["num_hidden_layers"]), _rope(c, common)
+        attends = _attends(c, common["num_hidden_layers"])
+        rope = rope_of(c, common, partial_rotary=0.25, inert=MROPE)
         c.seen.update(INERT)
         return cls(
             **common,
@@ -95,14 +94,11 @@ class Qwen35Config(DecoderConfig):
             delta=_delta(c, common["rms_norm_eps"]),
         )
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         """Attention with a norm of each query and key head, part of whose columns turn, and a gate; norms are
         zero-centred."""
         bias = self.attention_bias
-        return layer_of(
-            self, qkv_bias=bias, output_bias=bias, qk_norm="heads", zero_centred=True, gated=True,
-            n_rot=2 * len(self.inv_freq),
-        )  # fmt: skip
+        return layer_of(self, qkv_bias=bias, output_bias=bias, qk_norm="heads", zero_centred=True, gated=True)
 
     def ends(self) -> Ends:
         return Ends(left=("mtp.",))
@@ -110,17 +106,17 @@ class Qwen35Config(DecoderConfig):
 
 @dataclass(frozen=True)
 class Qwen35Flow(DecoderFlow[Qwen35Config]):
-    """The recipe of Qwen 3.5: see `DecoderFlow`. The spec of a layer is a `GatedDeltaSpec` or a `DecoderLayerSpec`."""
+    """The recipe of Qwen 3.5: see `DecoderFlow`. The spec of a layer is a `GatedDeltaSpec` or a `LayerSpec`."""
 
     name: str = "qwen35"
 
     config_type = Qwen35Config
 
-    def spec(self, index: int = 0) -> GatedDeltaSpec | DecoderLayerSpec:
+    def spec(self, index: int = 0) -> GatedDeltaSpec | LayerSpec:
         c = self.config
         return c.layer_spec(index) if c.attends[index] else c.delta
 
-    def stage(self, index: int, spec: GatedDeltaSpec | DecoderLayerSpec) -> BlockStage:
+    def stage(self, index: int, spec: GatedDeltaSpec | LayerSpec) -> BlockStage:
         if isinstance(spec, GatedDeltaSpec):
             return gated_delta_layer(index, self.config.layer_spec(index), spec)
         return decoder_layer(index, spec)
@@ -168,8 +164,7 @@ class Qwen35MtpFlow:
         h, norms = c.hidden_size, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         found: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, h), "mtp.fc.weight": (h, 2 * h)}
         found |= {f"mtp.{name}.weight": (h,) for name in norms}
-        layer = c.layer_spec(0).shapes(h, c.intermediate_size)
-        found |= {f"mtp.layers.0.{key}": shape for key, shape in layer.items()}
+        found |= c.layer_spec(0).shapes("mtp.layers.0", h, c.intermediate_size)
         found |= {} if c.tie_word_embeddings else {HEAD: (c.vocab_size, h)}
         return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in found.items()}
 
@@ -233,21 +228,6 @@ def _attends(c: Fields, layers: int) -> tuple[bool, ...]:
                 f"{c.where}: field 'layer_types' has {quote(kind)}; supported are {', '.join(known)}"
             )
     return tuple(known[kind] for kind in kinds)
-
-
-def _rope(c: Fields, common: CommonFields) -> ScaledRope:
-    """Of the part of each head that turns."""
-    head_dim = common["head_dim"]
-    group, old = c.group("rope_parameters"), c.group("rope_scaling")
-    outer = c.real("partial_rotary_factor", 0.25)
-    factor = outer if group is None else group.real("partial_rotary_factor", outer)
-    for fields in (group, old):
-        if fields is not None:
-            fields.seen.update((*MROPE, "partial_rotary_factor"))
-    turned = int(head_dim * factor)
-    if not 2 <= turned <= head_dim or turned % 2:
-        raise ConfigError(f"{c.where}: partial_rotary_factor {factor} of head_dim {head_dim} turns {turned} columns")
-    return frequencies_of(c, group, old, turned, max_positions=common["max_position_embeddings"])
 
 
 def _delta(c: Fields, eps: float) -> GatedDeltaSpec:

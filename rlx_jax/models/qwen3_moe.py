@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from rlx_jax.blocks import DecoderLayerSpec, MoeSpec
+from rlx_jax.blocks import LayerSpec, MoeSpec
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import weight_specs as weight_specs
@@ -54,7 +54,7 @@ class Qwen3MoeConfig(DecoderConfig):
         """Whether layer `index` has them."""
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
-    def layer_spec(self, index: int) -> DecoderLayerSpec:
+    def layer_spec(self, index: int) -> LayerSpec:
         bias, moe = self.attention_bias, None
         if self.has_experts(index):
             moe = MoeSpec(

@@ -52,7 +52,7 @@ from rlx_jax.trace.flow_state import FlowState as FlowState
 from rlx_jax.trace.flow_state import GdnInputSlots
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
 from rlx_jax.trace.parameters import K, Parameters
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
 
 F32 = np.dtype(np.float32)
 
@@ -286,7 +286,8 @@ class Emit(SpecBuilders[FlowValue]):
         self, key: WeightKey | WeightStack, program: Program, roles: Sequence[Role] | None, init: Init | None
     ) -> FlowValue:
         if roles is not None and not isinstance(key, WeightStack):
-            self.parameters.say_roles(stored_key(key), roles, program.type, self.path)
+            (stored,) = stored_keys(program)  # a part of several has the roles of all
+            self.parameters.say_roles(stored.key, roles, stored.type, self.path)
         self.parameters.say_init(key, init, self.path)
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 

@@ -73,7 +73,7 @@ class Parameters:
             shape = tuple(self.shapes[name].shape)
         if shape is None or axis >= len(shape):
             return None
-        return shape[axis] // key.count if isinstance(key, WeightPart) and key.axis == axis else shape[axis]
+        return key.size(shape[axis]) if isinstance(key, WeightPart) and key.axis == axis else shape[axis]
 
     def say_init(self, key: WeightKey | WeightStack, init: Init | None, path: str) -> None:
         """How a weight is drawn: as the flow says of its key, else as its stage says."""

@@ -9,7 +9,11 @@ from rlx_jax.ir.hir.cached import GrowingAttention as GrowingAttention
 from rlx_jax.ir.hir.cached import cache_slots as cache_slots
 from rlx_jax.ir.hir.composite import DECODER_BIASES as DECODER_BIASES
 from rlx_jax.ir.hir.composite import DECODER_OPERANDS as DECODER_OPERANDS
+from rlx_jax.ir.hir.composite import PROJECTIONS as PROJECTIONS
 from rlx_jax.ir.hir.composite import LlamaDecoderBlock as LlamaDecoderBlock
+from rlx_jax.ir.hir.decoder_layer import write_attention as write_attention
+from rlx_jax.ir.hir.decoder_layer import write_gated_ffn as write_gated_ffn
+from rlx_jax.ir.hir.decoder_layer import write_layer as write_layer
 from rlx_jax.ir.hir.experts import Experts as Experts
 from rlx_jax.ir.hir.experts import Route as Route
 from rlx_jax.ir.hir.masks import MASK_KINDS as MASK_KINDS

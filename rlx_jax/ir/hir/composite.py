@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from rlx_jax.errors import GraphError, ShapeError, wrong_arity
-from rlx_jax.ir.graph import Builder, Hir, Origin, Value
+from rlx_jax.ir.graph import Builder, Hir, Value
+from rlx_jax.ir.hir.decoder_layer import write_attention, write_gated_ffn, write_layer
 from rlx_jax.ir.hir.masks import MASK_KINDS, MaskKind
 from rlx_jax.ir.hir.sequence import Rope, attention
 from rlx_jax.ir.hir.token_wise import GatedFfn, Linear, RmsNorm
@@ -17,7 +19,16 @@ from rlx_jax.ir.types import DimLike, TensorType
 DECODER_OPERANDS = ("x", "ln1_g", "ln1_b", "q", "k", "v", "o", "ln2_g", "ln2_b", "gate", "up", "down", "cos", "sin")
 
 
-DECODER_BIASES = ("q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias")
+PROJECTIONS = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+"""Where in the layer each projection stands."""
+
+DECODER_BIASES = tuple(f"{name}_bias" for name in PROJECTIONS)
+
+NORMS = {
+    "before_attention": ("input_layernorm", ("ln1_g", "ln1_b")),
+    "before_mlp": ("post_attention_layernorm", ("ln2_g", "ln2_b")),
+}
+"""Where each norm of `write_layer` that there is stands, and its operands."""
 
 
 @dataclass(frozen=True)
@@ -78,38 +89,48 @@ class LlamaDecoderBlock(Hir):
         v = dict(zip(DECODER_OPERANDS, operands, strict=False))
         extra = operands[14 : 14 + bool(self.mask.operand)]
         bias = dict(zip(self.biases, operands[14 + len(extra) :], strict=True))
-        norm = RmsNorm(self.eps)
         origin = b.origin
 
-        def linear(part: str, name: str, x: Value) -> Value:
-            with b.at(_inside(origin, part)):
+        def inside(part: str) -> AbstractContextManager[None]:
+            return b.at(replace(origin, path=(*origin.path, *part.split("."))))
+
+        def norm(name: str, x: Value) -> Value:
+            if name not in NORMS:
+                return x
+            part, weights = NORMS[name]
+            with inside(part):
+                return b(RmsNorm(self.eps), x, *(v[w] for w in weights))
+
+        def project(name: str, x: Value) -> Value:
+            with inside(PROJECTIONS[name]):
                 given = (bias[f"{name}_bias"],) if f"{name}_bias" in bias else ()
                 return b(Linear(self.contract, bias=bool(given)), x, v[name], *given)
 
-        with b.at(_inside(origin, "input_layernorm")):
-            a = b(norm, v["x"], v["ln1_g"], v["ln1_b"])
-        with b.at(_inside(origin, "self_attn")):
-            a = b.boundary("input", a)
-        q, k, value = (linear(f"self_attn.{n}_proj", n, a) for n in "qkv")
-        with b.at(_inside(origin, "self_attn")):
+        def rotate(heads: dict[str, Value]) -> dict[str, Value]:
             rope = Rope(self.head_dim, self.head_dim)
-            q, k = b(rope, q, v["cos"], v["sin"]), b(rope, k, v["cos"], v["sin"])
-            context = b(attention(self.heads, self.kv_heads, self.mask), q, k, value, *extra)
-        h = b(Binary("add"), v["x"], linear("self_attn.o_proj", "o", context))
-        with b.at(_inside(origin, "post_attention_layernorm")):
-            m = b(norm, h, v["ln2_g"], v["ln2_b"])
-        gate, up = linear("mlp.gate_proj", "gate", m), linear("mlp.up_proj", "up", m)
-        with b.at(_inside(origin, "mlp")):
-            f = b(GatedFfn("silu"), gate, up)
-        return b(Binary("add"), h, linear("mlp.down_proj", "down", f))
+            with inside("self_attn"):
+                return heads | {name: b(rope, heads[name], v["cos"], v["sin"]) for name in "qk"}
+
+        def attend(*heads: Value) -> Value:
+            with inside("self_attn"):
+                return b(attention(self.heads, self.kv_heads, self.mask), *heads, *extra)
+
+        def mixer(x: Value) -> Value:
+            with inside("self_attn"):
+                x = b.boundary("input", x)
+            return project("o", write_attention(x, project=project, rotate=rotate, attend=attend))
+
+        def gate(*values: Value) -> Value:
+            with inside("mlp"):
+                return b(GatedFfn("silu"), *values)
+
+        return write_layer(
+            v["x"], norm=norm, mixer=mixer, mlp=lambda x: write_gated_ffn(x, project=project, gate=gate),
+            add=lambda x, change: b(Binary("add"), x, change),
+        )  # fmt: skip
 
     def text(self) -> str:
         return (
             f"llama_decoder_block(heads={self.heads}, dim={self.head_dim}, kv={self.kv_heads}, "
             f"eps={self.eps:g}, mask={self.mask})"
         )
-
-
-def _inside(origin: Origin, part: str) -> Origin:
-    """The same origin, one block deeper."""
-    return replace(origin, path=(*origin.path, *part.split(".")))

@@ -1,0 +1,233 @@
+"""`LayerSpec`: one record that describes every decoder layer. The stages that write it are in `decoder.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from rlx_jax.blocks.ffn import INTO, OUT_OF, GeGlu, SwiGlu
+from rlx_jax.blocks.moe import MoeFfn, MoeSpec
+from rlx_jax.blocks.norm import GemmaRmsNorm, RmsNorm
+from rlx_jax.errors import GraphError, shown
+from rlx_jax.ir import hir
+from rlx_jax.ir.hir import MaskKind
+from rlx_jax.ir.param import Parts, Role
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
+
+GATES: dict[str, type[SwiGlu]] = {"silu": SwiGlu, "gelu_tanh": GeGlu}
+"""The MLP by the activation of its gate."""
+
+QK_NORMS = (None, "heads", "width")
+
+HiddenShape = tuple[int | str | None, ...] | None
+"""Of the input `[B, S, H]` of a layer, to be checked; None is any size."""
+
+QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorms:
+    """The keys, inside a layer, of the norms around its two halves; None for no norm. The defaults are Llama's."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @staticmethod
+    def around_both() -> LayerNorms:
+        """One before and one after each half, under Gemma 2's keys."""
+        return LayerNorms(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        )
+
+    @staticmethod
+    def after_both() -> LayerNorms:
+        """One after each half and none before, under OLMo 2's keys."""
+        return replace(LayerNorms.around_both(), before_attention=None, before_mlp=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderKeys:
+    """The keys of a layer's weights but for its norms and experts; `{}` stands for the prefix of the layer.
+
+    Projections with one key are stored as one tensor, side by side: q, k and v, or gate and up. The key of a bias ends
+    in `.bias` where that of the weight ends in `.weight`.
+    """
+
+    q: str = "{}.self_attn.q_proj.weight"
+    k: str = "{}.self_attn.k_proj.weight"
+    v: str = "{}.self_attn.v_proj.weight"
+    o: str = "{}.self_attn.o_proj.weight"
+    gate: str = "{}.mlp.gate_proj.weight"
+    up: str = "{}.mlp.up_proj.weight"
+    down: str = "{}.mlp.down_proj.weight"
+    q_norm: str | None = "{}.self_attn.q_norm.weight"
+    k_norm: str | None = "{}.self_attn.k_norm.weight"
+    sinks: str = "{}.self_attn.sinks"
+
+    @staticmethod
+    def fused(qkv: str = "{}.self_attn.qkv_proj.weight", gate_up: str = "{}.mlp.gate_up_proj.weight") -> DecoderKeys:
+        """Keys of a layer with one tensor for q, k and v and one for gate and up; the defaults are Phi 3's."""
+        return DecoderKeys(q=qkv, k=qkv, v=qkv, gate=gate_up, up=gate_up)
+
+    def under(self, prefix: str) -> DecoderKeys:
+        """Return the keys of the layer under `prefix`."""
+        keys = {f.name: getattr(self, f.name) for f in fields(self)}
+        return DecoderKeys(**{name: key and key.replace("{}", prefix) for name, key in keys.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """A decoder layer: its sizes, and how it differs from Llama's, whose values are the defaults.
+
+        h = x + m · after(attention(before(x)) Wo)        y = h + m · after(mlp(before(h)))
+
+    `num_heads` is a multiple of `num_kv_heads`; `head_dim` need not be hidden / heads.
+
+    Args:
+        eps: of every norm.
+        mask: causal, or a sliding window of the last keys; one that is custom or a bias reads an input.
+        mask_input: the name of that input. `use_custom_mask`: explicit decode reads the keep mask `mask`.
+        rope: the name of the RopeTables to read, where a flow has several.
+        rope_theta: the base of the rotation when no RopeTables stage ran.
+        n_rot: columns of each head that are rotated; None is all, 0 is none (NoPE).
+        gated: a sigmoid gate of each head of the context, beside its query in q's weight `[N·2D, H]` (Qiu et al.,
+            arXiv:2505.06708).
+        sinks: a score of each head in the softmax of its attention, a weight `[N]`; see `emit.attention`.
+        score_scale: what q kᵀ is multiplied with; None is D^(−1/2).
+        attn_logit_softcap: c tanh(scores / c).
+        qkv_bias, output_bias, mlp_bias: biases of the projections.
+        qk_norm: an RMSNorm of queries and keys before the rotation: of every head alone, `heads`, with weights `[D]`,
+            or of all heads as one vector, `width`, with weights `[N·D]` and `[K·D]`. `qk_norm_eps` and
+            `qk_norm_offset`, what is added to the weight, are as in the other norms unless given.
+        norms: which norms there are around the halves, and their keys.
+        zero_centred: norms multiply with 1 + w, those of heads too.
+        activation: of the gate, `silu` or `gelu_tanh`.
+        moe: experts in the place of the MLP.
+        residual_multiplier: m.
+        keys: those of the weights; several projections may be stored as one.
+        hidden_shape: what the input is held against, if given.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float = 1e-6
+    mask: MaskKind | str = hir.MASK_KINDS["causal"]
+    mask_input: str | None = None
+    use_custom_mask: bool = False
+    rope: str = ""
+    rope_theta: float = 10000.0
+    n_rot: int | None = None
+    gated: bool = False
+    sinks: bool = False
+    score_scale: float | None = None
+    attn_logit_softcap: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["heads", "width"] | None = None
+    qk_norm_eps: float | None = None
+    qk_norm_offset: float | None = None
+    norms: LayerNorms = LayerNorms()
+    zero_centred: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    mlp_bias: bool = False
+    moe: MoeSpec | None = None
+    residual_multiplier: float = 1.0
+    keys: DecoderKeys = DecoderKeys()
+    hidden_shape: HiddenShape = None
+
+    def __post_init__(self) -> None:
+        if self.moe is not None and self.mlp_bias:
+            raise GraphError("LayerSpec: mlp_bias is of an MLP, and moe has experts in its place; give one of them")
+        for name, choices in (("activation", tuple(GATES)), ("qk_norm", QK_NORMS)):
+            if getattr(self, name) not in choices:
+                expected = " or ".join(map(repr, choices))
+                raise GraphError(f"LayerSpec: {name} is {shown(getattr(self, name))}; expected {expected}")
+
+    # -- where it stands ---------------------------------------------------------------------
+
+    def under(self, prefix: str, mask_input: str | None = None) -> LayerSpec:
+        """The layer under `prefix`, whose mask reads the input `mask_input`."""
+        return replace(self, keys=self.keys.under(prefix), mask_input=mask_input or self.mask_input)
+
+    attention = under
+    """The attention of the layer under a prefix: its stages read the layer's record."""
+
+    def columns(self, name: str) -> int | None:
+        """How wide projection q, k or v is, or None of another one: that follows from its weight."""
+        heads = {"q": self.num_heads * (1 + self.gated), "k": self.num_kv_heads, "v": self.num_kv_heads}
+        return heads[name] * self.head_dim if name in heads else None
+
+    def weight(self, name: str, bias: bool = False) -> WeightKey:
+        """The key of projection `name` or of its bias: a part of a stored tensor where others have that key too."""
+        key: str = getattr(self.keys, name)
+        shared = [n for n in (QKV if name in QKV else MLP) if getattr(self.keys, n) == key]
+        key = f"{key.removesuffix('.weight')}.bias" if bias else key
+        if len(shared) < 2:
+            return key
+        sizes = tuple(self.columns(n) or 0 for n in shared)
+        return WeightPart.split(key, sizes if all(sizes) else len(shared))[shared.index(name)]
+
+    def bias(self, name: str) -> WeightKey | None:
+        """The key of the bias of projection `name`, if it has one."""
+        biased = self.output_bias if name == "o" else self.qkv_bias if name in QKV else self.mlp_bias
+        return self.weight(name, bias=True) if biased else None
+
+    def roles(self, name: str) -> tuple[Role, Role]:
+        """What the axes of the stored weight of projection `name` are."""
+        if name in MLP or name == "o":
+            return {"o": ("hidden", "heads"), "down": OUT_OF}.get(name, INTO)
+        part = self.weight(name)
+        if isinstance(part, WeightPart) and part.sizes is not None:
+            shared = [n for n in QKV if getattr(self.keys, n) == part.key]
+            return Parts(tuple(zip(part.sizes, map(ROLE_OF_HEADS.__getitem__, shared), strict=True))), "hidden"
+        return ROLE_OF_HEADS[name], "hidden"
+
+    # -- its parts ---------------------------------------------------------------------------
+
+    def block(self, mask: MaskKind) -> hir.Attention:
+        """The attention itself."""
+        return hir.attention(
+            self.num_heads, self.num_kv_heads, mask, scale=self.score_scale, softcap=self.attn_logit_softcap,
+            sinks=self.sinks,
+        )  # fmt: skip
+
+    def mlp(self, prefix: str) -> SwiGlu | MoeFfn:
+        """The MLP of the layer under `prefix`, or its experts."""
+        if self.moe is not None:
+            return MoeFfn(prefix, self.moe, self.activation)
+        here = self.under(prefix)
+        gate, up, down = (here.weight(name) for name in MLP)
+        biases = (here.bias("gate"), here.bias("up"), here.bias("down"))
+        return GATES[self.activation](gate, up, down, biases if self.mlp_bias else None)
+
+    def norm(self, name: str) -> RmsNorm | GemmaRmsNorm:
+        """A norm as those of the layer, with the weight `{name}.weight`."""
+        return (GemmaRmsNorm if self.zero_centred else RmsNorm)(f"{name}.weight", self.eps)
+
+    def shapes(self, prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+        """Every weight of the layer under `prefix` by its key, for values `[B,S,hidden]` and an MLP `inner` wide;
+        experts know their own width."""
+        here, width = self.under(prefix), self.num_heads * self.head_dim
+        norms = (getattr(self.norms, f.name) for f in fields(self.norms))
+        shapes: dict[str, tuple[int, ...]] = {f"{prefix}.{name}.weight": (hidden,) for name in norms if name}
+        wide = {"o": hidden, "gate": inner, "up": inner, "down": hidden}
+        for name in (*QKV, "o", *(MLP if self.moe is None else ())):
+            out, into = self.columns(name) or wide[name], {"o": width, "down": inner}.get(name, hidden)
+            for key, shape in ((here.weight(name), (out, into)), (here.bias(name), (out,))):
+                if key is not None:
+                    shapes[stored_key(key)] = key.whole(shape) or () if isinstance(key, WeightPart) else shape
+        if self.moe is not None:
+            shapes |= {f"{prefix}.{key}": shape for key, shape in self.moe.shapes(hidden).items()}
+        if self.qk_norm is not None:
+            sizes = {"q": width, "k": self.num_kv_heads * self.head_dim}
+            for name, key in (("q", here.keys.q_norm), ("k", here.keys.k_norm)):
+                shapes |= {} if key is None else {key: (self.head_dim if self.qk_norm == "heads" else sizes[name],)}
+        return shapes | ({here.keys.sinks: (self.num_heads,)} if self.sinks else {})
+
+
+ROLE_OF_HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
