@@ -98,9 +98,9 @@ from rlx_jax.blocks.linear import GatherLastToken as GatherLastToken
 from rlx_jax.blocks.linear import Linear as Linear
 from rlx_jax.blocks.linear import LmHead as LmHead
 from rlx_jax.blocks.linear import LogitSoftcap as LogitSoftcap
+from rlx_jax.blocks.linear import Multiply as Multiply
 from rlx_jax.blocks.linear import ResidualAdd as ResidualAdd
 from rlx_jax.blocks.linear import ResidualSave as ResidualSave
-from rlx_jax.blocks.linear import Scale as Scale
 from rlx_jax.blocks.mamba2 import Mamba2Mixer as Mamba2Mixer
 from rlx_jax.blocks.mamba2 import Mamba2Spec as Mamba2Spec
 from rlx_jax.blocks.mamba2 import mamba2_layer as mamba2_layer
@@ -177,6 +177,6 @@ FlowStage = (
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
     | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan | Mamba2Mixer | MoeFfn | Recurrent
-    | CausalWindow | MtpMerge | BlockAsLayer | Scale
+    | CausalWindow | MtpMerge | BlockAsLayer | Multiply
 )  # fmt: skip
 """Every stage."""

@@ -60,14 +60,14 @@ class EmbedScale:
 
 
 @dataclass(frozen=True)
-class Scale:
+class Multiply:
     """`x · factor` for a number, which takes the dtype of x first: multipliers of embeddings and logits (Granite)."""
 
     factor: float
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "Scale")
-        with emit.scope("scale"):
+        x = emit.require(value, "Multiply")
+        with emit.scope("multiply"):
             return x * self.factor
 
 

@@ -125,8 +125,8 @@ def test_geglu() -> None:
     assert_close(run(blocks.GeGlu("a", "b", "c"), w), want.astype("f4"))
 
 
-def test_scale() -> None:
-    assert_close(run(blocks.Scale(0.3)), X * np.float32(0.3))
+def test_multiply() -> None:
+    assert_close(run(blocks.Multiply(0.3)), X * np.float32(0.3))
 
 
 # -- layers behind a cache, and taps: what the layer itself says of the whole sequence -----------
