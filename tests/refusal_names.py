@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import struct
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,68 +21,25 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import blocks, device, errors
-from rlx_jax.errors import (
-    ConfigError,
-    DeriveError,
-    DTypeError,
-    DuplicateWeightError,
-    FormatError,
-    GraphError,
-    LimitError,
-    MissingFileError,
-    MissingWeightError,
-    NonFiniteWeightError,
-    NumericsError,
-    PathEscapeError,
-    ProfileError,
-    RequestError,
-    RlxError,
-    RlxNumericsWarning,
-    RlxWarning,
-    SafetensorsError,
-    SequenceLengthError,
-    SessionStateError,
-    ShapeError,
-    StorageError,
-    TargetExistsError,
-    TokenIdError,
-    UnboundInputError,
-    UnexpectedWeightError,
-    UnsupportedError,
-    WeightError,
-    WeightShapeError,
-)
-from rlx_jax.io import limits as weight_limits
+from rlx_jax import blocks
+from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.models.llama import Llama32Flow
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_tensors, edited
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
-
 BERT = FIXTURES / "bert" / "bare_v5"
-
 SHARDED = FIXTURES / "bert" / "masked_lm_v4"
-
 IDS = np.ones((2, 3), np.int32)
-
 X = np.ones((2, 8), np.float32)
-
 W = {"w": np.ones((4, 8), np.float32)}
-
 LINEAR = blocks.Linear("w")
-
 VOCAB = json.loads((LLAMA / "config.json").read_text("utf-8"))["vocab_size"]
-
 WIDE = (3 * 2**20, 2**18)  # 3 TB of float32
-
 THREE: Any = 3
-
 NONE: Any = None
-
 NAME: Any = "auto"
-
 UP = "model.layers.1.mlp.up_proj.weight"
 
 

@@ -225,7 +225,7 @@ def test_signals_of_the_caller_do_not_lift_the_limit(monkeypatch: pytest.MonkeyP
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     try:
         with pytest.raises(errors.LimitError, match="RENDER_SECONDS = 0.3 s"):
-            render(HOSTILE["loops"][0], {})
+            render(LOOPS, {})
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.signal(signal.SIGPROF, before)
@@ -251,11 +251,7 @@ def test_templates_of_a_directory(tmp_path: Path) -> None:
     directory = formats.checkpoint(tmp_path / "m", [], settings={"chat_template": "one"})
     settings = directory / "tokenizer_config.json"
     assert prompt(load_tokenizer(directory), "x", tokenize=False) == "one"
-    named = [
-        {"name": "default", "template": "d"},
-        {"name": "tool_use", "template": "t"},
-        {"name": "rag", "template": "r"},
-    ]
+    named = [{"name": name, "template": name[0]} for name in ("default", "tool_use", "rag")]
     edit_json(settings, {"chat_template": named})
     tokenizer = load_tokenizer(directory)
     assert prompt(tokenizer, "x", tokenize=False) == "d"
@@ -318,25 +314,14 @@ def deep() -> Any:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": ([], "at least one message"),
-    "none": (None, r"messages: expected a string, or a list .* got NoneType"),
     "one dict": ({"role": "user", "content": "x"}, "got dict"),
-    "strings": (["hello"], r"messages\[0\]: expected .* got 'hello'"),
-    "several conversations": ([[USER]], r"messages\[0\]: expected"),
     "no role": ([USER, {"content": "x"}], r"messages\[1\]\['role'\]: expected one of .* got None"),
-    "role of another type": ([{"role": 1, "content": "x"}], r"messages\[0\]\['role'\]: .* got 1"),
     "misspelt role": ([{"role": "asistant", "content": "x"}], "'asistant' is none of .*did you mean 'assistant'"),
     "no content": ([{"role": "user"}], r"messages\[0\]\['content'\]: expected text, got None"),
-    "bytes": ([{"role": "user", "content": b"x"}], r"messages\[0\]\['content'\]: expected text, numbers, lists"),
-    "number": ([{"role": "user", "content": 5}], r"messages\[0\]\['content'\]: expected text, got 5"),
-    "image": (
-        [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
-        r"\['content'\]\[0\]: .* reads text only",
-    ),
+    "image": ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], r"'content'\]\[0\]: .* reads text only"),
     "surrogate": ([{"role": "user", "content": "a\ud800"}], r"messages\[0\]\['content'\]: half of a surrogate"),
     "deep": ([{"role": "user", "content": deep()}], "MAX_NESTING = 32"),
     "object": ([{**USER, "extra": {"a": [1, object()]}}], r"messages\[0\]\['extra'\]\['a'\]\[1\]: expected text"),
-    "nan": ([{**USER, "extra": float("nan")}], r"messages\[0\]\['extra'\]: .* got nan"),
-    "key": ([{**USER, 5: "x"}], r"messages\[0\]: expected names that are strings, got 5"),
     "huge number": ([{**USER, "n": 10**5000}], r"messages\[0\]\['n'\]: .*16610 bits"),
 }
 
@@ -349,27 +334,21 @@ def test_wrong_messages(case: str) -> None:
 
 
 def test_wrong_arguments(tokenizers: dict[str, Tokenizer]) -> None:
-    tokenizer = tokenizers["qwen"]
-    with pytest.raises(errors.RequestError, match=r"tools\[0\]: expected the JSON schema"):
-        prompt(tokenizer, "x", tools=[print])
-    with pytest.raises(errors.RequestError, match="tools: expected a list"):
-        prompt(tokenizer, "x", tools=TOOL)
-    with pytest.raises(errors.RequestError, match="chat_template: expected a name or a template, got int"):
-        prompt(tokenizer, "x", chat_template=3)
-    with pytest.raises(errors.RequestError, match="tokenize is 1; expected True or False"):
-        prompt(tokenizer, "x", tokenize=1)
-    with pytest.raises(TypeError, match="'enable_thinkin'.*did you mean 'enable_thinking'"):
-        prompt(tokenizer, "x", enable_thinkin=False)
-    with pytest.raises(TypeError, match="'max_tokens'.*did you mean 'max_new_tokens'"):
-        prompt(tokenizer, "x", max_tokens=5)
-    with pytest.raises(errors.LimitError, match="MAX_TEMPLATE_BYTES"):
-        prompt(tokenizer, "x", chat_template="é" * 2**17 + "x")
+    for error, message, options in (
+        (errors.RequestError, r"tools\[0\]: expected the JSON schema", {"tools": [print]}),
+        (errors.RequestError, "chat_template: expected a name or a template, got int", {"chat_template": 3}),
+        (errors.RequestError, "tokenize is 1; expected True or False", {"tokenize": 1}),
+        (TypeError, "'enable_thinkin'.*did you mean 'enable_thinking'", {"enable_thinkin": False}),
+        (errors.LimitError, "MAX_TEMPLATE_BYTES", {"chat_template": "é" * 2**17 + "x"}),
+    ):
+        with pytest.raises(error, match=message):
+            prompt(tokenizers["qwen"], "x", **options)
 
 
 def test_a_role_that_the_template_names() -> None:
-    assert check_messages([{"role": "ipython", "content": "x"}], formats.LLAMA3)
+    assert check_messages([{"role": "ipython", "content": "x"}], formats.TEMPLATES["llama3"])
     with pytest.raises(errors.RequestError):
-        check_messages([{"role": "ipython", "content": "x"}], formats.QWEN)
+        check_messages([{"role": "ipython", "content": "x"}], formats.TEMPLATES["qwen"])
 
 
 def test_the_template_refuses(tokenizers: dict[str, Tokenizer]) -> None:
@@ -387,32 +366,23 @@ def test_no_template(tmp_path: Path) -> None:
 
 # -- hostile templates -------------------------------------------------------------------------
 
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
     "attribute": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", errors.TokenizerError, "line 1: SecurityError"),
     "format": ("a\n{{ '{0.__class__.__mro__[1].__subclasses__}'.format(1) }}", errors.TokenizerError, "line 2"),
     "filter": ("{{ ''|attr('__class__') }}{{ (''|attr('__class__')).x }}", errors.TokenizerError, "line 1"),
-    "globals": ("{{ cycler.__init__.__globals__ }}", errors.TokenizerError, "SecurityError"),
     "change": ("{{ messages.append(1) }}", errors.TokenizerError, "SecurityError"),
     "range": ("{% for i in range(10**12) %}{% endfor %}", errors.TokenizerError, "Range too big"),
     "repeat": ("{{ 'x' * 10**9 }}", errors.LimitError, "RENDER_MEMORY"),
-    "replace": ("{{ ('a' * 10**5)|replace('a', 'b' * 10**5) }}", errors.LimitError, "RENDER_MEMORY"),
     "power": ("{{ 7 ** (10 ** 9) }}", errors.LimitError, "RENDER_SECONDS|RENDER_MEMORY"),
-    "loops": (
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        errors.LimitError,
-        "SECOND",
-    ),
+    "loops": (LOOPS, errors.LimitError, "SECOND"),
     "output": ("{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", errors.LimitError, "MAX_RENDERED_CHARS"),
     "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", errors.TokenizerError, "RecursionError"),
-    "depth": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", errors.TokenizerError, "RecursionError"),
     "include": ("{% include '/etc/passwd' %}", errors.TokenizerError, "no loader"),
-    "import": ("{% import 'os' as os %}", errors.TokenizerError, "no loader"),
     "files": ("{{ lipsum() }}", errors.TokenizerError, "OSError"),
     "syntax": ("a\nb\n{% if %}", errors.TokenizerError, "line 3: TemplateSyntaxError"),
     "undefined": ("{{ nothing.at_all }}", errors.TokenizerError, "UndefinedError"),
     "lines": ("{{ raise_exception('no\\nrlx-jax: done') }}", errors.RequestError, r"messages: no\\nrlx-jax: done$"),
-    "no message": ("{{ raise_exception() }}", errors.RequestError, "it called raise_exception without a message"),
-    "lines of a failure": ("{{ {}['a\\nb'].c }}", errors.TokenizerError, r"'a\\+nb'"),
     "surrogate": ("{{ '\\ud800' }}", errors.TokenizerError, "the chat template writes half of a surrogate pair"),
     "long message": ("{{ raise_exception('x' * 9999) }}", errors.RequestError, "x{1000}"),
 }
@@ -514,23 +484,10 @@ def test_a_stream_can_be_left(lm: Any) -> None:
 
 # -- more of the same, at random ---------------------------------------------------------------
 
-PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "</think>", "<think>", "[INST]", "[/INST]", "<end_of_turn>"]
-PIECES += [
-    "<|eot_id|>",
-    "<|",
-    "|>",
-    "\n",
-    " ",
-    "a",
-    "The river",
-    "é",
-    "🦊",
-    "\U000f0000",
-    "\U000f0001",
-    "{{ x }}",
-    "'",
-    '"',
-]
+PIECES = [
+    "<|im_end|>", "<|im_start|>", "<|im_", "end|>", "</think>", "<think>", "[INST]", "[/INST]", "<end_of_turn>",
+    "<|eot_id|>", "<|", "|>", "\n", " ", "a", "The river", "é", "🦊", "\U000f0000", "\U000f0001", "{{ x }}", "'", '"',
+]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 
 
@@ -580,7 +537,7 @@ def test_words_that_begin_with_a_space(tmp_path: Path, metaspace: str) -> None:
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
     native.train_from_iterator(["the river and the stone [ ] / I N S T < > s\n"] * 3, trainer)
     native.save(str(tmp_path / "tokenizer.json"))
-    about = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": formats.MISTRAL}
+    about = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": formats.TEMPLATES["mistral"]}
     edit_json(tmp_path / "tokenizer_config.json", about | {"tokenizer_class": "PreTrainedTokenizerFast"})
     theirs = reference(tmp_path)
     for text in ("the river", " the [/INST] river", "[INST]the</s></s> stone", "\n[INST]\nthe"):

@@ -134,15 +134,6 @@ def test_ids_in_parts() -> None:
         rlx.init(FLOWS["llama"], 0, mesh=2)(block)
 
 
-@pytest.mark.parametrize(("opened", "told"), [
-    (lm, r"CausalLM: .*logits\(tokens\).*generate\(prompts\).*model\("),
-    (encoder, r"Encoder: .*embed\(texts\).*model\("),
-])  # fmt: skip
-def test_a_model_for_requests_is_not_called(opened: Callable[[], Any], told: str) -> None:
-    with pytest.raises(errors.RequestError, match=told):
-        opened()([[1, 2]])
-
-
 @pytest.mark.oracle
 def test_arrays_of_torch() -> None:
     """They are read as NumPy's are; one that NumPy cannot read, and what tokenizers return, are refused with a cure."""

@@ -23,21 +23,10 @@ from tests.oracles.checkpoints import FIXTURES, copy
 
 ROOT = Path(__file__).parents[1]
 SLOW = {
-    "adding-a-family",
-    "conversation",
-    "devices",
-    "diffusion",
-    "editing",
-    "embedding",
-    "generation",
-    "performance",
-    "programs",
-    "recipes",
-    "recurrence",
-    "scoring",
-    "training",
-    "vision",
-}  # they compile many programs
+    "adding-a-family", "conversation", "devices", "diffusion", "editing", "embedding", "generation", "performance",
+    "programs", "recipes", "recurrence", "scoring", "training", "vision",
+}  # fmt: skip
+"""They compile many programs."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 HUB = "meta-llama/Llama-3.2-1B-Instruct"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

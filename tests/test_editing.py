@@ -95,48 +95,12 @@ def test_edits_are_what_the_same_change_of_the_weights_is(scanned: rlx.CompiledM
 
 
 @pytest.mark.slow
-def test_gradients_pass_through_edits(scanned: rlx.CompiledModel) -> None:
-    """Along a random direction of vector and mask, against central differences in float64."""
-    weigh = RNG.normal(size=(*TOKENS.shape, CONFIG["vocab_size"]))
-
-    def loss(steer: Any, heads: Any) -> Any:
-        out = scanned.apply(scanned.require_params("a test"), jnp.asarray(TOKENS, jnp.int32), steer=steer, heads=heads)
-        return jnp.sum(out["logits"] * jnp.asarray(weigh, jnp.float32)) + jnp.sum(out["layers.*"][:-1] ** 2)
-
-    gradient = jax.grad(loss, argnums=(0, 1))(jnp.asarray(STEER), jnp.asarray(MASK))
-    way = [RNG.normal(size=HIDDEN), RNG.normal(size=HEADS)]
-    slope = sum(float(np.sum(np.asarray(g, "f8") * d)) for g, d in zip(gradient, way, strict=True))
-    ends = [
-        float(np.sum((out := reference(edited_weights(STEER + h * way[0], MASK + h * way[1])))["logits"] * weigh))
-        + float(np.sum(out["layers.*"] ** 2))
-        for h in (1e-4, -1e-4)
-    ]
-    assert slope == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=2e-4)
-
-
-@pytest.mark.slow
-def test_generation_takes_the_inputs_of_edits() -> None:
-    """Prefill and decode are derived from the edited flow; the tokens are NumPy's with the same change."""
-    lm = rlx.load(LLAMA, recipe=edited(rlx.recipe_for(LLAMA)))
-    prompt = TOKENS[0, :5].tolist()
-    want = numpy_reference.llama_greedy(CONFIG, edited_weights(STEER, MASK), prompt, 4)
-    with pytest.warns(rlx.errors.RlxWarning, match="lm.capture"):
-        assert lm.generate([prompt], max_new_tokens=4, inputs={"steer": STEER, "heads": MASK}) == [want]
-    assert want != numpy_reference.llama_greedy(CONFIG, WEIGHTS, prompt, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", ["forward", "extend"])
-def test_unrolled_edits_and_absent_inputs(program: str) -> None:
+def test_edits_of_cached_programs_and_absent_inputs() -> None:
     """Without its inputs the program is the stock one; cached programs capture their own tokens."""
-    model = rlx.compile(edited(rlx.recipe_for(LLAMA)), program=program)
-    if program == "forward":
-        out = model(TOKENS)
-    else:
-        out, state = model(TOKENS[:, :4], lengths=np.array([4, 4], "i4"), state=model.init_state(2, 16))
-        more, _ = model(TOKENS[:, 4:], lengths=np.array([7, 7], "i4"), state=state)
-        out = {name: np.concatenate([out[name], more[name]], axis=-2) for name in out}
-    out = but_the_last(out)
+    model = rlx.compile(edited(rlx.recipe_for(LLAMA)), program="extend")
+    out, state = model(TOKENS[:, :4], lengths=np.array([4, 4], "i4"), state=model.init_state(2, 16))
+    more, _ = model(TOKENS[:, 4:], lengths=np.array([7, 7], "i4"), state=state)
+    out = but_the_last({name: np.concatenate([out[name], more[name]], axis=-2) for name in out})
     for name, value in reference(WEIGHTS).items():
         assert_close(out[name], value.astype("f4"))
 
@@ -186,6 +150,11 @@ def test_a_block_replaced() -> None:
     assert "model.layers.1.mlp.up_proj.weight" not in model.require_params("a test")
 
 
+# -- the active value ---------------------------------------------------------------------------
+
+X, SQUARE = RNG.normal(size=(2, 3, 4)).astype("f4"), RNG.normal(size=(4, 4)).astype("f4")
+
+
 def test_numbers_scale_and_a_block_is_written_twice() -> None:
     """A flow of one's own: 3 · (f(f(x)) with f a product, the second under a path of its own."""
     flow = rlx.ModelFlow("m").input("x", ("batch", 4)).named_layer("a", blocks.Linear("w"))
@@ -210,66 +179,12 @@ def test_captures_beside_named_outputs() -> None:
         assert (flow.with_extra_outputs(chosen) if chosen else flow).build().output_names == want
 
 
-# -- the active value ---------------------------------------------------------------------------
-
-X, SQUARE = RNG.normal(size=(2, 3, 4)).astype("f4"), RNG.normal(size=(4, 4)).astype("f4")
-GAIN = np.array([2.0, -1.0, 0.5, 3.0], "f4")
-
-
-def gained(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
-    """The value as it is, or times an input that is read first."""
-    gain = emit.optional_input("gain")
-    return x if gain is None else gain * x
-
-
-def small_flow() -> rlx.ModelFlow:
-    return rlx.ModelFlow("m").input("x", ("batch", "seq", 4)).input("gain", (4,), default=None)
-
-
-ACTIVE: dict[str, tuple[rlx.ModelFlow, str, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {
-    "a residual that is added": (
-        small_flow().residual_save().linear("w").named_layer("add", blocks.ResidualAdd()), "add", X, X @ SQUARE.T,
-    ),
-    "a residual that is the active value": (
-        small_flow().residual_save().named_layer("add", blocks.ResidualAdd()).linear("w"), "add", X @ SQUARE.T,
-        X @ SQUARE.T,
-    ),
-    "a stream that is read first": (
-        small_flow().store_stream("s").linear("w").custom_named("c", lambda emit, x: emit.stream("s") + x), "c", X,
-        X @ SQUARE.T,
-    ),
-    "an optional input": (small_flow().linear("w").custom_named("c", gained), "c", 0 * X, X @ SQUARE.T),
-    "a value that it passes on": (
-        small_flow().named_layer("c", blocks.StoreStream("s")).linear("w").custom(lambda emit, x: emit.stream("s") + x),
-        "c", 0 * X, X + X @ SQUARE.T,
-    ),
-}  # fmt: skip
-"""A flow, a block, and the two parts of what leaves the flow: without the block's active value, and from it."""
-
-
-@pytest.mark.parametrize("case", ACTIVE)
-def test_a_block_takes_its_active_value(case: str) -> None:
-    """Which is scaled and wrapped whatever else the block reads, in whatever order, and from call to call."""
-    flow, path, rest, active = ACTIVE[case]
-    given: dict[str, Any] = {} if case != "an optional input" else {"gain": GAIN}
-    for call, by in [({}, 1.0)] + [(given, GAIN)] * bool(given):
-        for edited in (
-            flow.at(path).scale(3.0, of="input"),
-            flow.at(path).wrap(lambda emit, x, inner: inner(x * 3.0)),
-            flow.at(path).wrap(lambda emit, x, inner: inner(x + x + x)).at(path).capture(),
-        ):
-            out = rlx.compile(edited, {"w": SQUARE})(X, **call)
-            assert_close(out["output"] if isinstance(out, dict) else out, rest + 3 * active * by)
-
-
 def test_the_head_of_siglip_takes_the_tokens() -> None:
     """Not the pixels, of which it reads how many rows there are."""
-    recipe = rlx.recipe_for(checkpoints.FIXTURES / "vision" / "dual" / "siglip")
-    rows = load_record(checkpoints.FIXTURES / "vision" / "dual" / "siglip")["pixels"]
-    plain = rlx.load(recipe=recipe, path=checkpoints.FIXTURES / "vision" / "dual" / "siglip").embed_images(rows)
-    muted = rlx.load(
-        recipe=recipe.at("vision.head").scale(0.0, of="input"), path=checkpoints.FIXTURES / "vision" / "dual" / "siglip"
-    ).embed_images(rows)
+    siglip = checkpoints.FIXTURES / "vision" / "dual" / "siglip"
+    recipe, rows = rlx.recipe_for(siglip), load_record(siglip)["pixels"]
+    plain = rlx.load(siglip).embed_images(rows)
+    muted = rlx.load(siglip, recipe=recipe.at("vision.head").scale(0.0, of="input")).embed_images(rows)
     assert np.abs(muted - muted[:1]).max() < 1e-6 < 1e-3 < np.abs(plain - plain[:1]).max()
 
 
@@ -282,36 +197,6 @@ def test_a_capture_of_every_block(fixture: str) -> None:
     assert_close(out[first], np.asarray(plain[first] if isinstance(plain, dict) else plain))
     expected = {"rotary_emb[0]", "rotary_emb[1]"} if "llama" in fixture else {"layers.0"}
     assert expected <= set(out) and "layers.1" in out
-
-
-LAYER = blocks.LlamaDecoderSpec(num_heads=2, head_dim=2, num_kv_heads=1)
-REPLACED: dict[str, Callable[[rlx.ModelFlow], rlx.ModelFlow]] = {
-    "a stage": lambda f: f.named_layer("a", blocks.Linear("w")).at("a").replace(blocks.Activation("tanh")),
-    "after an edit of a part": (
-        lambda f: f.named_layer("a", blocks.Linear("w")).at("a.w").scale(3.0).at("a").replace(blocks.Activation("tanh"))
-    ),
-    "by a function": lambda f: f.named_layer("a", blocks.Linear("w")).at("a").wrap(lambda emit, x, inner: emit.tanh(x)),
-    "a part of a stage": lambda f: (
-        f.named_layer("l", blocks.LlamaDecoder.layer(0, LAYER)).at("l.mlp").replace(blocks.Activation("tanh"))
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REPLACED)
-def test_what_was_replaced_needs_no_weights(case: str) -> None:
-    flow = REPLACED[case](rlx.ModelFlow("m").input("x", ("batch", "seq", 4))).linear("v")
-    shapes = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "o": (4, 4)}
-    weights = {f"model.layers.0.self_attn.{n}_proj.weight": np.ones(s, "f4") / 4 for n, s in shapes.items()}
-    weights |= {f"model.layers.0.mlp.{n}_proj.weight": np.ones((4, 4), "f4") for n in ("gate", "up", "down")}
-    norms = ("input_layernorm", "post_attention_layernorm")
-    weights |= {f"model.layers.0.{n}.weight": np.ones(4, "f4") for n in norms}
-    weights = {"v": SQUARE} | (weights if "part of a stage" in case else {"w": SQUARE})
-    first = rlx.compile(flow, weights)
-    again = rlx.compile(flow, first.weights())
-    assert not {"w", "model.layers.0.mlp.up_proj.weight"} & set(first.weights())
-    assert_close(again(X), np.asarray(first(X)))
-    with pytest.raises(errors.MissingWeightError, match="'v'"):
-        rlx.compile(flow, {key: value for key, value in first.weights().items() if key != "v"})
 
 
 # -- every family ------------------------------------------------------------------------------
@@ -354,51 +239,15 @@ def test_recipes_with_edits_are_values() -> None:
 # -- patterns ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "pattern, path, matched",
-    [
-        ("layers.*.mlp", ("layers", 11, "mlp"), True),
-        ("layers.*", ("layers", 1, "mlp"), False),
-        ("layers.**", ("layers", 1, "mlp"), True),
-        ("**.q_proj", ("layers", 1, "self_attn", "q_proj"), True),
-        ("layers.[0-2].mlp", ("layers", 3, "mlp"), False),
-        ("layers.[!0-2].mlp", ("layers", 3, "mlp"), True),
-        ("layers.{0,3}.mlp", ("layers", 3, "mlp"), True),
-        ("layers.{1,2}*", ("layers", 23), True),
-        ("layers.?", ("layers", 23), False),
-        ("a+b", ("a+b",), True),
-    ],
-)
-def test_patterns(pattern: str, path: tuple[str | int, ...], matched: bool) -> None:
-    assert BlockPattern(pattern).matches(path) is matched
-
-
-def test_stacked_at_two_places() -> None:
-    """Blocks that are captured twice are one output, and blocks around stacked ones still give one value."""
-    recipe = rlx.recipe_for(LLAMA)
-    twice = recipe.at("layers.*.mlp").capture(stacked=True).at("layers.0.mlp").scale(2.0)
-    twice = twice.at("layers.*.mlp").capture(stacked=True).at("layers.*").capture(stacked=True)
-    out = rlx.compile(twice)(TOKENS)
-    assert list(out) == ["logits", "layers.*.mlp", "layers.*"]
-    apart = rlx.compile(recipe.at("layers.*.mlp").capture().at("layers.0.mlp").scale(2.0))(TOKENS)
-    for i in range(LAYERS):
-        assert_close(out["layers.*.mlp"][i], np.asarray(apart[f"layers.{i}.mlp"]))
-    assert_close(out["logits"], np.asarray(apart["logits"]))
-
-
-def other_attention(**options: Any) -> Any:
-    """Attention without rotation in the place of layer 0's."""
-    recipe = rlx.recipe_for(checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5")
-    names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    stage = blocks.SelfAttention.hf("model.layers.0.self_attn", 4, names=names, bias=False, causal=True, head_dim=14)
-    return recipe.at("layers.0.self_attn").replace(replace(stage, **options)).assemble()
-
-
-def test_key_heads_are_said_where_they_are_fewer() -> None:
-    """They are not guessed; the message has them."""
-    with pytest.raises(errors.WeightShapeError, match=r"k_proj: SelfAttention: .* gives 28 .*say so: kv_heads=2"):
-        other_attention().build()
-    assert other_attention(kv_heads=2).build()
+def test_patterns() -> None:
+    layer = ("layers", 11, "mlp")
+    for pattern, path, matched in [
+        ("layers.*.mlp", layer, True), ("layers.*", layer, False), ("layers.**", layer, True),
+        ("**.q_proj", ("layers", 1, "self_attn", "q_proj"), True), ("layers.[0-2].mlp", ("layers", 3, "mlp"), False),
+        ("layers.[!0-2].mlp", ("layers", 3, "mlp"), True), ("layers.{0,3}.mlp", ("layers", 3, "mlp"), True),
+        ("layers.{1,2}*", ("layers", 23), True), ("layers.?", ("layers", 23), False), ("a+b", ("a+b",), True),
+    ]:  # fmt: skip
+        assert BlockPattern(pattern).matches(path) is matched, pattern
 
 
 HEADED: dict[str, tuple[str, str, Literal["input", "output"], int]] = {
@@ -452,80 +301,6 @@ def test_heads_of_what_is_packed() -> None:
     assert flow.at("attn.qkv").scale(np.ones(8), heads=8).build()
     with pytest.raises(errors.ShapeError, match=r"attn\.qkv: scale: .* has 8 heads, not 4"):
         flow.at("attn.qkv").scale(np.ones(4), heads=4).build()
-
-
-# -- misuse ------------------------------------------------------------------------------------
-
-
-def two(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
-    """A block with two values."""
-    a, b = emit.split(x, 2)
-    with emit.scope("after"):
-        return a * b
-
-
-def other_output(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
-    """A side output that is called as a block is."""
-    emit.output("two", 2 * x)
-    return x
-
-
-MISUSE: dict[str, tuple[Callable[[rlx.ModelFlow], rlx.ModelFlow], str]] = {
-    "nothing": (lambda f: f.at("two.aftr").capture(), r"m: at\('two\.aftr'\) matches no block; did you mean 'two\.a"),
-    "no string": (lambda f: f.at(3).capture(), "the dotted path of a block.*got 3"),  # type: ignore[arg-type]
-    "a dot too many": (lambda f: f.at("two..after").capture(), "the dotted path of a block"),
-    "a brace": (lambda f: f.at("{a,b").capture(), "^at: '{a,b': a '{' has no partner"),
-    "a brace of keys": (lambda f: f.param("{a,b", shape=(2,)), "^param: '{a,b': a '{' has no partner"),
-    "two values": (lambda f: f.at("first.cut").scale(2), "cut gives 2 values that others read"),
-    "two values stacked": (lambda f: f.at("first.cut").capture(stacked=True), "first.cut returns 2 values"),
-    "several inputs": (
-        lambda f: f.at("both.part").scale(2, of="input"),
-        "both.part has no single active value: it reads 2 values .*inside it that have one are 'both.part.one'; a s",
-    ),
-    "a block replaced later": (
-        lambda f: f.at("two.after").capture().at("two").replace(blocks.Custom(lambda emit, x: x[:, :4])),
-        r"at\('two\.after'\): a later edit replaced the block",
-    ),
-    "no function": (lambda f: f.at("two").wrap(3), "wrap: expected a function"),  # type: ignore[arg-type]
-    "no value": (lambda f: f.at("two").wrap(lambda emit, x, inner: None), "two: what changes a block returns"),  # type: ignore[arg-type,return-value]
-    "no input": (lambda f: f.at("two").wrap(lambda emit, x, inner: inner(None)), "requires input"),
-    "no stage": (lambda f: f.at("two").replace(blocks.Linear), "is a class, not a stage"),  # type: ignore[arg-type]
-    "other width": (lambda f: f.at("two").replace(blocks.Custom(lambda emit, x: x[:, :3])), r"f32\[batch,3\]"),
-    "taken": (lambda f: f.custom(other_output).at("two").capture(), "the flow has a side output 'two' already"),
-    "stacked": (lambda f: f.at("two").capture(stacked="yes"), "stacked is 'yes'; expected True or False"),  # type: ignore[arg-type]
-    "two types": (lambda f: f.at("{first,two}").capture(stacked=True), r"first gives f32\[batch,8\], two f32"),
-    "no numbers": (lambda f: f.at("two").scale(object()), "scale: expected numbers"),
-    "not finite": (lambda f: f.at("two").scale([1.0, np.nan]), "numbers that are not finite"),
-    "unknown input": (lambda f: f.at("two").scale("mask"), "no input 'mask' is declared"),
-    "of": (lambda f: f.at("two").scale(2, of="outputs"), "of is 'output' or 'input', got 'outputs'"),  # type: ignore[arg-type]
-    "heads": (lambda f: f.at("two").scale([1, 1, 1], heads=3), "not whole in 3 heads"),
-    "no heads": (lambda f: f.at("two").scale([1, 1], heads=0), "a number of heads, got 0"),
-    "heads and factor": (lambda f: f.at("two").scale([1, 1, 1], heads=2), r"of 2 heads, the factor is f32\[3\]"),
-    "wider": (lambda f: f.at("two").scale(np.ones((2, 1, 1))), "expected f32"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", MISUSE)
-def test_misuse_is_told(case: str) -> None:
-    """What is wrong, with the block or the pattern."""
-
-    def cut(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
-        with emit.scope("cut"):
-            a, b = emit.split(x, 2)
-        return emit.concat([a, b], axis=-1)
-
-    def both(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
-        doubled = 2 * x
-        with emit.scope("part"):
-            with emit.scope("one"):
-                x = emit.tanh(x)
-            return x + doubled
-
-    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("both", both)
-    flow = flow.custom_named("first", cut).custom_named("two", two)
-    edit, message = MISUSE[case]
-    with pytest.raises(errors.RlxError, match=message):
-        edit(flow.stage(blocks.Activation("relu")).custom(lambda emit, x: x + emit.constant(np.ones(4, "f4")))).build()
 
 
 # -- live --------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from rlx_jax.text.tokenizer import load_tokenizer
 from tests.oracles import adapters, checkpoints, hugging_face, vision
 from tests.oracles.comparing import assert_close
 from tests.oracles.hugging_face import Checkpoint
+from tests.oracles.make_fixtures import tiny
 from tests.oracles.recorded import load_record
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -135,22 +136,16 @@ def test_lora_from_text_to_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
 
 # -- live --------------------------------------------------------------------------------------
 
-SIZES: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
 LIVE = {
-    "gpt2": Checkpoint(
-        "GPT2LMHeadModel",
-        SIZES | {"vocab_size": 71, "n_positions": 37, "n_embd": 35, "n_layer": 3, "n_head": 5, "n_inner": 52},
-        seed=21,
+    "gpt2": tiny(
+        "GPT2LMHeadModel", 21, vocab_size=71, n_positions=37, n_embd=35, n_layer=3, n_head=5, n_inner=52,
     ),
-    "mixtral": Checkpoint(
-        "MixtralForCausalLM",
-        SIZES
-        | {"vocab_size": 67, "hidden_size": 36, "intermediate_size": 27, "num_hidden_layers": 3}
-        | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "num_local_experts": 7}
-        | {"num_experts_per_tok": 3, "max_position_embeddings": 64, "sliding_window": None},
-        seed=22,
+    "mixtral": tiny(
+        "MixtralForCausalLM", 22, 67, 36, 27, 3, 6, 3, 10, num_local_experts=7, num_experts_per_tok=3,
+        sliding_window=None,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.oracle

@@ -1,7 +1,6 @@
 """Models divided over devices say what they say on one: logits, tokens, gradients, files; and what they send for it.
 
-The quick tier has a selection of meshes; the slow one each family on two and each mesh for one family; `make soak` has
-every family on every mesh.
+The quick tier has a selection of meshes; the slow one each family on two and each mesh for one family.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 import rlx_jax as rlx
-from tests.divided import DECODERS, ENCODERS, IMAGES, KINDS, SIZES, V, mesh, recipe, weights
+from tests.divided import DECODERS, ENCODERS, IMAGES, SIZES, V, mesh, recipe, weights
 from tests.oracles.comparing import TOLERANCE, assert_close
 from tests.small import profile
 
@@ -25,25 +24,18 @@ IDS = RNG.integers(0, V, (4, 11)).astype(np.int32)
 LENGTHS = np.array([11, 5, 1, 8])
 PROMPTS = [RNG.integers(0, V, n).tolist() for n in (3, 9, 6, 1, 12)]
 HIDDEN, LAYERS = SIZES["hidden_size"], SIZES["num_hidden_layers"]
-GRID = [
-    (kinds, devices)
-    for kinds in KINDS
-    for devices in (1, 2, 4, 8)
-    if devices >= 2 ** len(kinds.split()) or (devices == 1 and kinds == "tensor")
-]
-MIXED = [("data", 2), ("fsdp", 8), ("tensor", 2), ("tensor", 8), ("data tensor", 8), ("data fsdp tensor", 8)]
-MIXTURES = ("mixtral", "qwen3 experts", "gpt_oss")
-APART = [("expert", 2), ("expert", 4), ("data expert", 4), ("expert tensor", 4), ("fsdp expert tensor", 8)]
-"""Meshes over which experts are divided."""
-WHOLE = ("data fsdp tensor", 8)
-EACH = (("tensor", 8), WHOLE)
+SLOW = pytest.mark.slow
+MIXED = [("data", 2), ("fsdp", 8), ("tensor", 2), ("data tensor", 8), ("fsdp tensor", 4)]
+EACH = [("tensor", 8), ("data fsdp tensor", 8)]
 """The meshes of every family in the slow tier."""
-EXPERTS_APART = (("expert tensor", 4), ("fsdp expert tensor", 8))
-QUICK = {
-    ("mixtral", "expert tensor", 4),
-    ("mistral", "fsdp tensor", 4),
-    ("qwen2", "tensor", 8),
-}
+APART = [("expert", 2), ("data expert", 4), ("expert tensor", 4), ("fsdp expert tensor", 8)]
+"""Meshes over which experts are divided."""
+
+QUICK = [("mixtral", "expert tensor", 4), ("mistral", "fsdp tensor", 4), ("qwen2", "tensor", 8)]
+MESHES = [(family, *mesh) for family in DECODERS for mesh in EACH] + [("llama", *mesh) for mesh in MIXED]
+MESHES += [("mixtral", *mesh) for mesh in APART] + [
+    (f, *mesh) for f in ("qwen3 experts", "gpt_oss") for mesh in APART[2:]
+]
 
 
 @functools.lru_cache(maxsize=8)
@@ -64,27 +56,11 @@ def greedy(family: str, rows: int = 3) -> list[list[int]]:
     return lm(family).generate(PROMPTS[:rows], max_new_tokens=32)
 
 
-def tier(quick: bool, slow: bool = True) -> Any:
-    """The marks of a case."""
-    return () if quick else pytest.mark.slow if slow else pytest.mark.soak
-
-
-def slow_mesh(family: str, mesh: tuple[str, int]) -> bool:
-    """Whether CI has a decoder on this mesh."""
-    apart = APART if family == "mixtral" else EXPERTS_APART
-    return mesh in EACH or mesh in apart or (family == "llama" and mesh in MIXED)
-
-
 # -- the same numbers and tokens ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("family", "kinds", "devices"),
-    [
-        pytest.param(f, *g, marks=tier((f, *g) in QUICK, slow_mesh(f, g)))
-        for f in DECODERS
-        for g in (GRID if f in ("llama", "mistral", "gemma2") else MIXED + APART * (f in MIXTURES))
-    ],
+    ("family", "kinds", "devices"), [*QUICK, *(pytest.param(*m, marks=SLOW) for m in MESHES if m not in QUICK)]
 )
 def test_logits_and_tokens(family: str, kinds: str, devices: int) -> None:
     """Logits, and 32 greedy tokens of a ragged batch whose rows no axis divides."""
@@ -96,13 +72,10 @@ def test_logits_and_tokens(family: str, kinds: str, devices: int) -> None:
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
     [
-        pytest.param(
-            f, *g, marks=tier((f, *g) == ("bert", "data tensor", 8), g in MIXED if f == "bert" else g == WHOLE)
-        )
-        for f in ENCODERS
-        for g in (GRID if f == "bert" else MIXED[1::2])
+        ("bert", "data tensor", 8), *(pytest.param("bert", *mesh, marks=SLOW) for mesh in MIXED[:3]),
+        *(pytest.param(family, *EACH[1], marks=SLOW) for family in ENCODERS),
     ],
-)
+)  # fmt: skip
 def test_encoder(family: str, kinds: str, devices: int) -> None:
     """Hidden states of rows that are padded."""
     one, ours = (rlx.Encoder(recipe(family), weights(family), mesh=m) for m in (None, mesh(kinds, devices)))
@@ -113,11 +86,7 @@ def test_encoder(family: str, kinds: str, devices: int) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
-    [
-        pytest.param(f, *g, marks=tier((f, *g) == ("dinov2 original", "fsdp tensor", 4), g == WHOLE))
-        for f in IMAGES
-        for g in (*EACH, ("fsdp tensor", 4))
-    ],
+    [("dinov2 original", "fsdp tensor", 4), *(pytest.param(family, *EACH[1], marks=SLOW) for family in IMAGES)],
 )
 def test_images(family: str, kinds: str, devices: int) -> None:
     """Hidden states and vectors of images, and how texts beside them fit, of rows that no axis divides."""
@@ -136,24 +105,19 @@ def test_images(family: str, kinds: str, devices: int) -> None:
         assert_close(ours, np.asarray(one))
 
 
-MESHES = [pytest.param(*g, marks=tier(g == ("data tensor", 4))) for g in (*MIXED, ("data tensor", 4))]
-
-
-@pytest.mark.parametrize(("kinds", "devices"), MESHES)
+@pytest.mark.parametrize(
+    ("kinds", "devices"), [("data tensor", 4), *(pytest.param(*mesh, marks=SLOW) for mesh in (*MIXED[:2], *EACH))]
+)
 def test_requests(kinds: str, devices: int) -> None:
-    """Five rows, of which the devices have no equal parts; drawn tokens."""
+    """Five rows, of which the devices have no equal parts, and one alone; drawn tokens. All is served where JAX refuses
+    what is not sent explicitly."""
     one, ours = lm("llama"), lm("llama", kinds, devices)
-    assert ours.generate(PROMPTS, max_new_tokens=32) == greedy("llama", 5)
     sampler = rlx.Sampler(temperature=1.3, top_k=20, top_p=0.9, repetition_penalty=1.2)
-    both = [m.generate(PROMPTS, max_new_tokens=12, sampler=sampler, seed=5) for m in (one, ours)]
-    assert both[0] == both[1] != [row[:12] for row in greedy("llama", 5)]
-
-
-def test_nothing_goes_to_devices_unasked() -> None:
-    """Where JAX refuses what is not sent explicitly, requests are served all the same."""
-    ours, want = lm("llama", "data tensor", 4), greedy("llama", 5)
     with jax.transfer_guard("disallow"):
-        assert ours.generate(PROMPTS, max_new_tokens=32) == want
+        assert ours.generate(PROMPTS, max_new_tokens=32) == greedy("llama", 5)
+        assert list(ours.stream(PROMPTS[0], max_new_tokens=12)) == greedy("llama", 5)[0][:12]
+        both = [m.generate(PROMPTS, max_new_tokens=12, sampler=sampler, seed=5) for m in (one, ours)]
+    assert both[0] == both[1] != [row[:12] for row in greedy("llama", 5)]
 
 
 @pytest.mark.slow
@@ -169,22 +133,11 @@ def test_other_devices_than_the_first() -> None:
             ours.extend(state.copy(), IDS[:, :1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kinds", "devices"), MIXED)
-def test_one_row(kinds: str, devices: int) -> None:
-    """A row alone, at once and in pieces."""
-    ours = lm("llama", kinds, devices)
-    assert ours.generate(PROMPTS[:1], max_new_tokens=32) == greedy("llama", 1)
-    assert list(ours.stream(PROMPTS[0], max_new_tokens=12)) == greedy("llama", 1)[0][:12]
-
-
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
     [
         ("mistral", "fsdp tensor", 4),
-        pytest.param("llama", "fsdp", 4, marks=pytest.mark.slow),
         pytest.param("gemma2", "data fsdp tensor", 8, marks=pytest.mark.slow),
-        pytest.param("qwen3", "tensor", 8, marks=pytest.mark.slow),
     ],
 )
 def test_states(family: str, kinds: str, devices: int) -> None:
@@ -208,61 +161,28 @@ def test_states(family: str, kinds: str, devices: int) -> None:
     assert state.lengths.tolist() == [11, 5, 1, 7]
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "scan": {"layers": {"roll": "scan"}},
-    "fusable": {"fusion": {"policy": "fusable"}},
-    "no fusion": {"fusion": {"skip": True}},
-    "kv bf16": {"precision": {"kv": "bf16"}},
-    "apart": {"backend": {"cpu": {"merge": False}}},
-    "in_out": {"backend": {"cpu": {"weight_layout": "in_out"}}},
-    "regions": {"backend": {"cpu": {"unfuse_regions": False}}},
-    "rows": {"backend": {"cpu": {"products": "row"}}},
-    "not donated": {"donation": {"state": False}},
-    "all passes off": {"passes": {"dce": False, "cse": False, "constant_folding": False}},
-    "other loop": {"backend": {"cpu": {"steps_per_dispatch": 3, "stop_early": False}}},
-}
+SETTINGS: list[dict[str, Any]] = [
+    {"layers": {"roll": "scan"}}, {"fusion": {"policy": "fusable"}}, {"fusion": {"skip": True}},
+    {"precision": {"kv": "bf16"}}, {"backend": {"cpu": {"weight_layout": "in_out"}}},
+    {"backend": {"cpu": {"unfuse_regions": False}}}, {"backend": {"cpu": {"products": "row"}}},
+    {"donation": {"state": False}}, {"backend": {"cpu": {"steps_per_dispatch": 3, "stop_early": False}}},
+]  # fmt: skip
 
 
-SET_ON = (("llama tied", "fsdp tensor", 8), ("qwen2", "data tensor", 8))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "family", "kinds", "devices"),
-    [
-        pytest.param(name, *on, marks=tier(False, (at + which) % 2 == 0))
-        for at, name in enumerate(SETTINGS)
-        for which, on in enumerate(SET_ON)
-    ],
+    ("settings", "on"),
+    [(s, (("llama tied", "fsdp tensor", 8), ("qwen2", "data tensor", 8))[i % 2]) for i, s in enumerate(SETTINGS)],
+    ids=str,
 )
-def test_settings(name: str, family: str, kinds: str, devices: int) -> None:
+def test_settings(settings: dict[str, Any], on: tuple[str, str, int]) -> None:
     """Whatever a profile says."""
-    chosen = profile(**SETTINGS[name])
+    family, where = on[0], mesh(*on[1:])
     one, ours = (
-        rlx.CausalLM(recipe(family), weights(family), profile=chosen, mesh=m) for m in (None, mesh(kinds, devices))
+        rlx.CausalLM(recipe(family), weights(family), profile=profile(**settings), mesh=m) for m in (None, where)
     )
     assert_close(ours.logits(IDS), np.asarray(one.logits(IDS)))
     assert ours.generate(PROMPTS[:3], max_new_tokens=12) == one.generate(PROMPTS[:3], max_new_tokens=12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"mixed": "auto_mixed_bf16"}])
-def test_narrow(precision: dict[str, str]) -> None:
-    """In bf16 sums in another order are rounded otherwise: no further from f32 than on one device."""
-    chosen, where = profile(precision=precision), (None, mesh("data tensor", 8))
-    models = [rlx.CausalLM(recipe("llama"), weights("llama"), profile=chosen, mesh=m) for m in where]
-    one, ours = (np.abs(np.asarray(m.logits(IDS)) - logits("llama")).max() for m in models)
-    assert 0 < ours < 1.5 * one < 0.1 * np.abs(logits("llama")).max()
-
-
-@pytest.mark.slow
-def test_buckets_and_warm_up() -> None:
-    """After warm-up nothing compiles, whatever number of rows comes."""
-    chosen = profile(buckets={"prompt": [16], "batch": [1, 4], "context": [48], "on_recompile": "error"})
-    ours = rlx.CausalLM(recipe("llama"), weights("llama"), profile=chosen, mesh=mesh("data tensor", 4))
-    ours.warmup()
-    for rows in (3, 1):
-        assert ours.generate(PROMPTS[:rows], max_new_tokens=32) == greedy("llama", rows)
-    assert ours.model.report().recompiles == 0
 
 
 # -- what it sends -----------------------------------------------------------------------------

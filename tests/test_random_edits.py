@@ -27,7 +27,7 @@ from rlx_jax.lowering.lower import expand_composites
 from tests.oracles import checkpoints
 from tests.small import compiled, w
 
-H, EDITS, FLOWS, QUICK = 4, 4, 110, 10
+H, EDITS, FLOWS, QUICK = 4, 4, 80, 16
 BY = np.array([0.5, -1.0, 2.0, 1.0], "f4")
 Array = Any
 Block = Callable[[Array], Array]
@@ -272,9 +272,6 @@ def test_random_edits_in_all_programs(start: int) -> None:
 
 # -- every family ------------------------------------------------------------------------------
 
-COUNT = EDITS * (QUICK + FLOWS) + (EDITS + 2) * 23
-"""Random edits in the quick and the slow tests."""
-assert COUNT >= 500
 CACHED = ("gemma", "gpt", "llama", "mamba", "mistral", "mixtral", "qwen")
 FIXTURES = (
     "bert/bare_v5", "flux2/sharded_bf16", "gemma/tied_v4", "gemma2/caps_v5", "gemma3_text/pattern_v4", "gpt2/bare_v4",

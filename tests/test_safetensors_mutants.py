@@ -26,75 +26,16 @@ from tests.test_safetensors import assert_same, odd_file
 
 TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 
-NUMBERS = [
-    *(
-        str(n)
-        for n in (0, 1, 2, 3, 7, 8, 2**31 - 1, 2**31, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64)
-    ),
-    *(
-        "-1",
-        "-0",
-        "-8",
-        "1.0",
-        "1e0",
-        "1e999",
-        "01",
-        "true",
-        "null",
-        '"1"',
-        "NaN",
-        "[1]",
-        "{}",
-        "",
-        "9" * 40,
-        "9" * 5000,
-    ),
-]
+NUMBERS = list(map(str, (0, 1, 2, 3, 7, 8, 2**31 - 1, 2**31, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1)))
+NUMBERS += [str(2**64), *"-1 -0 -8 1.0 1e0 1e999 01 true null NaN [1] {}".split(), '"1"', "", "9" * 40, "9" * 5000]
 VALUES: list[list[str] | str] = ['"F32"', ["1"], "{}", *NUMBERS]
 FIELDS = ["dtype", "shape", "data_offsets", "dtpye", "", r"d\u0074ype", "stride"]
-DTYPE_TEXTS = [
-    *(f'"{tag}"' for tag in DTYPES),
-    '"F4"',
-    '"F6_E2M3"',
-    '"C64"',
-    '"F8_E8M0"',
-    '"f32"',
-    '""',
-    "null",
-    "3",
-    r'"F\u00332"',
-]
-NAMES = [
-    '"a"',
-    '"b"',
-    r'"\u0061"',
-    '"__metadata__"',
-    '""',
-    '"é"',
-    r'"\ud83d\ude00"',
-    r'"\ud800"',
-    '"' + "n" * 1025 + '"',
-    "a",
-]
+DTYPE_TEXTS = [f'"{tag}"' for tag in [*DTYPES, "F4", "F6_E2M3", "C64", "F8_E8M0", "f32", "", r"F\u00332"]]
+DTYPE_TEXTS += ["null", "3"]
+NAMES = [f'"{n}"' for n in ("a", "b", r"\u0061", "__metadata__", "", "é", r"\ud83d\ude00", r"\ud800", "n" * 1025)]
+NAMES += ["a"]
 BLANKS = [" ", "\n", "\t ", "\r\n", "\x0b", "\u00a0", "\ufeff", "\0"]
-TOKENS = [
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b":",
-    b'"',
-    b"\\",
-    b" ",
-    b"0",
-    b"-",
-    b"\xff",
-    b"\xc0\xaf",
-    b"\0",
-    b"NaN",
-    b"[" * 2000,
-]
+TOKENS = [bytes([b]) for b in b'{}[],:"\\ 0-\xff\0'] + [b"\xc0\xaf", b"NaN", b"[" * 2000]
 
 
 @dataclass
@@ -284,18 +225,10 @@ def judge(count: int, seed: int, path: Path) -> Counter[str]:
     return outcomes
 
 
-def test_mutants(tmp_path: Path) -> None:
-    outcomes = judge(4000, seed_of("fixed"), tmp_path / "mutant.safetensors")
-    assert outcomes["both accept"] > 600 and outcomes["both refuse"] > 1000
-
-
-@pytest.mark.parametrize(
-    "count", [pytest.param(20_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.soak)]
-)
-def test_many_mutants(tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int) -> None:
-    with capsys.disabled():
-        outcomes = judge(count, seed_of("new"), tmp_path / "mutant.safetensors")
-    assert outcomes["both accept"] > 0.15 * count
+@pytest.mark.parametrize("count", [1500, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_mutants(tmp_path: Path, count: int) -> None:
+    outcomes = judge(count, seed_of("fixed" if count == 1500 else "new"), tmp_path / "mutant.safetensors")
+    assert outcomes["both accept"] > 0.15 * count and outcomes["both refuse"] > 0.25 * count
 
 
 @pytest.mark.parametrize("saved", corpus("safetensors"), ids=lambda p: p.stem)
@@ -368,11 +301,6 @@ def load_twins(count: int, seed: int, path: Path) -> None:
                     assert_same(file, tensors)
 
 
-def test_twins(tmp_path: Path) -> None:
-    load_twins(500, seed_of("fixed"), tmp_path / "twin.safetensors")
-
-
-@pytest.mark.slow
-def test_many_twins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        load_twins(5000, seed_of("new"), tmp_path / "twin.safetensors")
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.slow)])
+def test_twins(tmp_path: Path, count: int) -> None:
+    load_twins(count, seed_of("fixed" if count == 200 else "new"), tmp_path / "twin.safetensors")

@@ -79,7 +79,7 @@ SOURCES: list[Callable[[Path], Any]] = [mapped, one_file, sharded_files, orbax, 
 
 
 @pytest.mark.parametrize("make", SOURCES)
-@pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P("model", "data"), P()])
+@pytest.mark.parametrize("spec", [P(None, "model"), P("model", "data"), P()])
 def test_leaves_from_any_source(tmp_path: Path, make: Callable[[Path], Any], spec: P) -> None:
     source = make(tmp_path)
     keys = {name: Key(name, tensor_type((64, 96), "f32", name)) for name in ARRAYS}
@@ -127,7 +127,6 @@ def test_orbax_arrays_are_saved_in_chunks(tmp_path: Path, monkeypatch: pytest.Mo
     with ocp.StandardCheckpointer() as checkpointer:
         storage = checkpointer.metadata(tmp_path / "m").item_metadata["a"].storage
     assert 2**11 <= np.prod(storage.chunk_shape) * 4 <= 2**13
-    np.testing.assert_array_equal(rlx.open_weights(tmp_path / "m").read("a"), ARRAYS["a"])
 
 
 # -- back again --------------------------------------------------------------------------------
@@ -164,8 +163,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import rlx_jax as rlx
 from rlx_jax.ir.param import Key, Padded, Transposed
 from rlx_jax.ir.types import tensor_type
-from rlx_jax.weights import manifest
-from rlx_jax.weights import orbax as orbax_format
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.renamed import RenamedSource
 

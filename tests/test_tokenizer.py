@@ -7,12 +7,10 @@ import copy
 import dataclasses
 import json
 import random
-import shutil
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.text import tokenizer as tokenizer_module
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
+from tests.oracles.checkpoints import FIXTURES
 
 Json = dict[str, Any]
 
@@ -63,136 +62,8 @@ def added(*tokens: tuple[int, str]) -> list[Json]:
     return [{"id": i, "content": content, "special": True, **flags} for i, content in tokens]
 
 
-def template(before: list[tuple[int, str]], after: list[tuple[int, str]]) -> Json:
-    around = [[{"SpecialToken": {"id": name, "type_id": 0}} for _, name in part] for part in (before, after)]
-    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
-    return {
-        "type": "TemplateProcessing",
-        "single": [*around[0], first, *around[1]],
-        "pair": [*around[0], first, *around[1], second],
-        "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in before + after},
-    }
-
-
-def document(model: Json, **parts: Any) -> Json:
-    keys = ("truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-    return {"version": "1.0", **dict.fromkeys(keys), "added_tokens": [], **parts, "model": model}
-
-
-def numbered(tokens: list[str]) -> dict[str, int]:
-    return {token: i for i, token in enumerate(tokens)}
-
-
-def letters() -> list[str]:
-    return [chr(c) for c in range(ord("a"), ord("z") + 1)]
-
-
-def wordpiece() -> Json:
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = [*letters(), *(f"##{c}" for c in letters()), *"HW", "hello", "world", "cafe", ",", "!"]
-    return document(
-        {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
-        | {"vocab": numbered(special + words)},
-        truncation={"max_length": 8, "strategy": "LongestFirst", "stride": 0},
-        padding={"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None}
-        | {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"},
-        added_tokens=added(*enumerate(special)),
-        normalizer={"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
-        | {"strip_accents": None, "lowercase": True},
-        pre_tokenizer={"type": "BertPreTokenizer"},
-        post_processor=template([(2, "[CLS]")], [(3, "[SEP]")]),
-        decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
-    )
-
-
-def byte_level() -> Json:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in printable]
-    pairs = [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"], ["Ġ", "w"], ["Ġw", "o"], ["r", "l"], ["rl", "d"]]
-    tokens = [chr(c) for c in printable] + [chr(256 + i) for i in range(len(hidden))] + ["".join(p) for p in pairs]
-    special = [(len(tokens) + i, name) for i, name in enumerate(("<|begin|>", "<|end|>", "<|user|>"))]
-    split = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return document(
-        {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "fuse_unk": False}
-        | {"end_of_word_suffix": None, "byte_fallback": False, "ignore_merges": True}
-        | {"vocab": numbered(tokens), "merges": pairs},
-        added_tokens=added(*special),
-        pre_tokenizer={
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False},
-                level,
-            ],
-        },
-        post_processor={"type": "Sequence", "processors": [level, template(special[:1], [])]},
-        decoder=level,
-    )
-
-
-def sentencepiece_bpe() -> Json:
-    pairs = [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"], ["▁", "hello"]]
-    special = ["<unk>", "<s>", "</s>"]
-    tokens = [*special, *(f"<0x{b:02X}>" for b in range(256)), "▁", *letters(), *("".join(p) for p in pairs)]
-    return document(
-        {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None, "fuse_unk": True}
-        | {"end_of_word_suffix": None, "byte_fallback": True, "ignore_merges": False}
-        | {"vocab": numbered(tokens), "merges": pairs},
-        added_tokens=added(*enumerate(special)),
-        normalizer={
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Prepend", "prepend": "▁"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-            ],
-        },
-        post_processor=template([(1, "<s>")], []),
-        decoder={
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-            ],
-        },
-    )
-
-
-def unigram() -> Json:
-    charsmap = base64.b64encode(struct.pack("<I", 1024) + bytes(1024) + b"x\0").decode()  # replaces nothing
-    pieces = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], ["▁", -2.0], ["▁hello", -3.0], ["▁world", -3.5]]
-    pieces += [[c, -4.0 - i / 100] for i, c in enumerate(letters())]
-    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-    return document(
-        {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False},
-        added_tokens=added((0, "<unk>"), (1, "<s>"), (2, "</s>")),
-        normalizer={
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Precompiled", "precompiled_charsmap": charsmap},
-                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
-            ],
-        },
-        pre_tokenizer=metaspace,
-        post_processor={"type": "RobertaProcessing", "sep": ["</s>", 2], "cls": ["<s>", 1]}
-        | {"trim_offsets": True, "add_prefix_space": True},
-        decoder=metaspace,
-    )
-
-
-def word_level() -> Json:
-    return document(
-        {"type": "WordLevel", "vocab": numbered(["[UNK]", "<pad>", "hello", "world"]), "unk_token": "[UNK]"},
-        added_tokens=added((1, "<pad>")),
-        normalizer={"type": "Lowercase"},
-        pre_tokenizer={"type": "Whitespace"},
-    )
-
-
-KINDS: dict[str, Callable[[], Json]] = {
-    make.__name__: make for make in (wordpiece, byte_level, sentencepiece_bpe, unigram, word_level)
-}
+KINDS = {file.stem: file.read_text("utf-8") for file in sorted((FIXTURES / "tokenizers").glob("*.json"))}
+"""A small tokenizer.json for each kind of model."""
 
 
 def write(directory: Path, **contents: Any) -> Path:
@@ -204,7 +75,7 @@ def write(directory: Path, **contents: Any) -> Path:
     return directory
 
 
-def loaded(directory: Path, doc: Json, **contents: Any) -> Tokenizer:
+def loaded(directory: Path, doc: Json | str, **contents: Any) -> Tokenizer:
     found = load_tokenizer(write(directory, tokenizer=doc, **contents))
     assert found is not None
     return found
@@ -249,26 +120,24 @@ def test_baked_truncation_and_padding_are_ignored(minilm: Tokenizer, minilm_dire
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("special", [True, False])
-def test_truncation_is_the_native_one(kind: str, side: str, special: bool, tmp_path: Path) -> None:
-    doc = KINDS[kind]()
-    ours = loaded(tmp_path, doc, tokenizer_config={"truncation_side": side})
-    native = tokenizers.Tokenizer.from_str(json.dumps(doc))
+def test_truncation_is_the_native_one(kind: str, side: str, tmp_path: Path) -> None:
+    ours = loaded(tmp_path, KINDS[kind], tokenizer_config={"truncation_side": side})
+    native = tokenizers.Tokenizer.from_str(KINDS[kind])
     native.no_padding()
-    for length in (*range(max(1, ours.special_count), 12), 1000):
-        native.enable_truncation(length, direction=side)
+    for special in (True, False):
+        for length in (*range(max(1, ours.special_count), 12), 1000):
+            native.enable_truncation(length, direction=side)
+            expected = [native.encode(text, add_special_tokens=special).ids for text in TEXTS]
+            assert ours.encode_batch(TEXTS, add_special_tokens=special, max_length=length) == expected
+            assert [ours.encode(t, add_special_tokens=special, max_length=length) for t in TEXTS] == expected
+        native.no_truncation()
         expected = [native.encode(text, add_special_tokens=special).ids for text in TEXTS]
-        assert ours.encode_batch(TEXTS, add_special_tokens=special, max_length=length) == expected
-        assert [ours.encode(t, add_special_tokens=special, max_length=length) for t in TEXTS] == expected
-    native.no_truncation()
-    expected = [native.encode(text, add_special_tokens=special).ids for text in TEXTS]
-    assert ours.encode_batch(TEXTS, add_special_tokens=special) == expected
-    assert all(0 <= i < ours.vocab_size for row in expected for i in row)
+        assert ours.encode_batch(TEXTS, add_special_tokens=special) == expected
+        assert all(0 <= i < ours.vocab_size for row in expected for i in row)
 
 
 def test_truncation_side_comes_from_the_truncation_in_the_file(tmp_path: Path) -> None:
-    doc = wordpiece()
-    doc["truncation"]["direction"] = "Left"
+    doc = changed("wordpiece", "truncation", "direction", to="Left")
     assert loaded(tmp_path / "a", doc).truncation_side == "left"
     assert loaded(tmp_path / "b", doc, tokenizer_config={"truncation_side": "right"}).truncation_side == "right"
 
@@ -296,7 +165,7 @@ def test_threads_with_different_lengths(minilm: Tokenizer) -> None:
 
 @pytest.fixture(scope="module")
 def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return loaded(tmp_path_factory.mktemp("bytes"), byte_level())
+    return loaded(tmp_path_factory.mktemp("bytes"), KINDS["byte_level"])
 
 
 @given(text=st.text(max_size=60))
@@ -307,116 +176,78 @@ def test_byte_level_round_trip(text: str, bytes_tokenizer: Tokenizer) -> None:
 
 def test_special_tokens_in_a_text_are_special(tmp_path: Path) -> None:
     text = "hello <|end|>"
-    parsed = loaded(tmp_path / "a", byte_level())
+    parsed = loaded(tmp_path / "a", KINDS["byte_level"])
     assert parsed.encode(text)[-1] == parsed.vocab_size - 2
-    plain = loaded(tmp_path / "b", byte_level(), tokenizer_config={"split_special_tokens": True})
+    plain = loaded(tmp_path / "b", KINDS["byte_level"], tokenizer_config={"split_special_tokens": True})
     assert parsed.vocab_size - 2 not in plain.encode(text)
     assert plain.decode(plain.encode(text, add_special_tokens=False)) == text
 
 
 def test_lower_case(tmp_path: Path) -> None:
     text, lower = "HELLO", "hello"
-    assert loaded(tmp_path / "a", wordpiece()).encode(text) == [2, 59, 3]
-    cased = loaded(tmp_path / "b", wordpiece(), tokenizer_config={"do_lower_case": False})
+    assert loaded(tmp_path / "a", KINDS["wordpiece"]).encode(text) == [2, 59, 3]
+    cased = loaded(tmp_path / "b", KINDS["wordpiece"], tokenizer_config={"do_lower_case": False})
     assert cased.encode(text) == [2, 1, 3]
     generic = {"do_lower_case": False, "tokenizer_class": "PreTrainedTokenizerFast"}
-    assert loaded(tmp_path / "c", wordpiece(), tokenizer_config=generic).encode(text) == [2, 59, 3]
+    assert loaded(tmp_path / "c", KINDS["wordpiece"], tokenizer_config=generic).encode(text) == [2, 59, 3]
     forced = load_tokenizer(tmp_path / "b", lowercase=True)
     assert forced is not None and forced.encode(text) == cased.encode(lower)
-    write(tmp_path / "d", tokenizer=byte_level())
+    write(tmp_path / "d", tokenizer=KINDS["byte_level"])
     folded = load_tokenizer(tmp_path / "d", lowercase=True)
     assert folded is not None and folded.encode(text) == folded.encode(lower)
 
 
-@pytest.mark.parametrize("text", ["\ud800", "ok\udfff", "a\ud83d"])
-def test_lone_surrogates(text: str, minilm: Tokenizer) -> None:
-    with pytest.raises(RequestError, match=f"the text: half of a surrogate pair at character {len(text) - 1}"):
-        minilm.encode(text)
-    with pytest.raises(RequestError, match=r"texts\[1\]: half of a surrogate pair"):
-        minilm.encode_batch(["fine", text])
-
-
 def test_wrong_requests(minilm: Tokenizer) -> None:
-    wrong: Any
-    for wrong in (None, 3, b"bytes", ["list"]):
-        with pytest.raises(RequestError, match="the text: expected a str"):
-            minilm.encode(wrong)
-        with pytest.raises(RequestError, match=r"texts\[2\]: expected a str"):
-            minilm.encode_batch(["a", "b", wrong])
-    for wrong in ("one text", b"bytes", None, 3):
-        with pytest.raises(RequestError, match="texts: expected a list of str"):
-            minilm.encode_batch(wrong)
-    for wrong in (1, 0, -5):
-        with pytest.raises(RequestError, match=f"max_length is {wrong}; expected at least 2"):
-            minilm.encode("hello", max_length=wrong)
-    for wrong in (2.0, "8", True):
-        with pytest.raises(RequestError, match="max_length: expected an int"):
-            minilm.encode("hello", max_length=wrong)
-    with pytest.raises(RequestError, match="expected at least 1"):
-        minilm.encode("hello", max_length=0, add_special_tokens=False)
+    for texts, error in (
+        (["fine", "a\ud83d"], r"texts\[1\]: half of a surrogate pair at character 1"),
+        (["a", "b", 3], r"texts\[2\]: expected a str"),
+        ("one text", "texts: expected a list of str"),
+    ):
+        with pytest.raises(RequestError, match=error):
+            minilm.encode_batch(texts)  # type: ignore[arg-type]
+    for length in (1, -5, 2.0, True):
+        with pytest.raises(RequestError, match="max_length.* expected (at least 2|an int)"):
+            minilm.encode("hello", max_length=length)  # type: ignore[arg-type]
     assert minilm.encode("hello world", max_length=1, add_special_tokens=False) == [7592]
-    assert minilm.encode("hello world", max_length=2) == [101, 102]
     assert minilm.encode_batch([]) == [] == minilm.encode_batch([], max_length=5)
 
 
 def test_ids_to_decode(minilm: Tokenizer) -> None:
-    ids = [7592, 2088]
+    ids, wrong = [7592, 2088], list[Any]()
     same: Any
-    wrong: Any
-    for same in (
-        tuple(ids),
-        iter(ids),
-        np.array(ids),
-        np.array(ids, np.uint16),
-        jnp.array(ids),
-        [np.int64(7592), 2088],
-    ):
+    for same in (tuple(ids), iter(ids), np.array(ids, np.uint16), jnp.array(ids), [np.int64(7592), 2088]):
         assert minilm.decode(same) == "hello world"
-    assert minilm.decode([]) == ""
     assert minilm.decode([7592, 30522, 2**32 - 1]) == "hello"  # the model may have rows that are padding
-    for wrong in (
-        [-1],
-        [2**32],
-        [1.0],
-        [True],
-        [None],
-        [[1]],
-        np.ones((1, 1), np.int32),
-        np.ones(2),
-        5,
-        "12",
-        b"12",
-        None,
-    ):
+    wrong += [[-1], [2**32], [1.0], [True], [None], [[1]], np.ones((1, 1), np.int32), np.ones(2), 5, "12", None]
+    for ids in wrong:
         with pytest.raises(TokenIdError):
-            minilm.decode(wrong)
+            minilm.decode(ids)
 
 
 def test_a_failure_inside_the_native_code(minilm: Tokenizer) -> None:
     class Panic(BaseException):
         pass
 
-    def with_native(error: type[BaseException]) -> Tokenizer:
-        class Broken:
-            def encode_batch_fast(self, *_: object, **__: object) -> None:
-                raise error("inside")
+    class Broken:
+        def __init__(self, error: type[BaseException]) -> None:
+            self.error = error
 
-        return dataclasses.replace(minilm, _native=Broken())
+        def encode_batch_fast(self, *_: object, **__: object) -> None:
+            raise self.error("inside")
 
-    for error in (Panic, ValueError, RuntimeError, OverflowError):
+    for error in (Panic, ValueError, OverflowError):
         for length in (None, 8):
             with pytest.raises(TokenizerError, match="inside") as caught:
-                with_native(error).encode("x", max_length=length)
+                dataclasses.replace(minilm, _native=Broken(error)).encode("x", max_length=length)
             assert isinstance(caught.value.__cause__, error)
     for passed_on in (KeyboardInterrupt, SystemExit, MemoryError):
         with pytest.raises(passed_on):
-            with_native(passed_on).encode("x")
+            dataclasses.replace(minilm, _native=Broken(passed_on)).encode("x")
 
 
 def test_a_runaway_pattern_is_an_error_and_the_tokenizer_lives(tmp_path: Path) -> None:
-    doc = word_level()
-    doc["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Removed", "invert": False}
-    tokenizer = loaded(tmp_path, doc)
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Removed", "invert": False}
+    tokenizer = loaded(tmp_path, changed("word_level", "pre_tokenizer", to=split))
     with pytest.raises(TokenizerError, match="encoding failed"):
         tokenizer.encode("a" * 60 + "!")
     assert tokenizer.encode("hello") == [2]
@@ -425,14 +256,9 @@ def test_a_runaway_pattern_is_an_error_and_the_tokenizer_lives(tmp_path: Path) -
 # -- the files ----------------------------------------------------------------------------------
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
-    assert load_tokenizer(tmp_path) is None
-    assert load_tokenizer(tmp_path / "missing") is None
-
-
 def test_ids_of_special_tokens(tmp_path: Path) -> None:
     def ids(name: str, **contents: Any) -> tuple[object, object, object]:
-        tokenizer = loaded(tmp_path / name, sentencepiece_bpe(), **contents)
+        tokenizer = loaded(tmp_path / name, KINDS["sentencepiece_bpe"], **contents)
         return tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id
 
     assert ids("none") == (None, (), None)
@@ -447,10 +273,11 @@ def test_ids_of_special_tokens(tmp_path: Path) -> None:
     assert ids("generation", tokenizer_config=own, config=config, generation_config=generation) == (5, (9, 8), None)
 
 
-@pytest.mark.parametrize("value", [-1, 1.0, "2", True, [], [1, -1], [None], {}, 2**31])
-def test_wrong_ids_of_special_tokens(value: object, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="generation_config.json.*eos_token_id: expected token ids"):
-        loaded(tmp_path, word_level(), generation_config={"eos_token_id": value})
+def test_wrong_ids_of_special_tokens(tmp_path: Path) -> None:
+    values: list[Any] = [-1, 1.0, "2", True, [], [1, -1], {}, 2**31]
+    for value in values:
+        with pytest.raises(ConfigError, match="generation_config.json.*eos_token_id: expected token ids"):
+            loaded(tmp_path, KINDS["word_level"], generation_config={"eos_token_id": value})
 
 
 @pytest.mark.parametrize(
@@ -458,7 +285,6 @@ def test_wrong_ids_of_special_tokens(value: object, tmp_path: Path) -> None:
     [
         ({"eos_token": "<none>"}, TokenizerError, "eos_token is '<none>', which tokenizer.json lacks"),
         ({"pad_token": 3}, ConfigError, "pad_token: expected a str"),
-        ({"bos_token": {"lstrip": True}}, ConfigError, "bos_token: expected a str"),
         (
             {"added_tokens_decoder": {"1": {"content": "hello"}}},
             TokenizerError,
@@ -466,33 +292,27 @@ def test_wrong_ids_of_special_tokens(value: object, tmp_path: Path) -> None:
         ),
         ({"added_tokens_decoder": {"9": {"content": "<new>"}}}, TokenizerError, "'<new> = 9'"),
         ({"added_tokens_decoder": ["x"]}, ConfigError, "expected an object"),
-        ({"added_tokens_decoder": {"1": "x"}}, ConfigError, "no 'content'"),
         ({"truncation_side": "middle"}, ConfigError, "truncation_side: expected 'left' or 'right', found 'middle'"),
         ({"model_max_length": 0}, ConfigError, "model_max_length: expected a positive int, found '0'"),
-        ({"model_max_length": 12.5}, ConfigError, "model_max_length"),
         ({"model_max_length": True}, ConfigError, "model_max_length"),
-        ({"model_max_length": "x"}, ConfigError, "model_max_length"),
-        ("{", ConfigError, "tokenizer_config.json"),
         ("[]", ConfigError, "expected a JSON object"),
     ],
 )
 def test_faults_of_tokenizer_config(config: object, error: type[RlxError], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message) as caught:
-        loaded(tmp_path, word_level(), tokenizer_config=config)
+        loaded(tmp_path, KINDS["word_level"], tokenizer_config=config)
     assert "tokenizer_config.json" in str(caught.value)
 
 
 def test_model_max_length(tmp_path: Path) -> None:
-    assert loaded(tmp_path, word_level(), tokenizer_config={"model_max_length": 1}).model_max_length == 1
+    for value, read in ((1, 1), (None, None), (10**30, None), (1e30, None), (2**31, None)):
+        made = loaded(tmp_path, KINDS["word_level"], tokenizer_config={"model_max_length": value})
+        assert made.model_max_length == read
 
 
-@pytest.mark.parametrize("value", [None, 10**30, 1e30, 2**31])
-def test_no_model_max_length(value: object, tmp_path: Path) -> None:
-    assert loaded(tmp_path, word_level(), tokenizer_config={"model_max_length": value}).model_max_length is None
-
-
-def changed(make: Callable[[], Json], *path: str | int, to: object) -> Json:
-    doc = make()
+def changed(kind: str, *path: str | int, to: object) -> Json:
+    """A small tokenizer.json with another value at one place."""
+    doc: Json = json.loads(KINDS[kind])
     parent: Any = doc
     for key in path[:-1]:
         parent = parent[key]
@@ -500,8 +320,9 @@ def changed(make: Callable[[], Json], *path: str | int, to: object) -> Json:
     return doc
 
 
-def with_charsmap(data: bytes) -> Json:
-    return changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to=base64.b64encode(data).decode())
+def with_charsmap(data: bytes | str | int) -> Json:
+    stored = base64.b64encode(data).decode() if isinstance(data, bytes) else data
+    return changed("unigram", "normalizer", "normalizers", 0, "precompiled_charsmap", to=stored)
 
 
 def trie(*units: int) -> bytes:
@@ -510,16 +331,16 @@ def trie(*units: int) -> bytes:
 
 
 PANICS = {
-    "merge without a token": changed(byte_level, "model", "merges", 0, to=["hello", "wo"]),
-    "merge as text": changed(byte_level, "model", "merges", to=["hello wo"]),
-    "merge of one text": changed(byte_level, "model", "merges", to=["hello"]),
-    "merge of one": changed(byte_level, "model", "merges", 0, to=["h"]),
-    "merge of numbers": changed(byte_level, "model", "merges", 0, to=[[1], [2]]),
-    "prefix longer than a token": changed(byte_level, "model", "continuing_subword_prefix", to="####"),
-    "charsmap not ASCII": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="é"),
-    "charsmap not base64": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="A"),
-    "charsmap a number": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to=7),
-    "charsmap missing": changed(unigram, "normalizer", to={"type": "Precompiled"}),
+    "merge without a token": changed("byte_level", "model", "merges", 0, to=["hello", "wo"]),
+    "merge as text": changed("byte_level", "model", "merges", to=["hello wo"]),
+    "merge of one text": changed("byte_level", "model", "merges", to=["hello"]),
+    "merge of one": changed("byte_level", "model", "merges", 0, to=["h"]),
+    "merge of numbers": changed("byte_level", "model", "merges", 0, to=[[1], [2]]),
+    "prefix longer than a token": changed("byte_level", "model", "continuing_subword_prefix", to="####"),
+    "charsmap not ASCII": with_charsmap("é"),
+    "charsmap not base64": with_charsmap("A"),
+    "charsmap a number": with_charsmap(7),
+    "charsmap missing": changed("unigram", "normalizer", to={"type": "Precompiled"}),
     "charsmap empty": with_charsmap(b""),
     "charsmap without a trie": with_charsmap(bytes(4)),
     "charsmap with half a unit": with_charsmap(struct.pack("<I", 1026) + bytes(1030)),
@@ -530,11 +351,9 @@ PANICS = {
     "charsmap that leads far out": with_charsmap(trie(1 << 10 | 512)),
     "charsmap with a text too far": with_charsmap(trie(0, 2**31 + 5)),
     "charsmap with half a text": with_charsmap(trie(0, 2**31 + 1)),
-    "template without its token": changed(wordpiece, "post_processor", "special_tokens", to={}),
-    "template with an odd token": changed(wordpiece, "post_processor", "single", 0, "SpecialToken", "id", to=[1]),
+    "template without its token": changed("wordpiece", "post_processor", "special_tokens", to={}),
+    "template with an odd token": changed("wordpiece", "post_processor", "single", 0, "SpecialToken", "id", to=[1]),
 }
-del (untyped := copy.deepcopy(PANICS["template without its token"]))["post_processor"]["type"]
-PANICS["template without its type and token"] = untyped
 
 
 @pytest.mark.parametrize("data", [trie(), trie(0, 2**31), trie(0, 2**31 + 3), trie(255 << 10)])
@@ -550,34 +369,26 @@ def test_what_would_panic_is_refused_before(doc: Json, tmp_path: Path, capfd: py
 
 
 def test_a_merge_needs_the_prefix(tmp_path: Path) -> None:
-    tokens = ["a", "##b", "ab", "<unk>"]
-    model = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": numbered(tokens), "merges": [["a", "##b"]]}
-    assert loaded(tmp_path / "a", document(model)).encode("ab") == [2]
+    vocabulary = {"a": 0, "##b": 1, "ab": 2, "<unk>": 3}
+    model = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": vocabulary, "merges": [["a", "##b"]]}
+    assert loaded(tmp_path / "a", {"added_tokens": [], "model": model}).encode("ab") == [2]
     model["merges"] = ["#version: 0.2", "a ##b"]
-    assert loaded(tmp_path / "b", document(model)).encode("ab") == [2]
+    assert loaded(tmp_path / "b", {"added_tokens": [], "model": model}).encode("ab") == [2]
     for wrong in (["a", "a"], ["a", "#b"]):
         with pytest.raises(TokenizerError, match=r"model.merges\[0\].* with '##' between them, found") as caught:
-            loaded(tmp_path / "c", document(model | {"merges": [wrong]}))
+            loaded(tmp_path / "c", {"added_tokens": [], "model": model | {"merges": [wrong]}})
         assert caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize("places", [(4,), (4, 31), (31,)])
-def test_a_unigram_piece_given_twice(places: tuple[int, ...], tmp_path: Path) -> None:
-    doc = unigram()
-    for place in places:
-        doc["model"]["vocab"][place] = ["a", -9.0]
+def test_a_unigram_piece_given_twice(tmp_path: Path) -> None:
+    doc = changed("unigram", "model", "vocab", 4, to=["a", -9.0])
+    doc["model"]["vocab"][31] = ["a", -9.0]
     assert loaded(tmp_path, doc).vocab_size == 32
-
-
-def gap() -> Json:
-    doc = word_level()
-    doc["model"]["vocab"]["world"] = 5
-    return doc
 
 
 def tiktoken(listed: bool) -> Json:
     """Special tokens with a gap between their ids; unless the model lists them too, the native code closes it."""
-    doc = word_level()
+    doc: Json = json.loads(KINDS["word_level"])
     doc["model"]["vocab"] |= {"<a>": 4, "<b>": 6} if listed else {}
     doc["added_tokens"] += added((4, "<a>"), (6, "<b>"))
     return doc
@@ -588,38 +399,27 @@ def test_special_tokens_may_leave_gaps(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 7 and tokenizer.encode("hello <b>") == [2, 6]
 
 
+EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": "[UNK]"}}
 FAULTS: dict[str, tuple[Json, type[RlxError], str]] = {
-    "ids twice": (changed(word_level, "model", "vocab", "world", to=2), TokenizerError, "used twice: '2'"),
-    "gap": (gap(), TokenizerError, "without a token: '3', '4'"),
+    "ids twice": (changed("word_level", "model", "vocab", "world", to=2), TokenizerError, "used twice: '2'"),
+    "gap": (changed("word_level", "model", "vocab", "world", to=5), TokenizerError, "without a token: '3', '4'"),
     "added token renumbered": (tiktoken(listed=False), TokenizerError, "'<b>' has id 6, but would be read as 5"),
-    "negative id": (changed(word_level, "model", "vocab", "world", to=-1), TokenizerError, "ValueError"),
-    "huge id": (changed(word_level, "model", "vocab", "world", to=2**24), LimitError, "MAX_VOCABULARY = 16777216"),
-    "empty": (
-        changed(lambda: changed(word_level, "added_tokens", to=[]), "model", "vocab", to={}),
-        TokenizerError,
-        "empty",
-    ),
-    "no unknown token": (changed(word_level, "model", "unk_token", to="<?>"), TokenizerError, "WordLevel|unk"),
-    "dropout": (changed(byte_level, "model", "dropout", to=0.1), UnsupportedError, "dropout"),
+    "negative id": (changed("word_level", "model", "vocab", "world", to=-1), TokenizerError, "ValueError"),
+    "huge id": (changed("word_level", "model", "vocab", "world", to=2**24), LimitError, "MAX_VOCABULARY = 16777216"),
+    "empty": (EMPTY, TokenizerError, "empty"),
+    "no unknown token": (changed("word_level", "model", "unk_token", to="<?>"), TokenizerError, "WordLevel|unk"),
+    "dropout": (changed("byte_level", "model", "dropout", to=0.1), UnsupportedError, "dropout"),
     "foreign special token": (
-        changed(wordpiece, "post_processor", "special_tokens", "[CLS]", "ids", to=[99]),
-        TokenizerError,
+        changed("wordpiece", "post_processor", "special_tokens", "[CLS]", "ids", to=[99]), TokenizerError,
         "the vocabulary lacks: '99'",
     ),
-    "text twice": (
-        changed(wordpiece, "post_processor", "single", to=wordpiece()["post_processor"]["single"] * 2),
-        TokenizerError,
-        "expected one Sequence 'A'",
-    ),
-    "no text": (changed(wordpiece, "post_processor", "single", to=[]), TokenizerError, "expected one Sequence 'A'"),
-    "no model": (changed(word_level, "model", to=None), TokenizerError, "an object 'model'"),
-    "unknown model": (changed(word_level, "model", "type", to="Magic"), TokenizerError, "ValueError"),
+    "no text": (changed("wordpiece", "post_processor", "single", to=[]), TokenizerError, "expected one Sequence 'A'"),
+    "no model": (changed("word_level", "model", to=None), TokenizerError, "an object 'model'"),
+    "unknown model": (changed("word_level", "model", "type", to="Magic"), TokenizerError, "ValueError"),
     "bad pattern": (
-        changed(unigram, "normalizer", "normalizers", 1, "pattern", to={"Regex": "("}),
-        TokenizerError,
-        "ValueError",
+        changed("unigram", "normalizer", "normalizers", 1, "pattern", to={"Regex": "("}), TokenizerError, "ValueError",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("doc", "error", "message"), FAULTS.values(), ids=FAULTS)
@@ -635,30 +435,18 @@ def test_faults_of_the_content(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON"),
-        ("[]", "expected an object with an object 'model'"),
-        ('{"model": {}, "model": {}}', "'model' is given twice"),
-        ('{"model": NaN}', "NaN is not a JSON number"),
-        ('{"a": 1, "b": 1, "b": 1}', "'b' is given twice"),
-        ('{"model": ' + "[" * 63 + "]" * 63 + "}", "an object 'model'"),
-        ('{"model": ' + "[" * 64 + "]" * 64 + "}", "nested deeper than 64"),
-        ("[" * 100_000, "nested deeper than 64"),
-        ('{"a": ' * 100_000, "nested deeper than 64"),
-        ('{"model": ' + "9" * 5_000 + "}", "not JSON"),
-        ("\ufeff{}", "byte-order mark"),
-        ('{"model": "\0"}', "NUL"),
-        ('{"model": {}', "not JSON"),
-        ('{"model": {"vocab": {"\\ud800": 0}, "type": "WordLevel", "unk_token": ""}}', "ValueError"),
+        (b"", "not JSON"), (b"[]", "expected an object with an object 'model'"), (b'{"model": {}', "not JSON"),
+        (b'{"model": {}, "model": {}}', "'model' is given twice"), (b'{"model": NaN}', "NaN is not a JSON number"),
+        (b'{"model": ' + b"[" * 63 + b"]" * 63 + b"}", "an object 'model'"),
+        (b'{"model": ' + b"[" * 64 + b"]" * 64 + b"}", "nested deeper than 64"),
+        (b"[" * 100_000, "nested deeper than 64"), (b'{"model": ' + b"9" * 5_000 + b"}", "not JSON"),
+        ("\ufeff{}".encode(), "byte-order mark"), (b'{"model": "\xff"}', "not UTF-8 at byte 11"),
+        (b'{"model": {"vocab": {"\\ud800": 0}, "type": "WordLevel", "unk_token": ""}}', "ValueError"),
     ],
-)
-def test_faults_of_the_json(text: str, message: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_faults_of_the_json(text: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(text)
     with pytest.raises(TokenizerError, match=message):
-        load_tokenizer(write(tmp_path, tokenizer=text))
-
-
-def test_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(b'{"model": "\xff"}')
-    with pytest.raises(TokenizerError, match="not UTF-8 at byte 11"):
         load_tokenizer(tmp_path)
 
 
@@ -666,26 +454,17 @@ def test_not_utf8(tmp_path: Path) -> None:
 def test_limits(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, limit, 3)
     with pytest.raises(LimitError, match=f"{limit} = 3"):
-        loaded(tmp_path, word_level())
+        loaded(tmp_path, KINDS["word_level"])
 
 
 def test_links(tmp_path: Path) -> None:
-    elsewhere = write(tmp_path / "elsewhere", tokenizer=word_level(), tokenizer_config={})
+    elsewhere = write(tmp_path / "elsewhere", tokenizer=KINDS["word_level"], tokenizer_config={})
     for name in ("tokenizer", "tokenizer_config"):
-        directory = write(tmp_path / name, tokenizer=word_level())
+        directory = write(tmp_path / name, tokenizer=KINDS["word_level"])
         (directory / f"{name}.json").unlink(missing_ok=True)
         (directory / f"{name}.json").symlink_to(elsewhere / f"{name}.json")
         with pytest.raises(PathEscapeError, match=f"{name}.json"):
             load_tokenizer(directory)
-    snapshot = tmp_path / "models--a--b" / "snapshots" / "0f"
-    (snapshot.parent.parent / "blobs").mkdir(parents=True)
-    shutil.copy(elsewhere / "tokenizer.json", snapshot.parent.parent / "blobs" / "abc")
-    snapshot.mkdir(parents=True)
-    (snapshot / "tokenizer.json").symlink_to("../../blobs/abc")
-    assert load_tokenizer(snapshot) is not None
-    (tmp_path / "folder" / "tokenizer.json").mkdir(parents=True)
-    with pytest.raises(RlxError, match="regular file"):
-        load_tokenizer(tmp_path / "folder")
 
 
 # -- mutants ------------------------------------------------------------------------------------
@@ -743,7 +522,7 @@ def use(tokenizer: Tokenizer) -> None:
 def check_mutants(count: int, seed: int, directory: Path) -> int:
     """How many of `count` mutants load and work; the others must raise an RlxError that names the file."""
     rng, good = random.Random(seed), 0
-    originals = [make() for make in KINDS.values()]
+    originals = [json.loads(text) for text in KINDS.values()]
     for i in range(count):
         text = json.dumps(mutant(rng.choice(originals), rng))
         (directory / "tokenizer.json").write_text(text, encoding="utf-8")
@@ -758,41 +537,15 @@ def check_mutants(count: int, seed: int, directory: Path) -> int:
     return good
 
 
-def test_mutants(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert 30 < check_mutants(600, 0, tmp_path) < 300
+@pytest.mark.parametrize("count", [400, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_mutants(tmp_path: Path, capfd: pytest.CaptureFixture[str], count: int) -> None:
+    assert count / 20 < check_mutants(count, 0, tmp_path) < count / 2
     assert "panicked" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "count", [pytest.param(5_000, marks=pytest.mark.slow), pytest.param(50_000, marks=pytest.mark.soak)]
-)
-def test_many_mutants(tmp_path: Path, capfd: pytest.CaptureFixture[str], count: int) -> None:
-    check_mutants(count, 1, tmp_path)
-    assert "panicked" not in capfd.readouterr().err
-
-
-def test_mutants_of_the_bytes(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    originals = [json.dumps(make()).encode() for make in KINDS.values()]
-    for _ in range(300):
-        raw = bytearray(rng.choice(originals))
-        if rng.random() < 0.3:
-            del raw[rng.randrange(len(raw)) :]
-        for _ in range(rng.randrange(1, 4)):
-            if raw:
-                raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
-        (tmp_path / "tokenizer.json").write_bytes(raw)
-        try:
-            tokenizer = load_tokenizer(tmp_path)
-        except RlxError:
-            continue
-        assert tokenizer is not None
-        use(tokenizer)
 
 
 def test_mutants_of_the_side_files(tmp_path: Path) -> None:
     rng = random.Random(0)
-    write(tmp_path, tokenizer=sentencepiece_bpe())
+    write(tmp_path, tokenizer=KINDS["sentencepiece_bpe"])
     names = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<unk>"}
     originals: Json = {
         "tokenizer_config": names
@@ -802,7 +555,7 @@ def test_mutants_of_the_side_files(tmp_path: Path) -> None:
         "generation_config": {"eos_token_id": [1, 2], "bos_token_id": 1, "pad_token_id": 0},
         "config": {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
     }
-    for _ in range(400):
+    for _ in range(150):
         write(tmp_path, **mutant(originals, rng))
         try:
             tokenizer = load_tokenizer(tmp_path)
@@ -826,6 +579,7 @@ def modules(*kinds: str, package: str = "sentence_transformers.models") -> list[
 
 ALL = modules("Transformer", "Pooling", "Normalize")
 MEAN = {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+SETTINGS, ABOUT = "sentence_bert_config", "config_sentence_transformers"
 
 
 def sentence(directory: Path, listed: Any = ALL, pooling: Any = MEAN, **contents: Any) -> Path:
@@ -841,42 +595,40 @@ def test_pipeline_of_minilm(minilm_directory: Path) -> None:
     )
 
 
-def test_no_pipeline(tmp_path: Path) -> None:
-    assert load_pipeline(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    "types",
-    [
-        ["models.Transformer.Transformer", "models.Pooling.Pooling", "models.Normalize.Normalize"],
-        ["base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling"]
-        + ["base.modules.normalize.Normalize"],
-        [f"sentence_transformer.modules.{kind}" for kind in ("Transformer", "Pooling", "Normalize")],
-    ],
-)
-def test_names_of_modules(types: list[str], tmp_path: Path) -> None:
-    listed = [entry | {"type": f"sentence_transformers.{kind}"} for entry, kind in zip(ALL, types, strict=True)]
-    assert load_pipeline(sentence(tmp_path, listed)) == SentencePipeline(normalize=True, width=8)
-
-
-@pytest.mark.parametrize(
-    ("pooling", "expected"),
-    [
-        ({"pooling_mode_cls_token": True}, ("cls",)),
-        ({f"pooling_mode_{n}": True for n in ("lasttoken", "weightedmean_tokens")}, ("weightedmean", "lasttoken")),
+def test_names_of_modules(tmp_path: Path) -> None:
+    """Those of versions 2 to 6, and by their classes' other modules."""
+    for i, types in enumerate(
         (
-            {f"pooling_mode_{n}_tokens": True for n in ("mean_sqrt_len", "mean", "max")}
-            | {"pooling_mode_cls_token": True},
-            ("cls", "max", "mean", "mean_sqrt_len"),
-        ),
-        ({"pooling_mode": "lasttoken"}, ("lasttoken",)),
-        ({"pooling_mode": ["mean_sqrt_len_tokens", "cls"], "pooling_mode_max_tokens": True}, ("mean_sqrt_len", "cls")),
-        ({"embedding_dimension": 4}, ("mean",)),
-    ],
-)
-def test_pooling_modes(pooling: Json, expected: tuple[str, ...], tmp_path: Path) -> None:
-    found = load_pipeline(sentence(tmp_path, pooling=pooling))
-    assert found is not None and found.pooling == expected
+            ("models.Transformer.Transformer", "models.Pooling.Pooling", "models.Normalize.Normalize"),
+            ("base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling")
+            + ("base.modules.normalize.Normalize",),
+            tuple(f"sentence_transformer.modules.{kind}" for kind in ("Transformer", "Pooling", "Normalize")),
+        )
+    ):
+        listed = [entry | {"type": f"sentence_transformers.{kind}"} for entry, kind in zip(ALL, types, strict=True)]
+        found = load_pipeline(sentence(tmp_path / str(i), listed))
+        assert found == SentencePipeline(normalize=True, width=8)
+
+
+def test_pooling_modes(tmp_path: Path) -> None:
+    several = {f"pooling_mode_{n}_tokens": True for n in ("mean_sqrt_len", "mean", "max")}
+    for i, (pooling, expected) in enumerate(
+        [
+            ({"pooling_mode_cls_token": True}, ("cls",)),
+            ({f"pooling_mode_{n}": True for n in ("lasttoken", "weightedmean_tokens")}, ("weightedmean", "lasttoken")),
+            (several | {"pooling_mode_cls_token": True}, ("cls", "max", "mean", "mean_sqrt_len")),
+            (
+                {"pooling_mode": ["mean_sqrt_len_tokens", "cls"], "pooling_mode_max_tokens": True},
+                ("mean_sqrt_len", "cls"),
+            ),
+            ({"embedding_dimension": 4}, ("mean",)),
+        ]
+    ):
+        found = load_pipeline(sentence(tmp_path / str(i), pooling=pooling))
+        assert found is not None and found.pooling == expected
+    for wrong in ((), ("median",), ("mean", "")):
+        with pytest.raises(ConfigError, match="pooling"):
+            SentencePipeline(pooling=wrong)
 
 
 def test_settings_of_the_transformer(tmp_path: Path) -> None:
@@ -914,15 +666,6 @@ def test_transformer_in_a_folder(tmp_path: Path) -> None:
     assert found is not None and (found.transformer, found.max_seq_length) == ("0_Transformer", 9)
 
 
-def test_prompts(tmp_path: Path) -> None:
-    """By name, those that are null being empty, and the default one."""
-    prompts: Json = {"prompts": {"query": "query: ", "document": None}, "default_prompt_name": "query"}
-    for changes, default in (({}, "query"), ({"default_prompt_name": None, "similarity_fn_name": "dot"}, None)):
-        found = load_pipeline(sentence(tmp_path, config_sentence_transformers=prompts | changes))
-        assert found is not None and found.prompts == {"query": "query: ", "document": ""}
-        assert found.default_prompt_name == default
-
-
 def entry(place: int, **change: Any) -> list[Json]:
     return [item | (change if i == place else {}) for i, item in enumerate(ALL)]
 
@@ -933,28 +676,19 @@ def entry(place: int, **change: Any) -> list[Json]:
         (modules("Transformer", "Pooling", "Dense", "Normalize"), UnsupportedError, "Dense"),
         (modules("Transformer", "Normalize", "Pooling"), UnsupportedError, "'Transformer', 'Normalize', 'Pooling'"),
         (modules("Transformer"), UnsupportedError, "modules 'Transformer'"),
-        (modules("Pooling", "Transformer"), UnsupportedError, "supported are"),
         ([], UnsupportedError, "supported are"),
         (modules("Transformer", "Pooling", package="evil"), UnsupportedError, "evil.Transformer"),
         (entry(1, path="../1_Pooling"), PathEscapeError, "leads out"),
         (entry(1, path="/etc"), PathEscapeError, "leads out"),
         (entry(1, path="a\\b"), PathEscapeError, "leads out"),
-        (entry(1, path="C:x"), PathEscapeError, "leads out"),
-        (entry(0, path=".."), PathEscapeError, "leads out"),
         (entry(2, path="2/../../x"), PathEscapeError, "leads out"),
         (entry(1, path="1\0"), ConfigError, "not a file name"),
-        (entry(1, path="."), ConfigError, "not a file name"),
         (entry(1, path=""), ConfigError, "a path of its own"),
         (entry(1, path="9_Pooling"), MissingFileError, "9_Pooling/config.json"),
         (entry(1, path=None), ConfigError, "'path' and 'type'"),
-        (entry(1, type=["x"]), ConfigError, "'path' and 'type'"),
         (entry(1, idx=2), ConfigError, "idx '2'"),
         (entry(1, name="0"), ConfigError, "one name"),
         ({"0": ALL[0]}, ConfigError, "expected an array"),
-        ({}, ConfigError, "expected an array"),
-        (["x"], ConfigError, "expected an array"),
-        ("[", ConfigError, "not JSON"),
-        ('[{"idx": 0, "idx": 0}]', ConfigError, "'idx' is given twice"),
     ],
 )
 def test_faults_of_modules(listed: Any, error: type[RlxError], message: str, tmp_path: Path) -> None:
@@ -969,42 +703,19 @@ def test_faults_of_modules(listed: Any, error: type[RlxError], message: str, tmp
         ({"pooling": {"pooling_mode_mean_tokens": 1}}, ConfigError, "expected true or false"),
         ({"pooling": {"pooling_mode_mean_token": True}}, UnsupportedError, "did you mean 'pooling_mode_mean_tokens'"),
         ({"pooling": {"pooling_mode": "median"}}, UnsupportedError, "'median'; supported are 'cls'"),
-        ({"pooling": {"pooling_mode": 3}}, ConfigError, "expected a pooling mode"),
         ({"pooling": MEAN | {"word_embedding_dimension": 0}}, ConfigError, "embedding_dimension"),
         ({"pooling": MEAN | {"include_prompt": "no"}}, ConfigError, "include_prompt"),
-        ({"pooling": []}, ConfigError, "expected a JSON object"),
-        ({"sentence_bert_config": {"max_seq_length": 0}}, ConfigError, "max_seq_length: expected a positive int"),
-        ({"sentence_bert_config": {"max_seq_length": True}}, ConfigError, "max_seq_length"),
-        ({"sentence_bert_config": {"max_seq_length": "8"}}, ConfigError, "max_seq_length"),
-        ({"sentence_bert_config": {"do_lower_case": 1}}, ConfigError, "do_lower_case"),
-        ({"sentence_bert_config": {"max_seq_len": 8}}, UnsupportedError, "did you mean 'max_seq_length'"),
-        (
-            {"sentence_bert_config": {"transformer_task": "fill-mask"}},
-            UnsupportedError,
-            "transformer_task is 'fill-mask'",
-        ),
-        ({"sentence_bert_config": {"model_args": {"a": 1}}}, UnsupportedError, "model_args"),
-        ({"sentence_bert_config": {"model_args": [1]}}, ConfigError, "model_args: expected an object"),
-        ({"sentence_bert_config": {"modality_config": {"image": {}}}}, UnsupportedError, "modality_config"),
-        (
-            {"sentence_bert_config": {"processing_kwargs": {"text": {"max_length": 3}}}},
-            UnsupportedError,
-            "processing_kwargs",
-        ),
-        ({"config": {"max_position_embeddings": "x"}}, ConfigError, "max_position_embeddings"),
+        ({SETTINGS: {"max_seq_length": 0}}, ConfigError, "max_seq_length: expected a positive int"),
+        ({SETTINGS: {"do_lower_case": 1}}, ConfigError, "do_lower_case"),
+        ({SETTINGS: {"max_seq_len": 8}}, UnsupportedError, "did you mean 'max_seq_length'"),
+        ({SETTINGS: {"transformer_task": "fill-mask"}}, UnsupportedError, "transformer_task is 'fill-mask'"),
+        ({SETTINGS: {"model_args": {"a": 1}}}, UnsupportedError, "model_args"),
+        ({SETTINGS: {"modality_config": {"image": {}}}}, UnsupportedError, "modality_config"),
+        ({SETTINGS: {"processing_kwargs": {"text": {"max_length": 3}}}}, UnsupportedError, "processing_kwargs"),
         ({"tokenizer_config": {"model_max_length": -1}}, ConfigError, "model_max_length"),
-        ({"config_sentence_transformers": {"model_type": "SparseEncoder"}}, UnsupportedError, "SparseEncoder"),
-        (
-            {"config_sentence_transformers": {"default_prompt_name": "q", "prompts": 9}},
-            ConfigError,
-            "expected an object",
-        ),
-        ({"config_sentence_transformers": {"default_prompt_name": "q"}}, ConfigError, "default_prompt_name is 'q'"),
-        (
-            {"config_sentence_transformers": {"default_prompt_name": "q", "prompts": {"q": 1}}},
-            ConfigError,
-            r"prompts\['q'\]",
-        ),
+        ({ABOUT: {"model_type": "SparseEncoder"}}, UnsupportedError, "SparseEncoder"),
+        ({ABOUT: {"default_prompt_name": "q", "prompts": 9}}, ConfigError, "expected an object"),
+        ({ABOUT: {"default_prompt_name": "q"}}, ConfigError, "default_prompt_name is 'q'"),
     ],
 )
 def test_faults_of_settings(contents: Json, error: type[RlxError], message: str, tmp_path: Path) -> None:
@@ -1041,19 +752,13 @@ def test_mutants_of_the_pipeline(tmp_path: Path) -> None:
         | {"model_type": "SentenceTransformer"},
     }
     good = 0
-    for _ in range(600):
+    for _ in range(250):
         files = {name: mutant(content, rng) if rng.random() < 0.3 else content for name, content in originals.items()}
         try:
             good += load_pipeline(sentence(tmp_path, **files)) is not None
         except RlxError as error:
             assert len(str(error)) <= 2048 and str(error).isprintable()
-    assert 50 < good < 500
-
-
-def test_unknown_mode() -> None:
-    for wrong in ((), ("median",), ("mean", "")):
-        with pytest.raises(ConfigError, match="pooling"):
-            SentencePipeline(pooling=wrong)
+    assert 20 < good < 210
 
 
 # -- pooling ------------------------------------------------------------------------------------
@@ -1083,16 +788,7 @@ def reference(hidden: np.ndarray, keep: np.ndarray, modes: tuple[str, ...], norm
 
 
 MASKS = np.array(
-    [
-        [1, 1, 1, 1, 1, 1, 1],
-        [1, 1, 1, 0, 0, 0, 0],
-        [0, 0, 0, 1, 1, 1, 1],
-        [0, 1, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 0, 0, 1],
-        [1, 0, 0, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0, 0, 0],
-    ],
-    bool,
+    [list(map(int, row)) for row in "1111111 1110000 0001111 0101100 0000001 1000000 0000000".split()], bool
 )
 
 
@@ -1111,36 +807,16 @@ def test_pool(modes: tuple[str, ...], normalize: bool) -> None:
     np.testing.assert_array_equal(pool(jnp.array(hidden), jnp.array(MASKS), pipeline)[-1], 0.0)
 
 
-def test_pool_of_half_precision() -> None:
-    hidden = np.random.default_rng(1).normal(size=(2, 300, 4)).astype(jnp.bfloat16)
-    keep = np.ones((2, 300), bool)
-    found = pool(jnp.array(hidden), jnp.array(keep), SentencePipeline())
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, reference(hidden, keep, ("mean",), False), rtol=1e-4, atol=1e-6)
-
-
 def test_pool_has_a_gradient_at_an_empty_row() -> None:
     pipeline = SentencePipeline(pooling=MODES, normalize=True)
     grad = jax.grad(lambda h: jnp.sum(pool(h, jnp.array(MASKS), pipeline)[:, ::3]))(jnp.ones((*MASKS.shape, 4)))
     assert np.isfinite(grad).all() and np.any(np.asarray(grad[0])) and not np.any(np.asarray(grad[-1]))
 
 
-def test_pool_with_symbolic_dims() -> None:
-    batch, seq = jax.export.symbolic_shape("batch, seq")
-    pipeline = SentencePipeline(pooling=MODES, normalize=True)
-    shapes = jax.ShapeDtypeStruct((batch, seq, 4), jnp.float32), jax.ShapeDtypeStruct((batch, seq), jnp.bool_)
-    found = jax.eval_shape(lambda h, k: pool(h, k, pipeline), *shapes)
-    assert found.shape == (batch, 24)
-
-
-@pytest.mark.parametrize(
-    ("hidden", "keep"),
-    [((2, 3, 4), (2, 4)), ((2, 3, 4), (2, 3, 1)), ((2, 3, 4), (1, 3)), ((3, 4), (3, 4)), ((2, 3, 4), None)],
-)
-def test_pool_with_a_wrong_mask(hidden: tuple[int, ...], keep: tuple[int, ...] | None) -> None:
-    mask = jnp.ones((2, 3), jnp.int32) if keep is None else jnp.ones(keep, bool)
-    with pytest.raises(RequestError, match="expected hidden"):
-        pool(jnp.zeros(hidden), mask, SentencePipeline())
+def test_pool_with_a_wrong_mask() -> None:
+    for keep in ((2, 4), (2, 3, 1), (1, 3)):
+        with pytest.raises(RequestError, match="expected hidden"):
+            pool(jnp.zeros((2, 3, 4)), jnp.ones(keep, bool), SentencePipeline())
 
 
 # -- live comparisons ---------------------------------------------------------------------------
@@ -1177,7 +853,7 @@ def small_bert(directory: Path) -> Path:
     transformers.BertModel(config).save_pretrained(directory)
     names = {f"{role}_token": f"[{role.upper()}]" for role in ("unk", "cls", "sep", "pad", "mask")}
     settings = names | {"tokenizer_class": "BertTokenizer", "do_lower_case": False, "model_max_length": 64}
-    return write(directory, tokenizer=wordpiece(), tokenizer_config=settings)
+    return write(directory, tokenizer=KINDS["wordpiece"], tokenizer_config=settings)
 
 
 @pytest.mark.oracle
@@ -1211,7 +887,7 @@ def test_transformers_reads_the_same_settings(lower: object, accents: object, si
     settings |= {"tokenizer_class": "BertTokenizer", "truncation_side": side, "model_max_length": 64}
     settings |= {} if lower is None else {"do_lower_case": lower}
     settings |= {} if accents == "absent" else {"strip_accents": accents}
-    ours = loaded(tmp_path, wordpiece(), tokenizer_config=settings)
+    ours = loaded(tmp_path, KINDS["wordpiece"], tokenizer_config=settings)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (ours.pad_id, ours.model_max_length) == (theirs.pad_token_id, theirs.model_max_length)
     for text in TEXTS:

@@ -64,11 +64,7 @@ def edit_tensors(
 
 # -- sentence encoders -------------------------------------------------------------------------
 
-OLD_MODULES = {
-    "Transformer": "sentence_transformers.models.Transformer",
-    "Pooling": "sentence_transformers.models.Pooling",
-    "Normalize": "sentence_transformers.models.Normalize",
-}
+OLD_MODULES = {name: f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling", "Normalize")}
 NEW_MODULES = {
     "Transformer": "sentence_transformers.base.modules.transformer.Transformer",
     "Pooling": "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
@@ -135,37 +131,27 @@ def sentence_directory(
     return target
 
 
+SIXTEEN: dict[str, Any] = {"transformer": {"max_seq_length": 16}}
 SENTENCE_VARIANTS: dict[str, dict[str, Any]] = {
-    "mean": {"modes": ["mean"], "normalise": True, "transformer": {"max_seq_length": 16}},
-    "mean_plain": {"modes": ["mean"], "normalise": False, "transformer": {"max_seq_length": 16}},
+    "mean": SIXTEEN | {"modes": ["mean"], "normalise": True},
+    "mean_plain": SIXTEEN | {"modes": ["mean"], "normalise": False},
     "cls": {"modes": ["cls"], "normalise": False, "transformer": {"max_seq_length": 9}},
-    "max": {"modes": ["max"], "normalise": True, "transformer": {"max_seq_length": 16}},
-    "sqrt": {"modes": ["mean_sqrt_len_tokens"], "normalise": False, "transformer": {"max_seq_length": 16}},
-    "cls_mean": {"modes": ["cls", "mean"], "normalise": True, "transformer": {"max_seq_length": 16}},
+    "max": SIXTEEN | {"modes": ["max"], "normalise": True},
+    "sqrt": SIXTEEN | {"modes": ["mean_sqrt_len_tokens"], "normalise": False},
+    "cls_mean": SIXTEEN | {"modes": ["cls", "mean"], "normalise": True},
     "uncapped": {"modes": ["mean"], "normalise": True},
     "new_mean": {"modes": ["mean"], "normalise": True, "spelling": "new", "tokenizer": {"model_max_length": 12}},
-    "new_max_mean": {
-        "modes": ["max", "mean"],
-        "normalise": False,
-        "spelling": "new",
-        "tokenizer": {"model_max_length": 16},
-    },
+    "new_max_mean": {"modes": ["max", "mean"], "normalise": False, "spelling": "new"}
+    | {"tokenizer": {"model_max_length": 16}},
 }
-"""What every encoder must honour: pooling modes, normalisation and truncation, as old and new versions write them."""
 
+"""What every encoder must honour: pooling modes, normalisation and truncation, as old and new versions write them."""
 SENTENCE_EXTRAS: dict[str, dict[str, Any]] = {
-    "weighted": {"modes": ["weightedmean"], "normalise": True, "transformer": {"max_seq_length": 16}},
-    "last": {"modes": ["lasttoken"], "normalise": False, "transformer": {"max_seq_length": 16}},
-    "lower": {
-        "modes": ["mean"],
-        "normalise": True,
-        "transformer": {"max_seq_length": 16, "do_lower_case": True},
-    },
-    "prompt": {
-        "modes": ["mean"],
-        "normalise": True,
-        "transformer": {"max_seq_length": 16},
-        "sentence": {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
-    },
+    "weighted": SIXTEEN | {"modes": ["weightedmean"], "normalise": True},
+    "last": SIXTEEN | {"modes": ["lasttoken"], "normalise": False},
+    "lower": {"modes": ["mean"], "normalise": True, "transformer": {"max_seq_length": 16, "do_lower_case": True}},
+    "prompt": SIXTEEN
+    | {"modes": ["mean"], "normalise": True}
+    | {"sentence": {"prompts": {"query": "query: "}, "default_prompt_name": "query"}},
 }
 """What may be refused, but not ignored."""

@@ -119,14 +119,11 @@ def random_encoder(family: str, seed: int) -> Checkpoint:
     draw = random.Random(seed)
     heads = draw.choice([1, 3, 4])
     config: dict[str, Any] = {
-        "vocab_size": 4 * draw.randint(13, 50),
-        "hidden_size": heads * 2 * draw.randint(2, 6),
-        "intermediate_size": draw.randint(20, 90),
-        "num_hidden_layers": draw.randint(1, 3),
-        "num_attention_heads": heads,
-        "max_position_embeddings": draw.choice([160, 200]),
+        "vocab_size": 4 * draw.randint(13, 50), "hidden_size": heads * 2 * draw.randint(2, 6),
+        "intermediate_size": draw.randint(20, 90), "num_hidden_layers": draw.randint(1, 3),
+        "num_attention_heads": heads, "max_position_embeddings": draw.choice([160, 200]),
         "layer_norm_eps": draw.choice([1e-12, 1e-7, 1e-3]),
-    }
+    }  # fmt: skip
     spelling = draw.choice(["v4", "v5"])
     if family != "mpnet":
         config["type_vocab_size"] = draw.choice([1, 2, 4])
@@ -138,12 +135,9 @@ def random_encoder(family: str, seed: int) -> Checkpoint:
         theta = draw.choice([1000.0, 10000.0, 50.0])
         config |= {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
         config |= {} if spelling == "v4" else {"head_dim": 2 * draw.randint(2, 7)}
-    storage: dict[str, Any] = {
-        "dtype": draw.choice(["float32", "float32", "bfloat16"]),
-        "shard": draw.choice([None, "60kB"]),
-    }
+    dtype, shard = draw.choice(["float32", "float32", "bfloat16"]), draw.choice([None, "60kB"])
     name = draw.choice(CLASSES[family]) + draw.choice(TASKS)
-    return Checkpoint(name, config, seed=seed, spelling=spelling, **storage)
+    return Checkpoint(name, config, seed=seed, spelling=spelling, dtype=dtype, shard=shard)
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -43,14 +43,8 @@ def log_decay(a: Array, a_log: Array, dt_bias: Array) -> Array:
 
 
 def gated_delta(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    state: Array | None = None,
-    scale: float | None = None,
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array | None = None, scale: float | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Outputs `[B, S, Hv, dv]` and the last state `[B, Hv, dk, dv]`.
 
     q and k are `[B, S, Hk, dk]` (their own head counts may differ, each divides Hv), v `[B, S, Hv, dv]`, g and β
@@ -102,14 +96,9 @@ def gated_rms_norm(x: Array, gate: Array, weight: Array, eps: float) -> Array:
 
 
 def gdn_layer(
-    config: Mapping[str, Any],
-    w: Weights,
-    name: str,
-    x: Array,
-    tail: Array | None = None,
-    state: Array | None = None,
+    config: Mapping[str, Any], w: Weights, name: str, x: Array, tail: Array | None = None, state: Array | None = None,
     keep: Array | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """`linear_attn` of Qwen3.5 for `x [B, S, E]`: outputs `[B, S, E]`, the new tail and the new state.
 
     Keys under `name`: `in_proj_qkv.weight [2 Hk dk + Hv dv, E]`, `in_proj_z.weight [Hv dv, E]`, `in_proj_b.weight`,

@@ -163,15 +163,8 @@ def first_nomic(config: dict[str, Any]) -> dict[str, Any]:
     names = {"n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers"}
     names |= {"n_head": "num_attention_heads", "n_positions": "max_position_embeddings"}
     kept |= {first: config[name] for first, name in names.items()}
-    off: tuple[str, ...] = (
-        "causal",
-        "mlp_fc1_bias",
-        "mlp_fc2_bias",
-        "parallel_block",
-        "parallel_block_tied_norm",
-        "prenorm",
-    )
-    off += ("qkv_proj_bias", "rotary_emb_interleaved", "reorder_and_upcast_attn", "use_rms_norm")
+    off = "causal mlp_fc1_bias mlp_fc2_bias parallel_block parallel_block_tied_norm prenorm qkv_proj_bias".split()
+    off += ["rotary_emb_interleaved", "reorder_and_upcast_attn", "use_rms_norm"]
     kept |= dict.fromkeys(off, False) | dict.fromkeys(("rotary_emb_scale_base", "rotary_scaling_factor"))
     kept |= {"vocab_size": config["vocab_size"] - 3, "pad_vocab_size_multiple": 4, "max_trained_positions": 16}
     kept |= {"rotary_emb_base": config["rope_parameters"]["rope_theta"], "rotary_emb_fraction": 1.0}
@@ -338,16 +331,12 @@ def random_sizes(draw: random.Random) -> dict[str, Any]:
     """What the configurations of all decoder-only families have, drawn: grouped heads, odd widths, tied or not."""
     kv = draw.choice([1, 2, 3])
     heads = kv * draw.choice([1, 2, 3])
-    return {
-        "vocab_size": draw.randint(50, 200),
-        "hidden_size": heads * draw.randint(-(-24 // heads), 72 // heads),
-        "intermediate_size": draw.randint(20, 90),
-        "num_hidden_layers": draw.randint(1, 4),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": 2 * draw.randint(2, 9),
-        "rms_norm_eps": draw.choice([1e-6, 1e-5, 1e-2]),
-        "tie_word_embeddings": draw.random() < 0.5,
+    config: dict[str, Any] = {"vocab_size": draw.randint(50, 200)}
+    config |= {"hidden_size": heads * draw.randint(-(-24 // heads), 72 // heads)}
+    config |= {"intermediate_size": draw.randint(20, 90), "num_hidden_layers": draw.randint(1, 4)}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 2 * draw.randint(2, 9)}
+    config |= {"rms_norm_eps": draw.choice([1e-6, 1e-5, 1e-2]), "tie_word_embeddings": draw.random() < 0.5}
+    return config | {
         "max_position_embeddings": draw.choice([64, 100, 2048]),
         "bos_token_id": None,
         "eos_token_id": None,
@@ -475,21 +464,14 @@ def random_gpt2(seed: int) -> Checkpoint:
     draw = random.Random(seed)
     heads = draw.choice([1, 3, 4])
     config = {
-        "vocab_size": draw.randint(50, 200),
-        "n_embd": heads * draw.randint(-(-24 // heads), 60 // heads),
-        "n_inner": draw.choice([None, draw.randint(20, 90)]),
-        "n_layer": draw.randint(1, 4),
-        "n_head": heads,
-        "n_positions": draw.choice([80, 100, 256]),
-        "layer_norm_epsilon": draw.choice([1e-6, 1e-5, 1e-2]),
+        "vocab_size": draw.randint(50, 200), "n_embd": heads * draw.randint(-(-24 // heads), 60 // heads),
+        "n_inner": draw.choice([None, draw.randint(20, 90)]), "n_layer": draw.randint(1, 4), "n_head": heads,
+        "n_positions": draw.choice([80, 100, 256]), "layer_norm_epsilon": draw.choice([1e-6, 1e-5, 1e-2]),
         "activation_function": draw.choice(["gelu_new", "gelu_new", "gelu", "relu"]),
-        "scale_attn_weights": draw.random() < 0.7,
-        "scale_attn_by_inverse_layer_idx": draw.random() < 0.4,
-        "reorder_and_upcast_attn": draw.random() < 0.4,
-        "tie_word_embeddings": (tied := draw.random() < 0.6),
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+        "scale_attn_weights": draw.random() < 0.7, "scale_attn_by_inverse_layer_idx": draw.random() < 0.4,
+        "reorder_and_upcast_attn": draw.random() < 0.4, "tie_word_embeddings": (tied := draw.random() < 0.6),
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
     storage = random_storage(draw) if tied else random_storage(draw) | {"spelling": "v5"}
     bare = storage["shard"] is None and draw.random() < 0.5
     return Checkpoint("GPT2LMHeadModel", config, seed=seed, bare=bare, **storage)
@@ -532,21 +514,11 @@ def random_mamba2(seed: int) -> Checkpoint:
 
 
 RANDOM: dict[str, Callable[[int], Checkpoint]] = {
-    "llama": random_llama,
-    "mistral": random_mistral,
-    "qwen2": functools.partial(random_qwen, "qwen2"),
-    "qwen3": functools.partial(random_qwen, "qwen3"),
-    "mixtral": random_mixtral,
-    "qwen3_moe": random_qwen3_moe,
-    "gpt_oss": random_gpt_oss,
-    "gemma": functools.partial(random_gemma, "gemma"),
-    "gemma2": functools.partial(random_gemma, "gemma2"),
-    "gemma3_text": functools.partial(random_gemma, "gemma3_text"),
-    "gpt2": random_gpt2,
-    "qwen3_5_text": random_qwen35,
-    "mamba2": random_mamba2,
-}
-"""Configurations of the decoder-only families by `model_type`."""
+    "llama": random_llama, "mistral": random_mistral, "mixtral": random_mixtral, "qwen3_moe": random_qwen3_moe,
+    "gpt_oss": random_gpt_oss, "gpt2": random_gpt2, "qwen3_5_text": random_qwen35, "mamba2": random_mamba2,
+    **{family: functools.partial(random_qwen, family) for family in ("qwen2", "qwen3")},
+    **{family: functools.partial(random_gemma, family) for family in ("gemma", "gemma2", "gemma3_text")},
+}  # fmt: skip
 
 
 def random_bert(seed: int) -> Checkpoint:
@@ -554,21 +526,12 @@ def random_bert(seed: int) -> Checkpoint:
     draw = random.Random(seed)
     heads = draw.choice([1, 3, 4, 7])
     config = {
-        "vocab_size": draw.randint(50, 200),
-        "hidden_size": heads * draw.randint(4, 12),
-        "intermediate_size": draw.randint(20, 90),
-        "num_hidden_layers": draw.randint(1, 4),
-        "num_attention_heads": heads,
-        "max_position_embeddings": draw.randint(20, 60),
-        "type_vocab_size": draw.choice([1, 2, 4]),
-        "layer_norm_eps": draw.choice([1e-12, 1e-7, 1e-3]),
+        "vocab_size": draw.randint(50, 200), "hidden_size": heads * draw.randint(4, 12),
+        "intermediate_size": draw.randint(20, 90), "num_hidden_layers": draw.randint(1, 4),
+        "num_attention_heads": heads, "max_position_embeddings": draw.randint(20, 60),
+        "type_vocab_size": draw.choice([1, 2, 4]), "layer_norm_eps": draw.choice([1e-12, 1e-7, 1e-3]),
         "hidden_act": "gelu",
-    }
-    return Checkpoint(
-        draw.choice(["BertModel", "BertForMaskedLM", "BertForTokenClassification", "BertForPreTraining"]),
-        config,
-        seed=seed,
-        spelling=draw.choice(["v4", "v5"]),
-        dtype=draw.choice(["float32", "float32", "bfloat16"]),
-        shard=draw.choice([None, "60kB"]),
-    )
+    }  # fmt: skip
+    name = draw.choice(["BertModel", "BertForMaskedLM", "BertForTokenClassification", "BertForPreTraining"])
+    spelling, dtype = draw.choice(["v4", "v5"]), draw.choice(["float32", "float32", "bfloat16"])
+    return Checkpoint(name, config, seed=seed, spelling=spelling, dtype=dtype, shard=draw.choice([None, "60kB"]))

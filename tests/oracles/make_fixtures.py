@@ -32,31 +32,23 @@ from tests.oracles.hugging_face import Checkpoint
 NEW_TOKENS = 24
 MORE_TOKENS = {"qwen3_5_text": 48, "mamba2": 48, "gpt_oss": 48}
 """Of families whose state may drift, or whose layers differ."""
-NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim",
+)  # fmt: skip
+STORAGE = ("spelling", "dtype", "shard", "buffers", "bare")
 
 
-def sizes(
-    vocab: int,
-    hidden: int,
-    ffn: int,
-    layers: int,
-    heads: int,
-    kv: int | None = None,
-    head_dim: int | None = None,
-    context: int = 64,
-) -> dict[str, int]:
-    """Sizes of a model, under the names of Hugging Face's config; what is None the config leaves out."""
-    given = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": head_dim,
-        "max_position_embeddings": context,
-    }
-    return {name: size for name, size in given.items() if size is not None}
+def tiny(architecture: str, seed: int, *sizes: int | None, **given: Any) -> Checkpoint:
+    """A checkpoint; sizes in the order of SIZES, `context` positions, how it is stored, and other fields of its config.
+
+    Sizes that are None or not given the config leaves out.
+    """
+    config = {name: size for name, size in zip(SIZES, sizes, strict=False) if size is not None}
+    config |= {"max_position_embeddings": given.pop("context", 64)} if sizes else {}
+    storage = {name: given.pop(name) for name in STORAGE if name in given}
+    ids = {} if architecture.startswith("Bert") else dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return Checkpoint(architecture, config | ids | given, seed=seed, **storage)
 
 
 def rope(theta: float, factor: float | None = None) -> dict[str, Any]:
@@ -82,531 +74,220 @@ def llama3_rope(theta: float, factor: float, context: int) -> dict[str, Any]:
     }
 
 
-LLAMA: dict[str, Checkpoint] = {
-    # one kv head, untied, llama3 scaling, transformers 4 spelling, shards
-    "mqa_llama3_v4": Checkpoint(
-        "LlamaForCausalLM",
-        {
-            **sizes(vocab=131, hidden=48, ffn=72, layers=2, heads=4, kv=1, head_dim=12, context=96),
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": llama3_rope(10000.0, 8.0, 32),
-            **NO_IDS,
-        },
-        seed=1,
-        spelling="v4",
-        shard="60kB",
-    ),
-    # two kv heads, head_dim > hidden/heads, tied, llama3 scaling, transformers 5 spelling, with a tokenizer
-    "gqa_tied_llama3_v5": Checkpoint(
-        "LlamaForCausalLM",
-        {
-            **sizes(vocab=389, hidden=32, ffn=56, layers=2, heads=4, kv=2, head_dim=14, context=128),
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "rope_parameters": llama3_rope(500000.0, 32.0, 48),
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "pad_token_id": None,
-        },
-        seed=2,
-    ),
-    # all heads of their own, linear scaling in its oldest spelling, all biases, an eps that shows
-    "mha_linear_biases_v4": Checkpoint(
-        "LlamaForCausalLM",
-        {
-            **sizes(vocab=97, hidden=51, ffn=70, layers=2, heads=3, kv=3, head_dim=10),
-            "rms_norm_eps": 1e-2,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "rope_parameters": rope(10000.0, 2.5),
-            **NO_IDS,
-        },
-        seed=3,
-        spelling="v4",
-    ),
-    # an old file: few keys, defaults for the rest, a buffer that nobody reads; tied; attention biases
-    "mha_tied_sparse": Checkpoint(
-        "LlamaForCausalLM",
-        {
-            **sizes(vocab=113, hidden=40, ffn=65, layers=3, heads=5),
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "rope_parameters": rope(10000.0),
-            **NO_IDS,
-        },
-        seed=4,
-        spelling="sparse",
-        buffers={f"model.layers.{i}.self_attn.rotary_emb.inv_freq": [1.0, 0.1, 0.01, 0.001] for i in range(3)},
-    ),
-    # groups of four, head_dim < hidden/heads, linear scaling, MLP biases only, shards
-    "gqa_linear_mlpbias_v5": Checkpoint(
-        "LlamaForCausalLM",
-        {
-            **sizes(vocab=139, hidden=56, ffn=33, layers=3, heads=8, kv=2, head_dim=6, context=80),
-            "rms_norm_eps": 1e-3,
-            "mlp_bias": True,
-            "rope_parameters": rope(50000.0, 4.0),
-            **NO_IDS,
-        },
-        seed=5,
-        shard="50kB",
-    ),
-    # three kv heads of nine, the smallest rotation, attention biases only, no scaling
-    "gqa_plain_attnbias_v5": Checkpoint(
-        "LlamaForCausalLM",
-        {
-            **sizes(vocab=67, hidden=45, ffn=90, layers=3, heads=9, kv=3, head_dim=4, context=2048),
-            "rms_norm_eps": 1e-5,
-            "attention_bias": True,
-            "rope_parameters": rope(1000000.0),
-            **NO_IDS,
-        },
-        seed=6,
-    ),
-    # stored in bfloat16
-    "bf16_gqa_tied_v5": Checkpoint(
-        "LlamaForCausalLM",
-        {
-            **sizes(vocab=151, hidden=64, ffn=96, layers=2, heads=8, kv=4, head_dim=10, context=96),
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "rope_parameters": llama3_rope(2000.0, 8.0, 32),
-            **NO_IDS,
-        },
-        seed=7,
-        dtype="bfloat16",
-    ),
-}
-
-MISTRAL: dict[str, Checkpoint] = {
-    # a window shorter than the prompts, three groups, head_dim of its own
-    "window_v5": Checkpoint(
-        "MistralForCausalLM",
-        {
-            **sizes(vocab=83, hidden=40, ffn=62, layers=2, heads=6, kv=2, head_dim=10),
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 5,
-            "rope_parameters": rope(10000.0),
-            **NO_IDS,
-        },
-        seed=31,
-    ),
-    # no window, head_dim from the hidden size, tied, transformers 4 spelling
-    "full_v4": Checkpoint(
-        "MistralForCausalLM",
-        {
-            **sizes(vocab=71, hidden=36, ffn=44, layers=2, heads=3, kv=1),
-            "rms_norm_eps": 1e-3,
-            "sliding_window": None,
-            "tie_word_embeddings": True,
-            "rope_parameters": rope(1000000.0),
-            **NO_IDS,
-        },
-        seed=32,
-        spelling="v4",
-    ),
-}
-
-QWEN2: dict[str, Checkpoint] = {
-    # a window that is not used, tied, stored in bfloat16
-    "tied_v4": Checkpoint(
-        "Qwen2ForCausalLM",
-        {
-            **sizes(vocab=97, hidden=48, ffn=56, layers=2, heads=6, kv=2),
-            "rms_norm_eps": 1e-6,
-            "sliding_window": 3,
-            "use_sliding_window": False,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-            "rope_parameters": rope(1000000.0),
-            **NO_IDS,
-        },
-        seed=33,
-        spelling="v4",
-        dtype="bfloat16",
-    ),
-    # windows from the second layer on, which transformers 4 did not write layer by layer
-    "window_v4": Checkpoint(
-        "Qwen2ForCausalLM",
-        {
-            **sizes(vocab=73, hidden=45, ffn=50, layers=3, heads=5, kv=5, head_dim=8),
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 4,
-            "use_sliding_window": True,
-            "max_window_layers": 1,
-            "rope_parameters": rope(10000.0, 2.0),
-            **NO_IDS,
-        },
-        seed=34,
-        spelling="v4",
-        shard="50kB",
-    ),
-}
-
-QWEN3: dict[str, Checkpoint] = {
-    # norms of heads alone, head_dim of its own, tied
-    "tied_v4": Checkpoint(
-        "Qwen3ForCausalLM",
-        {
-            **sizes(vocab=89, hidden=33, ffn=58, layers=2, heads=4, kv=2, head_dim=14),
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "rope_parameters": rope(1000000.0),
-            **NO_IDS,
-        },
-        seed=35,
-        spelling="v4",
-    ),
-    # all biases, windows by layer type, an eps that shows
-    "window_bias_v5": Checkpoint(
-        "Qwen3ForCausalLM",
-        {
-            **sizes(vocab=79, hidden=42, ffn=40, layers=3, heads=6, kv=3, head_dim=6),
-            "rms_norm_eps": 1e-2,
-            "attention_bias": True,
-            "sliding_window": 3,
-            "use_sliding_window": True,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": rope(10000.0),
-            **NO_IDS,
-        },
-        seed=36,
-    ),
-}
-
-MIXTRAL: dict[str, Checkpoint] = {
-    # a window shorter than the prompts, head_dim of its own
-    "window_v5": Checkpoint(
-        "MixtralForCausalLM",
-        {
-            **sizes(vocab=91, hidden=34, ffn=26, layers=2, heads=4, kv=2, head_dim=10),
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 5,
-            "rope_parameters": rope(10000.0),
-            **NO_IDS,
-        },
-        seed=37,
-    ),
-}
-
-GPT_OSS: dict[str, Checkpoint] = {
-    # a window shorter than the prompts in every second layer, a clamp that bites, YaRN between whole numbers
-    "window_v5": Checkpoint(
-        "GptOssForCausalLM",
-        {
-            **sizes(vocab=87, hidden=26, ffn=19, layers=4, heads=6, kv=3, head_dim=10, context=512),
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "sliding_window": 5,
-            "swiglu_limit": 0.7,
-            "rope_parameters": yarn(1000.0, 8.0, 64) | {"truncate": False, "beta_fast": 4.0},
-            **NO_IDS,
-        },
-        seed=53,
-    ),
-    # no biases of attention, a tied head, another gain, the layers the other way round, as transformers 4 wrote it
-    "tied_v4": Checkpoint(
-        "GptOssForCausalLM",
-        {
-            **sizes(vocab=85, hidden=22, ffn=13, layers=3, heads=4, kv=1, head_dim=6, context=96),
-            "num_local_experts": 3,
-            "num_experts_per_tok": 3,
-            "sliding_window": 4,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "swiglu_alpha": 1.2,
-            "rope_parameters": yarn(10000.0, 4.0, 24) | {"mscale": 1.5, "mscale_all_dim": 0.5},
-            **NO_IDS,
-        },
-        seed=54,
-        spelling="v4",
-        shard="20kB",
-    ),
-}
-
-QWEN3_MOE: dict[str, Checkpoint] = {
-    # a layer without experts, weights that do not sum to 1
-    "mixed_v5": Checkpoint(
-        "Qwen3MoeForCausalLM",
-        {
-            **sizes(vocab=93, hidden=30, ffn=34, layers=3, heads=4, kv=2, head_dim=6),
-            "moe_intermediate_size": 23,
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": False,
-            "mlp_only_layers": [1],
-            "attention_bias": True,
-            "rms_norm_eps": 1e-3,
-            "rope_parameters": rope(10000.0),
-            **NO_IDS,
-        },
-        seed=38,
-    ),
-    # experts in every second layer, weights that do, transformers 4 spelling, a window, bf16
-    "step_v4": Checkpoint(
-        "Qwen3MoeForCausalLM",
-        {
-            **sizes(vocab=87, hidden=33, ffn=22, layers=2, heads=3, kv=1, head_dim=8),
-            "moe_intermediate_size": 17,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 2,
-            "use_sliding_window": True,
-            "sliding_window": 4,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": rope(1000000.0),
-            **NO_IDS,
-        },
-        seed=39,
-        spelling="v4",
-        dtype="bfloat16",
-    ),
-}
-
-GEMMA: dict[str, Checkpoint] = {
-    # grouped heads, tied by default, a base of its own
-    "tied_v4": Checkpoint(
-        "GemmaForCausalLM",
-        {
-            **sizes(vocab=81, hidden=26, ffn=44, layers=3, heads=3, kv=1, head_dim=10),
-            "rms_norm_eps": 1e-2,
-            "rope_parameters": rope(1000.0),
-            **NO_IDS,
-        },
-        seed=41,
-        spelling="v4",
-    ),
-}
-
-GEMMA2: dict[str, Checkpoint] = {
-    # both softcaps, a scale that is not that of the head, windows on the even layers, stored in bfloat16
-    "caps_v5": Checkpoint(
-        "Gemma2ForCausalLM",
-        {
-            **sizes(vocab=77, hidden=28, ffn=38, layers=3, heads=4, kv=2, head_dim=12),
-            "rms_norm_eps": 1e-4,
-            "query_pre_attn_scalar": 5,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 0.5,
-            "sliding_window": 5,
-            "rope_parameters": rope(10000.0),
-            **NO_IDS,
-        },
-        seed=42,
-        dtype="bfloat16",
-    ),
-    # no softcap, biases, a head of its own, transformers 4 spelling
-    "bias_v4": Checkpoint(
-        "Gemma2ForCausalLM",
-        {
-            **sizes(vocab=69, hidden=30, ffn=34, layers=2, heads=3, kv=3, head_dim=8),
-            "rms_norm_eps": 1e-6,
-            "query_pre_attn_scalar": 20,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-            "sliding_window": 4,
-            "rope_parameters": rope(500.0, 2.0),
-            **NO_IDS,
-        },
-        seed=43,
-        spelling="v4",
-    ),
-}
-
-GEMMA3: dict[str, Checkpoint] = {
-    # the pattern of transformers 4, two bases, the large one scaled
-    "pattern_v4": Checkpoint(
-        "Gemma3ForCausalLM",
-        {
-            **sizes(vocab=75, hidden=24, ffn=36, layers=3, heads=4, kv=2, head_dim=10),
-            "rms_norm_eps": 1e-3,
-            "query_pre_attn_scalar": 14,
-            "sliding_window": 5,
-            "sliding_window_pattern": 2,
-            "rope_parameters": {
-                "full_attention": rope(5000.0, 2.0),
-                "sliding_attention": rope(100.0),
-            },
-            **NO_IDS,
-        },
-        seed=44,
-        spelling="v4",
-    ),
-    # two periods of six and one more layer; the bases that a config leaves out
-    "deep_v5": Checkpoint(
-        "Gemma3ForCausalLM",
-        {
-            **sizes(vocab=63, hidden=20, ffn=22, layers=13, heads=2, kv=1, head_dim=8),
-            "rms_norm_eps": 1e-6,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": 3,
-            **NO_IDS,
-        },
-        seed=45,
-    ),
-}
-
-GPT2: dict[str, Checkpoint] = {
-    # as the first files: keys without a prefix, buffers of the mask, no n_inner; tied
-    "bare_v4": Checkpoint(
-        "GPT2LMHeadModel",
-        {"vocab_size": 83, "n_embd": 30, "n_layer": 2, "n_head": 3, "n_positions": 64, **NO_IDS},
-        seed=61,
-        spelling="v4",
-        bare=True,
-        buffers={f"h.{i}.attn.{name}": [1.0] for i in range(2) for name in ("bias", "masked_bias")},
-    ),
-    # an untied head, scores that shrink with the layer, another activation, an eps that shows
-    "scaled_v5": Checkpoint(
-        "GPT2LMHeadModel",
-        {
-            **{"vocab_size": 71, "n_embd": 28, "n_inner": 50, "n_layer": 3, "n_head": 2, "n_positions": 48},
-            "scale_attn_by_inverse_layer_idx": True,
-            "activation_function": "relu",
-            "layer_norm_epsilon": 1e-2,
-            "tie_word_embeddings": False,
-            **NO_IDS,
-        },
-        seed=65,
-    ),
-}
-
-QWEN35: dict[str, Checkpoint] = {
-    # two blocks of three layers, all widths odd or of their own, half of each head turns, stored in bfloat16
-    "blocks_v5": Checkpoint(
-        "Qwen3_5ForCausalLM",
-        {
-            **sizes(vocab=61, hidden=22, ffn=26, layers=6, heads=4, kv=2, head_dim=8),
-            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 9,
-            "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "rms_norm_eps": 2e-2,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-            "rope_parameters": rope(1000.0) | {"partial_rotary_factor": 0.5},
-            **NO_IDS,
-        },
-        seed=86,
-        dtype="bfloat16",
-    ),
-    # layers by their interval, biases, tied, a quarter of each head turns, key and value heads alike
-    "tied_v5": Checkpoint(
-        "Qwen3_5ForCausalLM",
-        {
-            **sizes(vocab=53, hidden=18, ffn=20, layers=5, heads=3, kv=1, head_dim=8),
-            "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 8,
-            "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-2,
-            "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": rope(10000.0),
-            **NO_IDS,
-        },
-        seed=82,
-    ),
-}  # fmt: skip
-
-MAMBA2: dict[str, Checkpoint] = {
-    # groups, all biases, a window of three
-    "groups_v5": Checkpoint(
-        "Mamba2ForCausalLM",
-        {
-            **{"vocab_size": 59, "hidden_size": 20, "num_hidden_layers": 3, "num_heads": 4, "head_dim": 10},
-            **{"state_size": 7, "n_groups": 2, "expand": 2, "conv_kernel": 3, "layer_norm_epsilon": 1e-2},
-            **{"use_bias": True, "time_step_limit": [0.0, float("inf")], "chunk_size": 16},
-            **NO_IDS,
-        },
-        seed=91,
-    ),
-    # one group, no bias anywhere, tied, stored in bfloat16
-    "tied_v5": Checkpoint(
-        "Mamba2ForCausalLM",
-        {
-            **{"vocab_size": 47, "hidden_size": 18, "num_hidden_layers": 2, "num_heads": 9, "head_dim": 4},
-            **{"state_size": 5, "n_groups": 1, "expand": 2, "conv_kernel": 4, "layer_norm_epsilon": 1e-3},
-            **{"use_bias": False, "use_conv_bias": False, "tie_word_embeddings": True, "chunk_size": 16},
-            **NO_IDS,
-        },
-        seed=92,
-        dtype="bfloat16",
-    ),
-}
-
 CAUSAL: dict[str, dict[str, Checkpoint]] = {
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "mixtral": MIXTRAL,
-    "qwen3_moe": QWEN3_MOE,
-    "gpt_oss": GPT_OSS,
-    "gemma": GEMMA,
-    "gemma2": GEMMA2,
-    "gemma3_text": GEMMA3,
-    "gpt2": GPT2,
-    "qwen3_5_text": QWEN35,
-    "mamba2": MAMBA2,
-}
+    "llama": {
+        # one kv head, untied, llama3 scaling, transformers 4 spelling, shards
+        "mqa_llama3_v4": tiny(
+            "LlamaForCausalLM", 1, 131, 48, 72, 2, 4, 1, 12, context=96, rms_norm_eps=1e-5,
+            rope_parameters=llama3_rope(10000.0, 8.0, 32), spelling="v4", shard="60kB",
+        ),
+        # two kv heads, head_dim > hidden/heads, tied, llama3 scaling, transformers 5 spelling, with a tokenizer
+        "gqa_tied_llama3_v5": tiny(
+            "LlamaForCausalLM", 2, 389, 32, 56, 2, 4, 2, 14, context=128, rms_norm_eps=1e-5, tie_word_embeddings=True,
+            rope_parameters=llama3_rope(500000.0, 32.0, 48), bos_token_id=0, eos_token_id=1,
+        ),
+        # all heads of their own, linear scaling in its oldest spelling, all biases, an eps that shows
+        "mha_linear_biases_v4": tiny(
+            "LlamaForCausalLM", 3, 97, 51, 70, 2, 3, 3, 10, rms_norm_eps=1e-2, attention_bias=True, mlp_bias=True,
+            rope_parameters=rope(10000.0, 2.5), spelling="v4",
+        ),
+        # an old file: few keys, defaults for the rest, a buffer that nobody reads; tied; attention biases
+        "mha_tied_sparse": tiny(
+            "LlamaForCausalLM", 4, 113, 40, 65, 3, 5, rms_norm_eps=1e-6, tie_word_embeddings=True, attention_bias=True,
+            rope_parameters=rope(10000.0), spelling="sparse",
+            buffers={f"model.layers.{i}.self_attn.rotary_emb.inv_freq": [1.0, 0.1, 0.01, 0.001] for i in range(3)},
+        ),
+        # groups of four, head_dim < hidden/heads, linear scaling, MLP biases only, shards
+        "gqa_linear_mlpbias_v5": tiny(
+            "LlamaForCausalLM", 5, 139, 56, 33, 3, 8, 2, 6, context=80, rms_norm_eps=1e-3, mlp_bias=True,
+            rope_parameters=rope(50000.0, 4.0), shard="50kB",
+        ),
+        # three kv heads of nine, the smallest rotation, attention biases only, no scaling
+        "gqa_plain_attnbias_v5": tiny(
+            "LlamaForCausalLM", 6, 67, 45, 90, 3, 9, 3, 4, context=2048, rms_norm_eps=1e-5, attention_bias=True,
+            rope_parameters=rope(1000000.0),
+        ),
+        # stored in bfloat16
+        "bf16_gqa_tied_v5": tiny(
+            "LlamaForCausalLM", 7, 151, 64, 96, 2, 8, 4, 10, context=96, rms_norm_eps=1e-5, tie_word_embeddings=True,
+            rope_parameters=llama3_rope(2000.0, 8.0, 32), dtype="bfloat16",
+        ),
+    },
+    "mistral": {
+        # a window shorter than the prompts, three groups, head_dim of its own
+        "window_v5": tiny(
+            "MistralForCausalLM", 31, 83, 40, 62, 2, 6, 2, 10, rms_norm_eps=1e-5, sliding_window=5,
+            rope_parameters=rope(10000.0),
+        ),
+        # no window, head_dim from the hidden size, tied, transformers 4 spelling
+        "full_v4": tiny(
+            "MistralForCausalLM", 32, 71, 36, 44, 2, 3, 1, rms_norm_eps=1e-3, sliding_window=None,
+            tie_word_embeddings=True, rope_parameters=rope(1000000.0), spelling="v4",
+        ),
+    },
+    "qwen2": {
+        # a window that is not used, tied, stored in bfloat16
+        "tied_v4": tiny(
+            "Qwen2ForCausalLM", 33, 97, 48, 56, 2, 6, 2, rms_norm_eps=1e-6, sliding_window=3, use_sliding_window=False,
+            max_window_layers=1, tie_word_embeddings=True, rope_parameters=rope(1000000.0), spelling="v4",
+            dtype="bfloat16",
+        ),
+        # windows from the second layer on, which transformers 4 did not write layer by layer
+        "window_v4": tiny(
+            "Qwen2ForCausalLM", 34, 73, 45, 50, 3, 5, 5, 8, rms_norm_eps=1e-5, sliding_window=4,
+            use_sliding_window=True, max_window_layers=1, rope_parameters=rope(10000.0, 2.0), spelling="v4",
+            shard="50kB",
+        ),
+    },
+    "qwen3": {
+        # norms of heads alone, head_dim of its own, tied
+        "tied_v4": tiny(
+            "Qwen3ForCausalLM", 35, 89, 33, 58, 2, 4, 2, 14, rms_norm_eps=1e-6, tie_word_embeddings=True,
+            rope_parameters=rope(1000000.0), spelling="v4",
+        ),
+        # all biases, windows by layer type, an eps that shows
+        "window_bias_v5": tiny(
+            "Qwen3ForCausalLM", 36, 79, 42, 40, 3, 6, 3, 6, rms_norm_eps=1e-2, attention_bias=True, sliding_window=3,
+            use_sliding_window=True, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters=rope(10000.0),
+        ),
+    },
+    "mixtral": {
+        # a window shorter than the prompts, head_dim of its own
+        "window_v5": tiny(
+            "MixtralForCausalLM", 37, 91, 34, 26, 2, 4, 2, 10, num_local_experts=5, num_experts_per_tok=2,
+            rms_norm_eps=1e-5, sliding_window=5, rope_parameters=rope(10000.0),
+        ),
+    },
+    "qwen3_moe": {
+        # a layer without experts, weights that do not sum to 1
+        "mixed_v5": tiny(
+            "Qwen3MoeForCausalLM", 38, 93, 30, 34, 3, 4, 2, 6, moe_intermediate_size=23, num_experts=7,
+            num_experts_per_tok=3, norm_topk_prob=False, mlp_only_layers=[1], attention_bias=True, rms_norm_eps=1e-3,
+            rope_parameters=rope(10000.0),
+        ),
+        # experts in every second layer, weights that do, transformers 4 spelling, a window, bf16
+        "step_v4": tiny(
+            "Qwen3MoeForCausalLM", 39, 87, 33, 22, 2, 3, 1, 8, moe_intermediate_size=17, num_experts=4,
+            num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=2, use_sliding_window=True,
+            sliding_window=4, rms_norm_eps=1e-6, rope_parameters=rope(1000000.0), spelling="v4", dtype="bfloat16",
+        ),
+    },
+    "gpt_oss": {
+        # a window shorter than the prompts in every second layer, a clamp that bites, YaRN between whole numbers
+        "window_v5": tiny(
+            "GptOssForCausalLM", 53, 87, 26, 19, 4, 6, 3, 10, context=512, num_local_experts=5, num_experts_per_tok=2,
+            sliding_window=5, swiglu_limit=0.7,
+            rope_parameters=yarn(1000.0, 8.0, 64) | {"truncate": False, "beta_fast": 4.0},
+        ),
+        # no biases of attention, a tied head, another gain, the layers the other way round, as transformers 4 wrote it
+        "tied_v4": tiny(
+            "GptOssForCausalLM", 54, 85, 22, 13, 3, 4, 1, 6, context=96, num_local_experts=3, num_experts_per_tok=3,
+            sliding_window=4, layer_types=["full_attention", "sliding_attention", "full_attention"],
+            attention_bias=False, tie_word_embeddings=True, swiglu_alpha=1.2,
+            rope_parameters=yarn(10000.0, 4.0, 24) | {"mscale": 1.5, "mscale_all_dim": 0.5}, spelling="v4",
+            shard="20kB",
+        ),
+    },
+    "gemma": {
+        # grouped heads, tied by default, a base of its own
+        "tied_v4": tiny(
+            "GemmaForCausalLM", 41, 81, 26, 44, 3, 3, 1, 10, rms_norm_eps=1e-2, rope_parameters=rope(1000.0),
+            spelling="v4",
+        ),
+    },
+    "gemma2": {
+        # both softcaps, a scale that is not that of the head, windows on the even layers, stored in bfloat16
+        "caps_v5": tiny(
+            "Gemma2ForCausalLM", 42, 77, 28, 38, 3, 4, 2, 12, rms_norm_eps=1e-4, query_pre_attn_scalar=5,
+            attn_logit_softcapping=2.0, final_logit_softcapping=0.5, sliding_window=5, rope_parameters=rope(10000.0),
+            dtype="bfloat16",
+        ),
+        # no softcap, biases, a head of its own, transformers 4 spelling
+        "bias_v4": tiny(
+            "Gemma2ForCausalLM", 43, 69, 30, 34, 2, 3, 3, 8, rms_norm_eps=1e-6, query_pre_attn_scalar=20,
+            attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True, tie_word_embeddings=False,
+            sliding_window=4, rope_parameters=rope(500.0, 2.0), spelling="v4",
+        ),
+    },
+    "gemma3_text": {
+        # the pattern of transformers 4, two bases, the large one scaled
+        "pattern_v4": tiny(
+            "Gemma3ForCausalLM", 44, 75, 24, 36, 3, 4, 2, 10, rms_norm_eps=1e-3, query_pre_attn_scalar=14,
+            sliding_window=5, sliding_window_pattern=2,
+            rope_parameters={"full_attention": rope(5000.0, 2.0), "sliding_attention": rope(100.0)}, spelling="v4",
+        ),
+        # two periods of six and one more layer; the bases that a config leaves out
+        "deep_v5": tiny(
+            "Gemma3ForCausalLM", 45, 63, 20, 22, 13, 2, 1, 8, rms_norm_eps=1e-6, query_pre_attn_scalar=8,
+            sliding_window=3,
+        ),
+    },
+    "gpt2": {
+        # as the first files: keys without a prefix, buffers of the mask, no n_inner; tied
+        "bare_v4": tiny(
+            "GPT2LMHeadModel", 61, vocab_size=83, n_embd=30, n_layer=2, n_head=3, n_positions=64, spelling="v4",
+            bare=True, buffers={f"h.{i}.attn.{name}": [1.0] for i in range(2) for name in ("bias", "masked_bias")},
+        ),
+        # an untied head, scores that shrink with the layer, another activation, an eps that shows
+        "scaled_v5": tiny(
+            "GPT2LMHeadModel", 65, vocab_size=71, n_embd=28, n_inner=50, n_layer=3, n_head=2, n_positions=48,
+            scale_attn_by_inverse_layer_idx=True, activation_function="relu", layer_norm_epsilon=1e-2,
+            tie_word_embeddings=False,
+        ),
+    },
+    "qwen3_5_text": {
+        # two blocks of three layers, all widths odd or of their own, half of each head turns, stored in bfloat16
+        "blocks_v5": tiny(
+            "Qwen3_5ForCausalLM", 86, 61, 22, 26, 6, 4, 2, 8, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=9, linear_value_head_dim=5, linear_conv_kernel_dim=3, rms_norm_eps=2e-2,
+            layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+            rope_parameters=rope(1000.0) | {"partial_rotary_factor": 0.5}, dtype="bfloat16",
+        ),
+        # layers by their interval, biases, tied, a quarter of each head turns, key and value heads alike
+        "tied_v5": tiny(
+            "Qwen3_5ForCausalLM", 82, 53, 18, 20, 5, 3, 1, 8, linear_num_key_heads=3, linear_num_value_heads=3,
+            linear_key_head_dim=8, linear_value_head_dim=4, linear_conv_kernel_dim=4, rms_norm_eps=1e-2,
+            attention_bias=True, tie_word_embeddings=True, rope_parameters=rope(10000.0),
+        ),
+    },
+    "mamba2": {
+        # groups, all biases, a window of three
+        "groups_v5": tiny(
+            "Mamba2ForCausalLM", 91, vocab_size=59, hidden_size=20, num_hidden_layers=3, num_heads=4, head_dim=10,
+            state_size=7, n_groups=2, expand=2, conv_kernel=3, layer_norm_epsilon=1e-2, use_bias=True,
+            time_step_limit=[0.0, float("inf")], chunk_size=16,
+        ),
+        # one group, no bias anywhere, tied, stored in bfloat16
+        "tied_v5": tiny(
+            "Mamba2ForCausalLM", 92, vocab_size=47, hidden_size=18, num_hidden_layers=2, num_heads=9, head_dim=4,
+            state_size=5, n_groups=1, expand=2, conv_kernel=4, layer_norm_epsilon=1e-3, use_bias=False,
+            use_conv_bias=False, tie_word_embeddings=True, chunk_size=16, dtype="bfloat16",
+        ),
+    },
+}  # fmt: skip
 """The checkpoints of the decoder-only families, by directory."""
 
 BERT: dict[str, Checkpoint] = {
     # the bare encoder, with its pooler
-    "bare_v5": Checkpoint(
-        "BertModel",
-        {
-            **sizes(vocab=97, hidden=40, ffn=56, layers=2, heads=5, context=40),
-            "type_vocab_size": 2,
-            "layer_norm_eps": 1e-12,
-        },
-        seed=11,
-    ),
+    "bare_v5": tiny("BertModel", 11, 97, 40, 56, 2, 5, context=40, type_vocab_size=2, layer_norm_eps=1e-12),
     # keys under `bert.`, an MLM head beside them, three types, shards, transformers 4 spelling
-    "masked_lm_v4": Checkpoint(
-        "BertForMaskedLM",
-        {
-            **sizes(vocab=89, hidden=36, ffn=50, layers=3, heads=3, context=33),
-            "type_vocab_size": 3,
-            "layer_norm_eps": 1e-5,
-        },
-        seed=12,
-        spelling="v4",
+    "masked_lm_v4": tiny(
+        "BertForMaskedLM", 12, 89, 36, 50, 3, 3, context=33, type_vocab_size=3, layer_norm_eps=1e-5, spelling="v4",
         shard="50kB",
     ),
     # a classifier with one token type, an eps that shows, and the position buffer of old files
-    "classifier_v4": Checkpoint(
-        "BertForSequenceClassification",
-        {
-            **sizes(vocab=71, hidden=42, ffn=45, layers=2, heads=7, context=24),
-            "type_vocab_size": 1,
-            "layer_norm_eps": 1e-2,
-            "num_labels": 3,
-        },
-        seed=13,
-        spelling="v4",
-        buffers={"bert.embeddings.position_ids": list(range(24))},
+    "classifier_v4": tiny(
+        "BertForSequenceClassification", 13, 71, 42, 45, 2, 7, context=24, type_vocab_size=1, layer_norm_eps=1e-2,
+        num_labels=3, spelling="v4", buffers={"bert.embeddings.position_ids": list(range(24))},
     ),
     # stored in bfloat16, one head, two heads to leave aside
-    "bf16_pretraining_v5": Checkpoint(
-        "BertForPreTraining",
-        {
-            **sizes(vocab=101, hidden=30, ffn=64, layers=2, heads=1, context=30),
-            "type_vocab_size": 2,
-            "layer_norm_eps": 1e-7,
-        },
-        seed=14,
+    "bf16_pretraining_v5": tiny(
+        "BertForPreTraining", 14, 101, 30, 64, 2, 1, context=30, type_vocab_size=2, layer_norm_eps=1e-7,
         dtype="bfloat16",
     ),
-}
-
-SENTENCE = Checkpoint(
-    "BertModel",
-    {
-        **sizes(vocab=120, hidden=24, ffn=40, layers=2, heads=4, context=40),
-        "layer_norm_eps": 1e-12,
-    },
-    seed=21,
-)
+}  # fmt: skip
+SENTENCE = tiny("BertModel", 21, 120, 24, 40, 2, 4, context=40, layer_norm_eps=1e-12)
 SENTENCE_TEXTS = [
     "",
     "a river of stone",

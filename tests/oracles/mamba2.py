@@ -28,14 +28,8 @@ def time_step(dt: Array, dt_bias: Array, limit: tuple[float, float] = (0.0, math
 
 
 def ssd(
-    x: Array,
-    dt: Array,
-    a: Array,
-    b: Array,
-    c: Array,
-    d: Array | None = None,
-    state: Array | None = None,
-) -> tuple[Array, Array]:
+    x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array | None = None, state: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Outputs `[B, S, H, P]` and the last state `[B, H, P, N]`.
 
     x is `[B, S, H, P]`, dt `[B, S, H]` (what `time_step` returns), a `[H]` (negative: `−exp(A_log)`), b and c
@@ -68,14 +62,9 @@ def gated_rms_norm(x: Array, gate: Array, weight: Array, groups: int, eps: float
 
 
 def mixer(
-    config: Mapping[str, Any],
-    w: Weights,
-    name: str,
-    x: Array,
-    tail: Array | None = None,
-    state: Array | None = None,
+    config: Mapping[str, Any], w: Weights, name: str, x: Array, tail: Array | None = None, state: Array | None = None,
     keep: Array | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """`mixer` of Mamba-2 for `x [B, S, E]`: outputs `[B, S, E]`, the new tail and the new state.
 
     Keys under `name`, with I = H P = expand · E and C = I + 2 G N: `in_proj.weight [I + C + H, E]` (its rows are gate,

@@ -32,42 +32,12 @@ def turned(x: Array, cos: Array, sin: Array, n_rot: int) -> Array:
 
 
 def mtp_head(
-    h_pre_norm: Array,
-    input_ids: Ids,
-    cos: Array,
-    sin: Array,
-    last_token_idx: Ids,
-    embed_w: Array,
-    hnorm_w: Array,
-    hnorm_b: Array,
-    enorm_w: Array,
-    enorm_b: Array,
-    eh_w: Array,
-    attn_norm_w: Array,
-    attn_norm_b: Array,
-    q_gate_w: Array,
-    k_w: Array,
-    v_w: Array,
-    q_norm_w: Array,
-    q_norm_b: Array,
-    k_norm_w: Array,
-    k_norm_b: Array,
-    o_w: Array,
-    post_norm_w: Array,
-    post_norm_b: Array,
-    gate_w: Array,
-    up_w: Array,
-    down_w: Array,
-    head_norm_w: Array,
-    head_norm_b: Array,
-    lm_head_w: Array,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    n_rot: int,
-    eps: float,
-) -> Array:
+    h_pre_norm: Array, input_ids: Ids, cos: Array, sin: Array, last_token_idx: Ids, embed_w: Array, hnorm_w: Array,
+    hnorm_b: Array, enorm_w: Array, enorm_b: Array, eh_w: Array, attn_norm_w: Array, attn_norm_b: Array,
+    q_gate_w: Array, k_w: Array, v_w: Array, q_norm_w: Array, q_norm_b: Array, k_norm_w: Array, k_norm_b: Array,
+    o_w: Array, post_norm_w: Array, post_norm_b: Array, gate_w: Array, up_w: Array, down_w: Array, head_norm_w: Array,
+    head_norm_b: Array, lm_head_w: Array, *, heads: int, kv_heads: int, head_dim: int, n_rot: int, eps: float,
+) -> Array:  # fmt: skip
     """Logits `[B, 1, mtp_vocab]` of the token at `last_token_idx [B]` of each row.
 
     `h_pre_norm [B, S, E]`; `input_ids [B, S]`, each position's *next* token; `cos`, `sin [S, …]` or `[B, S, …]`;

@@ -20,107 +20,26 @@ What differs from what one would guess:
 - `n_inner` is written as a float, 2048.0, and the MLP rounds it up to a multiple of 256. Here, as in any reader of
   weights, `fc11.weight` says how wide it is.
 
-Keys of `model.safetensors`, float32, 211 tensors, with H = n_embd = 768, F = 2048, P = (224 / 16)² = 196, i < 12
-(PyTorch's linear layers, [out, in]):
-
-    embeddings.cls_token                          [1, 1, H]
-    embeddings.pos_embed                          [1, 1 + P, H]
-    embeddings.proj.{weight,bias}                 [H, 3 * 16 * 16], [H]       a patch is flattened channel, row, column
-    layers.i.norm1.{weight,bias}                  [H], [H]
-    layers.i.attn.Wqkv.{weight,bias}              [3H, H], [3H]               all queries, then keys, then values
-    layers.i.attn.out_proj.{weight,bias}          [H, H], [H]
-    layers.i.norm2.{weight,bias}                  [H], [H]
-    layers.i.mlp.fc11.{weight,bias}               [F, H], [F]
-    layers.i.mlp.fc12.{weight,bias}               [F, H], [F]
-    layers.i.mlp.norm.{weight,bias}               [F], [F]
-    layers.i.mlp.fc2.{weight,bias}                [H, F], [H]
-    selector.attn.latent                          [1, 1, H]
-    selector.attn.Wq.{weight,bias}                [H, H], [H]
-    selector.attn.Wkv.{weight,bias}               [2H, H], [2H]               all keys, then values
-    selector.attn.out_proj.{weight,bias}          [H, H], [H]
-    selector.norm1.{weight,bias}                  [H], [H]
-    selector.mlp.{fc11,fc12}.{weight,bias}        [F, H], [F]
-    selector.mlp.fc2.{weight,bias}                [H, F], [H]
-
-The rotary tables are buffers that are not stored.
+`weight_shapes` has the keys of `model.safetensors`. A patch is flattened channel, row, column; `Wqkv` has all queries,
+then keys, then values, `Wkv` all keys, then values. The rotary tables are buffers that are not stored.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import numpy as np
 
+from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.numpy_reference import ACTIVATIONS, Array, Weights, layer_norm, linear, softmax
 
-PUBLISHED: dict[str, Any] = {
-    "activation_function": "swiglu",
-    "architectures": ["NomicVisionModel"],
-    "attn_pdrop": 0.0,
-    "auto_map": {
-        "AutoConfig": "nomic-ai/nomic-bert-2048--configuration_hf_nomic_bert.NomicBertConfig",
-        "AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicVisionModel",
-    },
-    "bos_token_id": None,
-    "causal": False,
-    "dense_seq_output": True,
-    "drop_path_rate": 0.0,
-    "embd_pdrop": 0.0,
-    "eos_token_id": None,
-    "eva_qkv_bias": False,
-    "fused_bias_fc": True,
-    "fused_dropout_add_ln": True,
-    "global_pool": None,
-    "hidden_features_scaling_factor": 1.0,
-    "img_size": 224,
-    "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-06,
-    "layer_scale": False,
-    "layer_scale_init": 1.0,
-    "learned_pos_embedding": False,
-    "mask_token": False,
-    "max_trained_positions": 2048,
-    "mlp_fc1_bias": True,
-    "mlp_fc2_bias": True,
-    "model_type": "nomic_bert",
-    "n_embd": 768,
-    "n_head": 12,
-    "n_inner": 2048.0,
-    "n_layer": 12,
-    "n_positions": 0,
-    "no_cls_token": False,
-    "no_embed_class": False,
-    "no_last_ln": True,
-    "norm_mlp": True,
-    "num_channels": 3,
-    "pad_vocab_size_multiple": 1,
-    "parallel_block": False,
-    "parallel_block_tied_norm": False,
-    "patch_dropout": 0,
-    "patch_embed_bias": True,
-    "patch_size": 16,
-    "prenorm": True,
-    "prepre_layernom": False,
-    "qkv_proj_bias": True,
-    "ref_feat_shape": [14, 14],
-    "register_tokens": 0,
-    "reorder_and_upcast_attn": False,
-    "resid_pdrop": 0.0,
-    "rotary_emb_base": 10000,
-    "rotary_emb_fraction": 0,
-    "rotary_emb_interleaved": False,
-    "rotary_emb_scale_base": None,
-    "rotary_scaling_factor": None,
-    "scale_attn_by_inverse_layer_idx": False,
-    "scale_attn_weights": True,
-    # GPT2Config's others follow in the file (summary_*, sinusoidal_pos_embedding false, tie_word_embeddings false,
-    # type_vocab_size, use_cache, use_flash_attn, use_rms_norm false, use_xentropy, vocab_size 0, torch_dtype float32)
-    # and these two, which count:
-    "use_pos_embed": True,
-    "use_rotary_pos_emb": True,
-}
-"""`config.json` as published. A field that neither stands in `READ_ONE_WAY` nor is read below changes no number."""
+PUBLISHED: dict[str, Any] = json.loads((FIXTURES / "published" / "nomic-embed-vision-v1.5.json").read_text("utf-8"))
+"""`config.json` as published, without those fields of GPT2Config that change no number (summary_*, torch_dtype, …).
+
+A field that neither stands in `READ_ONE_WAY` nor is read below changes no number.
+"""
 
 READ_ONE_WAY: dict[str, Any] = {
     "activation_function": "swiglu", "global_pool": None, "learned_pos_embedding": False, "no_cls_token": False,

@@ -1,7 +1,7 @@
-"""Decoder-only models, BERT and sentence pooling in plain NumPy, float64, straight from a checkpoint directory.
+"""Llama, Mistral and Qwen, BERT and sentence pooling in plain NumPy, float64, straight from a checkpoint directory.
 
 Written from the published formulas, one row at a time and without a cache, so that there is little to get wrong. It
-shares no code with the library and none with `transformers`; the recorded fixtures are checked against it.
+shares no code with the library and none with `transformers`.
 """
 
 from __future__ import annotations
@@ -147,14 +147,10 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def layer_windows(config: dict[str, Any]) -> list[int | None]:
-    """How many keys each layer reads, its own included; None is all."""
+    """How many keys each layer of a Llama, Mistral or Qwen reads, its own included; None is all."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    if config["model_type"].startswith("gemma") or config["model_type"] == "gpt_oss":
-        every = config.get("sliding_window_pattern", 2)  # transformers 4 did not write the layers of Gemma 2
-        kinds = config.get("layer_types") or ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers)]
-        return [window if kind.startswith("sliding") else None for kind in kinds]
-    if config["model_type"] in ("mistral", "mixtral") or (config["model_type"] == "qwen3_moe" and window):
-        return [window if config["model_type"] != "qwen3_moe" or config["use_sliding_window"] else None] * layers
+    if config["model_type"] == "mistral":
+        return [window] * layers
     if not config.get("use_sliding_window"):
         return [None] * layers
     kinds = config.get("layer_types")
@@ -170,13 +166,8 @@ def queries_or_keys(w: Weights, name: str, x: Array, head_dim: int, eps: float) 
 
 def llama_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[Array, Array]:
     """One row of token ids: the normalised last hidden state `[S, H]` and the logits `[S, V]`."""
-    if config["model_type"] == "gpt2":
-        return gpt2_row(config, w, ids)
-    gemma = config["model_type"].startswith("gemma")
-    hidden = (gemma_states if gemma else llama_states)(config, w, ids)[-1]
-    tied = config.get("tie_word_embeddings", gemma)
-    logits = hidden @ w["model.embed_tokens.weight" if tied else "lm_head.weight"].T
-    return hidden, capped(logits, config.get("final_logit_softcapping"))
+    hidden = llama_states(config, w, ids)[-1]
+    return hidden, hidden @ w["model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"].T
 
 
 def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> list[Array]:
@@ -205,59 +196,12 @@ def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
         for head in range(n):
             shared = head // (n // k)
             scores = np.where(hidden, -np.inf, query[:, head] @ key[:, shared].T / math.sqrt(d))
-            sink = w[f"{p}.self_attn.sinks"][head] if f"{p}.self_attn.sinks" in w else -np.inf
-            beside = np.concatenate([scores, np.full((len(ids), 1), sink)], axis=1)
-            heads.append(softmax(beside)[:, :-1] @ value[:, shared])
+            heads.append(softmax(scores) @ value[:, shared])
         x = x + linear(w, f"{p}.self_attn.o_proj", np.concatenate(heads, axis=-1))
         h = rms_norm(x, w[f"{p}.post_attention_layernorm.weight"], eps)
-        x = x + (experts(config, w, p, h) if has_experts(w, p) else gated(config, w, f"{p}.mlp", h))
+        gate = ACTIVATIONS[config["hidden_act"]](linear(w, f"{p}.mlp.gate_proj", h))
+        x = x + linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", h))
     return [*states, rms_norm(x, w["model.norm.weight"], eps)]
-
-
-def gated(config: dict[str, Any], w: Weights, p: str, h: Array, names: Sequence[str] = ("gate", "up", "down")) -> Array:
-    """`(act(h Wg) ⊙ (h Wu)) Wd`."""
-    gate, up, down = (name if name[-1].isdigit() else f"{name}_proj" for name in names)
-    return linear(
-        w, f"{p}.{down}", ACTIVATIONS[config["hidden_act"]](linear(w, f"{p}.{gate}", h)) * linear(w, f"{p}.{up}", h)
-    )
-
-
-# -- experts -----------------------------------------------------------------------------------
-
-
-def has_experts(w: Weights, p: str) -> bool:
-    """Whether the layer under `p` has a router."""
-    return any(f"{p}.{name}.weight" in w for name in ("mlp.gate", "block_sparse_moe.gate", "mlp.router"))
-
-
-def experts(config: dict[str, Any], w: Weights, p: str, h: Array) -> Array:
-    """Each token through the experts of which its router thinks most, one after the other."""
-    if f"{p}.mlp.router.weight" in w:
-        return clamped_experts(config, w, f"{p}.mlp", h)
-    mixtral = f"{p}.block_sparse_moe.gate.weight" in w
-    block = f"{p}.{'block_sparse_moe' if mixtral else 'mlp'}"
-    names = ("w1", "w3", "w2") if mixtral else ("gate", "up", "down")
-    scores = softmax(h @ w[f"{block}.gate.weight"].T)
-    out = np.zeros_like(h)
-    for token, row in enumerate(scores):
-        chosen = np.argsort(-row, kind="stable")[: config["num_experts_per_tok"]]
-        total = row[chosen].sum() if mixtral or config.get("norm_topk_prob") else 1.0
-        for e in chosen:
-            out[token] += row[e] / total * gated(config, w, f"{block}.experts.{e}", h[token : token + 1], names)[0]
-    return out
-
-
-def clamped_experts(config: dict[str, Any], w: Weights, p: str, h: Array) -> Array:
-    """gpt-oss: a router with a bias, the softmax of the scores of those chosen, gate and up column by column."""
-    out, limit = np.zeros_like(h), config.get("swiglu_limit", 7.0)
-    for token, row in enumerate(linear(w, f"{p}.router", h)):
-        chosen = np.argsort(-row, kind="stable")[: config["num_experts_per_tok"]]
-        for e, share in zip(chosen, softmax(row[chosen]), strict=True):
-            both = h[token] @ w[f"{p}.experts.gate_up_proj"][e] + w[f"{p}.experts.gate_up_proj_bias"][e]
-            gate, up = np.minimum(both[::2], limit), np.clip(both[1::2], -limit, limit)
-            inner = (up + 1) * gate / (1 + np.exp(-config.get("swiglu_alpha", 1.702) * gate))
-            out[token] += share * (inner @ w[f"{p}.experts.down_proj"][e] + w[f"{p}.experts.down_proj_bias"][e])
-    return out
 
 
 # -- Gemma -------------------------------------------------------------------------------------
@@ -268,79 +212,7 @@ def capped(x: Array, cap: float | None) -> Array:
     return x if cap is None else np.asarray(cap * np.tanh(x / cap))
 
 
-def gemma_tables(config: dict[str, Any], window: int | None) -> Array:
-    """Inverse frequencies of a layer: in Gemma 3 those with a window have a base of their own, and no scaling."""
-    if config["model_type"] != "gemma3_text":
-        return rope_frequencies(config)
-    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    if window is None:
-        return scaled_frequencies(config["head_dim"], config.get("rope_theta", 1e6), new.get("full_attention", old))
-    base = config.get("rope_local_base_freq", 1e4)
-    return scaled_frequencies(config["head_dim"], base, new.get("sliding_attention", {}))
-
-
-def gemma_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> list[Array]:
-    """As `llama_states`, for Gemma 1, 2 and 3."""
-    ids = np.asarray(ids)
-    first, d, eps = config["model_type"] == "gemma", config["head_dim"], config["rms_norm_eps"]
-    scale = d**-0.5 if first else config["query_pre_attn_scalar"] ** -0.5
-    behind = np.subtract.outer(np.arange(len(ids)), np.arange(len(ids)))
-
-    def norm(name: str, x: Array) -> Array:
-        return rms_norm(x, 1 + w[f"{name}.weight"], eps)
-
-    x = w["model.embed_tokens.weight"][ids] * math.sqrt(config["hidden_size"])
-    states = []
-    for i, window in enumerate(layer_windows(config) if not first else [None] * config["num_hidden_layers"]):
-        p = f"model.layers.{i}"
-        states.append(x)
-        angles = np.arange(len(ids))[:, None, None] * gemma_tables(config, window)
-        h = norm(f"{p}.input_layernorm", x)
-        q, k, v = (linear(w, f"{p}.self_attn.{n}_proj", h).reshape(len(ids), -1, d) for n in "qkv")
-        if config["model_type"] == "gemma3_text":
-            q, k = norm(f"{p}.self_attn.q_norm", q), norm(f"{p}.self_attn.k_norm", k)
-        q, k = (rotate(t, np.cos(angles), np.sin(angles)) for t in (q, k))
-        unseen = (behind < 0) | (behind >= (window or len(ids)))
-        context = []
-        for head in range(q.shape[1]):
-            shared = head * k.shape[1] // q.shape[1]
-            scores = capped(q[:, head] @ k[:, shared].T * scale, config.get("attn_logit_softcapping"))
-            context.append(softmax(np.where(unseen, -np.inf, scores)) @ v[:, shared])
-        o = linear(w, f"{p}.self_attn.o_proj", np.concatenate(context, axis=-1))
-        x = x + (o if first else norm(f"{p}.post_attention_layernorm", o))
-        m = norm(f"{p}.post_attention_layernorm" if first else f"{p}.pre_feedforward_layernorm", x)
-        gate = ACTIVATIONS["gelu_new"](linear(w, f"{p}.mlp.gate_proj", m))
-        f = linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", m))
-        x = x + (f if first else norm(f"{p}.post_feedforward_layernorm", f))
-    return [*states, norm("model.norm", x)]
-
-
 # -- GPT-2 -------------------------------------------------------------------------------------
-
-
-def gpt2_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[Array, Array]:
-    """As `llama_row`, for GPT-2: projections are stored `[in, out]`, positions are learned."""
-    ids = np.asarray(ids)
-    p = "" if "wte.weight" in w else "transformer."
-    n, d, eps = config["n_head"], config["n_embd"] // config["n_head"], config["layer_norm_epsilon"]
-
-    def conv(name: str, x: Array) -> Array:
-        y: Array = x @ w[f"{p}{name}.weight"] + w[f"{p}{name}.bias"]
-        return y
-
-    future = np.subtract.outer(np.arange(len(ids)), np.arange(len(ids))) < 0
-    x = w[f"{p}wte.weight"][ids] + w[f"{p}wpe.weight"][: len(ids)]
-    for i in range(config["n_layer"]):
-        scale = d**-0.5 if config.get("scale_attn_weights", True) else 1.0
-        scale /= i + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1
-        packed = conv(f"h.{i}.attn.c_attn", layer_norm(w, f"{p}h.{i}.ln_1", x, eps))
-        q, k, v = (t.reshape(len(ids), n, d) for t in np.split(packed, 3, axis=-1))
-        heads = [softmax(np.where(future, -np.inf, scale * q[:, h] @ k[:, h].T)) @ v[:, h] for h in range(n)]
-        x = x + conv(f"h.{i}.attn.c_proj", np.concatenate(heads, axis=-1))
-        inner = conv(f"h.{i}.mlp.c_fc", layer_norm(w, f"{p}h.{i}.ln_2", x, eps))
-        x = x + conv(f"h.{i}.mlp.c_proj", ACTIVATIONS[config["activation_function"]](inner))
-    hidden = layer_norm(w, f"{p}ln_f", x, eps)
-    return hidden, hidden @ w["lm_head.weight" if "lm_head.weight" in w else f"{p}wte.weight"].T
 
 
 def llama_greedy(config: dict[str, Any], w: Weights, prompt: Sequence[int], count: int) -> list[int]:
@@ -367,13 +239,9 @@ def bert_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids, **inp
 
 
 def bert_states(
-    config: dict[str, Any],
-    w: Weights,
-    ids: Sequence[int] | Ids,
-    keep: Sequence[int] | Ids | None = None,
-    types: Sequence[int] | Ids | None = None,
-    positions: Sequence[int] | Ids | None = None,
-) -> list[Array]:
+    config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids, keep: Sequence[int] | Ids | None = None, types:
+    Sequence[int] | Ids | None = None, positions: Sequence[int] | Ids | None = None,
+) -> list[Array]:  # fmt: skip
     """The embeddings and what leaves each layer, `[S, H]` each: `output_hidden_states` of transformers.
 
     `keep` is 1 for keys that may be attended to.

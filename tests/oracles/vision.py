@@ -33,13 +33,8 @@ Floats = npt.NDArray[np.float32]
 
 def sizes(hidden: int, heads: int, layers: int, image: int | list[int], patch: int) -> dict[str, Any]:
     """Sizes under the names of Hugging Face's configs."""
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "image_size": image,
-        "patch_size": patch,
-    }
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "image_size", "patch_size")
+    return dict(zip(names, (hidden, heads, layers, image, patch), strict=True))
 
 
 CHECKPOINTS: dict[str, Checkpoint] = {
@@ -313,14 +308,10 @@ def random_vision(architecture: str, seed: int) -> Checkpoint:
 def random_tower(draw: random.Random) -> dict[str, Any]:
     """The sizes of a tower."""
     heads = draw.choice([1, 2, 3])
-    return {
-        "hidden_size": heads * draw.randint(4, 9),
-        "num_attention_heads": heads,
-        "num_hidden_layers": draw.randint(1, 3),
-        "intermediate_size": draw.randint(10, 40),
-        "layer_norm_eps": draw.choice([1e-6, 1e-3]),
-        "hidden_act": draw.choice(["quick_gelu", "gelu", "gelu_pytorch_tanh"]),
-    }
+    config: dict[str, Any] = {"hidden_size": heads * draw.randint(4, 9), "num_attention_heads": heads}
+    config |= {"num_hidden_layers": draw.randint(1, 3), "intermediate_size": draw.randint(10, 40)}
+    config |= {"layer_norm_eps": draw.choice([1e-6, 1e-3])}
+    return config | {"hidden_act": draw.choice(["quick_gelu", "gelu", "gelu_pytorch_tanh"])}
 
 
 def random_text(architecture: str, seed: int) -> Checkpoint:
