@@ -33,7 +33,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.ir.graph import TypeCache
-from rlx_jax.ir.ops.custom import check_constants
+from rlx_jax.ir.ops.custom import check_captured, check_constants
 from rlx_jax.ir.text import dump
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.hir import explicit, padded
@@ -160,11 +160,13 @@ def make_function(lir: Lir, layout: Layout, division: Division | None = None) ->
 
     Raises:
         UnsupportedError: when it is traced, and the profile asks for what only another device runs.
+        GraphError: when it is traced, and an array that a function captures has changed.
     """
     names = layout.by_program()
     layout.check(lir.graph, lir.plan.scan)
 
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
+        check_captured(lir.graph)
         leaves = {program: params[name] for program, name in names.items()}
         choices = choices_here(lir, running_device())
         env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, choices, division)

@@ -56,6 +56,22 @@ def check_constants(graph: Graph, types: TypeCache) -> None:
         raise GraphError(f"{graph.name}: {total} bytes of constants in one program, {_limit()}. The largest: {told}")
 
 
+def check_captured(graph: Graph) -> None:
+    """Check that the functions of a program compute what they computed when the model was built.
+
+    This stands before the trace of a program and not in `eval`, which also runs where JAX folds constants, as tests of
+    slices do: the same function then has another jaxpr.
+
+    Raises:
+        GraphError: an array that a function captures has changed.
+    """
+    for _, node in graph.walk():
+        if isinstance(node.op, JaxFn):
+            for operands, before in node.op.first:
+                if meaning(trace_anew(node.op.fn, operands), precision=False) != before:
+                    raise GraphError(changed(f"{path_text(node.origin.path)}: {node.op.text()}", node.op.fn))
+
+
 def small_constant(value: Any, dtype: Any = None) -> Constant:
     """A constant of the program, of at most 1 MiB, in its own dtype or in `dtype`; 64-bit numbers become 32-bit ones.
 
@@ -173,9 +189,6 @@ class JaxFn(Mir):
         return types_of(closed.out_avals)
 
     def eval(self, *arrays: Array) -> Any:
-        for operands, before in self.first:
-            if meaning(trace_anew(self.fn, operands), precision=False) != before:
-                raise GraphError(changed(self.text(), self.fn))
         pinned = jax.default_matmul_precision(self.precision) if self.precision != "default" else nullcontext()
         with pinned:
             out = self.fn(*arrays)
