@@ -25,7 +25,7 @@ from rlx_jax.blocks.gemma import GemmaStyle, gemma_layer_spec
 from rlx_jax.blocks.layer import DecoderKeys, HiddenShape, LayerSpec
 from rlx_jax.blocks.moe import MoeSpec
 from rlx_jax.blocks.streams import DualStream
-from rlx_jax.errors import GraphError
+from rlx_jax.errors import GraphError, listing, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -172,7 +172,15 @@ class SelfAttnPrefillSpec(NamedSpec):
             values |= {"qk_norm": "heads"} | {name: values.get(name) or value for name, value in own.items()}
         if sinks := values.pop("sinks_key", None):
             values["sinks"], given["sinks"] = True, sinks
-        return values | {"keys": replace(values.get("keys", DecoderKeys()), **given)}
+        values["keys"] = keys = replace(values.get("keys", DecoderKeys()), **given)
+        if biases := values.pop("biases", None):
+            values["qkv_bias"] = True
+            expected = tuple(f"{key.removesuffix('.weight')}.bias" for key in (keys.q, keys.k, keys.v))
+            if tuple(biases) != expected:
+                raise GraphError(
+                    f"SelfAttnPrefillSpec: biases are {shown(biases)}; they stand under {listing(expected)}"
+                )
+        return values
 
 
 LlamaDecodeLayerSpec, Qwen3DecodeLayerSpec = LlamaDecoderSpec, Qwen3DecoderSpec
