@@ -155,21 +155,8 @@ def test_text_and_progress_share_a_terminal() -> None:
 def test_quiet_where_nobody_looks(tmp_path: Path) -> None:
     """Nothing on a stderr that is no terminal; a prompt from stdin, a chat, choosing by a seed."""
     directory = format_checkpoint(tmp_path / "m", "qwen")
-    options = [
-        "--max-new-tokens",
-        12,
-        "--temperature",
-        0.9,
-        "--top-k",
-        40,
-        "--top-p",
-        0.9,
-        "--min-p",
-        0.01,
-        "--seed",
-        3,
-    ]
-    options += ["--repetition-penalty", 1.2]
+    drawn = "--temperature 0.9 --top-k 40 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.2"
+    options = f"--max-new-tokens 12 --seed 3 {drawn}".split()
     sampler = rlx.Sampler(0.9, 40, 0.9, 0.01, 1.2)
     lm = rlx.load(directory)
     done = run("generate", directory, "--prompt", "-", *options, input="Is it é?\n")
@@ -290,6 +277,20 @@ WRONG: dict[str, tuple[list[object], int, str]] = {
 }
 
 
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The models that a command has opened."""
+    models: list[Any] = []
+    load = rlx.load
+
+    def kept(*given: Any, **named: Any) -> Any:
+        models.append(load(*given, **named))
+        return models[-1]
+
+    monkeypatch.setattr(rlx, "load", kept)
+    return models
+
+
 @pytest.mark.parametrize(
     ("options", "mesh"),
     [
@@ -298,20 +299,12 @@ WRONG: dict[str, tuple[list[object], int, str]] = {
     ],
 )
 def test_generate_over_devices(
-    options: list[str], mesh: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], mesh: str, opened: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The text of one device, from a model that is divided."""
-    models: list[Any] = []
-    load = rlx.load
-
-    def kept(*given: Any, **named: Any) -> Any:
-        models.append(load(*given, **named))
-        return models[0]
-
-    monkeypatch.setattr(rlx, "load", kept)
     assert cli.main(["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24", *options]) == 0
     assert capsys.readouterr().out == CASE["text"] + "\n"
-    assert models[0].report().mesh == mesh
+    assert opened[0].report().mesh == mesh
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -482,20 +475,12 @@ def test_results_of_other_models(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert first["compiled"] > 0
 
 
-def test_a_device_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_by_name(opened: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters are put there."""
-    models: list[Any] = []
-    load = rlx.load
-
-    def kept(*given: Any, **named: Any) -> Any:
-        models.append(load(*given, **named))
-        return models[0]
-
-    monkeypatch.setattr(rlx, "load", kept)
     assert cli.main(["score", str(BASE), "It was", "--device", "cpu:3"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"-[\d.]+\t[\d.]+\tIt was", line)
-    assert {d.id for p in models[0].model.params.values() for d in p.devices()} == {3}
+    assert {d.id for p in opened[0].model.params.values() for d in p.devices()} == {3}
 
 
 def test_inspect_says_what_is_needed(

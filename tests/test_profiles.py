@@ -529,39 +529,9 @@ FULL = CompileProfile().replace(
 )
 SEEDS = [FULL.to_toml().encode(), CompileProfile.llama32_decode().to_toml().encode()]
 PIECES = st.sampled_from(
-    [
-        b"[",
-        b"]",
-        b"[[",
-        b"{",
-        b"}",
-        b'"',
-        b"'",
-        b'"""',
-        b"'''",
-        b"\\",
-        b".",
-        b",",
-        b"=",
-        b"\n",
-        b"\r",
-        b"#",
-        b"\x00",
-        b"\xff",
-    ]
-    + [
-        b"nan",
-        b"inf",
-        b"true",
-        b"1",
-        b"0x",
-        b"1979-05-27T07:32:00Z",
-        b"\\u0000",
-        b"\\ud800",
-        b"\xef\xbb\xbf",
-        "é".encode(),
-    ]
-    + [b"[" * 40, b"a." * 20, b"9" * 5000, b"fusion", b"metal", b"skip = true\n", b"name = 1\n"]
+    rb"""[ ] [[ { } " ' ''' \ . , = # nan inf true 1 0x 1979-05-27T07:32:00Z \u0000 \ud800 fusion metal""".split()
+    + [b'"""', b"\n", b"\r", b"\x00", b"\xff", b"\xef\xbb\xbf", "é".encode(), b"skip = true\n", b"name = 1\n"]
+    + [b"[" * 40, b"a." * 20, b"9" * 5000]
 )
 EDITS = st.lists(
     st.tuples(
