@@ -393,7 +393,8 @@ class Programs:
             if self.warm:
                 lacked = new_arguments(function, (key[0] for key in self.small if isinstance(key, tuple)))
                 why = lacked or f"for {', '.join(str(jax.typeof(a)) for a in arguments)}"
-                self.surprise(f"{named_function(function)}, a function beside the programs: {why}")
+                name = getattr(function, "__name__", type(function).__name__)
+                self.surprise(f"{name}, a function beside the programs: {why}")
             # one of its own, that goes with its one program
             jitted = jax.jit(lambda *arrays: function(*arrays), out_shardings=at)
             call, loaded = from_cache(jitted, moved, at)
@@ -499,8 +500,3 @@ class Programs:
         """Count what is compiled after warm-up, and keep it for the report."""
         self.recompiles += 1
         self.surprises.append(what)
-
-
-def named_function(function: Callable[..., Any]) -> str:
-    """The name of a function, or of what is called as one."""
-    return str(getattr(function, "__name__", type(function).__name__))
