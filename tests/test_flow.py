@@ -19,7 +19,6 @@ from rlx_jax.blocks import LlamaDecoderSpec, RopeTables, SelfAttnPrefillSpec
 from rlx_jax.errors import (
     DTypeError,
     GraphError,
-    MissingWeightError,
     RlxWarning,
     ShapeError,
     UnboundInputError,
@@ -313,26 +312,6 @@ def test_named_sequence_repeat_and_layer_stack() -> None:
     assert {"a.w0", "a.w1", "w2"} <= {path_text(n.origin.path) for _, n in text.hir.walk()}
     rolled = {path_text(n.origin.path) for _, n in flows["repeat"].build(weights).hir.walk()}
     assert "layers.{i}.w{i}" in rolled
-
-
-def test_every_layer_stack_method() -> None:
-    """Each is the flow's method of the same name."""
-    weights = {
-        "g": w(H), "b": w(H, seed=1), "t": w(5, H), "w": w(H, H),
-        "up": w(F, H), "gate": w(F, H, seed=1), "down": w(H, F),
-        **{f"l.mlp.{n}_proj.weight": w(*s) for n, s in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F)))}, **qkv(),
-    }  # fmt: skip
-    kinds = RNG.integers(0, 5, (B, S)).astype(np.int32)
-    base = x_flow().input("kinds", ("batch", "seq"), dtype="int32").rope_tables(RopeTables.theta(4))
-
-    def steps(f: Any) -> Any:
-        f = f.layer_norm("g", "b").rms_norm("g").gather_add("kinds", "t").residual_save().linear("w").residual_add()
-        f = f.swiglu("gate", "up", "down").swiglu_hf_mlp("l")
-        return f.self_attn_prefill(SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)).custom(lambda emit, x: emit.tanh(x))
-
-    one = run(steps(base), X, kinds, weights=weights)
-    other = run(base.layer("all", steps), X, kinds, weights=weights)
-    np.testing.assert_array_equal(one, other)
 
 
 def test_outputs_and_names() -> None:
@@ -764,20 +743,6 @@ def test_build_and_lowering_read_no_data() -> None:
     model(IDS)
     model.lower(IDS[:1])
     assert len(source.reads) == len(source.keys())
-
-
-def test_shapes_alone_compile_and_lower() -> None:
-    """A mapping of `ShapeDtypeStruct`, or shapes on the stages: everything but a call works, which says what is
-    missing."""
-    flow = x_flow().linear("w", bias="b", shape=(F, H))
-    specs = {"w": jax.ShapeDtypeStruct((F, H), np.float32), "b": jax.ShapeDtypeStruct((F,), np.float32)}
-    for model in (compiled(flow), compiled(x_flow().linear("w", bias="b"), specs)):
-        assert model.params is None
-        assert model.lower(jax.ShapeDtypeStruct((B, S, H), np.float32)).compile() is not None
-        with pytest.raises(MissingWeightError, match=r"weights=.*init"):
-            model(X)
-        params = model.init(jax.random.key(0))
-        close(model.replace(params=params)(X), X @ np.asarray(params["w"]).T + np.asarray(params["b"]), 1e-5)
 
 
 def test_linear_says_what_its_axes_are() -> None:
