@@ -21,7 +21,6 @@ REASONS = {
     "layers": "no layers repeat",
     "blocks": "no block has a better rule than its own expansion",
     "merged": "no two projections of one input can be merged",
-    "fusion": "no fusion pass runs",
 }
 """Why a setting that needs something has no effect in a program without it."""
 
@@ -168,16 +167,9 @@ def merged(value: Any, facts: Facts) -> str:
     return REASONS["merged"] if value and "merged" not in facts.has else ""
 
 
-def skipped(value: Any, facts: Facts) -> str:
-    """`skip_fusion` and `fusion.skip` switch off the same passes: one of them is enough."""
-    return "fusion.skip is set as well" if facts.profile.fusion.skip else ""
-
-
-def unfused(value: Any, facts: Facts) -> str:
-    """Regions are taken apart that a pass has found."""
-    running = facts.passes.difference(facts.profile.fusion.disable)
-    found = running & {"mark_elementwise_regions", "unfuse_elementwise_regions"}
-    return "" if found else "no pass looks for regions"
+def left(value: Any, facts: Facts) -> str:
+    """The fusion passes rewrite nothing, on any backend."""
+    return "the fusion passes leave their ops to XLA, which fuses them itself"
 
 
 def kernels(value: Any, facts: Facts) -> str:

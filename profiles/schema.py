@@ -31,15 +31,15 @@ class Fusion(Table):
     policy: whether a block is lowered by a better rule, where there is one, or by its own expansion; same numbers
     target: the platform or the device to compile for; `auto` is the one that JAX runs on; see [Devices](#devices)
     assert_clean: a pattern that a pass looks for and cannot fuse is an error
-    skip: no fusion pass runs
+    skip: no effect: the [fusion passes](fusion.md) leave their ops to XLA
     disable: names of passes that do not run, from [adding a pass](adding-a-pass.md)
     """
 
     PATH: ClassVar[str] = "fusion"
     policy: Literal["direct", "fusable"] = setting("direct", needs("blocks"), "lowering policy")
     target: Target = setting("auto", always, "planned for", "device", unsupported=OTHER_PLATFORMS)
-    assert_clean: bool = setting(False, needs("fusion"), "missed fusions are errors")
-    skip: bool = setting(False, always, resolved="without")
+    assert_clean: bool = setting(False, always, "missed fusions are errors")
+    skip: bool = setting(False, effects.left, resolved="without")
     disable: tuple[str, ...] = setting((), effects.disabled, resolved="off")
 
 
@@ -237,8 +237,8 @@ class Backend(Table):
         of the checkpoint
     merge: q, k, v and gate, up as one weight and one product; `auto` merges where a checkpoint is loaded for
         generation, and not where parameters keep their checkpoint keys
-    skip_fusion: no fusion pass runs on this backend
-    unfuse_regions: chains of pointwise ops stay single ops, instead of regions; `auto` says so on the CPU
+    skip_fusion: no effect, as `fusion.skip`
+    unfuse_regions: no effect: chains of pointwise ops stay single ops
     products: how a product of one row with a weight `[out, in]` runs: as any other, or as a multiplication and a sum in
         one kernel that reads the weight once; `auto` takes `row` on `cuda`
     experts: how a mixture of experts runs: every expert for every token, the weights of each token's experts read
@@ -256,8 +256,8 @@ class Backend(Table):
     PATH: ClassVar[str] = "backend.*"
     weight_layout: Literal["auto", "in_out", "out_in"] = setting("auto", needs("linears"))
     merge: bool | Literal["auto"] = setting("auto", effects.merged, resolved="merge")
-    skip_fusion: bool = setting(False, effects.skipped, resolved="without")
-    unfuse_regions: bool | Literal["auto"] = setting("auto", effects.unfused, resolved="unfuse")
+    skip_fusion: bool = setting(False, effects.left, resolved="without")
+    unfuse_regions: bool | Literal["auto"] = setting("auto", effects.left, resolved="without")
     products: Literal["auto", "xla", "row"] = setting("auto", needs("products"), "products asked for")
     experts: Literal["auto", "dense", "gathered", "blocked", "looped", "ragged"] = setting(
         "auto", needs("experts"), "experts asked for"

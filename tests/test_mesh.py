@@ -162,9 +162,8 @@ def test_states(family: str, kinds: str, devices: int) -> None:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"layers": {"roll": "scan"}}, {"fusion": {"policy": "fusable"}}, {"fusion": {"skip": True}},
-    {"precision": {"kv": "bf16"}}, {"backend": {"cpu": {"weight_layout": "in_out"}}},
-    {"backend": {"cpu": {"unfuse_regions": False}}}, {"backend": {"cpu": {"products": "row"}}},
+    {"layers": {"roll": "scan"}}, {"fusion": {"policy": "fusable"}}, {"precision": {"kv": "bf16"}},
+    {"backend": {"cpu": {"weight_layout": "in_out"}}}, {"backend": {"cpu": {"products": "row"}}},
     {"donation": {"state": False}}, {"backend": {"cpu": {"steps_per_dispatch": 3, "stop_early": False}}},
 ]  # fmt: skip
 

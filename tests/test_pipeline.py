@@ -112,18 +112,16 @@ def test_places() -> None:
 
     def twice(emit: Any, x: Any) -> Any:
         a, b = emit.linear(x, "q", activation="tanh"), emit.linear(x, "k")
-        y = emit.linear(a * b, "v")
-        return y * (y + emit.constant(np.ones(8)))
+        return emit.linear(a * b, "v")
 
     model: Any = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("t", twice), W, profile=profile())
     missed = {m.by: m for m in model.report().fusion.missed}
     assert {by: (m.pattern, m.reason) for by, m in missed.items()} == {
         "merge_linears": ("shared_input_matmul", "NotFused"),
-        "fuse_matmul_bias_act": ("matmul_bias_act", "MultiConsumer"),
     }
-    for by, level, op in (("merge_linears", "hir", "linear"), ("fuse_matmul_bias_act", "mir", "matmul")):
-        text = model.text(level, after=by)
-        assert any(line.split("=")[0].strip() == missed[by].node and op in line for line in text.splitlines()), text
+    text = model.text("hir", after="merge_linears")
+    node = missed["merge_linears"].node
+    assert any(line.split("=")[0].strip() == node and "linear" in line for line in text.splitlines()), text
     fused = compiled().report().fusion.fused
     assert [(p.pattern, p.context, p.by) for p in fused] == [("shared_input_matmul", "mix", "merge_linears")]
     assert str(fused[0]).endswith("fused")

@@ -613,7 +613,8 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
     "fusion.assert_clean": [(llama, True, "")],
     "fusion.disable": [
         (llama, ["mark_elementwise_regions"], "'mark_elementwise_regions' would not run here"),
-        (llama, ["fuse_swiglu"], ""),
+        (llama, ["fuse_swiglu"], "'fuse_swiglu' would not run here"),
+        (llama, ["cse"], ""),
     ],
     "precision.compute": [(ids_only, "f32", "nothing is computed in floating point"), (flat, "f32", "")],
     "precision.matmul": [(flat, "high", "there is no matrix product"), (small, "high", "")],
@@ -671,8 +672,9 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
     "backend.cpu.weight_layout": [(flat, "in_out", "there is no Linear"), (small, "in_out", "")],
     "backend.cpu.merge": [(small, True, "no two projections of one input can be merged"), (generating, False, "")],
     "backend.cuda.merge": [(generating, False, "it is for cuda, and the target is cpu")],
-    "backend.cpu.skip_fusion": [(small, True, "")],
-    "backend.cpu.unfuse_regions": [(small, False, "")],
+    "fusion.skip": [(llama, True, "the fusion passes leave their ops to XLA")],
+    "backend.cpu.skip_fusion": [(small, True, "the fusion passes leave their ops to XLA")],
+    "backend.cpu.unfuse_regions": [(small, False, "the fusion passes leave their ops to XLA")],
     "backend.cpu.products": [(flat, "row", "there is no matrix product"), (small, "row", "")],
     "backend.cpu.experts": [(small, "blocked", "there is no mixture of experts"), (mixture, "blocked", "")],
     "backend.cpu.kernels": [(small, "off", "there are no experts"), (mixture, "off", "kernels run on one H100")],
@@ -698,17 +700,6 @@ def test_a_setting_acts_or_says_that_it_does_not(place: str, make: Any, value: A
     assert len(found) == bool(reason)
     for message in found:
         assert re.search(rf"^\w+: {re.escape(place)} = .* has no effect: .*{re.escape(reason)}", message)
-
-
-def test_one_setting_that_makes_another_idle() -> None:
-    for tables, place in (
-        ({"fusion": {"skip": True, "assert_clean": True}}, "fusion.assert_clean = True"),
-        ({"fusion": {"skip": True, "disable": ["fuse_swiglu"]}}, "fusion.disable = .*would not run here"),
-        ({"fusion": {"skip": True}, "backend": {"cpu": {"skip_fusion": True}}}, "backend.cpu.skip_fusion = True"),
-        ({"fusion": {"skip": True}, "backend": {"cpu": {"unfuse_regions": False}}}, "backend.cpu.unfuse_regions"),
-    ):
-        with pytest.warns(RlxWarning, match=f"llama: {place}"):
-            llama(**tables)
 
 
 def test_every_setting_that_may_be_idle_is_above() -> None:

@@ -1,12 +1,12 @@
-"""What the fusion passes say of a program, and counts of its ops. It knows no pattern: passes do."""
+"""What passes fused in a program and left to XLA, and counts of its ops. It knows no pattern: passes do."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlx_jax.ir.graph import Graph, Node, TypeCache
+from rlx_jax.ir.graph import Graph, Node, Op
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
@@ -19,7 +19,6 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Binary, Unary
 from rlx_jax.ir.ops.shape import Narrow, SplitLast
 from rlx_jax.lowering.mir.dce import live
-from rlx_jax.lowering.mir.regions import unfuse_elementwise_regions
 from rlx_jax.lowering.places import Place
 
 
@@ -27,8 +26,10 @@ from rlx_jax.lowering.places import Place
 class FusionReport:
     """Ops of one program after its passes, and what they missed. A layer that repeats is counted once.
 
-    A miss counts only where its pass ran and the pattern is there: a product without a bias, or two products that
-    the profile keeps apart, are none.
+    A miss counts only where its pass ran and the pattern is there: two products that the profile keeps apart are none.
+
+    Attributes:
+        left_to_xla: the passes that rewrite nothing, since XLA fuses what they look for itself.
     """
 
     nodes_before: int
@@ -46,6 +47,7 @@ class FusionReport:
     fused_residual_rms_norm: int
     elementwise_region: int
     places: tuple[Place, ...] = ()
+    left_to_xla: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[Place, ...]:
@@ -78,14 +80,16 @@ class FusionReport:
         lines = ["fusion report:", f"  {self.summary}"]
         if self.missed:
             lines += ["missed patterns:", *(f"  {m}" for m in self.missed)]
+        if self.left_to_xla:
+            lines += ["left to XLA, which fuses these itself:", f"  {', '.join(self.left_to_xla)}"]
         return "\n".join(lines)
 
 
-def fusion_report(before: Graph, after: Graph, places: tuple[Place, ...], types: TypeCache) -> FusionReport:
-    """Count ops of a MIR program before and after its passes; `places` is what those said."""
+def fusion_report(before: Graph, after: Graph, places: tuple[Place, ...], left: Sequence[str] = ()) -> FusionReport:
+    """Count ops of a MIR program before and after its passes; `places` is what those said, `left` those left to XLA."""
     count = Counter(type(node.op) for node in _live_nodes(after))
-    plain = unfuse_elementwise_regions(after, types)
-    pointwise = Counter(node.op for node in _live_nodes(plain) if isinstance(node.op, Unary | Binary))
+    ops = (op for node in _live_nodes(after) for op in _steps(node.op))
+    pointwise = Counter(op for op in ops if isinstance(op, Unary | Binary))
     return FusionReport(
         nodes_before=sum(1 for _ in before.walk()),
         nodes_after=sum(1 for _ in after.walk()),
@@ -102,7 +106,12 @@ def fusion_report(before: Graph, after: Graph, places: tuple[Place, ...], types:
         fused_residual_rms_norm=count[FusedResidualRmsNorm],
         elementwise_region=count[ElementwiseRegion],
         places=places,
+        left_to_xla=tuple(left),
     )
+
+
+def _steps(op: Op) -> tuple[Op, ...]:
+    return tuple(step.op for step in op.steps) if isinstance(op, ElementwiseRegion) else (op,)
 
 
 def _live_nodes(graph: Graph) -> Iterator[Node]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
@@ -56,14 +55,3 @@ def live(graph: Graph) -> set[int]:
             needed.add(number)
             needed.update(v.node for v in node.inputs)
     return needed
-
-
-def read_once(graph: Graph) -> set[Value]:
-    """Values that one operand of one live node reads, and nothing else: a pass may take in what makes them.
-
-    Outputs and state writes count as readers.
-    """
-    readers = Counter(graph.roots())
-    for number in live(graph):
-        readers.update(graph.nodes[number].inputs)
-    return {value for value, times in readers.items() if times == 1}

@@ -28,16 +28,15 @@ def facts_of(
     """What the settings of a flow can act on, by its first template. What the other programs add to that one is known
     from their names."""
     passes = list(_passes(template, profile, settings, programs))
-    fusing = any(p.kind == "fusion" and p.name not in profile.fusion.disable for p in passes)
     return Facts(
         template.built.name,
         profile,
         settings.target,
-        frozenset(_contents(template)) | ({"fusion"} if fusing else set()),
+        frozenset(_contents(template)),
         programs,
         not set(CACHED_PROGRAMS).isdisjoint(programs),
         serves,
-        frozenset(p.name for p in passes),
+        frozenset(p.name for p in passes if p.kind != "fusion"),  # which rewrite nothing
         None if settings.division is None else tuple(map(str, settings.division.mesh.axis_names)),
         template.built.refusals,
         _no_kernels(settings, programs),

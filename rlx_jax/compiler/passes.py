@@ -32,12 +32,8 @@ from rlx_jax.lowering.mir.cse import cse
 from rlx_jax.lowering.mir.dce import dce, unread_inputs, without_inputs
 from rlx_jax.lowering.mir.divide import divide, undivided
 from rlx_jax.lowering.mir.fold import constant_folding
-from rlx_jax.lowering.mir.fuse_matmul import fuse_matmul_bias_act
-from rlx_jax.lowering.mir.fuse_residual import fuse_residual_layer_norm, fuse_residual_rms_norm
-from rlx_jax.lowering.mir.fuse_swiglu import fuse_swiglu
 from rlx_jax.lowering.mir.head import up_to_head
 from rlx_jax.lowering.mir.mixed import mixed
-from rlx_jax.lowering.mir.regions import mark_elementwise_regions, unfuse_elementwise_regions
 from rlx_jax.lowering.mir.specialise import specialise
 from rlx_jax.lowering.mir.unroll_steps import unroll_steps
 from rlx_jax.lowering.places import Fused, Place
@@ -73,7 +69,7 @@ class Pass:
 
     kind: `program` passes make the program what it was asked to be. All others change no number and can be switched
     off by name (`fusion.disable`): those of `layout` choose how weights are stored and layers laid out, those of
-    `fusion` write several ops as one (`fusion.skip` leaves them all out), those of `cleaning` remove
+    `fusion` have a name and leave their ops to XLA (see `left_to_xla`), those of `cleaning` remove
     (`passes.<name> = false`).
     """
 
@@ -98,6 +94,19 @@ class Pass:
         made = made if isinstance(made, Fused) else Fused(made)
         verify(made.graph, self.level, self.name, job.types)
         return made
+
+
+LEFT_TO_XLA = (
+    "fuse_matmul_bias_act", "fuse_residual_layer_norm", "fuse_residual_rms_norm", "fuse_swiglu",
+    "mark_elementwise_regions", "unfuse_elementwise_regions",
+)  # fmt: skip
+"""Passes of the specification whose fused ops exist, and whose rewriting would gain no time: XLA puts what they would
+write as one op into one kernel by itself."""
+
+
+def left_to_xla(graph: Graph, job: Job) -> Graph:
+    """Return the graph as it is."""
+    return graph
 
 
 def _store(graph: Graph, job: Job) -> Graph:
@@ -209,36 +218,7 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     Pass("cse", MIR, lambda g, job: cse(g, job.types), kind="cleaning"),
     Pass("constant_folding", MIR, lambda g, job: constant_folding(g, job.types), kind="cleaning"),
-    Pass("fuse_matmul_bias_act", MIR, lambda g, job: fuse_matmul_bias_act(g, job.types), kind="fusion"),
-    Pass("fuse_residual_layer_norm", MIR, lambda g, job: fuse_residual_layer_norm(g, job.types), kind="fusion"),
-    Pass(
-        "fuse_residual_rms_norm",
-        MIR,
-        lambda g, job: fuse_residual_rms_norm(g, job.types),
-        lambda job: job.settings.target != "tpu",
-        "fusion",
-    ),
-    Pass(
-        "fuse_swiglu",
-        MIR,
-        lambda g, job: fuse_swiglu(g, job.types, job.settings.merge),
-        lambda job: job.settings.target == "cpu",
-        "fusion",
-    ),
-    Pass(
-        "mark_elementwise_regions",
-        MIR,
-        lambda g, job: mark_elementwise_regions(g, job.types),
-        lambda job: not job.settings.unfuse,
-        "fusion",
-    ),
-    Pass(
-        "unfuse_elementwise_regions",
-        MIR,
-        lambda g, job: unfuse_elementwise_regions(g, job.types),
-        lambda job: job.settings.unfuse,
-        "fusion",
-    ),
+    *(Pass(name, MIR, left_to_xla, kind="fusion") for name in LEFT_TO_XLA),
     Pass(
         "divide",
         MIR,

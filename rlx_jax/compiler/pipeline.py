@@ -20,7 +20,7 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.facts import facts_of
-from rlx_jax.compiler.passes import Job, check_switches, pass_named, run_passes
+from rlx_jax.compiler.passes import LEFT_TO_XLA, Job, check_switches, pass_named, run_passes
 from rlx_jax.compiler.settings import Settings, choose_profile, choose_settings
 from rlx_jax.compiler.template import Template
 from rlx_jax.device import Device, running_device
@@ -89,7 +89,8 @@ def make_template(
     job = Job(settings, built.types, derived_program(built, program), last_only, given, outputs)
     ran = run_passes(built.hir, job)
     check_constants(ran.graph, built.types)
-    fusion = fusion_report(ran.lowered, ran.graph, ran.places, built.types)
+    left = [name for name in LEFT_TO_XLA if name in ran.nodes]
+    fusion = fusion_report(ran.lowered, ran.graph, ran.places, left)
     if settings.profile.fusion.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
     state, rings = state_types(ran.graph, settings.plan.scan), ring_sizes(ran.blocks)

@@ -48,7 +48,7 @@ class Settings:
 
     profile: the profile itself: a setting without `auto` is read of it. The other fields are settings whose `auto` is
         resolved, or that hang together.
-    off: passes that do not run, by name. without: nor those of these kinds. unfuse: leave no region of pointwise ops.
+    off: passes that do not run, by name. without: nor those of these kinds.
     classes: the dtypes of the mixed policy `custom`. loop: see the profile's `backend` table.
     plan: how programs run, without what hangs on a program: its `choices`, and which inputs it can reuse.
     """
@@ -61,7 +61,6 @@ class Settings:
     stored: np.dtype[Any] | None
     off: frozenset[str]
     without: frozenset[str]
-    unfuse: bool
     merge: bool
     plan: Plan
     kv: np.dtype[Any] | None
@@ -141,7 +140,6 @@ def settings_for(
         stored=None if precision.weights == "keep" else as_dtype(precision.weights),
         off=frozenset((*profile.fusion.disable, *(n for n in CLEANING if not getattr(profile.passes, n)))),
         without=frozenset({"fusion"} if profile.fusion.skip or backend.skip_fusion else ()),
-        unfuse=target == "cpu" if backend.unfuse_regions == "auto" else bool(backend.unfuse_regions),
         merge=merge if backend.merge == "auto" else bool(backend.merge),
         plan=Plan(
             target=device.kind,
@@ -194,7 +192,6 @@ def plain(policy: str = "direct", target: str = "cpu") -> Settings:
         stored=None,
         off=frozenset(),
         without=frozenset({"layout", "fusion", "cleaning"}),
-        unfuse=False,
         merge=False,
         plan=Plan(target, scan=False, donate_state=False),
         kv=None,
