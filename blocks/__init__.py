@@ -145,13 +145,6 @@ from rlx_jax.blocks.vision import dinov2_layer_fused as dinov2_layer_fused
 from rlx_jax.blocks.vision import nomic_vision_layer_fused as nomic_vision_layer_fused
 from rlx_jax.blocks.vision import pre_norm_layer as pre_norm_layer
 from rlx_jax.blocks.vision import siglip_layer_fused_with_prefix as siglip_layer_fused_with_prefix
-from rlx_jax.ir.frequencies import Frequencies as Frequencies
-from rlx_jax.ir.frequencies import axial_frequencies as axial_frequencies
-from rlx_jax.ir.frequencies import frequencies as frequencies
-from rlx_jax.ir.frequencies import linear_scaling as linear_scaling
-from rlx_jax.ir.frequencies import llama3_scaling as llama3_scaling
-from rlx_jax.ir.frequencies import yarn_factor as yarn_factor
-from rlx_jax.ir.frequencies import yarn_scaling as yarn_scaling
 from rlx_jax.ir.hir import CausalConv as CausalConv
 from rlx_jax.ir.hir import GatedDelta as GatedDelta
 from rlx_jax.ir.hir import MaskKind as MaskKind
@@ -161,6 +154,13 @@ from rlx_jax.ir.hir import TimeSteps as TimeSteps
 from rlx_jax.trace.flow_state import DecodeBindings as DecodeBindings
 from rlx_jax.trace.flow_state import FlowState as FlowState
 from rlx_jax.trace.flow_state import GdnInputSlots as GdnInputSlots
+from rlx_jax.trace.frequencies import Frequencies as Frequencies
+from rlx_jax.trace.frequencies import axial_frequencies as axial_frequencies
+from rlx_jax.trace.frequencies import frequencies as frequencies
+from rlx_jax.trace.frequencies import linear_scaling as linear_scaling
+from rlx_jax.trace.frequencies import llama3_scaling as llama3_scaling
+from rlx_jax.trace.frequencies import yarn_factor as yarn_factor
+from rlx_jax.trace.frequencies import yarn_scaling as yarn_scaling
 from rlx_jax.trace.weight_part import WeightPart as WeightPart
 from rlx_jax.trace.weight_part import WeightStack as WeightStack
 

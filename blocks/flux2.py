@@ -16,8 +16,8 @@ from rlx_jax.blocks.ffn import INTO, OUT_OF
 from rlx_jax.blocks.norm import head_norm
 from rlx_jax.blocks.streams import DualStream
 from rlx_jax.errors import ShapeError
-from rlx_jax.ir.frequencies import axial_frequencies
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.frequencies import axial_frequencies
 
 TEMB, COS, SIN = "flux2.temb", "flux2.cos", "flux2.sin"
 """Registers: the embedding of time and guidance `[B, H]`; the tables of the joint sequence `[1, T+I, D/2]`."""

@@ -14,8 +14,8 @@ from rlx_jax.blocks.self_attention import Three, three_parts
 from rlx_jax.blocks.vision import read_by_query
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
-from rlx_jax.ir.frequencies import axial_frequencies
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.frequencies import axial_frequencies
 from rlx_jax.trace.weight_part import WeightKey, WeightPart
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the RopeTables stage that makes cos and sin, of `rlx_jax.ir.frequencies`."""
+"""Rotary position embeddings: the RopeTables stage that makes cos and sin, of `rlx_jax.trace.frequencies`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from rlx_jax.errors import RlxWarning, ShapeError, UnboundInputError
 from rlx_jax.ir import hir
-from rlx_jax.ir.frequencies import Frequencies, frequencies
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.frequencies import Frequencies, frequencies
 
 MAX_TABLE = 2**20  # bytes: tables are constants of the program
 

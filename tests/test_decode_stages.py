@@ -38,11 +38,11 @@ from rlx_jax.errors import (
     UnboundInputError,
 )
 from rlx_jax.generate.kv_cache import LayerKvCache, bucket_decode_mask, bucket_positions
-from rlx_jax.ir.frequencies import frequencies
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.hir import GrowingAttention
 from rlx_jax.lowering.mir.cse import cse
 from rlx_jax.models.decoder import Decode, as_decode
+from rlx_jax.trace.frequencies import frequencies
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
 

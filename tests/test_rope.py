@@ -10,7 +10,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.errors import GraphError, ShapeError
-from rlx_jax.ir.frequencies import axial_frequencies
+from rlx_jax.trace.frequencies import axial_frequencies
 from tests.oracles import hugging_face, numpy_reference
 from tests.oracles import op_formulas as formula
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -216,17 +217,7 @@ def symbols_of(dim: DimLike) -> frozenset[str]:
     """Names of the symbols in a dimension."""
     if is_static(dim):
         return frozenset()
-    text = str(dim)
-    return frozenset(name for name in _SYMBOLS if name in text and _mentions(text, name))
-
-
-def _mentions(text: str, name: str) -> bool:
-    for at in range(len(text)):
-        if text.startswith(name, at):
-            before, after = text[at - 1 : at], text[at + len(name) : at + len(name) + 1]
-            if not (before.isalnum() or before == "_" or after.isalnum() or after == "_"):
-                return True
-    return False
+    return frozenset(re.findall(r"[^\W\d]\w*", str(dim))) & _SYMBOLS.keys()
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, ShapeError, quote, shown
 from rlx_jax.ir import hir
-from rlx_jax.ir.frequencies import Frequencies, axial_frequencies, frequencies
 from rlx_jax.ir.graph import Graph, Value
 from rlx_jax.ir.types import TensorType, is_float, is_static, symbol
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.control import Control
+from rlx_jax.trace.frequencies import Frequencies, axial_frequencies, frequencies
 from rlx_jax.trace.weight_part import WeightKey
 from rlx_jax.trace.writer import Shape, V, is_number
 

@@ -13,9 +13,10 @@ from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Constant, located
 from rlx_jax.ir.ops.custom import small_constant
-from rlx_jax.ir.token_step import UsersStep, traced_step
+from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.trace.attention import Attending
+from rlx_jax.trace.user_step import UsersStep
 from rlx_jax.trace.weight_part import WeightKey
 from rlx_jax.trace.writer import Shape, V, is_number
 
