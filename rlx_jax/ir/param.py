@@ -23,36 +23,28 @@ from rlx_jax.ir.stored import Conflict as Conflict
 from rlx_jax.ir.stored import Cut as Cut
 from rlx_jax.ir.stored import Dequantized as Dequantized
 from rlx_jax.ir.stored import Key as Key
+from rlx_jax.ir.stored import OverOne, cut_to, part_of
 from rlx_jax.ir.stored import Parts as Parts
 from rlx_jax.ir.stored import Role as Role
 from rlx_jax.ir.stored import Roles as Roles
 from rlx_jax.ir.stored import Sliced as Sliced
 from rlx_jax.ir.stored import Strided as Strided
-from rlx_jax.ir.stored import cut_to, part_of
 from rlx_jax.ir.types import TensorType, is_float, short_name, widens
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(OverOne):
     """A rank-2 program with its axes swapped."""
 
     of: Program
-    lossy: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
 
     @property
     def type(self) -> TensorType:
         return TensorType(self.of.type.shape[::-1], self.of.type.dtype)
 
-    @property
-    def parts(self) -> tuple[Program, ...]:
-        return (self.of,)
-
     def __str__(self) -> str:
         return f"transpose({self.of})"
-
-    def over(self, *parts: Program) -> Program:
-        return Transposed(parts[0])
 
     def box(self, box: Box) -> Program:
         return Transposed(boxed(self.of, box[::-1]))
@@ -71,12 +63,11 @@ class Transposed:
 
 
 @dataclass(frozen=True)
-class Permuted:
+class Permuted(OverOne):
     """A program with its axes in another order: axis i is axis `axes[i]` of what it is made of."""
 
     of: Program
     axes: tuple[int, ...]
-    lossy: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -87,15 +78,8 @@ class Permuted:
     def type(self) -> TensorType:
         return TensorType(tuple(self.of.type.shape[axis] for axis in self.axes), self.of.type.dtype)
 
-    @property
-    def parts(self) -> tuple[Program, ...]:
-        return (self.of,)
-
     def __str__(self) -> str:
         return f"permute({self.of}; {', '.join(map(str, self.axes))})"
-
-    def over(self, *parts: Program) -> Program:
-        return Permuted(parts[0], self.axes)
 
     def box(self, box: Box) -> Program:
         return Permuted(boxed(self.of, tuple(box[self.axes.index(axis)] for axis in range(len(box)))), self.axes)
@@ -115,12 +99,11 @@ class Permuted:
 
 
 @dataclass(frozen=True)
-class Reshaped:
+class Reshaped(OverOne):
     """The elements of a program, in their order, in another shape."""
 
     of: Program
     shape: tuple[int, ...]
-    lossy: ClassVar[bool] = False
     in_place: ClassVar[bool] = False  # what is to be filled may be a part of something larger, which reshape copies
 
     def __post_init__(self) -> None:
@@ -131,15 +114,8 @@ class Reshaped:
     def type(self) -> TensorType:
         return TensorType(self.shape, self.of.type.dtype)
 
-    @property
-    def parts(self) -> tuple[Program, ...]:
-        return (self.of,)
-
     def __str__(self) -> str:
         return f"reshape({self.of}; {', '.join(map(str, self.shape))})"
-
-    def over(self, *parts: Program) -> Program:
-        return Reshaped(parts[0], self.shape)
 
     def box(self, box: Box) -> Program:
         """Of axes that were one or become one, whole rows are read, and cut where the box has less of them."""
@@ -162,20 +138,15 @@ class Reshaped:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(OverOne):
     """Another dtype. Widening is exact; narrowing is lossy."""
 
     of: Program
     dtype: np.dtype[Any]
-    in_place: ClassVar[bool] = False
 
     @property
     def type(self) -> TensorType:
         return self.of.type.with_dtype(self.dtype)
-
-    @property
-    def parts(self) -> tuple[Program, ...]:
-        return (self.of,)
 
     @property
     def lossy(self) -> bool:
@@ -195,12 +166,6 @@ class Cast:
 
     def cut(self, value: Any) -> tuple[Any, ...]:
         return (value,)
-
-    def name(self, *names: str) -> str:
-        return names[0]
-
-    def roles(self, *parts: Roles) -> Roles:
-        return parts[0]
 
 
 @dataclass(frozen=True)
@@ -334,7 +299,7 @@ class Zeros:
 
 
 @dataclass(frozen=True)
-class Padded:
+class Padded(OverOne):
     """A program with zeros behind it along an axis, up to `size`: a vocabulary that devices share evenly.
 
     Read backwards the padding is dropped, whatever it holds by then, so that what is stored keeps its shape.
@@ -343,7 +308,6 @@ class Padded:
     of: Program
     axis: int
     size: int
-    lossy: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -367,9 +331,6 @@ class Padded:
     def __str__(self) -> str:
         return f"pad({self.of}; axis={self.axis}, {self.size})"
 
-    def over(self, *parts: Program) -> Program:
-        return Padded(parts[0], self.axis, self.size)
-
     def box(self, box: Box) -> Program:
         found = [
             boxed(self.parts[number], inside)
@@ -383,12 +344,6 @@ class Padded:
     def cut(self, value: Any) -> tuple[Any, ...]:
         real = self.of.type.shape[self.axis]
         return value[rows(self.axis, 0, real)], value[rows(self.axis, real, None)]
-
-    def name(self, *names: str) -> str:
-        return names[0]
-
-    def roles(self, *parts: Roles) -> Roles:
-        return parts[0]
 
 
 Stored = Key | Sliced | Strided | Dequantized | Cut

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -97,6 +97,31 @@ class ProgramStep(Protocol):
         """What its axes are, of what those of its parts are."""
 
 
+class OverOne:
+    """What most steps have in common: one program `of`, whose roles and name they have; they are exact, and what fills
+    them fills an array of their own."""
+
+    in_place: ClassVar[bool] = False
+
+    @property
+    def lossy(self) -> bool:
+        return False
+
+    @property
+    def parts(self: Any) -> tuple[Any, ...]:
+        return (self.of,)
+
+    def over(self, *parts: Any) -> Any:
+        step: Any = self
+        return replace(step, of=parts[0])
+
+    def name(self, *names: str) -> str:
+        return names[0]
+
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]
+
+
 @dataclass(frozen=True)
 class Key:
     """The tensor stored under a checkpoint key, as it is."""
@@ -145,7 +170,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Sliced:
+class Sliced(OverOne):
     """`start` to `stop` along an axis of a stored tensor, or of such a part: one projection of several that are stored
     as one.
 
@@ -156,8 +181,6 @@ class Sliced:
     axis: int
     start: int
     stop: int
-    lossy: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         shape = self.of.type.shape
@@ -184,10 +207,6 @@ class Sliced:
     @property
     def type(self) -> TensorType:
         return _indexed(self.of.type, self.index)
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        return (self.of,)
 
     def __str__(self) -> str:
         return f"{self.of}{index_text(self.index)}"
@@ -221,7 +240,7 @@ class Sliced:
 
 
 @dataclass(frozen=True)
-class Dequantized:
+class Dequantized(OverOne):
     """The numbers of a packed tensor, decoded row by row and rounded to `dtype`, a floating one.
 
     The type of `of` is that of the bytes, uint8 `[..., k / elements · bytes]`; the type of this is the logical one,
@@ -232,7 +251,6 @@ class Dequantized:
     scheme: str
     dtype: np.dtype[Any]
     lossy: ClassVar[bool] = True
-    in_place: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         decoder_of(self.scheme, f"dequantize({self.of})")
@@ -255,10 +273,6 @@ class Dequantized:
         per_byte = scheme.elements if part.axis == part.of.type.rank - 1 else scheme.bytes
         start, stop = (edge * per_byte // scheme.bytes for edge in (part.start, part.stop))
         return Sliced(self.over(part.of).logical, part.axis, start, stop)
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        return (self.of,)
 
     def __str__(self) -> str:
         return f"dequantize({self.of}, {self.scheme})"
@@ -287,12 +301,9 @@ class Dequantized:
     def name(self, *names: str) -> str:
         return str(self.logical)
 
-    def roles(self, *parts: Roles) -> Roles:
-        return parts[0]
-
 
 @dataclass(frozen=True)
-class Strided:
+class Strided(OverOne):
     """Every `step`-th row of a program along an axis, from `start` on: one of `step` projections that are stored
     interleaved. `start` lies before `step`, which divides the axis.
 
@@ -303,8 +314,6 @@ class Strided:
     axis: int
     start: int
     step: int
-    lossy: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         shape = self.of.type.shape
@@ -321,20 +330,14 @@ class Strided:
     def type(self) -> TensorType:
         return _indexed(self.of.type, self.index)
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        return (self.of,)
-
     def __str__(self) -> str:
         return f"{self.of}{index_text(self.index)}"
-
-    def over(self, *parts: Any) -> Strided:
-        return Strided(parts[0], self.axis, self.start, self.step)
 
     def box(self, box: Box) -> Strided:
         first, stop = box[self.axis]
         around = (*box[: self.axis], (first * self.step, stop * self.step), *box[self.axis + 1 :])
-        return self.over(self.of if around == full(self.of.type.shape) else self.of.box(around))
+        found: Strided = self.over(self.of if around == full(self.of.type.shape) else self.of.box(around))
+        return found
 
     def join(self, *values: Any) -> Any:
         return values[0][self.index]
@@ -345,12 +348,9 @@ class Strided:
     def name(self, *names: str) -> str:
         return f"{names[0]}{index_text(self.index)}"
 
-    def roles(self, *parts: Roles) -> Roles:
-        return parts[0]
-
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(OverOne):
     """A box of a value that is made whole: inside of a packed block, or across the rows of a reshape.
 
     Only `box` makes one, for reading. No leaf is one, as nothing reads it backwards.
@@ -358,22 +358,13 @@ class Cut:
 
     of: ProgramStep
     inside: Box
-    lossy: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
 
     @property
     def type(self) -> TensorType:
         return _indexed(self.of.type, slices(self.inside))
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        return (self.of,)
-
     def __str__(self) -> str:
         return f"{self.of}{index_text(slices(self.inside))}"
-
-    def over(self, *parts: Any) -> Cut:
-        return Cut(parts[0], self.inside)
 
     def box(self, box: Box) -> Cut:
         return Cut(self.of, moved(box, [start for start, _ in self.inside]))
@@ -386,9 +377,6 @@ class Cut:
 
     def name(self, *names: str) -> str:
         return str(self)
-
-    def roles(self, *parts: Roles) -> Roles:
-        return parts[0]
 
 
 def _indexed(whole: TensorType, index: Index) -> TensorType:
