@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from rlx_jax.ir.traits import BLOCK, BlockTraits
 from rlx_jax.ir.types import DimLike, TensorType, is_float
 
 F32 = np.dtype(np.float32)
+Values = Sequence[Value]
+Start = Values | None
+"""The state that a block runs behind, by slot; None: the initial values."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,7 @@ class CarriesState(Protocol):
         ...
 
     def expand_from(
-        self,
-        b: Builder,
-        operands: Sequence[Value],
-        start: Sequence[Value] | None = None,
-        lengths: Value | None = None,
-        every: bool = False,
+        self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
         """The ops of the block, behind a state.
 
@@ -96,6 +94,14 @@ class CarriesState(Protocol):
             every: whether the state after each token is wanted.
         """
         ...
+
+
+class FromNothing:
+    """The forward program of a block that carries a state."""
+
+    def expand(self: Any, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        ran: BlockRun = self.expand_from(b, operands)
+        return ran.results
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ def initial_value(b: Builder, slot: StateSlot, operands: Sequence[Value]) -> Val
 
 
 @dataclass(frozen=True)
-class Recurrent(Hir):
+class Recurrent(FromNothing, Hir):
     """A user's `state, y_t = step(state, x_t, *params)` along the tokens: see `TokenScan`.
 
     Operands: `tokens` values `[B, S, …]`, the parameters of the step, then the initial values that are values. The step
@@ -185,16 +191,8 @@ class Recurrent(Hir):
         """Those of the initial state."""
         return self.state
 
-    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        return self.expand_from(b, operands).results
-
     def expand_from(
-        self,
-        b: Builder,
-        operands: Sequence[Value],
-        start: Sequence[Value] | None = None,
-        lengths: Value | None = None,
-        every: bool = False,
+        self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
         """See `CarriesState`."""
         n = len(self.state)
@@ -210,7 +208,7 @@ class Recurrent(Hir):
 
 
 @dataclass(frozen=True)
-class CausalWindow(Hir):
+class CausalWindow(FromNothing, Hir):
     """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
 
     Its state are the last `width − 1` tokens.
@@ -231,16 +229,8 @@ class CausalWindow(Hir):
         held = TensorType((self.width - 1, *x.shape[2:]), F32 if is_float(x.dtype) else x.dtype)
         return (StateSlot("window", held),) if self.width > 1 else ()
 
-    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        return self.expand_from(b, operands).results
-
     def expand_from(
-        self,
-        b: Builder,
-        operands: Sequence[Value],
-        start: Sequence[Value] | None = None,
-        lengths: Value | None = None,
-        every: bool = False,
+        self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
         """See `CarriesState`."""
         (x,) = operands

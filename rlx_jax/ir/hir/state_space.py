@@ -5,7 +5,6 @@ Each follows the protocol of `rlx_jax.ir.hir.recurrent`. Heads are packed: head 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
-from rlx_jax.ir.hir.recurrent import BlockRun, StateSlot, rows_behind
+from rlx_jax.ir.hir.recurrent import BlockRun, FromNothing, Start, StateSlot, Values, rows_behind
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Unary, Where, in_dtype
@@ -58,7 +57,7 @@ class TimeSteps(Hir):
 
 
 @dataclass(frozen=True)
-class CausalConv(Hir):
+class CausalConv(FromNothing, Hir):
     """Each channel convolved with its own window over the last J tokens: x `[B,S,C]`, w `[C,J]` or as checkpoints have
     it `[C,1,J]`, with `bias` that `[C]` → `[B,S,C]`. See `CausalConvOp`. State: the last J−1 rows of x. `role`: what
     its channels are (`rlx_jax.ir.roles`)."""
@@ -81,16 +80,8 @@ class CausalConv(Hir):
         width = int(w.shape[-1]) - 1
         return (StateSlot("conv", TensorType((width, x.shape[2]), F32), (None, self.role)),) if width else ()
 
-    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        return self.expand_from(b, operands).results
-
     def expand_from(
-        self,
-        b: Builder,
-        operands: Sequence[Value],
-        start: Sequence[Value] | None = None,
-        lengths: Value | None = None,
-        every: bool = False,
+        self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
         """See `CarriesState`."""
         x, w, *bias = operands
@@ -105,7 +96,7 @@ class CausalConv(Hir):
 
 
 @dataclass(frozen=True)
-class GatedDelta(Hir):
+class GatedDelta(FromNothing, Hir):
     """The gated delta rule over packed heads: q, k `[B,S,Hk·K]`, v `[B,S,Hv·V]`, g and beta `[B,S,Hv]` → `[B,S,Hv·V]`.
     See `GatedDeltaOp`. State: `[Hv,K,V]`.
 
@@ -135,16 +126,8 @@ class GatedDelta(Hir):
         keys, width = (int(operands[i].shape[2]) // heads for i, heads in ((1, self.key_heads), (2, self.value_heads)))
         return (StateSlot("delta", TensorType((self.value_heads, keys, width), F32), ("heads", None, None)),)
 
-    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        return self.expand_from(b, operands).results
-
     def expand_from(
-        self,
-        b: Builder,
-        operands: Sequence[Value],
-        start: Sequence[Value] | None = None,
-        lengths: Value | None = None,
-        every: bool = False,
+        self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
         """See `CarriesState`."""
         q, k, v, g, beta = operands
@@ -166,7 +149,7 @@ class GatedDelta(Hir):
 
 
 @dataclass(frozen=True)
-class SelectiveScan(Hir):
+class SelectiveScan(FromNothing, Hir):
     """A selective scan over packed heads: x `[B,S,H·P]`, Δ `[B,S,H]`, A `[H]` or `[H,N]`, B and C `[B,S,G·N]` →
     `[B,S,H·P]`. See `SelectiveScanOp`. State: `[H,P,N]`. `groups` G divides `heads` H."""
 
@@ -191,16 +174,8 @@ class SelectiveScan(Hir):
         width, size = (int(operands[i].shape[2]) // n for i, n in ((0, self.heads), (3, self.groups)))
         return (StateSlot("ssm", TensorType((self.heads, width, size), F32), ("heads", None, None)),)
 
-    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        return self.expand_from(b, operands).results
-
     def expand_from(
-        self,
-        b: Builder,
-        operands: Sequence[Value],
-        start: Sequence[Value] | None = None,
-        lengths: Value | None = None,
-        every: bool = False,
+        self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
         """See `CarriesState`."""
         x, dt, a, gate, query = operands
