@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import RlxError
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.order import TopK
@@ -114,13 +113,8 @@ def interpret(graph: Graph, env: Env) -> tuple[AnyArray, ...]:
     """The outputs of `graph`; `env.state` is updated with what it writes."""
     values: dict[Value, AnyArray] = {}
     for number, node in enumerate(graph.nodes):
-        path = path_text(bind_path(node.origin.path, env.iteration)) or graph.name
-        try:
-            with jax.named_scope(path):
-                results = _run(graph, node, tuple(values[v] for v in node.inputs), env)
-        except RlxError as error:  # a function that captured what has changed
-            error.locate(path)
-            raise
+        with jax.named_scope(path_text(bind_path(node.origin.path, env.iteration)) or graph.name):
+            results = _run(graph, node, tuple(values[v] for v in node.inputs), env)
         values.update({Value(number, i): r for i, r in enumerate(results)})
     written = {leaf.key(env.iteration): values[v] for leaf, v in graph.writes}
     env.state.update(written)
