@@ -268,6 +268,15 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+def test_the_scale_of_a_new_adapter() -> None:
+    """alpha / rank, and alpha / √rank of rank-stabilised ones; alpha is the rank by default."""
+    cases: list[tuple[dict[str, Any], float]] = [({}, 1.0), ({"alpha": 8}, 2.0), ({"alpha": 8, "rslora": True}, 4.0)]
+    for options, scale in cases:
+        flow = rlx.lora(rlx.recipe_for(adapters.BASE), "layers.*.mlp.up_proj", rank=4, **options).assemble()
+        (wrapper,) = {edit.wrapper for edit in flow._block_edits}
+        assert wrapper.scale == scale
+
+
 @pytest.mark.parametrize("case", MISUSE)
 def test_misuse_is_told(case: str) -> None:
     """By what was asked for; more is in `golden/refusals/models.md`."""
