@@ -21,61 +21,32 @@ FAMILIES = sorted({file.parent.parent: file.parent for file in FIXTURES.rglob("c
 CLIP = FIXTURES / "vision" / "dual" / "clip"
 TOKENS = load_record(LLAMA)["tokens"]
 
-HARMLESS: dict[str, Any] = {
-    **{
-        name: 0.1
-        for name in """
-        activation_dropout attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout
-        dropout embd_pdrop embedding_dropout hidden_dropout hidden_dropout_prob initializer_cutoff_factor
-        initializer_factor initializer_range layerdrop mlp_dropout neftune_noise_alpha resid_dropout resid_pdrop
-        residual_dropout router_aux_loss_coef router_jitter_noise summary_first_dropout
-        """.split()
-    },
-    **{
-        name: True
-        for name in """
-        _attn_implementation_autoset _flash_attn_2_enabled do_sample flash_attn freeze_backbone freeze_word_embeddings
-        fp16 gradient_checkpointing output_router_logits output_past return_dict return_dict_in_generate torchscript
-        unsloth_fixed use_cache use_flash_attention use_flash_attn use_flash_attention_2 use_return_dict
-        """.split()
-    },
-    **{
-        name: False
-        for name in """
-        add_cross_attention alibi early_stopping is_decoder is_encoder_decoder output_attentions output_hidden_states
-        tie_encoder_decoder use_bidirectional_attention use_mrope use_sliding_window
-        """.split()
-    },
-    **{
-        name: None
-        for name in """
-        a_field_that_is_not_set attn_logit_softcapping cross_attention_hidden_size problem_type pruned_heads
-        quantization_config rope_scaling task_specific_params
-        """.split()
-    },
-    **{
-        name: "somewhere"
-        for name in """
-        _commit_hash _name_or_path _attn_implementation attn_implementation base_model_name_or_path directionality
-        dtype finetuning_task loss_type summary_type tokenizer_class tokenizer_name tokenizer_padding_side torch_dtype
-        transformers_version unsloth_version
-        """.split()
-    },
-    **{
-        name: 2
-        for name in """
-        bos_token_id cls_token_id max_length max_new_tokens max_sequence_length model_max_length
-        num_beams num_return_sequences sep_token_id temperature top_k unk_token_id
-        """.split()
-    },
-    "id2label": {"0": "a"},
-    "label2id": {"a": 0},
-    "partial_rotary_factor": 1.0,
-    "pretraining_tp": 1,
-    "sentence_transformers": {"version": "5.0.0"},
-    "suppress_tokens": [1],
-    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
-}
+NAMES: list[tuple[Any, str]] = [
+    (
+        0.1,
+        "activation_dropout attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout",
+    ),
+    (0.1, "dropout embd_pdrop embedding_dropout hidden_dropout hidden_dropout_prob initializer_cutoff_factor"),
+    (0.1, "initializer_factor initializer_range layerdrop mlp_dropout neftune_noise_alpha resid_dropout resid_pdrop"),
+    (0.1, "classifier_dropout residual_dropout router_aux_loss_coef router_jitter_noise summary_first_dropout"),
+    (True, "_attn_implementation_autoset _flash_attn_2_enabled do_sample flash_attn freeze_backbone fp16 return_dict"),
+    (True, "freeze_word_embeddings gradient_checkpointing output_router_logits output_past return_dict_in_generate"),
+    (True, "torchscript unsloth_fixed use_cache use_flash_attention use_flash_attn use_flash_attention_2"),
+    (True, "use_return_dict"),
+    (False, "add_cross_attention alibi early_stopping is_decoder is_encoder_decoder output_attentions use_mrope"),
+    (False, "output_hidden_states tie_encoder_decoder use_bidirectional_attention use_sliding_window"),
+    (None, "a_field_that_is_not_set attn_logit_softcapping cross_attention_hidden_size problem_type pruned_heads"),
+    (None, "quantization_config rope_scaling task_specific_params"),
+    ("somewhere", "_commit_hash _name_or_path _attn_implementation attn_implementation base_model_name_or_path dtype"),
+    ("somewhere", "directionality finetuning_task loss_type summary_type tokenizer_class tokenizer_name torch_dtype"),
+    ("somewhere", "tokenizer_padding_side transformers_version unsloth_version"),
+    (2, "bos_token_id cls_token_id max_length max_new_tokens max_sequence_length model_max_length num_beams"),
+    (2, "num_return_sequences sep_token_id temperature top_k unk_token_id"),
+]
+HARMLESS: dict[str, Any] = {name: value for value, names in NAMES for name in names.split()}
+HARMLESS |= {"id2label": {"0": "a"}, "label2id": {"a": 0}, "partial_rotary_factor": 1.0, "pretraining_tp": 1}
+HARMLESS |= {"sentence_transformers": {"version": "5.0.0"}, "suppress_tokens": [1]}
+HARMLESS |= {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}}
 
 
 @pytest.mark.parametrize("directory", FAMILIES, ids=lambda p: p.parent.name)
