@@ -18,8 +18,8 @@ from rlx_jax.encode.images import ImageProcessor as ImageProcessor
 from rlx_jax.encode.vision import VisionEncoder as VisionEncoder
 from rlx_jax.errors import RlxError as RlxError
 from rlx_jax.flow import ModelFlow as ModelFlow
-from rlx_jax.generate.answers import Completion as Completion
 from rlx_jax.generate.causal import CausalLM as CausalLM
+from rlx_jax.generate.generation import Completion as Completion
 from rlx_jax.generate.load import load as load
 from rlx_jax.generate.sampler import Sampler as Sampler
 from rlx_jax.generate.scoring import Score as Score

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlx_jax.errors import RequestError, SequenceLengthError, UnsupportedError, listing
 from rlx_jax.generate.causal import CausalLM
-from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.sampler import OPTIONS, Sampler
 from rlx_jax.text.requests import whole_number
 
 MISSING: ModuleNotFoundError | None = None
@@ -27,8 +27,6 @@ except ModuleNotFoundError as error:  # told where it is used, as tools that lis
 
 MAX_LENGTH = 2048
 """Tokens of a row where the model knows no limit, as in the `hf` model."""
-FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Arguments of generation that a `Sampler` has, by the same names."""
 
 
 class LMEval(TemplateLM):  # type: ignore[misc]
@@ -161,8 +159,8 @@ class LMEval(TemplateLM):  # type: ignore[misc]
         given = dict(normalize_gen_kwargs(dict(wanted), self.max_gen_toks))
         until, budget = given.pop("until", None) or [], given.pop("max_gen_toks")
         given.pop("do_sample", None)  # the temperature says it, as normalised
-        if unknown := [name for name in given if name not in FILTERS]:
-            raise RequestError(f"LMEval: arguments of generation {listing(unknown)}; expected {listing(FILTERS)}")
+        if unknown := [name for name in given if name not in OPTIONS]:
+            raise RequestError(f"LMEval: arguments of generation {listing(unknown)}; expected {listing(OPTIONS)}")
         if budget >= self.max_length:
             raise SequenceLengthError(
                 f"LMEval: {budget} new tokens, and a row has {self.max_length}; give max_gen_toks in the task or here"

@@ -99,25 +99,6 @@ def test_ends_and_strings(lm: Any) -> None:
     assert nothing == [rlx.Completion("", (), (), ())] * 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n": 0}, "n is 0; expected an integer of at least 1"),
-        ({"n": 2.0}, "n is 2.0"),
-        ({"n": 3}, "n is 3, and a greedy sampler gives one answer"),
-        ({"logprobs": -1}, "logprobs is -1"),
-        ({"logprobs": True}, "logprobs is True"),
-        ({"logprobs": V + 1}, "logprobs is 390; the model has 389 tokens"),
-        ({"logprobs": 1, "speculative": "prompt"}, "logprobs= and speculative= do not go together"),
-        ({"n": 2, "sampler": rlx.Sampler(1.0), "speculative": "prompt"}, "n= and speculative= do not go together"),
-    ],
-)
-def test_refused(arguments: dict[str, Any], message: str, lm: Any) -> None:
-    """By name, before anything runs."""
-    with pytest.raises(errors.RequestError, match=message):
-        lm.generate([5, 6], **arguments)
-
-
 # -- every k, family and mesh ------------------------------------------------------------------
 
 

@@ -30,14 +30,12 @@ from rlx_jax.blocks import (
 from rlx_jax.errors import (
     DeriveError,
     GraphError,
-    RequestError,
     RlxError,
     SequenceLengthError,
     ShapeError,
     TokenIdError,
     UnboundInputError,
 )
-from rlx_jax.generate.kv_cache import LayerKvCache, bucket_decode_mask, bucket_positions
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.hir import GrowingAttention
 from rlx_jax.lowering.mir.cse import cse
@@ -45,7 +43,9 @@ from rlx_jax.models.decoder import Decode, as_decode
 from rlx_jax.trace.frequencies import frequencies
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
+from tests.test_examples import example
 
+CACHE = example("explicit_cache")
 BATCH, SEQ, VOCABULARY = 2, 7, 53
 Arrays = dict[str, np.ndarray[Any, Any]]
 CONFIG = {
@@ -107,7 +107,8 @@ def arrays(outputs: Mapping[str, Any]) -> Arrays:
 
 def past_of(outputs: Mapping[str, Any]) -> Arrays:
     """The keys and values that a call gave, as inputs of the next."""
-    return LayerKvCache.from_layer_outputs(outputs).inputs()
+    inputs: Arrays = CACHE.next_inputs(outputs)
+    return inputs
 
 
 def close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], tolerance: float = 2e-6) -> None:
@@ -265,64 +266,28 @@ def test_a_cache_padded_to_a_bucket(family: str) -> None:
     Padding takes no place in a sliding window.
     """
     step, want, upper = stepper(family, custom_mask=True), whole(family), 9
-    cache = LayerKvCache.from_layer_outputs(forward(family)(TOKENS[:, :3]))
+    cache = arrays(past_of(forward(family)(TOKENS[:, :3])))
     compiles = None
     for at in range(3, SEQ):
         given = {
-            "mask": bucket_decode_mask(at, upper, 1, BATCH),
-            "position_ids": bucket_positions(at, 1, BATCH),
-            **cache.pad_layers_to_upper(upper).inputs(),
+            "mask": CACHE.bucket_mask(at, upper, 1, BATCH),
+            "position_ids": CACHE.bucket_positions(at, 1, BATCH),
+            **CACHE.padded_cache(cache, upper),
         }
         outputs = arrays(step(TOKENS[:, at : at + 1], **given))
         compiles = compiles or step.report().compiles
         close(outputs["logits"], want["logits"][:, at : at + 1])
-        cache = cache.advance_from_decode_outputs(outputs, upper)
-        assert cache.length == at + 1 and cache.batch == BATCH
+        cache = CACHE.advanced_cache(cache, outputs, upper)
     assert step.report().compiles == compiles
     for i in range(2):
-        close(cache.keys[i], want[f"kv.{i}.k"])
-        close(cache.values[i], want[f"kv.{i}.v"])
+        for kind in "kv":
+            close(cache[f"past_{kind}_{i}"], want[f"kv.{i}.{kind}"])
 
 
-def test_mistakes_with_a_cache() -> None:
-    """Too small a bucket, outputs of something else."""
-    outputs = whole("llama")
-    cache = LayerKvCache.from_layer_outputs(outputs)
-    with pytest.raises(SequenceLengthError, match="7 tokens does not fit 6"):
-        cache.pad_layers_to_upper(6)
-    with pytest.raises(SequenceLengthError, match="7 tokens does not fit 6"):
-        bucket_decode_mask(7, 6)
-    for upper in (None, "x", 2**40, -1, True):
-        with pytest.raises(SequenceLengthError, match=r"upper is .*; expected an integer from 0"):
-            cache.pad_layers_to_upper(upper)  # type: ignore[arg-type]
-    mistakes: list[tuple[Callable[[], Any], str]] = [
-        (lambda: bucket_positions(-1), "past is -1"),
-        (lambda: bucket_positions(2**31), "past is 2147483648"),
-        (lambda: bucket_positions(2**30, 1), "past [+] new is 1073741825"),
-        (lambda: bucket_positions(0, new=0), "new is 0; expected an integer from 1"),
-        (lambda: bucket_decode_mask(0, 4, batch=2**40), "batch is"),
-        (lambda: bucket_decode_mask("x", 4), "past is 'x'"),  # type: ignore[arg-type]
-        (lambda: cache.advance_from_decode_outputs(outputs, "x"), "upper is 'x'"),  # type: ignore[arg-type]
-    ]
-    for call, message in mistakes:
-        with pytest.raises(SequenceLengthError, match=message):
-            call()
-    nothing: Any = None
-    with pytest.raises(RequestError, match="outputs: expected the dict that a model returns, got None"):
-        LayerKvCache.from_layer_outputs(nothing)
-    with pytest.raises(ShapeError, match="keys: expected a tuple of arrays .* got None"):
-        LayerKvCache(nothing, nothing)
+def test_a_position_that_is_none() -> None:
+    """Is refused before anything runs."""
     with pytest.raises(TokenIdError, match=r"position_ids: id -1 at \(0, 0\)"):
-        past = cache.inputs()
-        stepper("llama")(TOKENS[:, :1], position_ids=np.full((BATCH, 1), -1, np.int32), **past)
-    with pytest.raises(RequestError, match=r"kv.1.v.*export_kv=True"):
-        LayerKvCache.from_layer_outputs({n: v for n, v in outputs.items() if n != "kv.1.v"})
-    with pytest.raises(RequestError, match="export_kv=True"):
-        LayerKvCache.from_layer_outputs({"logits": outputs["logits"]})
-    with pytest.raises(ShapeError, match="2 layers of 2 × 7 rows; expected 2 of 2 × more than 7"):
-        cache.advance_from_decode_outputs(outputs)
-    with pytest.raises(ShapeError, match=r"\[B, P, K·D\] for each layer"):
-        LayerKvCache(cache.keys, cache.values[:1])
+        stepper("llama")(TOKENS[:, :1], position_ids=np.full((BATCH, 1), -1, np.int32), **past_of(whole("llama")))
 
 
 # -- where the tables come from --------------------------------------------------------------------

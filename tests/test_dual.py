@@ -284,31 +284,6 @@ def test_one_set_of_parameters(tmp_path: Path) -> None:
 # -- requests ----------------------------------------------------------------------------------
 
 
-def test_requests_that_are_refused() -> None:
-    """By name, before anything runs."""
-    both = dual("clip")
-    for texts, match in (
-        ([[]], r"texts\[0\] has no token ids"),
-        (5, "expected a string, token ids, or a list of them, got int"),
-    ):
-        with pytest.raises(errors.RequestError, match=match):
-            both.embed(texts)
-    vector = np.ones((2, 14), np.float32)
-    for asked in ({"texts": vector, "images": []}, {"texts": ["w3"], "images": vector}):
-        with pytest.raises(errors.RequestError, match=r"floats \[2, 14\]: similarity makes the vectors"):
-            both.similarity(**asked)
-    with pytest.raises(
-        errors.TokenIdError, match=r"texts\[0\]\[1\]: id 61 is not in \[0, 61\)|texts\[0\]: id 61 is not"
-    ):
-        both.embed([[1, 61]])
-    with pytest.raises(errors.SequenceLengthError, match="13 positions, the model knows 12"):
-        both.embed([[5] * 13])
-    with pytest.raises(errors.RequestError, match=r"texts\[1\]: expected a string, as texts\[0\] is"):
-        both.embed(["w3", [5]])
-    with pytest.raises(errors.RequestError, match=r"images\[0\]: expected u8"):
-        both.similarity("w3", [np.zeros((4, 4, 3))])
-
-
 def test_towers_of_your_own() -> None:
     """Flows with outputs `pooled`; without a flow for it, the similarity is the cosine; what is missing is named."""
     rng = np.random.default_rng(0)

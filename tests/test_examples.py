@@ -68,14 +68,20 @@ def shown_pairs(side: int, end: int) -> tuple[np.ndarray[Any, Any], np.ndarray[A
 
 def test_all_are_here_and_short() -> None:
     """A script that nobody runs would rot; one that is long is no example."""
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"gpt2", "clip", "mixtral", "lora"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"gpt2", "clip", "mixtral", "lora", "explicit_cache"}
     for path in EXAMPLES.glob("*.py"):
         body = path.read_text("utf-8").split('"""', 2)[2].splitlines()
         code = [line for line in body if line.strip() and not line.startswith(("import ", "from "))]
         assert len(code) <= 92, (path.name, len(code))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "clip", "mixtral", "lora"])
+def test_a_cache_that_the_caller_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Padded to a bucket, it gives the tokens of `generate`."""
+    run("explicit_cache", LLAMA)
+    assert capsys.readouterr().out == f"{rlx.load(LLAMA).generate([3, 1, 4], 16)}\n"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "clip", "mixtral", "lora", "explicit_cache"])
 def test_without_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What is to be given, and status 2, as every command has it."""
     with pytest.raises(SystemExit) as left:

@@ -15,11 +15,11 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import Custom, LlamaDecoderSpec, MaskKind, RopeTables
 from rlx_jax.errors import DeriveError, DTypeError, GraphError, ShapeError
-from rlx_jax.generate.kv_cache import LayerKvCache
 from rlx_jax.ir import hir
 from rlx_jax.models.decoder import as_decode
 from tests.small import compiled, profile, w
 from tests.test_derive import CONTEXT, EMBEDDING, MIXERS, H, head, llama_layers, llama_weights, tokens_flow
+from tests.test_examples import example
 
 BATCH, SEQ = 2, 8
 TOKENS = np.random.default_rng(2).integers(0, 17, (BATCH, SEQ)).astype(np.int32)
@@ -36,7 +36,8 @@ def of(outputs: Any, name: str = "logits") -> np.ndarray[Any, Any]:
 
 def past_of(outputs: Any) -> dict[str, Any]:
     """The caches that a call gave, as inputs of the next."""
-    return LayerKvCache.from_layer_outputs(outputs).inputs()
+    inputs: dict[str, Any] = example("explicit_cache").next_inputs(outputs)
+    return inputs
 
 
 def close(got: Any, want: Any, tolerance: float = 5e-6) -> None:

@@ -15,10 +15,10 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.compiler.executable import StateArrays
-from rlx_jax.generate.asking import begin
-from rlx_jax.generate.drafting import draft_plan
-from rlx_jax.generate.plan import Request
-from rlx_jax.generate.serving import request_sizes
+from rlx_jax.generate.drafting import drafter_of
+from rlx_jax.generate.generation import start
+from rlx_jax.generate.plan import plan_request
+from rlx_jax.generate.request import Request
 from rlx_jax.generate.speculative import OWN
 from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow
 from rlx_jax.runtime.state import LENGTH
@@ -105,10 +105,10 @@ def test_the_steps_of_the_formulas(directory: Path, lm: Any) -> None:
 
 def test_the_model_and_its_module_share_arrays(lm: Any) -> None:
     """The embedding and the head; the model holds nothing of the module."""
-    plan: Any = draft_plan("mtp", DRAFTS, lm._speaker)
-    own, shared = lm.model.params, plan.params()
+    drafter: Any = drafter_of("mtp", DRAFTS, lm._lm)
+    own, shared = lm.model.params, drafter.params()
     assert {k for k, a in shared.items() if own.get(k) is a} == {"model.embed_tokens.weight", "lm_head.weight"}
-    assert not any(key.startswith("mtp.") for key in own) and plan.model.programs.layout.types().keys() == shared.keys()
+    assert not any(key.startswith("mtp.") for key in own) and drafter.programs.layout.types().keys() == shared.keys()
 
 
 @pytest.mark.slow
@@ -129,9 +129,8 @@ def test_warmed_up(lm: Any, directory: Path) -> None:
 def test_the_state_is_that_of_what_was_taken(lm: Any) -> None:
     """Behind the last step: of the model as if the text had been read at once, recurrent leaves too; of the module as
     many pairs as are certain."""
-    speaker, drafts = lm._speaker, draft_plan("mtp", DRAFTS, lm._speaker)
-    request = Request(tuple(map(tuple, PROMPTS)), NEW, rlx.Sampler(), (), (), 0, drafts=drafts)
-    generation = begin(speaker, request, request_sizes(lm.buckets, [len(p) for p in PROMPTS], NEW, None))
+    request = Request(tuple(map(tuple, PROMPTS)), NEW, drafter=drafter_of("mtp", DRAFTS, lm._lm))
+    generation = start(plan_request(lm._lm, request))
     new = np.concatenate(list(generation), axis=1)
     texts = [[*p, *r[r >= 0].tolist()] for p, r in zip(PROMPTS, new, strict=True)]
     state: StateArrays = generation.state
@@ -253,10 +252,10 @@ def test_inside_a_checkpoint_that_reads_images(directory: Path, tmp_path: Path) 
     )
     with pytest.warns(errors.RlxWarning, match="the text model alone is built, and 0 weights of the others are left"):
         lm: Any = rlx.load(where)
-    plan: Any = draft_plan("mtp", 2, lm._speaker)
+    drafter: Any = drafter_of("mtp", 2, lm._lm)
     stored = read_weights(directory)
     for key in ("mtp.fc.weight", "model.embed_tokens.weight"):
-        np.testing.assert_array_equal(plan.params()[key], stored[key])
+        np.testing.assert_array_equal(drafter.params()[key], stored[key])
 
 
 # -- what is refused ---------------------------------------------------------------------------

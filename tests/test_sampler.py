@@ -106,15 +106,6 @@ def test_draws_follow_the_softmax() -> None:
     assert ((got - 4000 * want) ** 2 / (4000 * want)).sum() < 32.9
 
 
-@pytest.mark.slow
-def test_a_rows_draw_does_not_depend_on_the_others() -> None:
-    """Alone = in batch, bit for bit."""
-    logits = np.random.default_rng(1).normal(0, 1, (5, VOCAB)).astype(np.float32)
-    sampler = Sampler(1.3, top_k=9, top_p=0.9)
-    together = draw(sampler, logits, range(5))
-    assert [draw(sampler, logits[i : i + 1], [i])[0] for i in range(5)] == together.tolist()
-
-
 def test_penalty_and_bias() -> None:
     """Positive logits are divided, negative ones multiplied; a ban is never drawn."""
     logits = np.array([[1.0, 0.9, -0.5, -0.6] + [-9.0] * (VOCAB - 4)], np.float32)

@@ -19,8 +19,9 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.executable import Executable
-from rlx_jax.generate.serving import Sizes, request_sizes, warm_contexts
-from rlx_jax.generate.warming import warm_requests
+from rlx_jax.generate.decode import Sizes
+from rlx_jax.generate.plan import request_sizes
+from rlx_jax.generate.warming import warm_contexts, warm_requests
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.padding import check_buckets
@@ -237,8 +238,7 @@ def test_warm_up_runs_what_any_request_needs(
     buckets = dataclasses.replace(buckets, context=warm_contexts(buckets, new, 64))
     run: set[tuple[str, int, int, int]] = set()
     for rows, length, slots, _ in warm_requests(buckets, SAMPLERS[:1]):
-        sizes = request_sizes(buckets, [length] * rows, slots - length, 64)
-        run |= programs(dataclasses.replace(sizes, slots=slots), slots - length)
+        run |= programs(request_sizes(buckets, [length] * rows, slots - length, 64), slots - length)
     for _ in range(10):
         rows = data.draw(st.integers(1, buckets.batch[-1]))
         longest = data.draw(st.integers(1, 60))
@@ -334,16 +334,6 @@ def test_buckets_are_checked(buckets: Any, error: type[Exception], message: str)
         model(**buckets)
 
 
-def test_warm_up_is_checked(plain: Any) -> None:
-    with pytest.raises(errors.RequestError, match="no buckets.prompt and buckets.batch"):
-        plain.warmup()
-    lm = model(prompt=[4], batch=[1])
-    with pytest.raises(errors.RequestError, match="samplers"):
-        lm.warmup(samplers=[])
-    with pytest.raises(errors.RequestError, match="max_new_tokens"):
-        lm.warmup(max_new_tokens=0)
-
-
 # -- seeds, and another precision --------------------------------------------------------------
 
 
@@ -405,24 +395,6 @@ def test_what_stands_at_padding_is_not_read(plain: Any) -> None:
     _, state = plain.prefill(right, lengths, max_len=16)
     _, state = plain.extend(state, [[-1, -1], [4, -100]], [0, 1])
     assert state.lengths.tolist() == [2, 4]
-
-
-@pytest.mark.parametrize(
-    ("mask", "error", "message"),
-    [
-        ([[1, 0, 1]], errors.RequestError, "row 0 has a hole"),
-        ([[0, 0, 0]], errors.RequestError, "row 0 hides every token"),
-        ([[1, 1]], errors.RequestError, r"expected \[1, 3\]"),
-        ([[2, 1, 1]], errors.RequestError, "expected 0 and 1"),
-        ([[1.0, 1.0, 1.0]], errors.RequestError, "expected 0 and 1, integers or bools, got f64"),
-    ],
-)
-def test_masks_are_checked(plain: Any, mask: Any, error: type[Exception], message: str) -> None:
-    for call in (plain.logits, plain.prefill):
-        with pytest.raises(error, match=message):
-            call([[1, 2, 3]], attention_mask=mask)
-    with pytest.raises(errors.RequestError, match="pass one of them"):
-        plain.logits([[1, 2, 3]], lengths=[3], attention_mask=[[1, 1, 1]])
 
 
 # -- rows that fail ----------------------------------------------------------------------------

@@ -19,11 +19,12 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import GemmaStyle, MaskKind, SideOutputs
 from rlx_jax.errors import GraphError, RlxError, UnboundInputError, UnsupportedError
-from rlx_jax.generate.kv_cache import LayerKvCache, state_inputs
 from rlx_jax.models.decoder import as_decode
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
+from tests.test_examples import example
 
+next_inputs = example("explicit_cache").next_inputs
 H, F, V, N, K, D, P = 8, 6, 11, 2, 1, 4, 3
 EPS = 1e-5
 COS, SIN = (fn(np.outer(np.arange(9), 10000.0 ** (-np.arange(D // 2) * 2 / D))).astype("f4") for fn in (np.cos, np.sin))
@@ -506,7 +507,7 @@ def test_the_decode_flow_of_the_spec(name: str) -> None:
     flow = flow.repeat_layers(2, lambda i: blocks.llama_decode_layer(i, spec, SideOutputs()))
     step = compiled(flow.final_norm(EPS).lm_head(V, H, True))
     given = {"rope_cos": COS[3:5], "rope_sin": SIN[3:5]} if name == "rows as inputs" else {}
-    cache = LayerKvCache.from_layer_outputs(first).inputs()
+    cache = next_inputs(first)
     got = step(SEQ[:, 3:], mask=np.ones((2, 5), "f4"), **cache, **given)
     assert_close(got["logits"], np.asarray(want["logits"])[:, 3:])
     assert_close(got["kv.1.k"], np.asarray(want["kv.1.k"]))
@@ -523,8 +524,9 @@ def test_for_decode_of_models_with_a_state(name: str) -> None:
     step: Any = rlx.compile(as_decode(recipe))
     for at, new in ((4, 2), (6, 2)):
         want, state = lm.extend(state, ids[:, at : at + new])
-        past = LayerKvCache.from_layer_outputs(outputs).inputs() if "kv.0.k" in outputs else {}
-        outputs = step(ids[:, at : at + new], **past, **state_inputs(outputs))
+        inputs = next_inputs(outputs)
+        past = {name: array for name, array in inputs.items() if name.startswith("past")}
+        outputs = step(ids[:, at : at + new], **inputs)
         assert_close(outputs["logits"], np.asarray(want), tolerance=1e-5)
     with pytest.raises(RlxError, match="'mask' drops keys of attention, and the state 'conv'"):
         rlx.compile(as_decode(recipe, custom_mask=True))
@@ -540,7 +542,7 @@ def test_a_step_of_ones_own_decodes_explicitly() -> None:
     want: Any = rlx.compile(flow.export_kv())(x, x)
     step: Any = rlx.compile(flow.explicit())
     first = step(x[:, :2], x[:, :2], state_state_0=np.full((2, H), 3.0, "f4"))
-    second = step(x[:, 2:], x[:, 2:], **state_inputs(first))
+    second = step(x[:, 2:], x[:, 2:], **next_inputs(first))
     assert_close(np.concatenate([first["output"], second["output"]], 1), np.asarray(want["output"]))
     assert_close(second["state.0.state"], np.asarray(want["state.0.state"]))
 

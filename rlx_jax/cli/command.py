@@ -20,7 +20,7 @@ import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status, in_bytes, whole_input
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.generate.drafting import SOURCES
-from rlx_jax.generate.sampler import one_sampler
+from rlx_jax.generate.sampler import OPTIONS, one_sampler
 from rlx_jax.io.strict_json import is_text
 from rlx_jax.ir.table import TextTable
 from rlx_jax.text.tokenizer import Tokenizer
@@ -85,11 +85,9 @@ def add_sampling(parser: argparse.ArgumentParser, most: int | None = 64, told: s
     """How tokens are chosen, and at most how many: what `most` is, in words, is `told`."""
     add = parser.add_argument
     add("--max-new-tokens", type=int, default=most, metavar="N", help=f"at most this many ({told})")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, takes the likeliest token")
-    add("--top-k", type=int, metavar="K", help="choose among the K likeliest")
-    add("--top-p", type=float, metavar="P", help="choose among the likeliest that make up the probability P")
-    add("--min-p", type=float, metavar="P", help="leave out what is less likely than P times the likeliest")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: what was said gets less likely")
+    for name, rule in OPTIONS.items():
+        kind = int if rule.whole else float
+        add(f"--{name.replace('_', '-')}", type=kind, metavar=rule.metavar, help=rule.help)
     add("--seed", type=int, metavar="N", help="of the random draws; without it another one each time")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add(
@@ -165,8 +163,7 @@ def a_kind(model: Any) -> str:
 
 def sampler_of(args: argparse.Namespace) -> rlx.Sampler:
     """How to choose tokens, checked before anything is loaded."""
-    fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return one_sampler(None, {name: getattr(args, name) for name in fields if getattr(args, name) is not None})
+    return one_sampler(None, {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
 
 
 def request_of(args: argparse.Namespace, session: Session, sampler: rlx.Sampler) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
 from rlx_jax.encode.sentence import load_pipeline
 from rlx_jax.errors import RequestError, quote
-from rlx_jax.generate.serving import cache_sizes
+from rlx_jax.generate.plan import cache_sizes
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import as_dtype, short_name

@@ -34,6 +34,11 @@ class Buckets:
         first, second, third = (tuple(sorted(set(sizes))) for sizes in (prompt, batch, context))
         return cls(first, second, third, on_recompile, **others)
 
+    @property
+    def largest_chunk(self) -> int | None:
+        """The largest bucket for prompts that a cache holds; None without buckets."""
+        return max((p for p in self.prompt if not self.context or p <= self.context[-1]), default=None)
+
     def rows(self, needed: int) -> int:
         """Rows of the program for so many: those of the list, else as many as devices have equal parts of."""
         return smallest(self.batch, needed) or -(-needed // self.share) * self.share
@@ -61,3 +66,11 @@ class Buckets:
 def smallest(sizes: Iterable[int], needed: int) -> int | None:
     """The smallest of `sizes` that holds `needed`; None if none does."""
     return min((size for size in sizes if size >= needed), default=None)
+
+
+def bucket(size: int, step: int, limit: int | None) -> int:
+    """`size` rounded up so that few different sizes are compiled: to a power of two, from `step` on."""
+    rounded = step
+    while rounded < size:
+        rounded *= 2
+    return rounded if limit is None else max(size, min(rounded, limit))

@@ -8,6 +8,7 @@ from typing import Any, Literal, NoReturn
 import jax
 import numpy as np
 
+from rlx_jax.compiler.buckets import bucket
 from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
@@ -25,7 +26,7 @@ from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.opening import TokenizerLike, open_tokenizer, refuse_call
-from rlx_jax.text.padding import bucket, padded_to
+from rlx_jax.text.padding import padded_to
 
 
 class DualEncoder:

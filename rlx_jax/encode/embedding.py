@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.encode.packing import Block, BlockSizes, apart, packed_rows, plan
 from rlx_jax.encode.pooled import Vectors
-from rlx_jax.encode.rows import masks_of
+from rlx_jax.encode.rows import RowForm, masks_of
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Variant
@@ -36,26 +36,6 @@ SKIP = "skip"
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Form(Protocol):
-    """How texts are laid out and run."""
-
-    @property
-    def model(self) -> CompiledModel:
-        """Whose program runs."""
-
-    def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
-        """Calls for texts of these lengths. Where `more` texts follow, some may be left for later."""
-
-    def apart(self, lengths: Sequence[int]) -> list[Block]:
-        """Calls in which no text is in the row of another."""
-
-    def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
-        """The vectors of a block `[rows, slots, D]`; `ids` are of all texts that its numbers may name."""
-
-    def lanes(self, block: Block) -> int:
-        """Threads that may make this call beside others."""
 
 
 # -- several texts in a row --------------------------------------------------------------------
@@ -90,13 +70,16 @@ class PackedForm:
     skip: int | None
 
     def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
+        """Calls for texts of these lengths. Where `more` texts follow, some may be left for later."""
         blocks = plan(lengths, self.sizes)
         return [b for b in blocks if len(b.texts) == self.sizes.of(b.width)[0]] if more else blocks
 
     def apart(self, lengths: Sequence[int]) -> list[Block]:
+        """Calls in which no text is in the row of another."""
         return apart(lengths, self.sizes)
 
     def lanes(self, block: Block) -> int:
+        """Threads that may make this call while others run."""
         if self.model.programs.division is not None:  # what devices send each other is in the order of the calls
             return 1
         lanes = LANES.get(self.model.settings.target, 1)
@@ -110,6 +93,7 @@ class PackedForm:
         )
 
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
+        """The vectors of a block `[rows, slots, D]`; `ids` are of all texts that its numbers may name."""
         tokens, segments, positions = packed_rows(block, [[ids[text] for text in texts] for texts in block.texts])
         inputs = {self.model.first_input: tokens, "segments": segments, "positions": positions}
         inputs |= dict.fromkeys(masks_of(self.model), (segments > 0).astype(np.int32))
@@ -117,6 +101,10 @@ class PackedForm:
             inputs[SKIP] = np.int32(self.skip)
         (vectors,), _ = self._program(block)(inputs, {})
         return vectors  # type: ignore[no-any-return]
+
+
+Form = PackedForm | RowForm
+"""How texts are laid out and run."""
 
 
 # -- running -----------------------------------------------------------------------------------

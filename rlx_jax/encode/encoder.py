@@ -14,14 +14,12 @@ import numpy as np
 from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.embedding import Form, PackedForm, Stream, ahead, chunks
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
-from rlx_jax.encode.pooled import POOLED, check_padding, pooled_width
-from rlx_jax.encode.rows import Blocks, ExactBlocks, PaddedBlocks, RowForm, exact_rows, masks_of
+from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
+from rlx_jax.encode.rows import RowForm, exact_rows, masks_of
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import (
     DeriveError,
-    NumericsError,
     RequestError,
-    listing,
     shown,
     suggests,
 )
@@ -174,15 +172,15 @@ class Encoder:
         # a block that fills its bucket runs the same program
         given = MASK in inputs
         inputs = {MASK: np.arange(block.shape[1])[None] < valid[:, None], **inputs}
-        blocks = self._blocks(frozenset(inputs))
-        if isinstance(blocks, ExactBlocks):
-            hidden = exact_rows(blocks, block, inputs, self._row_lengths(inputs[MASK], block.shape))
+        form = self._rows(frozenset(inputs))
+        if form.exact:
+            hidden = exact_rows(form, block, inputs, self._row_lengths(inputs[MASK], block.shape))
         else:
             if given and self._from_the_left:
                 self._row_lengths(inputs[MASK], block.shape)
-            sizes = blocks.sizes(*block.shape) if pads else block.shape
-            hidden = cropped(self.model.programs, primary(blocks.outputs(block, inputs, *sizes)), *block.shape)
-        self.model.last = blocks.model.last
+            sizes = form.sizes(*block.shape) if pads else block.shape
+            hidden = cropped(self.model.programs, primary(form.outputs(block, inputs, *sizes)), *block.shape)
+        self.model.last = form.model.last
         return hidden
 
     def _row_lengths(self, mask: Any, shape: tuple[int, ...]) -> list[int]:
@@ -343,11 +341,7 @@ class Encoder:
         if failed.size:
             stream.again(failed.tolist())
             out = stream.finish()
-            failed = np.flatnonzero(~np.isfinite(out).all(axis=1))
-        if failed.size:
-            named = listing((f"texts[{i}]" for i in failed), 8)
-            message = f"embed: {failed.size} of {len(out)} vectors are not finite: {named}"
-            raise NumericsError(message, dict.fromkeys(failed.tolist(), 0), [*out])
+            check_finite(out, "texts")
         return out
 
     @functools.cached_property
@@ -374,7 +368,7 @@ class Encoder:
     def _why_not(self, program: str, given: frozenset[str]) -> str:
         return self.model.programs.why_not(self.model.name, program, given)
 
-    def _blocks(self, given: frozenset[str] = frozenset({MASK})) -> Blocks:
+    def _rows(self, given: frozenset[str] = frozenset({MASK})) -> RowForm:
         """How rows run that have different lengths; `given` are the inputs that they bring.
 
         Raises:
@@ -382,24 +376,24 @@ class Encoder:
         """
         reason = self._why_not("padded", given)
         if not reason:
-            return PaddedBlocks(replace(self.model, program="padded", last=None), self.buckets, self.max_positions)
+            return RowForm(replace(self.model, program="padded", last=None), self.buckets, self.max_positions)
         if self.buckets.prompt:
             raise DeriveError(f"{reason}. {_BUCKETS.format('prompt')}")
         return self._exact(masks_of(self.model))
 
-    def _exact(self, mask: frozenset[str]) -> ExactBlocks:
+    def _exact(self, mask: frozenset[str]) -> RowForm:
         """Rows as they are."""
         template = self.model.template()
         mixes = why_rows_mix(template.hir, template.types)
         if mixes and self.buckets.batch:
             raise DeriveError(f"{mixes}. {_BUCKETS.format('batch')}")
-        return ExactBlocks(self.model, self.buckets, bool(mixes), mask)
+        return RowForm(self.model, self.buckets, exact=True, single=bool(mixes), mask=mask)
 
     def _form(self, max_tokens: int | None, prompt_tokens: int = 0) -> Form:
         skip = None if self.pipeline.include_prompt else prompt_tokens  # one program for prompts of all lengths
         if self.packing:
-            blocks = self._blocks() if self.padding is None else self._exact(frozenset())
-            return RowForm(blocks, None if self.pools else self.pipeline, max_tokens, skip)
+            rows = self._rows() if self.padding is None else self._exact(frozenset())
+            return replace(rows, pipeline=None if self.pools else self.pipeline, tokens=max_tokens, skip=skip)
         settings = self.model.settings
         sizes = sizes_for(costs_on(settings.target), self.max_positions or UNKNOWN, max_tokens, settings.buckets.share)
         return PackedForm(replace(self.model, program="packed", last=None), self.pipeline, sizes, skip)
@@ -427,7 +421,7 @@ class Encoder:
                 are not padded; or there is no longest text.
         """
         form = self._form(None)
-        if isinstance(form, RowForm) and isinstance(form.blocks, ExactBlocks) and self.padding is None:
+        if isinstance(form, RowForm) and form.exact and self.padding is None:
             raise RequestError(f"warmup: each length of a text is a program of its own: {self.own_lengths}")
         if isinstance(form, PackedForm):
             if self.max_positions is None:

@@ -34,6 +34,8 @@ class Costs:
     slot: int
 
 
+FULL = 2**31
+"""The slots of rows that hold one text, however wide they are."""
 COSTS = {
     "cpu": Costs(512, ((1, 64), (1, 256), (1, 16), (1, 128)), 16.0, 0.001, 4),
     "cuda": Costs(16384, ((1, 64), (16, 64), (4, 512)), 2500.0, 0.0015, 8),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets, smallest
+from rlx_jax.compiler.buckets import Buckets, bucket, smallest
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import pooled_of
 from rlx_jax.encode.sentence import SentencePipeline, pool
@@ -19,7 +19,7 @@ from rlx_jax.lowering.hir.padded import MASK
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.opening import primary
-from rlx_jax.text.padding import block_width, bucket, padded_to
+from rlx_jax.text.padding import block_width, padded_to
 from rlx_jax.text.requests import Ids, pad_rows
 
 BATCH = 32
@@ -43,25 +43,33 @@ class Pooled:
 
 
 @dataclass(frozen=True)
-class PaddedBlocks:
-    """The program `padded` of `model` for blocks that are padded to few sizes."""
+class RowForm:
+    """A row for each text, shortest first, `tokens` of a call at most, and one row at least.
+
+    The program `padded` of `model` takes rows that are padded to few sizes. Where rows are `exact`, its program
+    `forward` takes those of one length, as they are: for a flow that may read padding, so that there is none, or whose
+    texts have it in them. With `single` a call has one row, as rows may see each other. The inputs in `mask` are 1
+    everywhere.
+
+    Without a pipeline the flow's output `pooled` is the vector. `skip`: tokens of the prompt that pooling leaves out;
+    None: pooling reads every prompt.
+    """
 
     model: CompiledModel
     buckets: Buckets
-    max_positions: int | None
-
-    @property
-    def most(self) -> int:
-        """Rows of a call."""
-        return self.buckets.batch[-1] if self.buckets.batch else BATCH
-
-    def together(self, lengths: Sequence[int]) -> int:
-        """How many of the first of these texts, the shortest first, may be rows of one call."""
-        return len(lengths)
+    max_positions: int | None = None
+    exact: bool = False
+    single: bool = False
+    mask: frozenset[str] = frozenset()
+    pipeline: SentencePipeline | None = None
+    tokens: int | None = None
+    skip: int | None = None
 
     def sizes(self, rows: int, width: int) -> tuple[int, int]:
         """Rows and tokens of the program for so many."""
-        return rows_for(self.buckets, rows), block_width(self.buckets, width, self.max_positions)
+        buckets = self.buckets
+        rows = 1 if self.single else smallest(buckets.batch, rows) or buckets.rows(bucket(rows, 1, BATCH))
+        return rows, width if self.exact else block_width(buckets, width, self.max_positions)
 
     def outputs(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> Any:
         """What the flow gives for a block `[B, S]` and inputs like it, padded to `[rows, width]` with tokens that no
@@ -69,99 +77,47 @@ class PaddedBlocks:
         if (rows, width) != block.shape:
             inputs = {n: padded_to(as_host_array(n, jax.device_get(v)), rows, width) for n, v in inputs.items()}
             inputs[MASK][block.shape[0] :, 0] = 1
+        if self.exact:
+            inputs = {n: v for n, v in inputs.items() if n != MASK}
+            inputs |= dict.fromkeys(self.mask, np.ones((rows, width), bool))
         return self.model(padded_to(block, rows, width), **inputs)
 
-
-@dataclass(frozen=True)
-class ExactBlocks:
-    """The program `forward` of `model` for rows of one length, as they are: for a flow that may read padding, so that
-    there is none, or whose texts have it in them. With `single` a call has one row, as rows may see each other. The
-    input `mask`, if there is one, is 1 everywhere."""
-
-    model: CompiledModel
-    buckets: Buckets
-    single: bool
-    mask: frozenset[str]
-
-    @property
-    def most(self) -> int:
-        """Rows of a call."""
-        return 1 if self.single else self.buckets.batch[-1] if self.buckets.batch else BATCH
-
-    def together(self, lengths: Sequence[int]) -> int:
-        """As that of `PaddedBlocks`."""
-        return sum(length == lengths[0] for length in lengths)
-
-    def sizes(self, rows: int, width: int) -> tuple[int, int]:
-        """As that of `PaddedBlocks`."""
-        return (1 if self.single else rows_for(self.buckets, rows)), width
-
-    def outputs(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> Any:
-        """What the flow gives for a block `[B, width]` of tokens and inputs like it, with rows of zeros behind."""
-        if rows != len(block):
-            inputs = {n: padded_to(as_host_array(n, jax.device_get(v)), rows, width) for n, v in inputs.items()}
-        inputs = {n: v for n, v in inputs.items() if n != MASK}
-        inputs |= dict.fromkeys(self.mask, np.ones((rows, width), bool))
-        return self.model(padded_to(block, rows, width), **inputs)
-
-
-Blocks = PaddedBlocks | ExactBlocks
-
-
-def rows_for(buckets: Buckets, rows: int) -> int:
-    """Rows of the program for so many."""
-    return smallest(buckets.batch, rows) or buckets.rows(bucket(rows, 1, BATCH))
-
-
-def calls(
-    blocks: Blocks, lengths: Sequence[int], tokens: int | None = None
-) -> Iterator[tuple[list[int], tuple[int, int]]]:
-    """The rows of each call, the shortest first, and its sizes: of `tokens` at most, but one row at least."""
-    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
-    while order:
-        count = blocks.together([lengths[row] for row in order[: blocks.most]])
-        sizes = blocks.sizes(count, lengths[order[count - 1]])
-        while count > 1 and tokens is not None and sizes[0] * sizes[1] > tokens:
-            count -= 1
-            sizes = blocks.sizes(count, lengths[order[count - 1]])
-        yield order[:count], sizes
-        order = order[count:]
-
-
-@dataclass(frozen=True)
-class RowForm:
-    """A row for each text, shortest first, `tokens` of a call at most, and one row at least. Without a pipeline the
-    flow's output `pooled` is the vector. `skip`: tokens of the prompt that pooling leaves out; None: pooling reads
-    every prompt."""
-
-    blocks: Blocks
-    pipeline: SentencePipeline | None
-    tokens: int | None
-    skip: int | None
-
-    @property
-    def model(self) -> CompiledModel:
-        return self.blocks.model
+    def calls(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], tuple[int, int]]]:
+        """The rows of each call, the shortest first, and its sizes."""
+        most = 1 if self.single else self.buckets.batch[-1] if self.buckets.batch else BATCH
+        order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+        while order:
+            first = order[:most]
+            count = sum(lengths[row] == lengths[first[0]] for row in first) if self.exact else len(first)
+            sizes = self.sizes(count, lengths[order[count - 1]])
+            while count > 1 and self.tokens is not None and sizes[0] * sizes[1] > self.tokens:
+                count -= 1
+                sizes = self.sizes(count, lengths[order[count - 1]])
+            yield order[:count], sizes
+            order = order[count:]
 
     def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
+        """As that of `PackedForm`."""
         return self.apart(lengths)
 
     def apart(self, lengths: Sequence[int]) -> list[Block]:
-        chosen = calls(self.blocks, lengths, self.tokens)
-        return [Block(*sizes, 1, tuple((text,) for text in texts)) for texts, sizes in chosen]
+        """As that of `PackedForm`."""
+        return [Block(*sizes, 1, tuple((text,) for text in texts)) for texts, sizes in self.calls(lengths)]
 
     def lanes(self, block: Block) -> int:
+        """As that of `PackedForm`."""
         return 1
 
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
+        """As that of `PackedForm`."""
         rows = [ids[text] for (text,) in block.texts]
         longest = max(map(len, rows))
         keep = np.arange(longest)[None] < np.array([[len(row)] for row in rows])
-        found = self.blocks.outputs(pad_rows(rows, longest), {MASK: keep}, block.rows, block.width)
+        outputs = self.outputs(pad_rows(rows, longest), {MASK: keep}, block.rows, block.width)
         if self.pipeline is None:
-            return pooled_of(found)  # type: ignore[no-any-return]
+            return pooled_of(outputs)  # type: ignore[no-any-return]
         kept, skip = padded_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
-        return self.model.programs.call(Pooled(self.pipeline), primary(found), kept, *skip)  # type: ignore[no-any-return]
+        return self.model.programs.call(Pooled(self.pipeline), primary(outputs), kept, *skip)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -177,14 +133,14 @@ class Restored:
         return jnp.concatenate(wide)[np.array(self.order)]
 
 
-def exact_rows(blocks: ExactBlocks, block: Ids, inputs: Mapping[str, Any], lengths: Sequence[int]) -> jax.Array:
+def exact_rows(form: RowForm, block: Ids, inputs: Mapping[str, Any], lengths: Sequence[int]) -> jax.Array:
     """Hidden states `[B, S, H]` of a block whose rows have `lengths` tokens, each run at its own; 0 behind them."""
     host = {name: as_host_array(name, jax.device_get(value)) for name, value in inputs.items()}
     made, place, at = [], dict[int, int](), 0
-    for chosen, (rows, width) in calls(blocks, lengths):
+    for chosen, (rows, width) in form.calls(lengths):
         cut = {name: value[chosen, :width] for name, value in host.items()}
-        made.append(primary(blocks.outputs(block[chosen, :width], cut, rows, width)))
+        made.append(primary(form.outputs(block[chosen, :width], cut, rows, width)))
         place |= {row: at + i for i, row in enumerate(chosen)}
         at += rows
     restored = Restored(block.shape[1], tuple(place[row] for row in range(len(block))))
-    return blocks.model.programs.call(restored, *made)  # type: ignore[no-any-return]
+    return form.model.programs.call(restored, *made)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import smallest
+from rlx_jax.compiler.buckets import bucket, smallest
 from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.embedding import ahead, chunks
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, numbered
@@ -28,7 +28,6 @@ from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import check_untouched, primary, refuse_call
-from rlx_jax.text.padding import bucket
 
 BATCH = 32
 

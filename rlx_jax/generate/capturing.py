@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlx_jax.errors import RequestError, RlxWarning, listing, quote
+from rlx_jax.errors import RequestError, quote
+from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_inputs import RequestInputs, request_inputs
-from rlx_jax.generate.speaker import Speaker
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 from rlx_jax.runtime.inputs import bind_sizes
 from rlx_jax.runtime.model import CompiledModel
@@ -92,20 +91,20 @@ def fill_value(dtype: Any) -> Any:
     return np.array(-1 if jnp.issubdtype(dtype, jnp.signedinteger) else 0, dtype)
 
 
-def capture(speaker: Speaker, prompts: Any, inputs: Any) -> dict[str, jax.Array]:
+def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array]:
     """As `CausalLM.capture`."""
-    model, limit = speaker.model, speaker.max_positions
+    model, limit = lm.model, lm.max_positions
     names = model.output_names[1:]
     if not names:
         raise RequestError(
             f"capture: {model.name} has no captures: load or compile it with recipe.at('layers.*').capture()"
         )
-    rows = speaker.rows(split_prompts(prompts))
+    rows = lm.rows(split_prompts(prompts))
     if not rows:
         raise RequestError("capture: there are no prompts")
     for i, row in enumerate(rows):
         check_positions(len(row), limit, f"prompts[{i}]")
-    beside = request_inputs(model, inputs, len(rows))
+    beside = request_inputs(model, inputs, len(rows), lm.inputs)
     graph = model.programs.template(model.key(beside.given, names)).mir
     ids = next(decl.type for decl in model.flow._inputs if decl.name == model.first_input)
     types = dict(zip(graph.output_names, map(graph.type, graph.outputs), strict=True))
@@ -114,7 +113,7 @@ def capture(speaker: Speaker, prompts: Any, inputs: Any) -> dict[str, jax.Array]
     call = model.programs.call
     # Where prefill can be derived, no capture reads tokens after its own or other rows: rows may be padded.
     if all(a.is_plain for a in axes.values()) and not model.programs.why_not(model.name, "prefill", beside.given):
-        padded = pad_block(speaker.buckets, block, limit)
+        padded = pad_block(lm.buckets, block, limit)
         values = run(model, tuple(axes), padded, ids, beside, beside.padded(len(padded)))
         return {name: call(TrimPadding(axes[name], *block.shape), value, lengths) for name, value in values.items()}
     if len(rows) > 1 and (mixed := [name for name, a in axes.items() if not a.is_plain or a.rows is None]):
@@ -140,15 +139,3 @@ def run(
     read = {i.input for i in model.programs.template(program.key.symbolic).mir.inputs}
     values, _ = program({name: value for name, value in {first: block, **arrays}.items() if name in read}, {})
     return dict(zip(names, values, strict=True))
-
-
-def warn_of_captures(model: CompiledModel, what: str) -> bool:
-    """Warn that a request returns no captures, where the flow has some; return whether it did."""
-    captures = model.built.captures
-    if captures:
-        warnings.warn(
-            f"{what} returns nothing of what the flow captures, {listing(captures, 4)}: lm.capture(prompts) returns it",
-            RlxWarning,
-            stacklevel=5,
-        )
-    return bool(captures)

@@ -6,29 +6,29 @@ The cached programs are derived from the flow's forward program; nothing here kn
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, Unpack
+from typing import Any, Literal, NoReturn, Unpack, overload
 
 import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import Progress
-from rlx_jax.errors import DeriveError, RequestError, shown, suggests
-from rlx_jax.generate.answers import answered, check_answers
-from rlx_jax.generate.asking import check_request, pieces
-from rlx_jax.generate.capturing import capture, warn_of_captures
+from rlx_jax.errors import DeriveError, RequestError, RlxWarning, listing, shown, suggests
+from rlx_jax.generate.capturing import capture
 from rlx_jax.generate.conversation import Conversation, open_conversation, refuse_in_stream
 from rlx_jax.generate.decode_state import DecodeState
-from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
-from rlx_jax.generate.generation import NewTokens
+from rlx_jax.generate.drafting import DRAFT_TOKENS, drafter_of
+from rlx_jax.generate.generation import NewTokens, answered, pieces
 from rlx_jax.generate.perplexity import perplexity_of, perplexity_windows
-from rlx_jax.generate.plan import DraftPlan, Request
-from rlx_jax.generate.reading import extend, logits_of, prefill
+from rlx_jax.generate.prefill import extend, logits_of, prefill
+from rlx_jax.generate.request import LanguageModel, Request, check_request
+from rlx_jax.generate.request_inputs import declared
 from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
 from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import Score, scores_of
-from rlx_jax.generate.speaker import Speaker
+from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.warming import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.profiles import ProfileLike
@@ -51,6 +51,18 @@ from rlx_jax.text.padding import check_buckets
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
 
 Inputs = Mapping[str, Any] | None
+Stop = str | int | Iterable[str | int]
+IdPair = tuple[list[int], list[int]]
+
+
+class Options(Sampling, total=False):
+    """Arguments of `CausalLM.generate` that decide nothing of the type of what it returns."""
+
+    inputs: Inputs
+    speculative: Any
+    draft_tokens: int
+    state: DecodeState | None
+    share_prefix: bool
 
 
 class CausalLM:
@@ -93,10 +105,10 @@ class CausalLM:
         self.max_positions = known_positions(self.model)
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
+        self._first_input, self._inputs = self.model.first_input, declared(self.model)
+        self._captures = self.model.built.captures  # until it is said that requests do not return them
         self._drafted: NewTokens | None = None
-        self._seed: int | None = None
-        self._warned = False  # that captures are not returned
-        self._told: Callable[[], RequestReport | None] = lambda: None  # of the last request
+        self._last: tuple[Request, NewTokens] | RequestReport | None = None
         self.eos_ids = eos_ids
         if self.tokenizer and not self.eos_ids:
             self.eos_ids = self.tokenizer.eos_ids
@@ -143,8 +155,9 @@ class CausalLM:
                 `lengths`. Positions count valid tokens.
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each of the tokens.
         """
-        self._note_captures("logits")
-        return logits_of(self._speaker, tokens, lengths, attention_mask, inputs, self._pads)
+        if self._captures:
+            self._warn_of_captures("logits")
+        return logits_of(self._lm, tokens, lengths, attention_mask, inputs, self._pads)
 
     @suggests()
     def prefill(
@@ -159,8 +172,9 @@ class CausalLM:
             attention_mask: as in `logits`, for rows padded on the left.
             inputs: as in `logits`; what is computed of them alone is kept in the state, and `extend` needs none.
         """
-        self._note_captures("prefill")
-        return prefill(self._speaker, tokens, lengths, max_len, logits, attention_mask, inputs)
+        if self._captures:
+            self._warn_of_captures("prefill")
+        return prefill(self._lm, tokens, lengths, max_len, logits, attention_mask, inputs)
 
     @suggests()
     def extend(
@@ -174,7 +188,7 @@ class CausalLM:
             SequenceLengthError: a row would not fit; the state is unchanged.
             SessionStateError: the state was consumed already.
         """
-        return extend(self._speaker, state, tokens, lengths, logits)
+        return extend(self._lm, state, tokens, lengths, logits)
 
     @suggests()
     def capture(self, prompts: Any, *, inputs: Inputs = None) -> dict[str, jax.Array]:
@@ -194,11 +208,13 @@ class CausalLM:
             RequestError: the flow has no side outputs; or one of several prompts cannot be told from the others in a
                 value, as its rows and tokens are one axis. TokenIdError, SequenceLengthError: as `generate`.
         """
-        return capture(self._speaker, prompts, inputs)
+        return capture(self._lm, prompts, inputs)
 
-    def _note_captures(self, what: str) -> None:
-        """Warn once that requests return no captures."""
-        self._warned = self._warned or warn_of_captures(self.model, what)
+    def _warn_of_captures(self, what: str) -> None:
+        """Warn that requests return no captures, once."""
+        told = f"{what} returns nothing of what the flow captures, {listing(self._captures, 4)}"
+        warnings.warn(f"{told}: lm.capture(prompts) returns it", RlxWarning, stacklevel=4)
+        self._captures = ()
 
     @functools.cached_property
     def _pads(self) -> bool:
@@ -211,13 +227,53 @@ class CausalLM:
 
     # -- generation --------------------------------------------------------------------------
 
+    @overload
+    def generate(
+        self, prompts: str,
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        attention_mask: Any = None, *, n: None = None, logprobs: None = None,
+        **options: Unpack[Options],
+    ) -> str: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompts: list[str] | tuple[str, ...],
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        attention_mask: Any = None, *, n: None = None, logprobs: None = None,
+        **options: Unpack[Options],
+    ) -> list[str]: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompts: list[int] | tuple[int, ...],
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        attention_mask: Any = None, *, n: None = None, logprobs: None = None,
+        **options: Unpack[Options],
+    ) -> list[int]: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        attention_mask: Any = None, *, n: None = None, logprobs: None = None,
+        **options: Unpack[Options],
+    ) -> list[list[int]]: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompts: Any,
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
+        **options: Unpack[Options],
+    ) -> Any: ...  # fmt: skip
+
     @suggests(*SAMPLING)
     def generate(
         self,
         prompts: Any,
         max_new_tokens: int = 64,
         sampler: Sampler | None = None,
-        stop: str | int | Iterable[str | int] = (),
+        stop: Stop = (),
         seed: Any = None,
         attention_mask: Any = None,
         *,
@@ -260,16 +316,17 @@ class CausalLM:
             RequestError: see `rlx_jax.errors`.
             NumericsError: logits of a row are not finite. The other rows were generated, and are in its `outputs`.
         """
-        self._note_captures("generate")
+        if self._captures:
+            self._warn_of_captures("generate")
         if attention_mask is not None:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:length].tolist() for row, length in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
         request, new = self._request(
-            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens,
-            n, logprobs, state, share_prefix,
+            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, speculative, draft_tokens,
+            text=asked.texts is not None, inputs=inputs, n=n, logprobs=logprobs, state=state, share_prefix=share_prefix,
         )  # fmt: skip
-        outputs = answered(self._speaker, request, new, asked.texts is not None, n, logprobs)
+        outputs = answered(self._lm, request, new)
         return outputs[0] if asked.single else outputs
 
     @suggests(*SAMPLING)
@@ -278,7 +335,7 @@ class CausalLM:
         prompt: str | Sequence[int],
         max_new_tokens: int = 64,
         sampler: Sampler | None = None,
-        stop: str | int | Iterable[str | int] = (),
+        stop: Stop = (),
         seed: Any = None,
         *,
         inputs: Inputs = None,
@@ -298,18 +355,28 @@ class CausalLM:
             RequestError: `n` or `logprobs` are given, which pieces of one answer have no place for. Others as
                 `generate`.
         """
-        self._note_captures("stream")
+        if self._captures:
+            self._warn_of_captures("stream")
         refuse_in_stream("stream", n, logprobs)
         asked = split_prompts(prompt)
         if not asked.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
         request, new = self._request(
-            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens,
-            state=state,
+            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, speculative, draft_tokens,
+            text=asked.texts is not None, inputs=inputs, state=state,
         )  # fmt: skip
-        return pieces(self._speaker, request, new, asked.texts is not None)
+        return pieces(self._lm, request, new)
 
     # -- scores ------------------------------------------------------------------------------
+
+    @overload
+    def score(self, texts: str | list[int] | tuple[str, str] | IdPair) -> Score: ...
+
+    @overload
+    def score(self, texts: list[str] | list[list[int]] | list[tuple[str, str]] | list[IdPair]) -> list[Score]: ...
+
+    @overload
+    def score(self, texts: Any) -> Any: ...
 
     @suggests()
     def score(self, texts: Any) -> Any:
@@ -327,7 +394,7 @@ class CausalLM:
             DeriveError: tokens of the flow may see those behind them, or rows each other.
             NumericsError: logits of a text are not finite; `outputs` has the others.
         """
-        items, single = scored_tokens(self._speaker, texts)
+        items, single = scored_tokens(self._lm, texts)
         scores = self._scored(items, "score")
         return scores[0] if single else scores
 
@@ -348,12 +415,11 @@ class CausalLM:
         """
         if isinstance(text, list | tuple) and any(isinstance(part, str) for part in text):
             raise RequestError(f"perplexity: expected one string, or its ids, got {shown(text)}; score takes several")
-        windows = perplexity_windows(self._speaker, text, stride, context)
+        windows = perplexity_windows(self._lm, text, stride, context)
         return perplexity_of(windows, self._scored([window.tokens for window in windows], "perplexity"))
 
     def _scored(self, items: Sequence[ScoredTokens], what: str) -> list[Score]:
-        scores, told = scores_of(self._speaker, items, what)
-        self._seed, self._told = None, lambda: told
+        scores, self._last = scores_of(self._lm, items, what)
         return scores
 
     # -- chat --------------------------------------------------------------------------------
@@ -363,7 +429,7 @@ class CausalLM:
         messages: Any,
         max_new_tokens: int = 64,
         sampler: Sampler | None = None,
-        stop: str | int | Iterable[str | int] = (),
+        stop: Stop = (),
         seed: Any = None,
         *,
         stream: bool = False,
@@ -390,7 +456,8 @@ class CausalLM:
         Raises:
             RequestError, TokenizerError, LimitError: as `apply_chat_template` and `generate`.
         """
-        self._note_captures("chat")
+        if self._captures:
+            self._warn_of_captures("chat")
         if not isinstance(stream, bool):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
         if stream:
@@ -399,13 +466,11 @@ class CausalLM:
         ids = self.apply_chat_template(
             messages, tools=tools, chat_template=chat_template, allow_special=allow_special, **variables
         )
-        asked = Prompts(None, [ids], True)
         request, new = self._request(
-            asked, max_new_tokens, chosen, stop, seed, None, speculative, draft_tokens, n, logprobs
-        )
-        if stream:
-            return pieces(self._speaker, request, new, text=True)
-        return answered(self._speaker, request, new, True, n, logprobs)[0]
+            Prompts(None, [ids], True), max_new_tokens, chosen, stop, seed, speculative, draft_tokens, text=True,
+            n=n, logprobs=logprobs,
+        )  # fmt: skip
+        return pieces(self._lm, request, new) if stream else answered(self._lm, request, new)[0]
 
     def conversation(
         self,
@@ -464,7 +529,7 @@ class CausalLM:
             LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.text.chat_template`.
         """
         return chat_prompt(
-            self._speaker.needed("chat needs", "generate from token ids"), messages, tools=tools,
+            self._lm.needed("chat needs", "generate from token ids"), messages, tools=tools,
             chat_template=chat_template, add_generation_prompt=add_generation_prompt, tokenize=tokenize,
             allow_special=allow_special, variables=variables,
         )  # fmt: skip
@@ -499,39 +564,36 @@ class CausalLM:
         Raises:
             RequestError: the profile has no buckets for prompts and batches.
         """
-        drafts = self._drafts(speculative, draft_tokens)
-        self.buckets = warm_all(self._speaker, max_new_tokens, samplers, drafts, scoring, n, logprobs)
+        drafter = self._drafter(speculative, draft_tokens)
+        self.buckets = warm_all(self._lm, max_new_tokens, samplers, drafter, scoring, n, logprobs)
 
     # -- a request ---------------------------------------------------------------------------
 
     @property
-    def _speaker(self) -> Speaker:
-        return Speaker(
-            self.model, self.vocab_size, self.tokenizer, self.max_positions, self.buckets, self.bos_id, self.eos_ids
-        )
+    def _lm(self) -> LanguageModel:
+        return LanguageModel(
+            self.model, self.vocab_size, self.tokenizer, self.max_positions, self.buckets, self.bos_id, self._eos_ids,
+            self._first_input, self._inputs,
+        )  # fmt: skip
 
     def _request(
-        self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: Any,
-        inputs: Inputs, speculative: Any, draft_tokens: int, n: int | None = None, logprobs: int | None = None,
-        state: DecodeState | None = None, share_prefix: bool = False,
+        self, prompts: Prompts, max_new_tokens: int, sampler: Sampler, stop: Stop, seed: Any, speculative: Any,
+        draft_tokens: int, **others: Any,
     ) -> tuple[Request, NewTokens]:  # fmt: skip
-        """What was asked for, checked, and where its new tokens go; nothing has run yet."""
-        drafts = self._drafts(speculative, draft_tokens)
-        answers, top = check_answers(n, logprobs, sampler, drafts is not None, self.vocab_size)
-        request = check_request(
-            self._speaker, asked, max_new_tokens, sampler, stop, seed, inputs, drafts, state, share_prefix
-        )
-        request = replace(request, answers=answers, top=top)
+        """A checked request, and where its new tokens go; nothing has run yet. `others` as in `check_request`."""
+        drafter = None
+        if speculative is not None or draft_tokens is not DRAFT_TOKENS:  # 4.0 is to be refused
+            drafter = self._drafter(speculative, draft_tokens)
+        request = check_request(self._lm, prompts, max_new_tokens, sampler, stop, seed, drafter=drafter, **others)
         new = NewTokens.of(request)
-        self._seed = request.drawn_from
-        self._told = lambda: new.report
-        if drafts is not None:
+        self._last = request, new
+        if drafter is not None:
             self._drafted = new
         return request, new
 
-    def _drafts(self, speculative: Any, draft_tokens: int) -> DraftPlan | None:
-        other = speculative._speaker if isinstance(speculative, CausalLM) else speculative
-        return draft_plan(other, draft_tokens, self._speaker)
+    def _drafter(self, speculative: Any, draft_tokens: int) -> Drafter | None:
+        other = speculative._lm if isinstance(speculative, CausalLM) else speculative
+        return drafter_of(other, draft_tokens, self._lm)
 
     def report(self, **sizes: int) -> Report:
         """What compiling cost, and the needs of the program that ran last: forward, prefill or extend.
@@ -545,7 +607,10 @@ class CausalLM:
         used = [key for key in known if key.flow == self.model.name and key.program in programs]
         model = replace(self.model, program=used[-1].program, last=used[-1]) if used else self.model
         drafted = None if self._drafted is None else self._drafted.speculated
-        return replace(model.report(), speculative=drafted, seed=self._seed, request=self._told())
+        seed, last = None, self._last
+        if isinstance(last, tuple):
+            seed, last = last[0].drawn_from, last[1].report
+        return replace(model.report(), speculative=drafted, seed=seed, request=last)
 
     def profile(self, prompts: Any, max_new_tokens: int = 64, **asked: Any) -> BlockTimes:
         """Time by block of `generate(prompts, max_new_tokens, **asked)`, which runs twice: the second time under

@@ -11,14 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Unpack
 
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggests
-from rlx_jax.generate.answers import outputs_of
-from rlx_jax.generate.asking import blocks, pieces
 from rlx_jax.generate.drafting import DRAFT_TOKENS
-from rlx_jax.generate.generation import Generation, NewTokens
+from rlx_jax.generate.generation import Generation, NewTokens, answered, pieces
 from rlx_jax.generate.held import Continued, KeptArrays, TextState, after, common, continued, kept_at_mark
-from rlx_jax.generate.plan import Mark, Request
+from rlx_jax.generate.request import LanguageModel, Mark, Request
 from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
-from rlx_jax.generate.speaker import Speaker
 from rlx_jax.text.chat import check_messages, chosen_template
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import Prompts, whole_number
@@ -28,9 +25,9 @@ class Talker(Protocol):
     """The model of a conversation: a `CausalLM`."""
 
     @property
-    def _speaker(self) -> Speaker: ...
+    def _lm(self) -> LanguageModel: ...
 
-    def _request(self, asked: Prompts, *arguments: Any, **named: Any) -> tuple[Request, NewTokens]: ...
+    def _request(self, prompts: Prompts, *arguments: Any, **named: Any) -> tuple[Request, NewTokens]: ...
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
         """See `CausalLM`."""
@@ -103,11 +100,7 @@ class Conversation:
         """
         chosen = one_sampler(sampler, sampling)
         taken = self._take(message, max_new_tokens, chosen, stop, seed, speculative, draft_tokens, n, logprobs)
-        speaker, request = self.talker._speaker, self._begun(taken)
-        for _ in blocks(speaker, request, taken.new):
-            pass
-        (reply,) = outputs_of(speaker, request, taken.new, True, logprobs)
-        taken.new.check([reply])
+        (reply,) = answered(self.talker._lm, self._begun(taken), taken.new)
         self._ended(taken, reply if logprobs is None else reply.text)
         return reply
 
@@ -146,7 +139,7 @@ class Conversation:
 
     def _pieces(self, taken: TurnTaken) -> Iterator[str]:
         told = ""
-        for piece in pieces(self.talker._speaker, self._begun(taken), taken.new, text=True):
+        for piece in pieces(self.talker._lm, self._begun(taken), taken.new):
             told += piece
             yield piece
         self._ended(taken, told)
@@ -162,7 +155,7 @@ class Conversation:
         ids = self._rendered(messages)
         self._check_room(len(messages), len(ids), check_budget(max_new_tokens))
         request, new = self.talker._request(
-            Prompts(None, [ids], True), max_new_tokens, sampler, stop, seed, None, speculative, draft_tokens,
+            Prompts(None, [ids], True), max_new_tokens, sampler, stop, seed, speculative, draft_tokens, text=True,
             logprobs=logprobs,
         )  # fmt: skip
         return TurnTaken(messages, request, new, self._number)
@@ -175,7 +168,7 @@ class Conversation:
         """Raises:
         SequenceLengthError: the conversation is full.
         """
-        limits = [n for n in (self.max_len, self.talker._speaker.max_positions) if n is not None]
+        limits = [n for n in (self.max_len, self.talker._lm.max_positions) if n is not None]
         if limits and tokens + budget > min(limits):
             whose = "max_len" if min(limits) == self.max_len else "the model's positions"
             count = "1 message is" if messages == 1 else f"{messages} messages are"
@@ -192,10 +185,10 @@ class Conversation:
         """
         self._check_current(taken.number)
         self._number += 1
-        model, request, text = self.talker._speaker.model, taken.request, self._text
+        model, request, text = self.talker._lm.model, taken.request, self._text
         self._text = None
         found = continued(model, text, taken.ids)
-        if text is not None and request.drafts is not None and request.drafts.hidden:
+        if text is not None and request.drafter is not None and request.drafter.hidden:
             found = Continued(None, "the module for drafts reads hidden states of all tokens, which no state has")
         leaves = self._leaves(taken)
         mark = self._mark(taken, 0 if found.before is None else found.before.lengths[0], leaves)
@@ -213,9 +206,9 @@ class Conversation:
 
     def _leaves(self, taken: TurnTaken) -> tuple[str, ...]:
         """The arrays to keep a copy of, as they are before the reply: those that cannot be cut back."""
-        if not self.keep_copy or (taken.request.drafts is not None and taken.request.drafts.hidden):
+        if not self.keep_copy or (taken.request.drafter is not None and taken.request.drafter.hidden):
             return ()
-        return kept_at_mark(self.talker._speaker.model, len(taken.ids) + taken.request.budget)
+        return kept_at_mark(self.talker._lm.model, len(taken.ids) + taken.request.budget)
 
     def _mark(self, taken: TurnTaken, start: int, leaves: tuple[str, ...]) -> Mark | None:
         """Where they are copied: behind the messages, where the reply is not begun yet, as some templates write replies
@@ -246,13 +239,13 @@ def open_conversation(
     Raises:
         RequestError, TokenizerError: as there.
     """
-    speaker = talker._speaker
-    tokenizer = speaker.needed("chat needs", "generate from token ids")
+    lm = talker._lm
+    tokenizer = lm.needed("chat needs", "generate from token ids")
     template = chosen_template(tokenizer, options["chat_template"], options["tools"] is not None, variables)
     none = isinstance(messages, list | tuple) and not messages
     begun = [] if none else check_messages(messages, template)
     if max_len is not None:
-        check_positions(whole_number("max_len", max_len, 1), speaker.max_positions, "max_len")
+        check_positions(whole_number("max_len", max_len, 1), lm.max_positions, "max_len")
     if not isinstance(keep_copy, bool):
         raise RequestError(f"keep_copy is {shown(keep_copy)}; expected True or False")
     return Conversation(talker, begun, {**options, **variables}, max_len, keep_copy)

@@ -26,6 +26,20 @@ STOPPED, NOT_FINITE = -1, -2
 """What stands in place of a token: the row had ended before; its logits were not finite."""
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a request is padded to: rows, tokens of the programs that read full prompts, and slots of the cache."""
+
+    batch: int
+    widths: tuple[int, ...]
+    slots: int
+
+    @property
+    def state(self) -> dict[str, int]:
+        """The sizes of the state."""
+        return {"batch": self.batch, "context": self.slots}
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
@@ -99,15 +113,6 @@ class Choosing:
 
     method: Method
 
-    def pick(self, logits: Array, seen: Array, keys: Array, knobs: Knobs) -> tuple[Array, Array]:
-        """Logits `[N, V]` → a token for each `[N]` int32, and whether its logits were finite `[N]` bool.
-
-        `seen` `[N, V]` and `keys` `[N]` as in `Rows`, for the tokens that are chosen.
-        """
-        ready = adjusted(self.method, knobs, logits, seen)
-        chosen = choose(self.method, knobs, ready, keys)
-        return chosen, self.finite(logits, ready, chosen)
-
     def finite(self, logits: Array, ready: Array, chosen: Array) -> Array:
         """Whether the logits `[N, V]` are, which `adjusted` made `ready`, from which `chosen` `[N]` was chosen."""
         fine = finite_rows(ready, None if self.method.draws else chosen)
@@ -122,7 +127,9 @@ class Choosing:
         """
         with jax.named_scope(SAMPLER):
             keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new) if self.method.draws else rows.keys
-            chosen, fine = self.pick(logits, rows.seen, keys, knobs)
+            ready = adjusted(self.method, knobs, logits, rows.seen)
+            chosen = choose(self.method, knobs, ready, keys)
+            fine = self.finite(logits, ready, chosen)
         shown = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
         one = now.astype(jnp.int32)
         left = rows.left - one

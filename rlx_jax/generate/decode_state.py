@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, StateArrays
-from rlx_jax.errors import SequenceLengthError, SessionStateError
+from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.state import State
 from rlx_jax.text.padding import cropped
@@ -78,6 +78,18 @@ class DecodeState:
                 f"the state has {self.capacity} slots; prefill with a larger max_len"
             )
 
+    def check_prompts(self, count: int) -> None:
+        """So many prompts can be read behind it.
+
+        Raises:
+            RequestError: it has several rows, and not one for each prompt.
+        """
+        if len(self.lengths) not in (1, count):
+            raise RequestError(
+                f"state: it holds {len(self.lengths)} rows, and there are {count} prompts; pass one prompt for each "
+                "row, or a state of one row"
+            )
+
     def take(self, owner: object, peek: bool = False) -> State:
         """The state, once."""
         if owner != self.owner:
@@ -90,13 +102,23 @@ class DecodeState:
         return state
 
 
+def check_is_state(state: Any, where: str) -> DecodeState:
+    """Raises:
+    RequestError: it is something else.
+    """
+    if isinstance(state, DecodeState):
+        return state
+    pair = "; prefill returns logits and the state" if isinstance(state, tuple) else ""
+    raise RequestError(f"{where}: expected the state that prefill returned, got {type(state).__name__}{pair}")
+
+
 def run_padded(
     reader: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int, beside: Arrays | None = None
 ) -> tuple[jax.Array, StateArrays]:
     """Run a cached program on checked tokens. Rows behind `valid` and positions from `seq` on are padding, and prefill
     wants one token of such a row."""
     programs, ids = reader.model.programs, reader.model.first_input
-    idle = np.full(len(padded) - len(valid), int(reader.model.program == "prefill"))
+    idle = np.full(len(padded) - len(valid), int(reader.key.program == "prefill"))
     lengths = np.concatenate([valid, idle]).astype(np.int32)
     (out, *_), after = reader({ids: padded, "lengths": lengths, **(beside or {})}, state)
     if reader.key.last_only:

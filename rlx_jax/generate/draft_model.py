@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Shardings, StateArrays
-from rlx_jax.generate.decode import Array
-from rlx_jax.generate.plan import RequestPlan
-from rlx_jax.generate.prompts import Readers, as_parts, prompt_blocks
+from rlx_jax.generate.decode import Array, Sizes
+from rlx_jax.generate.plan import as_parts, bind_readers, prompt_blocks
 from rlx_jax.generate.speculative import Drafting, Drafts, Judged, Own, Turn, after_tokens
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.model import CompiledModel
@@ -25,29 +24,67 @@ from rlx_jax.runtime.state import LENGTH
 
 
 @dataclass(frozen=True)
-class ModelDrafts:
-    """The source: `extend` of the other model for one token, of `key` among its `programs`. `carried`: arrays of its
-    state that every token changes, with the axis of their rows."""
+class ProgramDrafter:
+    """What drafters have in common that run programs of another model in the loop. Where one is bound, `keys` are those
+    programs, and it has no `model`: a compiled loop keeps no parameters alive."""
 
-    asked: ClassVar[str] = "another model"
-
+    tokens: int
     programs: Programs
-    key: ProgramKey
     ids_input: str
-    carried: tuple[tuple[str, int], ...]
+    model: CompiledModel | None = None
+    positions: int | None = None
+    keys: tuple[ProgramKey, ...] = ()
+
+    @property
+    def unbound(self) -> CompiledModel:
+        """The model, of what is not bound."""
+        assert self.model is not None
+        return self.model
+
+    def params(self) -> Any:
+        """The parameters of the other model."""
+        return self.unbound.require_params("drafting")
 
     def lir(self) -> Lir | None:
-        """Its program."""
-        return self.programs.function(self.key).lir
+        """The largest of its programs; the state is that of all."""
+        return self.programs.function(self.keys[0]).lir
 
     def shardings(self) -> Shardings | None:
         """As where it runs alone."""
-        return self.programs.shardings(self.key, {})
+        return self.programs.shardings(self.keys[0], {})
 
-    def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
+
+@dataclass(frozen=True)
+class DraftModel(ProgramDrafter):
+    """See `Drafter`: `extend` of another model for one token. `carried`: arrays of its state that every token changes,
+    with the axis of their rows."""
+
+    asked: ClassVar[str] = "another model"
+    hidden: ClassVar[bool] = False
+
+    carried: tuple[tuple[str, int], ...] = ()
+
+    def bound(self, sizes: Mapping[str, int]) -> DraftModel:
+        """See `Drafter`."""
+        model, logits = self.unbound, self.unbound.output_names[:1]
+        key = model.as_program("extend").sized({**sizes, "seq": 1}, Variant(outputs=logits, spare=self.tokens))
+        back = self.programs.template(model.as_program("verify").key(outputs=logits)).taken_back
+        return replace(self, model=None, positions=None, keys=(key,), carried=back)
+
+    def start(
+        self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
+    ) -> tuple[Any, StateArrays]:
+        """Read the prompts; see `Drafter`."""
+        variant = Variant(outputs=self.unbound.output_names[:1], spare=self.tokens)
+        readers = bind_readers(self.unbound, sizes.widths, sizes.state, variant)
+        parts = as_parts(sizes.widths)
+        *_, last = prompt_blocks(self.ids_input, readers, parts, prompts, sizes.batch, {})
+        return None, last.state
+
+    def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
         """One token after the other; the last draft is read as well, so that the state has it should it be kept."""
-        extend = self.programs.function(self.key).run
-        rows, room = turn.rows, turn.room
+        extend = self.programs.function(self.keys[0]).run
+        rows, room, count = turn.rows, turn.room, self.tokens
 
         def step(carry: Any, number: Array) -> Any:
             state, ids, seen, fine = carry
@@ -78,39 +115,3 @@ class ModelDrafts:
             every = jnp.moveaxis(after[name], 0, axis + 1)
             state[name] = after_tokens(before[name], every, judged.count, axis)
         return replace(own, kept=None, state=state)
-
-
-@dataclass(frozen=True)
-class DraftModel:
-    """The host's half: see `DraftPlan`."""
-
-    hidden: ClassVar[bool] = False
-
-    model: CompiledModel
-    tokens: int
-    positions: int | None
-
-    def source(self, sizes: Mapping[str, int]) -> ModelDrafts:
-        """See `DraftPlan`."""
-        logits = self.model.output_names[:1]
-        key = self.model.as_program("extend").sized({**sizes, "seq": 1}, Variant(outputs=logits, spare=self.tokens))
-        back = self.model.programs.template(self.model.as_program("verify").key(outputs=logits)).taken_back
-        return ModelDrafts(self.model.programs, key, self.model.first_input, back)
-
-    def params(self) -> Any:
-        """The parameters of the other model."""
-        return self.model.require_params("drafting")
-
-    def start(
-        self,
-        programs: Programs,
-        plan: RequestPlan,
-        prompts: Sequence[Sequence[int]],
-        first: Any,
-        hidden: tuple[Any, ...],
-    ) -> tuple[Any, StateArrays]:
-        """Read the prompts; see `DraftPlan`."""
-        variant = Variant(outputs=self.model.output_names[:1], spare=self.tokens)
-        readers = Readers(self.model, plan.sizes, variant).bound(plan.widths)
-        *_, last = prompt_blocks(readers, as_parts(plan.widths), prompts, plan.batch, {})
-        return None, last.state

@@ -1,4 +1,4 @@
-"""One request in flight: its rows on the device, its tokens block by block on the host."""
+"""The generation loop: read the prompts of a request, then take its tokens block by block from the device."""
 
 from __future__ import annotations
 
@@ -7,53 +7,41 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
-from rlx_jax.generate.decode import NOT_FINITE, STOPPED, DecodeLoop, LogProbs
-from rlx_jax.generate.forking import fork_of, moved_state
-from rlx_jax.generate.plan import AnyArray, Request, RequestPlan
-from rlx_jax.generate.prompts import Readers, read_prompts
-from rlx_jax.generate.speculative import OWN, VerifyLoop
-from rlx_jax.runtime.model import BoundProgram, CompiledModel
-from rlx_jax.runtime.programs import Variant
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, Rows, StartRows
+from rlx_jax.generate.forking import ForkRows, fits, fork_of, moved_state
+from rlx_jax.generate.plan import Plan, plan_request, prompt_blocks
+from rlx_jax.generate.request import Before, LanguageModel, Request
+from rlx_jax.generate.speculative import OWN
+from rlx_jax.generate.stopping import settled, stopped_at
+from rlx_jax.runtime.inputs import random_key
+from rlx_jax.runtime.model import BoundProgram
+from rlx_jax.runtime.programs import state_shardings
 from rlx_jax.runtime.report import RequestReport, Speculated
+from rlx_jax.runtime.state import LENGTH, as_state
+
+AnyArray = Any
 
 
-def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: RequestPlan) -> Generation:
-    """Read the prompts, each with at least one token, and choose the first new one of each.
+@dataclass(frozen=True)
+class Completion:
+    """One answer, with what the model says of it: natural logarithms of probabilities, before a sampler changes them.
 
-    Raises:
-        RequestError: one of the programs is not compiled, and the profile wants that told; nothing has run.
+    Attributes:
+        text: up to the first stop string; None where the prompt was ids.
+        tokens: all new ids.
+        token_logprobs: of each of them.
+        top: for each of them the likeliest ids at its place with their log-probabilities, the likeliest first.
     """
-    sizes, given = {**plan.inputs.sizes, **plan.sizes}, plan.inputs.given
-    logits, ids, drafts = model.output_names[:1], model.first_input, plan.drafts
-    if drafts is None:
-        loop = DecodeLoop(plan.method, ids, plan.loop.steps, plan.loop.early, plan.top)
-        variant = Variant(outputs=logits, given=given)
-        decode = model.as_program("extend").bound({**sizes, "seq": 1}, loop, variant)
-        readers = Readers(model, {**sizes, **plan.reading}, variant)
-    else:
-        verify, variant = model.as_program("verify"), Variant(True, logits, given, drafts.tokens, drafts.hidden)
-        back = model.programs.template(verify.key(given, logits)).taken_back
-        checking = VerifyLoop(plan.method, ids, plan.loop.steps, drafts.source(plan.sizes), drafts.tokens, back)
-        width = {**sizes, "seq": drafts.tokens + 1}
-        decode = verify.bound(width, checking, replace(variant, last_only=False))
-        readers = Readers(model, sizes, variant)
-    knobs, ends = jax.device_put((plan.knobs, plan.ends), model.programs.whole)  # once, not with every block
-    rows, state, first, told, hidden, marked = read_prompts(readers, plan, prompts, knobs, ends)
-    if plan.answers > 1:
-        state = moved_state(decode, state, fork_of(plan.batch, plan.answers, len(prompts)))
-    inputs = {"rows": rows, "knobs": knobs, "ends": ends}
-    if drafts is not None:
-        kept, own = drafts.start(model.programs, plan, prompts, first, hidden)
-        state |= {OWN + name: array for name, array in own.items()}
-        inputs |= {"params": drafts.params(), "kept": kept, "counts": np.zeros(3, np.int32)}
-    return Generation(
-        decode, len(prompts) * plan.answers, plan.budget, plan.loop.steps, inputs, state, first, plan.slots,
-        told=told, marked=marked,
-    )  # fmt: skip
+
+    text: str | None
+    tokens: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...]
 
 
 @dataclass
@@ -74,13 +62,11 @@ class NewTokens:
     @staticmethod
     def of(request: Request) -> NewTokens:
         """None so far."""
-        rows: list[list[int]] = [[] for _ in range(len(request.rows) * request.answers)]
-        if request.top is None:
-            return NewTokens(rows)
+        rows: list[list[int]] = [[] for _ in range(len(request.rows) * (request.n or 1))]
         return NewTokens(rows, log_probs=[[] for _ in rows], top=[[] for _ in rows])
 
     def append(self, block: np.ndarray[Any, Any], told: LogProbs | None = None) -> None:
-        """Add a block, and what is told of its tokens."""
+        """Add a block, and the log-probabilities of its tokens."""
         block = block.copy()
         block[self.ended] = STOPPED  # computed ahead, before they were ended
         counts = (block >= 0).sum(axis=1)
@@ -96,30 +82,23 @@ class NewTokens:
 
     def end(self, row: int, count: int) -> None:
         """End a row after its first `count` tokens, whatever came behind them."""
-        del self.rows[row][count:]
-        for told in (self.log_probs, self.top):
-            if told:
-                del told[row][count:]
+        for values in (self.rows, self.log_probs, self.top):
+            del values[row][count:]
         self.failed.pop(row, None)
         self.ended.append(row)
 
-    def check(self, outputs: Sequence[Any], n: int | None = None) -> None:
-        """Raise the error for rows that failed, with what there is of all of them: `outputs`.
-
-        Raises:
-            NumericsError.
-        """
-        if self.failed:
-            answers = n or 1
-            which = [f"prompts[{i // answers}]{'' if n is None else f' (answer {i % n})'}" for i in self.failed]
-            more = f" and {len(which) - 8} more" if len(which) > 8 else ""
-            raise NumericsError(
-                f"the logits, after logit_bias if any, are not finite of {', '.join(which[:8])}{more}, first behind "
-                f"{min(self.failed.values())} new tokens; `outputs` of this error has what came before, and the other "
-                "answers whole",
-                self.failed,
-                outputs,
-            )
+    def failure(self, outputs: Sequence[Any], n: int | None = None) -> NumericsError:
+        """The error for rows that failed, with what there is of all of them: `outputs`."""
+        answers = n or 1
+        which = [f"prompts[{i // answers}]{'' if n is None else f' (answer {i % n})'}" for i in self.failed]
+        more = f" and {len(which) - 8} more" if len(which) > 8 else ""
+        return NumericsError(
+            f"the logits, after logit_bias if any, are not finite of {', '.join(which[:8])}{more}, first behind "
+            f"{min(self.failed.values())} new tokens; `outputs` of this error has what came before, and the other "
+            "answers whole",
+            self.failed,
+            outputs,
+        )
 
 
 @dataclass(eq=False)
@@ -192,3 +171,163 @@ class Generation:
         else:
             self.inputs |= dict(zip(("kept", "counts"), after, strict=False))
         self.turns = self.steps
+
+
+# -- from a request to its answers -------------------------------------------------------------
+
+
+def blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None]:
+    """Generate: the new tokens of each row are appended to `new`, block by block."""
+    if not (request.rows and request.budget):
+        return
+    clock = lm.model.programs.clock()
+    generation = start(plan_request(lm, request))
+    generation.blocks = None if request.ended is None else []
+    try:
+        for block in generation:
+            new.append(block, generation.log_probs)
+            new.speculated = generation.speculated
+            if request.words:
+                counts = {i: stopped_at(lm.decode, new.rows[i], n, request.words) for i, n in new.grown.items()}
+                done = {i: count for i, count in counts.items() if count is not None}
+                for i, count in done.items():
+                    new.end(i, count)
+                if done:
+                    generation.stop(done)
+            seconds, compiled = clock()
+            tokens = sum(map(len, new.rows))
+            if new.report is None:
+                others = len(request.rows) - 1  # of what is shared, the first prompt is read
+                new.report = RequestReport(
+                    "prompts", len(request.rows), sum(map(len, request.rows)), seconds, tokens, tokens,
+                    cached_tokens=sum(request.before.lengths) if request.before else request.shared * others,
+                    reread=request.reread,
+                )  # fmt: skip
+            took = seconds - new.report.prompt_seconds
+            new.report = replace(new.report, new_tokens=tokens, answer_seconds=took, compiled=compiled)
+            yield
+    finally:
+        if request.ended is not None:
+            request.ended(generation)
+
+
+def answered(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
+    """Generate, and return what each prompt gets.
+
+    Raises:
+        NumericsError: logits of a row were not finite; `outputs` has what there is.
+    """
+    for _ in blocks(lm, request, new):
+        pass
+    rows: list[Any] = [lm.text(ids, request.words) for ids in new.rows] if request.text else [*new.rows]
+    if request.logprobs is not None:
+        texts = rows if request.text else [None] * len(rows)
+        rows = [
+            Completion(text, tuple(ids), tuple(values), tuple(pairs[: request.logprobs] for pairs in top))
+            for text, ids, values, top in zip(texts, new.rows, new.log_probs, new.top, strict=True)
+        ]
+    n = request.n
+    outputs = rows if n is None else [rows[at : at + n] for at in range(0, len(rows), n)]
+    if new.failed:
+        raise new.failure(outputs, n)
+    return outputs
+
+
+def pieces(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]:
+    """The new text of a request of one row as it comes, or its ids; joined together they are what `generate` gives."""
+    (ids,), sent = new.rows, 0
+    for _ in blocks(lm, request, new):
+        if not request.text:
+            yield from ids[sent:]
+            sent = len(ids)
+            continue
+        known = settled(lm.decode(ids), request.words)
+        if len(known) > sent:
+            yield known[sent:]
+            sent = len(known)
+    answer = lm.text(ids, request.words) if request.text else ids
+    if request.text and answer[sent:]:
+        yield answer[sent:]
+    if new.failed:
+        raise new.failure([answer])
+
+
+# -- reading the prompts -----------------------------------------------------------------------
+
+
+def start(plan: Plan) -> Generation:
+    """Read the prompts, each with at least one token, and choose the first new one of each row."""
+    request, sizes, loop = plan.request, plan.sizes, plan.loop
+    programs, n = loop.model.programs, request.n or 1
+    knobs, ends = jax.device_put((plan.knobs, plan.ends), programs.whole)  # once, not with every block
+    before = read_shared(plan) if request.shared else request.before
+    held: Sequence[int] = [0] * len(request.rows) if before is None else before.lengths
+    state: StateArrays = {} if before is None else state_behind(plan.readers[0], before)
+    live = np.arange(sizes.batch) < len(request.rows) * n
+    rows = start_rows(plan, live)
+    first: AnyArray = np.full((sizes.batch, 1), STOPPED, np.int32)
+    told, marked, hidden = None, None, []
+    rest = [prompt[count:] for prompt, count in zip(request.rows, held, strict=True)]
+    inputs = request.inputs.padded(plan.read) if request.inputs.arrays else {}
+    for block in prompt_blocks(plan.first_input, plan.readers, plan.parts, rest, plan.read, inputs, state):
+        state, logits, now = block.state, block.logits, block.now
+        hidden += [] if block.hidden is None else [block.hidden]
+        if request.mark is not None and held[0] + block.read == request.mark.at:
+            marked = {name: jnp.copy(state[name]) for name in request.mark.leaves}
+        if not now.any():
+            continue
+        if n > 1:
+            fork = fork_of(sizes.batch, n, len(request.rows))
+            logits, now = programs.call(ForkRows(0), logits, fork, at=programs.whole), now[fork] & live
+        arguments = (logits, rows, now, first, knobs, ends, told)
+        first, rows, told = programs.call(FirstTokens(plan.method, plan.top), *arguments, at=programs.whole)
+    if n > 1:
+        state = moved_state(loop, state, fork_of(sizes.batch, n, len(request.rows)))
+    given = {"rows": rows, "knobs": knobs, "ends": ends}
+    if (drafter := request.drafter) is not None:
+        kept, own = drafter.start(programs, sizes, request.rows, first, tuple(hidden))
+        state |= {OWN + name: array for name, array in own.items()}
+        given |= {"params": drafter.params(), "kept": kept, "counts": np.zeros(3, np.int32)}
+    return Generation(
+        loop, len(request.rows) * n, request.budget, programs.settings.loop.steps, given, state, first, sizes.slots,
+        told=told, marked=marked,
+    )  # fmt: skip
+
+
+def start_rows(plan: Plan, live: np.ndarray[Any, Any]) -> Rows:
+    """The rows of the request, `live` ones, of which each has the tokens of its prompt."""
+    request, programs = plan.request, plan.loop.model.programs
+    seen = np.zeros((len(live), len(plan.ends) if plan.method.penalised else 0), bool)
+    if plan.method.penalised:
+        for row in np.flatnonzero(live):
+            seen[row, list(request.rows[row // (request.n or 1)])] = True
+    arguments = (random_key("seed", request.seed), live, np.int32(request.budget), seen)
+    rows: Rows = programs.call(StartRows(plan.method.draws), *arguments, at=programs.whole)
+    return rows
+
+
+def read_shared(plan: Plan) -> Before:
+    """What all prompts begin with, read once."""
+    request = plan.request
+    prompt = [request.rows[0][: request.shared]]
+    *_, last = prompt_blocks(plan.first_input, plan.shared_readers, plan.shared, prompt, plan.alone, {})
+    every = len(request.rows)
+    return Before(last.state, (0,) * every, (request.shared,) * every, plan.sizes.slots)
+
+
+def state_behind(reader: BoundProgram, before: Before) -> StateArrays:
+    """The state for the programs that read the rest of the prompts; idle rows hold nothing.
+
+    Raises:
+        SessionStateError: somebody consumed it since the request was made.
+    """
+    as_state(before.arrays).check_alive()
+    sizes, model = dict(reader.key.binding), reader.model
+    rows, lengths = (np.zeros(sizes["batch"], np.int32) for _ in range(2))
+    rows[: len(before.rows)], lengths[: len(before.rows)] = before.rows, before.lengths
+    if not before.consumed or not fits(reader, before.arrays) or before.rows != tuple(range(len(before.rows))):
+        return moved_state(reader, before.arrays, rows, lengths)
+    division = model.programs.division
+    template = model.programs.template(reader.key.symbolic)
+    at = None if division is None else state_shardings(template, sizes, division)[LENGTH]
+    return {**before.arrays, LENGTH: jax.device_put(lengths, at)}

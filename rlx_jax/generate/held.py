@@ -18,7 +18,7 @@ import numpy as np
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.template import Template
 from rlx_jax.generate.generation import Generation
-from rlx_jax.generate.plan import Before, Mark
+from rlx_jax.generate.request import Before, Mark
 from rlx_jax.generate.speculative import OWN
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.runtime.model import CompiledModel

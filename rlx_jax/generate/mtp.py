@@ -17,17 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlx_jax.compiler.executable import Shardings, StateArrays
+from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import GraphError, UnsupportedError
-from rlx_jax.generate.decode import Array
-from rlx_jax.generate.plan import RequestPlan
-from rlx_jax.generate.speaker import Speaker
+from rlx_jax.generate.decode import Array, Sizes
+from rlx_jax.generate.draft_model import ProgramDrafter
+from rlx_jax.generate.plan import bind_readers
 from rlx_jax.generate.speculative import Drafting, Drafts, Judged, Own, Turn
-from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.program import Buildable, Built, MakesMtp
 from rlx_jax.runtime.compiling import model_beside
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import ProgramKey, Programs, Variant
+from rlx_jax.runtime.programs import Programs, Variant
 from rlx_jax.runtime.state import LENGTH
 from rlx_jax.text.requests import pad_rows
 
@@ -36,32 +35,43 @@ HIDDEN = "hidden"
 
 
 @dataclass(frozen=True)
-class MtpDrafts:
-    """The source: `extend` of the module, `first` for the pairs that a step has made certain, `chain` for one draft.
+class MtpModule(ProgramDrafter):
+    """See `Drafter`: `extend` of the module, the first key for the pairs that a step has made certain, the second for
+    one draft.
 
     It keeps those pairs: tokens `[B, k + 1]`, hidden states `[B, k + 1, H]`, and how many there are `[B]`, at least 1
     in a row that runs.
     """
 
     asked: ClassVar[str] = "'mtp'"
+    hidden: ClassVar[bool] = True
 
-    programs: Programs
-    first: ProgramKey
-    chain: ProgramKey
-    ids_input: str
+    def bound(self, sizes: Mapping[str, int]) -> MtpModule:
+        """See `Drafter`."""
+        extend = self.unbound.as_program("extend")
+        keys = tuple(extend.sized({**sizes, "seq": seq}) for seq in (self.tokens + 1, 1))
+        return replace(self, model=None, keys=keys)
 
-    def lir(self) -> Lir | None:
-        """The larger of its programs; the state is that of both."""
-        return self.programs.function(self.first).lir
+    def start(
+        self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
+    ) -> tuple[Any, StateArrays]:
+        """Read the pairs of the prompts, all but the last, which waits for its drafts; see `Drafter`."""
+        filled = [*prompts, *([0] for _ in range(sizes.batch - len(prompts)))]
+        lengths = np.array([len(p) for p in filled], np.int32)
+        readers = bind_readers(self.unbound, sizes.widths, sizes.state, Variant(outputs=(HIDDEN,)))
+        state: StateArrays = {}
+        at = 0
+        for reader, width, block in zip(readers, sizes.widths, hidden, strict=True):
+            tokens = pad_rows([p[at + 1 : at + 1 + width] for p in filled], width)
+            fed = {self.ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - at, 0, width)}
+            _, state = reader(fed, state)
+            at += width
+        return programs.call(FirstPair(self.tokens + 1), hidden, lengths, first, at=programs.whole), state
 
-    def shardings(self) -> Shardings | None:
-        """As where it runs alone."""
-        return self.programs.shardings(self.first, {})
-
-    def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
+    def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
         """The first draft from the model's hidden states, the others each from the one before."""
-        first, chain = (self.programs.function(key).run for key in (self.first, self.chain))
-        rows, room = turn.rows, turn.room
+        first, chain = (self.programs.function(key).run for key in self.keys)
+        rows, room, count = turn.rows, turn.room, self.tokens
         ids, hidden, pairs = own.kept
 
         def read(run: Any, state: StateArrays, ids: Array, hidden: Array, lengths: Array) -> tuple[Array, Array, Any]:
@@ -92,14 +102,14 @@ class MtpDrafts:
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
         """Each token that was taken, with what the model's head read for it."""
-        assert judged.hidden is not None  # `MtpPlan.hidden` asks for it
+        assert judged.hidden is not None  # `MtpModule.hidden` asks for it
         hidden = jnp.where(judged.now[..., None], judged.hidden, 0.0)
         return replace(own, kept=(judged.chosen, hidden, judged.count))
 
 
 @dataclass(frozen=True)
 class FirstPair:
-    """What `MtpDrafts` keeps behind the prompts: of `width` pairs the first, made of the last token's hidden states.
+    """What `MtpModule` keeps behind the prompts: of `width` pairs the first, made of the last token's hidden states.
 
     `blocks` are hidden states `[B, S, H]` of the prompts, part by part; `lengths` `[B]` of the prompts; `first`
     `[B, 1]`, the tokens chosen behind them.
@@ -119,64 +129,16 @@ class FirstPair:
         return ids, jnp.pad(hidden[:, None], ((0, 0), (0, more), (0, 0))), jnp.ones_like(lengths)
 
 
-@dataclass(frozen=True)
-class MtpPlan:
-    """The host's half: see `DraftPlan`."""
-
-    hidden: ClassVar[bool] = True
-
-    model: CompiledModel
-    tokens: int
-    positions: int | None = None
-
-    def source(self, sizes: Mapping[str, int]) -> MtpDrafts:
-        """See `DraftPlan`."""
-        extend = self.model.as_program("extend")
-        first, chain = (extend.sized({**sizes, "seq": seq}) for seq in (self.tokens + 1, 1))
-        return MtpDrafts(self.model.programs, first, chain, self.model.first_input)
-
-    def params(self) -> Any:
-        """The parameters of the module, those of the model that it reads among them."""
-        return self.model.require_params("drafting")
-
-    def start(
-        self,
-        programs: Programs,
-        plan: RequestPlan,
-        prompts: Sequence[Sequence[int]],
-        first: Any,
-        hidden: tuple[Any, ...],
-    ) -> tuple[Any, StateArrays]:
-        """Read the pairs of the prompts, all but the last, which waits for its drafts; see `DraftPlan`."""
-        ids_input = self.model.first_input
-        filled = [*prompts, *([0] for _ in range(plan.batch - len(prompts)))]
-        lengths = np.array([len(p) for p in filled], np.int32)
-        state: StateArrays = {}
-        at, variant = 0, Variant(outputs=(HIDDEN,))
-        for width, block in zip(plan.widths, hidden, strict=True):
-            sizes = {**plan.sizes, "seq": width}
-            if at == 0:
-                reader = self.model.as_program("prefill").reader(sizes, variant)
-            else:
-                reader = self.model.as_program("extend").bound(sizes, variant=variant)
-            tokens = pad_rows([p[at + 1 : at + 1 + width] for p in filled], width)
-            fed = {ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - at, 0, width)}
-            _, state = reader(fed, state)
-            at += width
-        return programs.call(FirstPair(self.tokens + 1), hidden, lengths, first, at=programs.whole), state
-
-
 # -- which module ------------------------------------------------------------------------------
 
 
-def mtp_plan(speaker: Speaker, tokens: int) -> MtpPlan:
-    """The plan for the module of a model's own checkpoint, which is read when it is first asked for.
+def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
+    """The module of a model's own checkpoint, which is read when it is first asked for.
 
     Raises:
         UnsupportedError: it has none. GraphError: what there is does not fit the model. Others, of
             weights that are missing or have another shape, as the family's recipe raises them.
     """
-    model = speaker.model
     make = mtp_of(model.flow)
     if make is None:
         raise UnsupportedError(
@@ -185,7 +147,7 @@ def mtp_plan(speaker: Speaker, tokens: int) -> MtpPlan:
         )
     module = model_beside(model, make)
     check_module(module, model)
-    return MtpPlan(module, tokens)
+    return MtpModule(tokens, module.programs, module.first_input, module)
 
 
 def mtp_of(flow: Buildable) -> MakesMtp | None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.errors import RequestError
+from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.scored_texts import ScoredTokens, text_ids
 from rlx_jax.generate.scoring import Score
-from rlx_jax.generate.speaker import Speaker
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import whole_number
 
@@ -38,21 +38,21 @@ def strides(ids: Sequence[int], stride: int, context: int) -> list[TextWindow]:
     return windows
 
 
-def perplexity_windows(speaker: Speaker, text: Any, stride: Any, context: Any) -> list[TextWindow]:
+def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) -> list[TextWindow]:
     """The windows that `CausalLM.perplexity` reads; arguments as there.
 
     Raises:
         RequestError, TokenIdError, SequenceLengthError: as there; a stride of 1 would count the first window alone.
     """
-    if context is None and speaker.max_positions is None:
+    if context is None and lm.max_positions is None:
         raise RequestError("perplexity: the model has no longest text; pass context=, the tokens of a window")
-    size = speaker.max_positions if context is None else whole_number("context", context, 2)
+    size = lm.max_positions if context is None else whole_number("context", context, 2)
     assert size is not None
-    check_positions(size, speaker.max_positions, "perplexity: context")
+    check_positions(size, lm.max_positions, "perplexity: context")
     step = max(1, size // 2) if stride is None else whole_number("stride", stride, 1)
     if step > size:
         raise RequestError(f"stride is {step}, over the {size} tokens of a window: those between would be left out")
-    ids = text_ids(speaker, text, "text")
+    ids = text_ids(lm, text, "text")
     if len(ids) < 2:
         raise RequestError(f"perplexity: a text of {len(ids)} tokens has none to predict; pass 2 at least")
     windows = strides(ids, step, size)

@@ -1,71 +1,29 @@
-"""A request: what was asked for, and how it runs, every size chosen."""
+"""How a request runs: its programs, every size chosen, and the programs that read its prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from rlx_jax.compiler.buckets import Buckets, bucket, smallest
 from rlx_jax.compiler.executable import StateArrays
-from rlx_jax.compiler.settings import Loop
-from rlx_jax.generate.request_inputs import NONE, RequestInputs
-from rlx_jax.generate.sampler import Knobs, Method, Sampler
-from rlx_jax.generate.speculative import DraftSource
-from rlx_jax.runtime.programs import Programs
+from rlx_jax.errors import RequestError
+from rlx_jax.generate.decode import DecodeLoop, Sizes
+from rlx_jax.generate.request import LanguageModel, Mark, Request
+from rlx_jax.generate.sampler import Knobs, Method
+from rlx_jax.generate.speculative import VerifyLoop
+from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.runtime.programs import ProgramKey, Variant
+from rlx_jax.text.padding import PROMPT_BUCKET
+from rlx_jax.text.requests import pad_rows
 
-AnyArray = Any
-
-
-class DraftPlan(Protocol):
-    """Where the drafts of a request come from, on the host."""
-
-    @property
-    def hidden(self) -> bool:
-        """Whether the source reads hidden states: what the model's head reads of each token."""
-
-    @property
-    def tokens(self) -> int:
-        """Drafts a step, at least 1."""
-
-    @property
-    def positions(self) -> int | None:
-        """The longest sequence that the source knows, in tokens."""
-
-    def source(self, sizes: Mapping[str, int]) -> DraftSource:
-        """What the loop is compiled with, for this `batch` and `context`."""
-
-    def params(self) -> Any:
-        """The parameters of the source."""
-
-    def start(
-        self, programs: Programs, plan: RequestPlan, prompts: Sequence[Sequence[int]], first: AnyArray,
-        hidden: tuple[AnyArray, ...],
-    ) -> tuple[Any, StateArrays]:  # fmt: skip
-        """What the source keeps, and its state, where the prompts have been read and `first` `[B, 1]` is chosen;
-        `hidden` are the prompts' hidden states `[B, S, H]`, part by part, if it reads them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Before:
-    """A state that holds the first tokens of prompts, which need not be read again.
-
-    Attributes:
-        arrays: the state's.
-        rows: the row of the state that each prompt goes on from.
-        lengths: the tokens of each prompt that it holds, fewer than the prompt has. Where the state's own length is
-            another, tokens are taken back, which whoever says so knows to be right.
-        slots: of its cache.
-        consumed: whether the request may write into its arrays; else it copies them.
-    """
-
-    arrays: StateArrays
-    rows: tuple[int, ...]
-    lengths: tuple[int, ...]
-    slots: int
-    consumed: bool = False
+CONTEXT_BUCKET = 64
+TOP = 8
+"""Programs tell of 0, 8, 16, 32 … likeliest tokens; the host leaves out what was not requested."""
 
 
 class PromptPart(NamedTuple):
@@ -75,109 +33,240 @@ class PromptPart(NamedTuple):
     tokens: int
 
 
-class Mark(NamedTuple):
-    """A place in a prompt, `at` so many tokens, and the arrays of the state that are to be kept as they are there."""
+class PlanKeys(NamedTuple):
+    """The programs of a plan: those that read the prompts, those that read what all begin with, and the loop."""
 
-    at: int
-    leaves: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of `generate` or `stream`, checked.
-
-    Attributes:
-        rows: prompts as ids, each with at least one, those that a state holds among them.
-        budget: new tokens for each.
-        sampler: how to choose them.
-        ends, words: ids and texts that end a row.
-        inputs: what it brings beside tokens.
-        answers: how many each prompt gets, whose rows stand together.
-        top: the likeliest tokens to tell of at each step; None to tell nothing.
-        before: the state that the prompts are read behind, if there is one.
-        shared: first tokens that all prompts have, which are read once and repeated; 0 to read each prompt by itself.
-        mark: what to keep a copy of where a place of the one prompt has been read (`Generation.marked`).
-        room: slots that the cache is to have at least.
-        ended: told of the `Generation` that has run, or was left.
-        reread: why tokens are read that a state held; empty if none are.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    budget: int
-    sampler: Sampler
-    ends: tuple[int, ...]
-    words: tuple[str, ...]
-    seed: int
-    inputs: RequestInputs = NONE
-    drafts: DraftPlan | None = None
-    answers: int = 1
-    top: int | None = None
-    before: Before | None = None
-    shared: int = 0
-    mark: Mark | None = None
-    room: int = 0
-    ended: Callable[[Any], None] | None = None
-    reread: str = ""
-
-    @property
-    def drawn_from(self) -> int | None:
-        """The seed of the draws; None where nothing is drawn, or from a key that the caller has."""
-        return int(self.seed) if self.sampler.temperature and not isinstance(self.seed, jax.Array) else None
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The tokens of each prompt that are not read for it: a state has them, or another prompt."""
-        if self.before is not None:
-            return self.before.lengths
-        return tuple(self.shared if i else 0 for i in range(len(self.rows)))
+    parts: tuple[ProgramKey, ...]
+    shared: tuple[ProgramKey, ...]
+    loop: ProgramKey
 
 
-@dataclass(frozen=True)
-class RequestPlan:
+@dataclass(frozen=True, eq=False)
+class Plan:
     """How a request runs, every size chosen.
 
     Attributes:
+        first_input: the name of the token ids.
         method, knobs: how to choose tokens.
+        top: the likeliest tokens that programs tell of; None for none.
         ends: `[V]` bool, ids that end a row.
-        batch: rows of the programs, at least those of the request; the others hold nothing.
-        widths: tokens of the programs that would read whole prompts, one after the other.
-        slots: of the cache.
-        budget: new tokens of each row, at least 1.
-        loop: see `DecodeLoop`.
-        inputs: what the request brings beside tokens; the first program that reads prompts takes it.
-        drafts: where drafts come from; None for plain decoding.
-        answers, top, before, mark: as in `Request`.
-        read: rows of the programs that read the prompts, where each has several answers.
+        sizes: rows, at least those of the request, the others hold nothing; tokens of the programs that would read full
+            prompts; slots of the cache.
+        read: rows of the programs that read the prompts, which are fewer where each has several answers.
         parts: what is read of the prompts, one after the other, of those tokens that no state holds.
         shared: the parts that are read of the first prompt alone, as all begin with them, by programs of `alone` rows.
+        readers, shared_readers, loop: the programs.
     """
 
+    request: Request
+    first_input: str
     method: Method
     knobs: Knobs
+    top: int | None
     ends: np.ndarray[Any, Any]
-    seed: int
-    batch: int
-    widths: tuple[int, ...]
-    slots: int
-    budget: int
-    loop: Loop
-    inputs: RequestInputs = NONE
-    drafts: DraftPlan | None = None
-    answers: int = 1
-    top: int | None = None
-    read: int = 0
-    before: Before | None = None
-    mark: Mark | None = None
-    parts: tuple[PromptPart, ...] = ()
+    sizes: Sizes
+    read: int
+    alone: int
+    parts: tuple[PromptPart, ...]
+    shared: tuple[PromptPart, ...]
+    readers: tuple[BoundProgram, ...]
+    shared_readers: tuple[BoundProgram, ...]
+    loop: BoundProgram
+
+
+def plan_request(lm: LanguageModel, request: Request) -> Plan:
+    """Choose the sizes and the programs of a request; nothing has run yet.
+
+    Raises:
+        RequestError: one of the programs is not compiled, and the profile wants that reported.
+    """
+    buckets, before, n = lm.buckets, request.before, request.n or 1
+    limits = (lm.max_positions, None if request.drafter is None else request.drafter.positions)
+    limit = min((n for n in limits if n is not None), default=None)  # both have caches of one size
+    lengths = [len(row) for row in request.rows for _ in range(n)]
+    sizes = request_sizes(buckets, lengths, request.budget, limit)
+    room = max(request.room, before.slots if before is not None and before.consumed else 0)
+    if room > sizes.slots:
+        sizes = replace(sizes, slots=max(sizes.slots, smallest(buckets.context, room) or room))
+    method = request.sampler.method(lm.vocab_size)
+    method = method.widened() if buckets.prompt or buckets.batch else method
+    ends = np.zeros(lm.vocab_size, bool)
+    ends[list(request.ends)] = True
+    top = request.logprobs and bucket(request.logprobs, TOP, lm.vocab_size)
+    read = sizes.batch if n == 1 else buckets.rows(len(request.rows))
+    alone = buckets.rows(1) if request.shared else 1
+    parts = as_parts(sizes.widths)
     shared: tuple[PromptPart, ...] = ()
-    alone: int = 1
+    if before is not None or request.shared or request.mark:
+        held = before.lengths if before is not None else (request.shared,) * len(request.rows)
+        longest = max(lengths)
+        fresh = max(len(row) - count for row, count in zip(request.rows, held, strict=True))
+        parts = parts_of(lm, longest - fresh, longest, request.mark)
+        shared = parts_of(lm, 0, request.shared) if request.shared else ()
+    keys = plan_keys(lm, request, method, top, sizes, (read, alone), (parts, shared))
+    if buckets.on_recompile == "error":
+        for key in (keys.loop, *keys.parts, *keys.shared):
+            lm.model.programs.check_compiled(key)
+    runner = lm.model.as_program("extend")
+    readers, shared_readers = ([BoundProgram(runner, key) for key in part] for part in keys[:2])
+    return Plan(
+        request, lm.first_input, method, request.sampler.knobs(lm.vocab_size, method.biased), top, ends, sizes, read,
+        alone, parts, shared, tuple(readers), tuple(shared_readers), BoundProgram(runner, keys.loop),
+    )  # fmt: skip
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Rows and slots."""
-        return {"batch": self.batch, "context": self.slots}
 
-    @property
-    def reading(self) -> dict[str, int]:
-        """Rows and slots of the programs that read the prompts."""
-        return self.sizes if self.answers == 1 else {"batch": self.read, "context": self.slots}
+def plan_keys(
+    lm: LanguageModel, request: Request, method: Method, top: int | None, sizes: Sizes, rows: tuple[int, int],
+    parts: tuple[tuple[PromptPart, ...], tuple[PromptPart, ...]],
+) -> PlanKeys:  # fmt: skip
+    """The programs of a request; found once for each choice of sizes, method and inputs where there are no drafts.
+
+    `rows` are those of the programs that read the prompts, and of those that read what they share.
+    """
+    model, inputs, drafter, loop = lm.model, request.inputs, request.drafter, lm.model.programs.settings.loop
+    behind = request.before is not None or bool(request.shared)
+    widths, shared = ([part.width for part in some] for some in parts)
+
+    def find() -> PlanKeys:
+        logits = model.output_names[:1]
+        state = {**inputs.sizes, **sizes.state}
+        variant = Variant(True, logits, inputs.given)
+        if drafter is None:
+            around: Any = DecodeLoop(method, lm.first_input, loop.steps, loop.early, top)
+            key = model.as_program("extend").sized({**state, "seq": 1}, variant)
+        else:
+            verify = model.as_program("verify")
+            variant = replace(variant, spare=drafter.tokens, hidden=drafter.hidden)
+            back = model.programs.template(verify.key(inputs.given, logits)).taken_back
+            around = VerifyLoop(method, lm.first_input, loop.steps, drafter.bound(sizes.state), back)
+            key = verify.sized({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
+        readers = reader_keys(model, widths, {**state, "batch": rows[0]}, variant, behind)
+        alone = reader_keys(model, shared, {**state, "batch": rows[1]}, replace(variant, hidden=False))
+        return PlanKeys(readers, alone, replace(key, around=around))
+
+    if drafter is not None:
+        return find()
+    choice = (model.name, method, top, sizes, rows, *map(tuple, (widths, shared)), behind)
+    known: PlanKeys = model.programs.plans((*choice, tuple(inputs.sizes.items()), inputs.given), find)
+    return known
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+def read_widths(buckets: Buckets, tokens: int, max_positions: int | None) -> tuple[int, ...]:
+    """The tokens of the programs that read so many, one after the other: one program of a power of two, or chunks of
+    the largest bucket that a cache holds and one that holds the rest."""
+    chunk = buckets.largest_chunk
+    if chunk is None:
+        return (bucket(tokens, PROMPT_BUCKET, max_positions),)
+    full = (tokens - 1) // chunk
+    rest = smallest(buckets.prompt, tokens - full * chunk)
+    assert rest is not None  # at most a chunk
+    return (*(chunk,) * full, rest)
+
+
+def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_positions: int | None) -> Sizes:
+    """The sizes for prompts of these lengths and `budget` new tokens each: buckets where there are any that hold them,
+    else powers of two. A prompt over the largest bucket is read in chunks of it.
+
+    Raises:
+        RequestError: no bucket holds the rows or the cache, and `on_recompile` is `error`.
+    """
+    longest = max(lengths)
+    widths = read_widths(buckets, longest, max_positions)
+    needed = max(longest + budget, widths[0])
+    slots = smallest(buckets.context, needed)
+    if buckets.on_recompile == "error":
+        if buckets.batch and smallest(buckets.batch, len(lengths)) is None:
+            raise RequestError(
+                f"prompts: {len(lengths)} rows, and buckets.batch = {list(buckets.batch)}; send fewer at once, or add "
+                "a bucket to the profile"
+            )
+        if buckets.context and slots is None:
+            raise RequestError(
+                f"prompts[{lengths.index(longest)}]: {longest} tokens + {budget} new, and the caches that are compiled "
+                f"have {list(buckets.context)} slots; ask for fewer tokens, or add to buckets.context of the profile"
+            )
+    return Sizes(buckets.rows(len(lengths)), widths, slots or bucket(needed, CONTEXT_BUCKET, max_positions))
+
+
+def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int | None) -> tuple[int, int]:
+    """The rows and slots of the state of so many requests, each of `context` tokens with its answer."""
+    slots = smallest(buckets.context, context) or bucket(context, CONTEXT_BUCKET, max_positions)
+    return buckets.rows(batch), slots
+
+
+def as_parts(widths: Sequence[int]) -> tuple[PromptPart, ...]:
+    """Programs that read as many tokens as they can."""
+    return tuple(PromptPart(width, width) for width in widths)
+
+
+def parts_of(lm: LanguageModel, start: int, end: int, mark: Mark | None = None) -> tuple[PromptPart, ...]:
+    """What is read from token `start` to `end`, with a stop at the mark if that is between them."""
+    stops = [start, *([mark.at] if mark is not None and start < mark.at < end else []), end]
+    parts = []
+    for first, last in zip(stops, stops[1:], strict=False):
+        *chunks, rest = read_widths(lm.buckets, last - first, lm.max_positions)
+        parts += [*as_parts(chunks), PromptPart(rest, last - first - sum(chunks))]
+    return tuple(parts)
+
+
+# -- programs that read prompts ----------------------------------------------------------------
+
+
+def reader_keys(
+    model: CompiledModel, widths: Sequence[int], sizes: Mapping[str, int], variant: Variant, behind: bool = False
+) -> tuple[ProgramKey, ...]:
+    """The programs for so many tokens each, one after the other: `prefill` first, if there is no state `behind` which
+    they read."""
+    blocks = [{**sizes, "seq": width} for width in widths]
+    first = [model.as_program("prefill").reader_key(blocks.pop(0), variant)] if blocks and not behind else []
+    extend = model.as_program("extend")
+    return (*first, *(extend.sized(block, variant) for block in blocks))
+
+
+def bind_readers(
+    model: CompiledModel, widths: Sequence[int], sizes: Mapping[str, int], variant: Variant
+) -> list[BoundProgram]:
+    """The programs that read full prompts.
+
+    Raises:
+        RequestError: as `plan_request`.
+    """
+    readers = [BoundProgram(model.as_program("extend"), key) for key in reader_keys(model, widths, sizes, variant)]
+    for reader in readers:
+        model.programs.check_compiled(reader.key)
+    return readers
+
+
+class PromptBlock(NamedTuple):
+    """What reading a part of the prompts gives: logits `[B, 1, V]` of the last tokens, the state, and the rows whose
+    prompts end there `[B]` bool; hidden states `[B, S, H]` of all tokens, where the program gives them; and how many
+    tokens of each prompt were read by then, at most."""
+
+    logits: Any
+    state: StateArrays
+    now: np.ndarray[Any, Any]
+    hidden: jax.Array | None
+    read: int
+
+
+def prompt_blocks(
+    first_input: str, readers: Sequence[BoundProgram], parts: Sequence[PromptPart], prompts: Sequence[Sequence[int]],
+    batch: int, inputs: Mapping[str, Any], state: StateArrays | None = None,
+) -> Iterator[PromptBlock]:  # fmt: skip
+    """Read the prompts, part by part, behind the `state`. `inputs` are what comes with the tokens. A row that holds
+    nothing reads one."""
+    filled = [*prompts, *([0] for _ in range(batch - len(prompts)))]
+    lengths, live = np.array([len(p) for p in filled]), np.arange(batch) < len(prompts)
+    state = {} if state is None else state
+    at = 0
+    for reader, (width, count) in zip(readers, parts, strict=True):
+        new = np.clip(lengths - at, 0, count)
+        tokens = pad_rows([p[at : at + count] for p in filled], width)
+        (logits, *others), state = reader({first_input: tokens, "lengths": new.astype(np.int32), **inputs}, state)
+        hidden = others[0] if reader.key.hidden else None
+        at += count
+        yield PromptBlock(logits, state, live & (at - count < lengths) & (lengths <= at), hidden, at)
+        inputs = {}  # from now on it is in the state

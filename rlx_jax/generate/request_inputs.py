@@ -55,14 +55,15 @@ def unread(model: CompiledModel) -> frozenset[str]:
     return idle & model.programs.unread(model.name, optional) if idle and optional else idle
 
 
-def request_inputs(model: CompiledModel, inputs: Mapping[str, Any] | None, rows: int) -> RequestInputs:
-    """`inputs=` of a request of so many rows, checked.
+def request_inputs(
+    model: CompiledModel, inputs: Mapping[str, Any] | None, rows: int, known: Mapping[str, InputDecl]
+) -> RequestInputs:
+    """`inputs=` of a request of so many rows, checked; `known` are those that are `declared`.
 
     Raises:
         RequestError: one is missing, or the flow has none of that name, or reads it with the tokens.
         ShapeError, DTypeError, TokenIdError: it does not fit. RequestError: it has other rows than the prompts.
     """
-    known = declared(model)
     if inputs is not None and not isinstance(inputs, Mapping):
         raise RequestError(f"inputs is {shown(inputs)}; expected a mapping of input names to arrays")
     brought = {name: value for name, value in (inputs or {}).items() if value is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 import jax
@@ -54,6 +54,59 @@ class Bias(Mapping[int, float]):
 
 
 @dataclass(frozen=True)
+class Option:
+    """Which values a sampling parameter may have, and how `rlx-jax --help` tells of it.
+
+    Attributes:
+        metavar, help: of its flag.
+        low, high: the range; 0 too with `zero`.
+        whole: an integer of at least 1.
+        draws: it changes what is drawn from, and so nothing at temperature 0.
+    """
+
+    metavar: str
+    help: str
+    low: float = TINY
+    high: float = LARGEST
+    zero: bool = False
+    whole: bool = False
+    draws: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Check a value that is given.
+
+        Raises:
+            RequestError: it is none of these.
+        """
+        if self.whole:
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise RequestError(f"{name} is {shown(value)}; expected an integer of at least 1")
+            return
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float | np.number)
+            or not -math.inf < value < math.inf
+        ):
+            raise RequestError(f"{name} is {shown(value)}; expected a finite number")
+        low, high = self.low, self.high
+        if low <= value <= high or (self.zero and value == 0):
+            return
+        if value <= 0 or (high < LARGEST and value > high):  # nothing that float32 decides
+            least = "0 or more" if self.zero or not low else "above 0"
+            most = f", at most {high:g}" if high < LARGEST else ""
+            raise RequestError(f"{name} is {shown(value)}; expected a number, {least}{most}")
+        places = " (float32)" if low == TINY or high == LARGEST else ""
+        raise RequestError(
+            f"{name} is {shown(value)}; expected {'0, or ' if self.zero else ''}from {low:.3g} to {high:.3g}{places}"
+        )
+
+
+def option(default: Any, metavar: str, help: str, **rules: Any) -> Any:
+    """A field of `Sampler` that the command line has, too."""
+    return field(default=default, metadata={"option": Option(metavar, help, **rules)})
+
+
+@dataclass(frozen=True)
 class Sampler:
     """Sampling parameters, in the order in which they apply.
 
@@ -72,24 +125,22 @@ class Sampler:
         RequestError: a value out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    temperature: float = option(0.0, "T", "0, the default, takes the likeliest token", zero=True)
+    top_k: int | None = option(None, "K", "choose among the K likeliest", whole=True, draws=True)
+    top_p: float | None = option(
+        None, "P", "choose among the likeliest that make up the probability P", high=1.0, draws=True
+    )
+    min_p: float | None = option(
+        None, "P", "leave out what is less likely than P times the likeliest", low=0.0, high=1.0, draws=True
+    )
+    repetition_penalty: float = option(1.0, "R", "above 1: what was said gets less likely")
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, zero=True)
-        _number("repetition_penalty", self.repetition_penalty)
-        if self.top_p is not None:
-            _number("top_p", self.top_p, high=1.0)
-        if self.min_p is not None:
-            _number("min_p", self.min_p, low=0.0, high=1.0)
-        if self.top_k is not None and (
-            isinstance(self.top_k, bool) or not isinstance(self.top_k, int | np.integer) or self.top_k < 1
-        ):
-            raise RequestError(f"top_k is {shown(self.top_k)}; expected an integer of at least 1")
+        for name, rule in OPTIONS.items():
+            value = getattr(self, name)
+            if value is not None or getattr(Sampler, name) is not None:
+                rule.check(name, value)
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias is {quote(self.logit_bias)}; expected a mapping of token id to bias")
         if self.logit_bias is not None:
@@ -119,11 +170,12 @@ class Sampler:
             raise UnsupportedError(
                 f"generation_config: {listing(more)}: rlx_jax.Sampler has no such thing; leave it out"
             )
-        penalty = given.get("repetition_penalty", 1.0)
-        if given.get("do_sample") is not True:
-            return Sampler(repetition_penalty=penalty)
-        temperature, top_k = given.get("temperature", 1.0), given.get("top_k", 50)
-        return Sampler(temperature, top_k or None, given.get("top_p"), given.get("min_p"), penalty)
+        values = {name: given[name] for name in OPTIONS if name in given}
+        if given.get("do_sample") is True:
+            return Sampler(
+                **{**values, "temperature": given.get("temperature", 1.0), "top_k": given.get("top_k", 50) or None}
+            )
+        return Sampler(**{n: value for n, value in values.items() if n != "temperature" and not OPTIONS[n].draws})
 
     def method(self, vocab_size: int) -> Method:
         """Which of the filters change anything for a vocabulary of this size."""
@@ -178,7 +230,10 @@ class Sampling(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
 
 
-SAMPLING = tuple(Sampling.__annotations__)
+SAMPLING = tuple(f.name for f in fields(Sampler))
+OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in fields(Sampler) if f.metadata}
+"""The fields that the command line has: all but the bias."""
+GREEDY = Sampler()
 
 
 def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
@@ -192,8 +247,8 @@ def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
         raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
     if sampler is not None and sampling:
         raise RequestError(f"sampler= and {listing(sampling)} say how to choose tokens; give one of them")
-    chosen = sampler or Sampler(**sampling)
-    filters = [name for name in ("top_k", "top_p", "min_p") if sampling.get(name) is not None]
+    chosen = sampler or (Sampler(**sampling) if sampling else GREEDY)
+    filters = [name for name, rule in OPTIONS.items() if rule.draws and sampling.get(name) is not None]
     if filters and not chosen.temperature:
         raise RequestError(
             f"{filters[0]} is {shown(sampling[filters[0]])}, and temperature 0 takes the likeliest token: nothing is "
@@ -309,18 +364,3 @@ def finite_rows(logits: Array, greedy: Array | None = None) -> Array:
     if greedy is None:
         return jnp.isfinite(jnp.max(logits, axis=-1))
     return jnp.isfinite(jnp.take_along_axis(logits, greedy[:, None], axis=-1, mode="clip")[:, 0])
-
-
-def _number(name: str, value: float, low: float = TINY, high: float = LARGEST, zero: bool = False) -> None:
-    """A number in `[low, high]`, or 0 where that has a meaning of its own."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not -math.inf < value < math.inf:
-        raise RequestError(f"{name} is {shown(value)}; expected a finite number")
-    if not (low <= value <= high or (zero and value == 0)):
-        if value <= 0 or (high < LARGEST and value > high):  # nothing that float32 decides
-            least = "0 or more" if zero or not low else "above 0"
-            most = f", at most {high:g}" if high < LARGEST else ""
-            raise RequestError(f"{name} is {shown(value)}; expected a number, {least}{most}")
-        places = " (float32)" if low == TINY or high == LARGEST else ""
-        raise RequestError(
-            f"{name} is {shown(value)}; expected {'0, or ' if zero else ''}from {low:.3g} to {high:.3g}{places}"
-        )

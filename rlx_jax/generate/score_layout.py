@@ -1,16 +1,16 @@
-"""Which texts to score stand in which calls: in rows with others where the flow has a program for that, and of few
-sizes, at most eight for all texts."""
+"""Which texts to score stand in which calls: packed in rows, of few sizes, at most eight for all texts. A row holds one
+text where the flow has no program for several."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rlx_jax.compiler.buckets import Buckets
-from rlx_jax.encode.packing import MOST, Block, BlockSizes, apart, costs_on, packed_rows, plan, sizes_for
+from rlx_jax.encode.packing import FULL, MOST, Block, BlockSizes, apart, costs_on, packed_rows, plan, sizes_for
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.score_program import AIM, OTHERS, PLACES, score_program
 from rlx_jax.generate.scored_texts import ScoredTokens
@@ -91,27 +91,7 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
         full = {(max(1, costs.tokens // width), width) for width in widths}
         alone = {(1, width) for width in ALONE[: MOST - len(widths)] if width in widths and not buckets.prompt}
         blocks = {(buckets.rows(rows), width) for rows, width in full | alone}
-    return BlockSizes(tuple(sorted(blocks)), costs.tokens, costs)
-
-
-def score_calls(widths: Sequence[int], sizes: BlockSizes) -> list[Block]:
-    """Calls for texts of so many tokens, each in a row of its own, long ones first: full ones, and the rest of a width
-    in the cheapest, which may have wider rows."""
-    blocks, waiting = [], sorted(range(len(widths)), key=lambda text: -widths[text])
-    for width, narrower in zip(sizes.widths[::-1], (*sizes.widths[-2::-1], 0), strict=True):
-        count = next((i for i, text in enumerate(waiting) if widths[text] <= narrower), len(waiting))
-        texts, waiting = waiting[:count], waiting[count:]
-        full = sizes.of(width)[0]
-        whole = count // full * full
-        blocks += [Block(full, width, 1, tuple((t,) for t in texts[at : at + full])) for at in range(0, whole, full)]
-        rest = texts[whole:]
-        if rest:
-            usable = [block for block in sizes.blocks if block[1] >= width]
-            rows, wide = min(usable, key=lambda block: -(-len(rest) // block[0]) * sizes.cost(*block))
-            blocks += [
-                Block(rows, wide, 1, tuple((t,) for t in rest[at : at + rows])) for at in range(0, len(rest), rows)
-            ]
-    return blocks
+    return BlockSizes(tuple(sorted(blocks)), costs.tokens, replace(costs, slot=FULL))
 
 
 # -- forms -------------------------------------------------------------------------------------
@@ -131,9 +111,7 @@ class ScoreForm:
 
     def plan(self, texts: Sequence[SharedTokens]) -> list[Block]:
         """The cheapest calls."""
-        if self.shared:
-            return plan([self._room(text) for text in texts], self.sizes)
-        return score_calls([len(text.read) for text in texts], self.sizes)
+        return plan([self._room(text) for text in texts], self.sizes)
 
     def apart(self, texts: Sequence[SharedTokens]) -> list[Block]:
         """Calls of a shared form in which no text is in the row of another."""
@@ -141,7 +119,7 @@ class ScoreForm:
 
     def _room(self, text: SharedTokens) -> int:
         """Tokens of a row that a text takes: a row has one of the other ends for each slot."""
-        return max(len(text.read), self.sizes.costs.slot * (len(text.ends) - 1))
+        return max(len(text.read), self.sizes.costs.slot * (len(text.ends) - 1) if self.shared else 0)
 
     def _others(self, width: int) -> int:
         """How many of the other ends a row has."""

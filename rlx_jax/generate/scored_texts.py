@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import RequestError, shown
-from rlx_jax.generate.speaker import Speaker
+from rlx_jax.generate.request import LanguageModel
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import as_known_arrays, id_list
 
@@ -32,7 +32,7 @@ class ScoredTokens:
         return len(self.ids) - 1
 
 
-def scored_tokens(speaker: Speaker, texts: Any) -> tuple[list[ScoredTokens], bool]:
+def scored_tokens(lm: LanguageModel, texts: Any) -> tuple[list[ScoredTokens], bool]:
     """The tokens of each item, and whether it is one that stands alone.
 
     Raises:
@@ -47,39 +47,37 @@ def scored_tokens(speaker: Speaker, texts: Any) -> tuple[list[ScoredTokens], boo
             f"{shown(texts)}"
         )
     items = [texts] if single else list(texts)
-    found = [_read(speaker, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
+    found = [_read(lm, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
     for item in found:
         # As in lm-evaluation-harness: the last token is not read, and may stand one behind the last position.
-        check_positions(
-            item.width, speaker.max_positions, f"{item.name}: {len(item.ids)} tokens, the last one not read"
-        )
+        check_positions(item.width, lm.max_positions, f"{item.name}: {len(item.ids)} tokens, the last one not read")
     return found, single
 
 
-def text_ids(speaker: Speaker, text: Any, what: str) -> list[int]:
+def text_ids(lm: LanguageModel, text: Any, what: str) -> list[int]:
     """The ids of a string, with the special tokens that the tokenizer puts around it, or ids as they are."""
     if isinstance(text, str):
-        text = speaker.needed("strings need").encode(text)
-    return id_list(text, speaker.vocab_size, what)
+        text = lm.needed("strings need").encode(text)
+    return id_list(text, lm.vocab_size, what)
 
 
-def first_id(speaker: Speaker) -> int:
+def first_id(lm: LanguageModel) -> int:
     """What stands before a text that has nothing before it: the begin token, or else the end token.
 
     Raises:
         RequestError: there is neither.
     """
-    if speaker.bos_id is not None:
-        return speaker.bos_id
-    if speaker.eos_ids:
-        return speaker.eos_ids[0]
+    if lm.bos_id is not None:
+        return lm.bos_id
+    if lm.eos_ids:
+        return lm.eos_ids[0]
     raise RequestError(
         "score: an empty context stands for the begin token, or else the end token, and the model has neither; "
         "pass bos_id= or eos_ids= to CausalLM"
     )
 
 
-def pair_ids(speaker: Speaker, context: Any, continuation: Any, what: str) -> ScoredTokens:
+def pair_ids(lm: LanguageModel, context: Any, continuation: Any, what: str) -> ScoredTokens:
     """A context and its continuation.
 
     Of strings, spaces at the end of the context belong to the continuation, both are tokenised as one text, and the
@@ -89,17 +87,17 @@ def pair_ids(speaker: Speaker, context: Any, continuation: Any, what: str) -> Sc
     if isinstance(context, str) != isinstance(continuation, str):
         raise RequestError(f"{what}: a context and a continuation are both strings or both ids, got {shown(context)}")
     if not isinstance(context, str):
-        before, behind = (text_ids(speaker, part, f"{what}[{i}]") for i, part in enumerate((context, continuation)))
-        before = before or [first_id(speaker)]
+        before, behind = (text_ids(lm, part, f"{what}[{i}]") for i, part in enumerate((context, continuation)))
+        before = before or [first_id(lm)]
     elif context:
         bare = context.rstrip()
         continuation, context = context[len(bare) :] + continuation, bare
-        whole, before = (text_ids(speaker, text, what) for text in (context + continuation, context))
-        before, behind = whole[: len(before)] or [first_id(speaker)], whole[len(before) :]
+        whole, before = (text_ids(lm, text, what) for text in (context + continuation, context))
+        before, behind = whole[: len(before)] or [first_id(lm)], whole[len(before) :]
     else:
-        encoded = speaker.needed("strings need").encode(continuation, add_special_tokens=False)
-        behind = id_list(encoded, speaker.vocab_size, what)
-        before = [first_id(speaker)]
+        encoded = lm.needed("strings need").encode(continuation, add_special_tokens=False)
+        behind = id_list(encoded, lm.vocab_size, what)
+        before = [first_id(lm)]
         if behind[:1] == before:  # the text brings its own
             del behind[0]
     if not behind:
@@ -107,13 +105,13 @@ def pair_ids(speaker: Speaker, context: Any, continuation: Any, what: str) -> Sc
     return ScoredTokens((*before, *behind), len(before), what)
 
 
-def _read(speaker: Speaker, item: Any, what: str) -> ScoredTokens:
+def _read(lm: LanguageModel, item: Any, what: str) -> ScoredTokens:
     if _is_pair(item):
         context, continuation = item
-        return pair_ids(speaker, context, continuation, what)
+        return pair_ids(lm, context, continuation, what)
     if not _is_one(item):
         raise RequestError(f"{what}: expected a string, token ids or a pair (context, continuation), got {shown(item)}")
-    ids = text_ids(speaker, item, what)
+    ids = text_ids(lm, item, what)
     if len(ids) < 2:
         raise RequestError(
             f"{what}: {len(ids)} tokens, and the first of a text is given, not scored; pass 2, or a pair: "

@@ -18,10 +18,9 @@ import numpy as np
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.encode.packing import Block
 from rlx_jax.errors import NumericsError, RequestError, listing
-from rlx_jax.generate.request_inputs import declared
+from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.score_layout import ScoreForm, SharedTokens, forms_for, places_in, score_sizes, shared_tokens
 from rlx_jax.generate.scored_texts import ScoredTokens
-from rlx_jax.generate.speaker import Speaker
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import RequestReport
 
@@ -46,29 +45,30 @@ class Score:
     token_logprobs: tuple[float, ...]
 
 
-def check_scores(model: CompiledModel, what: str) -> None:
+def check_scores(lm: LanguageModel, what: str) -> None:
     """A text can be scored, padded and beside others.
 
     Raises:
         RequestError: the flow reads more than tokens. DeriveError: a token may see those behind it, or rows each other.
     """
-    if required := [name for name, d in declared(model).items() if not d.optional]:
-        raise RequestError(f"{what}: {model.name} reads {listing(required)} beside tokens; {what} takes texts alone")
+    model = lm.model
+    if lm.required:
+        raise RequestError(f"{what}: {model.name} reads {listing(lm.required)} beside tokens; {what} takes texts alone")
     model.programs.any_template(model.as_program("prefill").key())  # what is proved before one is derived
 
 
-def scores_of(speaker: Speaker, items: Sequence[ScoredTokens], what: str) -> tuple[list[Score], RequestReport]:
+def scores_of(lm: LanguageModel, items: Sequence[ScoredTokens], what: str) -> tuple[list[Score], RequestReport]:
     """The score of each item, in order, and how fast that was. `what` messages are about: the method that was called.
 
     Raises:
         RequestError, DeriveError: as `check_scores` and `score_sizes`. NumericsError: as `score_all`.
     """
-    model = speaker.model
+    model = lm.model
     clock = model.programs.clock()
-    check_scores(model, what)
+    check_scores(lm, what)
     longest = max((item.width for item in items), default=1)
     texts = shared_tokens(items)
-    scores = score_all(what, items, texts, *forms_for(model, speaker.buckets, speaker.max_positions, longest))
+    scores = score_all(what, items, texts, *forms_for(model, lm.buckets, lm.max_positions, longest))
     seconds, compiled = clock()
     every, read = sum(item.width for item in items), sum(len(text.read) for text in texts)
     told = RequestReport("texts", len(items), every, seconds, compiled=compiled, cached_tokens=every - read)

@@ -5,12 +5,12 @@ k drafts behind it with `verify`. Its k + 1 logits are those of plain decoding a
 kept, so each kept draft is a token that plain decoding would have taken a step for, and the logits behind the last of
 them give one token more. What the state holds of other drafts is written over: its length says what counts.
 
-Where drafts come from is a `DraftSource`; the host's half of one is a `DraftPlan`.
+Where drafts come from is a `Drafter`: one class for each source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Function, Shardings, StateArrays
-from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows
-from rlx_jax.generate.sampler import Knobs, adjusted, choose, draw, finite_rows, sharpened
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows, Sizes
+from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, draw, finite_rows, sharpened
 from rlx_jax.ir.graph import every_key
 from rlx_jax.lowering.inspect.scopes import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.state import LENGTH
 
 OWN = "draft/"
@@ -64,7 +65,7 @@ class Turn:
 
     rows: Rows
     held: Array
-    choosing: Choosing
+    method: Method
     knobs: Knobs
 
     @property
@@ -98,7 +99,7 @@ class Drafting:
     def choose(self, logits: Array, number: Array) -> tuple[Array, Array, Array | None, Drafting]:
         """Logits `[B, V]` → draft `number` of each row `[B]` int32, whether its logits are finite `[B]` bool, those of
         the distribution that it was drawn from, if it was, and how to go on."""
-        method, knobs, rows = self.turn.choosing.method, self.turn.knobs, self.turn.rows
+        method, knobs, rows = self.turn.method, self.turn.knobs, self.turn.rows
         ready = adjusted(method, knobs, logits, self.seen)
         fine = finite_rows(ready)
         wanted = sharpened(method, knobs, ready) if method.draws else None
@@ -112,21 +113,48 @@ class Drafting:
         return ids, fine, wanted, replace(self, seen=seen)
 
 
-class DraftSource(Protocol):
-    """Where drafts come from, as functions of arrays, compared by value: a part of the compiled loop. `asked`: what
-    `speculative=` was."""
+class Drafter(Protocol):
+    """Where drafts come from: on the host for a request, and `bound` to sizes as functions of arrays in the loop.
+
+    What is `bound` is compared by value, as it is a part of the compiled loop.
+    """
 
     @property
-    def asked(self) -> str: ...
+    def asked(self) -> str:
+        """What `speculative=` was."""
+
+    @property
+    def hidden(self) -> bool:
+        """Whether it reads hidden states: what the model's head reads of each token."""
+
+    @property
+    def tokens(self) -> int:
+        """Drafts a step, at least 1."""
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that it knows, in tokens."""
+
+    def bound(self, sizes: Mapping[str, int]) -> Drafter:
+        """What the loop is compiled with, for this `batch` and `context`: without the parameters."""
+
+    def params(self) -> Any:
+        """Its parameters."""
+
+    def start(
+        self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
+    ) -> tuple[Any, StateArrays]:
+        """What it keeps, and its state, where the prompts have been read and `first` `[B, 1]` is chosen; `hidden` are
+        the prompts' hidden states `[B, S, H]`, part by part, if it reads them."""
 
     def lir(self) -> Lir | None:
-        """The program that it runs inside of the loop, behind its own state, if it does."""
+        """The program that it runs inside of the loop, with its own state, if it does."""
 
     def shardings(self) -> Shardings | None:
-        """Where that program has its parameters and state on several devices; not asked without one."""
+        """Where that program has its parameters and state on several devices; not called without one."""
 
-    def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
-        """Up to `count` drafts a row."""
+    def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
+        """Up to `tokens` drafts a row."""
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
         """Go on from the tokens that were taken."""
@@ -156,22 +184,25 @@ class VerifyLoop(Choosing):
 
     ids_input: str
     steps: int
-    source: DraftSource
-    drafts: int
+    drafter: Drafter
     carried: tuple[tuple[str, int], ...] = ()
 
     def arguments(self) -> Mapping[str, str]:
         """See `rlx_jax.compiler.executable.SaysArguments`."""
-        return {"samplers": self.method.text, "speculative": self.source.asked, "draft_tokens": str(self.drafts)}
+        return {
+            "samplers": self.method.text,
+            "speculative": self.drafter.asked,
+            "draft_tokens": str(self.drafter.tokens),
+        }
 
     def beside(self) -> Mapping[str, Lir]:
         """See `rlx_jax.compiler.executable.RunsOthers`."""
-        lir = self.source.lir()
+        lir = self.drafter.lir()
         return {} if lir is None else {OWN: lir}
 
     def divided(self) -> Shardings | None:
         """See `rlx_jax.compiler.executable.RunsOthers`."""
-        at = None if self.source.lir() is None else self.source.shardings()
+        at = None if self.drafter.lir() is None else self.drafter.shardings()
         if at is None:
             return None
         state = {OWN + name: sharding for name, sharding in at.state.items()}
@@ -182,7 +213,7 @@ class VerifyLoop(Choosing):
             params: Mapping[str, Any], state: StateArrays, inputs: Mapping[str, Any]
         ) -> tuple[tuple[Any, ...], StateArrays]:
             rows = inputs["rows"]
-            out = jnp.full((rows.ids.shape[0], self.steps * (self.drafts + 1)), STOPPED, jnp.int32)
+            out = jnp.full((rows.ids.shape[0], self.steps * (self.drafter.tokens + 1)), STOPPED, jnp.int32)
             start = SoFar(jnp.int32(0), rows, state, inputs["kept"], inputs["counts"], out)
             end = lax.while_loop(
                 lambda now: (now.at < self.steps) & now.rows.running.any(),
@@ -198,9 +229,9 @@ class VerifyLoop(Choosing):
         rows, knobs, ends = before.rows, inputs["knobs"], inputs["ends"]
         main = {name: array for name, array in before.state.items() if not name.startswith(OWN)}
         own = {name[len(OWN) :]: array for name, array in before.state.items() if name.startswith(OWN)}
-        turn = Turn(rows, main[LENGTH], Choosing(self.method), knobs)
+        turn = Turn(rows, main[LENGTH], self.method, knobs)
         with jax.named_scope(DRAFTING):
-            drafts, mine = self.source.propose(Own(inputs["params"], before.kept, own), turn, self.drafts)
+            drafts, mine = self.drafter.propose(Own(inputs["params"], before.kept, own), turn)
         drafts = replace(drafts, count=jnp.clip(drafts.count, 0, turn.room))
         fed = {
             self.ids_input: jnp.concatenate([rows.ids[:, None], drafts.ids], axis=1),
@@ -213,10 +244,10 @@ class VerifyLoop(Choosing):
         main[LENGTH] = turn.held + judged.count
         for name, axis in self.carried:
             main[name] = after_tokens(main[name], main.pop(every_key(name)), judged.count, axis)
-        mine = self.source.accept(mine, turn, judged)
+        mine = self.drafter.accept(mine, turn, judged)
         state = main | {OWN + name: array for name, array in mine.state.items()}
         shown = jnp.where(judged.now, jnp.where(judged.fine, judged.chosen, NOT_FINITE), STOPPED)
-        out = lax.dynamic_update_slice(before.out, shown, (jnp.int32(0), before.at * (self.drafts + 1)))
+        out = lax.dynamic_update_slice(before.out, shown, (jnp.int32(0), before.at * (self.drafter.tokens + 1)))
         one = jnp.stack([drafts.count.sum(dtype=jnp.int32), judged.kept.sum(dtype=jnp.int32), jnp.int32(1)])
         return SoFar(before.at + 1, self.after(rows, judged, ends), state, mine.kept, before.counts + one, out)
 

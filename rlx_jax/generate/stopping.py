@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-import jax
-import numpy as np
-
-from rlx_jax.errors import RequestError, shown
-from rlx_jax.runtime.inputs import read_array
+from collections.abc import Callable
 
 TAIL = 32  # tokens without text of their own that may stand in a stop string
 PART = "\ufffd"
 """What stands for the bytes of a character of which some are still to come."""
-
-
-def split_stops(stop: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """The strings of what a caller passed, and the rest, which may be token ids.
-
-    Raises:
-        RequestError: neither a string, nor an id, nor several; or an empty string.
-    """
-    if isinstance(stop, np.ndarray | jax.Array) and not isinstance(stop, jax.core.Tracer):
-        stop = read_array("stop", stop).tolist()
-    single = isinstance(stop, str | int | np.integer)
-    if isinstance(stop, bytes | bytearray | Mapping | jax.Array) or not (single or isinstance(stop, Iterable)):
-        raise RequestError(f"stop is {shown(stop)}; expected a string, a token id, or a list of them")
-    items = [stop] if single else list(stop)
-    words = tuple(s for s in items if isinstance(s, str))
-    if not all(words):
-        raise RequestError("stop: an empty string would end every row at once")
-    return words, [s for s in items if not isinstance(s, str)]
 
 
 def stopped_at(decode: Callable[[list[int]], str], ids: list[int], new: int, words: tuple[str, ...]) -> int | None:

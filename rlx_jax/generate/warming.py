@@ -9,117 +9,113 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets
+from rlx_jax.compiler.buckets import Buckets, bucket
 from rlx_jax.errors import RequestError, listing
-from rlx_jax.generate.answers import check_answers
-from rlx_jax.generate.asking import begin
 from rlx_jax.generate.decode_state import DecodeState
-from rlx_jax.generate.plan import Before, DraftPlan, Request
-from rlx_jax.generate.prompts import state_behind
-from rlx_jax.generate.reading import extend, prefill
-from rlx_jax.generate.request_inputs import declared
+from rlx_jax.generate.generation import start, state_behind
+from rlx_jax.generate.plan import CONTEXT_BUCKET, plan_request
+from rlx_jax.generate.prefill import extend, prefill
+from rlx_jax.generate.request import Before, LanguageModel, Request, check_answers
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import warm_scores
-from rlx_jax.generate.serving import Sizes, check_samplers, largest_chunk, request_sizes, warm_contexts
-from rlx_jax.generate.speaker import Speaker
-from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.generate.speculative import Drafter
 from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.padding import check_sizes
 from rlx_jax.text.requests import Ids, whole_number
 
-
-def refuse_inputs(model: CompiledModel) -> None:
-    """Requests bring tokens alone.
-
-    Raises:
-        RequestError: the flow needs more.
-    """
-    if required := [name for name, d in declared(model).items() if not d.optional]:
-        raise RequestError(f"warmup: requests bring {listing(required)}, of sizes that are not known before they come")
+KINDS = (
+    Sampler(),
+    Sampler(temperature=1.0),
+    Sampler(repetition_penalty=2.0),
+    Sampler(temperature=1.0, top_k=1),
+)
+"""A sampler for each method that `Method.widened` gives."""
+HIGH = 2**32
+"""A seed of more than 32 bits, whose key takes a program more."""
 
 
 def warm_all(
-    speaker: Speaker, max_new_tokens: Any, samplers: Any, drafts: DraftPlan | None, scoring: bool, n: Any, logprobs: Any
+    lm: LanguageModel, max_new_tokens: Any, samplers: Any, drafter: Drafter | None, scoring: bool, n: Any, logprobs: Any
 ) -> Buckets:
     """Run what `CausalLM.warmup` covers; arguments as there. The buckets that requests are padded to from now on.
 
     Raises:
         RequestError: as there.
     """
-    given = speaker.model.settings.buckets
+    given = lm.model.settings.buckets
     budget = whole_number("max_new_tokens", max_new_tokens, 1)
-    refuse_inputs(speaker.model)
+    if lm.required:
+        raise RequestError(
+            f"warmup: requests bring {listing(lm.required)}, of sizes that are not known before they come"
+        )
     check_sizes(given)
-    chosen = check_samplers(samplers)
-    answers, top = check_answers(n, logprobs, None, False, speaker.vocab_size)
-    speaker = replace(speaker, buckets=replace(given, context=warm_contexts(given, budget, speaker.max_positions)))
-    with speaker.model.programs.warm_up():
-        warm_generation(speaker, chosen, drafts, top)
-        warm_answers(speaker, chosen[0], answers)
-        warm_reading(speaker)
-        warm_longer(speaker)
+    chosen = KINDS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
+    if not chosen or not all(isinstance(s, Sampler) for s in chosen):
+        raise RequestError("warmup: samplers are what requests will use: a Sampler or several, or None for all kinds")
+    check_answers(lm, n, logprobs, None, False)
+    lm = replace(lm, buckets=replace(given, context=warm_contexts(given, budget, lm.max_positions)))
+    with lm.model.programs.warm_up():
+        warm_generation(lm, chosen, drafter, logprobs)
+        warm_answers(lm, chosen[0], n or 1)
+        warm_reading(lm)
+        warm_longer(lm)
         if scoring:
-            warm_scores(speaker.model, given, speaker.max_positions)
-    return speaker.buckets
+            warm_scores(lm.model, given, lm.max_positions)
+    return lm.buckets
 
 
 def warm_generation(
-    speaker: Speaker, samplers: Sequence[Sampler], drafts: DraftPlan | None = None, top: int | None = None
+    lm: LanguageModel, samplers: Sequence[Sampler], drafter: Drafter | None = None, logprobs: int | None = None
 ) -> None:
     """The programs of `generate`, with each of the samplers, also with drafts and with so many log-probabilities where
     these are given; the buckets have contexts."""
-    buckets = speaker.buckets
-    kinds: list[tuple[DraftPlan | None, int | None]] = [(None, None), (drafts, None), (None, top)]
-    kinds = [kind for at, kind in enumerate(kinds) if kind not in kinds[:at]]
-    for (rows, length, slots, sampler), (source, likely) in product(warm_requests(buckets, samplers), kinds):
-        request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), 2**32, drafts=source, top=likely)
-        for step, _ in enumerate(begin(speaker, request, _sizes(speaker, length, rows, slots))):
+    kinds: list[dict[str, Any]] = [{}]
+    kinds += [{"drafter": drafter}] if drafter is not None else []
+    kinds += [{"logprobs": logprobs}] if logprobs is not None else []
+    for (rows, length, slots, sampler), more in product(warm_requests(lm.buckets, samplers), kinds):
+        request = Request(((0,) * length,) * rows, slots - length, sampler, seed=HIGH, **more)
+        for step, _ in enumerate(start(plan_request(lm, request))):
             if step == 1:  # the first token, and a block of the loop
                 break
 
 
-def warm_answers(speaker: Speaker, sampler: Sampler, most: int) -> None:
+def warm_answers(lm: LanguageModel, sampler: Sampler, most: int) -> None:
     """What repeats the rows of states for up to `most` answers to a prompt."""
-    buckets = speaker.buckets
+    buckets = lm.buckets
     pairs: dict[tuple[int, int], tuple[int, int]] = {}
     for prompts, answers in product(range(1, buckets.batch[-1] + 1), range(2, most + 1)):
         if prompts * answers <= buckets.batch[-1]:
             pairs.setdefault((buckets.rows(prompts), buckets.rows(prompts * answers)), (prompts, answers))
     for (prompts, answers), slots in product(pairs.values(), buckets.context):
         if slots > 1:
-            request = Request(((0,),) * prompts, slots - 1, sampler, (), (), 2**32, answers=answers)
-            begin(speaker, request, _sizes(speaker, 1, prompts * answers, slots))
+            start(plan_request(lm, Request(((0,),) * prompts, slots - 1, sampler, seed=HIGH, n=answers)))
 
 
-def _sizes(speaker: Speaker, length: int, rows: int, slots: int) -> Sizes:
-    return replace(request_sizes(speaker.buckets, [length] * rows, 1, speaker.max_positions), slots=slots)
-
-
-def warm_reading(speaker: Speaker) -> None:
+def warm_reading(lm: LanguageModel) -> None:
     """The programs of `CausalLM.prefill` and `extend` with the logits of the last tokens."""
-    buckets = speaker.buckets
+    buckets = lm.buckets
 
     def read(block: Ids, lengths: Any, slots: int) -> DecodeState:
-        return prefill(speaker, block, lengths, slots, "last", None, None)[1]
+        return prefill(lm, block, lengths, slots, "last", None, None)[1]
 
     for rows, width, slots in warm_blocks(buckets):
         block = np.zeros((rows, width), np.int32)
         state = read(block, np.ones(rows, int), slots)
         for more in (block, block[:, :1]):
-            _, state = extend(speaker, state, more, np.zeros(rows, int), "last")
+            _, state = extend(lm, state, more, np.zeros(rows, int), "last")
     for rows in range(1, buckets.batch[-1]):  # how many rows there are decides how an answer is cut
         read(np.zeros((rows, 1), np.int32), None, buckets.context[0])
 
 
-def warm_longer(speaker: Speaker) -> None:
+def warm_longer(lm: LanguageModel) -> None:
     """What moves the state of a conversation, which is one row, to a larger cache."""
-    rows, contexts = speaker.buckets.rows(1), speaker.buckets.context
+    rows, contexts = lm.buckets.rows(1), lm.buckets.context
     for small, large in combinations(contexts, 2):
-        state = prefill(speaker, np.zeros((1, 1), np.int32), None, small, "last", None, None)[1]
-        extend = speaker.model.as_program("extend").bound(
-            {"batch": rows, "context": large, "seq": 1}, variant=Variant(outputs=speaker.model.output_names[:1])
+        state = prefill(lm, np.zeros((1, 1), np.int32), None, small, "last", None, None)[1]
+        extend = lm.model.as_program("extend").bound(
+            {"batch": rows, "context": large, "seq": 1}, variant=Variant(outputs=lm.model.output_names[:1])
         )
-        state_behind(extend, Before(state.take(speaker.owner).arrays(), (0,), (1,), small))
+        state_behind(extend, Before(state.take(lm.owner).arrays(), (0,), (1,), small))
 
 
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:
@@ -127,7 +123,7 @@ def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tup
 
     Programs that read prompts do not depend on the sampler, so that the first one reads all lengths.
     """
-    chunk = largest_chunk(buckets)
+    chunk = buckets.largest_chunk
     for rows in buckets.batch:
         for slots in (size for size in buckets.context if size > 1):
             # A short prompt leaves room for the loop; then one of each width, and behind a whole chunk a rest of each.
@@ -144,3 +140,12 @@ def warm_blocks(buckets: Buckets) -> Iterator[tuple[int, int, int]]:
     for rows in buckets.batch:
         for slots in buckets.context:
             yield from ((rows, width, slots) for width in buckets.prompt if width <= slots)
+
+
+def warm_contexts(buckets: Buckets, new_tokens: int, max_positions: int | None) -> tuple[int, ...]:
+    """The caches of a profile, or those that each prompt bucket with so many new tokens needs."""
+    if buckets.context:
+        return buckets.context
+    limit = max_positions or buckets.prompt[-1] + new_tokens
+    slots = {bucket(min(p + new_tokens, limit), CONTEXT_BUCKET, max_positions) for p in buckets.prompt}
+    return tuple(sorted(slots))

@@ -96,9 +96,7 @@ class CompiledModel:
         Raises:
             RequestError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
-        key = replace(self.sized(sizes, variant), around=around)
-        self.programs.check_compiled(key)
-        return BoundProgram(self, key)
+        return self._checked(replace(self.sized(sizes, variant), around=around))
 
     def sized(self, sizes: Mapping[str, int], variant: Variant = LAST) -> ProgramKey:
         """The key of the program for these sizes; see `bound`."""
@@ -115,10 +113,18 @@ class CompiledModel:
 
     def reader(self, sizes: Mapping[str, int], variant: Variant = LAST) -> BoundProgram:
         """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
+        return self._checked(self.reader_key(sizes, variant))
+
+    def reader_key(self, sizes: Mapping[str, int], variant: Variant = LAST) -> ProgramKey:
+        """The key of `reader`."""
         key = self.key(variant.given, variant.outputs, variant.last_only)
         held = {name: size for name, size in sizes.items() if name != "seq"}
         empty = self.programs.empty_state(key, held, variant.spare)
-        return self.bound(sizes, FromEmpty(empty), variant)
+        return replace(self.sized(sizes, variant), around=FromEmpty(empty))
+
+    def _checked(self, key: ProgramKey) -> BoundProgram:
+        self.programs.check_compiled(key)
+        return BoundProgram(self, key)
 
     def execute(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
@@ -136,7 +142,7 @@ class CompiledModel:
     ) -> tuple[tuple[Any, ...], StateArrays]:
         """`execute` where no argument is traced, which to look for takes longer than all the rest."""
         executable = self._executable(key, params, state, inputs)
-        what = f"{self.name}: {self.program} of {dict(key.binding)}"
+        what = f"{self.name}: {key.program} of {dict(key.binding)}"
         check_fits(executable.peak_bytes, what)
         try:
             with out_of_memory(what):

@@ -179,6 +179,7 @@ class Programs:
         self.executables: Lru[ProgramKey, Executable] = Lru(limit, making)
         self.empty: Lru[Hashable, EmptyState] = Lru(limit, making)
         self.small: Lru[Hashable, Callable[..., Any]] = Lru(limit, making)
+        self.plans: Lru[Hashable, Any] = Lru(limit, making)  # the keys of the programs that requests run
         self.beside: Lru[str, Beside] = Lru(TEMPLATES, making)
         self.donation_warnings: set[tuple[str, str]] = set()  # flows and programs with such a warning
         self.warm = False  # warm-up is over

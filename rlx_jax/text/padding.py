@@ -8,20 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets, smallest
+from rlx_jax.compiler.buckets import Buckets, bucket, smallest
 from rlx_jax.errors import ProfileError, RequestError
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.requests import Ids
 
 PROMPT_BUCKET = 16
-
-
-def bucket(size: int, step: int, limit: int | None) -> int:
-    """`size` rounded up so that few different sizes are compiled: to a power of two, from `step` on."""
-    rounded = step
-    while rounded < size:
-        rounded *= 2
-    return rounded if limit is None else max(size, min(rounded, limit))
 
 
 def block_width(buckets: Buckets, seq: int, limit: int | None, step: int = PROMPT_BUCKET) -> int:

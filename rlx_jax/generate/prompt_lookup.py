@@ -13,11 +13,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compiler.executable import Shardings, StateArrays
-from rlx_jax.generate.decode import Array
-from rlx_jax.generate.plan import RequestPlan
+from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.generate.decode import Array, Sizes
 from rlx_jax.generate.speculative import Drafts, Judged, Own, Turn
-from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import Programs
 
 LONGEST = 8
@@ -25,30 +23,46 @@ LONGEST = 8
 
 
 @dataclass(frozen=True)
-class LookUp:
-    """The source. It keeps the tokens of each row, `[B, T]` int32, of as many as the request has `slots`: that is in no
-    other size of a program whose layers all have windows or states."""
+class PromptLookup:
+    """See `Drafter`. It keeps the tokens of each row, `[B, T]` int32, of as many as the request has slots."""
 
     asked: ClassVar[str] = "'prompt'"
+    hidden: ClassVar[bool] = False
+    positions: ClassVar[int | None] = None
 
-    slots: int
+    tokens: int
+    slots: int = 0  # where it is bound: they are in no size of a program whose layers all have windows or states
 
-    def lir(self) -> Lir | None:
+    def bound(self, sizes: Mapping[str, int]) -> PromptLookup:
+        """For a cache of this size."""
+        return replace(self, slots=sizes["context"])
+
+    def params(self) -> None:
+        """It has none."""
+
+    def start(
+        self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
+    ) -> tuple[Any, StateArrays]:
+        """The tokens of prompts `[batch, slots]`, with the first new one of each."""
+        tokens, lengths = np.zeros((sizes.batch, sizes.slots), np.int32), np.zeros(sizes.batch, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        return programs.call(written, tokens, lengths, first, at=programs.whole), {}
+
+    def lir(self) -> None:
         """It runs no program of its own."""
-        return None
 
-    def shardings(self) -> Shardings | None:
+    def shardings(self) -> None:
         """So there is nothing to divide."""
-        return None
 
-    def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
-        """What came after the place that `find_place` finds; see `DraftSource`."""
+    def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
+        """What came after the place that `find_place` finds; see `Drafter`."""
         tokens, last = own.kept, turn.held
         place, found = find_place(tokens, last)
         # Behind the end of the text come the drafts themselves: what repeats goes on repeating.
-        steps = jnp.arange(count, dtype=jnp.int32)[None] % jnp.maximum(last - place, 1)[:, None]
+        steps = jnp.arange(self.tokens, dtype=jnp.int32)[None] % jnp.maximum(last - place, 1)[:, None]
         ids = jnp.take_along_axis(tokens, place[:, None] + 1 + steps, axis=1, mode="clip")
-        return Drafts(ids, jnp.where(found, count, 0)), own
+        return Drafts(ids, jnp.where(found, self.tokens, 0)), own
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
         """Put the new tokens behind the others."""
@@ -84,35 +98,3 @@ def written(tokens: Array, at: Array, first: Array) -> Array:
     """`tokens` `[B, T]` with `first` `[B, 1]` at index `at` `[B]` of its row; what is no token changes nothing."""
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     return tokens.at[rows, jnp.where(first[:, 0] >= 0, at, tokens.shape[1])].set(first[:, 0], mode="drop")
-
-
-@dataclass(frozen=True)
-class PromptLookUp:
-    """The host's half: see `DraftPlan`."""
-
-    hidden: ClassVar[bool] = False
-
-    tokens: int
-    positions: int | None = None
-
-    def source(self, sizes: Mapping[str, int]) -> LookUp:
-        """What the loop is compiled with."""
-        return LookUp(sizes["context"])
-
-    def params(self) -> Any:
-        """It has none."""
-        return None
-
-    def start(
-        self,
-        programs: Programs,
-        plan: RequestPlan,
-        prompts: Sequence[Sequence[int]],
-        first: Any,
-        hidden: tuple[Any, ...],
-    ) -> tuple[Any, StateArrays]:
-        """The tokens of prompts `[batch, slots]`, with the first new one of each."""
-        tokens, lengths = np.zeros((plan.batch, plan.slots), np.int32), np.zeros(plan.batch, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        return programs.call(written, tokens, lengths, first, at=programs.whole), {}
