@@ -264,14 +264,6 @@ def test_a_tokenizer_of_transformers(chat: Any) -> None:
 # -- the cached programs -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_prefill_is_forward(case: Case) -> None:
-    """Prefill gives the logits of every valid position of a ragged batch."""
-    lengths = case.record["ragged_lengths"]
-    logits, _ = case.lm.prefill(case.record["ragged_tokens"], lengths, max_len=CONTEXT)
-    assert_rows_close(logits, case.record["ragged_logits"], lengths)
-
-
 def test_prefill_and_extend_is_forward(case: Case) -> None:
     """Each row split at another place: what prefill and a ragged extend say together is what forward says."""
     tokens, lengths, want = (case.record[f"ragged_{key}"] for key in ("tokens", "lengths", "logits"))
@@ -311,22 +303,6 @@ def test_any_split_is_forward(
         assert_close(np.asarray(more)[b, : new[b]], want[b, first[b] : first[b] + new[b]], tolerance=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 4, 11])
-def test_chunked_prefill(plain: Case, chunk: int) -> None:
-    """A prompt fed in chunks, the last one shorter."""
-    tokens, want = plain.record["tokens"], plain.record["logits"]
-    logits, state = plain.lm.prefill(tokens[:, :chunk], max_len=CONTEXT)
-    parts = [np.asarray(logits)]
-    for start in range(chunk, 11, chunk):
-        part = tokens[:, start : start + chunk]
-        valid = part.shape[1]
-        part = np.pad(part, ((0, 0), (0, chunk - valid)))
-        logits, state = plain.lm.extend(state, part, np.full(2, valid, np.int32))
-        parts.append(np.asarray(logits)[:, :valid])
-    assert_close(np.concatenate(parts, axis=1), want)
-
-
 def test_decoding_by_hand(plain: Case) -> None:
     """Prefill and one-token extends, the argmax fed back, give what `generate` gives."""
     logits, state = plain.lm.prefill(plain.record["ragged_tokens"], plain.record["ragged_lengths"], max_len=40)
@@ -363,14 +339,25 @@ def test_default_length_of_the_cache(plain: Case) -> None:
 # -- errors ------------------------------------------------------------------------------------
 
 
-def test_a_state_is_used_once(plain: Case) -> None:
-    """Extending consumes the state; using it again is an error that says so, and the new one still works."""
-    tokens, want = plain.record["tokens"], plain.record["logits"]
-    _, state = plain.lm.prefill(tokens[:, :8], max_len=CONTEXT)
-    _, after = plain.lm.extend(state, tokens[:, 8:9])
+def test_a_refused_call_leaves_the_state(plain: Case) -> None:
+    """Ids, a batch, lengths and a model that are not its own; then it goes on, once, and what it returned goes on."""
+    tokens, want, lm = plain.record["tokens"], plain.record["logits"], plain.lm
+    _, state = lm.prefill(tokens[:, :8], max_len=CONTEXT)
+    calls: list[tuple[type[Exception], Any, tuple[Any, ...]]] = [
+        *((errors.TokenIdError, lm, (np.array([[1], [bad]]),)) for bad in (-1, VOCABULARY, 2**31)),
+        (errors.TokenIdError, lm, (np.ones((2, 1)),)),
+        (errors.RequestError, lm, (tokens[:1, 8:9],)),
+        (errors.RequestError, lm, (tokens[:, 8:9], np.array([1]))),
+        (errors.SessionStateError, rlx.load(LLAMA / "mha_linear_biases_v4"), (tokens[:, 8:9],)),
+    ]
+    for error, model, arguments in calls:
+        with pytest.raises(error):
+            model.extend(state, *arguments)
+    logits, after = lm.extend(state, tokens[:, 8:9])
+    assert_close(logits, want[:, 8:9])
     with pytest.raises(errors.SessionStateError):
-        plain.lm.extend(state, tokens[:, 8:9])
-    logits, _ = plain.lm.extend(after, tokens[:, 9:10])
+        lm.extend(state, tokens[:, 8:9])
+    logits, _ = lm.extend(after, tokens[:, 9:10])
     assert_close(logits, want[:, 9:10])
 
 
@@ -400,37 +387,11 @@ def test_context_is_checked(tmp_path: Path, plain: Case) -> None:
     assert lm.generate(plain.prompts, max_new_tokens=7) == [row[:7] for row in plain.greedy]  # 13 + 7 = 20
 
 
-def test_token_ids_are_checked_in_extend(plain: Case) -> None:
-    """As in prefill; the state is still alive afterwards."""
-    tokens, want = plain.record["tokens"], plain.record["logits"]
-    _, state = plain.lm.prefill(tokens[:, :8], max_len=CONTEXT)
-    for bad in (np.array([[1], [-1]]), np.array([[1], [VOCABULARY]]), np.array([[2**31], [1]]), np.ones((2, 1))):
-        with pytest.raises(errors.TokenIdError):
-            plain.lm.extend(state, bad)
-    logits, _ = plain.lm.extend(state, tokens[:, 8:9])
-    assert_close(logits, want[:, 8:9])
-
-
 @pytest.mark.parametrize("lengths", [np.array([0, 3]), np.array([3, 9]), np.array([3]), np.array([-1, 3])], ids=str)
 def test_prompt_lengths_are_checked(plain: Case, lengths: npt.NDArray[Any]) -> None:
     """A prompt has between 1 and S tokens in every row."""
     with pytest.raises(errors.RequestError):
         plain.lm.prefill(plain.record["tokens"][:, :8], lengths, max_len=CONTEXT)
-
-
-def test_batch_of_the_state(plain: Case) -> None:
-    """A state goes on with the batch it began with, and with the model it came from."""
-    tokens = plain.record["tokens"]
-    _, state = plain.lm.prefill(tokens[:, :8], max_len=CONTEXT)
-    with pytest.raises(errors.RequestError):
-        plain.lm.extend(state, tokens[:1, 8:9])
-    with pytest.raises(errors.RequestError):
-        plain.lm.extend(state, tokens[:, 8:9], np.array([1]))
-    other = rlx.load(LLAMA / "mha_linear_biases_v4")
-    with pytest.raises(errors.SessionStateError):
-        other.extend(state, tokens[:, 8:9])
-    logits, _ = plain.lm.extend(state, tokens[:, 8:9])
-    assert_close(logits, plain.record["logits"][:, 8:9])
 
 
 # -- live --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlx_jax import errors
 from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, StartRows
-from rlx_jax.generate.sampler import Sampler, adjusted, choose, finite_rows, keep_likely
+from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, adjusted, choose, finite_rows, keep_likely
 from rlx_jax.runtime.inputs import random_key
 
 VOCAB = 13
@@ -248,6 +248,11 @@ def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     logits = np.random.default_rng(1).normal(0, 30, (8, VOCAB)).astype(np.float32)
     for sampler in (Sampler(temperature), Sampler(temperature, top_p=0.9, min_p=0.1)):
         np.testing.assert_array_equal(draw(sampler, logits, np.arange(8)), logits.argmax(-1))
+
+
+def test_fields_are_arguments() -> None:
+    """What `generate` takes as keywords, and the command line, is what a sampler has."""
+    assert tuple(Sampling.__annotations__) == SAMPLING and set(SAMPLING) - set(OPTIONS) == {"logit_bias"}
 
 
 def test_every_bit_of_a_seed_counts() -> None:
