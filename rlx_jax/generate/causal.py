@@ -416,7 +416,7 @@ class CausalLM:
         if isinstance(text, list | tuple) and any(isinstance(part, str) for part in text):
             raise RequestError(f"perplexity: expected one string, or its ids, got {shown(text)}; score takes several")
         windows = perplexity_windows(self._lm, text, stride, context)
-        return perplexity_of(windows, self._scored([window.tokens for window in windows], "perplexity"))
+        return perplexity_of(windows, self._scored(windows, "perplexity"))
 
     def _scored(self, items: Sequence[ScoredTokens], what: str) -> list[Score]:
         scores, self._last = scores_of(self._lm, items, what)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.errors import RequestError
@@ -15,15 +14,7 @@ from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import whole_number
 
 
-@dataclass(frozen=True)
-class TextWindow:
-    """Tokens that are read together, and how many of them no window before has."""
-
-    tokens: ScoredTokens
-    new: int
-
-
-def strides(ids: Sequence[int], stride: int, context: int) -> list[TextWindow]:
+def strides(ids: Sequence[int], stride: int, context: int) -> list[ScoredTokens]:
     """Windows of `context` tokens, each `stride` behind the one before, of which the tokens are scored that no window
     before them has. The first token of a window has nothing before it, and a window of no more than that is left out.
     """
@@ -32,13 +23,13 @@ def strides(ids: Sequence[int], stride: int, context: int) -> list[TextWindow]:
         seen, end = end, min(begin + context, len(ids))
         start = max(1, seen - begin)
         if start < end - begin:
-            windows.append(TextWindow(ScoredTokens(tuple(ids[begin:end]), start, "the text", begin), end - seen))
+            windows.append(ScoredTokens(tuple(ids[begin:end]), start, "the text", begin, end - seen))
         if end == len(ids):
             break
     return windows
 
 
-def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) -> list[TextWindow]:
+def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) -> list[ScoredTokens]:
     """The windows that `CausalLM.perplexity` reads; arguments as there.
 
     Raises:
@@ -64,7 +55,7 @@ def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) 
     return windows
 
 
-def perplexity_of(windows: Sequence[TextWindow], scores: Sequence[Score]) -> float:
+def perplexity_of(windows: Sequence[ScoredTokens], scores: Sequence[Score]) -> float:
     """exp of the mean negative log-likelihood, as Hugging Face's page on perplexity takes it: of the means of the
     windows, each counted with its new tokens less one."""
     total = math.fsum(s.logprob / len(s.tokens) * (w.new - 1) for w, s in zip(windows, scores, strict=True))

@@ -18,13 +18,15 @@ from rlx_jax.text.requests import as_known_arrays, id_list
 class ScoredTokens:
     """Token ids of which those from `start` on, which is at least 1, are scored behind all that stand before them.
 
-    `name` is what messages call them, and `first` how many tokens of the text stand before the first one.
+    `name` is what messages call them, and `first` how many tokens of the text stand before the first one. Of a window
+    of a longer text, `new` are the tokens that no window before it has.
     """
 
     ids: tuple[int, ...]
     start: int
     name: str = "texts"
     first: int = 0
+    new: int = 0
 
     @property
     def width(self) -> int:
