@@ -51,11 +51,11 @@ from rlx_jax.text.padding import check_buckets
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
 
 Inputs = Mapping[str, Any] | None
-Stop = str | int | Iterable[str | int]
+StopLike = str | int | Iterable[str | int]
 IdPair = tuple[list[int], list[int]]
 
 
-class Options(Sampling, total=False):
+class GenerateOptions(Sampling, total=False):
     """Arguments of `CausalLM.generate` that decide nothing of the type of what it returns."""
 
     inputs: Inputs
@@ -230,41 +230,41 @@ class CausalLM:
     @overload
     def generate(
         self, prompts: str,
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
         attention_mask: Any = None, *, n: None = None, logprobs: None = None,
-        **options: Unpack[Options],
+        **options: Unpack[GenerateOptions],
     ) -> str: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompts: list[str] | tuple[str, ...],
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
         attention_mask: Any = None, *, n: None = None, logprobs: None = None,
-        **options: Unpack[Options],
+        **options: Unpack[GenerateOptions],
     ) -> list[str]: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompts: list[int] | tuple[int, ...],
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
         attention_mask: Any = None, *, n: None = None, logprobs: None = None,
-        **options: Unpack[Options],
+        **options: Unpack[GenerateOptions],
     ) -> list[int]: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompts: Sequence[Sequence[int]],
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
         attention_mask: Any = None, *, n: None = None, logprobs: None = None,
-        **options: Unpack[Options],
+        **options: Unpack[GenerateOptions],
     ) -> list[list[int]]: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompts: Any,
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: Stop = (), seed: Any = None,
+        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
         attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[GenerateOptions],
     ) -> Any: ...  # fmt: skip
 
     @suggests(*SAMPLING)
@@ -273,7 +273,7 @@ class CausalLM:
         prompts: Any,
         max_new_tokens: int = 64,
         sampler: Sampler | None = None,
-        stop: Stop = (),
+        stop: StopLike = (),
         seed: Any = None,
         attention_mask: Any = None,
         *,
@@ -335,7 +335,7 @@ class CausalLM:
         prompt: str | Sequence[int],
         max_new_tokens: int = 64,
         sampler: Sampler | None = None,
-        stop: Stop = (),
+        stop: StopLike = (),
         seed: Any = None,
         *,
         inputs: Inputs = None,
@@ -429,7 +429,7 @@ class CausalLM:
         messages: Any,
         max_new_tokens: int = 64,
         sampler: Sampler | None = None,
-        stop: Stop = (),
+        stop: StopLike = (),
         seed: Any = None,
         *,
         stream: bool = False,
@@ -577,7 +577,7 @@ class CausalLM:
         )  # fmt: skip
 
     def _request(
-        self, prompts: Prompts, max_new_tokens: int, sampler: Sampler, stop: Stop, seed: Any, speculative: Any,
+        self, prompts: Prompts, max_new_tokens: int, sampler: Sampler, stop: StopLike, seed: Any, speculative: Any,
         draft_tokens: int, **others: Any,
     ) -> tuple[Request, NewTokens]:  # fmt: skip
         """A checked request, and where its new tokens go; nothing has run yet. `others` as in `check_request`."""

@@ -14,7 +14,7 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, Rows, StartRows
 from rlx_jax.generate.forking import ForkRows, fits, fork_of, moved_state
-from rlx_jax.generate.plan import Plan, plan_request, prompt_blocks
+from rlx_jax.generate.plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.request import Before, LanguageModel, Request
 from rlx_jax.generate.speculative import OWN
 from rlx_jax.generate.stopping import settled, stopped_at
@@ -255,7 +255,7 @@ def pieces(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]
 # -- reading the prompts -----------------------------------------------------------------------
 
 
-def start(plan: Plan) -> Generation:
+def start(plan: RequestPlan) -> Generation:
     """Read the prompts, each with at least one token, and choose the first new one of each row."""
     request, sizes, loop = plan.request, plan.sizes, plan.loop
     programs, n = loop.model.programs, request.n or 1
@@ -294,7 +294,7 @@ def start(plan: Plan) -> Generation:
     )  # fmt: skip
 
 
-def start_rows(plan: Plan, live: np.ndarray[Any, Any]) -> Rows:
+def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> Rows:
     """The rows of the request, `live` ones, of which each has the tokens of its prompt."""
     request, programs = plan.request, plan.loop.model.programs
     seen = np.zeros((len(live), len(plan.ends) if plan.method.penalised else 0), bool)
@@ -306,7 +306,7 @@ def start_rows(plan: Plan, live: np.ndarray[Any, Any]) -> Rows:
     return rows
 
 
-def read_shared(plan: Plan) -> Before:
+def read_shared(plan: RequestPlan) -> Before:
     """What all prompts begin with, read once."""
     request = plan.request
     prompt = [request.rows[0][: request.shared]]

@@ -42,7 +42,7 @@ class PlanKeys(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class RequestPlan:
     """How a request runs, every size chosen.
 
     Attributes:
@@ -74,7 +74,7 @@ class Plan:
     loop: BoundProgram
 
 
-def plan_request(lm: LanguageModel, request: Request) -> Plan:
+def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     """Choose the sizes and the programs of a request; nothing has run yet.
 
     Raises:
@@ -109,7 +109,7 @@ def plan_request(lm: LanguageModel, request: Request) -> Plan:
             lm.model.programs.check_compiled(key)
     runner = lm.model.as_program("extend")
     readers, shared_readers = ([BoundProgram(runner, key) for key in part] for part in keys[:2])
-    return Plan(
+    return RequestPlan(
         request, lm.first_input, method, request.sampler.knobs(lm.vocab_size, method.biased), top, ends, sizes, read,
         alone, parts, shared, tuple(readers), tuple(shared_readers), BoundProgram(runner, keys.loop),
     )  # fmt: skip

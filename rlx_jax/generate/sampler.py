@@ -54,7 +54,7 @@ class Bias(Mapping[int, float]):
 
 
 @dataclass(frozen=True)
-class Option:
+class SamplerOption:
     """Which values a sampling parameter may have, and how `rlx-jax --help` tells of it.
 
     Attributes:
@@ -103,7 +103,7 @@ class Option:
 
 def option(default: Any, metavar: str, help: str, **rules: Any) -> Any:
     """A field of `Sampler` that the command line has, too."""
-    return field(default=default, metadata={"option": Option(metavar, help, **rules)})
+    return field(default=default, metadata={"option": SamplerOption(metavar, help, **rules)})
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Sampling(TypedDict, total=False):
 
 
 SAMPLING = tuple(f.name for f in fields(Sampler))
-OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in fields(Sampler) if f.metadata}
+OPTIONS: dict[str, SamplerOption] = {f.name: f.metadata["option"] for f in fields(Sampler) if f.metadata}
 """The fields that the command line has: all but the bias."""
 GREEDY = Sampler()
 
