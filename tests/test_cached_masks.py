@@ -29,7 +29,7 @@ MASKS: dict[str, tuple[Any, Any]] = {
     "with axes of 1": (lambda e, x: own(e, x)[:, None, None], lambda x, row: x[:, 0] >= 0),
     "of positions": (lambda e, x: e.ne(e.positions(x), 1), lambda x, row: PLACES[: len(x)] != 1),
     "an input": (lambda e, x: e.flow_input("kept"), lambda x, row: GIVEN[row, : len(x)] == 1),
-}
+}  # fmt: skip
 
 
 def flow(mask: Any, window: int | None = None, given: bool = False) -> rlx.ModelFlow:
@@ -76,25 +76,12 @@ def test_prefill_and_extend_are_forward(kind: str, window: int | None) -> None:
     assert state.arrays()["stage.keep"].dtype == bool
 
 
-def test_it_generates() -> None:
-    lm = rlx.CausalLM(flow(own), WEIGHTS)
-    logits = np.asarray(lm.logits(IDS))
-    assert_close(logits, np.stack([alone(row, MASKS["of tokens"][1]) for row in (0, 1)]))
-    (made,) = lm.generate([IDS[0].tolist()], max_new_tokens=2)
-    again = np.asarray(lm.logits([[*IDS[0].tolist(), made[0]]]))
-    assert made == [int(logits[0, -1].argmax()), int(again[0, -1].argmax())]
-
-
 def test_what_a_cache_cannot_know() -> None:
     """A mask of each head; and in explicit any, as its caches are keys and values alone."""
     heads = flow(lambda e, x: e.transpose(x[:, :, :HEADS], (0, 2, 1))[:, :, None])
     for made, program, said in (
         (heads, "extend", r"the mask .*\[batch,2,1,seq\], which is not one of keys alone, .*bias=lambda q, k: …"),
-        (
-            flow(own),
-            "explicit",
-            "over new keys, and cached ones have none; explicit masks by its own input",
-        ),
+        (flow(own), "explicit", "over new keys, and cached ones have none; explicit masks by its own input"),
     ):
         with pytest.raises(DeriveError, match=said):
             rlx.compile(made, WEIGHTS, program=program).text("mir")

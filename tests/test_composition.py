@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import Homogeneous, LayerComposition, Pair, Single
-from rlx_jax.errors import GraphError
 
 KEY = 3126292069848458932
 STACK = Pair(Single("embed"), Pair(Homogeneous("block", 3), Single("norm")))
@@ -36,8 +33,3 @@ def test_cache_keys() -> None:
     assert len({c.cache_key() for c in others}) == len(others)
     assert Pair(Single("a"), Single("b")).cache_key() == Pair(Single("a"), Single("b")).cache_key()
     assert Pair(Single("a"), Single("b")).cache_key() == KEY
-
-
-def test_a_count_is_a_whole_number() -> None:
-    with pytest.raises(GraphError, match="expected a whole number"):
-        rlx.ModelFlow("m").input("x", (8,)).stage(Homogeneous("a", -1).to_flow_stage(build)).build()

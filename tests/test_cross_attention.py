@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax.errors import DeriveError, RequestError, RlxError, SessionStateError, ShapeError
@@ -69,7 +67,6 @@ TOKENS = RNG.integers(0, V, (3, 8)).astype(np.int32)
 IMAGE = RNG.standard_normal((3, 6, C)).astype(np.float32)
 KEEP = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 0, 1, 1, 1, 0]], bool)
 BESIDE = {"image": IMAGE, "keep": KEEP}
-SHIFT = RNG.standard_normal((3, H)).astype(np.float32)
 
 
 @functools.cache
@@ -80,36 +77,6 @@ def lm(roll: str = "unroll") -> Any:
 
 def forward(tokens: np.ndarray, **beside: Any) -> np.ndarray:
     return np.asarray(lm().logits(tokens, inputs=BESIDE | beside))
-
-
-# -- the numbers -------------------------------------------------------------------------------
-
-
-def cuts_do_not_matter(lengths: np.ndarray, steps: list[np.ndarray], roll: str) -> None:
-    """prefill + extend = forward, whatever the rows hold; `extend` is given no image."""
-    whole = forward(TOKENS)
-    out, state = lm(roll).prefill(TOKENS[:, :4], lengths=lengths, max_len=8, inputs=BESIDE)
-    at = np.array(lengths)
-    for i, n in enumerate(lengths):
-        np.testing.assert_allclose(np.asarray(out)[i, :n], whole[i, :n], atol=3e-5)
-    for step in steps:
-        new = np.minimum(step, 8 - at)
-        block = np.stack([np.resize(TOKENS[i, at[i] : at[i] + max(n, 1)], 2) if at[i] < 8 else [0, 0]
-                          for i, n in enumerate(new)])  # fmt: skip
-        out, state = lm(roll).extend(state, block, lengths=new)
-        for i, n in enumerate(new):
-            np.testing.assert_allclose(np.asarray(out)[i, :n], whole[i, at[i] : at[i] + n], atol=3e-5)
-        at = at + new
-
-
-rows = st.tuples(*[st.integers(1, 4)] * 3).map(np.array)
-more = st.lists(st.tuples(*[st.integers(0, 2)] * 3).map(np.array), min_size=1, max_size=3)
-test_cuts = pytest.mark.slow(
-    settings(max_examples=10, deadline=None)(given(rows, more, st.just("unroll"))(cuts_do_not_matter))
-)
-test_cuts_scanned = pytest.mark.slow(
-    settings(max_examples=10, deadline=None)(given(rows, more, st.just("scan"))(cuts_do_not_matter))
-)
 
 
 def recomputed(prompts: list[list[int]], count: int, **beside: Any) -> list[list[int]]:
@@ -138,16 +105,6 @@ def test_generate_is_recomputing() -> None:
     assert lm().generate(PROMPTS[1], max_new_tokens=4, inputs=short) == want[1]
 
 
-@pytest.mark.slow
-def test_optional_inputs() -> None:
-    """One that the flow can do without, is kept too where it comes."""
-    shift = {"shift": SHIFT}
-    want = recomputed(PROMPTS, 3, **shift)
-    assert lm().generate(PROMPTS, max_new_tokens=3, inputs=BESIDE | shift) == want
-    without = lm().generate(PROMPTS, max_new_tokens=3, inputs=BESIDE)
-    assert without == recomputed(PROMPTS, 3)
-
-
 def test_what_the_state_keeps() -> None:
     """Keys and values of each layer, as few as are read, and its mask; `extend` reads no weight of the tower."""
     extend, prefill = (rlx.compile(flow(), WEIGHTS, program=p) for p in ("extend", "prefill"))
@@ -171,21 +128,15 @@ def test_over_devices() -> None:
     )
 
 
-# -- refusals ----------------------------------------------------------------------------------
-
-
 REFUSED: dict[str, tuple[Any, type[RlxError], str]] = {
     "nothing": (None, RequestError, "the flow reads 'image', 'keep': pass inputs={'image': …}"),
-    "one of two": ({"image": IMAGE}, RequestError, "reads 'keep'"),
     "an unknown name": (BESIDE | {"imgae": IMAGE}, RequestError, "'imgae': the flow has none"),
     "the tokens": (BESIDE | {"tokens": TOKENS}, RequestError, "belongs to the tokens"),
-    "no mapping": ([IMAGE], RequestError, "expected a mapping"),
     "another width": (BESIDE | {"image": IMAGE[..., :4]}, ShapeError, "axis 2 is 4, not 5"),
-    "another rank": (BESIDE | {"image": IMAGE[0]}, RlxError, "image"),
     "masks of another image": (BESIDE | {"keep": KEEP[:, :5]}, ShapeError, "patches is 6 in image and 5 in keep"),
     "rows": (BESIDE | {"image": IMAGE[:2]}, RequestError, "image has 2 rows, the request 3"),
     "numbers for bools": (BESIDE | {"keep": KEEP.astype("f4")}, RlxError, "keep: expected bool"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -79,23 +79,17 @@ def sent(ours: Any, rows: int) -> list[str]:
     return re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", made.call.as_text() or "")
 
 
+ROUTED = (
+    ("auto", "data expert", 8),
+    ("blocked", "expert", 4),
+    ("ragged", "expert tensor", 4),
+    ("gathered", "expert", 8),
+)
+
+
 @pytest.mark.parametrize(
     ("way", "kinds", "devices"),
-    [
-        ("auto", "data expert", 8),
-        ("blocked", "expert", 4),
-        *(
-            pytest.param(way, kinds, devices, marks=pytest.mark.slow)
-            for way, kinds, devices in [
-                ("auto", "expert tensor", 4),
-                ("blocked", "expert tensor", 4),
-                ("ragged", "expert tensor", 4),
-                ("ragged", "expert", 8),
-                ("gathered", "expert", 8),
-                ("dense", "expert", 4),
-            ]
-        ),
-    ],
+    [*ROUTED[:2], *(pytest.param(*routed, marks=pytest.mark.slow) for routed in ROUTED[2:])],
 )
 def test_any_routing(way: str, kinds: str, devices: int) -> None:
     """The formula, of rows that divide and of some that do not; experts that no token chose overflow unseen. Tokens

@@ -6,11 +6,9 @@ planting some: `test_planted_bugs.py`.
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlx_jax.ir import ops
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Hir, Mir, Node, StateLeaf, StateRead, TypeCache
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Node, StateLeaf, StateRead, TypeCache
+from rlx_jax.ir.hir import BLOCKS
+from rlx_jax.ir.ops import OPS
 from rlx_jax.ir.ops.pointwise import COMPARE, Binary, Compare, Unary
 from rlx_jax.ir.ops.reduce import Reduce
 from rlx_jax.ir.region import Repeat
@@ -33,6 +32,7 @@ from tests.fuzz.patterns import mir_case
 from tests.fuzz.tensor_ops import BINARY_GROWN, REDUCE_GROWN, UNARY_GROWN
 
 TYPES = TypeCache()
+MIR, HIR = ({cls.__name__ for cls in classes} for classes in (OPS, BLOCKS))
 TOGETHER = 8  # graphs compiled as one program, which takes half the time
 NO_PASS = "no pass treats it in a way of its own; its numbers and types are held in tests/test_ops.py"
 NOT_GROWN: dict[str, str] = dict.fromkeys(
@@ -51,28 +51,12 @@ IDLE = {"unroll_steps": "it unrolls loops over tokens, which are not grown: see 
 """Passes that change no random graph, and why."""
 
 
-def op_classes(kind: type[Mir] | type[Hir]) -> set[str]:
-    """Every tensor op, or every block, of the package."""
-    for module in pkgutil.iter_modules(ops.__path__, ops.__name__ + "."):
-        importlib.import_module(module.name)
-
-    def below(cls: type[Any]) -> Iterator[type[Any]]:
-        for sub in type.__subclasses__(cls):
-            yield sub
-            yield from below(sub)
-
-    return {cls.__name__ for cls in below(kind) if cls.__module__.startswith("rlx_jax.")}
-
-
 def test_every_op_and_block_has_a_meaning() -> None:
     """A new one is fuzzed from its first day, or says why not."""
     where = "what each computes, in NumPy, stands in tests/fuzz/meaning.py"
-    assert op_classes(Mir) == {cls.__name__ for cls in meaning.MIR}, where
-    assert op_classes(Hir) == {cls.__name__ for cls in meaning.HIR}, where
-    assert set(NOT_GROWN) <= op_classes(Mir) | op_classes(Hir)
-
-
-# -- random graphs -----------------------------------------------------------------------------
+    assert MIR == {cls.__name__ for cls in meaning.MIR}, where
+    assert HIR == {cls.__name__ for cls in meaning.HIR}, where
+    assert set(NOT_GROWN) <= MIR | HIR
 
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -97,7 +81,7 @@ class Seen:
             Unary: UNARY_GROWN, Binary: BINARY_GROWN, Compare: COMPARE, Reduce: REDUCE_GROWN,
         }  # fmt: skip
         kinds = {f"{cls.__name__} {kind}" for cls, table in tables.items() for kind in table}
-        classes = (op_classes(Mir) | op_classes(Hir) | {"Repeat"}) - set(NOT_GROWN)
+        classes = (MIR | HIR | {"Repeat"}) - set(NOT_GROWN)
         found = {name: self.ops[name] for name in classes if self.ops[name] < least}
         found |= {name: self.ops[name] for name in kinds if self.ops[name] < least_of_a_kind}
         passes = {*OPTIONAL, "merge_linears", "merge_ropes"} - set(IDLE)
@@ -149,8 +133,6 @@ def test_many_random_graphs(capsys: pytest.CaptureFixture[str], times: int) -> N
         print("\nops:", dict(seen.ops.most_common()), "\npasses:", dict(seen.fired))
     assert not seen.rare(2 * times, times // 2)
 
-
-# -- what they found ---------------------------------------------------------------------------
 
 T = tensor_type((2, 3), "f32", "test")
 

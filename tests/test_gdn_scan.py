@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Any, Callable[..., Any], type[rlx.RlxError], str]] = {
     "a key that nothing has": (GdnScan(N).with_carry("layer1.state"), register, GraphError, "layer1.state"),
     "heads of another width": (GdnScan(N + 1), register, GraphError, "q is .B, S, heads, 4."),
     "another shape": (GdnScan(N, ("batch", "seq", HEADS, N + 1)), register, GraphError, "GdnScan"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -60,10 +60,8 @@ def bert_specs() -> dict[str, object]:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], GraphModule], dict[str, int]]] = {
-    "linear": (linear, {}),
-    "llama": (llama, {"batch": 2, "seq": 5}),
-    "bert_layer": (bert, {"batch": 2, "seq": 5}),
-}
+    "linear": (linear, {}), "llama": (llama, {"batch": 2, "seq": 5}), "bert_layer": (bert, {"batch": 2, "seq": 5}),
+}  # fmt: skip
 
 
 def texts(name: str) -> dict[str, str]:
@@ -85,25 +83,13 @@ def test_dumps_are_as_recorded(name: str) -> None:
         assert path.read_text() == found[level] + "\n", f"{path.name} differs; see the top of {Path(__file__).name}"
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_fragments_that_readers_rely_on(name: str) -> None:
-    """Headers, the mark of an output, the return line, leaves among the counts."""
-    hir, mir, lir = ((GOLDEN / f"{name}.{level}.txt").read_text() for level in LEVELS)
-    assert hir.startswith(f"hir @{name} (") and mir.startswith(f"mir @{name} {{") and lir.startswith(f"lir @{name} {{")
-    assert "← output" in hir and "return h" in hir and "return %" in mir and "return %" in lir
-    counts = {"linear": "Input=1", "llama": "Input=1", "bert_layer": "Input=2"}[name]
-    assert counts in hir and counts in mir
-    for part in ("fingerprint: ", "arena: ", "schedule: ", "dynamic symbols: none", "prologue: ", "outputs: "):
-        assert f"  {part}" in lir
-    assert "\n--- mir ---\ngraph @" in lir
-
-
 def digest() -> str:
     """One hash of all texts, JSON among them."""
     every = [text for name in PROGRAMS for text in texts(name).values()]
     return hashlib.sha256("\0".join(every).encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_two_processes_print_the_same() -> None:
     """Another hash seed than here, hence other orders of sets and other addresses."""
     here = Path(__file__).parent

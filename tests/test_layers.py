@@ -7,13 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "rlx_jax"
 
 ROOMS = (
-    "errors", "io", "ir", "profiles", "device", "weights", "trace", "blocks", "lowering", "program", "compiler",
-    "flow", "runtime", "losses", "train", "models", "text", "encode", "generate", "surface",
+    "errors", "io", "ir", "profiles", "device", "weights", "trace", "blocks", "lowering", "program", "compiler", "flow",
+    "runtime", "losses", "train", "models", "text", "encode", "generate", "surface",
 )  # fmt: skip
 """From the ground up: a module imports its own room and those before it."""
 
@@ -67,15 +65,19 @@ def test_every_module_has_a_room() -> None:
     assert len(MODULES) > 100 and room("rlx_jax.lowering.mir.cse") == "lowering"  # the links were followed
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_point_upwards(name: str) -> None:
+TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
+
+
+def test_imports_point_upwards() -> None:
     """No exception is made: not for an import inside a function, and not for one that only types need."""
-    own, wrong = room(name), []
-    for node in imports(ast.parse(MODULES[name].read_text("utf-8"))):
-        for target in targets(node, MODULES):
-            there = room(target)
-            if ROOMS.index(there) > ROOMS.index(own) or there in STRANGERS.get(own, ()):
-                wrong.append(f"line {node.lineno}: {own} imports {target}")
+    wrong = []
+    for name, tree in TREES.items():
+        own = room(name)
+        for node in imports(tree):
+            for target in targets(node, MODULES):
+                there = room(target)
+                if ROOMS.index(there) > ROOMS.index(own) or there in STRANGERS.get(own, ()):
+                    wrong.append(f"{MODULES[name]}:{node.lineno}: {own} imports {target}")
     assert wrong == []
 
 
@@ -83,26 +85,18 @@ LAZY = {"rlx_jax": {"rlx_jax.eval", "rlx_jax.nnx", "rlx_jax.train"}}
 """What is imported when it is first used: the modules that need lm_eval and flax, and what only training needs."""
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_no_import_of_the_package_hides(name: str) -> None:
+def test_no_import_of_the_package_hides() -> None:
     """Inside a function or under a condition an import hides a circle."""
-    tree = ast.parse(MODULES[name].read_text("utf-8"))
-    hidden = {t for node in imports(tree) if node not in tree.body for t in targets(node, MODULES)}
-    assert hidden <= LAZY.get(name, set())
+    for name, tree in TREES.items():
+        hidden = {t for node in imports(tree) if node not in tree.body for t in targets(node, MODULES)}
+        assert hidden <= LAZY.get(name, set()), name
 
 
 def test_who_rewrites_graphs_sees_regions_alone() -> None:
     """A loop over layers is looked at through `regions` and `carried`: a second op with regions wants no change there.
     `interpret` runs it."""
-    rewriting = {name for name in MODULES if room(name) in ("lowering", "compiler")} - {
-        "rlx_jax.lowering.lir.interpret"
-    }
-    naming = {
-        name
-        for name in rewriting
-        for node in imports(ast.parse(MODULES[name].read_text("utf-8")))
-        if isinstance(node, ast.ImportFrom)
-        and node.module == "rlx_jax.ir.region"
-        and "Repeat" in {alias.name for alias in node.names}
-    }
-    assert len(rewriting) > 50 and naming == set()
+    rewriting = {name for name in MODULES if room(name) in ("lowering", "compiler")}
+    found = {(name, node.module, alias.name) for name in rewriting for node in imports(TREES[name])
+             if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
+    naming = {name for name, module, what in found if (module, what) == ("rlx_jax.ir.region", "Repeat")}
+    assert len(rewriting) > 50 and naming == {"rlx_jax.lowering.lir.interpret"}

@@ -24,6 +24,7 @@ from rlx_jax.errors import (
     WeightShapeError,
 )
 from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Value
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Unary
 
@@ -45,29 +46,6 @@ def compiled(module: Any, weights: Any = None) -> Any:
 def run(module: Any, weights: Any, *inputs: Any) -> np.ndarray:
     """Compile and call."""
     return np.asarray(rlx.compile(module, weights)(*inputs))
-
-
-# -- opening and levels ------------------------------------------------------------------------
-
-
-def test_levels_of_the_examples() -> None:
-    """The three ways to open a module, and where each stands."""
-    assert Graph is GraphModule
-    assert str(Graph.hir("m").stage) == "hir" == str(GraphStage.HIR) and Graph.hir("m").name == "m"
-
-    def norm(m: GraphModule) -> Any:
-        x = m.input("x", (2, 8))
-        return m.rms_norm(x, x, x, 1e-5)
-
-    assert Graph.define("m", norm).stage == GraphStage.HIR
-    module = linear_module()
-    assert module.stage == GraphStage.HIR and len(module) == 3
-    lowered = module.lower()
-    assert lowered.stage == GraphStage.MIR and len(lowered) >= 3
-    assert lowered.lower() is lowered and module.stage == GraphStage.HIR
-    raw = Graph.mir("raw")
-    raw.set_outputs([raw.input("x", (4,))])
-    assert len(raw) == 1 and raw.stage == GraphStage.MIR
 
 
 def test_conversions_go_down_and_never_up() -> None:
@@ -158,36 +136,6 @@ def test_the_policy_of_a_module_is_used() -> None:
         module.with_fusion_policy("best")
 
 
-# -- builders ----------------------------------------------------------------------------------
-
-
-A = RNG.standard_normal((2, 3, 4)).astype(np.float32)
-
-
-def test_blocks_need_hir() -> None:
-    """Each block builder of a MIR and of a LIR module is a GraphError that says so, and leaves no node behind."""
-    mir = Graph.mir("raw")
-    x = mir.input("x", (2, 8))
-    mir.set_outputs([x])
-    for m in (mir, Graph.from_lir(mir.into_lir())):
-        (x,) = m.outputs
-        sizes = {"heads": 2, "head_dim": 4, "mask": "none"}
-        calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-            "linear": ((x, x), {}), "linear_fused": ((x, x, x), {}), "shared_linear_pair": ((x, x, x), {}),
-            "swiglu_ffn": ((x,), {"up": x, "gate": x, "down": x}), "residual_rms_norm": ((x, x, x), {}),
-            "rms_norm": ((x, x, x, 1e-5), {}), "attention": ((x, x, x), sizes), "rope": ((x, x, x), {"head_dim": 4}),
-            "rope_n": ((x, x, x), {"head_dim": 4, "n_rot": 2}), "hir_mir": ((Unary("relu"), [x]), {}),
-        }  # fmt: skip
-        for name, (operands, options) in calls.items():
-            with pytest.raises(GraphError, match=f"HIR block; module 'raw' is at {m.stage}"):
-                getattr(m, name)(*operands, **options)
-        with pytest.raises(GraphError, match="llama_decoder_block is a HIR block"):
-            m.llama_decoder_block(x, heads=2, head_dim=4, kv_heads=1)
-        assert len(m) == 1
-        m.set_outputs([m.relu(m.add(x, m.constant(np.ones(8))))])  # tensor ops, inputs and outputs are for every level
-        np.testing.assert_array_equal(run(m, {}, -X), np.maximum(1 - X, 0))
-
-
 def test_hir_mir_and_declared_shapes() -> None:
     """A tensor op at HIR; a declared shape is checked; names of symbols stand for themselves."""
     m = Graph.hir("m")
@@ -214,15 +162,12 @@ def test_arguments_that_mean_nothing() -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: m.attention(x, scalar, x, heads=2, head_dim=4), "q, k and v are"),
         (lambda: m.attention(x, x, x, heads=2, head_dim=3), "with D = 3"),
-        (lambda: m.attention(x, x, x, heads=2, head_dim=0), "with D = 0"),
-        (lambda: m.attention(x, x, x, heads=2, head_dim=3, mask="none"), "k is"),
         (lambda: m.attention(x, x, x, heads=2, head_dim=4, mask="cause"), "mask kind"),
         (lambda: m.attention(x, x, x, heads=2, head_dim=4, mask="custom"), "operands"),
-        (lambda: m.reshape_(x, (2.5, -1)), "an identifier"),
-        (lambda: m.reshape_(x, ("seq", 3, 8)), "cannot"), (lambda: m.activation("sin h", x), "unknown function"),
-        (lambda: m.add_node("relu", x), "expected an op"), (lambda: m.mm(x, None), "value of this module"),
-        (lambda: m.input("not a name", (2,)), "identifier"), (lambda: m.param("w", (2**62,)), "2147483647"),
-        (lambda: m.concat_([], 0), "concat"), (lambda: m.cast(x, "f99"), "dtype"), (lambda: m.sum(x, 7), "no axis 7"),
+        (lambda: m.reshape_(x, (2.5, -1)), "an identifier"), (lambda: m.reshape_(x, ("seq", 3, 8)), "cannot"),
+        (lambda: m.activation("sin h", x), "unknown function"), (lambda: m.add_node("relu", x), "expected an op"),
+        (lambda: m.input("not a name", (2,)), "identifier"),
+        (lambda: m.param("w", (2**62,)), "2147483647"), (lambda: m.cast(x, "f99"), "dtype"),
         (lambda: opened.from_lir(m), "planned program"), (lambda: opened.from_graph(m), "expected a graph"),
         (lambda: m.finish_hir(x).into_lir(btach=2), "did you mean 'batch'"), (lambda: m.into_lir(batch=-1), "between"),
     ]  # fmt: skip
@@ -266,9 +211,6 @@ def test_named_blocks_are_in_the_path() -> None:
         m.named("third", lambda m: m.linear(x, x))
 
 
-# -- BuiltModel --------------------------------------------------------------------------------
-
-
 def test_a_built_model_opens_up() -> None:
     """The parts of a built flow, and back."""
     flow = rlx.ModelFlow("f").input("x", ("batch", 8)).linear("w", transpose=False).custom(lambda e, x: e.relu(x))
@@ -296,7 +238,7 @@ def test_extra_outputs_of_a_built_model() -> None:
     """The first output and what is asked for; earlier extras are dropped."""
     flow = rlx.ModelFlow("f").input("x", ("batch", 8)).linear("w", transpose=False).custom(lambda e, x: e.relu(x))
     built = flow.build({"w": W})
-    linear = rlx_value(built, hir.Linear)
+    (linear,) = (Value(i) for i, n in enumerate(built.hir.nodes) if isinstance(n.op, hir.Linear))
     more = built.with_extra_hir_outputs([linear])
     assert more.output_names == ("output", "extra0")
     got = rlx.compile(more)(X)
@@ -305,14 +247,6 @@ def test_extra_outputs_of_a_built_model() -> None:
     assert more.with_extra_hir_outputs([]).output_names == ("output",)
     with pytest.raises(GraphError):
         BuiltModel.from_graph(built.into_graph()).with_extra_hir_outputs([])
-
-
-def rlx_value(built: BuiltModel, kind: type) -> Any:
-    """The value of the only node of a kind."""
-    from rlx_jax.ir.graph import Value
-
-    (number,) = (i for i, n in enumerate(built.hir.nodes) if isinstance(n.op, kind))
-    return Value(number)
 
 
 def test_a_planned_module_takes_the_weights_of_what_was_planned() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -50,9 +49,6 @@ def bert() -> Any:
     return encoder()
 
 
-# -- buckets for all that takes tokens ---------------------------------------------------------
-
-
 def test_an_encoder_has_buckets(bert: Any) -> None:
     """After warm-up nothing compiles, whatever the lengths and however many texts; the vectors are the same."""
     warm = encoder(prompt=[4, 16], batch=[1, 4], on_recompile="error")
@@ -76,19 +72,14 @@ def test_an_encoder_has_buckets(bert: Any) -> None:
         warm.hidden_states([[1, 2]], token_type_ids=[[0, 0]])
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (lambda e: e.embed([[1], [2] * 17]), r"texts\[1\]: 17 tokens, and buckets.prompt = \[4, 16\]"),
-        (lambda e: e.hidden_states([[1] * 17]), "with 1 rows, length 17: no padded program"),
-        (lambda e: e.hidden_states([[1]] * 5), "with 8 rows, length 4: no padded program"),
-    ],
-)
-def test_what_an_encoder_has_no_bucket_for(request_: Callable[[Any], Any], message: str) -> None:
+def test_what_an_encoder_has_no_bucket_for() -> None:
     """Named before anything runs, and before warm-up too."""
     asked = encoder(prompt=[4, 16], batch=[1, 4], on_recompile="error")
-    with pytest.raises(RequestError, match=message):
-        request_(asked)
+    with pytest.raises(RequestError, match=r"texts\[1\]: 17 tokens, and buckets.prompt = \[4, 16\]"):
+        asked.embed([[1], [2] * 17])
+    for rows, said in (([[1] * 17], "1 rows, length 17"), ([[1]] * 5, "8 rows, length 4")):
+        with pytest.raises(RequestError, match=f"with {said}: no padded program"):
+            asked.hidden_states(rows)
     assert asked.report().compiles == 0
 
 
@@ -100,19 +91,15 @@ RUNS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-SLOW_RUNS = [*RUNS][:2]
-
-
-@pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_RUNS else ()) for name in RUNS]
-)
-def test_the_report_is_of_the_program_that_ran_last(plain: Any, program: str) -> None:
+def test_the_report_is_of_the_program_that_ran_last(plain: Any) -> None:
     """Whichever of the three it was, with all that the report of a compiled model tells."""
-    RUNS[program](plain)
-    told, of_a_model = plain.report(), rlx.compile(plain.model.flow)
-    assert told.program == program and told.products and told.attention and told.flops
+    of_a_model = rlx.compile(plain.model.flow)
     of_a_model.replace(of_a_model.init(0))([[1]])
-    assert rows_of(of_a_model.report()) <= rows_of(told)
+    for program, run in RUNS.items():
+        run(plain)
+        told = plain.report()
+        assert told.program == program and told.products and told.attention and told.flops
+        assert rows_of(of_a_model.report()) <= rows_of(told)
 
 
 def rows_of(report: Any) -> set[str]:
@@ -131,7 +118,7 @@ def test_warm_up_of_an_encoder_is_checked() -> None:
 def test_lengths_share_programs() -> None:
     """`logits`, `prefill` and `extend` of every length up to 16 are one program each, and extend's powers of two."""
     lm = model()
-    for n in range(1, 17):
+    for n in (1, 2, 3, 7, 15, 16):
         lm.logits([[1] * n])
         _, state = lm.prefill([[1] * n])
     for n in range(2, 9):
@@ -153,9 +140,6 @@ def test_a_flow_that_mixes_positions_is_not_padded() -> None:
         np.testing.assert_allclose(lm.logits([[1, 2, 3]])[0], want, atol=1e-6)
 
 
-# -- transfers ---------------------------------------------------------------------------------
-
-
 def extended(lm: Any) -> None:
     _, state = lm.prefill([[1, 2, 3], [4, 5, 0]], [3, 2])
     _, state = lm.extend(state, [[7], [8]])
@@ -173,14 +157,11 @@ def stepped(lm: Any) -> None:
 REQUESTS: dict[str, Callable[[Any], Any]] = {
     "generate": lambda lm: lm.generate(PROMPTS, 9),
     "sampled": lambda lm: lm.generate(PROMPTS, 9, SAMPLERS[2], stop=[3], seed=2**40),
-    "biased": lambda lm: lm.generate(PROMPTS[0], 9, SAMPLERS[5]),
-    "stream": lambda lm: list(lm.stream(PROMPTS[1], 9)),
-    "prefill and extend": extended,
-    "logits": lambda lm: lm.logits([[1, 2, 3], [4, 5, 6]]),
+    "biased": lambda lm: lm.generate(PROMPTS[0], 9, SAMPLERS[5]), "stream": lambda lm: list(lm.stream(PROMPTS[1], 9)),
+    "prefill and extend": extended, "logits": lambda lm: lm.logits([[1, 2, 3], [4, 5, 6]]),
     "padded logits": lambda lm: lm.logits([[1, 2, 3], [0, 5, 6]], attention_mask=[[1, 1, 1], [0, 1, 1]]),
-    "a model": lambda lm: lm.model(np.ones((2, 5), np.int64)),
-    "a model with state": stepped,
-}
+    "a model": lambda lm: lm.model(np.ones((2, 5), np.int64)), "a model with state": stepped,
+}  # fmt: skip
 """What a `CausalLM` is asked."""
 
 
@@ -195,22 +176,16 @@ def test_another_program_has_not_run(plain: Any) -> None:
         extend.text("stablehlo")
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_nothing_goes_to_the_device_unasked(plain: Any, name: str) -> None:
+def test_nothing_goes_to_the_device_unasked(plain: Any, bert: Any) -> None:
     """After a first call. What comes back is asked for too, which the CPU, where nothing has to move, cannot show."""
-    REQUESTS[name](plain)
-    with jax.transfer_guard("disallow"):
-        REQUESTS[name](plain)
-
-
-def test_nothing_goes_to_the_device_unasked_by_an_encoder(bert: Any) -> None:
+    for request in REQUESTS.values():
+        request(plain)
+        with jax.transfer_guard("disallow"):
+            request(plain)
     for _ in range(2):
         with jax.transfer_guard("disallow") if _ else contextlib.nullcontext():
             bert.embed(ROWS)
             bert.hidden_states([[1, 2], [3, 0]], [2, 1])
-
-
-# -- how many programs are kept ----------------------------------------------------------------
 
 
 def doubling(programs: int) -> Any:
@@ -230,50 +205,14 @@ def test_the_least_recently_used_program_goes() -> None:
     m = doubling(programs=4)
     m(np.ones((1, 3), np.float32))
     before = live()
-    for n in range(1, 40):
+    for n in range(1, 16):
         m(np.ones((1, 3), np.float32))  # used again and again, so it stays
         np.testing.assert_array_equal(m(np.full((n, 3), n, np.float32)), np.full((n, 3), 2 * n))
-    assert live() - before < 10  # of 39, and what else the process ran meanwhile
-    assert (m.report().compiles, m.report().evicted) == (39, 35) and "evicted" in str(m.report())
-    assert [dict(k.binding)["batch"] for k in m.programs.executables] == [37, 38, 1, 39]
+    assert live() - before < 10  # of 15, and what else the process ran meanwhile
+    assert (m.report().compiles, m.report().evicted) == (15, 11) and "evicted" in str(m.report())
+    assert [dict(k.binding)["batch"] for k in m.programs.executables] == [13, 14, 1, 15]
     m(np.ones((2, 3), np.float32))
-    assert m.report().compiles == 40 and "f32[2,3]" in m.text("lir")
-
-
-def test_small_functions_are_kept_like_programs() -> None:
-    """States of many sizes, and what is cut from padded answers."""
-    lm = model(programs=3)
-    state = dataclasses.replace(lm.model, program="extend")
-    for batch in range(1, 9):
-        assert state.init_state(batch, 8).length.shape == (batch,)
-        assert lm.logits([[1] * batch]).shape == (1, batch, VOCAB)
-    kept = lm.model.programs
-    assert {len(c) for c in (kept.small, kept.empty)} == {3} and len(kept.functions) <= 3
-
-
-@pytest.mark.slow
-def test_eviction_under_threads() -> None:
-    """Eight threads, twelve sizes, room for three: every answer is right."""
-    m, wrong = doubling(programs=3), []
-
-    def ask(seed: int) -> None:
-        for n in np.random.default_rng(seed).integers(1, 13, 8):
-            out = m(np.full((n, 3), n, np.float32))
-            if out.shape != (n, 3) or not (np.asarray(out) == 2 * n).all():
-                wrong.append(n)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(ask, range(8)))
-    assert not wrong and len(m.programs.executables) == len(m.programs.functions) == 3
-
-
-@pytest.mark.slow
-def test_warm_up_wants_to_keep_what_it_compiles() -> None:
-    """Else a request would compile after it; the model is as it was."""
-    few = encoder(prompt=[4, 8, 16], batch=[1], programs=2, on_recompile="error")
-    with pytest.raises(RequestError, match="need 3 programs, and buckets.programs = 2 are kept"):
-        few.warmup()
-    assert few.embed([[1, 2]]).shape[0] == 1
+    assert m.report().compiles == 16 and "f32[2,3]" in m.text("lir")
 
 
 def test_a_state_goes_on_after_its_program_is_gone(plain: Any) -> None:
@@ -281,9 +220,6 @@ def test_a_state_goes_on_after_its_program_is_gone(plain: Any) -> None:
     _, state = lm.prefill([[1, 2, 3]], max_len=16)
     got, _ = lm.extend(state, [[4]])
     np.testing.assert_allclose(got, plain.extend(plain.prefill([[1, 2, 3]], max_len=16)[1], [[4]])[0], atol=1e-6)
-
-
-# -- constants ---------------------------------------------------------------------------------
 
 
 def adding(tables: list[np.ndarray]) -> Any:
@@ -305,9 +241,6 @@ def test_the_constants_of_a_program_are_counted_together() -> None:
     with pytest.raises(errors.GraphError, match=r"3200000 bytes of constants .*weight.*add\d jax\(.*: 640000 bytes"):
         rlx.compile(adding(tables), {})
     assert rlx.compile(adding(tables[:1] * 5), {})(np.zeros((1, 160_000), np.float32)).sum() == 0
-
-
-# -- several flows -----------------------------------------------------------------------------
 
 
 def head(name: str, *keys: str) -> Any:
@@ -363,21 +296,14 @@ def test_a_weight_that_one_flow_merges_is_not_stored_twice() -> None:
     assert len(merged.layout.leaves) == 2 and sorted(together.layout.leaves) == ["k", "q", "table"]
 
 
-@pytest.mark.parametrize(
-    ("flows", "error", "message"),
-    [
+def test_flows_that_do_not_go_together() -> None:
+    other = head("b").with_profile(rlx.CompileProfile().replace(precision={"matmul": "highest"}))
+    for flows, error, message in (
         ([head("a"), head("a")], errors.GraphError, "names of their own"),
-        ([], errors.GraphError, "names of their own"),
-        (
-            [head("a"), head("b").with_profile(rlx.CompileProfile().replace(precision={"matmul": "highest"}))],
-            errors.ProfileError,
-            "'a' and 'b' differ in 'matmul'",
-        ),
-    ],
-)
-def test_flows_that_do_not_go_together(flows: list[Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        compile_together(flows, {"table": np.ones((4, 4), np.float32)})
+        ([head("a"), other], errors.ProfileError, "'a' and 'b' differ in .*matmul"),
+    ):
+        with pytest.raises(error, match=message):
+            compile_together(flows, {"table": np.ones((4, 4), np.float32)})
 
 
 def test_outputs_of_a_program_are_chosen_by_name() -> None:
@@ -396,9 +322,6 @@ def test_outputs_of_a_program_are_chosen_by_name() -> None:
     assert len(less.params()) == 1 and len(more.params()) == 2
     with pytest.raises(errors.GraphError, match="m: no output 'rwa'; .*did you mean 'raw'"):
         m.bound({"batch": 1, "seq": 3}, variant=Variant(outputs=("rwa",)))
-
-
-# -- state -------------------------------------------------------------------------------------
 
 
 def test_a_state_is_copied(plain: Any) -> None:
@@ -439,7 +362,7 @@ def test_a_forward_flow_may_have_state() -> None:
     np.testing.assert_array_equal(out, np.full((2, 3), 4))
 
 
-@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"compute": "f16"}, {"mixed": "auto_mixed_bf16"}])
+@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"mixed": "auto_mixed_bf16"}])
 def test_a_state_keeps_its_precision(precision: dict[str, str]) -> None:
     """What it is computed from is rounded as the profile says; the state is not, however many steps there are."""
     m = rlx.compile(running_sum(), {}, profile=rlx.CompileProfile().replace(precision=precision))
@@ -451,7 +374,7 @@ def test_a_state_keeps_its_precision(precision: dict[str, str]) -> None:
     np.testing.assert_allclose(out, 300 * step, rtol=1e-5)
 
 
-@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"mixed": "auto_mixed_bf16"}, {"mixed": "always_f16"}])
+@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"mixed": "always_f16"}])
 def test_states_that_carry_each_other_keep_their_precision(precision: dict[str, str]) -> None:
     """a ← b + x, b ← a; and a leaf in bf16 that is written and read apart stays in bf16."""
     types, t = TypeCache(), TensorType((symbol("batch"), 3), np.dtype(np.float32))
@@ -467,22 +390,17 @@ def test_states_that_carry_each_other_keep_their_precision(precision: dict[str, 
     for _ in range(301):
         out, state = m(third, state=state)
     step = np.float64(third.astype(as_dtype(precision.get("compute", "f32"))))
-    assert {n: v.dtype.name for n, v in state.leaves.items()} == {
-        "a.s": "float32",
-        "b.s": "float32",
-        "last.s": "bfloat16",
-    }
+    dtypes = {"a.s": "float32", "b.s": "float32", "last.s": "bfloat16"}
+    assert {n: v.dtype.name for n, v in state.leaves.items()} == dtypes
     np.testing.assert_allclose(np.asarray(state.leaves["a.s"]), 151 * step, rtol=1e-5)
     np.testing.assert_allclose(out["last"], third, rtol=1e-2)
 
 
-@pytest.mark.parametrize("spare", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_tokens_are_taken_back_from_a_ring(spare: int) -> None:
+def test_tokens_are_taken_back_from_a_ring() -> None:
     """As many as it has spare slots: then it is as if they had not been."""
     flow, weights = windowed(5)
-    m: Any = rlx.compile(
-        flow, weights, program="extend", profile=rlx.CompileProfile().replace(buckets={"spare": spare})
-    )
+    profile = rlx.CompileProfile().replace(buckets={"spare": 3})
+    m: Any = rlx.compile(flow, weights, program="extend", profile=profile)
     tokens = np.random.default_rng(0).integers(0, RING_VOCAB, (1, 14))
 
     def read(state: Any, first: int, last: int) -> Any:
@@ -494,4 +412,4 @@ def test_tokens_are_taken_back_from_a_ring(spare: int) -> None:
     _, drafted = m(wrong, np.array([3], np.int32), state=state)
     back = dataclasses.replace(drafted, length=drafted.length - np.int32(3))
     got, _ = read(back, 10, 12)
-    assert np.allclose(got, want, atol=1e-5) == (spare == 3)
+    np.testing.assert_allclose(got, want, atol=1e-5)

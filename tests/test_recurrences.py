@@ -10,14 +10,10 @@ import numpy as np
 import pytest
 
 from rlx_jax.device import DEVICES
-from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Hir, TypeCache
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.recurrent import choose, unit_lower_inverse
-from rlx_jax.lowering.lower import as_function
-from tests.fuzz import meaning
 from tests.oracles.gated_delta import gated_delta
 from tests.oracles.mamba2 import ssd
 
@@ -64,7 +60,7 @@ CASES: dict[str, tuple[Any, list[np.ndarray]]] = {
     "a scan within a chunk": (SelectiveScanOp(held=True), scan_case((2, 21, 4, 6, 2, 5))),
     "a scan over three chunks": (SelectiveScanOp(held=True), scan_case((2, 131, 4, 3, 1, 7))),
     "a scan from zeros": (SelectiveScanOp(), scan_case((1, 70, 2, 3, 2, 4))[:5]),
-}
+}  # fmt: skip
 
 
 def transcript(op: Any, arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -110,12 +106,11 @@ def test_one_token_needs_no_loop(op: Any) -> None:
 
 
 CHOICES = {
-    "one token": ((2, 1, 1, 8, 2, 8), {}, "cpu", "one_token"),
-    "a few tokens": ((2, 5, 1, 8, 2, 8), {}, "h100", None),
+    "one token": ((2, 1, 1, 8, 2, 8), {}, "cpu", "one_token"), "a few tokens": ((2, 5, 1, 8, 2, 8), {}, "h100", None),
     "many on a GPU": ((2, 64, 1, 8, 2, 8), {}, "h100", "chunks_at_once"),
     "many on a CPU": ((2, 64, 1, 8, 2, 8), {}, "cpu", "chunk_by_chunk"),
     "every state is asked for": ((2, 64, 1, 8, 2, 8), {"every": True}, "h100", None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CHOICES)
@@ -156,49 +151,3 @@ def test_chunks_have_the_gradient_of_the_recurrence(form: str) -> None:
         terms = [np.asarray(g, np.float64) * s for g, s in zip(gradients, steps, strict=True)]
         got, size = sum(t.sum() for t in terms), sum(np.abs(t).sum() for t in terms)
         assert abs(got - (value(1e-5) - value(-1e-5)) / 2e-5) <= 2e-5 * size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_four_thousand_tokens_stay_near_the_recurrence(form: str) -> None:
-    """What a token of them takes is for `benchmarks/recurrences.py`."""
-    op, arrays = GatedDeltaOp(held=True), delta_case((1, 4096, 1, 32, 2, 32))
-    got = jax.jit(lambda *a: IMPLEMENTATIONS[form](op, *a))(*(np.float32(a) for a in arrays))
-    for result, want in zip(got, transcript(op, arrays), strict=True):
-        assert distance(result, want) <= 1e-4
-
-
-# -- blocks ------------------------------------------------------------------------------------
-
-BLOCKS: dict[str, tuple[Hir, tuple[str, ...], tuple[int, ...]]] = {
-    "a convolution": (hir.CausalConv(), ("3 5 4", "4 1 3"), (2, 4)),
-    "a convolution with a bias": (hir.CausalConv(bias=True), ("3 5 4", "4 3", "4"), (2, 4)),
-    "a gated delta rule": (hir.GatedDelta(2, 4, unit=1e-6), (*["3 5 6"] * 2, "3 5 20", *["3 5 4"] * 2), (4, 3, 5)),
-    "a selective scan": (hir.SelectiveScan(4, 2), ("3 5 12", "3 5 4", "4", *["3 5 10"] * 2), (4, 3, 5)),
-}
-
-
-@pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_goes_on_behind_its_state(name: str, fresh: bool) -> None:
-    """Rows that get all tokens, some, and none; the state after each."""
-    block, operands, slot = BLOCKS[name]
-    rng = np.random.default_rng(1)
-    arrays = [rng.normal(size=[int(n) for n in text.split()]) for text in operands]
-    for place in {"a gated delta rule": (3,), "a selective scan": (1, 2)}.get(name, ()):
-        arrays[place] = np.abs(arrays[place]) * (1 if place == 1 else -1)
-    leaf = rng.normal(size=(3, *slot)) * (not fresh)
-    given: list[np.ndarray] = [
-        *arrays,
-        leaf,
-        np.array([4, 1, 7], np.int32) * (not fresh),
-        np.array([5, 2, 0], np.int32),
-    ]
-    op = hir.Carried(block, 1, fresh=fresh, every=True)
-    narrow = [a.astype(np.float32) if a.dtype == np.float64 else a for a in given]
-    types = tuple(TensorType(a.shape, a.dtype) for a in narrow)
-    got = as_function(op, types, TypeCache())(*narrow)
-    want = meaning.HIR[hir.Carried](op, *given)
-    assert len(got) == len(want) == 3
-    for result, expected in zip(got, want, strict=True):
-        assert distance(result, expected) <= 3e-6

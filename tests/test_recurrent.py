@@ -40,8 +40,6 @@ WEIGHTS = EMBEDDING | {
     "mean.x": w(H, H, seed=3),
 }  # fmt: skip
 
-# -- three stages, and what they mean ------------------------------------------------------------
-
 
 def rnn_step(h: Any, x: Any, weight: Any) -> tuple[Any, Any]:
     """Elman's cell."""
@@ -156,51 +154,16 @@ def test_prefill_and_extend_are_forward() -> None:
     np.testing.assert_array_equal(state.leaves["fast.seen"], state.length)
 
 
-def test_it_runs_without_jit() -> None:
-    """`jax_disable_jit` is for stepping through numbers; types are inferred as ever. A scan of the user's own too."""
-
-    def own(x: Any) -> Any:
-        return jax.lax.scan(lambda s, t: (s + t, s), x.sum(1) * 0, x.swapaxes(0, 1))[1].swapaxes(0, 1)
-
-    def flow() -> Any:
-        return rlx.ModelFlow("m").input("x", ("batch", "seq", H)).custom(rnn).custom(lambda emit, x: emit.jax(own, x))
-
-    weights, x = {key: WEIGHTS[key] for key in ("rnn.x", "rnn.h")}, w(2, 5, H)
-    want = np.asarray(compiled(flow(), weights)(x))
-    with jax.disable_jit():
-        np.testing.assert_allclose(compiled(flow(), weights)(x), want, rtol=1e-5, atol=1e-6)
-
-
-def test_it_generates() -> None:
-    """The likeliest token each time, alone as in a batch."""
-    lm = rlx.CausalLM(flow_of("rnn", "fast"), weights_of("rnn", "fast"))
-    prompts = [[3, 1, 4, 1], [5], [9, 2, 6]]
-    got = lm.generate(prompts, max_new_tokens=5)
-    for prompt, new in zip(prompts, got, strict=True):
-        row = list(prompt)
-        for _ in range(5):
-            row.append(int(meaning(np.array([row]), ("rnn", "fast"))[0, -1].argmax()))
-        assert new == row[len(prompt) :]
-    assert lm.generate(prompts[1], max_new_tokens=5) == got[1]
-
-
 FORMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "a partial": (functools.partial(lambda a, h, x: (a * h + x, h), 0.5), np.zeros(4), {"state": np.zeros(4, "f4")}),
     "a jitted one": (jax.jit(lambda h, x: (h + x, h)), np.ones(4, np.float16), {"state": np.zeros(4, "f4")}),
-    "numbers of all kinds": (
-        lambda s, x: (
-            (s[0] + 1, {"on": ~s[1]["on"]}, 0.5j * s[2] + x.astype(jnp.complex64)),
-            jnp.where(s[1]["on"], s[2].imag, x * s[0].astype(jnp.float32)),
-        ),
-        (np.int8(3), {"on": True}, jnp.ones(4, np.complex64)),
-        {"state_0": np.int8(0), "state_1_on": np.bool_(0), "state_2": np.zeros(4, "c8")},
-    ),
-    "random numbers": (
-        lambda key, x: (jax.random.key_data(jax.random.split(jax.random.wrap_key_data(key))[0]),
-                        x * jax.random.uniform(jax.random.wrap_key_data(key))),
-        np.array([0, 7], np.uint32),
-        {"state": np.zeros(2, np.uint32)},
-    ),
+    "numbers of all kinds": (lambda s, x: ((s[0] + 1, {"on": ~s[1]["on"]}, 0.5j * s[2] + x.astype(jnp.complex64)),
+        jnp.where(s[1]["on"], s[2].imag, x * s[0].astype(jnp.float32))),
+            (np.int8(3), {"on": True}, jnp.ones(4, np.complex64)),
+                {"state_0": np.int8(0), "state_1_on": np.bool_(0), "state_2": np.zeros(4, "c8")}),
+    "random numbers": (lambda key, x: (jax.random.key_data(jax.random.split(jax.random.wrap_key_data(key))[0]),
+        x * jax.random.uniform(jax.random.wrap_key_data(key))), np.array([0, 7], np.uint32),
+            {"state": np.zeros(2, np.uint32)}),
 }  # fmt: skip
 
 
@@ -225,30 +188,8 @@ F4 = tensor_type((4,), "f32", "t")
 BLOCKS: dict[str, Any] = {
     "from zeros": hir.Recurrent(STEP, (hir.StateSlot("h", F4),), 1),
     "from an array": hir.Recurrent(STEP, (hir.StateSlot("h", F4, initial=small_constant(START[:4])),), 1),
-    "from an operand": hir.Recurrent(STEP, (hir.StateSlot("h", F4, initial=2),), 1),
-    "a window": hir.CausalWindow(3),
-}
-
-
-@pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_the_state_after_every_token(name: str, fresh: bool) -> None:
-    """Behind what rows hold, of which one holds nothing; one gets all tokens, one some, one none."""
-    rng = np.random.default_rng(0)
-    block = BLOCKS[name]
-    operands = [rng.normal(size=(3, 5, 4)), np.array(0.7), rng.normal(size=4)]
-    operands = operands[: {"a window": 1, "from an operand": 3}.get(name, 2)]
-    leaf = rng.normal(size=(3, 2, 4) if name == "a window" else (3, 4))
-    leaf[2] *= name not in ("a window", "from zeros")  # an empty state is zeros, and other starts take their place
-    given = [*operands, leaf, np.array([4, 1, 0], np.int32), np.array([5, 2, 0], np.int32)]
-    arrays = [a.astype(np.float32) if a.dtype == np.float64 else a for a in given]
-    op = hir.Carried(block, 1, fresh=fresh, every=True)
-    types = tuple(tensor_type(a.shape, a.dtype, "t") for a in arrays)
-    got = as_function(op, types, TypeCache())(*arrays)
-    want = formulas.HIR[hir.Carried](op, *(a.astype(np.float64) if a.dtype == np.float32 else a for a in arrays))
-    assert len(got) == len(want) == 3
-    for g, expected in zip(got, want, strict=True):
-        close(g, expected)
+    "from an operand": hir.Recurrent(STEP, (hir.StateSlot("h", F4, initial=2),), 1), "a window": hir.CausalWindow(3),
+}  # fmt: skip
 
 
 def test_stages() -> None:
@@ -283,8 +224,7 @@ def pieces_of(name: str, width: int, fresh: bool) -> Any:
     return jax.jit(as_function(hir.Carried(BLOCKS[name], 1, fresh=fresh), tuple(types), TypeCache()))
 
 
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(sorted(BLOCKS)), PIECES)
 def test_any_pieces_are_the_whole(name: str, pieces: list[tuple[int, list[int]]]) -> None:
     """However rows are cut, each gives what it gives whole, and whole what it gives alone, in float64 by NumPy."""
@@ -303,9 +243,6 @@ def test_any_pieces_are_the_whole(name: str, pieces: list[tuple[int, list[int]]]
         for b, n in enumerate(new):
             np.testing.assert_allclose(np.asarray(y)[b, :n], alone[b][at[b] : at[b] + n], atol=2e-5, rtol=2e-5)
         at, fresh = at + np.array(new, np.int32), False
-
-
-# -- blocks of a plugin ---------------------------------------------------------------------------
 
 
 ALL_OF = (None, None, None)
@@ -374,9 +311,6 @@ def test_blocks_of_the_package_pass_the_trial() -> None:
     assert continued._tried(TypeCache(), asked) == [""] * len(asked)
 
 
-# -- refusals ------------------------------------------------------------------------------------
-
-
 def refused(call: Callable[..., Any], match: str, kind: type[RlxError] = GraphError) -> None:
     """A stage that is refused when its flow is built, with its path."""
     flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).custom_named("mine", call)
@@ -395,11 +329,6 @@ def counter() -> Callable[..., Any]:
     return step
 
 
-def printing(h: Any, x: Any) -> tuple[Any, Any]:
-    jax.debug.print("{}", x)
-    return h, x
-
-
 def asking(h: Any, x: Any) -> tuple[Any, Any]:
     return h, jax.jit(lambda x: jax.pure_callback(lambda x: x, x, x))(x)
 
@@ -415,44 +344,34 @@ def leak(x: Any) -> Any:
 jax.jit(leak)(1.0)
 ZEROS = np.zeros(H, np.float32)
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "narrower": (lambda h, x: (h.astype(jnp.bfloat16), x), "the state enters as f32.8. and leaves as"),
     "longer": (lambda h, x: (jnp.concatenate([h, h]), x), r"the state enters as f32.8. and leaves as f32.16."),
     "another form": (lambda h, x: ((h, h), x), "the state enters as"),
     "no pair": (lambda h, x: h, r"return a pair, \(state, y_t\)"),
-    "no y": (lambda h, x: (h, None), "gives no y"),
     "counts its traces": (counter(), "another function each time"),
     "random": (lambda h, x: (h + np.random.normal(), x), "another function each time"),
-    "prints": (printing, "effects"),
     "calls Python": (asking, "effects.*pure_callback"),
     "reads another trace": (lambda h, x: (h + LEAKED[0], x), "another trace"),
     "branches": (lambda h, x: (h + x if x[0] > 0 else h, x), "branches on numbers"),
-    "other shapes": (lambda h, x: (h @ x[:3], x), r"recurrent\(step\) on \(f32.8., f32.8.\): TypeError: dot_general"),
-    "no function": (7, "takes a function"),  # type: ignore[dict-item]
+    "no function": (7, "takes a function"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_steps_that_are_refused(name: str) -> None:
+def test_steps_that_are_refused() -> None:
     """By the path of the stage and the leaf of the state."""
-    step, match = REFUSED[name]
-    refused(lambda emit, x: emit.recurrent(step, x, init=ZEROS), match)
+    for step, match in REFUSED.values():
+        refused(lambda emit, x, step=step: emit.recurrent(step, x, init=ZEROS), match)
 
 
 def test_operands_that_are_refused() -> None:
     refused(lambda emit, x: emit.recurrent(rnn_step, x, x, init=ZEROS), r"parameter 0 is f32.batch,seq,8.", ShapeError)
     refused(lambda emit, x: emit.recurrent(mean_step, emit.param("w")[0], init=ZEROS), r"x is \[B, S", ShapeError)
-    refused(lambda emit, x: emit.recurrent(mean_step, (x, emit.param("w")), init=ZEROS), r"x is \[B, S", ShapeError)
     refused(lambda emit, x: emit.recurrent(mean_step, x, init=()), "init has no arrays")
     refused(lambda emit, x: emit.recurrent(mean_step, x, init=np.zeros((513, 512), "f4")), "init leaf state.*limit")
-    refused(lambda emit, x: emit.recurrent(mean_step, x, init=ZEROS, unroll=0), "unroll")
     refused(lambda emit, x: emit.recurrent(mean_step, x, init=x[:, 0]), "init leaf state", ShapeError)
-    refused(lambda emit, x: emit.causal_window(x, 0), "width")
     refused(
         lambda emit, x: emit.recurrent(lambda h, t: (h + t * emit.param("w")[0], t), x, init=ZEROS),
         "reads a value or a weight of the flow: give it as one of the parameters",
     )
-    refused(lambda emit, x: emit.recurrent(mean_step, x, np.ones(3), init=ZEROS), "expected a FlowValue")
-    refused(lambda emit, x: emit.causal_window(emit.param("w")[0], 2), r"x is \[B, S", ShapeError)
     big = np.zeros((513, 512), np.float32)
     refused(
         lambda emit, x: emit.recurrent(lambda h, x: (h, x + (x[0] * big).sum()), x, init=ZEROS), "captures .* bytes"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -61,10 +60,8 @@ def test_layers_are_one_region() -> None:
 @pytest.mark.parametrize(
     ("tables", "bound"),
     [
-        pytest.param({"compute": "bf16"}, 2e-2, marks=pytest.mark.slow),
         pytest.param({"mixed": "auto_mixed_bf16"}, 2e-2, marks=pytest.mark.slow),
         pytest.param({"mixed": "always_f16"}, 2e-3, marks=pytest.mark.slow),
-        pytest.param({"compute": "bf16", "matmul": "highest"}, 2e-2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -89,16 +86,6 @@ def test_small_numbers_add_up_in_bf16() -> None:
     assert abs(float(state.leaves["total.state"][0, 0]) - 2) < 1e-3 and abs(float(out[0, -1, 0]) - 2) < 1e-2
 
 
-def test_the_precision_of_products_is_the_programs() -> None:
-    """A step is traced before the profile is known, and its products follow it."""
-    flow = flow_of("rnn")
-    for asked, found in (("default", "DEFAULT"), ("highest", "HIGHEST")):
-        model = compiled(flow, weights_of("rnn"), profile=profile(precision={"matmul": asked}))
-        model(TOKENS)
-        dots = re.findall(r"dot_general.*?(?=\n)", model.text("stablehlo"))
-        assert dots and all(found in line for line in dots if found == "HIGHEST")
-
-
 def test_a_turn_of_the_loop_takes_several_tokens() -> None:
     """On a GPU by default, unless the flow or the profile says otherwise; the numbers are the same."""
     cuda = {"fusion": {"target": "cuda"}}
@@ -114,9 +101,6 @@ def test_a_turn_of_the_loop_takes_several_tokens() -> None:
     whole, *others = (np.asarray(compiled(flow, weights)(TOKENS)) for flow in flows)
     for other in others:
         close(other, whole)
-
-
-# -- state in place --------------------------------------------------------------------------------
 
 
 def matrix_step(state: Any, x: Any, decay: Any) -> tuple[Any, Any]:
@@ -173,53 +157,6 @@ def test_generation_updates_every_leaf_in_place() -> None:
         assert not proof.broken() and not proof.surplus()
 
 
-def test_scratch_of_a_step_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that needs much room beside its state says so; without that, the proof would warn."""
-
-    def step(h: Any, x: Any) -> tuple[Any, Any]:
-        table = jnp.sort(h[:, None] * jnp.arange(4096.0)[None] + x[:, None], axis=1)
-        return h + table[:, 7], table[:, 11]
-
-    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).recurrent(step, init=np.zeros(8, np.float32))
-    x, lengths = np.ones((4, 2, 8), np.float32), np.array([2, 1, 0, 2])
-
-    def proof() -> Any:
-        model = compiled(flow, {}, program="extend")
-        model(x, lengths=lengths, state=model.init_state(4))
-        (executable,) = model.programs.executables.values()
-        return executable.donation
-
-    assert not proof().surplus()
-    monkeypatch.setattr(TokenScan, "workspace", lambda *given: 0)
-    with pytest.warns(rlx.errors.RlxWarning, match="bytes of temporaries"):
-        assert proof().surplus()
-
-
-def test_last_token_programs_keep_every_output() -> None:
-    """Those of the last token, the side output's too."""
-
-    def tapped(emit: Any, x: Any) -> Any:
-        y, twice = emit.recurrent(lambda h, t: (h + t, (h, 2 * t)), x, init=np.zeros(H, np.float32))
-        emit.output("twice", twice)
-        return x + y
-
-    for program in ("prefill", "extend"):
-        model = compiled(head(tokens_flow().custom_named("t", tapped)), EMBEDDING, program=program)
-        graph = model.template(last_only=True).mir
-        found = dict(zip(graph.output_names, (str(graph.type(v)) for v in graph.outputs), strict=True))
-        assert found == {"logits": f"f32[batch,1,{V}]", "twice": f"f32[batch,1,{H}]"}
-
-
-@pytest.mark.slow
-def test_speculation_takes_back_what_a_step_did() -> None:
-    """The tokens of one at a time, drafts of which some are not accepted."""
-    lm: Any = rlx.CausalLM(flow_of(*ALL), WEIGHTS)
-    prompts = [[3, 1, 4, 1, 3, 1, 4, 1, 3, 1], [5, 6, 5, 6, 5], [7]]
-    drafted = lm.generate(prompts, max_new_tokens=16, speculative="prompt", draft_tokens=3)
-    assert drafted == lm.generate(prompts, max_new_tokens=16)
-    assert 0 < lm.report().speculative.accepted < lm.report().speculative.drafted
-
-
 @pytest.mark.slow
 def test_a_hundred_thousand_steps_of_a_hybrid() -> None:
     """Memory is flat, nothing compiles, and a reading of the same tokens in large pieces would choose them."""
@@ -240,15 +177,8 @@ def test_a_hundred_thousand_steps_of_a_hybrid() -> None:
     assert len(set(tokens[-100:])) > 1
 
 
-# -- devices ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kinds",
-    ["data", "data fsdp", "data tensor"],
-)
-def test_devices_that_share_the_rows(kinds: str) -> None:
+def test_devices_that_share_the_rows(kinds: str = "data tensor") -> None:
     """The tokens of one device; state leaves are divided along the batch."""
     prompts = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3]]
     flow, weights = flow_of("rnn", "fast"), weights_of("rnn", "fast")
@@ -283,30 +213,6 @@ def test_the_program_verify_over_devices(family: str) -> None:
 def windows(state: dict[str, np.ndarray]) -> list[tuple[str, str]]:
     """The names of convolutions' leaves, cut before the slot."""
     return [(name[: -len(end)], end) for name in state for end in ("conv", "conv/every") if name.endswith(f".{end}")]
-
-
-@pytest.mark.slow
-def test_steps_along_what_a_request_brings() -> None:
-    """Patches of an image, read once: their state is none of the sequence's."""
-
-    def reader(emit: Any, x: Any) -> Any:
-        image = emit.recurrent(lambda h, t: (0.5 * h + t, h), emit.flow_input("image"), init=np.ones(6, np.float32))
-        image = emit.causal_window(image, 2).mean(2)
-        k, v = (emit.linear(image, f"image.{name}") for name in "kv")
-        return x + emit.cross_attention(emit.linear(x, "image.q"), k, v, heads=2)
-
-    flow = tokens_flow().input("image", ("batch", "patches", 6)).custom_named("reader", reader)
-    flow = head(flow.recurrent(rnn_step, "rnn.h", init=START))
-    weights = {"e": WEIGHTS["e"], "rnn.h": WEIGHTS["rnn.h"], "image.q": w(H, H)}
-    lm = rlx.CausalLM(flow, weights | {f"image.{name}": w(H, 6, seed=ord(name)) for name in "kv"})
-    images = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
-    prompts = [[3, 1, 4], [1, 5]]
-    for prompt, new, image in zip(prompts, lm.generate(prompts, 4, inputs={"image": images}), images, strict=True):
-        logits = np.asarray(lm.logits([prompt + new], inputs={"image": image[None]}))[0]
-        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == new
-
-
-# -- what has no rule ------------------------------------------------------------------------------
 
 
 def test_packed_rows_have_no_rule() -> None:

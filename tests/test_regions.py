@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,10 +100,7 @@ def block(i: int) -> BlockStage:
     )  # fmt: skip
 
 
-# -- one node ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("count", [2, 7])
 def test_equal_layers_are_one_node(count: int) -> None:
     """Through every level, with a name for all of its parameters; and it is the same program scanned."""
     built = assert_alike(count, block, weights_of(count, "g", "w", "v"))
@@ -115,15 +111,6 @@ def test_equal_layers_are_one_node(count: int) -> None:
     model = compiled(x_flow().repeat_layers(count, block), weights_of(count, "g", "w", "v"))
     assert f"repeat(count={count}" in model.text("hir") and f"repeat(count={count}" in model.text("mir")
     assert f"repeat(count={count}" in model.text("lir", X)
-
-
-def test_depth_does_not_grow_the_program() -> None:
-    """The number of nodes is the same for 2 layers and for 20."""
-    sizes = set()
-    for count in (2, 20):
-        built = x_flow().repeat_layers(count, block).build(weights_of(count, "g", "w", "v"))
-        sizes.add(sum(1 for _ in built.hir.walk()))
-    assert len(sizes) == 1
 
 
 def llama_weights(layers: int) -> dict[str, np.ndarray]:
@@ -138,19 +125,6 @@ def llama_weights(layers: int) -> dict[str, np.ndarray]:
         for n in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
     return weights
-
-
-@pytest.mark.slow
-def test_a_llama_is_one_region() -> None:
-    """Fused and composed layers, under their own names, whose path is the index."""
-    spec, weights = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1), llama_weights(4)
-    for make in (blocks.llama_prefill_layer_fused, blocks.llama_prefill_layer_composed):
-        built = assert_alike(4, functools.partial(make, spec=spec), weights)
-        (repeat,) = regions(built.hir)
-        assert repeat.count == 4
-        paths = {str(n.origin) for n in repeat.body.nodes if n.origin.path}
-        assert any(p.startswith("layers.{i}") for p in paths)
-        assert not any("layer0" in p or "layer1" in p for p in paths)
 
 
 def test_scan_stacks_the_leaves_and_unroll_does_not() -> None:
@@ -178,7 +152,7 @@ def test_scanned_programs_differentiate() -> None:
         np.testing.assert_allclose(grads[1][key], value, rtol=1e-5, atol=1e-5, err_msg=key)
 
 
-@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("count", [2, 7])
 def test_the_last_layer_can_stand_alone(count: int) -> None:
     """Its parameters are its own; the layers before it are one node still, if there are several."""
     built = x_flow().repeat_layers(count, block).build(weights_of(count, "g", "w", "v"))
@@ -187,9 +161,6 @@ def test_the_last_layer_can_stand_alone(count: int) -> None:
     top = [str(n.op.programs[0]) for n in peeled.nodes if isinstance(n.op, Param)]
     assert top[-3:] == [f"{name}{count - 1}" for name in ("g", "w", "v")]
     assert {str(p) for leaf in peeled.params() for p in leaf.programs} == set(weights_of(count, "g", "w", "v"))
-
-
-# -- periods and tails -------------------------------------------------------------------------
 
 
 def alternating(period: int) -> Layer:
@@ -202,7 +173,7 @@ def alternating(period: int) -> Layer:
     return layer
 
 
-@pytest.mark.parametrize(("count", "period"), [(4, 2), (12, 6), (9, 3), (8, 4)])
+@pytest.mark.parametrize(("count", "period"), [(12, 6), (9, 3)])
 def test_the_smallest_period_is_the_body(count: int, period: int) -> None:
     """Gemma's 5:1 is a period of 6."""
     built = assert_alike(count, alternating(period), weights_of(count, "w"))
@@ -211,7 +182,7 @@ def test_the_smallest_period_is_the_body(count: int, period: int) -> None:
     assert len(repeat.body.params()) == period
 
 
-@pytest.mark.parametrize(("count", "period", "rolled"), [(5, 2, 2), (13, 6, 2), (11, 3, 3), (7, 3, 2)])
+@pytest.mark.parametrize(("count", "period", "rolled"), [(13, 6, 2), (7, 3, 2)])
 def test_the_tail_stays_plain(count: int, period: int, rolled: int) -> None:
     """Layers after the last whole period follow the region."""
     built = assert_alike(count, alternating(period), weights_of(count, "w"))
@@ -231,28 +202,11 @@ def test_none_and_one(count: int) -> None:
     np.testing.assert_allclose(got, X if count == 0 else X @ w(H, H, seed=0).T, atol=1e-6)
 
 
-@pytest.mark.parametrize("count", [-1, 2.5, "2", None])
-def test_a_count_is_a_whole_number(count: Any) -> None:
-    """Anything else is refused by name."""
-    with pytest.raises(GraphError, match="Repeat"):
-        x_flow().repeat_layers(count, linear).build(weights_of(3, "w"))
-
-
-# -- refusals ----------------------------------------------------------------------------------
-
-
-def test_a_refusal_names_layer_and_op() -> None:
-    """The first difference that keeps the layers apart."""
-
-    def layer(i: int) -> BlockStage:
-        return Sequence([Linear(f"w{i}"), Custom(lambda e, x: e.tanh(x) if i == 2 else e.silu(x))])
-
-    built = assert_alike(3, layer, weights_of(3, "w"))
-    assert [r.count for r in regions(built.hir)] == [2]
-    (refusal,) = built.refusals
-    assert "layer 2" in refusal and "tanh" in refusal and "silu" in refusal
-    model = compiled(x_flow().repeat_layers(3, layer), weights_of(3, "w"))
-    assert "layer 2" in str(model.report())
+def test_a_count_is_a_whole_number() -> None:
+    wrong: list[Any] = [-1, 2.5, "2", None]
+    for count in wrong:
+        with pytest.raises(GraphError, match="Repeat"):
+            x_flow().repeat_layers(count, linear).build(weights_of(3, "w"))
 
 
 def edited(edits: dict[int, str], period: int = 1) -> Layer:
@@ -278,18 +232,14 @@ def shape_of(built: BuiltModel) -> list[tuple[int, int] | str]:
 
 SPLITS: dict[str, tuple[int, Layer, list[tuple[int, int] | str], int]] = {
     "in the middle": (7, edited({3: "cos"}), [(3, 1), "cos", (3, 1)], 3),
-    "the first": (5, edited({0: "cos"}), ["cos", (4, 1)], 1),
     "the last": (5, edited({4: "cos"}), [(4, 1), "cos"], 4),
-    "next to the first": (5, edited({1: "cos"}), ["sin", "cos", (3, 1)], 1),
     "two alike": (12, edited({2: "cos", 6: "cos"}), [(2, 1), "cos", (3, 1), "cos", (5, 1)], 10),
     "at a distance": (9, edited({2: "cos", 5: "cos"}), [(2, 3), (3, 1)], 8),
-    "far apart": (24, edited({5: "cos", 15: "cos"}), [(5, 1), "cos", (9, 1), "cos", (8, 1)], 5),
     "half of the stack apart": (24, edited({3: "cos", 15: "cos"}), [(3, 1), "cos", (11, 1), "cos", (8, 1)], 3),
     "two in a row": (8, edited({3: "cos", 4: "cos"}), [(3, 1), (2, 1), (3, 1)], 3),
     "two that differ": (8, edited({3: "cos", 4: "tan"}), [(3, 1), "cos", "tan", (3, 1)], 3),
     "of a period": (13, edited({6: "cos"}, 3), [(2, 3), "cos", (2, 3)], 6),
-    "every one": (4, edited({0: "cos", 1: "tan", 2: "exp", 3: "sin"}), ["cos", "tan", "exp", "sin"], 1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -386,18 +336,13 @@ DIFFERENT: dict[str, Layer] = {
     "slice": lambda i: Custom(lambda e, x: x + x[:, :, i : i + 1]),
     "python value in a closure": lambda i: Custom(lambda e, x: e.jax(lambda t: t * (i + 1.5), x + 1)),
     "array in a closure": lambda i: Custom(lambda e, x: e.jax(scaled_by(jnp.full(H, i + 1.0, jnp.float32)), x + 1)),
-    "numpy array in a closure": lambda i: Custom(lambda e, x: e.jax(scaled_by(np.full(H, i + 1.0, np.float32)), x + 1)),
-    "array in a nested jit": lambda i: Custom(
-        lambda e, x: e.jax(jax.jit(scaled_by(jnp.full(H, i + 1.0, jnp.float32))), x + 1)
-    ),
+    "array in a nested jit": lambda i: Custom(lambda e,
+        x: e.jax(jax.jit(scaled_by(jnp.full(H, i + 1.0, jnp.float32))), x + 1)),
     "array in a scan": lambda i: Custom(lambda e, x: e.jax(scanned_by(jnp.full(H, i + 1.0, jnp.float32)), x + 1)),
     "array in a custom_jvp": lambda i: Custom(lambda e, x: e.jax(custom_by(jnp.full(H, i + 1.0, jnp.float32)), x + 1)),
-    "array in a remat": lambda i: Custom(
-        lambda e, x: e.jax(jax.checkpoint(scaled_by(jnp.full(H, i + 1.0, jnp.float32))), x + 1)
-    ),
     "close numbers": lambda i: Custom(lambda e, x: e.jax(lambda t: t * (1 + i * 1e-6), x + 1)),
     "shape": lambda i: Custom(lambda e, x: e.jax(lambda t: t + jnp.ones(i + 1, t.dtype).sum(), x + 1)),
-}
+}  # fmt: skip
 
 
 def scaled_by(c: Any) -> Callable[[Any], Any]:
@@ -417,13 +362,13 @@ def custom_by(c: Any) -> Callable[[Any], Any]:
     return fn
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_layers_that_differ_are_not_merged(name: str) -> None:
+def test_layers_that_differ_are_not_merged() -> None:
     """Whatever a layer captures counts, wherever it hides."""
     widths = {f"u{i}": w(5 + i, H) for i in range(3)} | {f"d{i}": w(H, 5 + i) for i in range(3)}
-    weights = {"epsilon": weights_of(3, "g"), "width": widths}.get(name, {})
-    built = assert_alike(3, DIFFERENT[name], weights)
-    assert regions(built.hir) == [] and len(built.refusals) == 1
+    for name, layer in DIFFERENT.items():
+        weights = {"epsilon": weights_of(3, "g"), "width": widths}.get(name, {})
+        built = x_flow().repeat_layers(3, layer).build(weights)
+        assert regions(built.hir) == [] and len(built.refusals) == 1, name
 
 
 @jax.custom_vjp
@@ -437,30 +382,25 @@ clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
 SAME: dict[str, Layer] = {
     "operators": lambda i: Custom(lambda e, x: e.tanh(x * 2) + x),
     "closure on the carry": lambda i: Custom(lambda e, x: e.jax(lambda t: jnp.tanh(t) + 1, x)),
-    "closure on an inner value": lambda i: Custom(lambda e, x: e.jax(lambda t: jnp.tanh(t) + 1, x * 2)),
     "closure on a weight": lambda i: Custom(lambda e, x: x + e.jax(lambda t: t * t, e.param(f"g{i}"))),
     "equal captured arrays": lambda i: Custom(lambda e, x: e.jax(scaled_by(jnp.arange(6, dtype=jnp.float32)), x)),
-    "equal arrays in nested jits": lambda i: Custom(
-        lambda e, x: e.jax(jax.jit(scaled_by(jnp.arange(6, dtype=jnp.float32))), x)
-    ),
+    "equal arrays in nested jits": lambda i: Custom(lambda e,
+        x: e.jax(jax.jit(scaled_by(jnp.arange(6, dtype=jnp.float32))), x)),
     "a jax function": lambda i: Custom(lambda e, x: e.jax(jnp.sin, x)),
-    "jax.nn.relu": lambda i: Custom(lambda e, x: e.jax(lambda t: jax.nn.relu(t), x * 2)),
     "jax.nn.gelu": lambda i: Custom(lambda e, x: e.jax(lambda t: jax.nn.gelu(t), x * 2)),
-    "jax.nn.softmax": lambda i: Custom(lambda e, x: e.jax(lambda t: jax.nn.softmax(t), x * 2)),
     "custom_vjp": lambda i: Custom(lambda e, x: e.jax(lambda t: clipped_gradient(t), x * 2)),
     "closure on the input": lambda i: Custom(lambda e, x: x + e.jax(lambda t: t * t, e.flow_input("x"))),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_equal_closures_are_merged(name: str) -> None:
+def test_equal_closures_are_merged() -> None:
     """Each layer makes its own function object; what counts is what it computes."""
-    built = assert_alike(3, SAME[name], weights_of(3, "g") if "weight" in name else {})
-    assert built.refusals == ()
-    assert [r.count for r in regions(built.hir)] == [3]
-
-
-# -- what crosses the region -------------------------------------------------------------------
+    for name, layer in SAME.items():
+        weights = weights_of(3, "g") if "weight" in name else {}
+        built = x_flow().repeat_layers(3, layer).build(weights)
+        assert built.refusals == () and [r.count for r in regions(built.hir)] == [3], name
+        if "weight" in name or "input" in name:
+            assert_alike(3, layer, weights)
 
 
 def test_every_hidden_state_as_an_output() -> None:
@@ -483,24 +423,6 @@ def test_every_hidden_state_as_an_output() -> None:
         want = want @ weights[f"w{i}"].T
         np.testing.assert_allclose(got[f"h{i}"], want, atol=1e-5)
     np.testing.assert_array_equal(got["output"], got["h4"])
-
-
-def test_some_layers_have_outputs() -> None:
-    """Outputs of a few layers, of two kinds, with a period and a tail."""
-
-    def layer(i: int) -> BlockStage:
-        def keep(emit: Any, x: Any) -> Any:
-            y = emit.tanh(x)
-            if i in (1, 4, 6):
-                emit.output(f"h{i}", x)
-            if i in (0, 4):
-                emit.output(f"t{i}", y)
-            return y if i % 2 else x
-
-        return Sequence([Linear(f"w{i}"), Custom(keep)])
-
-    built = assert_alike(7, layer, weights_of(7, "w"))
-    assert set(built.output_names) == {"output", "h1", "h4", "h6", "t0", "t4"}
 
 
 def test_values_from_outside_are_shared() -> None:
@@ -526,38 +448,6 @@ def test_values_from_outside_are_shared() -> None:
     assert [r.count for r in regions(flow.repeat_layers(4, layer).build(weights).hir)] == [4]
 
 
-def test_two_carries_and_reaching_back() -> None:
-    """Layers that read the result of the layer before the last, as dense connections do."""
-
-    def layer(i: int) -> BlockStage:
-        def mix(emit: Any, x: Any) -> Any:
-            older = emit.state.named.get("older", emit.flow_input("x"))
-            emit.set_named("older", x)
-            return emit.tanh(x @ emit.param(f"w{i}")) + older * 0.5
-
-        return Custom(mix)
-
-    assert_alike(6, layer, weights_of(6, "w"))
-
-
-def test_a_residual_around_the_layers() -> None:
-    """Saved before them, added after them; the register is not part of a layer."""
-    weights = weights_of(3, "w")
-    flow = x_flow().residual_save().repeat_layers(3, linear).residual_add()
-    want = X + X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T
-    for profile in (UNROLL, SCAN):
-        np.testing.assert_allclose(compiled(flow, weights, profile=profile)(X), want, atol=1e-5)
-
-
-def test_leaves_made_inside_are_read_after() -> None:
-    """A weight that the layers read is read again by the head."""
-    weights = weights_of(3, "w")
-    flow = x_flow().repeat_layers(3, linear).linear("w1").custom(lambda e, x: x + e.param("w2").sum())
-    want = X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T @ weights["w1"].T + weights["w2"].sum()
-    for profile in (UNROLL, SCAN):
-        np.testing.assert_allclose(compiled(flow, weights, profile=profile)(X), want, atol=1e-5)
-
-
 def test_a_tied_layer_and_shared_weights() -> None:
     """The same weights in every layer (ALBERT), and one weight twice in a layer."""
     weights = {"w": w(H, H)} | weights_of(4, "v")
@@ -568,20 +458,7 @@ def test_a_tied_layer_and_shared_weights() -> None:
         assert [a.shape for a in model.params.values()] == [(H, H)]
 
 
-def test_two_repeats_in_a_row() -> None:
-    """Each is a region of its own."""
-    weights = weights_of(6, "w", "g")
-    flow = x_flow().repeat_layers(3, linear).custom(lambda e, x: e.tanh(x)).repeat_layers(4, lambda i: RmsNorm(f"g{i}"))
-    model = compiled(flow, read_by(flow, weights), profile=SCAN)
-    want = np.tanh(X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T)
-    for i in range(4):
-        want = want / np.sqrt((want * want).mean(-1, keepdims=True) + 1e-5) * weights[f"g{i}"]
-    np.testing.assert_allclose(model(X), want, atol=2e-5)
-    assert [r.count for r in regions(flow.build(weights).hir)] == [3, 4]
-
-
-@pytest.mark.parametrize("roll", [UNROLL, SCAN], ids=["unroll", "scan"])
-def test_nested_repeats(roll: Any) -> None:
+def test_nested_repeats() -> None:
     """Layers inside layers: the outer one is the region."""
     weights = {f"w{i}{j}": w(H, H, seed=3 * i + j) for i in range(3) for j in range(2)}
 
@@ -592,28 +469,10 @@ def test_nested_repeats(roll: Any) -> None:
     want = X
     for i in range(3):
         want = np.tanh(want @ weights[f"w{i}0"].T @ weights[f"w{i}1"].T)
-    np.testing.assert_allclose(compiled(flow, weights, profile=roll)(X), want, atol=1e-5)
+    for roll in (UNROLL, SCAN):
+        np.testing.assert_allclose(compiled(flow, weights, profile=roll)(X), want, atol=1e-5)
     assert regions(flow.build(weights).hir)[0].count == 3
 
-
-def test_nested_repeats_whose_outer_layers_differ() -> None:
-    """The numbers are right though the outer ones are not merged."""
-    weights = {f"w{i}{j}": w(H, H, seed=3 * i + j) for i in range(2) for j in range(3)}
-
-    def outer(i: int) -> BlockStage:
-        return Sequence([blocks.Repeat(3, lambda j: Linear(f"w{i}{j}")), Custom(lambda e, x: x * (i + 2))])
-
-    want = X
-    for i in range(2):
-        for j in range(3):
-            want = want @ weights[f"w{i}{j}"].T
-        want = want * (i + 2)
-    for profile in (UNROLL, SCAN):
-        got = compiled(x_flow().repeat_layers(2, outer), weights, profile=profile)(X)
-        np.testing.assert_allclose(got, want, atol=1e-5)
-
-
-# -- random layers -----------------------------------------------------------------------------
 
 OPS = ["w", "v", "g", "tanh", "scale", "skip", "first", "closure", "out", "save"]
 bodies = st.lists(st.lists(st.sampled_from(OPS), min_size=1, max_size=4), min_size=1, max_size=3)
@@ -645,8 +504,7 @@ def random_layer(body: list[list[str]]) -> Layer:
     return layer
 
 
-@pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=8, deadline=None)
 @given(body=bodies, count=st.integers(0, 7), scan=st.booleans())
 def test_random_layers_rolled_are_random_layers(body: list[list[str]], count: int, scan: bool) -> None:
     """Any structure, any period, any tail: the outputs are those of the plain program."""

@@ -87,29 +87,6 @@ def windowed(window: int, everywhere: bool = False) -> tuple[rlx.ModelFlow, dict
     return flow, {k: (v + (v.ndim == 1)).astype("f4") for k, v in normal.items()}
 
 
-@pytest.mark.parametrize(("window", "roll"), [(3, "unroll"), pytest.param(5, "scan", marks=pytest.mark.slow)])
-def test_generation_is_the_forward_program(window: int, roll: str) -> None:
-    """Ragged prompts longer and shorter than the window, then single tokens and chunks over its edge."""
-    flow, weights = windowed(window)
-    profile = rlx.CompileProfile().replace(layers={"roll": roll})
-    lm: Any = rlx.CausalLM(flow, weights, profile=profile)
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, VOCAB, (2, CONTEXT)).astype(np.int32)
-    whole = np.asarray(lm.logits(tokens))
-    at = np.array([9, 2])
-    logits, state = lm.prefill(tokens[:, :9], lengths=at, max_len=CONTEXT)
-    for b in range(2):
-        np.testing.assert_allclose(logits[b, : at[b]], whole[b, : at[b]], atol=2e-5)
-    for new in ([1, 1], [1, 0], [1, 1], [4, 4], [3, 4], [1, 1], [0, 4]):
-        width = 4 if max(new) > 1 else 1
-        block = np.stack([np.resize(tokens[b, at[b] : at[b] + new[b]], width) if new[b] else tokens[b, :width]
-                          for b in range(2)])  # fmt: skip
-        logits, state = lm.extend(state, block, lengths=new)
-        for b in range(2):
-            np.testing.assert_allclose(logits[b, : new[b]], whole[b, at[b] : at[b] + new[b]], atol=2e-5)
-        at = at + np.array(new)
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"speculative": "prompt", "draft_tokens": 2}, marks=pytest.mark.slow)],

@@ -12,11 +12,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph, blocks
-from rlx_jax.errors import (
-    GraphError,
-    ShapeError,
-    UnboundInputError,
-)
+from rlx_jax.errors import GraphError, ShapeError, UnboundInputError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Constant, Input, Mir, Node, Origin, Param, TypeCache, Value
 from rlx_jax.ir.graph import Graph as IrGraph
@@ -69,15 +65,10 @@ FAULTS: dict[str, tuple[Callable[[IrGraph], IrGraph], type[Exception], str]] = {
     "negative": (lambda g: node(g, 2, inputs=(Value(-1),)), GraphError, "does not exist"),
     "arity": (lambda g: node(g, 3, inputs=(Value(2),)), GraphError, r"%3 add \(sum\).*operands"),
     "attribute": (lambda g: node(g, 2, op=Unary("tahn")), GraphError, "unknown function 'tahn'; did you mean"),
-    "dtype": (
-        lambda g: node(more(g, CastTo(as_dtype("bf16")), Value(0)), 3, op=CastTo(as_dtype("bf16")), inputs=(Value(2),)),
-        ShapeError, r"declared f32\[2,8\], inferred bf16\[2,8\]",
-    ),
-    "dtypes": (
-        lambda g: node(more(g, Constant(bytes(2), type=tensor_type((), "bf16", "t"))), 3, inputs=(Value(2), Value(2)),
-                       op=Where()),
-        GraphError, "where",
-    ),
+    "dtype": (lambda g: node(more(g, CastTo(as_dtype("bf16")), Value(0)), 3, op=CastTo(as_dtype("bf16")),
+        inputs=(Value(2),)), ShapeError, r"declared f32\[2,8\], inferred bf16\[2,8\]"),
+    "dtypes": (lambda g: node(more(g, Constant(bytes(2), type=tensor_type((), "bf16", "t"))), 3,
+        inputs=(Value(2), Value(2)), op=Where()), GraphError, "where"),
     "shape": (lambda g: node(g, 3, types=(VECTOR,)), ShapeError, r"declared f32\[8\], inferred f32\[2,8\]"),
     "level": (lambda g: more(g, hir.RmsNorm(1e-5), Value(2), Value(1)), GraphError, "not legal at the mir level"),
     "no path": (lambda g: node(g, 2, origin=Origin()), GraphError, "no block path"),
@@ -88,9 +79,7 @@ FAULTS: dict[str, tuple[Callable[[IrGraph], IrGraph], type[Exception], str]] = {
     "undeclared": (lambda g: dataclasses.replace(g, inputs=()), UnboundInputError, "'x' is read and not declared"),
     "declared twice": (lambda g: dataclasses.replace(g, inputs=g.inputs * 2), GraphError, "declared twice"),
     "other input": (lambda g: more(g, Input("x", type=tensor_type((3,), "f32", "t"))), ShapeError, "declared as f32"),
-    "two weights": (
-        lambda g: more(g, Param((Key("w", F),), type=F)), GraphError, r"'w' is f32\[8\] and f32\[2,8\]"
-    ),
+    "two weights": (lambda g: more(g, Param((Key("w", F),), type=F)), GraphError, r"'w' is f32\[8\] and f32\[2,8\]"),
     "programs": (lambda g: node(g, 1, op=Param((Key("w", VECTOR), Key("v", VECTOR)), type=VECTOR)), GraphError, "2 p"),
     "too large": (lambda g: node(g, 2, op=RepeatHeads(1, 2**31)), ShapeError, r"%2 repeat_heads.*over the limit"),
 }  # fmt: skip
@@ -138,8 +127,7 @@ def test_problems_inside_a_region_say_where() -> None:
         verify(broken, "hir", "test", TypeCache())
 
 
-@pytest.mark.parametrize("length", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_a_long_chain(length: int) -> None:
+def test_a_long_chain(length: int = 10_000) -> None:
     """No recursion proportional to depth: it is verified, lowered, rewritten and printed."""
     types = TypeCache()
     b = Builder("chain", types)

@@ -39,9 +39,6 @@ def weight(s: Sketch, x: Known, columns: int, contract: int) -> Known:
     return parameter(s, *((x.shape[-1], columns) if contract == 0 else (columns, x.shape[-1])))
 
 
-# -- token-wise blocks -------------------------------------------------------------------------
-
-
 def linear(s: Sketch) -> object:
     """act(x · w [+ b])"""
     x, contract, columns = sequence(s), s.draw(2), s.choice((4, 2, 8))
@@ -128,9 +125,6 @@ def embed(s: Sketch) -> object:
 def residual(s: Sketch) -> object:
     """x + y"""
     return s.one(Binary("add"), sequence(s), sequence(s))
-
-
-# -- blocks that know the sequence -------------------------------------------------------------
 
 
 def tables(s: Sketch, x: Known, n_rot: int) -> tuple[Known, ...]:

@@ -37,9 +37,6 @@ class Mismatch(AssertionError):
     """A rewrite changed what a graph computes."""
 
 
-# -- one graph ---------------------------------------------------------------------------------
-
-
 def structure(graph: Graph) -> tuple[Any, ...]:
     """What is equal for graphs that no rewrite has changed."""
 
@@ -165,9 +162,6 @@ def check_lowering(case: Case, fired: Counter[str]) -> list[Program]:
     return programs
 
 
-# -- compiled ----------------------------------------------------------------------------------
-
-
 def function(graph: Graph, scan: bool) -> Callable[..., tuple[Any, StateArrays]]:
     """The interpreter over `graph`, as a function of parameters, state and inputs."""
 
@@ -231,9 +225,6 @@ def check_compiled(programs: Sequence[Program], optimise: bool = False) -> None:
         checker = Checker(case)
         checker.expect(name, "dtypes", [np.asarray(o).dtype for o in outputs], types)
         checker.compare(name, outputs, unstack(state, case), rounded=True)
-
-
-# -- regions -----------------------------------------------------------------------------------
 
 
 def regions_of(graph: Graph) -> Iterator[Repeat]:

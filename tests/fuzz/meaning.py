@@ -14,66 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.ir import hir
+from rlx_jax.ir import ops as o
 from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable, SinusoidTable
-from rlx_jax.ir.ops.control import CustomVjp, PairBias, Scan, Switch, While
-from rlx_jax.ir.ops.conv import Conv, ConvTranspose
-from rlx_jax.ir.ops.custom import JaxFn
-from rlx_jax.ir.ops.cut import CutAxis
-from rlx_jax.ir.ops.experts import ExpertFfn
-from rlx_jax.ir.ops.fused import (
-    ElementwiseRegion,
-    FusedMatMulBiasAct,
-    FusedResidualLayerNorm,
-    FusedResidualRmsNorm,
-    FusedSwiGLU,
-)
-from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
-from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
-from rlx_jax.ir.ops.linalg import BatchMatMul, Einsum, MatMul
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, Standardize
-from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Parametric, Unary, Where
-from rlx_jax.ir.ops.pool import Pool
-from rlx_jax.ir.ops.quantize import FakeQuantize
-from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
-from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
-from rlx_jax.ir.ops.relative import RelativeBuckets
-from rlx_jax.ir.ops.resize import GridSample, Resize
-from rlx_jax.ir.ops.sample import Sample
-from rlx_jax.ir.ops.shape import (
-    AxisOf,
-    Concat,
-    Expand,
-    Narrow,
-    Pad,
-    RepeatHeads,
-    Reshape,
-    Shard,
-    SizeOf,
-    Slice,
-    SplitLast,
-    Tile,
-    Transpose,
-)
-from rlx_jax.ir.ops.systems import Det, Fft, Solve
-from rlx_jax.ir.ops.token_scan import TokenScan
-from rlx_jax.ir.ops.vision import GridPositions, Patches
-from rlx_jax.ir.ops.windows import TailRows, TokenWindows
-from rlx_jax.ir.param import (
-    Cast,
-    Cut,
-    Dequantized,
-    Key,
-    Permuted,
-    Program,
-    Reshaped,
-    Sliced,
-    Stack,
-    Transposed,
-    Zeros,
-)
+from rlx_jax.ir.ops.shape import AxisOf, SizeOf
+from rlx_jax.ir.param import Cast, Cut, Dequantized, Key, Permuted, Program, Reshaped, Sliced, Stack, Transposed, Zeros
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
 from tests.oracles import image_formulas as image
@@ -103,9 +48,6 @@ def wide(array: Array) -> Array:
     return array.astype(np.float64) if is_float(array.dtype) else array
 
 
-# -- MIR ---------------------------------------------------------------------------------------
-
-
 def product(x: Array, w: Array, contract: int) -> Array:
     """x · w over axis `contract` of w."""
     return np.tensordot(x, w, axes=(x.ndim - 1, contract))
@@ -116,24 +58,27 @@ def activation(kind: str) -> Callable[[Array], Array]:
     return formula.UNARY_REFERENCE[kind] if kind else lambda x: x
 
 
-def reshape(op: Reshape, x: Array) -> Array:
+def reshape(op: o.Reshape, x: Array) -> Array:
     """`AxisOf` entries are sizes of x."""
     return x.reshape([x.shape[t.axis] if isinstance(t, AxisOf) else t for t in op.target])
 
 
-def cast(op: CastTo, x: Array) -> Array:
+def cast(op: o.CastTo, x: Array) -> Array:
     """By value: truncated towards zero to an integer, not zero is True."""
     if op.dtype == np.bool_:
         return x != 0
-    return x.astype(np.float64) if is_float(op.dtype) else np.trunc(x).astype(op.dtype)
+    if is_float(op.dtype):
+        return x.astype(np.float64)
+    least, most = (np.iinfo(op.dtype).min, np.iinfo(op.dtype).max) if op.saturate else (-np.inf, np.inf)
+    return np.clip(np.trunc(x), least, most).astype(op.dtype)
 
 
-def sliced(op: Slice, x: Array) -> Array:
+def sliced(op: o.Slice, x: Array) -> Array:
     """`x[key]`"""
     return x[tuple(slice(*k) if isinstance(k, tuple) else k for k in op.key)]
 
 
-def narrow(op: Narrow, x: Array) -> Array:
+def narrow(op: o.Narrow, x: Array) -> Array:
     """`length` entries from `start`."""
     start = op.start % x.shape[op.axis]
     return np.take(x, range(start, start + op.length), axis=op.axis)
@@ -145,12 +90,12 @@ def end_token(op: Any, x: Any, ids: Any) -> Any:
     return np.stack([x[b, int(np.argmax(end))] for b, end in enumerate(ends)])
 
 
-def take_row(op: TakeRow, x: Array, index: Array) -> Array:
+def take_row(op: o.TakeRow, x: Array, index: Array) -> Array:
     """One row of each batch entry."""
     return np.stack([x[b % len(x), index[b]] for b in range(len(index))])[:, None]
 
 
-def cut(op: CutAxis, *arrays: Array) -> Array:
+def cut(op: o.CutAxis, *arrays: Array) -> Array:
     """From one bound of an axis to the other."""
     size = arrays[0].shape[op.axis]
     ends = []
@@ -165,13 +110,13 @@ def sizes(target: int | SizeOf, arrays: Sequence[Array]) -> int:
     return int(arrays[target.operand].shape[target.axis]) if isinstance(target, SizeOf) else target
 
 
-def repeat_heads(op: RepeatHeads, x: Array) -> Array:
+def repeat_heads(op: o.RepeatHeads, x: Array) -> Array:
     """Each head `times` times in a row."""
     heads = np.split(x, op.heads, axis=-1)
     return np.concatenate([head for head in heads for _ in range(op.times)], axis=-1)
 
 
-def attend(op: AttentionOp | hir.Attention, q: Array, k: Array, v: Array, *rest: Array) -> Array:
+def attend(op: o.AttentionOp | hir.Attention, q: Array, k: Array, v: Array, *rest: Array) -> Array:
     """One score at a time."""
     names = (*op.extra, *["sinks"] * (isinstance(op, hir.Attention) and op.sinks))
     return attention(
@@ -180,13 +125,13 @@ def attend(op: AttentionOp | hir.Attention, q: Array, k: Array, v: Array, *rest:
     )  # fmt: skip
 
 
-def running(op: Cumulative, x: Array) -> Array:
+def running(op: o.Cumulative, x: Array) -> Array:
     """The running product, maximum or minimum."""
     fn, nothing = {"prod": (np.prod, 1), "max": (np.max, -np.inf), "min": (np.min, np.inf)}[op.kind]
     return np.asarray(formula.running(fn, x, op.axis, op.exclusive, op.reverse, nothing))
 
 
-def search(op: ArgReduce, x: Array) -> Array:
+def search(op: o.ArgReduce, x: Array) -> Array:
     """The first or the last of the largest or smallest."""
     find = np.argmax if op.kind == "argmax" else np.argmin
     at = find(np.flip(x, op.axis) if op.last else x, axis=op.axis, keepdims=op.keepdims)
@@ -198,7 +143,7 @@ def body(graph: Graph, operands: Sequence[Array]) -> tuple[Array, ...]:
     return Run(Feeds()).graph(graph, None, [wide(np.asarray(o)) for o in operands])
 
 
-def pair_bias(op: PairBias, rows: Array, slots: Array, *given: Array) -> Array:
+def pair_bias(op: o.PairBias, rows: Array, slots: Array, *given: Array) -> Array:
     """Row by row of the batch, of the positions of its queries and keys."""
     made = []
     for b in range(max(len(rows), len(slots))):
@@ -207,7 +152,7 @@ def pair_bias(op: PairBias, rows: Array, slots: Array, *given: Array) -> Array:
     return np.stack(made)
 
 
-def repeated(op: While, *operands: Array) -> tuple[Array, ...]:
+def repeated(op: o.While, *operands: Array) -> tuple[Array, ...]:
     """As often as the condition says."""
     carried, rest = operands[: op.carries], operands[op.carries :]
     while body(op.cond, (*carried, *rest))[0]:
@@ -215,7 +160,7 @@ def repeated(op: While, *operands: Array) -> tuple[Array, ...]:
     return carried
 
 
-def scanned(op: Scan, *operands: Array) -> tuple[Array, ...]:
+def scanned(op: o.Scan, *operands: Array) -> tuple[Array, ...]:
     """Entry after entry, from the end where it is reversed."""
     carried, cut = operands[: op.carries], operands[op.carries : op.carries + op.slices]
     rest, stacks = operands[op.carries + op.slices :], []
@@ -228,52 +173,52 @@ def scanned(op: Scan, *operands: Array) -> tuple[Array, ...]:
     return (*carried, *stacked)
 
 
-def standardized(op: Standardize, x: Array) -> Array:
+def standardized(op: o.Standardize, x: Array) -> Array:
     """A norm without weights."""
     centred = x - x.mean(op.axes, keepdims=True) if op.centre else x
     return np.asarray(centred / np.sqrt((centred**2).mean(op.axes, keepdims=True) + op.eps))
 
 
-def likeliest(op: Sample, logits: Array, seed: Array) -> Array:
+def likeliest(op: o.Sample, logits: Array, seed: Array) -> Array:
     """What is drawn where nothing is left to chance."""
     assert op.temperature == 0 or op.top_k == 1, "a draw has no formula"
     return logits.argmax(-1)
 
 
-def ordered(op: Sort, x: Array) -> Array:
+def ordered(op: o.Sort, x: Array) -> Array:
     """Sorted, or where each stood."""
     at = np.argsort(-1.0 * x if op.descending else x, axis=op.axis, kind="stable")
     return at if op.indices else np.take_along_axis(x, at, op.axis)
 
 
-def largest(op: TopK, x: Array) -> tuple[Array, Array]:
+def largest(op: o.TopK, x: Array) -> tuple[Array, Array]:
     """The first k of the order."""
-    at = ordered(Sort(op.axis, op.largest, True), x).take(range(op.k), op.axis)
+    at = ordered(o.Sort(op.axis, op.largest, True), x).take(range(op.k), op.axis)
     return np.take_along_axis(x, at, op.axis), at
 
 
-def swiglu(op: FusedSwiGLU, x: Array) -> Array:
+def swiglu(op: o.FusedSwiGLU, x: Array) -> Array:
     """act(gate) · up, gate the first half or the second."""
     gate, up = np.split(x, 2, axis=-1)[:: 1 if op.gate_first else -1]
     return activation(op.activation)(gate) * up
 
 
-def normed(op: LayerNormOp | hir.LayerNorm, x: Array, *weights: Array) -> Array:
+def normed(op: o.LayerNormOp | hir.LayerNorm, x: Array, *weights: Array) -> Array:
     """With γ and β, or one of them, or none."""
     rest = iter(weights)
     gamma, beta = (next(rest) if there else absent for there, absent in ((op.scaled, 1.0), (op.shifted, 0.0)))
     return layer_norm(x, gamma, beta, eps=op.eps)
 
 
-def residual(op: FusedResidualLayerNorm | FusedResidualRmsNorm, x: Array, r: Array, *rest: Array) -> Array:
+def residual(op: o.FusedResidualLayerNorm | o.FusedResidualRmsNorm, x: Array, r: Array, *rest: Array) -> Array:
     """The norm of x + r [+ bias]."""
     bias, weights = (rest[0], rest[1:]) if op.has_bias else (0.0, rest)
-    if isinstance(op, FusedResidualLayerNorm):
+    if isinstance(op, o.FusedResidualLayerNorm):
         return layer_norm(x + r + bias, *weights, eps=op.eps)
     return rms_norm(x + r + bias, *weights, eps=op.eps, offset=op.offset)
 
 
-def region(op: ElementwiseRegion, *operands: Array) -> Array:
+def region(op: o.ElementwiseRegion, *operands: Array) -> Array:
     """Step after step."""
     values = list(operands)
     for step in op.steps:
@@ -281,17 +226,17 @@ def region(op: ElementwiseRegion, *operands: Array) -> Array:
     return values[-1]
 
 
-def sinusoids(op: SinusoidTable | hir.Sinusoids, t: Array) -> Array:
+def sinusoids(op: o.SinusoidTable | hir.Sinusoids, t: Array) -> Array:
     """Waves of a few times."""
     return formula.sinusoids(t, op.channels, op.scale, op.max_period)
 
 
-def rope_table(op: RopeTable | hir.RopeAngles, positions: Array) -> tuple[Array, Array]:
+def rope_table(op: o.RopeTable | hir.RopeAngles, positions: Array) -> tuple[Array, Array]:
     """cos and sin of position · frequency."""
     return formula.rope_table(positions, op.inv_freq, op.factor, op.axes)
 
 
-def rotate(op: RopeOp | hir.Rope, x: Array, cos: Array, sin: Array) -> Array:
+def rotate(op: o.RopeOp | hir.Rope, x: Array, cos: Array, sin: Array) -> Array:
     """Pairs of columns of each head."""
     return formula.rope(x, cos, sin, op.head_dim, op.n_rot, op.style)
 
@@ -322,7 +267,7 @@ STEPS: dict[str, Meaning] = {"decay": decay}
 """Steps that `TokenScan` and `Recurrent` hold, by their labels, as functions of rows."""
 
 
-def token_scan(op: TokenScan, *operands: Array) -> tuple[Array, ...]:
+def token_scan(op: o.TokenScan, *operands: Array) -> tuple[Array, ...]:
     """Token after token of each row; a row that has ended keeps its state."""
     count = len(op.step.given)
     state, xs = list(operands[: op.states]), operands[op.states : op.states + op.tokens]
@@ -343,7 +288,7 @@ def token_scan(op: TokenScan, *operands: Array) -> tuple[Array, ...]:
     return (*columns[0], *state, *(columns[1] if op.every else ()))
 
 
-def delta(op: GatedDeltaOp, *operands: Array) -> tuple[Array, ...]:
+def delta(op: o.GatedDeltaOp, *operands: Array) -> tuple[Array, ...]:
     """The transcript; the states after each token are those after so many tokens."""
     tokens, state = operands[2].shape[1], operands[5] if op.held else None
 
@@ -354,7 +299,7 @@ def delta(op: GatedDeltaOp, *operands: Array) -> tuple[Array, ...]:
     return _with_every(op.every, tokens, run)
 
 
-def selective_scan(op: SelectiveScanOp, *operands: Array) -> tuple[Array, ...]:
+def selective_scan(op: o.SelectiveScanOp, *operands: Array) -> tuple[Array, ...]:
     """The transcript where A is a number for each head; else each pair of a row and a column of the state alone."""
     x, dt, a, b, c, *start = operands
 
@@ -378,100 +323,99 @@ def _with_every(every: bool, tokens: int, run: Callable[[int], tuple[Array, Arra
 
 
 MIR: dict[type[Op], Meaning] = {
-    Unary: lambda op, x: formula.UNARY_REFERENCE[op.kind](x),
-    Binary: lambda op, a, b: formula.BINARY_REFERENCE[op.kind](a, b),
-    Compare: lambda op, a, b: formula.COMPARE_REFERENCE[op.kind](a, b),
-    Where: lambda op, c, a, b: np.where(c != 0, a, b),
-    CastTo: cast,
-    FullLike: lambda op, x: np.full(x.shape, op.value),
-    JaxFn: lambda op, *arrays: TWINS[op.fn](*arrays),
-    MatMul: lambda op, x, w: product(x, w, op.contract),
-    BatchMatMul: lambda op, a, b: np.matmul(a, b),
-    FusedMatMulBiasAct: lambda op, x, w, b: activation(op.activation)(product(x, w, op.contract) + b),
-    FusedSwiGLU: swiglu,
-    FusedResidualLayerNorm: residual,
-    FusedResidualRmsNorm: residual,
-    ElementwiseRegion: region,
-    FusedAttentionBlock: lambda op, *arrays: formula.attention_block(op, **op.names(arrays)),
-    FusedTransformerLayer: lambda op, *arrays: formula.transformer_layer(op, **op.names(arrays)),
-    RmsNormOp: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
-    LayerNormOp: normed,
-    Reshape: reshape,
-    Transpose: lambda op, x: np.transpose(x, op.perm),
-    Narrow: narrow,
-    SplitLast: lambda op, x: split(op, x),
-    Shard: lambda op, x: x,
-    Slice: sliced,
-    CutAxis: cut,
-    Concat: lambda op, *arrays: np.concatenate(arrays, axis=op.axis),
-    Gather: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
-    TakeRow: take_row,
-    Expand: lambda op, *arrays: np.broadcast_to(arrays[0], [sizes(t, arrays) for t in op.target]),
-    Iota: lambda op, x: np.arange(x.shape[op.axis]),
-    RelativeBuckets: lambda op, x: formula.relative_buckets(x.shape[op.axis], op.buckets, op.max_distance),
-    Reduce: lambda op, x: formula.REDUCE_REFERENCE[op.kind](x, axis=op.axes, keepdims=op.keepdims),
-    Softmax: lambda op, x: formula.softmax(x, op.axis),
-    Cumsum: lambda op, x: formula.cumsum(x, op.axis, op.exclusive, op.reverse),
-    Parametric: lambda op, x: formula.PARAMETRIC_REFERENCE[op.kind](x, *op.parameters),
-    Einsum: lambda op, *arrays: np.einsum(op.subscripts, *arrays),
-    LogSoftmax: lambda op, x: np.log(formula.softmax(x, op.axis)),
-    Cumulative: running,
-    ArgReduce: search,
-    Sort: ordered,
-    TopK: largest,
-    Pad: lambda op, x: formula.pad(x, op.widths, op.mode, op.value),
-    Tile: lambda op, x: np.tile(x, op.reps),
-    Take: lambda op, x, i: formula.take(x, i, op.axis, op.mode),
-    TakeAlongAxis: lambda op, x, i: np.take_along_axis(x, i, op.axis),
-    GatherNd: lambda op, x, i: formula.gather_nd(x, i, op.batch_dims),
-    Scatter: lambda op, x, i, u: formula.scatter(x, i, u, op.axis, op.kind),
-    Conv: lambda op, x, w: image.conv(x, w, op.strides, op.padding, op.dilation, op.groups),
-    ConvTranspose: lambda op, x, w: image.conv_transpose(
+    o.Unary: lambda op, x: formula.UNARY_REFERENCE[op.kind](x),
+    o.Binary: lambda op, a, b: formula.BINARY_REFERENCE[op.kind](a, b),
+    o.Compare: lambda op, a, b: formula.COMPARE_REFERENCE[op.kind](a, b),
+    o.Where: lambda op, c, a, b: np.where(c != 0, a, b),
+    o.CastTo: cast,
+    o.FullLike: lambda op, x: np.full(x.shape, op.value),
+    o.JaxFn: lambda op, *arrays: TWINS[op.fn](*arrays),
+    o.MatMul: lambda op, x, w: product(x, w, op.contract),
+    o.BatchMatMul: lambda op, a, b: np.matmul(a, b),
+    o.FusedMatMulBiasAct: lambda op, x, w, b: activation(op.activation)(product(x, w, op.contract) + b),
+    o.FusedSwiGLU: swiglu,
+    o.FusedResidualLayerNorm: residual,
+    o.FusedResidualRmsNorm: residual,
+    o.ElementwiseRegion: region,
+    o.FusedAttentionBlock: lambda op, *arrays: formula.attention_block(op, **op.names(arrays)),
+    o.FusedTransformerLayer: lambda op, *arrays: formula.transformer_layer(op, **op.names(arrays)),
+    o.RmsNormOp: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
+    o.LayerNormOp: normed,
+    o.Reshape: reshape,
+    o.Transpose: lambda op, x: np.transpose(x, op.perm),
+    o.Narrow: narrow,
+    o.SplitLast: lambda op, x: split(op, x),
+    o.Shard: lambda op, x: x,
+    o.Slice: sliced,
+    o.CutAxis: cut,
+    o.Concat: lambda op, *arrays: np.concatenate(arrays, axis=op.axis),
+    o.Gather: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
+    o.TakeRow: take_row,
+    o.Expand: lambda op, *arrays: np.broadcast_to(arrays[0], [sizes(t, arrays) for t in op.target]),
+    o.Iota: lambda op, x: np.arange(x.shape[op.axis]),
+    o.RelativeBuckets: lambda op, x: formula.relative_buckets(x.shape[op.axis], op.buckets, op.max_distance),
+    o.Reduce: lambda op, x: formula.REDUCE_REFERENCE[op.kind](
+        x, axis=op.axes, keepdims=op.keepdims, **({"ddof": op.ddof} if op.ddof else {})
+    ),
+    o.Softmax: lambda op, x: formula.softmax(x, op.axis),
+    o.Cumsum: lambda op, x: formula.cumsum(x, op.axis, op.exclusive, op.reverse),
+    o.Parametric: lambda op, x: formula.PARAMETRIC_REFERENCE[op.kind](x, *op.parameters),
+    o.Einsum: lambda op, *arrays: np.einsum(op.subscripts, *arrays),
+    o.LogSoftmax: lambda op, x: np.log(formula.softmax(x, op.axis)),
+    o.Cumulative: running,
+    o.ArgReduce: search,
+    o.Sort: ordered,
+    o.TopK: largest,
+    o.Pad: lambda op, x: formula.pad(x, op.widths, op.mode, op.value),
+    o.Tile: lambda op, x: np.tile(x, op.reps),
+    o.Take: lambda op, x, i: formula.take(x, i, op.axis, op.mode),
+    o.TakeAlongAxis: lambda op, x, i: np.take_along_axis(x, i, op.axis),
+    o.GatherNd: lambda op, x, i: formula.gather_nd(x, i, op.batch_dims),
+    o.Scatter: lambda op, x, i, u: formula.scatter(x, i, u, op.axis, op.kind),
+    o.Conv: lambda op, x, w: image.conv(x, w, op.strides, op.padding, op.dilation, op.groups),
+    o.ConvTranspose: lambda op, x, w: image.conv_transpose(
         x, w, op.strides, op.padding, op.output_padding, op.dilation, op.groups
     ),
-    Pool: lambda op, x: image.pool(
+    o.Pool: lambda op, x: image.pool(
         x, op.kind, op.window, op.strides, op.padding, op.dilation, op.ceil, op.count_include_pad, op.p
     ),
-    Resize: lambda op, x: image.resize(x, op),
-    GridSample: lambda op, x, g: image.grid_sample(x, g, op.method, op.padding, op.align_corners),
-    Standardize: standardized,
-    Switch: lambda op, index, *given: body(op.branches[min(max(int(index), 0), len(op.branches) - 1)], given),
-    While: repeated,
-    Scan: scanned,
-    CustomVjp: lambda op, *operands: body(op.forward, operands),
-    PairBias: pair_bias,
-    TokenScan: token_scan,
-    TokenWindows: lambda op, x: np.stack([x[:, t : t + op.width] for t in range(x.shape[1] - op.width + 1)], 1),
-    TailRows: lambda op, x, n: np.stack([row[at : at + op.count] for row, at in zip(x, n, strict=True)]),
-    GatedDeltaOp: delta,
-    SelectiveScanOp: selective_scan,
-    CausalConvOp: lambda op, z, w, *bias: causal_conv(
+    o.Resize: lambda op, x: image.resize(x, op),
+    o.GridSample: lambda op, x, g: image.grid_sample(x, g, op.method, op.padding, op.align_corners),
+    o.Standardize: standardized,
+    o.Switch: lambda op, index, *given: body(op.branches[min(max(int(index), 0), len(op.branches) - 1)], given),
+    o.While: repeated,
+    o.Scan: scanned,
+    o.CustomVjp: lambda op, *operands: body(op.forward, operands),
+    o.PairBias: pair_bias,
+    o.TokenScan: token_scan,
+    o.TokenWindows: lambda op, x: np.stack([x[:, t : t + op.width] for t in range(x.shape[1] - op.width + 1)], 1),
+    o.TailRows: lambda op, x, n: np.stack([row[at : at + op.count] for row, at in zip(x, n, strict=True)]),
+    o.GatedDeltaOp: delta,
+    o.SelectiveScanOp: selective_scan,
+    o.CausalConvOp: lambda op, z, w, *bias: causal_conv(
         z[:, w.shape[1] - 1 :], w, bias[0] if bias else None, tail=z[:, : w.shape[1] - 1]
     )[0],
-    Patches: lambda op, x: formula.patches(x, *op.patch),
-    GridPositions: lambda op, table, x: formula.grid_positions(
+    o.Patches: lambda op, x: formula.patches(x, *op.patch),
+    o.GridPositions: lambda op, table, x: formula.grid_positions(
         table, x, grid=op.grid, patch=op.patch, antialias=op.antialias
     ),
-    FakeQuantize: lambda op, x, s=None: image.fake_quantize(x, s, op.bits, op.axis),
-    Fft: lambda op, x: formula.spectrum(op.kind, x, op.n, op.axis, op.norm),
-    Solve: lambda op, a, b: np.linalg.solve(a, b),
-    Det: lambda op, a: np.linalg.det(a),
-    Sample: likeliest,
-    ScatterNd: lambda op, x, i, u: formula.scatter_nd(x, i, u, op.kind),
-    RepeatHeads: repeat_heads,
-    AttentionOp: attend,
-    RopeTable: rope_table,
-    SinusoidTable: sinusoids,
-    ExpertFfn: formula.experts,
-    RopeOp: rotate,
-    CacheUpdate: lambda op, *arrays: (formula.cache_fill if op.fresh else formula.cache_update)(*arrays),
-    RingStep: lambda op, *arrays: formula.ring_step(*arrays),
-    Overwrite: lambda op, old, new: new,
+    o.FakeQuantize: lambda op, x, s=None: image.fake_quantize(x, s, op.bits, op.axis),
+    o.Fft: lambda op, x: formula.spectrum(op.kind, x, op.n, op.axis, op.norm),
+    o.Solve: lambda op, a, b: np.linalg.solve(a, b),
+    o.Det: lambda op, a: np.linalg.det(a),
+    o.Sample: likeliest,
+    o.ScatterNd: lambda op, x, i, u: formula.scatter_nd(x, i, u, op.kind),
+    o.RepeatHeads: repeat_heads,
+    o.AttentionOp: attend,
+    o.RopeTable: rope_table,
+    o.SinusoidTable: sinusoids,
+    o.ExpertFfn: formula.experts,
+    o.RopeOp: rotate,
+    o.CacheUpdate: lambda op, *arrays: (formula.cache_fill if op.fresh else formula.cache_update)(*arrays),
+    o.RingStep: lambda op, *arrays: formula.ring_step(*arrays),
+    o.Overwrite: lambda op, old, new: new,
 }
 """What each tensor op means."""
-
-
-# -- HIR ---------------------------------------------------------------------------------------
 
 
 def linear(op: hir.Linear | hir.LinearFused, x: Array, w: Array, b: Array | float = 0.0) -> Array:
@@ -485,7 +429,7 @@ def swiglu_ffn(op: hir.SwiGLU, x: Array, up: Array, gate: Array, down: Array) ->
     return product(activation("silu")(gated) * wide, down, op.contracts[2])
 
 
-def split(op: hir.Split | SplitLast, x: Array) -> tuple[Array, ...]:
+def split(op: hir.Split | o.SplitLast, x: Array) -> tuple[Array, ...]:
     """Consecutive pieces of the last axis."""
     return tuple(np.split(x, np.cumsum(op.sizes)[:-1], axis=-1))
 
@@ -563,7 +507,7 @@ def recurrent(
     begin = start or [initial(slot, operands) for slot in op.state]
     more = () if lengths is None else (lengths,)
     n = len(op.state)
-    made = token_scan(TokenScan(op.step, n, op.tokens, lengths is not None, every), *begin, *given, *more)
+    made = token_scan(o.TokenScan(op.step, n, op.tokens, lengths is not None, every), *begin, *given, *more)
     return made if start or lengths is not None else made[: len(op.step.results) - n]
 
 
@@ -580,10 +524,10 @@ def causal_window(
     """Zeros, or the tokens before, then those of the call."""
     past = op.width - 1
     tokens = np.concatenate([start[0] if start else np.zeros((len(x), past, *x.shape[2:])), x], 1)
-    windows = MIR[TokenWindows](TokenWindows(op.width), tokens)
+    windows = MIR[o.TokenWindows](o.TokenWindows(op.width), tokens)
     if lengths is None:
         return (windows,)
-    return (windows, MIR[TailRows](TailRows(past), tokens, lengths), *([windows[:, :, 1:]] if every else []))
+    return (windows, MIR[o.TailRows](o.TailRows(past), tokens, lengths), *([windows[:, :, 1:]] if every else []))
 
 
 def time_steps(op: hir.TimeSteps, t: Array, bias: Array, a_log: Array) -> tuple[Array, Array]:
@@ -602,8 +546,8 @@ def causal_conv_block(
     out = causal_conv(x, flat, bias[0] if bias else None, tail=rows[:, :past])[0]
     if lengths is None:
         return (out,)
-    each = [MIR[TokenWindows](TokenWindows(past + 1), rows)[:, :, 1:]] if every else []
-    return (out, MIR[TailRows](TailRows(past), rows, lengths), *each)
+    each = [MIR[o.TokenWindows](o.TokenWindows(past + 1), rows)[:, :, 1:]] if every else []
+    return (out, MIR[o.TailRows](o.TailRows(past), rows, lengths), *each)
 
 
 def packed_state(
@@ -619,11 +563,11 @@ def packed_state(
         q, k = (heads(x, op.key_heads) for x in given[:2])
         q, k = (q, k) if op.unit is None else (l2_norm(q, op.unit), l2_norm(k, op.unit))
         given = [q, k, heads(given[2], op.value_heads), *(x * live[:, :, None] for x in given[3:])]
-        out, *states = delta(GatedDeltaOp(op.scale, bool(start), every), *given, *start)
+        out, *states = delta(o.GatedDeltaOp(op.scale, bool(start), every), *given, *start)
     else:
         x, dt, a, *gates = given
         given = [heads(x, op.heads), dt * live[:, :, None], a, *(heads(t, op.groups) for t in gates)]
-        out, *states = selective_scan(SelectiveScanOp(bool(start), every), *given, *start)
+        out, *states = selective_scan(o.SelectiveScanOp(bool(start), every), *given, *start)
     out = out.reshape(*out.shape[:2], -1)
     return (out,) if lengths is None else (out, *states)
 
@@ -662,7 +606,7 @@ HIR: dict[type[Op], Meaning] = {
     hir.Attention: attend,
     hir.CachedAttention: cached_attention,
     hir.GrowingAttention: growing_attention,
-    hir.LastToken: lambda op, x, *index: take_row(TakeRow(), x, *index) if index else x[:, -1:],
+    hir.LastToken: lambda op, x, *index: take_row(o.TakeRow(), x, *index) if index else x[:, -1:],
     hir.FirstToken: lambda op, x: x[:, 0],
     hir.EndToken: end_token,
     hir.LlamaDecoderBlock: decoder_block,
@@ -682,9 +626,6 @@ HIR: dict[type[Op], Meaning] = {
 """What each block means."""
 
 MEANING: dict[type[Op], Meaning] = {**MIR, **HIR}
-
-
-# -- graphs ------------------------------------------------------------------------------------
 
 
 def apply(op: Op, types: Sequence[TensorType], *operands: Array) -> tuple[Array, ...]:

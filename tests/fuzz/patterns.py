@@ -6,15 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlx_jax.ir import ops as o
 from rlx_jax.ir.graph import Builder, Leaf, Op, TypeCache
-from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
-from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
-from rlx_jax.ir.ops.index import Iota
-from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary
-from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
-from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Transpose
 from rlx_jax.ir.types import is_static
 from tests.fuzz.sketch import BF16, F16, F32, I32, Case, Known, Sketch, plain
 from tests.fuzz.tensor_ops import OPS, Grow, features, floating, norm_of, partner, product, weight_of
@@ -23,15 +16,12 @@ PALETTES = ((2, 3, 4), (3, 4, 2), ("batch", "seq", 4), (2, 4, 4), (1, 3, 6), ("b
 """Dimensions of the values of one graph."""
 
 
-# -- patterns, and near-misses -----------------------------------------------------------------
-
-
 def watch(s: Sketch, k: Known | None) -> Known | None:
     """Now and then make an intermediate an output, or give it a second user."""
     if k is not None and s.coin(5):
         s.wanted.append(k)
     elif k is not None and s.coin(6):
-        s.one(Unary("tanh"), k)
+        s.one(o.Unary("tanh"), k)
     return k
 
 
@@ -44,10 +34,10 @@ def bias_act(s: Sketch) -> object:
     shape = s.choice(((columns,), (columns,), (columns,), (1, columns), (1,), (), (*x.array.shape[:-1], columns)))
     b = s.leaf(shape, x.type.dtype) if all(map(is_static, x.shape)) or len(shape) < 2 else partner(s, y)
     y = watch(
-        s, s.one(Binary(s.choice(("add", "add", "add", "add", "sub", "mul"))), *((b, y) if s.coin(3) else (y, b)))
+        s, s.one(o.Binary(s.choice(("add", "add", "add", "add", "sub", "mul"))), *((b, y) if s.coin(3) else (y, b)))
     )
     act = s.choice(("gelu", "silu", "", "relu", "tanh", "gelu_tanh"))
-    return s.one(Unary(act), y) if act and y is not None else y
+    return s.one(o.Unary(act), y) if act and y is not None else y
 
 
 def add_norm(s: Sketch) -> object:
@@ -55,9 +45,9 @@ def add_norm(s: Sketch) -> object:
     x = features(s)
     same = s.pick(lambda k: k.type == x.type)
     residual = same if same is not None and not s.coin(3) else partner(s, x)
-    total = watch(s, s.one(Binary("add"), *((residual, x) if s.coin(3) else (x, residual))))
+    total = watch(s, s.one(o.Binary("add"), *((residual, x) if s.coin(3) else (x, residual))))
     if total is not None and s.coin(3):
-        total = watch(s, s.one(Binary("add"), total, s.leaf((total.shape[-1],), x.type.dtype)))
+        total = watch(s, s.one(o.Binary("add"), total, s.leaf((total.shape[-1],), x.type.dtype)))
     return norm_of(s, total) if total is not None else None
 
 
@@ -69,25 +59,25 @@ def swiglu_halves(s: Sketch) -> object:
         return None
     rank = len(y.shape)
     starts = s.choice(((0, half), (half, 0), (0, half), (0, 0), (half, half)))
-    gate, up = (watch(s, s.one(Narrow(rank - 1, start, half), y)) for start in starts)
-    act = watch(s, s.one(Unary(s.choice(("silu", "silu", "gelu"))), gate))
-    return s.one(Binary("mul"), *((up, act) if s.coin() else (act, up)))
+    gate, up = (watch(s, s.one(o.Narrow(rank - 1, start, half), y)) for start in starts)
+    act = watch(s, s.one(o.Unary(s.choice(("silu", "silu", "gelu"))), gate))
+    return s.one(o.Binary("mul"), *((up, act) if s.coin() else (act, up)))
 
 
 def swiglu_products(s: Sketch) -> object:
     """act(x · g) ⊙ (x · u), in either order; u may read another value."""
     x, columns, contract = features(s), s.choice((4, 2)), s.draw(2)
     other = s.pick(lambda k: k.type == x.type) if s.coin(4) else x
-    gate = watch(s, s.one(MatMul(contract), x, weight_of(s, x, contract, columns)))
-    up = watch(s, s.one(MatMul(contract), other, weight_of(s, x, contract, columns)))
-    act = watch(s, s.one(Unary(s.choice(("silu", "silu", "gelu_tanh"))), gate))
-    return s.one(Binary("mul"), *((up, act) if s.coin() else (act, up)))
+    gate = watch(s, s.one(o.MatMul(contract), x, weight_of(s, x, contract, columns)))
+    up = watch(s, s.one(o.MatMul(contract), other, weight_of(s, x, contract, columns)))
+    act = watch(s, s.one(o.Unary(s.choice(("silu", "silu", "gelu_tanh"))), gate))
+    return s.one(o.Binary("mul"), *((up, act) if s.coin() else (act, up)))
 
 
 def shared_products(s: Sketch) -> object:
     """Several products of one value, with weights of different widths."""
     x, contract = features(s), s.draw(2)
-    made = [s.one(MatMul(contract), x, weight_of(s, x, contract)) for _ in range(2 + s.draw(2))]
+    made = [s.one(o.MatMul(contract), x, weight_of(s, x, contract)) for _ in range(2 + s.draw(2))]
     return [watch(s, y) for y in made]
 
 
@@ -99,15 +89,15 @@ def chain(s: Sketch) -> object:
             return None
         way = s.draw(4)
         if way == 0:
-            y = s.one(Unary(s.choice(("tanh", "silu", "sigmoid", "neg", "abs", "sin", "gelu"))), y)
+            y = s.one(o.Unary(s.choice(("tanh", "silu", "sigmoid", "neg", "abs", "sin", "gelu"))), y)
         elif way == 1:
-            y = s.one(Binary(s.choice(("mul", "sub", "add"))), y, s.scalar(s.choice((0.5, 2.0, -1.5)), y.type.dtype))
+            y = s.one(o.Binary(s.choice(("mul", "sub", "add"))), y, s.scalar(s.choice((0.5, 2.0, -1.5)), y.type.dtype))
         elif way == 2:
             y = s.one(
-                Binary(s.choice(("sub", "mul", "max"))), *((y, p) if (p := partner(s, y)) and s.coin() else (p, y))
+                o.Binary(s.choice(("sub", "mul", "max"))), *((y, p) if (p := partner(s, y)) and s.coin() else (p, y))
             )
         else:
-            y = s.one(CastTo(F32), s.one(CastTo(s.choice((BF16, F16))), y)) if y.type.dtype == F32 else y
+            y = s.one(o.CastTo(F32), s.one(o.CastTo(s.choice((BF16, F16))), y)) if y.type.dtype == F32 else y
     return y
 
 
@@ -115,7 +105,7 @@ def norm_reshape(s: Sketch) -> object:
     """A norm whose rows are then flattened."""
     x = features(s)
     y = watch(s, norm_of(s, x))
-    return s.one(Reshape((-1, x.shape[-1])), y) if is_static(x.shape[-1]) else y
+    return s.one(o.Reshape((-1, x.shape[-1])), y) if is_static(x.shape[-1]) else y
 
 
 def constants(s: Sketch) -> object:
@@ -123,12 +113,13 @@ def constants(s: Sketch) -> object:
     dtype = s.choice((F32, F32, I32, BF16, F16))
     shape = (2, s.choice((3, 4)))
     a, b = (s.leaf(shape, dtype, kind="constant") for _ in range(2))
-    y = s.one(Binary(s.choice(("sub", "mul", "add", "max"))), a, b)
+    y = s.one(o.Binary(s.choice(("sub", "mul", "add", "max"))), a, b)
     for _ in range(1 + s.draw(2)):
         x = y if y is not None and len(y.shape) == 2 else a
         ops = (
-            Transpose((1, 0)), Reduce("sum", (0,), True), CastTo(F32), CastTo(BF16), CastTo(I32), Iota(1),
-            Reduce("mean" if x.is_float else "max", (1,), True), Unary("neg"), Narrow(1, 0, 1), Reshape((1, -1)),
+            o.Transpose((1, 0)), o.Reduce("sum", (0,), True), o.CastTo(F32), o.CastTo(BF16), o.CastTo(I32), o.Iota(1),
+            o.Reduce("mean" if x.is_float else "max", (1,), True), o.Unary("neg"), o.Narrow(1, 0, 1),
+            o.Reshape((1, -1)),
         )  # fmt: skip
         y = s.one(s.choice(ops), x)
     return y
@@ -158,9 +149,9 @@ def almost_again(s: Sketch) -> object:
     node = s.b.nodes[s.choice(numbers[::-1])]
     operands = [known[v] for v in node.inputs]
     op = variation(s, node.op, operands)
-    if isinstance(op, Binary | Compare | Concat) and op == node.op:
+    if isinstance(op, o.Binary | o.Compare | o.Concat) and op == node.op:
         operands = operands[::-1]
-        if isinstance(op, Binary) and op.kind in ("div", "pow"):
+        if isinstance(op, o.Binary) and op.kind in ("div", "pow"):
             return None
     return s.add(op, *operands)
 
@@ -169,36 +160,33 @@ def variation(s: Sketch, op: Op, operands: list[Known]) -> Op:
     """The same op with another attribute that fits the same operands."""
     x = operands[0]
     match op:
-        case Reduce(keepdims=keepdims):
+        case o.Reduce(keepdims=keepdims):
             return replace(op, keepdims=not keepdims) if s.coin() else replace(op, kind=s.choice(("min", "max", "sum")))
-        case RmsNormOp() | LayerNormOp():
+        case o.RmsNormOp() | o.LayerNormOp():
             return replace(op, eps=s.choice((0.5, 1e-5, 2.0)))
-        case Transpose(perm=perm):
-            return Transpose(perm[::-1])
-        case Softmax(axis=axis):
-            return Softmax((axis + 1) % len(x.shape))
-        case Cumsum(exclusive=exclusive):
+        case o.Transpose(perm=perm):
+            return o.Transpose(perm[::-1])
+        case o.Softmax(axis=axis):
+            return o.Softmax((axis + 1) % len(x.shape))
+        case o.Cumsum(exclusive=exclusive):
             return replace(op, exclusive=not exclusive)
-        case Unary():
-            return Unary(s.choice(("tanh", "silu", "sigmoid", "gelu", "gelu_tanh"))) if x.is_float else op
-        case FullLike(value=value):
+        case o.Unary():
+            return o.Unary(s.choice(("tanh", "silu", "sigmoid", "gelu", "gelu_tanh"))) if x.is_float else op
+        case o.FullLike(value=value):
             return replace(op, value=value + 1)
-        case Iota(axis=axis):
-            return Iota((axis + 1) % len(x.shape))
-        case Narrow(axis=axis, start=start) if is_static(x.shape[axis]) and x.shape[axis] > 1:
+        case o.Iota(axis=axis):
+            return o.Iota((axis + 1) % len(x.shape))
+        case o.Narrow(axis=axis, start=start) if is_static(x.shape[axis]) and x.shape[axis] > 1:
             return replace(op, start=max(start - 1, 0) if start else 0, length=1)
-        case AttentionOp(causal=causal, window=window, ahead=0):
+        case o.AttentionOp(causal=causal, window=window, ahead=0):
             if "key_positions" in op.extra or s.coin():  # a window could leave a query without a key
                 return replace(op, causal=not causal)
             return replace(op, window=None if window else 1)
-        case FusedMatMulBiasAct(activation=activation):
+        case o.FusedMatMulBiasAct(activation=activation):
             return replace(op, activation="gelu" if activation != "gelu" else "")
-        case RopeOp(n_rot=n_rot) if n_rot > 2:
-            return RopeOp(op.head_dim, 2)
+        case o.RopeOp(n_rot=n_rot) if n_rot > 2:
+            return o.RopeOp(op.head_dim, 2)
     return op
-
-
-# -- regions -----------------------------------------------------------------------------------
 
 
 def repeat(s: Sketch) -> object:
@@ -222,8 +210,8 @@ def repeat(s: Sketch) -> object:
     for k in before[: len(carried)]:
         made = inner.pick(lambda v, k=k: v.type == k.type and v not in before)  # type: ignore[misc]
         layer = inner.leaf((k.shape[-1] if is_static(k.shape[-1]) else 1,), k.type.dtype, kind="param")
-        step = inner.one(Binary(inner.choice(("sub", "add"))), made or k, layer)
-        outputs.append((inner.one(Unary(inner.choice(("tanh", "sin"))), step) if step else None) or k)
+        step = inner.one(o.Binary(inner.choice(("sub", "add"))), made or k, layer)
+        outputs.append((inner.one(o.Unary(inner.choice(("tanh", "sin"))), step) if step else None) or k)
     if inner.coin():
         outputs = outputs[::-1] if len({k.type for k in outputs}) == 1 else outputs
     for _ in range(s.draw(3)):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.ir import hir
+from rlx_jax.ir import ops as o
 from rlx_jax.ir.graph import (
     BodyInput,
     Builder,
@@ -32,14 +33,6 @@ from rlx_jax.ir.graph import (
     Value,
     constant,
 )
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeTable
-from rlx_jax.ir.ops.cut import CutAxis
-from rlx_jax.ir.ops.fused import ElementwiseRegion, FusedResidualLayerNorm, FusedResidualRmsNorm
-from rlx_jax.ir.ops.index import Gather, TakeRow
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
-from rlx_jax.ir.ops.reduce import Reduce
-from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, Slice, SplitLast, Transpose
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.paths import LayerIndex, Path
 from rlx_jax.ir.region import Repeat
@@ -59,29 +52,14 @@ MAX_ELEMENTS = 256
 MAX_RANK = 5
 
 MOVES = (
-    Reshape,
-    Transpose,
-    Narrow,
-    SplitLast,
-    Slice,
-    CutAxis,
-    Expand,
-    Concat,
-    Gather,
-    TakeRow,
-    Where,
-    RepeatHeads,
-    Shard,
-    CacheUpdate,
-    RingStep,
-    Compare,
-    FullLike,
-)
+    o.Reshape, o.Transpose, o.Narrow, o.SplitLast, o.Slice, o.CutAxis, o.Expand, o.Concat, o.Gather, o.TakeRow, o.Where,
+    o.RepeatHeads, o.Shard, o.CacheUpdate, o.RingStep, o.Compare, o.FullLike,
+)  # fmt: skip
 """Ops that compute nothing: exact operands give exact results."""
 
-NORMS = (LayerNormOp, RmsNormOp, FusedResidualLayerNorm, FusedResidualRmsNorm, hir.LayerNorm, hir.RmsNorm)
+NORMS = (o.LayerNormOp, o.RmsNormOp, o.FusedResidualLayerNorm, o.FusedResidualRmsNorm, hir.LayerNorm, hir.RmsNorm)
 BLOCKS = (
-    RopeTable, hir.RopeAngles, hir.LlamaDecoderBlock, AttentionOp, hir.Attention, hir.CachedAttention,
+    o.RopeTable, hir.RopeAngles, hir.LlamaDecoderBlock, o.AttentionOp, hir.Attention, hir.CachedAttention,
     hir.GrowingAttention,
 )  # fmt: skip
 COMPOSED = (*NORMS, *BLOCKS)
@@ -141,9 +119,9 @@ def size(dim: Any) -> int:
 
 def exact_op(op: Op, results: Sequence[Array], types: Sequence[TensorType]) -> bool:
     """Whether exact operands give these results exactly."""
-    if isinstance(op, CastTo):
+    if isinstance(op, o.CastTo):
         return all(np.array_equal(r.astype(t.dtype).astype(r.dtype), r) for r, t in zip(results, types, strict=True))
-    if isinstance(op, Unary | Binary | Reduce):
+    if isinstance(op, o.Unary | o.Binary | o.Reduce):
         return op.kind in ("neg", "abs", "relu", "round", "max", "min")
     return isinstance(op, MOVES)
 
@@ -180,8 +158,6 @@ class Sketch:
     reads: list[tuple[StateLeaf, Known]] = field(default_factory=list)
     state: dict[str, Known] = field(default_factory=dict)
 
-    # -- choices -----------------------------------------------------------------------------
-
     def draw(self, n: int) -> int:
         """A number below `n`."""
         return int(self.rng.integers(n))
@@ -205,8 +181,6 @@ class Sketch:
 
     def dim(self) -> int:
         return int(self.choice((4, 2, 3)))
-
-    # -- leaves ------------------------------------------------------------------------------
 
     def numbers(self, shape: tuple[int, ...], dtype: Any, low: int, high: int, positive: bool) -> Array:
         """Random numbers of a dtype; half of the floating arrays have few different ones."""
@@ -262,8 +236,6 @@ class Sketch:
         self.values.append(known)
         return known
 
-    # -- nodes -------------------------------------------------------------------------------
-
     def add(self, op: Op, *operands: Known) -> tuple[Known, ...]:
         """Append a node and know its results; () if it is not safe."""
         types = self.b.types.infer(op, tuple(k.type for k in operands))
@@ -285,7 +257,7 @@ class Sketch:
         self, fn: Callable[..., Sequence[Array]], operands: Sequence[Known], types: Sequence[TensorType], op: Op
     ) -> list[tuple[Array, float]] | None:
         """Results and their errors; None if a result is too large, too uncertain or hangs on a rounding error."""
-        if isinstance(op, ElementwiseRegion):
+        if isinstance(op, o.ElementwiseRegion):
             return self.measure_steps(op, operands)
         with np.errstate(all="ignore"):
             results = fn(*(k.array for k in operands))
@@ -308,7 +280,7 @@ class Sketch:
             out.append((r, error))
         return out
 
-    def measure_steps(self, op: ElementwiseRegion, operands: Sequence[Known]) -> list[tuple[Array, float]] | None:
+    def measure_steps(self, op: o.ElementwiseRegion, operands: Sequence[Known]) -> list[tuple[Array, float]] | None:
         """`measure` of a region: every step rounds, and a later one may leave little but that."""
         values = list(operands)
         for step in op.steps:
@@ -326,8 +298,6 @@ class Sketch:
             return False
         largest = LARGEST.get(t.dtype, 1e5)
         return t.dtype == BOOL or bool(np.all(np.abs(array) <= largest))
-
-    # -- the end -----------------------------------------------------------------------------
 
     def body(self, operands: Sequence[Known], count: int) -> Sketch:
         """A region's body with these operands; it shares names and arrays with the graph around it."""
@@ -400,7 +370,7 @@ class Sketch:
 
 def before_gelu(op: Op, types: Sequence[TensorType], operands: Sequence[Known]) -> float:
     """The largest number that an op's GELU is taken of: `1 + erf` rounds by one, however small the result is."""
-    if isinstance(op, Unary) and op.kind == "gelu":
+    if isinstance(op, o.Unary) and op.kind == "gelu":
         return float(np.abs(operands[0].array).max(initial=0.0))
     if getattr(op, "activation", "") != "gelu":
         return 0.0

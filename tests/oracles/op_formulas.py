@@ -66,53 +66,22 @@ def counted_positions(ids: np.ndarray, padding: int) -> np.ndarray:
 UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
-    "silu": lambda x: x * sigmoid(x),
-    "relu": lambda x: np.maximum(x, 0),
-    "sigmoid": sigmoid,
-    "softplus": lambda x: np.log(1 + np.exp(x)),
-    "tanh": np.tanh,
-    "exp": np.exp,
-    "log": np.log,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "neg": lambda x: -x,
-    "abs": np.abs,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tan": np.tan,
-    "atan": np.arctan,
-    "round": np.rint,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "trunc": np.trunc,
-    "sign": np.sign,
-    "square": lambda x: x * x,
-    "stop_gradient": lambda x: x,
-    "reciprocal": lambda x: 1 / x,
-    "cbrt": lambda x: np.sign(x) * np.abs(x) ** (1 / 3),
-    "expm1": lambda x: np.exp(x) - 1,
-    "log1p": lambda x: np.log(1 + x),
-    "exp2": lambda x: 2.0**x,
-    "log2": lambda x: np.log(x) / math.log(2),
-    "asin": np.arcsin,
-    "acos": np.arccos,
-    "sinh": lambda x: (np.exp(x) - np.exp(-x)) / 2,
-    "cosh": lambda x: (np.exp(x) + np.exp(-x)) / 2,
-    "asinh": lambda x: np.log(x + np.sqrt(x * x + 1)),
-    "acosh": lambda x: np.log(x + np.sqrt(x * x - 1)),
-    "atanh": lambda x: np.log((1 + x) / (1 - x)) / 2,
-    "erf": erf,
-    "erfc": lambda x: 1 - erf(x),
-    "relu6": lambda x: np.clip(x, 0, 6),
-    "selu": lambda x: 1.0507009873554805 * elu(x, 1.6732632423543772),
-    "mish": lambda x: x * np.tanh(np.log(1 + np.exp(x))),
-    "log_sigmoid": lambda x: np.log(sigmoid(x)),
-    "soft_sign": lambda x: x / (1 + np.abs(x)),
-    "hard_sigmoid": lambda x: np.clip(x / 6 + 0.5, 0, 1),
-    "hard_silu": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
-    "hard_tanh": lambda x: np.clip(x, -1, 1),
-}
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x), "silu": lambda x: x * sigmoid(x),
+    "relu": lambda x: np.maximum(x, 0), "sigmoid": sigmoid, "softplus": lambda x: np.log(1 + np.exp(x)),
+    "tanh": np.tanh, "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "neg": lambda x: -x, "abs": np.abs, "sin": np.sin, "cos": np.cos, "tan": np.tan, "atan": np.arctan,
+    "round": np.rint, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "sign": np.sign, "square": lambda x: x * x,
+    "stop_gradient": lambda x: x, "reciprocal": lambda x: 1 / x, "cbrt": lambda x: np.sign(x) * np.abs(x) ** (1 / 3),
+    "expm1": lambda x: np.exp(x) - 1, "log1p": lambda x: np.log(1 + x), "exp2": lambda x: 2.0**x,
+    "log2": lambda x: np.log(x) / math.log(2), "asin": np.arcsin, "acos": np.arccos,
+    "sinh": lambda x: (np.exp(x) - np.exp(-x)) / 2, "cosh": lambda x: (np.exp(x) + np.exp(-x)) / 2,
+    "asinh": lambda x: np.log(x + np.sqrt(x * x + 1)), "acosh": lambda x: np.log(x + np.sqrt(x * x - 1)),
+    "atanh": lambda x: np.log((1 + x) / (1 - x)) / 2, "erf": erf, "erfc": lambda x: 1 - erf(x),
+    "relu6": lambda x: np.clip(x, 0, 6), "selu": lambda x: 1.0507009873554805 * elu(x, 1.6732632423543772),
+    "mish": lambda x: x * np.tanh(np.log(1 + np.exp(x))), "log_sigmoid": lambda x: np.log(sigmoid(x)),
+    "soft_sign": lambda x: x / (1 + np.abs(x)), "hard_sigmoid": lambda x: np.clip(x / 6 + 0.5, 0, 1),
+    "hard_silu": lambda x: x * np.clip(x / 6 + 0.5, 0, 1), "hard_tanh": lambda x: np.clip(x, -1, 1),
+}  # fmt: skip
 PARAMETRIC_REFERENCE: dict[str, Callable[..., np.ndarray]] = {
     "elu": lambda x, alpha: elu(x, alpha),
     "celu": lambda x, alpha: np.maximum(x, 0) + np.minimum(alpha * (np.exp(x / alpha) - 1), 0),
@@ -120,11 +89,10 @@ PARAMETRIC_REFERENCE: dict[str, Callable[..., np.ndarray]] = {
     "squareplus": lambda x, b: (x + np.sqrt(x * x + b)) / 2,
     "thresholded_relu": lambda x, theta: np.where(x > theta, x, 0),
     "shrink": lambda x, lambd, bias: np.where(x < -lambd, x + bias, np.where(x > lambd, x - bias, 0)),
-}
+}  # fmt: skip
 BINARY_REFERENCE: dict[str, Any] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
-    "max": np.maximum, "min": np.minimum, "pow": np.power,
-    "floor_div": lambda a, b: whole(a, b, np.floor), "trunc_div": lambda a, b: whole(a, b, np.trunc),
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
+    "pow": np.power, "floor_div": lambda a, b: whole(a, b, np.floor), "trunc_div": lambda a, b: whole(a, b, np.trunc),
     "mod": lambda a, b: a - b * whole(a, b, np.floor), "rem": lambda a, b: a - b * whole(a, b, np.trunc),
     "atan2": np.arctan2, "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
     "shift_left": lambda a, b: a * 2**b, "shift_right": lambda a, b: np.floor(a / 2.0**b).astype(a.dtype),
@@ -374,9 +342,6 @@ def ring_step(
     return np.concatenate([ring, new], 1), np.concatenate([old, np.array(at)], 1), after
 
 
-# -- images ------------------------------------------------------------------------------------
-
-
 def patches(images: np.ndarray, p: int, q: int) -> np.ndarray:
     """Patches cut out one by one."""
     height, width = images.shape[2:]
@@ -447,12 +412,10 @@ def spectrum(kind: str, x: np.ndarray, n: int | None, axis: int, norm: str) -> n
     return np.moveaxis(out, -1, axis)
 
 
-# -- experts -----------------------------------------------------------------------------------
-
 GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": lambda x: x * sigmoid(x),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-}
+}  # fmt: skip
 
 
 def experts(op: Any, *operands: np.ndarray) -> np.ndarray:
