@@ -14,6 +14,7 @@ import pytest
 
 from rlx_jax.compiler import passes
 from rlx_jax.ir import hir, region, rewrite
+from rlx_jax.ir.hir import composite
 from rlx_jax.ir.ops import attention, fused, linalg, norm, pointwise, reduce
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.lowering import lower
@@ -155,8 +156,8 @@ LOWERING_FAULTS = (
     Fault("pieces of these sizes come from elsewhere", SplitLast, "eval", "self.sizes, axis=x.ndim - 1))",
         "self.sizes[::-1], axis=x.ndim - 1))[::-1]",),
     Fault("gate and up change places", hir.GatedFfn, "expand", "gate, up = operands", "up, gate = operands", "block"),
-    Fault("the second residual is the first", hir.LlamaDecoderBlock, "expand", 'Binary("add"), h, linear("mlp.down',
-        'Binary("add"), v["x"], linear("mlp.down', "block"),
+    Fault("the second residual is the first", composite, "write_layer", 'add(h, norm("after_mlp"',
+        'add(x, norm("after_mlp"', "block"),
 )  # fmt: skip
 """From blocks to tensor ops."""
 
