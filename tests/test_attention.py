@@ -150,31 +150,6 @@ def test_formula(name: str, policy: str) -> None:
     assert np.abs(got - want).max() <= 3e-5 * np.abs(want).max()
 
 
-@pytest.mark.slow
-def test_gradients() -> None:
-    """Of one number of each case, by both policies; along a line it is the difference quotient."""
-
-    def total(policy: str, inputs: dict[str, Any]) -> Any:
-        out = outputs(policy)[0].apply({}, **inputs)
-        return sum((out[name].astype("float32") ** 2).sum() for name in CASES)
-
-    at = {n: ARRAYS[n] for n in ("q", "k", "v", "k1", "bias", "flat", "sinks")}
-    rest = {i.name: ARRAYS[i.name] for i in outputs("direct")[0].inputs if i.name not in at}
-    both = {p: jax.jit(jax.value_and_grad(functools.partial(_of, total, p, rest))) for p in ("direct", "fusable")}
-    (_, g), (_, other) = (both[p](at) for p in both)
-    for name in at:
-        np.testing.assert_allclose(g[name], other[name], rtol=2e-4, atol=2e-4)
-    way = {n: RNG.standard_normal(a.shape).astype("f4") for n, a in at.items()}
-    step = 1e-2
-    up, down = (both["direct"]({n: a + sign * step * way[n] for n, a in at.items()})[0] for sign in (1, -1))
-    slope = sum(float((np.asarray(g[n]) * way[n]).sum()) for n in at)
-    assert abs((float(up) - float(down)) / (2 * step) - slope) <= 2e-2 * abs(slope)
-
-
-def _of(total: Any, policy: str, rest: dict[str, Any], at: dict[str, Any]) -> Any:
-    return total(policy, {**rest, **at})
-
-
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "heads that do not divide": (lambda e, i: e.attention(i.q, i.k, i.v, heads=5), ShapeError, "with 5 heads"),
     "other key heads": (lambda e, i: run(e, i, kv_heads=4), ShapeError, "kv_heads is 4"),

@@ -10,7 +10,6 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import DeriveError, RequestError, RlxError, SessionStateError, ShapeError
-from tests.divided import mesh
 from tests.oracles.comparing import assert_close
 
 H, V, C, LAYERS = 16, 13, 5, 2
@@ -117,15 +116,6 @@ def test_what_the_state_keeps() -> None:
     out, state = prefill(TOKENS[:, :4], IMAGE, KEEP, lengths=np.full(3, 4, np.int32), state=state)
     more, state = extend(TOKENS[:, 4:], lengths=np.full(3, 4, np.int32), state=state)
     np.testing.assert_allclose(np.concatenate([out, more], 1), forward(TOKENS), atol=3e-5)
-
-
-@pytest.mark.slow
-def test_over_devices() -> None:
-    """Heads over four devices, key heads whole: the same tokens."""
-    over = rlx.CausalLM(flow(), WEIGHTS, mesh=mesh("data tensor", 4))
-    assert over.generate(PROMPTS, max_new_tokens=3, inputs=BESIDE) == lm().generate(
-        PROMPTS, max_new_tokens=3, inputs=BESIDE
-    )
 
 
 REFUSED: dict[str, tuple[Any, type[RlxError], str]] = {

@@ -198,19 +198,6 @@ def test_names_and_values_of_others() -> None:
         m.lower()
 
 
-def test_named_blocks_are_in_the_path() -> None:
-    """`named` and `block` name what they build; errors and dumps say where."""
-    m = Graph.hir("net")
-    x = m.input("x", (2, 8))
-    y = m.named("first", lambda m: m.named("act", lambda m: m.relu(x)))
-    m.finish_hir(GraphModule.block(m, "second", lambda m: m.tanh(y)))
-    assert "// first.act" in str(m) and "// second" in str(m)
-    assert m.node_label(y) == "first.act" and m.node_label(m.outputs[0]) == "second"
-    assert m.lower().node_label(m.outputs[0]) == "second"
-    with pytest.raises(ShapeError, match="^third: "):
-        m.named("third", lambda m: m.linear(x, x))
-
-
 def test_a_built_model_opens_up() -> None:
     """The parts of a built flow, and back."""
     flow = rlx.ModelFlow("f").input("x", ("batch", 8)).linear("w", transpose=False).custom(lambda e, x: e.relu(x))

@@ -165,17 +165,6 @@ REQUESTS: dict[str, Callable[[Any], Any]] = {
 """What a `CausalLM` is asked."""
 
 
-def test_another_program_has_not_run(plain: Any) -> None:
-    """It is looked at as it is: its own blocks, and no sizes of the program that ran."""
-    model = plain.model
-    model(np.array([[1, 2, 3]], np.int32))
-    extend = model.as_program("extend")
-    assert "cached_attention" in extend.text("hir") and "cached_attention" not in model.text("hir")
-    assert not extend.report().program
-    with pytest.raises(errors.GraphError, match="needs sizes"):
-        extend.text("stablehlo")
-
-
 def test_nothing_goes_to_the_device_unasked(plain: Any, bert: Any) -> None:
     """After a first call. What comes back is asked for too, which the CPU, where nothing has to move, cannot show."""
     for request in REQUESTS.values():
