@@ -12,6 +12,8 @@ from rlx_jax import profiles as profiles
 from rlx_jax.compiler.compile_cache import compile_cache as compile_cache
 from rlx_jax.compiler.graph_module import BuiltModel as BuiltModel
 from rlx_jax.compiler.graph_module import GraphModule as GraphModule
+from rlx_jax.encode.checkpoint import from_pretrained as from_pretrained
+from rlx_jax.encode.checkpoint import recipe_for as recipe_for
 from rlx_jax.encode.dual import DualEncoder as DualEncoder
 from rlx_jax.encode.encoder import Encoder as Encoder
 from rlx_jax.encode.images import ImageProcessor as ImageProcessor
@@ -32,8 +34,6 @@ from rlx_jax.ir.param import Parts as Parts
 from rlx_jax.ir.plugins import Plugin as Plugin
 from rlx_jax.layer_stack import LayerStack as LayerStack
 from rlx_jax.models import *  # noqa: F403 (every recipe, by its name)
-from rlx_jax.models.families import from_pretrained as from_pretrained
-from rlx_jax.models.families import recipe_for as recipe_for
 from rlx_jax.models.lora import lora as lora
 from rlx_jax.models.lora import merge_lora as merge_lora
 from rlx_jax.models.lora import save_lora as save_lora

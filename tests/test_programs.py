@@ -22,6 +22,7 @@ from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.runtime.compiling import compile_together
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.programs import ProgramKey, Variant
+from rlx_jax.weights.format import OpenOptions
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.test_ring import VOCAB as RING_VOCAB
@@ -280,8 +281,8 @@ def test_a_weight_that_one_flow_merges_is_not_stored_twice() -> None:
     """q and k are one leaf where one flow reads both, and two where another reads q alone."""
     weights = {k: np.ones((4, 4), np.float32) for k in ("table", "q", "k")}
     both = head("both").custom(lambda emit, x: emit.linear(x, "q") + emit.linear(x, "k"))
-    merged = open_programs([both], weights, None, True, merge=True)
-    together = open_programs([both, head("other", "q")], weights, None, True, merge=True)
+    merged = open_programs([both], weights, OpenOptions(), merge=True)
+    together = open_programs([both, head("other", "q")], weights, OpenOptions(), merge=True)
     assert len(merged.layout.leaves) == 2 and sorted(together.layout.leaves) == ["k", "q", "table"]
 
 

@@ -435,13 +435,9 @@ def test_faults_of_the_content(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", "not JSON"), (b"[]", "expected an object with an object 'model'"), (b'{"model": {}', "not JSON"),
-        (b'{"model": {}, "model": {}}', "'model' is given twice"), (b'{"model": NaN}', "NaN is not a JSON number"),
-        (b'{"model": ' + b"[" * 63 + b"]" * 63 + b"}", "an object 'model'"),
-        (b'{"model": ' + b"[" * 64 + b"]" * 64 + b"}", "nested deeper than 64"),
-        (b"[" * 100_000, "nested deeper than 64"), (b'{"model": ' + b"9" * 5_000 + b"}", "not JSON"),
-        ("\ufeff{}".encode(), "byte-order mark"), (b'{"model": "\xff"}', "not UTF-8 at byte 11"),
-        (b'{"model": {"vocab": {"\\ud800": 0}, "type": "WordLevel", "unk_token": ""}}', "ValueError"),
+        (b"", "not JSON"), (b"[]", "expected an object with an object 'model'"),
+        (b'{"model": {}, "model": {}}', "'model' is given twice"),
+        (b'{"model": {"vocab": {"\\ud800": 0}, "type": "WordLevel", "unk_token": ""}}', "half of a surrogate pair"),
     ],
 )  # fmt: skip
 def test_faults_of_the_json(text: bytes, message: str, tmp_path: Path) -> None:

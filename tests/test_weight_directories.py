@@ -57,7 +57,7 @@ def hub_cache(root: Path, name: str = "models--org--tiny") -> Path:
         ('{"weight_map": {}}', "weight_map: expected an object"),
         ('{"weight_map": ["w"]}', "weight_map: expected an object"),
         ('{"weight_map": {"w": 3}}', "weight_map: 'w': expected a file name, found '3'"),
-        ('{"weight_map": {"w": "m.safetensors", "w": "m.safetensors"}}', "'weight_map.w' is given twice"),
+        ('{"weight_map": {"w": "m.safetensors", "w": "m.safetensors"}}', "'w' is given twice"),
         ('{"metadata": [1], "weight_map": {"w": "m.safetensors"}}', "metadata: expected an object"),
         ('{"metadata": {"total_size": "24"}, "weight_map": {"w": "m.safetensors"}}', "total_size: expected a number"),
         ('{"metadata": {"total_size": true}, "weight_map": {"w": "m.safetensors"}}', "total_size: expected a number"),

@@ -12,7 +12,7 @@ from rlx_jax.cli.command import Command, Session, add_json, add_model, as_line, 
 from rlx_jax.cli.terminal import in_bytes
 from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
-from rlx_jax.encode.sentence import load_pipeline
+from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.plan import cache_sizes
 from rlx_jax.io.folder import open_folder
@@ -20,14 +20,13 @@ from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
-from rlx_jax.models.families import Pretrained, bound, family_of
+from rlx_jax.models.families import Pretrained
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import whole_number
-from rlx_jax.text.tokenizer import load_tokenizer
+from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.mxfp4 import unpacked
-from rlx_jax.weights.source import open_headers
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,11 @@ class Needs:
 def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write what a checkpoint is: its config as it is understood, its weights, its tokenizer; with --batch or --context
     also what it takes in memory, and whether the device has that. Reads no weights."""
-    folder = open_folder(args.directory, args.revision, progress=session.status)
-    pipeline = load_pipeline(folder)
-    folder = folder.below(pipeline.transformer) if pipeline else folder
-    config_json, family = family_of(folder, args.ignore_field, headless=pipeline is not None)
-    source = open_headers(folder)
-    pretrained = bound(folder, config_json, family, source)
+    root = open_folder(args.directory, args.revision, progress=session.status)
+    checkpoint = Checkpoint(root, ignore_fields=args.ignore_field, headers=True)
+    pretrained, source, tokenizer = checkpoint.pretrained, checkpoint.weights, checkpoint.tokenizer
     recipe: Any = pretrained.recipe
     specs, numbers = [source.spec(key) for key in source.keys()], unpacked(source)
-    tokenizer = load_tokenizer(folder)
     found: dict[str, Any] = {
         "recipe": type(recipe).__name__,
         "kind": pretrained.kind,
@@ -143,7 +138,7 @@ def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> Compile
     causal = pretrained.kind == "causal"
     serves = ("forward", *CACHED_PROGRAMS) if causal else ("forward",)
     programs = open_programs(
-        [flow], None, profile, True, merge=True, max_positions=pretrained.max_positions, serves=serves
+        [flow], None, OpenOptions(profile=profile), merge=True, max_positions=pretrained.max_positions, serves=serves
     )
     return CompiledModel(programs, flow.name, "prefill" if causal else "forward")
 

@@ -27,6 +27,7 @@ from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.opening import TokenizerLike, open_tokenizer, refuse_call
 from rlx_jax.text.padding import padded_to
+from rlx_jax.weights.format import OpenOptions
 
 
 class DualEncoder:
@@ -63,10 +64,8 @@ class DualEncoder:
     ) -> None:
         known = open_tokenizer(tokenizer)
         flows = [texts, images] + ([] if similarity is None else [similarity])
-        opened = open_programs(
-            flows, weights, profile, strict, merge=True, progress=progress, serves=("forward",), mesh=mesh,
-            missing=missing, key=key,
-        )  # fmt: skip
+        options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key, progress=progress)
+        opened = open_programs(flows, weights, options, merge=True, serves=("forward",))
         first, second, *third = finish_models(opened).values()
         self.texts = Encoder(first, tokenizer=known, padding=padding)
         pooled_width(first)  # or it says what is missing

@@ -56,6 +56,7 @@ from rlx_jax.text.requests import (
     token_block,
     whole_number,
 )
+from rlx_jax.weights.format import OpenOptions
 
 LONG = 10_000
 """Texts from which on progress is shown where someone looks."""
@@ -106,10 +107,8 @@ class Encoder:
         progress: Progress | None = None,
     ) -> None:
         self.tokenizer = open_tokenizer(tokenizer)
-        self.model, self.vocab_size = open_token_model(
-            flow, weights, profile, mesh, strict, progress, max_positions, programs=("forward",),
-            missing=missing, key=key,
-        )  # fmt: skip
+        options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key, progress=progress)
+        self.model, self.vocab_size = open_token_model(flow, weights, options, max_positions, programs=("forward",))
         check_hidden(self.model, self.vocab_size)
         self.max_positions = known_positions(self.model)
         if not isinstance(pipeline, SentencePipeline | None):

@@ -20,14 +20,14 @@ from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
-from rlx_jax.runtime.compiling import finish_models
+from rlx_jax.runtime.compiling import open_model
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.opening import check_untouched, primary, refuse_call
+from rlx_jax.text.opening import primary, refuse_call
+from rlx_jax.weights.format import OpenOptions
 
 BATCH = 32
 
@@ -62,15 +62,8 @@ class VisionEncoder:
     ) -> None:
         if not isinstance(processor, ImageProcessor | None):
             raise RequestError(f"processor is {shown(processor)}; expected an ImageProcessor")
-        if isinstance(flow, CompiledModel):
-            check_untouched(flow, weights, profile, mesh, strict, progress, None, missing, key)
-            self.model = flow
-        else:
-            opened = open_programs(
-                [flow], weights, profile, strict, merge=True, progress=progress, serves=("forward",), mesh=mesh,
-                missing=missing, key=key,
-            )  # fmt: skip
-            (self.model,) = finish_models(opened).values()
+        options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key, progress=progress)
+        self.model = open_model(flow, weights, options, serves=("forward",))
         self.processor, self.buckets = processor, self.model.settings.buckets
         self.channels = check_images(self.model)
         self._read: RequestReport | None = None

@@ -49,6 +49,7 @@ from rlx_jax.text.opening import (
 )
 from rlx_jax.text.padding import check_buckets
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
+from rlx_jax.weights.format import OpenOptions
 
 Inputs = Mapping[str, Any] | None
 StopLike = str | int | Iterable[str | int]
@@ -97,10 +98,10 @@ class CausalLM:
         progress: Progress | None = None,
     ) -> None:
         self.tokenizer = open_tokenizer(tokenizer)
+        options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key, progress=progress)
         self.model, self.vocab_size = open_token_model(
-            flow, weights, profile, mesh, strict, progress, max_positions,
-            programs=("forward", *CACHED_PROGRAMS), inputs=True, missing=missing, key=key,
-        )  # fmt: skip
+            flow, weights, options, max_positions, programs=("forward", *CACHED_PROGRAMS), inputs=True
+        )
         check_logits(self.model, self.vocab_size)
         self.max_positions = known_positions(self.model)
         self.buckets = self.model.settings.buckets

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal
 
 import jax
 
 from rlx_jax.compiler.executable import Progress
+from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
 from rlx_jax.encode.dual import DualEncoder
 from rlx_jax.encode.encoder import Encoder
-from rlx_jax.encode.images import load_processor
-from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
-from rlx_jax.io.folder import Folder, open_folder
+from rlx_jax.io.folder import Folder
 from rlx_jax.ir.types import as_dtype, short_name
-from rlx_jax.models.families import Pretrained, check_options, open_pretrained, rebound, with_ignored
 from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.runtime.loaded_from import LoadedFrom
-from rlx_jax.text.tokenizer import Tokenizer, configured_ids, load_tokenizer
-
-
-class Opening(TypedDict):
-    """What `load` takes and whatever it opens takes too."""
-
-    profile: ProfileLike | None
-    mesh: Any
-    strict: bool
-    progress: Progress | None
-    missing: Literal["error", "init"]
-    key: jax.Array | int | None
+from rlx_jax.text.tokenizer import Tokenizer, configured_ids
+from rlx_jax.weights.format import OpenOptions
 
 
 def load(
@@ -88,39 +77,31 @@ def load(
         MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
         IntegrityError: other bytes came than the commit has.
     """
-    names = (
-        "revision token subfolder profile mesh dtype strict recipe adapter missing key ignore_fields progress".split()
-    )
-    check_options("load", options, names)
-    root = open_folder(path, revision, token, progress, subfolder)
-    pipeline = load_pipeline(root)
-    inside = pipeline.transformer if pipeline else ""
-    folder = root.below(inside)
-    pretrained = open_pretrained(
-        folder,
-        strict=strict,
-        lacking=missing == "init",
-        headless=pipeline is not None,
-        ignore_fields=ignore_fields,
-        **options,
-    )
-    check_kind(pretrained, folder, pipeline)
-    own = pretrained.recipe
-    used = own if recipe is None else with_ignored(rebound(recipe, own), pretrained.ignored)
+    settings = dict(profile=profile, mesh=mesh, strict=strict, missing=missing, key=key, progress=progress)
+    checkpoint = open_checkpoint(
+        path, "load", options | settings, revision=revision, token=token, subfolder=subfolder,
+        ignore_fields=ignore_fields, known=("dtype", "recipe", "adapter"),
+    )  # fmt: skip
+    check_kind(checkpoint)
+    own = checkpoint.pretrained.recipe
+    used = own if recipe is None else checkpoint.bind(recipe)
     if adapter is not None:
         used = lora(used, adapter=adapter)
+    compiling = checkpoint.options
     if dtype is not None:
-        profile = computing_in(dtype, ModelFlow.from_recipe(used).profile if profile is None else profile)
-    common = Opening(profile=profile, mesh=mesh, strict=strict, progress=progress, missing=missing, key=key)
-    opened = _opened(pretrained, used, folder, pipeline, common)
+        chosen = ModelFlow.from_recipe(used).profile if profile is None else profile
+        compiling = replace(compiling, profile=computing_in(dtype, chosen))
+    kind = "encoder" if getattr(used, "hidden_only", False) else checkpoint.pretrained.kind
+    opened = KINDS[kind](checkpoint, used, compiling)
     differs = "the model was loaded with a recipe that differs from the checkpoint's"
     if adapter is not None:
         differs = "the model was loaded with an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
-    opened.loaded_from = LoadedFrom(root, inside, "" if used is own or used == own else differs, opened.model.built)
+    edited = "" if used is own or used == own else differs
+    opened.loaded_from = LoadedFrom(checkpoint.root, checkpoint.inside, edited, opened.model.built)
     return opened
 
 
-def check_kind(pretrained: Pretrained, folder: Folder, pipeline: SentencePipeline | None) -> None:
+def check_kind(checkpoint: Checkpoint) -> None:
     """Refuse what `load` has no class for, and warn of a task's head that it leaves out.
 
     Raises:
@@ -129,6 +110,7 @@ def check_kind(pretrained: Pretrained, folder: Folder, pipeline: SentencePipelin
     Warns:
         RlxWarning: names the weights of the head.
     """
+    pipeline, pretrained, folder = checkpoint.pipeline, checkpoint.pretrained, checkpoint.folder
     if pretrained.kind == "denoiser":
         raise UnsupportedError(
             f"{quote(folder.path)}: one step of a denoising model is a plain function: "
@@ -161,32 +143,43 @@ def computing_in(dtype: Any, profile: ProfileLike | None) -> CompileProfile:
     return chosen.replace(precision={"compute": known})
 
 
-def _opened(
-    pretrained: Pretrained, recipe: Any, folder: Folder, pipeline: SentencePipeline | None, common: Opening
-) -> CausalLM | Encoder | VisionEncoder | DualEncoder:
-    """What the kind of a checkpoint says, of a recipe."""
-    if pretrained.kind == "vision":
-        processor = load_processor(folder, pretrained.images)
-        return VisionEncoder(ModelFlow.from_recipe(recipe), processor=processor, **common)
-    if pretrained.kind == "dual":
-        return load_dual(folder, recipe, pretrained.images, common)
-    flow, own = ModelFlow.from_recipe(recipe), pretrained.recipe
-    tokenizer = load_tokenizer(folder, lowercase=bool(pipeline and pipeline.do_lower_case))
-    positions = pretrained.max_positions
-    if pretrained.kind == "encoder" or getattr(recipe, "hidden_only", False):
-        padding = padding_of(own, tokenizer)
-        return Encoder(flow, tokenizer=tokenizer, pipeline=pipeline, padding=padding, max_positions=positions, **common)
-    eos, bos = special_ids(folder, tokenizer, pretrained.vocab_size)
-    return CausalLM(flow, tokenizer=tokenizer, eos_ids=eos, bos_id=bos, max_positions=positions, **common)
-
-
-def load_dual(folder: Folder, recipe: Any, images: str, common: Opening) -> DualEncoder:
-    """The towers of a recipe, with the checkpoint's tokenizer and image processor."""
-    tokenizer = load_tokenizer(folder)
-    return DualEncoder(
-        recipe.of("text"), recipe.of("vision"), similarity=recipe.of("similarity"), tokenizer=tokenizer,
-        processor=load_processor(folder, images), padding=padding_of(recipe, tokenizer), **common,
+def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> CausalLM:
+    """A recipe of a checkpoint as a `CausalLM`, with the tokenizer and the ids that the checkpoint names."""
+    flow, pretrained = ModelFlow.from_recipe(recipe), checkpoint.pretrained
+    eos, bos = special_ids(checkpoint.folder, checkpoint.tokenizer, pretrained.vocab_size)
+    return CausalLM(
+        flow, tokenizer=checkpoint.tokenizer, eos_ids=eos, bos_id=bos, max_positions=pretrained.max_positions,
+        **options.compiling(),
     )  # fmt: skip
+
+
+def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Encoder:
+    """A recipe of a checkpoint as an `Encoder`, with its tokenizer and its modules of sentence-transformers."""
+    flow, pretrained = ModelFlow.from_recipe(recipe), checkpoint.pretrained
+    return Encoder(
+        flow, tokenizer=checkpoint.tokenizer, pipeline=checkpoint.pipeline,
+        padding=padding_of(pretrained.recipe, checkpoint.tokenizer), max_positions=pretrained.max_positions,
+        **options.compiling(),
+    )  # fmt: skip
+
+
+def open_vision(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> VisionEncoder:
+    """A recipe of a checkpoint as a `VisionEncoder`, with the checkpoint's image processor."""
+    return VisionEncoder(ModelFlow.from_recipe(recipe), processor=checkpoint.processor, **options.compiling())
+
+
+def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> DualEncoder:
+    """The towers of a recipe, with the checkpoint's tokenizer and image processor."""
+    return DualEncoder(
+        recipe.of("text"), recipe.of("vision"), similarity=recipe.of("similarity"), tokenizer=checkpoint.tokenizer,
+        processor=checkpoint.processor, padding=padding_of(recipe, checkpoint.tokenizer), **options.compiling(),
+    )  # fmt: skip
+
+
+KINDS: dict[str, Callable[[Checkpoint, Any, OpenOptions], CausalLM | Encoder | VisionEncoder | DualEncoder]] = {
+    "causal": open_causal, "encoder": open_encoder, "vision": open_vision, "dual": open_dual,
+}  # fmt: skip
+"""What opens a checkpoint of each kind."""
 
 
 def padding_of(recipe: Any, tokenizer: Tokenizer | None) -> tuple[int, int] | None:

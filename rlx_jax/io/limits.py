@@ -15,12 +15,6 @@ MAX_TENSORS = 200_000
 """Tensors of one checkpoint, all shards together."""
 MAX_NAME_BYTES = 1_024
 """One tensor name in UTF-8."""
-MAX_ENTRY_CHARS = 4_096
-"""The JSON of one tensor in a header, without its name."""
-MAX_STRING_CHARS = 2**23
-"""One string in a header. Decoding takes up to eight bytes a character."""
-MAX_METADATA_ENTRIES = 65_536
-"""Entries of `__metadata__` in a header."""
 MAX_INDEX_BYTES = 64 * 2**20
 """`model.safetensors.index.json`."""
 MAX_LISTING_BYTES = 32 * 2**20

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlx_jax.errors import (
-    ConfigError,
     GraphError,
     UnsupportedError,
     WeightError,
-    check_keywords,
     did_you_mean,
     listing,
     quote,
-    shown,
 )
-from rlx_jax.flow import ModelFlow, ModelRecipe
-from rlx_jax.io.folder import Folder, open_folder
+from rlx_jax.flow import ModelRecipe
+from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
 from rlx_jax.models import (
     bert,
@@ -53,9 +48,8 @@ from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.hooks import WithIgnored, add_patch
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
-from rlx_jax.weights.beside import MarkedSource
 from rlx_jax.weights.directory import refuse_without_config
-from rlx_jax.weights.source import WeightSource, open_weights
+from rlx_jax.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -246,32 +240,6 @@ def _of_plugins() -> Mapping[str, plugins.Opens]:
     return found
 
 
-def open_pretrained(
-    path: str | os.PathLike[str] | Folder,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    subfolder: str = "",
-    ignore_fields: Iterable[str] = (),
-    lacking: bool = False,
-    headless: bool = False,
-    **options: Any,
-) -> Pretrained:
-    """A Hugging Face directory, or a model of the Hub, as a recipe; `options` are those of `open_weights`. Nothing but
-    `config.json` is fetched before it is known to be built. With `lacking` weights may be missing, which are to be
-    drawn. `headless`: without the head of a causal model, whatever the config says. `ignore_fields`: as `rlx_jax.load`
-    has it.
-
-    Raises:
-        ConfigError, UnsupportedError: config.json is absurd or asks for what is not handled.
-        MissingWeightError, WeightShapeError: the weights contradict it.
-    """
-    folder = open_folder(path, revision, token, subfolder=subfolder)
-    config, family = family_of(folder, ignore_fields, headless)
-    source = open_weights(folder, **options)
-    return bound(folder, config, family, MarkedSource(source, "lacking") if lacking else source)
-
-
 def family_of(
     folder: Folder, ignore_fields: Iterable[str] = (), headless: bool = False
 ) -> tuple[Fields, Family | plugins.Opens]:
@@ -303,7 +271,7 @@ def bound(folder: Folder, config: Fields, family: Family | plugins.Opens, source
     """The recipe of a family for a config, bound to weights.
 
     Raises:
-        As `open_pretrained`.
+        MissingWeightError, WeightShapeError: the weights contradict the config. Others as `family_of`.
     """
     try:
         opened: Pretrained = family.open(config, source)
@@ -322,86 +290,3 @@ def with_ignored(recipe: Any, names: tuple[str, ...]) -> Any:
     if not names or not hasattr(recipe, "hooks") or edit in recipe.hooks.edits:
         return recipe
     return add_patch(recipe, edit)
-
-
-def rebound(recipe: Any, own: Any) -> Any:
-    """A recipe with the weights of another checkpoint of the same config; `own` is that checkpoint's recipe.
-
-    How the weights are stored is the checkpoint's matter too: a prefix of their keys, a head beside a tied embedding.
-    What has no config of its own, such as a function that returns a flow, stays as it is.
-
-    Raises:
-        ConfigError: the configs differ; the message names the fields.
-    """
-    if not hasattr(recipe, "config"):
-        return recipe
-    got, want, remedy = recipe.config, own.config, "make it with rlx_jax.recipe_for of that checkpoint"
-    if type(got) is not type(want):
-        raise ConfigError(
-            f"the recipe {quote(recipe.name)} has a {type(got).__name__}, the checkpoint a {type(want).__name__}; "
-            f"{remedy}"
-        )
-    names = [f.name for f in fields(want) if f.name != "tie_word_embeddings"]
-    differ = [n for n in names if getattr(got, n) != getattr(want, n)]
-    if differ:
-        values = ", ".join(f"{n} {shown(getattr(got, n))} (config.json: {shown(getattr(want, n))})" for n in differ)
-        raise ConfigError(
-            f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {values}; {remedy}"
-        )
-    stored = ["config", "layout", "prefix", "weights"] + ["hidden_only"] * getattr(own, "hidden_only", False)
-    return replace(recipe, **{n: getattr(own, n) for n in stored if hasattr(recipe, n)})
-
-
-OPENING = ("revision", "token", "subfolder", "ignore_fields")
-"""The options of `from_pretrained` and `recipe_for` besides those of `open_weights`."""
-
-
-def check_options(caller: str, options: Mapping[str, Any], own: Iterable[str] = ()) -> None:
-    """Options of `open_weights` that another function hands on are checked in that function's name.
-
-    Raises:
-        TypeError: an unknown one, as Python itself does.
-    """
-    known = [*own, *(p.name for p in inspect.signature(open_weights).parameters.values() if p.kind is p.KEYWORD_ONLY)]
-    check_keywords(caller, options, known)
-
-
-def from_pretrained(
-    path: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    subfolder: str = "",
-    ignore_fields: Iterable[str] = (),
-    **options: Any,
-) -> ModelFlow:
-    """The flow of a Hugging Face directory or of a model of the Hub, bound to its weights: edit it, then
-    `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`, `ignore_fields`: as `rlx_jax.load` has them."""
-    check_options("from_pretrained", options, OPENING)
-    recipe = recipe_for(
-        path, revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields, **options
-    )
-    flow: ModelFlow = recipe.assemble()
-    return flow
-
-
-def recipe_for(
-    path: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    subfolder: str = "",
-    ignore_fields: Iterable[str] = (),
-    **options: Any,
-) -> Any:
-    """The recipe of a Hugging Face directory (`Llama32Flow`, `Qwen3Flow` …) or of a model of the Hub, bound to its
-    weights. `revision`, `token`, `subfolder`, `ignore_fields`: as `rlx_jax.load` has them.
-
-    Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or `load(path, recipe=recipe)`
-    for the tokenizer as well. `load` takes the weights of its own `path`, which may be another checkpoint of the same
-    config.
-    """
-    check_options("recipe_for", options, OPENING)
-    return open_pretrained(
-        path, revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields, **options
-    ).recipe

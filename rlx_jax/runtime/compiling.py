@@ -14,7 +14,7 @@ import jax
 
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.device import running_device
-from rlx_jax.errors import DeriveError, MissingWeightError, RequestError, RlxWarning, suggests
+from rlx_jax.errors import DeriveError, MissingWeightError, RequestError, RlxWarning, listing, suggests
 from rlx_jax.ir.reading import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.lowering.lir.layout import layout_of
@@ -24,6 +24,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.programs import Beside, ProgramKey, Programs
 from rlx_jax.weights.execute import load_leaves
+from rlx_jax.weights.format import OpenOptions
 
 
 @suggests()
@@ -64,9 +65,8 @@ def compile(
     """
     if program not in PROGRAMS:
         raise DeriveError(unknown_program(program))
-    programs = open_programs(
-        [flow], weights, profile, strict, merge=False, program=program, mesh=mesh, missing=missing, key=key
-    )
+    options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key)
+    programs = open_programs([flow], weights, options, merge=False, program=program)
     (model,) = finish_models(programs, program).values()
     return model
 
@@ -116,8 +116,28 @@ def compile_together(
     Raises:
         GraphError: two flows of one name, or weights from different places. ProfileError: profiles that differ.
     """
-    programs = open_programs(flows, weights, profile, strict, merge=False, program=program, mesh=mesh)
+    options = OpenOptions(strict=strict, profile=profile, mesh=mesh)
+    programs = open_programs(flows, weights, options, merge=False, program=program)
     return finish_models(programs, program)
+
+
+def open_model(
+    flow: Any, weights: Weights, options: OpenOptions, serves: tuple[str, ...], max_positions: int | None = None
+) -> CompiledModel:
+    """The model of a flow that answers requests by the programs `serves`, its projections merged. One that is compiled
+    already stays as it is, with all its programs.
+
+    Raises:
+        RequestError: an argument that such a model was compiled with.
+    """
+    if not isinstance(flow, CompiledModel):
+        programs = open_programs([flow], weights, options, merge=True, max_positions=max_positions, serves=serves)
+        (model,) = finish_models(programs).values()
+        return model
+    others = {"weights": weights, "max_positions": max_positions}
+    if given := [*(name for name, value in others.items() if value is not None), *options.changed()]:
+        raise RequestError(f"{flow.name} is compiled already: leave out {listing(given)}, or give the flow itself")
+    return flow
 
 
 def finish_models(programs: Programs, program: str = "forward") -> dict[str, CompiledModel]:

@@ -42,12 +42,13 @@ from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.division import check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
-from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.profiles import CompileProfile
 from rlx_jax.profiles.effects import warn_of_idle
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.drawing import check_missing, draw_lacking, drawing
 from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.weights.beside import with_drawn
+from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.source import open_weights
 
 Builds = Mapping[str, tuple[Built, float]]
@@ -57,30 +58,25 @@ Builds = Mapping[str, tuple[Built, float]]
 def open_programs(
     flows: Sequence[Any],
     weights: Weights,
-    profile: ProfileLike | None,
-    strict: bool,
+    options: OpenOptions,
     merge: bool,
     program: str = "forward",
-    progress: Progress | None = None,
     max_positions: int | None = None,
     serves: tuple[str, ...] = (),
-    mesh: Any = None,
-    missing: str = "error",
-    key: Any = None,
 ) -> Programs:
     """Build each flow once, resolve the profile and choose one layout for all. Reads shapes, no data.
 
     `program` decides how layers run and are stored; every program of the model shares it, and takes no more than
     `max_positions` tokens. `serves`: the programs of a model that takes requests of every size; else calls run
-    `program` alone. `mesh`: the devices that it is divided over, see `divide_model`. `missing`, `key`: see `compile`.
+    `program` alone.
 
     Raises:
         GraphError: two flows of one name, or no flow at all, or flows that read their weights from different places.
         ProfileError: the flows' own profiles say different things.
     """
-    profile = None if profile is None else CompileProfile.of(profile)
-    check_options(strict, progress)
-    seed = check_missing(missing, key)
+    profile = None if options.profile is None else CompileProfile.of(options.profile)
+    check_options(options.strict, options.progress)
+    seed = check_missing(options.missing, options.key)
     if weights is not None and any(hasattr(flow, "stored_in") for flow in flows):  # recipes, which look at them
         weights = open_weights(weights)
     made = [as_flow(flow, weights) for flow in flows]
@@ -90,15 +86,15 @@ def open_programs(
     named = by_name([flow if seed is None else drawing(flow) for flow in made])
     builds, fresh = with_lacking(named, build_flows(named, weights), seed)
     builts = [built for built, _ in builds.values()]
-    source = check_sources(builts, strict)
+    source = check_sources(builts, options.strict)
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
-    division = divide_model(mesh, builts, settings, program, serves)
+    division = divide_model(options.mesh, builts, settings, program, serves)
     settings = replace(settings if division is None else divided(settings, division), max_positions=max_positions)
     plan = plan_layout(builds, settings, program if program in ("train", "explicit") else "forward")
     if division is not None:
         check_divides(division, plan.layout.leaves.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
-    programs = Programs(named, source, plan.settings, plan.layout, captured, progress)
+    programs = Programs(named, source, plan.settings, plan.layout, captured, options.progress)
     programs.opened = merge, program
     programs.initialised, programs.seed = fresh, seed
     chosen = [(t, choose_profile(t.built, profile)) for t in plan.templates.values() if t.built.plan is None]

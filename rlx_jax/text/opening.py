@@ -10,7 +10,6 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 
-from rlx_jax.compiler.executable import Progress
 from rlx_jax.errors import (
     DTypeError,
     GraphError,
@@ -26,31 +25,24 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import is_float, short_name
-from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
-from rlx_jax.runtime.compiling import finish_models
+from rlx_jax.runtime.compiling import open_model
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.requests import whole_number
 from rlx_jax.text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
+from rlx_jax.weights.format import OpenOptions
 
 
 def open_token_model(
     flow: Any,
     weights: Weights,
-    profile: ProfileLike | None,
-    mesh: Any,
-    strict: bool,
-    progress: Progress | None,
+    options: OpenOptions,
     max_positions: int | None,
     programs: tuple[str, ...],
     inputs: bool = False,
-    missing: str = "error",
-    key: Any = None,
 ) -> tuple[CompiledModel, int]:
-    """Compile a flow with merged projections; the model, which takes `max_positions` tokens, and its vocabulary size.
-    Requests run `programs`, and with `inputs` bring what the flow reads beside tokens. A model that is compiled already
-    stays as it is, with all its programs. `missing`, `key`: as `rlx_jax.compile` has them.
+    """The model of a flow, which takes `max_positions` tokens, as `open_model` makes it, and its vocabulary size.
+    Requests run `programs`, and with `inputs` bring what the flow reads beside tokens.
 
     Raises:
         RequestError: an argument that a compiled model has its own of.
@@ -59,15 +51,9 @@ def open_token_model(
     """
     if max_positions is not None:
         max_positions = whole_number("max_positions", max_positions, 1)
-    if isinstance(flow, CompiledModel):
-        check_untouched(flow, weights, profile, mesh, strict, progress, max_positions, missing, key)
-        model = flow if flow.program == "forward" else replace(flow, program="forward", last=None)
-    else:
-        opened = open_programs(
-            [flow], weights, profile, strict, merge=True, progress=progress, max_positions=max_positions,
-            serves=programs, mesh=mesh, missing=missing, key=key,
-        )  # fmt: skip
-        (model,) = finish_models(opened).values()
+    model = open_model(flow, weights, options, programs, max_positions)
+    if model.program != "forward":
+        model = replace(model, program="forward", last=None)
     ids = model.first_input
     rows = model.template().bounds.ids.get(ids)
     if rows is None:
@@ -92,22 +78,6 @@ def in_one_line(kind: str, model: CompiledModel, vocab_size: int, max_positions:
     positions = max_positions or "any number of"
     target = model.settings.target
     return f"{kind}({model.name}: vocabulary {vocab_size}, {positions} positions, target {target})"
-
-
-def check_untouched(
-    model: CompiledModel, weights: Any, profile: Any, mesh: Any, strict: Any, progress: Any, max_positions: Any,
-    missing: Any, key: Any,
-) -> None:  # fmt: skip
-    """Nothing is asked of a compiled model that was settled when it was compiled.
-
-    Raises:
-        RequestError: names the arguments.
-    """
-    asked = {"weights": weights, "profile": profile, "mesh": mesh, "progress": progress, "max_positions": max_positions}
-    asked |= {"missing": None if missing == "error" else missing, "key": key}
-    given = [name for name, value in asked.items() if value is not None] + ["strict"] * (strict is not True)
-    if given:
-        raise RequestError(f"{model.name} is compiled already: leave out {listing(given)}, or give the flow itself")
 
 
 def check_logits(model: CompiledModel, vocab_size: int) -> None:

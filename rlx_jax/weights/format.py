@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import numpy as np
 
+from rlx_jax.errors import WeightError, did_you_mean, quote
 from rlx_jax.io.files import Links
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType
@@ -18,13 +19,57 @@ from rlx_jax.weights.manifest import Verify
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """How to open weights; see `rlx_jax.open_weights`."""
+    """Every option of opening a checkpoint, handed as one record from `load` to the formats and to the class it opens.
+
+    Attributes:
+        strict, on_nonfinite, links, verify, subtree, max_bytes: see `rlx_jax.open_weights`.
+        profile, mesh, missing, key: see `rlx_jax.compile`. progress: see `rlx_jax.load`.
+    """
 
     strict: bool = True
     on_nonfinite: OnNonfinite = "error"
     links: Links = "follow"
     verify: Verify = "auto"
     subtree: str = ""
+    max_bytes: int | None = None
+    profile: Any = None
+    mesh: Any = None
+    missing: Literal["error", "init"] = "error"
+    key: Any = None
+    progress: Any = None
+
+    def compiling(self) -> dict[str, Any]:
+        """Return the options that `CausalLM`, `Encoder` and their like take too, by name."""
+        return {name: getattr(self, name) for name in ("profile", "mesh", "strict", "progress", "missing", "key")}
+
+    def changed(self) -> list[str]:
+        """Return the names of the options that are not the defaults."""
+        return [f.name for f in fields(self) if not _is_default(getattr(self, f.name), f.default)]
+
+    def check_weights(self) -> None:
+        """The options of reading weights are of their kinds.
+
+        Raises:
+            WeightError: names the one that is not.
+        """
+        if not isinstance(self.strict, bool):
+            raise WeightError(f"strict: expected True or False, got {quote(self.strict)}")
+        for name, choices in (("on_nonfinite", OnNonfinite), ("links", Links), ("verify", Verify)):
+            value, known = getattr(self, name), get_args(choices)
+            if value not in known:
+                raise WeightError(
+                    f"{name}: expected one of {', '.join(known)}, got {quote(value)}{did_you_mean(str(value), known)}"
+                )
+        most = self.max_bytes
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+            raise WeightError(f"max_bytes: expected a number of bytes, got {quote(most)}")
+        if not isinstance(self.subtree, str) or (self.subtree and not all(self.subtree.split("."))):
+            raise WeightError(f"subtree: expected a dotted path such as 'params', got {quote(self.subtree)}")
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether an option is the default; an array, as `key` may be, is none and compares with nothing."""
+    return value is default or (isinstance(value, str) and value == default)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,15 @@
 
     {"__metadata__": {str: str}, name: {"dtype": str, "shape": [int], "data_offsets": [begin, end]}, …}
 
-The outer object is walked member by member, so that memory is bounded by what has been accepted so
-far, and a message has the byte. Sizes are Python integers, which do not wrap.
+Sizes are Python integers, which do not wrap.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +24,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.strict_json import decode_text, is_text, offset, whole_number
+from rlx_jax.io.strict_json import parse
 from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, MAX_RANK, short_name
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -48,9 +45,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
 }
 _SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-_BLANKS = re.compile(r"[ \t\n\r]*")
-_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _FIELDS = ("dtype", "shape", "data_offsets")
+VALUES_PER_TENSOR = 10
+"""JSON values in a header for each of `limits.MAX_TENSORS`: eight for a matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,137 +79,27 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     Raises:
         SafetensorsError, DuplicateWeightError, LimitError, UnsupportedError: as `SafetensorsFile`.
     """
-    cursor = _Cursor(decode_text(raw, where, SafetensorsError, start=8), where)
-    tensors: dict[str, TensorInfo] = {}
-    metadata: dict[str, str] | None = None
-    for name in cursor.members():
-        if name in tensors or (name == "__metadata__" and metadata is not None):
-            raise DuplicateWeightError(f"{where}: {quote(name)} is given twice, again at byte {cursor.byte}")
-        if name == "__metadata__":
-            metadata = _metadata(cursor)
-        else:
-            name_bytes = len(name.encode())
-            limits.at_most(name_bytes, limits.MAX_NAME_BYTES, "limits.MAX_NAME_BYTES", f"{where}: the length of a name")
-            tensors[name] = _tensor(cursor.entry(name), len(raw) + 8, data_bytes, f"{where}: tensor {quote(name)}")
-            limits.at_most(len(tensors), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: the number of tensors")
-    cursor.end()
-    return Header(_in_order(tensors, len(raw) + 8, data_bytes, where), metadata or {})
+    values, name = VALUES_PER_TENSOR * limits.MAX_TENSORS, f"{VALUES_PER_TENSOR} limits.MAX_TENSORS"
+    content = parse(raw, where, SafetensorsError, values, name, repeated=DuplicateWeightError, start=8)
+    if not isinstance(content, dict):
+        raise SafetensorsError(f"{where}: header: expected a JSON object, found {type(content).__name__}")
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise SafetensorsError(f"{where}: '__metadata__': expected an object of strings")
+    limits.at_most(len(content), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: the number of tensors")
+    longest = max((len(name.encode()) for name in content), default=0)
+    limits.at_most(longest, limits.MAX_NAME_BYTES, "limits.MAX_NAME_BYTES", f"{where}: the length of a name")
+    start = len(raw) + 8
+    tensors = {
+        name: _tensor(fields, start, data_bytes, f"{where}: tensor {quote(name)}") for name, fields in content.items()
+    }
+    return Header(_in_order(tensors, start, data_bytes, where), metadata)
 
 
-class _Cursor:
-    """A place in the header's text."""
-
-    def __init__(self, text: str, where: str) -> None:
-        self.text, self.where, self.at = text, where, 0
-
-    @property
-    def byte(self) -> int:
-        """The place in the file."""
-        return 8 + offset(self.text, self.at)
-
-    def fail(self, problem: str) -> NoReturn:
-        raise SafetensorsError(f"{self.where}: {problem} at byte {self.byte}")
-
-    def take(self, expected: str) -> str:
-        """The next character after blanks, one of `expected`; the cursor moves past it."""
-        found = self.peek()
-        if not found or found not in expected:
-            wanted = " or ".join(map(repr, expected))
-            self.fail(f"expected {wanted}, found {quote(found) if found else 'the end'}")
-        self.at += 1
-        return found
-
-    def peek(self) -> str:
-        """The next character after blanks, empty at the end."""
-        self.at = _BLANKS.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches anywhere
-        return self.text[self.at : self.at + 1]
-
-    def members(self) -> Iterator[str]:
-        """The names of an object's members. At each, the caller moves the cursor past the value."""
-        self.take("{")
-        if self.peek() == "}":
-            self.take("}")
-            return
-        while True:
-            name = self.string("a name")
-            self.take(":")
-            self.peek()
-            yield name
-            if self.take(",}") == "}":
-                return
-
-    def string(self, what: str) -> str:
-        if self.peek() != '"':
-            self.fail(f"expected {what}, a string")
-        start = self.at
-        length = _STRING.match(self.text, start).end() - start  # type: ignore[union-attr]  # it starts with a quote
-        what = f"{self.where}: the length of {what}"
-        limits.at_most(length, limits.MAX_STRING_CHARS, "limits.MAX_STRING_CHARS", what)
-        try:
-            value, self.at = _DECODER.raw_decode(self.text, start)
-        except json.JSONDecodeError as cause:
-            self.at = cause.pos
-            self.fail(f"not JSON: {cause.msg.removesuffix(' at')}")
-        if not is_text(value):
-            self.at = start
-            self.fail("half of a surrogate pair in the string")
-        return str(value)
-
-    def entry(self, name: str) -> tuple[tuple[str, Any], ...]:
-        """The members of the flat object at the cursor, repeated ones too."""
-        if self.peek() != "{":
-            self.fail(f"tensor {quote(name)}: expected an object")
-        limit = limits.MAX_ENTRY_CHARS
-        end = self.text.find("}", self.at, self.at + limit) + 1
-        if not end:
-            self.fail(
-                f"tensor {quote(name)}: expected an object of at most limits.MAX_ENTRY_CHARS = {limit} characters"
-            )
-        try:
-            pairs: tuple[tuple[str, Any], ...] = _DECODER.decode(self.text[self.at : end])
-        except json.JSONDecodeError as cause:
-            self.at += cause.pos
-            self.fail(f"tensor {quote(name)}: not JSON, or not a flat object: {cause.msg.removesuffix(' at')}")
-        except (ValueError, RecursionError):
-            self.fail(f"tensor {quote(name)}: NaN, Infinity or deep nesting in the entry")
-        self.at = end
-        return pairs
-
-    def end(self) -> None:
-        """Nothing but blanks may follow."""
-        if self.peek():
-            self.fail(f"expected the end of the header, found {quote(self.text[self.at : self.at + 20])}")
-
-
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(constant)
-
-
-# Objects become tuples of pairs: that keeps repeated names, and cannot be taken for an array.
-_DECODER = json.JSONDecoder(object_pairs_hook=tuple, parse_int=whole_number, parse_constant=_refuse_constant)
-
-
-def _metadata(cursor: _Cursor) -> dict[str, str]:
-    metadata: dict[str, str] = {}
-    for name in cursor.members():
-        if name in metadata:
-            raise DuplicateWeightError(
-                f"{cursor.where}: {quote(name)} is given twice in '__metadata__', again at byte {cursor.byte}"
-            )
-        metadata[name] = cursor.string(f"the value of {quote(name)} in '__metadata__'")
-        what = f"{cursor.where}: the number of entries in '__metadata__'"
-        limits.at_most(len(metadata), limits.MAX_METADATA_ENTRIES, "limits.MAX_METADATA_ENTRIES", what)
-    return metadata
-
-
-def _tensor(pairs: tuple[tuple[str, Any], ...], data_start: int, data_bytes: int, where: str) -> TensorInfo:
+def _tensor(fields: Any, data_start: int, data_bytes: int, where: str) -> TensorInfo:
     """Check one entry by itself. `where` names file and tensor."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise DuplicateWeightError(
-            f"{where}: field {quote(next(n for n in names if names.count(n) > 1))} is given twice"
-        )
+    if not isinstance(fields, dict):
+        raise SafetensorsError(f"{where}: expected an object, found {_shown(fields)}")
     for field in fields:
         if field not in _FIELDS:
             raise SafetensorsError(f"{where}: unknown field {quote(field)}{did_you_mean(field, _FIELDS)}")
@@ -252,8 +139,8 @@ def _sizes(value: Any, where: str) -> tuple[int, ...]:
 
 
 def _shown(value: Any) -> str:
-    """A JSON value for a message. Printing nested lists recurses, and a file chooses how deep."""
-    return type(value).__name__ if isinstance(value, list | tuple) else quote(json.dumps(value))
+    """A JSON value for a message."""
+    return type(value).__name__ if isinstance(value, list | dict) else quote(json.dumps(value))
 
 
 def check_shape(shape: tuple[int, ...], where: str) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from rlx_jax.errors import (
     MissingFileError,
     RlxError,
     UnsupportedError,
     WeightError,
-    did_you_mean,
     listing,
     quote,
 )
@@ -84,16 +83,23 @@ def open_weights(
     >>> source.spec("w")
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
-    given = OpenOptions(strict, on_nonfinite, links, verify, subtree)
-    _check_options(given, max_bytes)
+    options = OpenOptions(strict, on_nonfinite, links, verify, subtree, max_bytes)
+    return open_with(weights, options, revision, token)
+
+
+def open_with(
+    weights: Any, options: OpenOptions, revision: str | None = None, token: str | bool | None = None
+) -> WeightSource:
+    """`open_weights` with its options as one record."""
+    options.check_weights()
     if isinstance(weights, WeightSource):
-        if given != OpenOptions() or (max_bytes, revision, token) != (None, None, None):
+        if options.changed() or (revision, token) != (None, None):
             raise WeightError("these weights are open already; give the options where you open them")
         return weights
-    weights = _here(weights, max_bytes, revision, token)
+    weights = _here(weights, options.max_bytes, revision, token)
     found = next((row for row in formats.FORMATS if row.detect(weights)), None)
     if found is not None:
-        return _opened(found, weights, given, max_bytes)
+        return _opened(found, weights, options)
     if isinstance(weights, str):
         _refuse(weights)
     lacks = [name for name in ("keys", "spec", "read", "has", "where") if not callable(getattr(weights, name, None))]
@@ -125,37 +131,22 @@ def _here(weights: Any, max_bytes: int | None, revision: str | None, token: str 
     return weights
 
 
-def _opened(row: Format, weights: Any, given: OpenOptions, max_bytes: int | None) -> WeightSource:
+def _opened(row: Format, weights: Any, options: OpenOptions) -> WeightSource:
     """The source of a format, closed again where it is too large."""
     try:
-        source: WeightSource = row.open(weights, given)
+        source: WeightSource = row.open(weights, options)
     except RlxError as error:
         if isinstance(weights, str) and quote(weights).strip("'") not in str(error):
             error.locate(quote(weights))
         raise
     try:
-        _check_total(source, max_bytes)
+        if options.max_bytes is not None:
+            total = sum(stored_bytes(source.spec(key)) for key in source.keys())
+            limits.at_most(total, options.max_bytes, "max_bytes", "the size of all weights in bytes")
     except BaseException:
         close(source)
         raise
     return source
-
-
-def _check_options(given: OpenOptions, max_bytes: Any) -> None:
-    """Options are of their kinds.
-
-    Raises:
-        WeightError: names the one that is not.
-    """
-    if not isinstance(given.strict, bool):
-        raise WeightError(f"strict: expected True or False, got {quote(given.strict)}")
-    _check_option("on_nonfinite", given.on_nonfinite, get_args(OnNonfinite))
-    _check_option("links", given.links, get_args(Links))
-    _check_option("verify", given.verify, get_args(Verify))
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
-        raise WeightError(f"max_bytes: expected a number of bytes, got {quote(max_bytes)}")
-    if not isinstance(given.subtree, str) or (given.subtree and not all(given.subtree.split("."))):
-        raise WeightError(f"subtree: expected a dotted path such as 'params', got {quote(given.subtree)}")
 
 
 def open_headers(folder: Folder) -> WeightSource:
@@ -178,17 +169,3 @@ def _refuse(path: str) -> NoReturn:
         raise MissingFileError(f"{quote(path)}: no such file or directory{hint}")
     refuse_other_format(path)
     raise UnsupportedError(f"{quote(path)}: expected a directory or a .safetensors file")
-
-
-def _check_option(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise WeightError(
-            f"{name}: expected one of {', '.join(choices)}, got {quote(value)}{did_you_mean(str(value), choices)}"
-        )
-
-
-def _check_total(source: WeightSource, max_bytes: int | None) -> None:
-    if max_bytes is None:
-        return
-    total = sum(stored_bytes(source.spec(key)) for key in source.keys())
-    limits.at_most(total, max_bytes, "max_bytes", "the size of all weights in bytes")
