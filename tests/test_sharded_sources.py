@@ -28,7 +28,7 @@ from rlx_jax.weights import manifest
 from rlx_jax.weights import orbax as orbax_format
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.manifest import VerifiedSource
-from rlx_jax.weights.renamed import RenamedSource
+from rlx_jax.weights.views import RenamedSource
 
 RNG = np.random.default_rng(0)
 ARRAYS = {name: RNG.normal(size=(64, 96)).astype(np.float32) for name in ("a", "b")}
@@ -164,7 +164,7 @@ import rlx_jax as rlx
 from rlx_jax.ir.param import Key, Padded, Transposed
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.weights.execute import load_leaves
-from rlx_jax.weights.renamed import RenamedSource
+from rlx_jax.weights.views import RenamedSource
 
 class Counting(RenamedSource):
     nbytes = 0

@@ -17,9 +17,9 @@ from rlx_jax.ir import plugins
 from rlx_jax.models.config import Fields
 from rlx_jax.models.families import Family, Pretrained, bound, family_of, with_ignored
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
-from rlx_jax.weights.beside import MarkedSource
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.source import WeightSource, open_headers, open_with
+from rlx_jax.weights.views import MarkedSource
 
 READING = ("strict", "on_nonfinite", "links", "verify", "subtree", "max_bytes")
 """The options of reading weights."""

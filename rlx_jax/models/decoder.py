@@ -25,8 +25,8 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, check_recipe
 from rlx_jax.models.decoder_config import DecoderConfig
 from rlx_jax.models.hooks import Hooked, HookMethods, Hooks
-from rlx_jax.weights.renamed import RenamedSource
 from rlx_jax.weights.source import WeightSource
+from rlx_jax.weights.views import RenamedSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -35,9 +35,8 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.editing import BlockEdit, Inner
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.selecting import BlockPattern, BlocksReading, ProductsIn
-from rlx_jax.weights.beside import MarkedSource
-from rlx_jax.weights.renamed import RenamedSource
 from rlx_jax.weights.source import WeightSource
+from rlx_jax.weights.views import MarkedSource, RenamedSource
 
 R = TypeVar("R")
 

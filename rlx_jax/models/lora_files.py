@@ -18,9 +18,9 @@ from rlx_jax.io.atomic import replacing, write_synced
 from rlx_jax.io.folder import open_folder
 from rlx_jax.models.config import Fields
 from rlx_jax.weights.format import Entry
-from rlx_jax.weights.renamed import RenamedSource
 from rlx_jax.weights.safetensors_format import SafetensorsSource, write_file
 from rlx_jax.weights.source import WeightSource, open_weights
+from rlx_jax.weights.views import RenamedSource
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 OWN = {CONFIG, WEIGHTS, "README.md"}

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlx_jax.errors import ConfigError, RlxWarning, UnsupportedError, quote
 from rlx_jax.models.config import Fields
-from rlx_jax.weights.renamed import RenamedSource
 from rlx_jax.weights.source import WeightSource
+from rlx_jax.weights.views import RenamedSource
 
 
 @dataclass(frozen=True, kw_only=True)

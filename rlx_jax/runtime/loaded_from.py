@@ -24,7 +24,7 @@ from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.program import Built
 from rlx_jax.weights.finite import narrowed
 from rlx_jax.weights.format import Entry
-from rlx_jax.weights.renamed import RenamedSource
+from rlx_jax.weights.views import RenamedSource
 
 CONFIG = "config.json"
 BESIDE = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,12 +11,11 @@ import numpy as np
 from rlx_jax.errors import WeightError, listing
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.reading import WeightSource, shapes_only
-from rlx_jax.weights.manifest import close
 from rlx_jax.weights.mapping import MappingSource
-from rlx_jax.weights.renamed import RenamedSource
+from rlx_jax.weights.views import MarkedSource, RenamedSource, SourceView, close
 
 
-class BesideSource:
+class BesideSource(SourceView):
     """The weights of `source`, and those of `more` beside them.
 
     Raises:
@@ -24,7 +23,8 @@ class BesideSource:
     """
 
     def __init__(self, source: WeightSource, more: WeightSource) -> None:
-        self.source, self.more = source, more
+        super().__init__(source)
+        self.more = more
         if both := [key for key in more.keys() if source.has(key)]:
             raise WeightError(
                 f"weights that are added have keys that the others have already: {listing(both)}; a checkpoint that "
@@ -52,27 +52,11 @@ class BesideSource:
         return self._of(key).read(key, index)
 
     def close(self) -> None:
-        """Close the files that either holds open."""
-        close(self.source)
+        super().close()
         close(self.more)
 
     def _of(self, key: str) -> WeightSource:
         return self.more if self.more.has(key) else self.source
-
-
-class MarkedSource:
-    """The weights of `source`, and how they count. `lacking`: a checkpoint that may have less than its config asks for,
-    and what it has not is to be drawn. `spare`: only beside a source that has none of them, as those of an adapter's
-    files, which a checkpoint that was saved with the adapter has in numbers of its own."""
-
-    def __init__(self, source: WeightSource, mark: Literal["lacking", "spare"]) -> None:
-        self.source, self.mark = source, mark
-        self.keys, self.has, self.where = source.keys, source.has, source.where
-        self.spec, self.read = source.spec, source.read
-
-    def close(self) -> None:
-        """Close the files that are held open."""
-        close(self.source)
 
 
 def may_lack(source: Any) -> bool:

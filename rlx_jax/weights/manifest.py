@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,9 +31,10 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, read_whole, resolve, storage_error
 from rlx_jax.io.strict_json import parse_object
-from rlx_jax.ir.packed import WeightSpec, stored_bytes
+from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
+from rlx_jax.weights.views import SourceView
 
 Verify = Literal["auto", "full", "metadata"]
 """Digests are checked where there is a manifest; there must be one; or shapes and dtypes only."""
@@ -231,20 +232,7 @@ def check_weights(source: WeightSource, weights: Mapping[str, WeightEntry], wher
         raise IntegrityError(f"{where}: {len(wrong)} weights differ from {NAME}: {listing(wrong)}; {_ADVICE}")
 
 
-def close(source: WeightSource) -> None:
-    """Close the files that a source holds open, if it does."""
-    if isinstance(source, SupportsClose):
-        source.close()
-
-
-@runtime_checkable
-class SupportsClose(Protocol):
-    """A source that holds files open."""
-
-    def close(self) -> None: ...
-
-
-class VerifiedSource:
+class VerifiedSource(SourceView):
     """A source of which every weight is compared with the manifest's digest before anything of it is given.
 
     One that has none is vouched for by its files: `check_files` has compared them.
@@ -252,21 +240,9 @@ class VerifiedSource:
 
     def __init__(self, source: WeightSource, manifest: Manifest, directory: str) -> None:
         check_weights(source, manifest.weights, quote(directory))
-        self.source = source
+        super().__init__(source)
         self._manifest, self._directory = manifest, directory
         self._compared: set[str] = set()
-
-    def keys(self) -> tuple[str, ...]:
-        return self.source.keys()
-
-    def has(self, key: str) -> bool:
-        return self.source.has(key)
-
-    def where(self, key: str) -> str:
-        return self.source.where(key)
-
-    def spec(self, key: str) -> WeightSpec:
-        return self.source.spec(key)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
         """The weight, or a part of it. Digests are those of whole weights: before the first part all of it is read.
@@ -299,16 +275,6 @@ class VerifiedSource:
             where = quote(self._directory)
             raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
         self._compared.add(key)
-
-    def close(self) -> None:
-        """Close the files, if the source holds any open."""
-        close(self.source)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def manifest_of(directory: str, weights: Mapping[str, WeightEntry], names: Iterable[str]) -> Manifest:

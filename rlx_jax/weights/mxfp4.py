@@ -13,7 +13,7 @@ from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import short_name
 from rlx_jax.weights.finite import all_finite
-from rlx_jax.weights.manifest import close
+from rlx_jax.weights.views import SourceView
 
 BLOCKS, SCALES = "_blocks", "_scales"
 SIZE = 32
@@ -24,7 +24,7 @@ NIBBLES = np.concatenate([E2M1, -E2M1])
 """What four bits stand for: a sign, two bits of an exponent and one of a mantissa."""
 
 
-class Mxfp4Source:
+class Mxfp4Source(SourceView):
     """The weights of `source`, of which each pair `{key}_blocks` uint8 `[E, out, in/32, 16]` and `{key}_scales` uint8
     `[E, out, in/32]` is seen as `{key}` bf16 `[E, in, out]`. Others are seen as they are.
 
@@ -33,7 +33,7 @@ class Mxfp4Source:
     """
 
     def __init__(self, source: WeightSource) -> None:
-        self.source = source
+        super().__init__(source)
         found = (key.removesuffix(BLOCKS) for key in source.keys() if key.endswith(BLOCKS))
         self._packed = {key for key in found if source.has(key + SCALES) and not source.has(key)}
         hidden = {key + end for key in self._packed for end in (BLOCKS, SCALES)}
@@ -86,10 +86,6 @@ class Mxfp4Source:
             raise WeightError(f"weight {quote(key)} ({self.where(key)}): holds numbers over the range of bf16")
         begins = around.start * SIZE
         return np.ascontiguousarray(numbers[..., first - begins : stop - begins].swapaxes(1, 2))
-
-    def close(self) -> None:
-        """Close the files, if the source holds any open."""
-        close(self.source)
 
 
 def unpacked(source: WeightSource) -> WeightSource:

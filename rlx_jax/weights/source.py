@@ -30,9 +30,10 @@ from rlx_jax.weights import formats
 from rlx_jax.weights.directory import bring, headers, refuse_directory, refuse_other_format
 from rlx_jax.weights.finite import OnNonfinite
 from rlx_jax.weights.format import Format, OpenOptions
-from rlx_jax.weights.manifest import Verify, close
+from rlx_jax.weights.manifest import Verify
 from rlx_jax.weights.orbax_tree import usable_steps
 from rlx_jax.weights.safetensors_format import SafetensorsSource
+from rlx_jax.weights.views import close
 
 
 def open_weights(
