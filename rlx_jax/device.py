@@ -20,7 +20,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from rlx_jax.errors import DeviceOutOfMemoryError, ProfileError, did_you_mean, first_line, quote
 from rlx_jax.io import limits
-from rlx_jax.io.memory import host_bytes
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def described(device: Any) -> Device:
         capability = _capability(getattr(device, "compute_capability", ""))
         known = replace(known, capability=capability, cudnn=_cudnn(capability))
     stats = device.memory_stats() if hasattr(device, "memory_stats") else None
-    return replace(known, memory=int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else host_bytes())
+    return replace(known, memory=int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else limits.host_bytes())
 
 
 def _kind(device: Any) -> str:

@@ -85,8 +85,7 @@ class Checkpoint:
         """The weights; errors as `open_weights`. Nothing of them is fetched before the family is known to be built."""
         if self.family and self.headers:
             return open_headers(self.folder)
-        reading = OpenOptions(**{name: getattr(self.options, name) for name in READING})
-        source = open_with(self.folder, reading)
+        source = open_with(self.folder, self.options)
         return MarkedSource(source, "lacking") if self.options.missing == "init" else source
 
     @cached_property

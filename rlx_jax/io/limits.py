@@ -7,6 +7,8 @@ it, set it in this module before opening the file. Rank, dimensions and elements
 
 from __future__ import annotations
 
+import os
+
 from rlx_jax.errors import LimitError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -70,4 +72,12 @@ def available_bytes() -> int | None:
             (line,) = (line for line in file if line.startswith(b"MemAvailable:"))
             return int(line.split()[1]) * 1024
     except (OSError, ValueError):  # not Linux
+        return None
+
+
+def host_bytes() -> int | None:
+    """The memory of this machine, in bytes; None if it is not known."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not a POSIX system
         return None
