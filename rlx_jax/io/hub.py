@@ -345,6 +345,7 @@ def _counter(
             """Nothing is open."""
 
         refresh = set_postfix_str = set_description = set_description_str = __exit__ = close
+        update_transfer = set_transfer_postfix_str = close  # of Xet: bytes of the network, beside those of the file
 
         def __enter__(self) -> Any:
             return self
