@@ -157,6 +157,7 @@ def test_scanned_layers(directory: Path, policy: str, roll: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
 @pytest.mark.parametrize("directory", [*ARCHETYPES.values(), CONV, GROUPS], ids=lambda d: d.name)
 def test_every_weight_has_a_gradient(directory: Path) -> None:
     """Of the `train` program, and remat changes none; a stage's own are held against differences elsewhere."""
