@@ -14,6 +14,19 @@ def w(*shape: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
 
 
+def llama_weights(layers: int, hidden: int, queries: int, keys: int, inner: int) -> dict[str, np.ndarray]:
+    """Those of Llama layers with so many columns of queries and of keys, other numbers in each."""
+    shapes = {f"self_attn.{n}_proj": s for n, s in zip("qkv", ((queries, hidden), *((keys, hidden),) * 2), strict=True)}
+    shapes |= {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, inner)}
+    shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden))
+    found = {}
+    for i in range(layers):
+        found |= {f"model.layers.{i}.{name}.weight": w(*shape, seed=i) for name, shape in shapes.items()}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        found |= {f"model.layers.{i}.{name}.weight": 1 + w(hidden, seed=i) for name in norms}
+    return found
+
+
 def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
     """`rlx.compile`, untyped: `params` may be None to a type checker."""
     return rlx.compile(flow, weights, **options)

@@ -23,6 +23,7 @@ from rlx_jax.errors import (
     UnsupportedError,
     WeightShapeError,
 )
+from tests.small import compiled
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 3, 8)).astype(np.float32)
@@ -31,10 +32,6 @@ H = 8
 
 def x_flow() -> ModelFlow:
     return ModelFlow("m").input("x", ("batch", "seq", H))
-
-
-def compiled(what: Any, weights: Any = None) -> Any:
-    return rlx.compile(what, weights)
 
 
 TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)

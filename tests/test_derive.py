@@ -17,6 +17,7 @@ from rlx_jax.blocks import Custom, LlamaDecoderSpec, Named, RopeTables
 from rlx_jax.errors import DeriveError, GraphError, SequenceLengthError, SessionStateError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.linalg import MatMul
+from tests import small
 from tests.small import compiled, profile, w
 
 H, F, V = 8, 12, 17
@@ -48,16 +49,7 @@ def llama_layers(flow: rlx.ModelFlow, count: int, mask: Callable[[int], Any] = l
 
 def llama_weights(count: int) -> dict[str, np.ndarray]:
     """Their weights, and an embedding."""
-    out = dict(EMBEDDING)
-    for i in range(count):
-        p = f"model.layers.{i}"
-        for n, shape in (("q", (16, H)), ("k", (8, H)), ("v", (8, H)), ("o", (H, 16))):
-            out[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i)
-        for n, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F))):
-            out[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i)
-        for n in ("input_layernorm", "post_attention_layernorm"):
-            out[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
-    return out
+    return EMBEDDING | small.llama_weights(count, H, 16, 8, F)
 
 
 def ragged(rows: Sequence[np.ndarray], width: int, seed: int = 3) -> np.ndarray:

@@ -27,6 +27,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Value
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Unary
+from tests.small import compiled
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 8)).astype(np.float32)
@@ -36,11 +37,6 @@ W = RNG.standard_normal((8, 8)).astype(np.float32)
 def linear_module() -> GraphModule:
     """`x · w`, `[2, 8] · [8, 8]`."""
     return Graph.define("m", lambda m: m.linear(m.input("x", (2, 8)), m.param("w", (8, 8))))
-
-
-def compiled(module: Any, weights: Any = None) -> Any:
-    """`rlx.compile`, untyped: inputs are given by name."""
-    return rlx.compile(module, weights)
 
 
 def run(module: Any, weights: Any, *inputs: Any) -> np.ndarray:

@@ -16,7 +16,7 @@ from rlx_jax.ir.ops.token_scan import TokenScan
 from tests import divided
 from tests.divided import mesh
 from tests.oracles.comparing import assert_close
-from tests.small import compiled, profile, w
+from tests.small import compiled, llama_weights, profile, w
 from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, generated, head, tokens_flow
 from tests.test_recurrent import ALL, START, WEIGHTS, close, flow_of, rnn_step, weights_of
 from tests.test_serving import compiled as counted
@@ -134,16 +134,7 @@ def hybrid_weights() -> dict[str, np.ndarray]:
     found = {"e": w(V, 16) * 3, "m.decay": w(N, D) + 3, "m.o": w(16, N * D)} | {
         f"m.{n}": w(N * D, 16, seed=ord(n)) for n in "rkv"
     }
-    p = "model.layers.0"
-    shapes = {
-        "self_attn.q_proj": (16, 16),
-        "self_attn.k_proj": (8, 16),
-        "self_attn.v_proj": (8, 16),
-        "self_attn.o_proj": (16, 16),
-    }
-    shapes |= {"mlp.gate_proj": (20, 16), "mlp.up_proj": (20, 16), "mlp.down_proj": (16, 20)}
-    found |= {f"{p}.{n}.weight": w(*shape, seed=3) for n, shape in shapes.items()}
-    return found | {f"{p}.{n}.weight": np.ones(16, np.float32) for n in ("input_layernorm", "post_attention_layernorm")}
+    return found | llama_weights(1, 16, 16, 8, 20)
 
 
 def test_generation_updates_every_leaf_in_place() -> None:

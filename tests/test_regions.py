@@ -21,7 +21,7 @@ from rlx_jax.ir.graph import Graph, Node, Param
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.region import Repeat, peel_last
 from rlx_jax.ir.verify import verify
-from tests.small import compiled, w
+from tests.small import compiled, llama_weights, w
 
 H = 6
 B, S = 2, 3
@@ -111,20 +111,6 @@ def test_equal_layers_are_one_node(count: int) -> None:
     model = compiled(x_flow().repeat_layers(count, block), weights_of(count, "g", "w", "v"))
     assert f"repeat(count={count}" in model.text("hir") and f"repeat(count={count}" in model.text("mir")
     assert f"repeat(count={count}" in model.text("lir", X)
-
-
-def llama_weights(layers: int) -> dict[str, np.ndarray]:
-    """Those of layers with two heads of 4 on one, other numbers in each."""
-    weights = {}
-    for i in range(layers):
-        p = f"model.layers.{i}"
-        for n, shape in (("q", (8, H)), ("k", (4, H)), ("v", (4, H)), ("o", (H, 8))):
-            weights[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i)
-        for n, shape in (("gate", (9, H)), ("up", (9, H)), ("down", (H, 9))):
-            weights[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i)
-        for n in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
-    return weights
 
 
 def test_scan_stacks_the_leaves_and_unroll_does_not() -> None:
@@ -287,7 +273,7 @@ def test_layers_that_read_an_earlier_one_are_a_region_behind_it() -> None:
 
 def test_state_of_a_split_region() -> None:
     """Every layer has caches of its own, under its own number, and decodes as it computes."""
-    weights = llama_weights(5)
+    weights = llama_weights(5, H, 8, 4, 9)
 
     def layer(i: int) -> BlockStage:
         stage = blocks.llama_prefill_layer_composed(i, LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1))

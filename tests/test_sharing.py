@@ -18,6 +18,7 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec
 from rlx_jax.ir.param_keys import stored_keys
+from tests.small import llama_weights
 
 H = 4
 X = np.random.default_rng(0).standard_normal((2, 3, H)).astype(np.float32)
@@ -157,15 +158,7 @@ def test_two_stacks_on_the_same_weights() -> None:
 def test_generation_with_shared_layers() -> None:
     """Decoding with the layers scanned: the caches are each layer's own, the weights are shared."""
     spec = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
-    weights: dict[str, tuple[int, ...]] = {}
-    rng = np.random.default_rng(0)
-    for i in range(2):
-        p = f"model.layers.{i}"
-        shapes = {"q": (8, H), "k": (4, H), "v": (4, H), "o": (H, 8)}
-        weights |= {f"{p}.self_attn.{n}_proj.weight": s for n, s in shapes.items()}
-        weights |= {f"{p}.mlp.{n}_proj.weight": s for n, s in {"gate": (6, H), "up": (6, H), "down": (H, 6)}.items()}
-        weights |= {f"{p}.{n}.weight": (H,) for n in ("input_layernorm", "post_attention_layernorm")}
-    arrays = {k: (rng.standard_normal(s) / 2).astype(np.float32) for k, s in weights.items()}
+    arrays = llama_weights(2, H, 8, 4, 6)
     layer: Callable[[int], BlockStage] = lambda i: blocks.llama_prefill_layer_composed(i % 2, spec)  # noqa: E731
     flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).repeat_layers(4, layer)
     found = []
