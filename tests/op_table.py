@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +168,7 @@ def attention() -> Iterator[Sample]:
         for block, below in (("seq", 5), ("1", 2)):
             yield Sample(o.RingStep(), f"f32 batch {ring}; f32 batch {block} {row}; i32 batch; i32 batch", below=below)
     for window, slots, in_place in ((3, 5, True), (3, 4, False), (7, 6, True)):  # window + S - 1 slots, one less, all
-        means: Any = lambda *arrays, at=in_place: formula.ring_step(*arrays, in_place=at)  # noqa: E731
+        means = functools.partial(formula.ring_step, in_place=in_place)
         yield Sample(o.RingStep(window), f"f32 2 {slots} 2 3; f32 2 3 2 3; i32 2; i32 2", means, below=4)
 
 

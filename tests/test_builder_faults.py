@@ -244,8 +244,9 @@ def test_a_weight_in_the_other_orientation() -> None:
 
 def test_a_jax_function_of_a_value_names_emit_jax() -> None:
     for fn in (jnp.tanh, jnp.sum, lambda x: jnp.concatenate([x, x])):
+        stage: Callable[..., Any] = lambda e, x, fn=fn: fn(x)  # noqa: E731
         with pytest.raises(GraphError, match=r"emit\.jax\(fn, value\)"):
-            x_flow().custom(lambda e, x, fn=fn: fn(x)).build()
+            x_flow().custom(stage).build()
 
 
 def test_weights_of_unknown_shape() -> None:

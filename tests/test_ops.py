@@ -166,9 +166,9 @@ def test_an_arity_error_says_op_expected_got() -> None:
 def evaluated(cls: Any) -> list[Any]:
     """What the ops of one class give for their samples; compiled together, which takes a tenth of the time."""
     samples = MIR_OPS[cls]
-    return list(jax.jit(lambda many: [s.op.eval(*a) for s, a in zip(samples, many, strict=True)])(
-        [s.arrays() for s in samples]
-    ))  # fmt: skip
+    ops: list[Any] = [s.op for s in samples]
+    together = jax.jit(lambda many: [op.eval(*arrays) for op, arrays in zip(ops, many, strict=True)])
+    return list(together([s.arrays() for s in samples]))
 
 
 def assert_formula(sample: Sample, out: Any) -> None:
@@ -332,7 +332,8 @@ def test_a_row_without_keys_gives_zeros(extra: str, causal: bool) -> None:
     keep = np.array([[0.0, 0.49, 0.0], [0.0, 0.5, 1.0]])
     bias = np.where(keep[:, None, None] >= 0.5, 0.3, -np.inf) * np.ones((2, 2, 3, 3))
     op, given = o.AttentionOp(2, 2, causal=causal, extra=(extra,)), {"keep": keep, "bias": bias}[extra]
-    got, options = run_attention(op, q, k, v, given), {extra: given}
+    options: dict[str, Any] = {extra: given}
+    got = run_attention(op, q, k, v, given)
     assert not got[0].any()
     assert np.array_equal(got[1, 0], np.zeros(8)) == causal  # its first key is dropped
     want = formula.attention(q, k, v, heads=2, kv_heads=2, causal=causal, **options)

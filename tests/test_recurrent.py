@@ -343,7 +343,7 @@ def leak(x: Any) -> Any:
 
 jax.jit(leak)(1.0)
 ZEROS = np.zeros(H, np.float32)
-REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+REFUSED: dict[str, tuple[Any, str]] = {
     "longer": (lambda h, x: (jnp.concatenate([h, h]), x), r"the state enters as f32.8. and leaves as f32.16."),
     "another form": (lambda h, x: ((h, h), x), "the state enters as"),
     "no pair": (lambda h, x: h, r"return a pair, \(state, y_t\)"),
