@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec
 
 from rlx_jax.blocks.attention import Heads, SelfAttnPrefill, SideOutputs, kv_name, side_outputs
-from rlx_jax.blocks.control import Custom, Named
+from rlx_jax.blocks.control import BlockStage, Custom, Named
 from rlx_jax.blocks.decoder import (
     DecodeLayer,
     DecoderLayer,
@@ -201,31 +201,47 @@ def gemma_attn_spec(
     return replace(spec, mask=mask, score_scale=scale, attn_logit_softcap=softcap)
 
 
-# -- layers over the tokens of a prompt ----------------------------------------------------------
+# -- layers by their number ----------------------------------------------------------------------
 
 
 class Qwen3Decoder(DecoderLayer):
     """One Qwen layer from small stages: `[B,S,H]` → same."""
 
 
-def llama_prefill_layer_fused(index: int, spec: LayerSpec, mask_input: str | None = None) -> Named:
-    """Return layer `index` as one block."""
-    return Named(f"layer{index}", LlamaDecoder.layer(index, spec, mask_input))
+class LlamaDecodeLayer(DecodeLayer):
+    """One Llama layer over cached and new tokens: `[B,S,H]` → same."""
 
 
+class Qwen3DecodeLayer(DecodeLayer):
+    """One Qwen layer over cached and new tokens: `[B,S,H]` → same."""
+
+
+class GemmaDecodeLayer(DecodeLayer):
+    """One Gemma layer over cached and new tokens: `[B,S,H]` → same."""
+
+
+Options = ParamSpec("Options")
+
+
+def numbered(layer: Callable[Options, BlockStage]) -> Callable[Options, Named]:
+    """Return the function that makes layer `index` by `layer` and names it `layer{index}` in the block path."""
+
+    def make(*args: Options.args, **options: Options.kwargs) -> Named:
+        return Named(f"layer{args[0] if args else options['index']}", layer(*args, **options))
+
+    return make
+
+
+llama_prefill_layer_fused = numbered(LlamaDecoder.layer)
+qwen3_prefill_layer_fused = numbered(Qwen3Decoder.layer)
+qwen3_prefill_layer_fused_kv = numbered(Qwen3Decoder.layer_with_kv)
 llama_prefill_layer_composed = qwen3_prefill_layer_composed = decoder_layer
+llama_decode_layer = numbered(LlamaDecodeLayer.layer)
+qwen3_decode_layer_fused = numbered(Qwen3DecodeLayer.layer)
+gemma_decode_layer = numbered(GemmaDecodeLayer.layer)
 
 
-def qwen3_prefill_layer_fused(index: int, spec: LayerSpec, mask_input: str | None = None) -> Named:
-    """Return layer `index` as one stage."""
-    return Named(f"layer{index}", Qwen3Decoder.layer(index, spec, mask_input))
-
-
-def qwen3_prefill_layer_fused_kv(
-    index: int, spec: LayerSpec, sink: SideOutputs | None = None, mask_input: str | None = None
-) -> Named:
-    """Return the same with the side outputs `kv.{index}.k` and `kv.{index}.v`, which `sink` collects."""
-    return Named(f"layer{index}", Qwen3Decoder.layer_with_kv(index, spec, sink, mask_input))
+# -- Gemma's ---------------------------------------------------------------------------------------
 
 
 def gemma_prefill_layer_composed(
@@ -267,38 +283,8 @@ def _gemma(style: GemmaStyle, attention: LayerSpec, eps: float, moe: MoeSpec | N
     return gemma_layer_spec(style, replace(attention, eps=eps, output_bias=bias, moe=moe or attention.moe))
 
 
-# -- layers over cached and new tokens -----------------------------------------------------------
-
-
-class LlamaDecodeLayer(DecodeLayer):
-    """One Llama layer over cached and new tokens: `[B,S,H]` → same."""
-
-
-class Qwen3DecodeLayer(DecodeLayer):
-    """One Qwen layer over cached and new tokens: `[B,S,H]` → same."""
-
-
-class GemmaDecodeLayer(DecodeLayer):
-    """One Gemma layer over cached and new tokens: `[B,S,H]` → same."""
-
-
-def llama_decode_layer(index: int, spec: LayerSpec, side: SideOutputs | None = None) -> Named:
-    """Return Llama's layer `index` over cached and new tokens; `side` collects the names of its side outputs."""
-    return Named(f"layer{index}", LlamaDecodeLayer.layer(index, spec, side))
-
-
-def qwen3_decode_layer_fused(index: int, spec: LayerSpec, kv_out: SideOutputs | None = None) -> Named:
-    """Return Qwen's layer `index` over cached and new tokens; `kv_out` collects the names of its side outputs."""
-    return Named(f"layer{index}", Qwen3DecodeLayer.layer(index, spec, kv_out))
-
-
-def gemma_decode_layer(index: int, spec: LayerSpec) -> Named:
-    """Return Gemma's layer `index` over cached and new tokens."""
-    return Named(f"layer{index}", GemmaDecodeLayer.layer(index, spec))
-
-
 def gemma_moe_decode_layer_composed(index: int, spec: LayerSpec, moe: MoeSpec) -> Named:
-    """Return the same with experts in the place of the MLP."""
+    """Return `gemma_decode_layer` with experts in the place of the MLP."""
     return gemma_decode_layer(index, replace(spec, moe=moe))
 
 

@@ -17,7 +17,6 @@ from safetensors.numpy import save_file
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import (
-    DecoderKeys,
     LayerNorms,
     LayerSpec,
     LlamaDecoderSpec,
@@ -25,12 +24,11 @@ from rlx_jax.blocks import (
     Qwen3DecoderSpec,
     RopeTables,
 )
-from rlx_jax.errors import ConfigError, GraphError, ShapeError, UnsupportedError, WeightShapeError
+from rlx_jax.errors import ConfigError, GraphError, ShapeError, UnsupportedError
 from rlx_jax.models import families, gemma, llama, mistral, qwen2, qwen3
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow, weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Ends, layer_of, plain_fields
-from tests.divided import mesh
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import ACTIVATIONS, Array, Weights, capped, linear, rms_norm, rotate, softmax
 
@@ -216,90 +214,6 @@ def test_sizes_are_named(spec: Any) -> None:
     """Three ints in a row say nothing of their order."""
     with pytest.raises(TypeError, match="positional"):
         spec(4, 6, 2)
-
-
-@pytest.mark.parametrize("stage", [blocks.LlamaDecoder, blocks.Qwen3Decoder])
-@pytest.mark.parametrize(
-    "changes",
-    [{"qk_norm": "heads"}, {"score_scale": 0.5, "zero_centred": True}, {"mlp_bias": True}, {"n_rot": 0}],
-    ids=str,
-)
-def test_a_stage_of_a_family_writes_every_layer(stage: Any, changes: dict[str, Any]) -> None:
-    """What its own family has not is neither dropped nor refused."""
-    spec = replace(LAYER, **changes)
-    weights = weights_of(spec)
-    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H))
-    x = np.random.default_rng(3).normal(size=(2, 5, H)).astype("f4")
-    one, other = (
-        np.asarray(rlx.compile(flow.stage(layer), weights)(x))
-        for layer in (stage.layer(0, spec), blocks.decoder_layer(0, spec))
-    )
-    assert_close(one, other, tolerance=1e-6)
-
-
-def written(spec: LayerSpec, weights: dict[str, np.ndarray], over: Any = None) -> np.ndarray:
-    """Layer 0 of this spec over a fixed value."""
-    x = np.random.default_rng(3).normal(size=(2, 5, H)).astype("f4")
-    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).stage(blocks.decoder_layer(0, spec))
-    return np.asarray(rlx.compile(flow, weights, mesh=over)(x))
-
-
-def weights_of(spec: LayerSpec) -> dict[str, np.ndarray]:
-    """Random weights of layer 0."""
-    return drawn({k: jax.ShapeDtypeStruct(s, np.float32) for k, s in spec.shapes("model.layers.0", H, F).items()})
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("biases", [False, True])
-def test_projections_stored_as_one(biases: bool, tensor: int) -> None:
-    """q, k and v of unequal widths side by side, gate and up too: the numbers of the layer with its weights apart, on
-    one device and divided by heads."""
-    apart = replace(LAYER, qkv_bias=biases, mlp_bias=biases)
-    weights = weights_of(apart)
-    want, one = written(apart, weights), dict(weights)
-    for kind in ("weight", "bias") if biases else ("weight",):
-        for key, names in (("self_attn.qkv_proj", ("q", "k", "v")), ("mlp.gate_up_proj", ("gate", "up"))):
-            part = key.split(".")[0]
-            parts = [one.pop(f"model.layers.0.{part}.{name}_proj.{kind}") for name in names]
-            one[f"model.layers.0.{key}.{kind}"] = np.concatenate(parts)
-    fused = replace(apart, keys=DecoderKeys.fused())
-    assert {k: v.shape for k, v in weights_of(fused).items()} == {k: v.shape for k, v in one.items()}
-    assert_close(written(fused, one, None if tensor == 1 else mesh("tensor", tensor)), want, tolerance=2e-6)
-    with pytest.raises(WeightShapeError, match=r"qkv_proj.*expected parts of \[24, 12, 12\] along axis 0"):
-        written(fused, one | {"model.layers.0.self_attn.qkv_proj.weight": np.zeros((50, H), "f4")})
-
-
-def test_a_norm_over_all_heads() -> None:
-    """`width`: one vector of all heads is normed, before it is cut into heads."""
-    wide = replace(LAYER, qk_norm="width")
-    weights = weights_of(wide)
-    got, x = written(wide, weights), np.random.default_rng(3).normal(size=(2, 5, H))
-    w = {key: value.astype(np.float64) for key, value in weights.items()}
-    p, out = "model.layers.0", []
-    for row in x.astype("f4").astype(np.float64):
-        n = rms_norm(row, w[f"{p}.input_layernorm.weight"], 1e-6)
-        q, k, v = (linear(w, f"{p}.self_attn.{name}_proj", n) for name in "qkv")
-        q, k = (rms_norm(t, w[f"{p}.self_attn.{name}_norm.weight"], 1e-6) for t, name in ((q, "q"), (k, "k")))
-        q, k, v = (t.reshape(5, -1, 6) for t in (q, k, v))
-        angles = np.arange(5)[:, None, None] * 10000.0 ** (-np.arange(0, 6, 2) / 6)
-        q, k = (rotate(t, np.cos(angles), np.sin(angles)) for t in (q, k))
-        behind = np.subtract.outer(np.arange(5), np.arange(5))
-        scores = [np.where(behind < 0, -np.inf, q[:, j] @ k[:, j // 2].T / math.sqrt(6)) for j in range(4)]
-        context = np.concatenate([softmax(s) @ v[:, j // 2] for j, s in enumerate(scores)], -1)
-        h = row + linear(w, f"{p}.self_attn.o_proj", context)
-        m = rms_norm(h, w[f"{p}.post_attention_layernorm.weight"], 1e-6)
-        gate = ACTIVATIONS["silu"](linear(w, f"{p}.mlp.gate_proj", m)) * linear(w, f"{p}.mlp.up_proj", m)
-        out.append(h + linear(w, f"{p}.mlp.down_proj", gate))
-    assert_close(got, np.stack(out).astype("f4"))
-    assert_close(written(wide, weights, mesh("tensor", 2)), got, tolerance=2e-6)
-
-
-def test_a_residual_multiplier() -> None:
-    """What is added is scaled: as if both last projections were."""
-    weights = weights_of(LAYER)
-    ends = [f"model.layers.0.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj")]
-    scaled = weights | {key: weights[key] * np.float32(0.3) for key in ends}
-    assert_close(written(replace(LAYER, residual_multiplier=0.3), weights), written(LAYER, scaled))
 
 
 def test_names_of_the_specification() -> None:
