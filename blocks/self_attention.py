@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.rope import positions_of, registers
-from rlx_jax.errors import GraphError, WeightShapeError, quote
+from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.roles import roles_of_bias
@@ -105,7 +105,7 @@ class SelfAttention:
                 if self.out_bias is not None:
                     raise GraphError(f"{emit.path}: SelfAttention has out_bias={self.out_bias!r} and no out=")
                 return context
-            return self._linear(emit, context, self.out, self.out_bias, ("hidden", "heads"), back=x.type.shape[-1])
+            return self._linear(emit, context, self.out, self.out_bias, ("hidden", "heads"), x.type.shape[-1])
 
     @property
     def key_heads(self) -> int:
@@ -125,34 +125,21 @@ class SelfAttention:
     def _projections(self, emit: Emit, x: FlowValue, width: int) -> tuple[FlowValue, ...]:
         kv = self.key_heads * width
         columns = (self.heads * width, kv, kv)
+        one = isinstance(self.qkv, str)
+        if self.qkv_bias is not None and isinstance(self.qkv_bias, str) != one:
+            what = f"one weight {quote(self.qkv)} has one bias" if one else "three weights have three biases"
+            raise GraphError(f"{emit.path}: SelfAttention: {what}, got {shown(self.qkv_bias)}")
         if isinstance(self.qkv, str):
-            if self.qkv_bias is not None and not isinstance(self.qkv_bias, str):
-                raise GraphError(f"{emit.path}: SelfAttention: one weight {quote(self.qkv)} has one bias")
-            packed = self._linear(emit, x, self.qkv, self.qkv_bias, ("heads", "hidden"), sum(columns))
-            return emit.split(packed, columns)
-        if isinstance(self.qkv_bias, str):
-            raise GraphError(f"{emit.path}: SelfAttention: three weights have three biases, got {quote(self.qkv_bias)}")
-        biases = self.qkv_bias or (None, None, None)
+            bias = self.qkv_bias if isinstance(self.qkv_bias, str) else None
+            return emit.split(self._linear(emit, x, self.qkv, bias, ("heads", "hidden"), sum(columns)), columns)
         shared = "heads" if self.kv_heads is None else "kv_heads"
-        roles = (("heads", "hidden"), (shared, "hidden"), (shared, "hidden"))
-        made = zip("qkv", self.qkv, biases, roles, columns, strict=True)
-        return tuple(self._projected(emit, name, x, key, bias, role, wide) for name, key, bias, role, wide in made)
-
-    def _projected(
-        self,
-        emit: Emit,
-        name: str,
-        x: FlowValue,
-        key: WeightKey,
-        bias: WeightKey | None,
-        roles: tuple[str, str],
-        wide: int,
-    ) -> FlowValue:
-        """One of q, k and v; of one that is stored with the others the block is a part of theirs: `c_attn.q`."""
-        if isinstance(key, WeightPart):
-            with emit.scope(_part(key.key)):
-                return self._linear(emit, x, key, bias, roles, wide, name=name)
-        return self._linear(emit, x, key, bias, roles, wide)
+        made = zip(
+            "qkv", self.qkv, self.qkv_bias or (None, None, None), ("heads", shared, shared), columns, strict=True
+        )
+        return tuple(
+            self._linear(emit, x, key, bias, (role, "hidden"), wide, (name,) if isinstance(key, WeightPart) else ())
+            for name, key, bias, role, wide in made
+        )
 
     def _linear(
         self,
@@ -161,34 +148,27 @@ class SelfAttention:
         key: WeightKey,
         bias: WeightKey | None,
         roles: tuple[str, str],
-        columns: int | None = None,
-        back: DimLike | None = None,
-        name: str = "",
+        columns: DimLike,
+        inner: tuple[str, ...] = (),
     ) -> FlowValue:
-        """A product with a stored weight; `roles` are those of `[out, in]`, and it is `columns` wide, or `back`. `name`
-        is that of its block, by default that of the weight."""
-        with emit.scope(name or _part(stored_key(key))):
+        """A product with a stored weight, `columns` wide; `roles` are those of `[out, in]`. `inner` is its block inside
+        of that of the weight, where it is one of several that are stored as one: `c_attn.q`."""
+        with emit.scope(_part(stored_key(key)), *inner):
             turn = 1 if self.transpose else -1
             stored = emit.size_of(key, 0 if self.transpose else 1)
-            if columns is not None and stored is not None:
+            if roles[1] == "hidden" and stored is not None:
                 self._check_columns(emit, key, columns, stored, x)
-            out = back if columns is None else columns
-            likely = None if out is None else (out, x.type.shape[-1])[::turn]
-            weight = emit.weight(key, roles[::turn], likely=likely, init=self.init)
-            of_bias = roles_of_bias(roles[0])
-            added = None if bias is None else emit.weight(bias, of_bias, likely=None if out is None else (out,))
-            y = emit.linear(x, weight, added, transpose=self.transpose)
-            if columns is not None:
-                self._check_columns(emit, key, columns, y.type.shape[-1], x)
-            return y
+            weight = emit.weight(key, roles[::turn], likely=(columns, x.type.shape[-1])[::turn], init=self.init)
+            added = None if bias is None else emit.weight(bias, roles_of_bias(roles[0]), likely=(columns,))
+            return emit.linear(x, weight, added, transpose=self.transpose)
 
-    def _check_columns(self, emit: Emit, key: WeightKey, columns: int, stored: DimLike, x: FlowValue) -> None:
+    def _check_columns(self, emit: Emit, key: WeightKey, columns: DimLike, stored: int, x: FlowValue) -> None:
         """A weight is as wide as its heads. Fewer key heads are not guessed from it: of another number of heads, and so
         another width of each, it would be as many as fit, and the numbers others."""
         if stored == columns:
             return
         width = self._width(emit, x.type)
-        kv = int(stored) // width if is_static(stored) and int(stored) % width == 0 else 0
+        kv = stored // width if stored % width == 0 else 0
         fewer = self.kv_heads is None and not isinstance(self.qkv, str) and key != self.qkv[0]
         fits = fewer and kv and self.heads % kv == 0
         hint = f"; of fewer key heads say so: kv_heads={kv}" if fits else ""
