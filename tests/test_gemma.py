@@ -40,6 +40,7 @@ from rlx_jax.models.config import Fields
 from rlx_jax.models.gemma import STYLES, TEXT, GemmaConfig, GemmaFlow
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
+from tests.oracles.decoder_layer import layer_reference, layer_weights
 from tests.oracles.recorded import load_record
 
 RNG = np.random.default_rng(0)
@@ -119,26 +120,17 @@ def test_masks_of_layers() -> None:
     assert gemma_strided_layer_mask(0, 4, 1) == window
 
 
-def layer_weights(style: GemmaStyle) -> dict[str, np.ndarray]:
-    """One layer of 4 heads of width 4 on 2, H = 8, F = 12."""
-    p = "model.layers.0"
-    shapes: dict[str, tuple[int, ...]] = {"self_attn.q_proj": (16, 8), "self_attn.o_proj": (8, 16)}
-    shapes |= {"self_attn.k_proj": (8, 8), "self_attn.v_proj": (8, 8), "mlp.down_proj": (8, 12)}
-    shapes |= {"mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8)}
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] * (style is not GemmaStyle.GEMMA)
-    shapes |= dict.fromkeys(norms, (8,))
-    shapes |= {f"self_attn.{n}_norm": (4,) for n in "qk"} if style is GemmaStyle.GEMMA3 else {}
-    return {f"{p}.{n}.weight": RNG.standard_normal(s).astype(np.float32) / 2 for n, s in shapes.items()}
-
-
 @pytest.mark.parametrize("style", [GemmaStyle.GEMMA, GemmaStyle.GEMMA2, GemmaStyle.GEMMA3])
-def test_every_weight_of_a_layer_is_read(style: GemmaStyle) -> None:
-    """And no other."""
-    weights = layer_weights(style)
-    layer = gemma_prefill_layer_composed(0, style, gemma_attn_spec(0, 4, 4, 2, "causal"))
-    built = rlx.ModelFlow("layer").input("x", ("batch", "seq", 8)).stage(layer).build(weights)
-    assert set(built.keys_read) == set(weights)
+def test_a_layer(style: GemmaStyle) -> None:
+    """By its formula, and every weight of it is read, and no other."""
+    attention = gemma_attn_spec(0, 4, 4, 2, "sliding:3", 0.3, 5.0)
+    weights = layer_weights(blocks.gemma_layer_spec(style, attention), 8, 12)
+    flow = rlx.ModelFlow("layer").input("x", ("batch", "seq", 8))
+    flow = flow.stage(gemma_prefill_layer_composed(0, style, attention, 1e-3))
+    x = RNG.standard_normal((2, 5, 8)).astype(np.float32)
+    spec = replace(blocks.gemma_layer_spec(style, attention), eps=1e-3)
+    assert_close(rlx.compile(flow, weights)(x), layer_reference(spec, weights, x), tolerance=3e-6)
+    assert set(flow.build(weights).keys_read) == set(weights)
 
 
 def test_named_tables_are_read_by_name() -> None:

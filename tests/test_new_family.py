@@ -30,6 +30,7 @@ from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow, weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Ends, layer_of, plain_fields
 from tests.oracles.comparing import assert_close
+from tests.oracles.decoder_layer import layer_reference
 from tests.oracles.numpy_reference import ACTIVATIONS, Array, Weights, capped, linear, rms_norm, rotate, softmax
 
 # -- a family: norms behind its halves alone, norms of heads, biases, caps, windows and a second rope ----------
@@ -97,26 +98,11 @@ TOKENS = np.random.default_rng(1).integers(0, V, (2, 7)).astype(np.int32)
 
 def toy_row(w: Weights, ids: Any) -> Array:
     """Logits `[S, V]` of a row in float64."""
-    s, eps = len(ids), 1e-4
-    behind = np.subtract.outer(np.arange(s), np.arange(s))
-    x = w["model.embed_tokens.weight"][np.asarray(ids)]
+    x, config = w["model.embed_tokens.weight"][np.asarray(ids)], ToyConfig.from_hf(CONFIG)
     for i in range(LAYERS):
-        p, slides = f"model.layers.{i}", i % 2 == 1
-        angles = np.arange(s)[:, None, None] * (50.0 if slides else 700.0) ** (-np.arange(0, D, 2) / D)
-        q, k, v = (linear(w, f"{p}.self_attn.{n}_proj", x).reshape(s, -1, D) for n in "qkv")
-        q, k = (rms_norm(t, w[f"{p}.self_attn.{n}_norm.weight"], eps) for t, n in ((q, "q"), (k, "k")))
-        q, k = (rotate(t, np.cos(angles), np.sin(angles)) for t in (q, k))
-        unseen = (behind < 0) | (behind >= (3 if slides else s))
-        heads = []
-        for n in range(N):
-            scores = capped(0.3 * q[:, n] @ k[:, n * K // N].T, 5.0)
-            heads.append(softmax(np.where(unseen, -np.inf, scores)) @ v[:, n * K // N])
-        o = linear(w, f"{p}.self_attn.o_proj", np.concatenate(heads, -1))
-        x = x + rms_norm(o, w[f"{p}.post_attention_layernorm.weight"], eps)
-        gate = ACTIVATIONS["silu"](linear(w, f"{p}.mlp.gate_proj", x))
-        f = linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", x))
-        x = x + rms_norm(f, w[f"{p}.post_feedforward_layernorm.weight"], eps)
-    return capped(rms_norm(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].T, 5.0)
+        theta, p = 50.0 if i % 2 else 700.0, f"model.layers.{i}"
+        (x,) = layer_reference(config.layer_spec(i), w, x[None], theta=theta, prefix=p)
+    return capped(rms_norm(x, w["model.norm.weight"], 1e-4) @ w["lm_head.weight"].T, 5.0)
 
 
 def drawn(specs: Any) -> dict[str, np.ndarray]:
