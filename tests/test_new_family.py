@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -31,7 +29,7 @@ from rlx_jax.models.decoder import DecoderFlow, weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Ends, layer_of, plain_fields
 from tests.oracles.comparing import assert_close
 from tests.oracles.decoder_layer import layer_reference
-from tests.oracles.numpy_reference import ACTIVATIONS, Array, Weights, capped, linear, rms_norm, rotate, softmax
+from tests.oracles.numpy_reference import Array, Weights, capped, rms_norm
 
 # -- a family: norms behind its halves alone, norms of heads, biases, caps, windows and a second rope ----------
 
