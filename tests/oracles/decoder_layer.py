@@ -12,7 +12,7 @@ from rlx_jax.ir.hir import mask_kind
 from tests.oracles.numpy_reference import ACTIVATIONS, Array, capped, linear, rms_norm, rotate, softmax
 
 P = "model.layers.0"
-WHOLE = ("weight", "bias")
+GATES = {"silu": ACTIVATIONS["silu"], "gelu_tanh": ACTIVATIONS["gelu_pytorch_tanh"]}
 
 
 def layer_shapes(spec: LayerSpec, hidden: int, inner: int, prefix: str = P) -> dict[str, tuple[int, ...]]:
@@ -57,7 +57,7 @@ def layer_reference(
         change = _attention(spec, w, norm("before_attention", row), None if given is None else given[b], theta, prefix)
         h = row + spec.residual_multiplier * norm("after_attention", change)
         m = norm("before_mlp", h)
-        gate = ACTIVATIONS[spec.activation](linear(w, f"{prefix}.mlp.gate_proj", m))
+        gate = GATES[spec.activation](linear(w, f"{prefix}.mlp.gate_proj", m))
         change = linear(w, f"{prefix}.mlp.down_proj", gate * linear(w, f"{prefix}.mlp.up_proj", m))
         rows.append(h + spec.residual_multiplier * norm("after_mlp", change))
     return np.stack(rows)
