@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlx_jax.ir.table import TextTable
-from rlx_jax.profiles.check import Options, Table, field_types
+from rlx_jax.profiles.check import Options, Table, rows
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,18 @@ def _lines(changes: tuple[Change, ...]) -> list[str]:
     return [str(TextTable(rows, widths=(width,), indent="  ", wrap=80))] if rows else []
 
 
-def field_changes(ours: Table, theirs: Table, path: str = "") -> Iterator[Change]:
-    """The settings in which two tables of one kind differ, names of profiles aside."""
-    for name in field_types(type(ours)):
-        a, b, at = getattr(ours, name), getattr(theirs, name), f"{path}{name}"
-        if isinstance(a, Options) and isinstance(b, Options):
+def field_changes(ours: Table, theirs: Table) -> Iterator[Change]:
+    """The settings in which two profiles differ, their names aside."""
+    for (place, _, a), (_, _, b) in zip(rows(ours), rows(theirs), strict=True):
+        if isinstance(a, Options):
             options = dict(a), dict(b)
             yield from (
-                Change(f"{at}.{key}", *(written(option.get(key)) for option in options))
-                for key in sorted({*options[0], *options[1]})
+                Change(f"{place}.{key}", *(written(option.get(key)) for option in options))
+                for key in sorted({*a, *b})
                 if options[0].get(key) != options[1].get(key)
             )
-        elif isinstance(a, Table):
-            yield from field_changes(a, b, f"{at}.")
-        elif a != b and at != "name":
-            yield Change(at, written(a), written(b))
+        elif a != b and place != "name":
+            yield Change(place, written(a), written(b))
 
 
 def written(value: Any) -> str:

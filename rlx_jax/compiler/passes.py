@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from rlx_jax.lowering.mir.unroll_steps import unroll_steps
 from rlx_jax.lowering.places import Fused, Place
 
 HIR, MIR = GraphStage.HIR, GraphStage.MIR
+T = TypeVar("T")
 Kind = Literal["program", "layout", "fusion", "cleaning"]
 
 
@@ -109,33 +110,24 @@ def left_to_xla(graph: Graph, job: Job) -> Graph:
     return graph
 
 
-def _store(graph: Graph, job: Job) -> Graph:
-    assert job.settings.stored is not None
-    return store_in(graph, job.settings.stored, job.types)
+def _set(value: T | None) -> T:
+    """A setting that the condition of the pass has found."""
+    assert value is not None
+    return value
 
 
-def _wanted(graph: Graph, job: Job) -> Graph:
-    assert job.outputs is not None
-    return dce(with_outputs(graph, job.outputs), job.types)
-
-
-def _padded(graph: Graph, job: Job) -> Graph:
-    assert job.settings.division is not None
-    return dce(pad_vocabulary(graph, job.settings.division, job.types), job.types)
-
-
-def _unpack(graph: Graph, job: Job) -> Graph:
-    assert job.settings.division is not None
-    return unpack(graph, job.settings.division, job.types)
-
-
-def _divide(graph: Graph, job: Job) -> Graph:
-    assert job.settings.division is not None
-    return divide(graph, job.settings.division, job.types)
+def _divided(job: Job) -> bool:
+    """For a model that lies over several devices."""
+    return job.settings.division is not None
 
 
 PIPELINE: tuple[Pass, ...] = (
-    Pass("outputs", HIR, _wanted, lambda job: job.outputs is not None),
+    Pass(
+        "outputs",
+        HIR,
+        lambda g, job: dce(with_outputs(g, _set(job.outputs)), job.types),
+        lambda job: job.outputs is not None,
+    ),
     Pass("expand", HIR, lambda g, job: expand_composites(g, job.types)),
     Pass(
         "precision",
@@ -149,12 +141,7 @@ PIPELINE: tuple[Pass, ...] = (
         lambda g, job: undivided(g, job.types),
         lambda job: job.settings.division is None,
     ),
-    Pass(
-        "unpack",
-        HIR,
-        _unpack,
-        lambda job: job.settings.division is not None,
-    ),
+    Pass("unpack", HIR, lambda g, job: unpack(g, _set(job.settings.division), job.types), _divided),
     Pass(
         "merge_linears",
         HIR,
@@ -176,8 +163,18 @@ PIPELINE: tuple[Pass, ...] = (
         lambda job: job.settings.backend.weight_layout != "auto",
         "layout",
     ),
-    Pass("store", HIR, _store, lambda job: job.settings.stored is not None),
-    Pass("pad_vocabulary", HIR, _padded, lambda job: job.settings.division is not None),
+    Pass(
+        "store",
+        HIR,
+        lambda g, job: store_in(g, _set(job.settings.stored), job.types),
+        lambda job: job.settings.stored is not None,
+    ),
+    Pass(
+        "pad_vocabulary",
+        HIR,
+        lambda g, job: dce(pad_vocabulary(g, _set(job.settings.division), job.types), job.types),
+        _divided,
+    ),
     Pass(  # of the last layer, only the last row goes on
         "peel_last",
         HIR,
@@ -219,12 +216,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("cse", MIR, lambda g, job: cse(g, job.types), kind="cleaning"),
     Pass("constant_folding", MIR, lambda g, job: constant_folding(g, job.types), kind="cleaning"),
     *(Pass(name, MIR, left_to_xla, kind="fusion") for name in LEFT_TO_XLA),
-    Pass(
-        "divide",
-        MIR,
-        _divide,
-        lambda job: job.settings.division is not None,
-    ),
+    Pass("divide", MIR, lambda g, job: divide(g, _set(job.settings.division), job.types), _divided),
     Pass("dce", MIR, lambda g, job: dce(g, job.types), kind="cleaning"),  # it takes away what the others left unread
     Pass("up_to_head", MIR, lambda g, job: up_to_head(g, job.types), lambda job: job.headless),
     Pass(  # a template keeps its symbols: this one runs for each choice of sizes

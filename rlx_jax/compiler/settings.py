@@ -183,20 +183,16 @@ def choose_loop(backend: Backend, target: str) -> Loop:
 @functools.cache
 def plain(policy: str = "direct", target: str = "cpu") -> Settings:
     """Settings that change nothing: no pass runs but those that make a program what it is."""
-    return Settings(
-        device=named_device(target),
-        profile=CompileProfile().replace(fusion={"policy": policy}),
-        compute=np.dtype(np.float32),  # the dtype of flows: nothing is rewritten
-        mixed="none",
-        classes=(),
-        stored=None,
-        off=frozenset(),
+    profile = CompileProfile().replace(fusion={"policy": policy, "target": target})
+    return replace(
+        settings_for(profile, None, (), merge=False),
         without=frozenset({"layout", "fusion", "cleaning"}),
+<<<<<<< HEAD
         merge=False,
+=======
+        unfuse=False,
+>>>>>>> 1d9db83 (Rows name what two profiles differ in; plain settings are resolved ones; conditions of passes once)
         plan=Plan(target, scan=False, donate_state=False),
-        kv=None,
-        buckets=Buckets(),
-        loop=choose_loop(Backend(), target),
     )
 
 
