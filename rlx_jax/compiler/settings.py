@@ -187,11 +187,6 @@ def plain(policy: str = "direct", target: str = "cpu") -> Settings:
     return replace(
         settings_for(profile, None, (), merge=False),
         without=frozenset({"layout", "fusion", "cleaning"}),
-<<<<<<< HEAD
-        merge=False,
-=======
-        unfuse=False,
->>>>>>> 1d9db83 (Rows name what two profiles differ in; plain settings are resolved ones; conditions of passes once)
         plan=Plan(target, scan=False, donate_state=False),
     )
 
