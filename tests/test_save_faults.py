@@ -350,12 +350,15 @@ def test_files_that_may_not_grow(tmp_path: Path, format: str) -> None:
 
 
 def test_a_failure_in_tensorstore_says_what_the_system_said(tmp_path: Path) -> None:
-    """Not how the array was to be stored, which comes behind it."""
+    """Not how the array was to be stored, which comes after it; also where another error hides it."""
     text = f"OUT_OF_RANGE: Failed writing: {'/long' * 40}: File too large [os_error_code='27']"
-    whole = ValueError(f"{text} [tensorstore_spec='{{{'x' * 300}}}']")
-    with mock.patch("rlx_jax.io.atomic.sync_tree", side_effect=whole):
-        with pytest.raises(SaveFailedError, match="File too large \\[os_error_code='27'\\]\"$"):
-            write(tmp_path / "it", 1)
+    whole = ValueError(f"{text} [source='array.cc:1'] [tensorstore_spec='{{{'x' * 300}}}']")
+    grouped = RuntimeError("saving failed")
+    grouped.__cause__ = ExceptionGroup("in a task", [whole])
+    for error in (whole, grouped):
+        with mock.patch("rlx_jax.io.atomic.sync_tree", side_effect=error):
+            with pytest.raises(SaveFailedError, match="File too large \\[os_error_code='27'\\]\"$"):
+                write(tmp_path / "it", 1)
 
 
 def test_space_is_estimated_first(tmp_path: Path) -> None:

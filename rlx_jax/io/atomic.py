@@ -133,19 +133,32 @@ def storage_errors(target: str, kept: str) -> Iterator[None]:
     except RlxError:
         raise
     except Exception as cause:
-        number = cause.errno if isinstance(cause, OSError) else None
-        text, shown = str(cause), (cause.strerror if isinstance(cause, OSError) else None) or str(cause)
+        told = _system_error(cause)
+        number = told.errno if isinstance(told, OSError) else None
+        text, shown = str(told), (told.strerror if isinstance(told, OSError) else None) or str(told)
         full = number in _NO_SPACE or "No space left" in text or "quota exceeded" in text
         error = NoSpaceError if full else SaveFailedError
         raise error(f"saving to {quote(target)} failed; {kept}: {_end(shown)}") from cause
 
 
-def _end(text: str) -> str:
-    """The end of a message: there, behind its paths, the system says what was wrong.
+def _system_error(error: BaseException) -> BaseException:
+    """The error of a chain that has the system's words: libraries raise another one, or a group, because of it."""
+    chain: list[BaseException] = [error]
+    for link in chain:
+        if (isinstance(link, OSError) and link.errno is not None) or "os_error_code" in str(link):
+            return link
+        causes = (*getattr(link, "exceptions", ()), link.__cause__, link.__context__)
+        chain += [cause for cause in causes if cause is not None and cause not in chain]
+    return error
 
-    Behind that tensorstore may write how the array was to be stored, which nobody asked for.
+
+def _end(text: str) -> str:
+    """The end of a message: there, after its paths, the system says what was wrong.
+
+    After that tensorstore may write how the array was to be stored, and where in its sources it failed.
     """
-    text = text.partition(" [tensorstore_spec=")[0]
+    if told := re.search(r"\[os_error_code=[^\]]*\]", text):
+        text = text[: told.end()]
     return quote(text if len(text) <= 100 else f"…{text[-100:]}")
 
 
