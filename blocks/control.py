@@ -148,17 +148,6 @@ class Custom:
 
 
 @dataclass(frozen=True)
-class Suppose:
-    """The shapes of weights that the stages behind it read, where no source has them: see `Emit.suppose`."""
-
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        emit.suppose(dict(self.shapes))
-        return value
-
-
-@dataclass(frozen=True)
 class SideOutput:
     """What `inner` makes of the active value is the side output `name` of the flow; the active value stays."""
 

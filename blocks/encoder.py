@@ -41,7 +41,8 @@ class BertEncoderLayerSpec:
     """Keys and sizes of a BERT layer. `activation` is a name in `UNARY`; the mask input may be absent.
 
     `qkv_style` is `bert` or `mpnet`. `position_bias` names the register of a bias by distance that is added to the
-    scores, which a RelativeBias stage makes; MPNet has one.
+    scores, which a RelativeBias stage makes; MPNet has one. `intermediate_size`, the width of the feed-forward half, is
+    needed only for weights that no source has.
     """
 
     layer_prefix: str
@@ -53,6 +54,7 @@ class BertEncoderLayerSpec:
     activation: str = "gelu"
     qkv_style: str = "bert"
     position_bias: str | None = None
+    intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "qkv_style", known_style(self.qkv_style))
@@ -65,6 +67,7 @@ class BertEncoderLayerSpec:
         eps: float = 1e-12,
         activation: str = "gelu",
         qkv_style: str = "bert",
+        intermediate_size: int | None = None,
     ) -> BertEncoderLayerSpec:
         """Head width hidden / heads; MPNet's style has its bias."""
         if num_heads < 1 or hidden_size % num_heads:
@@ -72,19 +75,8 @@ class BertEncoderLayerSpec:
         style = known_style(qkv_style)
         return BertEncoderLayerSpec(
             prefix, hidden_size, num_heads, hidden_size // num_heads, eps, activation=activation, qkv_style=style,
-            position_bias=POSITION_BIAS if style == "mpnet" else None,
+            position_bias=POSITION_BIAS if style == "mpnet" else None, intermediate_size=intermediate_size,
         )  # fmt: skip
-
-    def shapes(self, inner: int) -> dict[str, tuple[int, ...]]:
-        """Every weight of the layer by its key, for a feed-forward half `inner` wide."""
-        h, keys = self.hidden_size, STYLES[self.qkv_style]
-        sizes = dict.fromkeys((keys.query, keys.key, keys.value, keys.output), (h, h))
-        sizes |= {"intermediate.dense": (inner, h), "output.dense": (h, inner)}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, shape in sizes.items():
-            shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-        shapes |= {f"{norm}.{kind}": (h,) for norm in (keys.norm, "output.LayerNorm") for kind in ("weight", "bias")}
-        return {f"{self.layer_prefix}.{name}": shape for name, shape in shapes.items()}
 
 
 @dataclass(frozen=True)
@@ -101,32 +93,41 @@ class BertEncoderLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "BertEncoderLayer")
         s, keys, p = self.spec, STYLES[self.spec.qkv_style], self.spec.layer_prefix
-        emit.suppose(s.shapes(emit.size_of(f"{p}.intermediate.dense.weight", 0) or 0))
+        heads = s.num_heads * s.head_dim
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         bias = None if s.position_bias is None else emit.named(s.position_bias)
         block, output = (name.split(".")[:-1] for name in (keys.query, keys.output))
         x = emit.block_input(x, "attention")
         read = emit.block_input(x, *block)
-        q, k, v = (dense(emit, p, n, read, ("heads", "hidden")) for n in (keys.query, keys.key, keys.value))
+        q, k, v = (dense(emit, p, n, read, ("heads", "hidden"), heads) for n in (keys.query, keys.key, keys.value))
         with emit.scope(*block):
             context = attend(emit, s.num_heads, q, k, v, keep, bias)
         context = context if output == block else emit.block_input(context, *output)
-        h = add_norm(emit, p, keys.norm, dense(emit, p, keys.output, context, ("hidden", "heads")), x, s.eps)
-        inner = dense(emit, p, "intermediate.dense", h, INTO, s.activation)
+        attended = dense(emit, p, keys.output, context, ("hidden", "heads"), s.hidden_size)
+        h = add_norm(emit, p, keys.norm, attended, x, s.eps)
+        inner = dense(emit, p, "intermediate.dense", h, INTO, s.intermediate_size, s.activation)
         inner = emit.block_input(inner, "output")
-        return add_norm(emit, p, "output.LayerNorm", dense(emit, p, "output.dense", inner, OUT_OF), h, s.eps)
+        output = dense(emit, p, "output.dense", inner, OUT_OF, s.hidden_size)
+        return add_norm(emit, p, "output.LayerNorm", output, h, s.eps)
 
 
 # -- what encoder layers are made of -------------------------------------------------------------
 
 
 def dense(
-    emit: Emit, prefix: str, name: str, x: FlowValue, roles: Roles, activation: str = "", bias: bool = True
+    emit: Emit,
+    prefix: str,
+    name: str,
+    x: FlowValue,
+    roles: Roles,
+    columns: int | None,
+    activation: str = "",
+    bias: bool = True,
 ) -> FlowValue:
-    """`act(x W [+ b])` under `{prefix}.{name}`, whose block path is `name`."""
+    """`act(x W [+ b])`, `columns` wide, under `{prefix}.{name}`, whose block path is `name`."""
+    weight, added = f"{prefix}.{name}.weight", f"{prefix}.{name}.bias" if bias else None
     with emit.scope(*name.split(".")):
-        key = f"{prefix}.{name}"
-        return emit.linear(x, f"{key}.weight", f"{key}.bias" if bias else None, activation=activation, roles=roles)
+        return emit.linear(x, weight, added, activation=activation, roles=roles, columns=columns)
 
 
 def add_norm(emit: Emit, prefix: str, name: str, x: FlowValue, residual: FlowValue, eps: float) -> FlowValue:

@@ -49,21 +49,6 @@ class Flux2BlockSpec:
         """H."""
         return self.num_heads * self.head_dim
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The weights of a block, by their keys inside of it."""
-        h, f, norm = self.hidden, self.ffn, (self.head_dim,)
-        if self.kind == "single":
-            return {
-                "attn.to_qkv_mlp_proj.weight": (3 * h + 2 * f, h), "attn.to_out.weight": (h, h + f),
-                "attn.norm_q.weight": norm, "attn.norm_k.weight": norm,
-            }  # fmt: skip
-        square = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-        found: dict[str, tuple[int, ...]] = {f"attn.{name}.weight": (h, h) for name in square}
-        found |= {f"attn.{name}.weight": norm for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")}
-        for ff in ("ff", "ff_context"):
-            found |= {f"{ff}.linear_in.weight": (2 * f, h), f"{ff}.linear_out.weight": (h, f)}
-        return found
-
 
 # -- what all blocks share -----------------------------------------------------------------------
 
@@ -114,16 +99,7 @@ class Flux2Conditioning:
     channels: int = 256
     guidance: bool = True
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight by its key."""
-        h, shapes = self.hidden, dict[str, tuple[int, ...]]()
-        for name in ("timestep", *["guidance"] * self.guidance):
-            key = f"time_guidance_embed.{name}_embedder"
-            shapes |= {f"{key}.linear_1.weight": (h, self.channels), f"{key}.linear_2.weight": (h, h)}
-        return shapes | {f"{key}.linear.weight": (count * h, h) for key, count in MODULATIONS.values()}
-
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        emit.suppose(self.shapes())
         with emit.scope("time_guidance_embed"):
             temb = self._embedded(emit, "timestep", emit.flow_input("timestep"))
             if self.guidance:
@@ -132,7 +108,7 @@ class Flux2Conditioning:
             active = emit.silu(temb)
         for name, (key, count) in MODULATIONS.items():
             with emit.scope(key):
-                packed = emit.linear(active, f"{key}.linear.weight", roles=FROM_HIDDEN)
+                packed = emit.linear(active, f"{key}.linear.weight", roles=FROM_HIDDEN, columns=count * self.hidden)
                 for i, part in enumerate(emit.split(packed, (self.hidden,) * count)):
                     emit.set_named(f"flux2.{name}.{i}", part.reshape(-1, 1, self.hidden))
         return value
@@ -141,8 +117,8 @@ class Flux2Conditioning:
         key = f"time_guidance_embed.{name}_embedder"
         with emit.scope(f"{name}_embedder"):
             waves = emit.sinusoids(value, self.channels, scale=1000.0)
-            inner = emit.linear(waves, f"{key}.linear_1.weight", roles=("ffn", None))
-            return emit.linear(emit.silu(inner), f"{key}.linear_2.weight", roles=OUT_OF)
+            inner = emit.linear(waves, f"{key}.linear_1.weight", roles=("ffn", None), columns=self.hidden)
+            return emit.linear(emit.silu(inner), f"{key}.linear_2.weight", roles=OUT_OF, columns=self.hidden)
 
 
 @dataclass(frozen=True)
@@ -174,8 +150,9 @@ class Flux2DoubleBlock:
     """One block of both streams, `img` `[B, I, H]` and `txt` `[B, T, H]`; the active value passes by.
 
     Each stream has its modulated norm, projections and feed-forward half of its own; attention is over both, text
-    first, after an RMSNorm of every query and key head. `x = x + gate ⊙ attn(…)`, `x = x + gate ⊙ ff(…)`. Weights as
-    `Flux2BlockSpec.shapes` of kind `double`, under `prefix`.
+    first, after an RMSNorm of every query and key head. `x = x + gate ⊙ attn(…)`, `x = x + gate ⊙ ff(…)`. Weights under
+    `prefix`: `attn.{to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out}` `[H, H]`,
+    `attn.norm_{q,k,added_q,added_k}` `[D]`, `{ff,ff_context}.linear_in` `[2F, H]`, `.linear_out` `[H, F]`.
     """
 
     prefix: str
@@ -187,11 +164,10 @@ class Flux2DoubleBlock:
     def both(self, emit: Emit, img: FlowValue, txt: FlowValue) -> tuple[FlowValue, FlowValue]:
         """Both streams after the block."""
         p, s = f"{self.prefix}.attn", self.spec
-        emit.suppose(s.shapes(), self.prefix)
 
-        def linear(key: str, x: FlowValue, roles: tuple[str, str] = HEADS_IN) -> FlowValue:
+        def linear(key: str, x: FlowValue, roles: tuple[str, str] = HEADS_IN, columns: int = s.hidden) -> FlowValue:
             with emit.scope(*key.removeprefix(f"{self.prefix}.").split(".")):
-                return emit.linear(x, f"{key}.weight", roles=roles)
+                return emit.linear(x, f"{key}.weight", roles=roles, columns=columns)
 
         def heads(x: FlowValue, names: Sequence[str], norms: Sequence[str]) -> list[FlowValue]:
             q, k, v = (linear(f"{p}.{name}", x) for name in names)
@@ -201,7 +177,7 @@ class Flux2DoubleBlock:
             return [q, k, v]
 
         def fed(x: FlowValue, name: str, key: str) -> FlowValue:
-            inner = linear(f"{self.prefix}.{key}.linear_in", modulated(emit, x, name, 3, s.eps), INTO)
+            inner = linear(f"{self.prefix}.{key}.linear_in", modulated(emit, x, name, 3, s.eps), INTO, 2 * s.ffn)
             with emit.scope(key):
                 inner = swiglu(emit, inner, s.ffn)
             return x + gated(emit, linear(f"{self.prefix}.{key}.linear_out", inner, OUT_OF), name, 5)
@@ -224,8 +200,8 @@ class Flux2DoubleBlock:
 class Flux2SingleBlock:
     """One block of the joint sequence `[B, T+I, H]`: attention and feed-forward side by side (Dehghani et al. 2023).
 
-    `[q ‖ k ‖ v ‖ m] = modulated(x) W`, `x = x + gate ⊙ [attn(q, k, v) ‖ swiglu(m)] W_o`. Weights as
-    `Flux2BlockSpec.shapes` of kind `single`, under `prefix`.
+    `[q ‖ k ‖ v ‖ m] = modulated(x) W`, `x = x + gate ⊙ [attn(q, k, v) ‖ swiglu(m)] W_o`. Weights under `prefix`:
+    `attn.to_qkv_mlp_proj` `[3H + 2F, H]`, `attn.to_out` `[H, H + F]`, `attn.norm_{q,k}` `[D]`.
     """
 
     prefix: str
@@ -233,14 +209,14 @@ class Flux2SingleBlock:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s, p = emit.require(value, "Flux2SingleBlock"), self.spec, f"{self.prefix}.attn"
-        emit.suppose(s.shapes(), self.prefix)
         with emit.scope("attn"):
             wide = modulated(emit, emit.block_input(x), "single", 0, s.eps)
-            packed = emit.linear(wide, f"{p}.to_qkv_mlp_proj.weight", roles=INTO)
-            q, k, v, inner = emit.split(packed, (s.hidden,) * 3 + (2 * s.ffn,))
+            columns = (s.hidden, s.hidden, s.hidden, 2 * s.ffn)
+            packed = emit.linear(wide, f"{p}.to_qkv_mlp_proj.weight", roles=INTO, columns=sum(columns))
+            q, k, v, inner = emit.split(packed, columns)
             q, k = (head_norm(emit, a, f"{p}.norm_{n}.weight", s.head_dim, s.eps) for a, n in ((q, "q"), (k, "k")))
             both = emit.concat([attend(emit, q, k, v, s), swiglu(emit, inner, s.ffn)], axis=-1)
-            out = emit.linear(both, f"{p}.to_out.weight", roles=OUT_OF)
+            out = emit.linear(both, f"{p}.to_out.weight", roles=OUT_OF, columns=s.hidden)
         return x + gated(emit, out, "single", 2)
 
 
@@ -256,18 +232,21 @@ class Flux2JoinStreams:
 @dataclass(frozen=True)
 class Flux2Output:
     """The image's part of the joint sequence, `(1 + scale) ⊙ ln(x) + shift` by time, projected: `[B, T+I, H]` →
-    `[B, I, C]`. Weights: `norm_out.linear.weight` `[2H, H]` (scale, then shift), `proj_out.weight` `[C, H]`."""
+    `[B, I, C]`. Weights: `norm_out.linear.weight` `[2H, H]` (scale, then shift), `proj_out.weight` `[C, H]`.
+    `channels`, C, is needed only for weights that no source has."""
 
     hidden: int
     eps: float = 1e-6
+    channels: int | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Flux2Output")
-        emit.suppose({"norm_out.linear.weight": (2 * self.hidden, self.hidden)})
         with emit.scope("norm_out"):
             image = emit.block_input(x)[:, emit.stream(stream_id.TXT).shape[1] :]
-            packed = emit.linear(emit.silu(emit.named(TEMB)), "norm_out.linear.weight", roles=FROM_HIDDEN)
+            packed = emit.linear(
+                emit.silu(emit.named(TEMB)), "norm_out.linear.weight", roles=FROM_HIDDEN, columns=2 * self.hidden
+            )
             scale, shift = (part.reshape(-1, 1, self.hidden) for part in emit.split(packed, (self.hidden,) * 2))
             image = emit.layer_norm(image, eps=self.eps) * (scale + 1.0) + shift
         with emit.scope("proj_out"):
-            return emit.linear(image, "proj_out.weight", roles=FROM_HIDDEN)
+            return emit.linear(image, "proj_out.weight", roles=FROM_HIDDEN, columns=self.channels)

@@ -21,7 +21,8 @@ LINEARS: dict[str, tuple[str, str]] = {
 class Gpt2LayerSpec:
     """Keys and sizes of a GPT-2 layer. `activation` is a name in `UNARY`.
 
-    `score_scale` is what q kᵀ is multiplied with; None is D^(−1/2).
+    `score_scale` is what q kᵀ is multiplied with; None is D^(−1/2). `intermediate_size`, the width of the MLP, is
+    needed only for weights that no source has.
     """
 
     layer_prefix: str
@@ -30,15 +31,7 @@ class Gpt2LayerSpec:
     eps: float = 1e-5
     activation: str = "gelu_tanh"
     score_scale: float | None = None
-
-    def shapes(self, inner: int) -> dict[str, tuple[int, ...]]:
-        """Every weight of the layer by its key, for an MLP `inner` wide."""
-        h = self.hidden_size
-        sizes = {"attn.c_attn": (h, 3 * h), "attn.c_proj": (h, h), "mlp.c_fc": (h, inner), "mlp.c_proj": (inner, h)}
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in sizes.items()}
-        shapes |= {f"{name}.bias": size[1:] for name, size in sizes.items()}
-        shapes |= {f"{norm}.{kind}": (h,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
-        return {f"{self.layer_prefix}.{name}": shape for name, shape in shapes.items()}
+    intermediate_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,12 +51,14 @@ class Gpt2Layer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Gpt2Layer")
         s = self.spec
-        emit.suppose(s.shapes(emit.size_of(f"{s.layer_prefix}.mlp.c_fc.weight", 1) or 0))
 
-        def linear(name: str, x: FlowValue, activation: str = "") -> FlowValue:
-            p, roles = f"{s.layer_prefix}.{name}", LINEARS[name]
+        def linear(name: str, x: FlowValue, columns: int | None, activation: str = "") -> FlowValue:
+            p = f"{s.layer_prefix}.{name}"
             with emit.scope(*name.split(".")):
-                return emit.linear(x, f"{p}.weight", f"{p}.bias", transpose=False, activation=activation, roles=roles)
+                return emit.linear(
+                    x, f"{p}.weight", f"{p}.bias", transpose=False, activation=activation, roles=LINEARS[name],
+                    columns=columns,
+                )  # fmt: skip
 
         def norm(name: str, x: FlowValue) -> FlowValue:
             p = f"{s.layer_prefix}.{name}"
@@ -77,5 +72,5 @@ class Gpt2Layer:
             scale=s.score_scale, name="attn",
         )  # fmt: skip
         h = emit.add_node(Binary("add"), x, attention.emit(emit, norm("ln_1", x)))
-        inner = linear("mlp.c_fc", norm("ln_2", h), s.activation)
-        return emit.add_node(Binary("add"), h, linear("mlp.c_proj", inner))
+        inner = linear("mlp.c_fc", norm("ln_2", h), s.intermediate_size, s.activation)
+        return emit.add_node(Binary("add"), h, linear("mlp.c_proj", inner, s.hidden_size))

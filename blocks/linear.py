@@ -12,7 +12,7 @@ from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
-from rlx_jax.ir.types import TensorType, is_static
+from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey
 
@@ -120,15 +120,16 @@ class Linear:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Linear")
-        with emit.scope(_block_of(str(self.weight_key))):
-            w, at = emit.param(self.weight_key, self.shape, self.roles, self.init), 0 if self.transpose else 1
-            out = (int(w.type.shape[at]),) if w.ndim == 2 else None
+        with emit.scope(block_of(str(self.weight_key))):
+            at, wide = 0 if self.transpose else 1, x.type.shape[-1] if x.ndim else None
+            shape = self.shape or ((None, wide) if self.transpose else (wide, None))
+            w = emit.param(self.weight_key, shape, self.roles, self.init)
             roles = None if self.roles is None else roles_of_bias(self.roles[at])
-            bias = [emit.param(self.bias_key, out, roles)] if self.bias_key else []
+            bias = [emit.param(self.bias_key, w.type.shape[at : at + 1], roles)] if self.bias_key else []
             return emit.add_node(hir.Linear(int(self.transpose), bias=bool(bias)), x, w, *bias)
 
 
-def _block_of(key: str) -> str:
+def block_of(key: str) -> str:
     """`a.b.q_proj.weight` → `q_proj`: what dumps call the block that owns a weight."""
     parts = str(key).split(".")
     return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
@@ -205,8 +206,7 @@ class LmHead:
             if self.weight_key is None:
                 raise GraphError(f"{emit.path}: LmHead is not tied and has no weight key")
             wide = x.shape[-1] if self.hidden_size is None else self.hidden_size
-            known = None if self.vocab_size is None or not is_static(wide) else (self.vocab_size, int(wide))
-            return emit.param(self.weight_key, known, HEAD, self.init)
+            return emit.param(self.weight_key, (self.vocab_size, wide), HEAD, self.init)
         if emit.state.embed_weight is None:
             raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
         emit.say_roles(emit.state.embed_weight, HEAD)

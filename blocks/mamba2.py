@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.control import Named, Sequence
-from rlx_jax.blocks.gated_delta import check_columns
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave
 from rlx_jax.blocks.norm import RmsNorm
 from rlx_jax.errors import GraphError
@@ -13,6 +12,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.param import Parts, Role
+from rlx_jax.ir.types import DimLike
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -65,26 +65,15 @@ class Mamba2Spec:
         """What the columns of x, B and C are."""
         return Parts(tuple(zip(self.widths, ("heads", "groups", "groups"), strict=True)))
 
-    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Every weight by its key inside the mixer, for values `[B,S,hidden]`."""
-        mixed, heads = sum(self.widths), (self.heads,)
-        shapes: dict[str, tuple[int, ...]] = {
-            "in_proj.weight": (self.inner + mixed + self.heads, hidden), "conv1d.weight": (mixed, 1, self.kernel),
-            "dt_bias": heads, "A_log": heads, "D": heads, "norm.weight": (self.inner,),
-            "out_proj.weight": (hidden, self.inner),
-        }  # fmt: skip
-        if self.bias:
-            shapes |= {"in_proj.bias": shapes["in_proj.weight"][:1], "out_proj.bias": (hidden,)}
-        return shapes | ({"conv1d.bias": (mixed,)} if self.conv_bias else {})
-
 
 @dataclass(frozen=True)
 class Mamba2Mixer:
     """A normalised `[B,S,H]` → `[B,S,H]`, by a state of fixed size.
 
     z, m, t = x W_in; x, B, C = act(conv(m)); `Δ = clip(softplus(t + dt_bias))`, `A = −exp(A_log)`; the selective scan
-    `y`; then `(w ⊙ rms((y + D x) ⊙ silu(z))) W_out`, the norm over each group of heads. Weights under `prefix`: see
-    `Mamba2Spec.shapes`.
+    `y`; then `(w ⊙ rms((y + D x) ⊙ silu(z))) W_out`, the norm over each group of heads. Weights under `prefix`:
+    `in_proj` `[I + M + N, H]` and `out_proj` `[H, I]` with their biases, `conv1d.weight` `[M, 1, kernel]` and `.bias`,
+    `dt_bias`, `A_log` and `D` `[N]`, `norm.weight` `[I]`; N heads are I wide, and x, B and C M.
 
     Source: Dao and Gu, arXiv:2405.21060.
     """
@@ -94,34 +83,32 @@ class Mamba2Mixer:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, "Mamba2Mixer"), self.spec
-        emit.suppose(s.shapes(int(x.type.shape[-1])), self.prefix)
+        heads = (s.heads,)
         with emit.scope(self.prefix.rpartition(".")[2] or "mixer"):
             packed = Parts(((s.inner, "heads"), *s.mixed.of, (s.heads, "heads")))
-            projected = self._linear(emit, x, "in_proj", (packed, "hidden"))
             columns = (s.inner, sum(s.widths), s.heads)
-            check_columns(emit, f"{self.prefix}.in_proj.weight", projected, sum(columns), "gate, x, B, C and steps")
+            projected = self._linear(emit, x, "in_proj", (packed, "hidden"), sum(columns))
             z, mixed, t = emit.split(projected, columns)
             values, b, c = emit.split(self._convolved(emit, mixed), s.widths)
-            biases = (emit.param(f"{self.prefix}.{name}", roles=("heads",)) for name in ("dt_bias", "A_log"))
+            biases = (emit.param(f"{self.prefix}.{name}", heads, ("heads",)) for name in ("dt_bias", "A_log"))
             low, high = s.time_step_limit
             step, rate = emit.add_all(hir.TimeSteps(low, high), t, *biases)
             out = emit.add_node(hir.SelectiveScan(s.heads, s.groups), values, step, rate, b, c)
-            skip = emit.param(f"{self.prefix}.D", roles=("heads",)).reshape(s.heads, 1)
-            heads = (*values.shape[:-1], s.heads, s.head_dim)
-            out = out + (values.reshape(heads) * skip).reshape(values.shape)
-            return self._linear(emit, self._normed(emit, out, z), "out_proj", ("hidden", "heads"))
+            skip = emit.param(f"{self.prefix}.D", heads, ("heads",)).reshape(s.heads, 1)
+            out = out + (values.reshape(*values.shape[:-1], s.heads, s.head_dim) * skip).reshape(values.shape)
+            return self._linear(emit, self._normed(emit, out, z), "out_proj", ("hidden", "heads"), x.type.shape[-1])
 
-    def _linear(self, emit: Emit, x: FlowValue, name: str, roles: tuple[Role, Role]) -> FlowValue:
+    def _linear(self, emit: Emit, x: FlowValue, name: str, roles: tuple[Role, Role], columns: DimLike) -> FlowValue:
         with emit.scope(name):
             bias = f"{self.prefix}.{name}.bias" if self.spec.bias else None
-            return emit.linear(x, f"{self.prefix}.{name}.weight", bias, roles=roles)
+            return emit.linear(x, f"{self.prefix}.{name}.weight", bias, roles=roles, columns=columns)
 
     def _convolved(self, emit: Emit, mixed: FlowValue) -> FlowValue:
-        s = self.spec
+        s, p, columns = self.spec, f"{self.prefix}.conv1d", sum(self.spec.widths)
         with emit.scope("conv1d"):
-            weights = [emit.param(f"{self.prefix}.conv1d.weight", roles=(s.mixed, None, None))]
+            weights = [emit.param(f"{p}.weight", (columns, 1, s.kernel), (s.mixed, None, None))]
             if s.conv_bias:
-                weights.append(emit.param(f"{self.prefix}.conv1d.bias", roles=(s.mixed,)))
+                weights.append(emit.param(f"{p}.bias", (columns,), (s.mixed,)))
             return emit.add_node(Unary(s.activation), emit.add_node(hir.CausalConv(s.conv_bias), mixed, *weights))
 
     def _normed(self, emit: Emit, out: FlowValue, z: FlowValue) -> FlowValue:
@@ -131,7 +118,7 @@ class Mamba2Mixer:
         with emit.scope("norm"):
             parts = gated.reshape(*gated.shape[:-1], s.groups, s.inner // s.groups)
             normed = emit.add_node(Standardize((-1,), s.eps, centre=False), parts).reshape(gated.shape)
-            return normed * emit.param(f"{self.prefix}.norm.weight", roles=("heads",))
+            return normed * emit.param(f"{self.prefix}.norm.weight", (s.inner,), ("heads",))
 
 
 def mamba2_layer(index: int, spec: Mamba2Spec, prefix: str = "backbone.layers") -> Named:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from rlx_jax.blocks.ffn import INTO, OUT_OF
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.experts import ClampedGate as ClampedGate
+from rlx_jax.ir.types import DimLike
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
 
@@ -56,9 +59,9 @@ class ExpertKeys:
             return tuple(WeightStack(f"{prefix}.{key}", count) for key in (self.gate, self.up, self.down))
         return self._three(prefix, (self.gate, self.up, self.down), 1 if self.transpose else 2)
 
-    def added(self, prefix: str) -> tuple[WeightKey, ...] | None:
+    def added(self, prefix: str) -> tuple[WeightKey, ...]:
         """The biases of gate, up and down under a prefix, if there are any."""
-        return None if self.biases is None else self._three(prefix, self.biases, 1)
+        return () if self.biases is None else self._three(prefix, self.biases, 1)
 
     def _three(self, prefix: str, keys: tuple[str, str, str], axis: int) -> tuple[WeightKey, ...]:
         gate, up, down = (f"{prefix}.{key}" for key in keys)
@@ -153,23 +156,30 @@ class MoeFfn:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s, p = emit.require(value, "MoeFfn"), self.spec, self.prefix
         hidden = x.type.shape[-1]
-        if isinstance(hidden, int):
-            emit.suppose(s.shapes(hidden), p)
         with emit.scope("mlp"):
             x = emit.block_input(x)
             with emit.scope("router"):
-                shape = (s.num_experts, hidden) if isinstance(hidden, int) else None
-                router = emit.param(f"{p}.{s.keys.router}", shape, roles=(None, "hidden"))
+                router = emit.param(f"{p}.{s.keys.router}", (s.num_experts, hidden), roles=(None, "hidden"))
                 logits = emit.add_node(hir.Linear(1, f32_result=True), x, router)
                 if (added := s.keys.router_bias) is not None:
                     logits = logits + emit.param(f"{p}.{added}", (s.num_experts,), roles=(None,))
-                bias = None if s.choice_bias is None else f"{p}.{s.choice_bias}"
+                bias = None if s.choice_bias is None else emit.param(f"{p}.{s.choice_bias}", (s.num_experts,))
                 weights, ids = emit.route(
                     logits, bias, top_k=s.top_k, scores=s.scores, normalise=s.normalise, scale=s.scale
                 )
             with emit.scope("experts"):
-                gate, up, down = s.keys.weights(p, s.num_experts)
+                x = emit.block_input(x)
+                gate, up, down, *biases = self._weights(emit, hidden)
                 return emit.experts(
-                    emit.block_input(x), weights, ids, gate=gate, up=up, down=down, activation=self.activation,
-                    transpose=s.keys.transpose, biases=s.keys.added(p), clamp=s.clamp,
+                    x, weights, ids, gate=gate, up=up, down=down, activation=self.activation,
+                    transpose=s.keys.transpose, biases=biases or None, clamp=s.clamp,
                 )  # fmt: skip
+
+    def _weights(self, emit: Emit, hidden: DimLike) -> Iterator[FlowValue]:
+        """Gate, up and down, and their biases."""
+        s, p, turn = self.spec, self.prefix, 1 if self.spec.keys.transpose else -1
+        sizes = ((s.inner, hidden), (s.inner, hidden), (hidden, s.inner))
+        for key, size, roles in zip(s.keys.weights(p, s.num_experts), sizes, (INTO, INTO, OUT_OF), strict=True):
+            yield emit.param(key, (s.num_experts, *size[::turn]), ("experts", *roles[::turn]))
+        for bias, (out, _), (role, _) in zip(s.keys.added(p), sizes, (INTO, INTO, OUT_OF), strict=False):
+            yield emit.param(bias, (s.num_experts, out), ("experts", role))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx_jax.blocks.linear import Linear
+from rlx_jax.blocks.linear import block_of
 from rlx_jax.blocks.norm import GemmaRmsNorm, RmsNorm
 from rlx_jax.errors import ShapeError
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -32,5 +32,5 @@ class MtpMerge:
         with emit.scope("merge"):
             both = emit.concat([self.embedding_norm.emit(emit, x), self.hidden_norm.emit(emit, h)])
             hidden = x.type.shape[-1]
-            emit.suppose({self.weight_key: (hidden, 2 * hidden)})
-            return Linear(self.weight_key, roles=("hidden", None)).emit(emit, both)
+            with emit.scope(block_of(self.weight_key)):
+                return emit.linear(both, self.weight_key, roles=("hidden", None), columns=hidden)

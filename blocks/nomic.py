@@ -23,7 +23,8 @@ from rlx_jax.trace.weight_part import WeightKey, WeightPart
 class NomicEncoderLayerSpec:
     """Keys and sizes of a NomicBERT layer; the mask input may be absent. `activation` is that of the gate.
 
-    `rope_theta` is the base used when no RopeTables stage ran.
+    `rope_theta` is the base used when no RopeTables stage ran. `intermediate_size`, the width of the MLP, is needed
+    only for weights that no source has.
     """
 
     layer_prefix: str
@@ -34,19 +35,7 @@ class NomicEncoderLayerSpec:
     attention_mask_input: str | None = "attention_mask"
     activation: str = "silu"
     rope_theta: float = 1000.0
-
-    def shapes(self, inner: int) -> dict[str, tuple[int, ...]]:
-        """Every weight of the layer by its key, for an MLP `inner` wide."""
-        h, packed = self.hidden_size, self.num_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {
-            "attn.Wqkv.weight": (3 * packed, h),
-            "attn.out_proj.weight": (h, packed),
-            "mlp.fc11.weight": (inner, h),
-            "mlp.fc12.weight": (inner, h),
-            "mlp.fc2.weight": (h, inner),
-        }
-        shapes |= {f"{norm}.{kind}": (h,) for norm in ("norm1", "norm2") for kind in ("weight", "bias")}
-        return {f"{self.layer_prefix}.{name}": shape for name, shape in shapes.items()}
+    intermediate_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,22 +51,23 @@ class NomicEncoderLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "NomicEncoderLayer")
         s, p = self.spec, self.spec.layer_prefix
-        emit.suppose(s.shapes(emit.size_of(f"{p}.mlp.fc11.weight", 0) or 0))
+        hidden, heads = s.hidden_size, s.num_heads * s.head_dim
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
         read = emit.block_input(x, "attn")
         with emit.scope("attn"):
             packed = three_parts(f"{p}.attn.Wqkv.weight")
-            q, k, v = (_projected(emit, read, name, key) for name, key in zip("qkv", packed, strict=True))
+            q, k, v = (_projected(emit, read, name, key, heads) for name, key in zip("qkv", packed, strict=True))
             rope = hir.Rope(s.head_dim, s.head_dim)
             q, k = (emit.add_node(rope, t, cos, sin) for t in (q, k))
             context = attend(emit, s.num_heads, q, k, v, keep)
-        output = dense(emit, p, "attn.out_proj", context, ("hidden", "heads"), bias=False)
+        output = dense(emit, p, "attn.out_proj", context, ("hidden", "heads"), hidden, bias=False)
         h = add_norm(emit, p, "norm1", output, x, s.eps)
-        up, gate = (dense(emit, p, f"mlp.{name}", h, INTO, bias=False) for name in ("fc11", "fc12"))
+        up = dense(emit, p, "mlp.fc11", h, INTO, s.intermediate_size, bias=False)
+        gate = dense(emit, p, "mlp.fc12", h, INTO, int(up.type.shape[-1]), bias=False)
         with emit.scope("mlp"):
             inner = emit.add_node(hir.GatedFfn(s.activation), gate, up)
-        return add_norm(emit, p, "norm2", dense(emit, p, "mlp.fc2", inner, OUT_OF, bias=False), h, s.eps)
+        return add_norm(emit, p, "norm2", dense(emit, p, "mlp.fc2", inner, OUT_OF, hidden, bias=False), h, s.eps)
 
 
 @dataclass(frozen=True)
@@ -114,19 +104,19 @@ class NomicSelector:
     """`x + mlp(ln(p))` with what a learned query reads of all tokens as p: `[B,S,H]` → same, every token alike.
 
     Weights under the prefix: `attn.latent` `[1, 1, H]`, `attn.Wq.*`, `attn.Wkv.*` (keys above values),
-    `attn.out_proj.*`, `norm1.*`, and `mlp.{fc11,fc12,fc2}.*`, whose gate is `fc12`.
+    `attn.out_proj.*`, `norm1.*`, and `mlp.{fc11,fc12,fc2}.*`, whose gate is `fc12`. `inner`, the width of the MLP, is
+    needed only for weights that no source has.
     """
 
     prefix: str
     num_heads: int
     eps: float = 1e-6
+    inner: int | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, p = emit.require(value, "NomicSelector"), self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
-        hidden = int(x.type.shape[-1])
-        emit.suppose(self.shapes(hidden, emit.size_of(f"{p}.mlp.fc11.weight", 0) or 0))
         with emit.scope("selector"):
             weights, biases = (_reading(f"{p}.attn", kind) for kind in ("weight", "bias"))
             out = f"{p}.attn.out_proj"
@@ -134,25 +124,16 @@ class NomicSelector:
             normed = emit.layer_norm(pooled, f"{p}.norm1.weight", f"{p}.norm1.bias", self.eps)
             gate, up, down = (f"{p}.mlp.{name}" for name in ("fc12", "fc11", "fc2"))
             mlp = SwiGlu(
-                f"{gate}.weight", f"{up}.weight", f"{down}.weight", (f"{gate}.bias", f"{up}.bias", f"{down}.bias")
-            )
+                f"{gate}.weight", f"{up}.weight", f"{down}.weight", (f"{gate}.bias", f"{up}.bias", f"{down}.bias"),
+                self.inner,
+            )  # fmt: skip
             return x + mlp.emit(emit, normed)
 
-    def shapes(self, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-        """Every checkpoint key with its shape, for an MLP `inner` wide."""
-        h, f, p = hidden, inner, self.prefix
-        linears = {"attn.Wq": (h, h), "attn.Wkv": (2 * h, h), "attn.out_proj": (h, h)}
-        linears |= {"mlp.fc11": (f, h), "mlp.fc12": (f, h), "mlp.fc2": (h, f)}
-        found: dict[str, tuple[int, ...]] = {f"{p}.attn.latent": (1, 1, h)}
-        for name, shape in linears.items():
-            found |= {f"{p}.{name}.weight": shape, f"{p}.{name}.bias": shape[:1]}
-        return found | {f"{p}.norm1.weight": (h,), f"{p}.norm1.bias": (h,)}
 
-
-def _projected(emit: Emit, x: FlowValue, name: str, key: WeightKey) -> FlowValue:
+def _projected(emit: Emit, x: FlowValue, name: str, key: WeightKey, columns: int) -> FlowValue:
     """One of q, k and v."""
     with emit.scope("Wqkv", name):
-        return emit.linear(x, key, roles=("heads", "hidden"))
+        return emit.linear(x, key, roles=("heads", "hidden"), columns=columns)
 
 
 def _reading(prefix: str, kind: str) -> Three:

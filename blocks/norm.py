@@ -37,7 +37,7 @@ class RmsNorm:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "RmsNorm")
         with emit.scope(_norm_name(self.weight_key)):
-            gamma = emit.weight(self.weight_key, likely=x.type.shape[-1:], init=self.init)
+            gamma = emit.weight(self.weight_key, shape=x.type.shape[-1:], init=self.init)
             return rms_norm(emit, x, gamma, self.eps)
 
 
@@ -60,7 +60,7 @@ class GemmaRmsNorm:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GemmaRmsNorm")
         with emit.scope(_norm_name(self.weight_key)):
-            gamma = emit.weight(self.weight_key, likely=x.type.shape[-1:], init=self.init)
+            gamma = emit.weight(self.weight_key, shape=x.type.shape[-1:], init=self.init)
             return rms_norm(emit, x, gamma, self.eps, 1.0)
 
 
@@ -81,7 +81,7 @@ class LayerNorm:
         with emit.scope(_norm_name(self.gamma_key or self.beta_key or "norm.weight")):
             gamma = None
             if self.gamma_key is not None:
-                gamma = emit.weight(self.gamma_key, likely=x.type.shape[-1:], init=self.init)
+                gamma = emit.weight(self.gamma_key, shape=x.type.shape[-1:], init=self.init)
             return emit.layer_norm(x, gamma, self.beta_key, self.eps)
 
 

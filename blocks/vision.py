@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlx_jax.blocks.control import BlockStage, Named, Sequence, Suppose, check_hidden
-from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape, suppose_ffn
+from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
+from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave
 from rlx_jax.blocks.norm import LayerNorm
 from rlx_jax.blocks.self_attention import SelfAttention, Three, three_parts
-from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote
+from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.ops.vision import GridPositions, Patches
+from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.parameters import AxisSizes
 from rlx_jax.trace.weight_part import WeightPart
 
 # -- from images to tokens ---------------------------------------------------------------------
@@ -26,10 +28,10 @@ class VisionEmbed:
     """Images `[B, C, h, w]` → tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: a class token, registers, patches row by row.
 
     A patch `(P, Q)` is projected by `patch_weight` `[H, C, P, Q]`, or with `flat_patch` `[H, C·P·Q]`. `position_key`
-    `[1, T, H]` or `[T, H]` has a row for the class token, if there is one, and then one for each patch of `grid`; for
+    `[1, T, H]` has a row for the class token, if there is one, and then one for each patch of `grid`; for
     images of another size these are resampled (`rlx_jax.ir.ops.vision.GridPositions`), with `antialias` as DINOv2 with
-    registers does. `cls_key` is `[1, 1, H]` or `[H]`; `registers_key` `[1, R, H]` stand behind it, without positions.
-    `flat` and `registers`, R, are needed only without weights: positions are `[T, H]` then, and the class token `[H]`.
+    registers does. `cls_key` is `[1, 1, H]`; `registers_key` `[1, R, H]` stand behind it, without positions.
+    With `flat` positions are `[T, H]`, and the class token `[H]`. `registers`, R, is needed only without weights.
     """
 
     patch_weight: str
@@ -50,29 +52,19 @@ class VisionEmbed:
         if images.ndim != 4:
             raise ShapeError(f"{emit.path}: VisionEmbed reads images [B, C, H, W], got {images.type}")
         first = 0 if self.cls_key is None else 1
-        rows = self.grid[0] * self.grid[1] + first
-        lead = () if self.flat else (1,)
-        emit.suppose({self.position_key: (*lead, rows, self.hidden_size)})
-        if self.cls_key is not None:
-            emit.suppose({self.cls_key: (*lead, *lead, self.hidden_size)})
-        if self.registers_key is not None:
-            emit.suppose({self.registers_key: (1, self.registers or 0, self.hidden_size)})
+        rows, hidden = self.grid[0] * self.grid[1] + first, self.hidden_size
         with emit.scope("embeddings"):
-            table = self._tokens(emit, self.position_key)
-            if table.shape[1] != rows:
-                raise WeightShapeError(
-                    f"{emit.path}: weight {quote(self.position_key)} has {table.shape[1]} rows; expected {rows}, for "
-                    f"a grid of {self.grid[0]} × {self.grid[1]}" + (" and the class token" if first else "")
-                )
+            table = self._tokens(emit, self.position_key, (rows, hidden) if self.flat else (1, rows, hidden))
             positions = GridPositions(self.grid, self.patch, self.antialias)
             patches = self._patches(emit, images) + emit.add_node(positions, table[0, first:], images)
             before = []
             if self.cls_key is not None:
-                before.append(self._tokens(emit, self.cls_key) + table[:, :1])
+                token = self._tokens(emit, self.cls_key, (hidden,) if self.flat else (1, 1, hidden))
+                before.append(token + table[:, :1])
             if self.registers_key is not None:
-                before.append(self._tokens(emit, self.registers_key))
+                before.append(self._tokens(emit, self.registers_key, (1, self.registers, hidden)))
             batch = images.shape[0]
-            spread = [emit.broadcast_to(x, (batch, x.shape[1], self.hidden_size)) for x in before]
+            spread = [emit.broadcast_to(x, (batch, x.shape[1], hidden)) for x in before]
             return emit.concat([*spread, patches], axis=1) if spread else patches
 
     def _patches(self, emit: Emit, images: FlowValue) -> FlowValue:
@@ -86,14 +78,9 @@ class VisionEmbed:
             patches = emit.add_node(Patches(self.patch), images)
             return emit.linear(patches, weight.reshape(self.hidden_size, -1), bias, transpose=True)
 
-    def _tokens(self, emit: Emit, key: str) -> FlowValue:
+    def _tokens(self, emit: Emit, key: str, shape: AxisSizes) -> FlowValue:
         """A weight of rows of the hidden width, as `[1, rows, H]`."""
-        rows = emit.param(key)
-        if rows.ndim < 1 or rows.shape[-1] != self.hidden_size:
-            raise WeightShapeError(
-                f"{emit.path}: weight {quote(key)} is {rows.type}; expected [..., {self.hidden_size}]"
-            )
-        return rows.reshape(1, -1, self.hidden_size)
+        return emit.param(key, shape).reshape(1, -1, self.hidden_size)
 
 
 # -- attention and feed-forward ----------------------------------------------------------------
@@ -164,36 +151,35 @@ class LayerScale:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LayerScale")
         with emit.scope("layer_scale"):
-            gamma = emit.weight(self.gamma_key, likely=x.type.shape[-1:])
-            if gamma.type.shape != x.type.shape[-1:]:
-                raise WeightShapeError(f"{emit.path}: weight {quote(self.gamma_key)} is {gamma.type}, x is {x.type}")
-            return x * gamma
+            return x * emit.param(self.gamma_key, x.type.shape[-1:])
 
 
 @dataclass(frozen=True)
 class VisionSwiGluFfn:
     """`ln((x W₁₁ + b₁₁) ⊙ silu(x W₁₂ + b₁₂); γ, β) W₂ + b₂`: Nomic's vision encoder.
 
-    Weights: `{layer_prefix}.mlp.{fc11,fc12,fc2}.{weight,bias}`, `{layer_prefix}.mlp.norm.{weight,bias}`.
+    Weights: `{layer_prefix}.mlp.{fc11,fc12,fc2}.{weight,bias}`, `{layer_prefix}.mlp.norm.{weight,bias}`. `inner`, the
+    width of W₁₁, is needed only for weights that no source has.
     """
 
     layer_prefix: str
     eps: float = 1e-6
+    inner: int | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, p = emit.require(value, "VisionSwiGluFfn"), f"{self.layer_prefix}.mlp"
-        into = (f"{p}.fc11.weight", f"{p}.fc12.weight")
-        suppose_ffn(emit, x, into, f"{p}.fc2.weight", None)
+
+        def linear(name: str, x: FlowValue, roles: Roles, columns: DimLike | None) -> FlowValue:
+            with emit.scope(name):
+                return emit.linear(x, f"{p}.{name}.weight", f"{p}.{name}.bias", roles=roles, columns=columns)
+
         with emit.scope("mlp"):
-            with emit.scope("fc11"):
-                up = emit.linear(x, f"{p}.fc11.weight", f"{p}.fc11.bias", roles=INTO)
-            with emit.scope("fc12"):
-                gate = emit.linear(x, f"{p}.fc12.weight", f"{p}.fc12.bias", roles=INTO)
+            up = linear("fc11", x, INTO, self.inner)
+            gate = linear("fc12", x, INTO, up.type.shape[-1])
             inner = emit.add_node(hir.GatedFfn("silu"), gate, up)
             with emit.scope("norm"):
                 inner = emit.layer_norm(inner, f"{p}.norm.weight", f"{p}.norm.bias", self.eps)
-            with emit.scope("fc2"):
-                return emit.linear(inner, f"{p}.fc2.weight", f"{p}.fc2.bias", roles=OUT_OF)
+            return linear("fc2", inner, OUT_OF, x.type.shape[-1])
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""
@@ -244,13 +230,14 @@ NOMIC_KEYS = LayerKeys(
 class PreNormLayerSpec:
     """Keys and sizes of a layer whose norms come first. `activation` is a name in `UNARY`; with `gated` the
     feed-forward half is SwiGLU. `causal` and `mask_input` are those of `SelfAttention`. With `turned` queries and keys
-    are, neighbouring columns of them, by the tables of a stage before. `inner_eps` is that of a norm inside."""
+    are, neighbouring columns of them, by the tables of a stage before. `inner_eps` is that of a norm inside.
+    `intermediate_size` may be None, unless there are weights that no source has."""
 
     prefix: str
     keys: LayerKeys
     hidden_size: int
     num_heads: int
-    intermediate_size: int
+    intermediate_size: int | None
     eps: float = 1e-6
     activation: str = "gelu"
     gated: bool = False
@@ -287,36 +274,17 @@ class PreNormLayerSpec:
         )  # fmt: skip
 
     @property
-    def inner(self) -> tuple[str, str]:
-        """The names of the feed-forward half."""
-        return (self.keys.gated1, self.keys.gated2) if self.gated else (self.keys.fc1, self.keys.fc2)
-
-    @property
     def ffn(self) -> BlockStage:
         """The feed-forward half."""
-        if self.keys.inner:
-            return VisionSwiGluFfn(self.prefix, self.inner_eps)
-        fc1, fc2 = ([self.key(name, kind) for kind in ("weight", "bias")] for name in self.inner)
+        k, inner = self.keys, self.intermediate_size
+        if k.inner:
+            return VisionSwiGluFfn(self.prefix, self.inner_eps, inner)
+        names = (k.gated1, k.gated2) if self.gated else (k.fc1, k.fc2)
+        fc1, fc2 = ([self.key(name, kind) for kind in ("weight", "bias")] for name in names)
         if not self.gated:
-            return Mlp(fc1[0], fc1[1], fc2[0], fc2[1], self.activation)
+            return Mlp(fc1[0], fc1[1], fc2[0], fc2[1], self.activation, inner)
         gate, up = WeightPart.split(fc1[0], 2)
-        return SwiGlu(gate, up, fc2[0], (*_pair(fc1[1]), fc2[1]))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every checkpoint key with its shape."""
-        h, f, k, (fc1, fc2) = self.hidden_size, self.intermediate_size, self.keys, self.inner
-        found: dict[str, tuple[int, ...]] = {}
-        qkv = {k.qkv: (3 * h, h)} if isinstance(k.qkv, str) else dict.fromkeys(k.qkv, (h, h))
-        linears = {**qkv, k.out: (h, h), fc1: (f * (1 + self.gated), h), fc2: (h, f)} | (
-            {k.gate: (f, h)} if k.gate else {}
-        )
-        for name, shape in linears.items():
-            found[self.key(name, "weight")] = shape
-            if self.qkv_bias or name not in qkv:
-                found[self.key(name, "bias")] = shape[:1]
-        for name, width in ({k.norm1: h, k.norm2: h} | ({k.inner: f} if k.inner else {})).items():
-            found |= {self.key(name, "weight"): (width,), self.key(name, "bias"): (width,)}
-        return found | {f"{self.prefix}.{name}": (h,) for name in (k.scale1, k.scale2) if name}
+        return SwiGlu(gate, up, fc2[0], (*_pair(fc1[1]), fc2[1]), inner)
 
 
 def _pair(key: str) -> tuple[WeightPart, WeightPart]:
@@ -328,8 +296,7 @@ def pre_norm_layer(spec: PreNormLayerSpec) -> BlockStage:
     """`h = x + attn(ln(x)) [⊙ γ₁]`, `y = h + ffn(ln(h)) [⊙ γ₂]`: `[B,S,H]` → same."""
     k, p = spec.keys, spec.prefix
     attention = _half(p, k.norm1, spec.eps, spec.attention, k.scale1)
-    shapes = Suppose(tuple(spec.shapes().items()))
-    return Sequence((shapes, *attention, *_half(p, k.norm2, spec.eps, spec.ffn, k.scale2)))
+    return Sequence((*attention, *_half(p, k.norm2, spec.eps, spec.ffn, k.scale2)))
 
 
 def _half(prefix: str, norm: str, eps: float, inner: BlockStage, scale: str = "") -> tuple[BlockStage, ...]:
@@ -341,13 +308,13 @@ def _half(prefix: str, norm: str, eps: float, inner: BlockStage, scale: str = ""
 
 def dinov2_layer_fused(index: int, hidden_size: int, num_heads: int, eps: float = 1e-6) -> BlockStage:
     """DINOv2's layer under `blocks.{index}`, as its authors store it; exact GELU."""
-    spec = PreNormLayerSpec(f"blocks.{index}", DINOV2_KEYS, hidden_size, num_heads, 4 * hidden_size, eps)
+    spec = PreNormLayerSpec(f"blocks.{index}", DINOV2_KEYS, hidden_size, num_heads, None, eps)
     return Named(f"layer{index}", pre_norm_layer(spec))
 
 
 def nomic_vision_layer_fused(index: int, hidden_size: int, num_heads: int, eps: float = 1e-6) -> BlockStage:
     """Nomic's vision layer under `layers.{index}`, all norms with `eps`; no rotation of queries and keys."""
-    spec = PreNormLayerSpec(f"layers.{index}", NOMIC_KEYS, hidden_size, num_heads, 4 * hidden_size, eps, inner_eps=eps)
+    spec = PreNormLayerSpec(f"layers.{index}", NOMIC_KEYS, hidden_size, num_heads, None, eps, inner_eps=eps)
     return Named(f"layer{index}", pre_norm_layer(spec))
 
 
@@ -356,7 +323,7 @@ def siglip_layer_fused_with_prefix(
 ) -> BlockStage:
     """SigLIP's layer under `{prefix}.encoder.layers.{index}`; tanh GELU."""
     p = f"{prefix}.encoder.layers.{index}"
-    spec = PreNormLayerSpec(p, CLIP_KEYS, hidden_size, num_heads, 4 * hidden_size, eps, "gelu_tanh")
+    spec = PreNormLayerSpec(p, CLIP_KEYS, hidden_size, num_heads, None, eps, "gelu_tanh")
     return Named(f"layer{index}", pre_norm_layer(spec))
 
 
@@ -368,27 +335,27 @@ class AttentionPool:
     """SigLIP's head: a learned query over all tokens, then `p + mlp(ln(p))`: `[B,S,H]` → `[B,H]`.
 
     Weights under the prefix: `probe` `[1, 1, H]`, `attention.in_proj_weight` `[3H, H]`, `attention.in_proj_bias`,
-    `attention.out_proj.*`, `layernorm.*`, `mlp.fc1.*`, `mlp.fc2.*`.
+    `attention.out_proj.*`, `layernorm.*`, `mlp.fc1.*`, `mlp.fc2.*`. `inner`, the width of the MLP, is needed only for
+    weights that no source has.
     """
 
     prefix: str
     num_heads: int
     eps: float = 1e-6
     activation: str = "gelu_tanh"
+    inner: int | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, p = emit.require(value, "AttentionPool"), self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: AttentionPool needs [B, S, H], got {x.type}")
-        inner = emit.size_of(f"{p}.mlp.fc1.weight", 0) or 0
-        emit.suppose(attention_pool_shapes(p, int(x.type.shape[-1]), inner))
         with emit.scope("head"):
             weights = three_parts(f"{p}.attention.in_proj_weight")
             biases = three_parts(f"{p}.attention.in_proj_bias")
             pooled = read_by_query(emit, x, f"{p}.probe", weights, biases, f"{p}.attention.out_proj", self.num_heads)
             normed = emit.layer_norm(pooled, f"{p}.layernorm.weight", f"{p}.layernorm.bias", self.eps)
             fc1, fc2 = f"{p}.mlp.fc1", f"{p}.mlp.fc2"
-            mlp = Mlp(f"{fc1}.weight", f"{fc1}.bias", f"{fc2}.weight", f"{fc2}.bias", self.activation)
+            mlp = Mlp(f"{fc1}.weight", f"{fc1}.bias", f"{fc2}.weight", f"{fc2}.bias", self.activation, self.inner)
             return emit.first_token(pooled + mlp.emit(emit, normed))
 
 
@@ -400,24 +367,11 @@ def read_by_query(
     head_width(query, hidden, heads)
     probe = emit.broadcast_to(emit.param(query, (1, 1, hidden)), (x.shape[0], 1, hidden))
     q, k, v = (
-        emit.linear(source, w, b, roles=("heads", "hidden"))
+        emit.linear(source, w, b, roles=("heads", "hidden"), columns=hidden)
         for source, w, b in zip((probe, x, x), weights, biases, strict=True)
     )
     context = emit.add_node(hir.attention(heads, heads, MaskKind.NONE), q, k, v)
-    return emit.linear(context, f"{out}.weight", f"{out}.bias", roles=("hidden", "heads"))
-
-
-def attention_pool_shapes(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, tuple[int, ...]]:
-    """Every checkpoint key of an AttentionPool with its shape."""
-    h, f, p = hidden_size, intermediate_size, prefix
-    linears = {f"{p}.attention.out_proj": (h, h), f"{p}.mlp.fc1": (f, h), f"{p}.mlp.fc2": (h, f)}
-    found: dict[str, tuple[int, ...]] = {
-        f"{p}.probe": (1, 1, h), f"{p}.attention.in_proj_weight": (3 * h, h), f"{p}.attention.in_proj_bias": (3 * h,),
-        f"{p}.layernorm.weight": (h,), f"{p}.layernorm.bias": (h,),
-    }  # fmt: skip
-    for name, shape in linears.items():
-        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    return found
+    return emit.linear(context, f"{out}.weight", f"{out}.bias", roles=("hidden", "heads"), columns=hidden)
 
 
 @dataclass(frozen=True)
@@ -454,13 +408,12 @@ class Similarity:
                 f"{emit.path}: Similarity is of vectors [T, E] and [I, E], got {texts.type}, {images.type}"
             )
         one: tuple[int, ...] = () if self.bias_key is None else (1,)  # as CLIP stores it, and as SigLIP
-        emit.suppose({key: one for key in (self.scale_key, self.bias_key) if key is not None})
         with emit.scope("similarity"):
             texts, images = unit(emit, texts), unit(emit, images)
             emit.output("text_embeds", texts)
             emit.output("image_embeds", images)
-            scores = texts @ images.T * emit.exp(emit.param(self.scale_key).reshape(1, 1))
-            return scores if self.bias_key is None else scores + emit.param(self.bias_key).reshape(1, 1)
+            scores = texts @ images.T * emit.exp(emit.param(self.scale_key, one).reshape(1, 1))
+            return scores if self.bias_key is None else scores + emit.param(self.bias_key, one).reshape(1, 1)
 
 
 def unit(emit: Emit, x: FlowValue) -> FlowValue:

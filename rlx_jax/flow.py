@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
+import jax
+import numpy as np
+
 from rlx_jax.at import SelectedBlocks
 from rlx_jax.blocks.contracts import run_stage
 from rlx_jax.blocks.control import BlockStage, check_stages
@@ -357,22 +360,12 @@ class ModelFlow(Stages):
         if self._block_edits:
             emit.builder.marks_blocks, emit.parameters.defers_missing = True, source is not None
             emit.stand_in = partial(run_stand_in, emit, self._block_edits)
-        value: FlowValue | None = self._declare(emit, set(given))
         try:
-            for stage in self._stages:
-                with emit.users_code():
-                    value = run_stage(stage, emit, value)
+            value = self._run_stages(emit, given)
         except ShapeError as error:
             if emit.parameters.deferred:  # a missing weight of unknown size is the cause
                 raise next(iter(emit.parameters.deferred.values())) from error
             raise
-        except RecursionError as error:
-            raise GraphError(
-                f"{self.name}: stages inside each other are over Python's limit of {sys.getrecursionlimit()} calls; "
-                "put them side by side, as Sequence and Repeat do"
-            ) from error
-        if value is None:
-            raise GraphError(f"{self.name}: the last stage leaves no active value")
         own = set(emit.state.outputs)
         emit.parameters.defers_missing = False  # what an edit reads is not replaced
         value = edit_blocks(emit, value, self._block_edits, self.name, self._elsewhere)
@@ -398,6 +391,22 @@ class ModelFlow(Stages):
             inits=emit.parameters.inits, fresh=tuple(emit.parameters.fresh), contracts=tuple(emit.state.contracts),
             max_positions=self._max_positions, captures=captured_blocks,
         )  # fmt: skip
+
+    def _run_stages(self, emit: Emit, given: Iterable[str] = ()) -> FlowValue:
+        """Write the inputs and the stages; returns the last active value."""
+        value: FlowValue | None = self._declare(emit, set(given))
+        try:
+            for stage in self._stages:
+                with emit.users_code():
+                    value = run_stage(stage, emit, value)
+        except RecursionError as error:
+            raise GraphError(
+                f"{self.name}: stages inside each other are over Python's limit of {sys.getrecursionlimit()} calls; "
+                "put them side by side, as Sequence and Repeat do"
+            ) from error
+        if value is None:
+            raise GraphError(f"{self.name}: the last stage leaves no active value")
+        return value
 
     def build_with(self, weights: Weights = None, packed: None = None) -> BuiltModel:
         """`build(weights)`. A source has its packed weights itself.
@@ -533,6 +542,18 @@ class ModelFlow(Stages):
             return self._outline()._repr_html_()
         except RlxError:
             return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def declared_shapes(flow: ModelFlow, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return every weight that the stages of a flow read, by key, with its shape as they declare it: they run without
+    a source.
+
+    Raises:
+        MissingWeightError: a stage declares no size for an axis, and no `flow.param` does.
+    """
+    emit = Emit(Builder(flow.name, TypeCache()), None, None, flow._binding, flow._declared)
+    flow._run_stages(emit)
+    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in emit.parameters.declared_shapes().items()}
 
 
 def _known(emit: Emit) -> dict[str, FlowValue]:

@@ -206,9 +206,17 @@ def test_stages_say_what_is_missing() -> None:
     """A layer whose bias no stage made; a style that there is not; a table that has not all buckets."""
     ids = rlx.ModelFlow("m").input("input_ids", ("batch", "seq"), dtype="int32").embed("e", shape=(9, 8))
     flow = ids.input("attention_mask", ("batch", "seq"), default=None).repeat_bert_layers(1, "", "mpnet", 8, 2)
+<<<<<<< HEAD
     shapes = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2, qkv_style="mpnet").shapes(5)
     weights = {"e": np.ones((9, 8), "f4")} | {key: np.ones(shape, "f4") for key, shape in shapes.items()}
     with pytest.raises(errors.GraphError, match=r"layers\.0: .*'position_bias'"):
+=======
+    sized = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2, qkv_style="mpnet", intermediate_size=5)
+    whole = ids.input("attention_mask", ("batch", "seq"), default=None).stage(blocks.RelativeBias("r", (32, 2)))
+    shapes = whole.stage(blocks.BertEncoderLayer(sized)).build().params
+    weights = {key: np.ones(spec.shape, "f4") for key, spec in shapes.items()}
+    with pytest.raises(errors.UnboundStreamError, match=r"layers\.0: .*'position_bias'"):
+>>>>>>> a9acc23 (A weight is declared where it is read: param takes a shape axis by axis; encoders, towers, GPT-2, Mamba-2 and FLUX.2 declare theirs and their tables of shapes go)
         flow.build(weights)
     with pytest.raises(errors.UnsupportedError, match="there is no style 'xlnet'; styles are bert, mpnet"):
         ids.repeat_bert_layers(1, "", "xlnet", 8, 2)

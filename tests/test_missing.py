@@ -344,18 +344,18 @@ def test_init_of_every_stage() -> None:
 def test_columns_are_held_against_the_weight() -> None:
     """And are of a weight under a key."""
     flow = rlx.ModelFlow("m").input("x", ("batch", 8))
-    with pytest.raises(errors.WeightShapeError, match=r"weight 'w' is f32\[6,8\]; expected 5 columns"):
+    with pytest.raises(errors.WeightShapeError, match=r"weight 'w' \(mapping\): expected \[5, 8\], got f32\[6,8\]"):
         flow.custom(lambda emit, x: emit.linear(x, "w", columns=5)).build({"w": W})
     with pytest.raises(errors.GraphError, match="roles, columns and init are those of a weight under a key"):
         flow.custom(lambda emit, x: emit.linear(x, emit.constant(W), columns=5)).build({"w": W})
-    with pytest.raises(errors.WeightShapeError, match="expected 5 columns"):
+    with pytest.raises(errors.WeightShapeError, match=r"gate_proj: weight 'w' \(mapping\): expected \[5, 8\]"):
         flow.stage(blocks.SwiGlu("w", "w", "w", inner=5)).build({"w": W})
 
 
 def test_a_table_under_its_key() -> None:
     """Its rows, of a source or drawn as `init` says; sizes are held against it, and are of a key alone."""
     flow = rlx.ModelFlow("m").input("ids", ("batch",), "int32")
-    ids, misfit = np.array([3, 0, 3]), r"weight 'w' is f32\[6,8\]; expected \[5, 8\]"
+    ids, misfit = np.array([3, 0, 3]), r"weight 'w' \(mapping\): expected \[5, 8\], got f32\[6,8\]"
     for name in ("gather", "embed"):
         table = flow.custom(lambda emit, x, name=name: getattr(emit, name)("w", x, shape=(6, 8), init=TWOS))  # type: ignore[misc]
         np.testing.assert_array_equal(np.asarray(rlx.compile(table, {"w": W})(ids)), W[ids])

@@ -193,7 +193,7 @@ class GraphModule(SpecBuilders[Value]):
         weight: Value | WeightKey | WeightStack,
         roles: Roles | None = None,
         *,
-        likely: tuple[DimLike, ...] | None = None,
+        shape: Sequence[DimLike | None] | None = None,
         init: Init | None = None,
     ) -> Value:
         """A weight operand; a module declares what it reads, so a key alone is none."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import numpy as np
 
 from rlx_jax.blocks import BertEncoderLayer, BertEncoderLayerSpec, BlockStage, Embed, GatherAdd, LayerNorm
 from rlx_jax.blocks.encoder import bert_layer_prefix
+from rlx_jax.flow import declared_shapes
 from rlx_jax.models.config import Fields, ModelConfig, text_fields
-from rlx_jax.models.encoder import EMBEDDING, EncoderFlow, StoredShapes
+from rlx_jax.models.encoder import EncoderFlow
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,47 @@ class BertConfig(ModelConfig):
         return cls(**text_fields(c, 30522), type_vocab_size=c.whole("type_vocab_size", 2))
 
 
+B = TypeVar("B", bound=BertConfig)
+
+
 @dataclass(frozen=True)
-class BertFlow(EncoderFlow[BertConfig]):
+class BertLike(EncoderFlow[B]):
+    """The recipe of BERT's kin: see `EncoderFlow`. A family says how positions are embedded, and its style of keys."""
+
+    style: ClassVar[str] = "bert"
+
+    def positions(self, key: str) -> BlockStage:
+        """The stage that adds the embeddings of positions, whose table has this key."""
+        raise NotImplementedError
+
+    def opening(self) -> tuple[BlockStage, ...]:
+        c, p = self.config, self.key("embeddings")
+        types = GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, c.hidden_size))
+        return (
+            Embed(f"{p}.word_embeddings.weight", (c.vocab_size, c.hidden_size)),
+            *([types] if c.type_vocab_size else []),
+            self.positions(f"{p}.position_embeddings.weight"),
+            LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps),
+        )
+
+    @property
+    def table(self) -> tuple[int, int]:
+        """The shape of the embeddings of positions."""
+        return self.config.max_position_embeddings, self.config.hidden_size
+
+    def spec(self, index: int) -> BertEncoderLayerSpec:
+        c = self.config
+        return BertEncoderLayerSpec.hf(
+            bert_layer_prefix(self.prefix, index), c.hidden_size, c.num_attention_heads, c.layer_norm_eps,
+            c.activation, self.style, c.intermediate_size,
+        )  # fmt: skip
+
+    def stage(self, index: int, spec: BertEncoderLayerSpec) -> BlockStage:
+        return BertEncoderLayer(spec)
+
+
+@dataclass(frozen=True)
+class BertFlow(BertLike[BertConfig]):
     """The recipe of BERT: see `EncoderFlow`. Optional are `attention_mask`, `token_type_ids` (default 0) and
     `position_ids` (default 0, 1, 2 …)."""
 
@@ -48,48 +88,10 @@ class BertFlow(EncoderFlow[BertConfig]):
     prefixes = ("bert",)
     heads = ("cls.", "classifier.", "qa_outputs.")
 
-    def opening(self) -> tuple[BlockStage, ...]:
-        c, p = self.config, self.key("embeddings")
-        positions = (c.max_position_embeddings, c.hidden_size)
-        return (
-            Embed(f"{p}.word_embeddings.weight", (c.vocab_size, c.hidden_size)),
-            GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, c.hidden_size)),
-            GatherAdd("position_ids", f"{p}.position_embeddings.weight", positions),
-            LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps),
-        )
-
-    def spec(self, index: int) -> BertEncoderLayerSpec:
-        return layer_spec(self.config, self.prefix, index)
-
-    def stage(self, index: int, spec: BertEncoderLayerSpec) -> BlockStage:
-        return BertEncoderLayer(spec)
-
-    def stored(self) -> StoredShapes:
-        return stored_shapes(self.config, self.prefix)
-
-
-def layer_spec(config: BertConfig, prefix: str, index: int) -> BertEncoderLayerSpec:
-    """The spec of a layer in a checkpoint whose keys begin with `prefix`."""
-    c, p = config, bert_layer_prefix(prefix, index)
-    return BertEncoderLayerSpec.hf(p, c.hidden_size, c.num_attention_heads, c.layer_norm_eps, c.activation)
-
-
-def stored_shapes(config: BertConfig, prefix: str) -> StoredShapes:
-    """The shape of every weight, by its key."""
-    c, h = config, config.hidden_size
-    ends: StoredShapes = {
-        EMBEDDING: (c.vocab_size, h),
-        "embeddings.token_type_embeddings.weight": (c.type_vocab_size, h),
-        "embeddings.position_embeddings.weight": (c.max_position_embeddings, h),
-        "embeddings.LayerNorm.weight": (h,),
-        "embeddings.LayerNorm.bias": (h,),
-    }
-    shapes = {f"{prefix}.{name}" if prefix else name: shape for name, shape in ends.items()}
-    for i in range(c.num_hidden_layers):
-        shapes |= layer_spec(c, prefix, i).shapes(c.intermediate_size)
-    return shapes
+    def positions(self, key: str) -> BlockStage:
+        return GatherAdd("position_ids", key, self.table)
 
 
 def weight_specs(config: BertConfig, prefix: str = "", dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
-    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in stored_shapes(config, prefix).items()}
+    return declared_shapes(BertFlow(config, prefix=prefix).assemble(), dtype)

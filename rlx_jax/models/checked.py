@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from rlx_jax.errors import MissingWeightError, WeightError, WeightShapeError, listing, quote
 from rlx_jax.flow import ModelRecipe
-from rlx_jax.weights.beside import BesideSource, may_lack
-from rlx_jax.weights.mapping import MappingSource
+from rlx_jax.weights.beside import may_lack
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, short_name
 
@@ -19,8 +18,8 @@ MAX_KEYS_BUILT = 4000
 
 
 def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe) -> WeightSource:
-    """The source, after every weight that the config asks for was found, a float of the right shape. Of one that may
-    lack some, those are there as shapes.
+    """The source, after every weight that the config asks for was found, a float of the right shape; one that may lack
+    some has those that it has so.
 
     Raises:
         MissingWeightError: lists what is missing, and names close to it.
@@ -33,16 +32,15 @@ def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe)
         return recipe.assemble().build().readers().get(key, recipe.name)
 
     missing = [key for key in specs if not source.has(key)]
-    if missing and may_lack(source):
-        there = {key: spec for key, spec in specs.items() if source.has(key)}
-        return BesideSource(checked(source, there, recipe), MappingSource({key: specs[key] for key in missing}))
-    if missing:
+    if missing and not may_lack(source):
         close = close_names(missing[0], source.keys())
         raise MissingWeightError(
             f"{len(missing)} weights that config.json asks for are missing: {listing(missing)}; the first is read by "
             f"{block(missing[0])}{close}"
         )
     for key, spec in specs.items():
+        if key in missing:
+            continue
         found = source.spec(key)
         weight = f"weight {quote(key)} ({source.where(key)})"
         if found.shape != spec.shape:

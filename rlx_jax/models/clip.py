@@ -9,17 +9,8 @@ from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, LayerNorm, Li
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.models.config import Fields, text_fields, tower_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
-from rlx_jax.models.encoder import StoredShapes
 from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import (
-    TOWER_INERT,
-    VisionConfig,
-    VisionFlow,
-    VisionLayout,
-    WeightShapes,
-    image_fields,
-    norm_shapes,
-)
+from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, VisionLayout, image_fields
 from rlx_jax.weights.source import WeightSource
 
 VISUAL, TEXTUAL = "visual_projection.weight", "text_projection.weight"
@@ -82,10 +73,6 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
             stages.append(Linear(VISUAL, shape=(c.width, c.hidden_size), roles=(None, "hidden")))
         return Sequence(stages)
 
-    def pool_shapes(self) -> WeightShapes:
-        c, found = self.config, norm_shapes(f"{self.prefix}post_layernorm", self.config.hidden_size)
-        return found | ({VISUAL: (c.width, c.hidden_size)} if c.width else {})
-
 
 @dataclass(frozen=True)
 class ClipTextConfig(TextConfig):
@@ -125,10 +112,6 @@ class ClipTextFlow(TextFlow[ClipTextConfig]):
         c, end = self.config, EndTokenPool(self.config.end_id)
         shape = (c.width, c.hidden_size)
         return Sequence((end, Linear(TEXTUAL, shape=shape, roles=(None, "hidden")))) if c.width else end
-
-    def pool_shapes(self) -> StoredShapes:
-        c = self.config
-        return {TEXTUAL: (c.width, c.hidden_size)} if c.width else {}
 
 
 @dataclass(frozen=True)

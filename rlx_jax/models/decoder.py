@@ -15,13 +15,14 @@ import numpy as np
 
 from rlx_jax.blocks import (
     BlockStage,
+    Embed,
     LayerSpec,
     LmHead,
     RopeTables,
     decoder_layer,
     llama_prefill_layer_fused,
 )
-from rlx_jax.flow import ModelFlow
+from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import Fields, check_recipe
 from rlx_jax.models.decoder_config import DecoderConfig
 from rlx_jax.models.hooks import Hooked, HookMethods, Hooks
@@ -160,7 +161,10 @@ class CausalFlow(HookMethods, Generic[A]):
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every checkpoint key with its shape."""
-        raise NotImplementedError
+        bare = replace(
+            self, weights=None, hooks=Hooks(), decode=None, hidden_only=False, inputs_embeds=False, export_kv=False
+        )
+        return declared_shapes(bare.assemble())
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
@@ -195,8 +199,8 @@ class DecoderFlow(CausalFlow[C]):
         c, ends = self.config, self.config.ends()
         return decoder_flow(
             self,
-            self.shapes(),
             self.stage,
+            specs=self.shapes(),
             tables=(RopeTables(c.inv_freq, factor=c.rope_factor), *ends.rope),
             embedded=() if self.inputs_embeds else ends.embedded,
             norm=c.layer_spec(0).norm("model.norm"),
@@ -243,10 +247,10 @@ def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> 
 
 def decoder_flow(
     recipe: CausalFlow[Any],
-    specs: Mapping[str, jax.ShapeDtypeStruct],
     layer: Callable[[int, Any], BlockStage],
     *,
     norm: BlockStage,
+    specs: Mapping[str, jax.ShapeDtypeStruct] | None = None,
     keys: EndKeys = EndKeys(),
     tables: Iterable[BlockStage] = (),
     embedded: Iterable[BlockStage] = (),
@@ -293,7 +297,8 @@ def _opened(recipe: CausalFlow[Any], keys: EndKeys, tables: Iterable[BlockStage]
         if recipe.decode:
             flow = flow.explicit(recipe.decode.past, recipe.decode.custom_mask)
         flow = flow.raw_stages(tables)
-        return flow if recipe.inputs_embeds else flow.embed(keys.embedding)
+        table = (recipe.config.vocab_size, recipe.config.hidden_size)
+        return flow if recipe.inputs_embeds else flow.stage(Embed(keys.embedding, table))
 
     return edit
 

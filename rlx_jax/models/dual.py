@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import jax
 
 from rlx_jax.blocks import Named, Sequence, Similarity
 from rlx_jax.errors import ConfigError
-from rlx_jax.flow import ModelFlow
+from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import Fields, ModelConfig, check_recipe
 from rlx_jax.models.hooks import HookMethods, Hooks, WithBlocks
 from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, specs_of
+from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow
 from rlx_jax.weights.source import WeightSource
 
 TowerPart = Literal["both", "text", "vision", "similarity"]
@@ -76,7 +77,7 @@ class DualFlow(HookMethods, Generic[C]):
 
     Args:
         batch: rows to compile for ahead of the first call.
-        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
         hooks: see `rlx_jax.models.hooks`. Those of layers are for both towers, whose specs tell them apart; a path
             says which it means, `text.layers.0.mlp` or `vision.layers.0.mlp`. `patch_flow` edits each flow once.
     """
@@ -125,9 +126,7 @@ class DualFlow(HookMethods, Generic[C]):
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every checkpoint key of both towers with its shape."""
-        one: tuple[int, ...] = (1,) if self.bias else ()
-        ends = specs_of(dict.fromkeys((SCALE, BIAS) if self.bias else (SCALE,), one))
-        return ends | self.text().shapes() | self.vision().shapes()
+        return dict(_shapes(type(self)(self.config)))
 
     @property
     def tower_hooks(self) -> Hooks:
@@ -135,10 +134,10 @@ class DualFlow(HookMethods, Generic[C]):
         return replace(self.hooks, edits=()) if self.part == "both" else self.hooks
 
     def assemble(self) -> ModelFlow:
-        """The flow of the part, bound to its weights; without any, to their shapes. The blocks of a tower stand under
-        its name, whatever else the flow holds."""
+        """The flow of the part, bound to its weights if there are any. The blocks of a tower stand under its name,
+        whatever else the flow holds."""
         flow = ModelFlow(self.name if self.part == "both" else f"{self.name}_{self.part}", profile=self.hooks.profile)
-        flow = flow.with_weights(self.weights, leave=self.left(), shapes=self.shapes())
+        flow = flow.with_weights(self.weights, leave=self.left())
         text, vision = self.text(), self.vision()
         if self.part != "both":
             others = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
@@ -147,11 +146,8 @@ class DualFlow(HookMethods, Generic[C]):
             return under("vision", flow, vision.tower(flow))
         if self.part == "text":
             return under("text", flow, text.tower(flow))
-        compare = Similarity(SCALE, BIAS if self.bias else None)
         if self.part == "similarity":
-            wide = self.config.text.width
-            flow = flow.input("texts", ("texts", wide)).input("images", ("batch", wide))
-            flow = flow.bind_inputs_to_streams([("images", "images")]).stage(compare)
+            flow = self.compared(flow)
             blocks = replace(self.hooks, edits=tuple(e for e in self.hooks.edits if isinstance(e, WithBlocks)))
             return blocks.edit(flow).output("logits_per_text")
         pool = vision.pool()
@@ -159,10 +155,28 @@ class DualFlow(HookMethods, Generic[C]):
             raise ConfigError(f"{self.name}: the vision tower has no head, so there is no vector to compare")
         flow = text.inputs(under("vision", flow, vision.body(flow).stage(pool)).store_stream("images"), "texts")
         flow = flow.custom_named("texts", lambda emit, x: emit.flow_input("input_ids"))
-        flow = under("text", flow, text.body(flow).stage(text.pool())).stage(compare)
+        flow = under("text", flow, text.body(flow).stage(text.pool())).stage(self.similarity)
         return self.hooks.edit(flow).output("logits_per_text")
+
+    @property
+    def similarity(self) -> Similarity:
+        """What compares the vectors."""
+        return Similarity(SCALE, BIAS if self.bias else None)
+
+    def compared(self, flow: ModelFlow) -> ModelFlow:
+        """A flow that compares the vectors that are its inputs."""
+        wide = self.config.text.width
+        flow = flow.input("texts", ("texts", wide)).input("images", ("batch", wide))
+        return flow.bind_inputs_to_streams([("images", "images")]).stage(self.similarity)
 
     def left(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose: position ids, and what other parts read."""
         ids = tuple(f"{tower}_model.embeddings.position_ids" for tower in ("text", "vision"))
         return ids if self.part == "both" else (*ids, *self.shapes())
+
+
+@lru_cache(maxsize=8)
+def _shapes(recipe: DualFlow[Any]) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """The weights of both towers, and of what compares their vectors. Each part leaves those of the others unread."""
+    compare = recipe.compared(ModelFlow(recipe.name))
+    return declared_shapes(compare) | recipe.text().shapes() | recipe.vision().shapes()

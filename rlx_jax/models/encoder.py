@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import jax
-import numpy as np
 
 from rlx_jax.blocks import BlockStage, SideOutput
-from rlx_jax.flow import POSITIONS, ModelFlow
+from rlx_jax.flow import POSITIONS, ModelFlow, declared_shapes
 from rlx_jax.models.config import Fields, check_recipe
 from rlx_jax.models.hooks import HookMethods, Hooks
 from rlx_jax.weights.source import WeightSource
@@ -25,8 +24,6 @@ POOLED = "pooled"
 
 OptionalInput = tuple[str, float | str | None]
 """An input `[batch, seq]` int32 that may be left out, and its default as `ModelFlow.input` takes it."""
-
-StoredShapes = dict[str, tuple[int, ...]]
 
 
 class EncoderConfig(Protocol):
@@ -59,7 +56,7 @@ class EncoderFlow(HookMethods, Generic[E]):
     Args:
         prefix: what keys of task checkpoints begin with, empty for bare encoders.
         batch, seq: sizes to compile for ahead of the first call.
-        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
         hooks: see `rlx_jax.models.hooks`.
     """
 
@@ -132,22 +129,18 @@ class EncoderFlow(HookMethods, Generic[E]):
         """What makes one vector of the hidden states. None: nothing does."""
         return None
 
-    def stored(self) -> StoredShapes:
-        """The shape of every weight, by its whole key."""
-        raise NotImplementedError
-
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every checkpoint key with its shape."""
-        return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in self.stored().items()}
+        return declared_shapes(replace(self, weights=None, hooks=Hooks()).assemble())
 
     def leave(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose: position ids, the pooler and task heads."""
         return (self.key("embeddings.position_ids"), self.key("pooler."), "pooler.", *self.heads)
 
     def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights; without any, to their shapes."""
+        """The flow, bound to its weights if there are any."""
         flow = ModelFlow(self.name, profile=self.hooks.profile, _max_positions=self.max_positions)
-        return self.tower(flow.with_weights(self.weights, leave=self.leave(), shapes=self.shapes()))
+        return self.tower(flow.with_weights(self.weights, leave=self.leave()))
 
     def tower(self, flow: ModelFlow) -> ModelFlow:
         """The encoder as a flow's own: its inputs, its stages and its outputs."""

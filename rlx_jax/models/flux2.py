@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
@@ -20,7 +21,7 @@ from rlx_jax.blocks.flux2 import (
     Flux2SingleBlock,
 )
 from rlx_jax.errors import ConfigError, quote
-from rlx_jax.flow import ModelFlow
+from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig
 from rlx_jax.models.hooks import HookedLayers, HookMethods, Hooks
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -110,7 +111,7 @@ class Flux2Flow(HookMethods):
 
     Args:
         batch, image, text: sizes to compile for ahead of the first call.
-        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
         hooks: see `rlx_jax.models.hooks`.
     """
 
@@ -138,19 +139,19 @@ class Flux2Flow(HookMethods):
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every checkpoint key with its shape."""
-        return weight_specs(self.config)
+        return declared_shapes(Flux2Flow(self.config).assemble())
 
     def _blocks(self, kind: str, count: int) -> Repeat:
         layers = HookedLayers(self.hooks, _SpecOf(self, kind), self.stage)
         return Repeat(count, layers, BLOCKS[kind])
 
     def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights; without any, to their shapes."""
+        """The flow, bound to its weights if there are any."""
         c, h = self.config, self.config.hidden_size
         axes = len(c.axes_dims_rope)
         flow = (
             ModelFlow(self.name, profile=self.hooks.profile)
-            .with_weights(self.weights, shapes=self.shapes())
+            .with_weights(self.weights)
             .input("hidden_states", ("batch", "image", c.in_channels))
             .input("encoder_hidden_states", ("batch", "text", c.joint_attention_dim))
             .input("timestep", ("batch",))
@@ -162,11 +163,11 @@ class Flux2Flow(HookMethods):
             flow.bind(batch=self.batch, image=self.image, text=self.text)
             .stage(Flux2Conditioning(h, c.timestep_guidance_channels, c.guidance_embeds))
             .stage(Flux2Rope(c.axes_dims_rope, c.rope_theta))
-            .custom_named("embedders", embed_streams)
+            .custom_named("embedders", partial(embed_streams, hidden=h))
             .stage(*self.hooks.before, self._blocks("double", c.num_layers), Flux2JoinStreams())
             .stage(self._blocks("single", c.num_single_layers), *self.hooks.after)
             .patch(self.hooks.edit)
-            .stage(Flux2Output(h, c.eps))
+            .stage(Flux2Output(h, c.eps, c.patch_size**2 * c.out_channels))
             .output("sample")
         )  # fmt: skip
 
@@ -182,11 +183,12 @@ class _SpecOf:
         return self.recipe.spec(index, self.kind)
 
 
-def embed_streams(emit: Emit, value: FlowValue) -> FlowValue:
+def embed_streams(emit: Emit, value: FlowValue, hidden: int) -> FlowValue:
     """Image and text tokens in the width of the blocks, as streams `img` and `txt`. Weights: `x_embedder.weight`,
     `context_embedder.weight`."""
-    image = emit.linear(value, "x_embedder.weight", roles=("hidden", None))
-    text = emit.linear(emit.flow_input("encoder_hidden_states"), "context_embedder.weight", roles=("hidden", None))
+    roles, text = ("hidden", None), emit.flow_input("encoder_hidden_states")
+    image = emit.linear(value, "x_embedder.weight", roles=roles, columns=hidden)
+    text = emit.linear(text, "context_embedder.weight", roles=roles, columns=hidden)
     emit.set_stream(stream_id.IMG, image)
     emit.set_stream(stream_id.TXT, text)
     return image
@@ -194,15 +196,4 @@ def embed_streams(emit: Emit, value: FlowValue) -> FlowValue:
 
 def weight_specs(config: Flux2Config, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
-    c, h = config, config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "x_embedder.weight": (h, c.in_channels),
-        "context_embedder.weight": (h, c.joint_attention_dim),
-        "norm_out.linear.weight": (2 * h, h),
-        "proj_out.weight": (c.patch_size**2 * c.out_channels, h),
-    }
-    shapes |= Flux2Conditioning(h, c.timestep_guidance_channels, c.guidance_embeds).shapes()
-    for kind, count in (("double", c.num_layers), ("single", c.num_single_layers)):
-        block = c.block(kind).shapes()
-        shapes |= {f"{BLOCKS[kind]}.{i}.{key}": shape for i in range(count) for key, shape in block.items()}
-    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
+    return declared_shapes(Flux2Flow(config).assemble(), dtype)

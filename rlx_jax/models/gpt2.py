@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-import jax
-import numpy as np
-
 from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, LearnedPositions
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig, width_and_heads
-from rlx_jax.models.decoder import HEAD, CausalFlow, EndKeys, decoder_flow
+from rlx_jax.models.decoder import CausalFlow, EndKeys, decoder_flow
 from rlx_jax.weights.source import WeightSource
 
 BUFFERS = ("attn.bias", "attn.masked_bias")
@@ -93,34 +90,21 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
         c = self.config
         return Gpt2LayerSpec(
             self._key(f"h.{index}"), c.hidden_size, c.num_attention_heads, c.layer_norm_epsilon, c.activation,
-            c.score_scale(index),
+            c.score_scale(index), c.intermediate_size,
         )  # fmt: skip
 
     def stage(self, index: int, spec: Gpt2LayerSpec) -> BlockStage:
         return Gpt2Layer(spec)
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        c = self.config
-        shapes: dict[str, tuple[int, ...]] = {
-            self.embedding: (c.vocab_size, c.hidden_size),
-            self._key("wpe.weight"): (c.max_position_embeddings, c.hidden_size),
-        }
-        for i in range(c.num_hidden_layers):
-            shapes |= self.spec(i).shapes(c.intermediate_size)
-        shapes |= {self._key(f"ln_f.{kind}"): (c.hidden_size,) for kind in ("weight", "bias")}
-        if not c.tie_word_embeddings:
-            shapes[HEAD] = (c.vocab_size, c.hidden_size)
-        return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
-
     def assemble(self) -> ModelFlow:
-        layers = range(self.config.num_hidden_layers)
+        c, layers = self.config, range(self.config.num_hidden_layers)
+        places = LearnedPositions(self._key("wpe.weight"), (c.max_position_embeddings, c.hidden_size))
         return decoder_flow(
             self,
-            self.shapes(),
             self.stage,
             keys=EndKeys(self.embedding),
-            embedded=[LearnedPositions(self._key("wpe.weight"))],
-            norm=LayerNorm(self._key("ln_f.weight"), self._key("ln_f.bias"), self.config.layer_norm_epsilon),
+            embedded=[places],
+            norm=LayerNorm(self._key("ln_f.weight"), self._key("ln_f.bias"), c.layer_norm_epsilon),
             leave=[self._key(f"h.{i}.{buffer}") for i in layers for buffer in BUFFERS],
         )
 

@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import jax
-import numpy as np
-
 from rlx_jax.blocks import BlockStage, Mamba2Spec, RmsNorm, mamba2_layer
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
-from rlx_jax.models.decoder import HEAD, CausalFlow, EndKeys, decoder_flow
+from rlx_jax.models.decoder import CausalFlow, EndKeys, decoder_flow
 
 KEYS = EndKeys("backbone.embeddings.weight")
 INERT = (
@@ -76,21 +73,9 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
     def stage(self, index: int, spec: Mamba2Spec) -> BlockStage:
         return mamba2_layer(index, spec)
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        c = self.config
-        shapes: dict[str, tuple[int, ...]] = {self.embedding: (c.vocab_size, c.hidden_size)}
-        for i in range(c.num_hidden_layers):
-            layer = f"backbone.layers.{i}"
-            shapes[f"{layer}.norm.weight"] = (c.hidden_size,)
-            shapes |= {f"{layer}.mixer.{key}": shape for key, shape in c.mixer.shapes(c.hidden_size).items()}
-        shapes["backbone.norm_f.weight"] = (c.hidden_size,)
-        if not c.tie_word_embeddings:
-            shapes[HEAD] = (c.vocab_size, c.hidden_size)
-        return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
-
     def assemble(self) -> ModelFlow:
         norm = RmsNorm("backbone.norm_f.weight", self.config.mixer.eps)
-        return decoder_flow(self, self.shapes(), self.stage, keys=KEYS, norm=norm)
+        return decoder_flow(self, self.stage, keys=KEYS, norm=norm)
 
 
 # -- fields ------------------------------------------------------------------------------------

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import (
-    BertEncoderLayer,
-    BertEncoderLayerSpec,
-    BlockStage,
-    Embed,
-    LayerNorm,
-    LearnedPositions,
-    RelativeBias,
-)
-from rlx_jax.blocks.encoder import bert_layer_prefix
+from rlx_jax.blocks import BlockStage, LearnedPositions, RelativeBias
 from rlx_jax.errors import UnsupportedError
-from rlx_jax.models.config import Fields, ModelConfig, text_fields
-from rlx_jax.models.encoder import EMBEDDING, EncoderFlow, StoredShapes
+from rlx_jax.models.bert import BertConfig, BertLike
+from rlx_jax.models.config import Fields, text_fields
 
 PADDING = 1
 """The id that positions are not counted over; the reference asks no config for it."""
@@ -27,20 +19,13 @@ BUCKETS = 32
 
 
 @dataclass(frozen=True)
-class MPNetConfig(ModelConfig):
+class MPNetConfig(BertConfig):
     """Sizes of an MPNet model, under the names of Hugging Face's config."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int = 512
-    layer_norm_eps: float = 1e-12
-    activation: str = "gelu"
+    type_vocab_size: int = 0
     relative_attention_num_buckets: int = BUCKETS
 
-    inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -54,7 +39,7 @@ class MPNetConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class MPNetFlow(EncoderFlow[MPNetConfig]):
+class MPNetFlow(BertLike[MPNetConfig]):
     """The recipe of MPNet: see `EncoderFlow`. Optional are `attention_mask` and `position_ids`; by default they are
     counted over the ids that are no padding, from 2 on."""
 
@@ -64,41 +49,17 @@ class MPNetFlow(EncoderFlow[MPNetConfig]):
     prefixes = ("mpnet",)
     heads = ("lm_head.", "classifier.", "qa_outputs.")
     optional = (("attention_mask", None), ("position_ids", None))
+    style = "mpnet"
 
     @property
     def max_positions(self) -> int:
         return self.config.max_position_embeddings - PADDING - 1
 
+    def positions(self, key: str) -> BlockStage:
+        return LearnedPositions(key, self.table, PADDING)
+
     def opening(self) -> tuple[BlockStage, ...]:
-        c, p = self.config, self.key("embeddings")
-        positions = (c.max_position_embeddings, c.hidden_size)
+        c = self.config
         table = (c.relative_attention_num_buckets, c.num_attention_heads)
-        return (
-            Embed(f"{p}.word_embeddings.weight", (c.vocab_size, c.hidden_size)),
-            LearnedPositions(f"{p}.position_embeddings.weight", positions, PADDING),
-            LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps),
-            RelativeBias(self.key("encoder.relative_attention_bias.weight"), table, BUCKETS),
-        )
-
-    def spec(self, index: int) -> BertEncoderLayerSpec:
-        c, p = self.config, bert_layer_prefix(self.prefix, index)
-        return BertEncoderLayerSpec.hf(p, c.hidden_size, c.num_attention_heads, c.layer_norm_eps, c.activation, "mpnet")
-
-    def stage(self, index: int, spec: BertEncoderLayerSpec) -> BlockStage:
-        return BertEncoderLayer(spec)
-
-    def stored(self) -> StoredShapes:
-        c, h = self.config, self.config.hidden_size
-        shapes: StoredShapes = {
-            self.key(EMBEDDING): (c.vocab_size, h),
-            self.key("embeddings.position_embeddings.weight"): (c.max_position_embeddings, h),
-            self.key("embeddings.LayerNorm.weight"): (h,),
-            self.key("embeddings.LayerNorm.bias"): (h,),
-            self.key("encoder.relative_attention_bias.weight"): (
-                c.relative_attention_num_buckets,
-                c.num_attention_heads,
-            ),
-        }
-        for i in range(c.num_hidden_layers):
-            shapes |= self.spec(i).shapes(c.intermediate_size)
-        return shapes
+        bias = RelativeBias(self.key("encoder.relative_attention_bias.weight"), table, BUCKETS)
+        return *super().opening(), bias

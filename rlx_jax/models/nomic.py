@@ -19,7 +19,7 @@ from rlx_jax.blocks import (
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig
 from rlx_jax.models.decoder_config import frequencies_of, scaled_frequencies
-from rlx_jax.models.encoder import EMBEDDING, EncoderFlow, StoredShapes
+from rlx_jax.models.encoder import EncoderFlow
 
 INERT = (
     "dense_seq_output",
@@ -151,19 +151,9 @@ class NomicFlow(EncoderFlow[NomicConfig]):
     def spec(self, index: int) -> NomicEncoderLayerSpec:
         c, p = self.config, self.key(f"encoder.layers.{index}")
         heads = (c.num_attention_heads, c.head_dim)
-        return NomicEncoderLayerSpec(p, c.hidden_size, *heads, c.layer_norm_eps, activation=c.activation)
+        return NomicEncoderLayerSpec(
+            p, c.hidden_size, *heads, c.layer_norm_eps, activation=c.activation, intermediate_size=c.intermediate_size
+        )
 
     def stage(self, index: int, spec: NomicEncoderLayerSpec) -> BlockStage:
         return NomicEncoderLayer(spec)
-
-    def stored(self) -> StoredShapes:
-        c, h = self.config, self.config.hidden_size
-        shapes: StoredShapes = {
-            self.key(EMBEDDING): (c.vocab_size, h),
-            self.key("embeddings.token_type_embeddings.weight"): (c.type_vocab_size, h),
-            self.key("emb_ln.weight"): (h,),
-            self.key("emb_ln.bias"): (h,),
-        }
-        for i in range(c.num_hidden_layers):
-            shapes |= self.spec(i).shapes(c.intermediate_size)
-        return shapes

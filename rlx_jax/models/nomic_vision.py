@@ -11,7 +11,7 @@ from rlx_jax.blocks.vision import NOMIC_KEYS, unit
 from rlx_jax.errors import ConfigError
 from rlx_jax.models import nomic
 from rlx_jax.models.config import MAX_LAYERS, Fields, width_and_heads
-from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, WeightShapes, image_fields
+from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
 from rlx_jax.trace.emit import Emit, FlowValue
 
 INNER_EPS = 1e-5
@@ -121,17 +121,11 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
         return *super().opening(), PatchRope(c.grid, c.hidden_size // c.num_attention_heads, reference=c.reference)
 
     def closing(self) -> tuple[BlockStage, ...]:
-        return (self._selector(),)
+        c = self.config
+        return (NomicSelector(f"{self.prefix}selector", c.num_attention_heads, c.layer_norm_eps, c.intermediate_size),)
 
     def pool(self) -> BlockStage:
         return Custom(unit_first, "pooled")
-
-    def pool_shapes(self) -> WeightShapes:
-        return self._selector().shapes(self.config.hidden_size, self.config.intermediate_size)
-
-    def _selector(self) -> NomicSelector:
-        c = self.config
-        return NomicSelector(f"{self.prefix}selector", c.num_attention_heads, c.layer_norm_eps)
 
 
 def unit_first(emit: Emit, x: FlowValue) -> FlowValue:

@@ -5,19 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from rlx_jax.blocks import (
-    BertEncoderLayer,
-    BertEncoderLayerSpec,
-    BlockStage,
-    Embed,
-    GatherAdd,
-    LayerNorm,
-    LearnedPositions,
-)
+from rlx_jax.blocks import BlockStage, LearnedPositions
 from rlx_jax.errors import ConfigError
-from rlx_jax.models.bert import BertConfig, layer_spec, stored_shapes
+from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields, text_fields
-from rlx_jax.models.encoder import EncoderFlow, StoredShapes
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,7 @@ class RobertaConfig(BertConfig):
 
 
 @dataclass(frozen=True)
-class RobertaFlow(EncoderFlow[RobertaConfig]):
+class RobertaFlow(BertLike[RobertaConfig]):
     """The recipe of RoBERTa: see `EncoderFlow`. Optional are `attention_mask`, `token_type_ids` (default 0) and
     `position_ids`; by default they are counted over the ids that are no padding, from `pad_token_id` + 1 on."""
 
@@ -54,21 +45,5 @@ class RobertaFlow(EncoderFlow[RobertaConfig]):
     def max_positions(self) -> int:
         return self.config.max_position_embeddings - self.config.pad_token_id - 1
 
-    def opening(self) -> tuple[BlockStage, ...]:
-        c, p = self.config, self.key("embeddings")
-        positions = (c.max_position_embeddings, c.hidden_size)
-        return (
-            Embed(f"{p}.word_embeddings.weight", (c.vocab_size, c.hidden_size)),
-            GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, c.hidden_size)),
-            LearnedPositions(f"{p}.position_embeddings.weight", positions, c.pad_token_id),
-            LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps),
-        )
-
-    def spec(self, index: int) -> BertEncoderLayerSpec:
-        return layer_spec(self.config, self.prefix, index)
-
-    def stage(self, index: int, spec: BertEncoderLayerSpec) -> BlockStage:
-        return BertEncoderLayer(spec)
-
-    def stored(self) -> StoredShapes:
-        return stored_shapes(self.config, self.prefix)
+    def positions(self, key: str) -> BlockStage:
+        return LearnedPositions(key, self.table, self.config.pad_token_id)

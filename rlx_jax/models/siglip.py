@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import AttentionPool, BlockStage, ClsTokenPool, GatherLastToken, Linear, Sequence
-from rlx_jax.blocks.vision import CLIP_KEYS, attention_pool_shapes
+from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.config import Fields, text_fields, tower_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
-from rlx_jax.models.encoder import StoredShapes
 from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, VisionLayout, WeightShapes, image_fields
+from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, VisionLayout, image_fields
 
 GELU, EPS = "gelu_pytorch_tanh", 1e-6
 LAYOUT = VisionLayout(
@@ -61,11 +60,9 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
         c = self.config
         if not c.head:
             return None
-        return AttentionPool(f"{self.prefix}head", c.num_attention_heads, c.layer_norm_eps, c.activation)
-
-    def pool_shapes(self) -> WeightShapes:
-        c = self.config
-        return attention_pool_shapes(f"{self.prefix}head", c.hidden_size, c.intermediate_size) if c.head else {}
+        return AttentionPool(
+            f"{self.prefix}head", c.num_attention_heads, c.layer_norm_eps, c.activation, c.intermediate_size
+        )
 
 
 @dataclass(frozen=True)
@@ -102,10 +99,6 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
             f"{head}.weight", bias_key=f"{head}.bias", shape=(c.width, c.hidden_size), roles=(None, "hidden")
         )
         return Sequence((GatherLastToken(), ClsTokenPool(), linear))
-
-    def pool_shapes(self) -> StoredShapes:
-        c, head = self.config, self.key("head")
-        return {f"{head}.weight": (c.width, c.hidden_size), f"{head}.bias": (c.width,)}
 
 
 @dataclass(frozen=True)

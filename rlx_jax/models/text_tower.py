@@ -8,8 +8,8 @@ from typing import ClassVar, TypeVar
 from rlx_jax.blocks import BlockStage, Embed, GatherAdd, LayerNorm, PreNormLayerSpec, pre_norm_layer
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.flow import POSITIONS
-from rlx_jax.models.encoder import EncoderFlow, StoredShapes
-from rlx_jax.models.vision import TowerConfig, norm_shapes
+from rlx_jax.models.encoder import EncoderFlow
+from rlx_jax.models.vision import TowerConfig
 
 TOKENS, PLACES = "embeddings.token_embedding.weight", "embeddings.position_embedding.weight"
 
@@ -62,18 +62,3 @@ class TextFlow(EncoderFlow[T]):
 
     def pool(self) -> BlockStage:
         raise NotImplementedError
-
-    def pool_shapes(self) -> StoredShapes:
-        """The checkpoint keys that `pool` reads."""
-        raise NotImplementedError
-
-    def stored(self) -> StoredShapes:
-        c = self.config
-        found: StoredShapes = {
-            self.key(TOKENS): (c.vocab_size, c.hidden_size),
-            self.key(PLACES): (c.max_position_embeddings, c.hidden_size),
-            **norm_shapes(self.key("final_layer_norm"), c.hidden_size),
-        }
-        for i in range(c.num_hidden_layers):
-            found |= self.spec(i).shapes()
-        return found | self.pool_shapes()

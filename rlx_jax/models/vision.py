@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import jax
-import numpy as np
 
 from rlx_jax.blocks import (
     BlockStage,
@@ -21,14 +19,11 @@ from rlx_jax.blocks import (
     pre_norm_layer,
 )
 from rlx_jax.errors import ConfigError
-from rlx_jax.flow import ModelFlow
+from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import Fields, ModelConfig, check_recipe
 from rlx_jax.models.encoder import POOLED
 from rlx_jax.models.hooks import HookMethods, Hooks
 from rlx_jax.weights.source import WeightSource
-
-WeightShapes = dict[str, tuple[int, ...]]
-
 
 # -- configs -----------------------------------------------------------------------------------
 
@@ -120,7 +115,7 @@ class VisionFlow(HookMethods, Generic[C]):
     Args:
         layout: where the checkpoint keeps its weights; prefix: what stands before each of those keys.
         batch: rows to compile for ahead of the first call.
-        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
         hooks: see `rlx_jax.models.hooks`.
     """
 
@@ -172,19 +167,14 @@ class VisionFlow(HookMethods, Generic[C]):
         """What makes one vector of the hidden states: the class token. None: nothing does."""
         return ClsTokenPool()
 
-    def pool_shapes(self) -> WeightShapes:
-        """The checkpoint keys that `pool` reads."""
-        return {}
-
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every checkpoint key with its shape."""
-        return specs_of(vision_shapes(self) | self.pool_shapes())
+        return declared_shapes(replace(self, weights=None, hooks=Hooks()).assemble())
 
     def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights; without any, to their shapes."""
+        """The flow, bound to its weights if there are any."""
         flow = ModelFlow(self.name, profile=self.hooks.profile)
-        flow = flow.with_weights(self.weights, leave=self.left(), shapes=self.shapes())
-        return self.tower(flow)
+        return self.tower(flow.with_weights(self.weights, leave=self.left()))
 
     def tower(self, flow: ModelFlow) -> ModelFlow:
         """The tower as a flow's own: its input, its stages and its outputs."""
@@ -242,37 +232,3 @@ class VisionFlow(HookMethods, Generic[C]):
         )  # stored all the same
         keys = self.layout.left + self.layout.heads + none
         return tuple(self.prefix + key for key in keys) + keys
-
-
-def vision_shapes(recipe: VisionFlow[Any]) -> WeightShapes:
-    """Every checkpoint key of a tower with its shape, without its pooling."""
-    c, where, p = recipe.config, recipe.layout, recipe.prefix
-    h, rows = c.hidden_size, c.grid[0] * c.grid[1] + bool(where.cls)
-    lead = () if where.flat else (1,)
-    patch = (c.num_channels, *c.patch_size)
-    found: WeightShapes = {
-        f"{p}{where.patch}.weight": (h, math.prod(patch)) if where.flat_patch else (h, *patch),
-        p + where.position: (*lead, rows, h),
-    }
-    if where.patch_bias:
-        found[f"{p}{where.patch}.bias"] = (h,)
-    if where.cls:
-        found[p + where.cls] = (*lead, *lead, h)
-    if c.registers:
-        found[p + where.registers] = (1, c.registers, h)
-    for name in (where.before, where.after):
-        if name:
-            found |= norm_shapes(p + name, h)
-    for i in range(c.num_hidden_layers):
-        found |= recipe.spec(i).shapes()
-    return found
-
-
-def norm_shapes(name: str, width: int) -> WeightShapes:
-    """The weights of a LayerNorm."""
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def specs_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """float32 arrays of these shapes."""
-    return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}

@@ -491,7 +491,7 @@ class Attending(Control[V]):
     def _sinks(self, sinks: V | WeightKey, heads: int) -> V:
         if is_number(sinks):
             raise GraphError(f"{self.path}: attention: sinks is {sinks!r}; expected a value [N], a key, or None")
-        return self.weight(sinks, ("heads",), likely=(heads,))
+        return self.weight(sinks, ("heads",), shape=(heads,))
 
     def _as_bias(self, bias: V) -> V:
         """A bias `[B|1, N|1, S|1, T|1]`; axes of 1 in front may be missing."""

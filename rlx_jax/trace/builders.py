@@ -11,7 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
+<<<<<<< HEAD
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote, shown
+=======
+from rlx_jax.errors import GraphError, LevelError, ShapeError, shown
+>>>>>>> a9acc23 (A weight is declared where it is read: param takes a shape axis by axis; encoders, towers, GPT-2, Mamba-2 and FLUX.2 declare theirs and their tables of shapes go)
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.inits import Init
@@ -42,14 +46,14 @@ class Builders(Recurring[V]):
             yield
 
     def _weights(self, *weights: V | WeightKey | None, like: V | None = None) -> list[V]:
-        """The weights that are there, as values; as long as the last axis of `like`, where no source has them."""
-        likely = None if like is None else self.type_of(like).shape[-1:]
+        """The weights that are there, as values; those under keys are as long as the last axis of `like`."""
+        shape = None if like is None else self.type_of(like).shape[-1:]
         for weight in weights:
             if is_number(weight):
                 raise GraphError(
                     f"{self.path}: {weight!r} stands where a weight is expected; a number has a name: eps="
                 )
-        return [self.weight(w, likely=likely or None) for w in weights if w is not None]
+        return [self.weight(w, shape=shape) for w in weights if w is not None]
 
     # -- products ----------------------------------------------------------------------------
 
@@ -86,19 +90,14 @@ class Builders(Recurring[V]):
                     "takes them"
                 )
             return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
-        wide = self.type_of(x).shape[-1:]
-        likely = None if columns is None else (columns, *wide) if contract else (*wide, columns)
-        weight = self.weight(w, roles, likely=likely, init=init)
-        found = self.type_of(weight)
-        out = found.shape[1 - contract] if found.rank == 2 else None
-        if columns not in (None, out):
-            raise WeightShapeError(f"{self.path}: weight {quote(str(w))} is {found}; expected {columns} columns")
+        wide = self.type_of(x).shape[-1:] or (None,)
+        weight = self.weight(w, roles, shape=(columns, *wide) if contract else (*wide, columns), init=init)
         if bias is None:
             return self.add_node(op, x, weight, out_shape=out_shape)
         if is_number(bias):
             self._weights(bias)
         of_bias = None if roles is None else roles_of_bias(roles[1 - contract])
-        added = self.weight(bias, of_bias, likely=None if out is None else (out,))
+        added = self.weight(bias, of_bias, shape=(self.type_of(weight).shape[1 - contract],))
         return self.add_node(op, x, weight, added, out_shape=out_shape)
 
     def _contract(self, w: V | WeightKey, transpose: bool | None) -> int:

@@ -31,7 +31,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, located
 from rlx_jax.ir.inits import Init
-from rlx_jax.ir.param import Program, Role, Roles
+from rlx_jax.ir.param import Role, Roles
 from rlx_jax.ir.param_keys import stored_keys
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.reading import WeightSource
@@ -41,7 +41,6 @@ from rlx_jax.ir.types import (
     TensorType,
     as_dtype,
     device_dtype,
-    is_static,
     short_name,
     tensor_type,
 )
@@ -51,8 +50,13 @@ from rlx_jax.trace.declared import WeightDecl
 from rlx_jax.trace.flow_state import FlowState as FlowState
 from rlx_jax.trace.flow_state import GdnInputSlots
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
+<<<<<<< HEAD
 from rlx_jax.trace.parameters import K, Parameters
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
+=======
+from rlx_jax.trace.parameters import AxisSizes, K, Parameters
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
+>>>>>>> a9acc23 (A weight is declared where it is read: param takes a shape axis by axis; encoders, towers, GPT-2, Mamba-2 and FLUX.2 declare theirs and their tables of shapes go)
 
 F32 = np.dtype(np.float32)
 
@@ -209,15 +213,16 @@ class Emit(SpecBuilders[FlowValue]):
         weight: FlowValue | WeightKey | WeightStack,
         roles: Roles | None = None,
         *,
+        shape: AxisSizes | None = None,
         likely: tuple[DimLike, ...] | None = None,
         init: Init | None = None,
     ) -> FlowValue:
-        """The weight under a key as stored, whose axes are `roles`; or a value as it is. `likely` is its shape, and
-        `init` how it is drawn, where no source has it."""
-        if not isinstance(weight, str | WeightPart):
-            return self.param(weight, roles=roles, init=init) if isinstance(weight, WeightStack) else weight
-        known = None if likely is None or not all(map(is_static, likely)) else tuple(map(int, likely))
-        return self._param(weight, self.parameters.one(weight, None, self.path, known), roles, init)
+        """`param` of a key; a value as it is."""
+        if not isinstance(weight, str | WeightPart | WeightStack):
+            return weight
+        if shape is None and isinstance(weight, str | WeightPart) and not self.has_param(stored_key(weight)):
+            shape = likely
+        return self.param(weight, shape, roles, init)
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
@@ -255,7 +260,7 @@ class Emit(SpecBuilders[FlowValue]):
     def param(
         self,
         key: WeightKey | WeightStack,
-        shape: tuple[int, ...] | None = None,
+        shape: AxisSizes | None = None,
         roles: Sequence[Role] | None = None,
         init: Init | None = None,
     ) -> FlowValue:
@@ -265,15 +270,18 @@ class Emit(SpecBuilders[FlowValue]):
         `linear(x, key)` and `linear(x, w, transpose=True)` read it as it is. Floating weights enter the program as f32,
         decoded where they are packed.
 
-        `shape` is checked against the source, and stands in for it when there is none. `roles` say what its axes are,
-        as stored, so that a mesh of devices can divide them (`rlx_jax.ir.roles.ROLES`): without them each device has
-        it whole. `init` is how the weight is drawn where there is none: `"zeros"`, `"ones"`, `"orthogonal"`, or a
-        function `(key, shape, dtype) → array` such as `jax.nn.initializers.normal(0.02)`. By default what reads it
-        decides: matrices are normal with deviation 1/√fan_in, norms 1, biases 0.
+        `shape` is what the caller knows of it, axis by axis, None for a size that it does not know. Known sizes are
+        checked against the source. Where no source has the weight, the others come from `flow.param(key, shape=…)` or
+        from an earlier use of the weight. `roles` say what its axes are, as stored, so that a mesh of devices can
+        divide them (`rlx_jax.ir.roles.ROLES`): without them each device has it whole. `init` is how the weight is drawn
+        where there is none: `"zeros"`, `"ones"`, `"orthogonal"`, or a function `(key, shape, dtype) → array` such as
+        `jax.nn.initializers.normal(0.02)`. By default what reads it decides: matrices are normal with deviation
+        1/√fan_in, norms 1, biases 0.
 
         Raises:
             GraphError: an init that is none, or another one than for an earlier use of the weight; roles that there are
                 not, or others than another stage has for the same weight.
+<<<<<<< HEAD
             MissingWeightError: the source has no such key, or there is no source and no `shape`.
             WeightShapeError: the source has another shape. WeightError: it has complex numbers.
             UnsupportedError: it is packed by a scheme that is not decoded yet.
@@ -288,6 +296,18 @@ class Emit(SpecBuilders[FlowValue]):
         if roles is not None and not isinstance(key, WeightStack):
             (stored,) = stored_keys(program)  # a part of several has the roles of all
             self.parameters.say_roles(stored.key, roles, stored.type, self.path)
+=======
+            MissingWeightError: the source has no such key, or there is no source and a size is not known.
+            WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
+            UnsupportedError: it is packed by a scheme that is not decoded yet.
+        """
+        if isinstance(key, WeightStack):
+            program = self.parameters.stacked(key, shape, roles, self.path)
+        else:
+            program = self.parameters.one(key, shape, self.path)
+            if roles is not None:
+                self.parameters.say_roles(stored_key(key), roles, program.type, self.path)
+>>>>>>> a9acc23 (A weight is declared where it is read: param takes a shape axis by axis; encoders, towers, GPT-2, Mamba-2 and FLUX.2 declare theirs and their tables of shapes go)
         self.parameters.say_init(key, init, self.path)
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, WeightShapeError, quote, shown
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, quote, shown
 from rlx_jax.ir.graph import located
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.custom import small_constant
@@ -43,15 +43,10 @@ class Indexing(Shapes[V]):
                     "them"
                 )
             return table
-        likely = (
+        sizes = (
             None if shape is None else items_of(shape, f"{self.path}: weight {quote(table)}: shape", "a list of sizes")
         )
-        found = self.weight(table, roles, likely=likely, init=init)
-        if likely not in (None, self.type_of(found).shape):
-            raise WeightShapeError(
-                f"{self.path}: weight {quote(table)} is {self.type_of(found)}; expected {list(likely or ())}"
-            )
-        return found
+        return self.weight(table, roles, shape=sizes, init=init)
 
     def take_row(self, x: V, index: V) -> V:
         """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]`, index `[B]` integers → `[B, 1, …]`."""

@@ -21,20 +21,27 @@ from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored
 F32 = np.dtype(np.float32)
 
 StoredShape = tuple[int, ...]
+AxisSizes = Sequence[DimLike | None]
+"""What a stage knows of a stored shape, axis by axis; a size that is None or symbolic is not known."""
 
 K = TypeVar("K", bound=WeightKey)
+
+
+def size_text(sizes: Sequence[int | None]) -> str:
+    """`[any, 64]`."""
+    return f"[{', '.join('any' if size is None else str(size) for size in sizes)}]"
 
 
 class Parameters:
     """Every weight that a flow reads, of `source` or of none.
 
-    A shape that no source has is, in this order: what the stage says (`shape=`) or the flow (`flow.param`), what a
-    config says, what an earlier use said, or what follows from the stage's other sizes (`likely`, `suppose`).
+    A stage declares the shape of a weight where it reads it, as far as it knows it. Sizes that it does not know come
+    from the source, from `flow.param`, or from an earlier use of the weight.
 
     Attributes:
         read: the keys that were asked for. `fresh`: those of them that no source has.
         roles: what the axes of stored weights are. `inits`: how weights are drawn, where somebody says so.
-        draws_missing: what a source has not is drawn. `shapes`: of the weights that a config knows, by key.
+        draws_missing: what a source has not is drawn.
         defers_missing: an edit may remove the block that reads a missing weight, so that its error waits in `deferred`.
     """
 
@@ -100,6 +107,10 @@ class Parameters:
         said = says_shape(self.declared, key)
         return f"weight {quote(key)}" if said is None else f"weight {quote(key)}, of the shape that {said} says"
 
+    def declared_shapes(self) -> dict[str, StoredShape]:
+        """The shapes of weights that no source has, as stages declare them, by key."""
+        return {key: tuple(map(int, t.shape)) for key, t in self._absent.items()}
+
     def refuse_missing(self, read: Iterable[str]) -> None:
         """Raise the error of a missing weight that the edited flow still reads, and forget the others."""
         for key in read:
@@ -111,15 +122,14 @@ class Parameters:
 
     # -- programs ----------------------------------------------------------------------------
 
-    def one(self, key: WeightKey, shape: StoredShape | None, path: str, likely: StoredShape | None = None) -> Program:
-        """The weight under one key, or a part of it, in the dtype of flows."""
+    def one(self, key: WeightKey, shape: AxisSizes | None, path: str) -> Program:
+        """The weight under one key, or a part of it, in the dtype of flows; `shape` is what its stage knows of it."""
         part = key if isinstance(key, WeightPart) else None
         key = stored_key(key)
         if not isinstance(key, str):
             raise GraphError(f"{path}: a weight key is a string, got {shown(key)}")
-        if part is not None:
-            shape, likely = part.whole(shape), part.whole(likely)
-        program: Program = self._stored(key, shape, likely, path)
+        sizes = None if shape is None else tuple(d if d is not None and is_static(d) else None for d in shape)
+        program: Program = self._stored(key, sizes if part is None else part.whole(sizes), path)
         if part is not None:
             program = part.of(program, f"{path}: {self.at(key)}")
         stored = program.type
@@ -132,11 +142,11 @@ class Parameters:
         self.read[key] = None
         return program
 
-    def stacked(self, keys: WeightStack, shape: StoredShape | None, roles: Sequence[Role] | None, path: str) -> Program:
+    def stacked(self, keys: WeightStack, shape: AxisSizes | None, roles: Sequence[Role] | None, path: str) -> Program:
         """The weights under all of the keys, as one."""
-        if shape is not None and shape[:1] != (keys.count,):
+        if shape is not None and shape[0] not in (None, keys.count):
             raise WeightShapeError(f"{path}: weight {keys}: expected {list(shape)}, and there are {keys.count}")
-        rows = {key: self.one(key, None if shape is None else tuple(shape[1:]), path) for key in keys.keys}
+        rows = {key: self.one(key, None if shape is None else shape[1:], path) for key in keys.keys}
         first = next(iter(rows.values())).type
         for key, row in rows.items():
             if row.type != first:
@@ -148,51 +158,62 @@ class Parameters:
                 self.say_roles(key, roles[1:], first, path)
         return found
 
-    def _stored(self, key: str, shape: StoredShape | None, likely: StoredShape | None, path: str) -> Key | Dequantized:
-        """A key as the source has it; where it has none, of the shape that is known."""
-        shape = self._said_shape(key, shape, path)
-        before, supposed = self._absent.get(key), self._supposed.get(key) if likely is None else likely
-        known = supposed if before is None else before.shape
-        known = known if key not in self.shapes else self.shapes[key].shape
-        known = known if shape is None else shape
-        if self.source is None and known is None:
-            raise MissingWeightError(
+    def _stored(self, key: str, sizes: tuple[int | None, ...] | None, path: str) -> Key | Dequantized:
+        """A key as the source has it; where it has none, of the shape that is declared."""
+        said = declared_shape(self.declared, key)
+        if said is not None and sizes is not None and not _agree(sizes, said):
+            raise WeightShapeError(
+                f"{path}: weight {quote(key)} is {size_text(sizes)} here, and {list(said)} by flow.param"
+            )
+        if self.source is not None and self.source.has(key):
+            return self._of_source(key, sizes if said is None else said, path)
+        shape = said or self._completed(key, sizes)
+        # Shapes alone are a whole model's, of which one that is missing was forgotten, unless the flow declares it.
+        drawn = self.source is None or self.draws_missing or (said is not None and shapes_only(self.source))
+        if shape is not None and drawn:
+            return self._without_source(key, shape, path)
+        missing = self._missing(key, shape, path)
+        if self.source is None or sizes is None or not self.defers_missing:
+            raise missing
+        self.deferred.setdefault(key, missing)  # a block that an edit removes may have any size
+        return self._without_source(key, shape or tuple(size or 1 for size in sizes), path)
+
+    def _completed(self, key: str, sizes: tuple[int | None, ...] | None) -> StoredShape | None:
+        """The whole shape of a weight that no source has, by an earlier use of it; None where a size is not known."""
+        before = self._absent.get(key)
+        if before is not None and (sizes is None or _agree(sizes, before.shape)):
+            return tuple(map(int, before.shape))
+        if sizes is None or None in sizes:
+            return tuple(self.shapes[key].shape) if key in self.shapes else self._supposed.get(key)
+        return tuple(size for size in sizes if size is not None)
+
+    def _missing(self, key: str, shape: StoredShape | None, path: str) -> MissingWeightError:
+        """The error of a weight that is not there."""
+        if self.source is None:
+            return MissingWeightError(
                 f"{path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be a mapping "
                 f"of jax.ShapeDtypeStruct while there is no data, or say it: flow.param({quote(key)}, shape=…)"
             )
-        # Shapes alone are a whole model's, of which one that is missing was forgotten, unless its stage says it.
-        said = shape is not None and self.source is not None and shapes_only(self.source)
-        drawn = self.source is None or self.draws_missing or said
-        if known is not None and drawn and not (self.source is not None and self.source.has(key)):
-            return self._without_source(key, tuple(map(int, known)), path)
-        assert self.source is not None
         try:
-            spec = self.source.spec(key)
+            self.source.spec(key)
         except MissingWeightError as error:
             hint = "; missing='init' draws it with key=, if it is a new one" if shape is not None else ""
             hint = f"; to draw it, say its shape=: flow.param({quote(key)}, shape=…)" if self.draws_missing else hint
-            missing = MissingWeightError(f"{path}: {error}{hint}")
-            if known is None or not self.defers_missing:
-                raise missing from error
-            self.deferred.setdefault(key, missing)
-            return self._without_source(key, tuple(map(int, known)), path)
+            return MissingWeightError(f"{path}: {error}{hint}")
+        raise AssertionError(f"a source has no {key}, and gives its shape")
+
+    def _of_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Key | Dequantized:
+        """A key as the source stores it, held against the sizes that are known."""
+        assert self.source is not None
+        spec = self.source.spec(key)
         if isinstance(spec, PackedSpec):
             stored: Key | Dequantized = as_stored(key, spec, f"{path}: {self.at(key)}")
         else:
-            known = (tuple(spec.shape), spec.dtype)
-            stored = Key(key, self._types.get(known) or self._types.setdefault(known, tensor_type(*known, key)))
-        if shape is not None and tuple(shape) != stored.type.shape:
-            raise WeightShapeError(f"{path}: {self.at(key)}: expected {list(shape)}, got {stored.type}")
+            kind = (tuple(spec.shape), spec.dtype)
+            stored = Key(key, self._types.get(kind) or self._types.setdefault(kind, tensor_type(*kind, key)))
+        if sizes is not None and not _agree(sizes, stored.type.shape):
+            raise WeightShapeError(f"{path}: {self.at(key)}: expected {size_text(sizes)}, got {stored.type}")
         return stored
-
-    def _said_shape(self, key: str, shape: StoredShape | None, path: str) -> StoredShape | None:
-        """What the stage says of a weight's shape, or the flow."""
-        declared = declared_shape(self.declared, key)
-        if declared is not None and shape is not None and tuple(shape) != declared:
-            raise WeightShapeError(
-                f"{path}: weight {quote(key)} is {list(shape)} here, and {list(declared)} by flow.param"
-            )
-        return shape if declared is None else declared
 
     def _without_source(self, key: str, shape: StoredShape, path: str) -> Key:
         declared = tensor_type(shape, F32, key)
@@ -201,3 +222,10 @@ class Parameters:
             raise WeightShapeError(f"{path}: weight {quote(key)} is {before} elsewhere and {now} here")
         self.fresh[key] = None
         return Key(key, declared)
+
+
+def _agree(sizes: Sequence[int | None], shape: Sequence[DimLike]) -> bool:
+    """Whether a shape has the sizes that are known."""
+    return len(sizes) == len(shape) and all(
+        size is None or size == have for size, have in zip(sizes, shape, strict=True)
+    )

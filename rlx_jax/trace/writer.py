@@ -113,11 +113,10 @@ class Writer(Generic[V]):
         weight: V | WeightKey | WeightStack,
         roles: Roles | None = None,
         *,
-        likely: tuple[DimLike, ...] | None = None,
+        shape: Sequence[DimLike | None] | None = None,
         init: Init | None = None,
     ) -> V:
-        """A weight operand as a value; a stage takes the key of a weight too, whose axes are `roles`. `likely` is its
-        shape, as what reads it says, and `init` how it is drawn, where no source has it."""
+        """A weight operand as a value; a stage takes the key of a weight too, with what `Emit.param` takes."""
         raise NotImplementedError
 
     def inside(self, value: Value) -> Value:
