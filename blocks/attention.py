@@ -12,7 +12,7 @@ from rlx_jax.blocks.control import check_hidden
 from rlx_jax.blocks.layer import LayerSpec
 from rlx_jax.blocks.norm import head_norm
 from rlx_jax.blocks.rope import rope_tables_for
-from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
+from rlx_jax.errors import GraphError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.ops.pointwise import FullLike, Unary
@@ -130,21 +130,15 @@ class Heads:
                 heads["q"], *gate[:] = self._query_and_gate(heads["q"])
             return self.rotated(heads)
 
-        def checked(*heads: FlowValue) -> FlowValue:
-            self._check(stage, heads)
-            return attend(*heads)
-
         emit, read = self.emit, replace(self, x=self.emit.block_input(self.x))
-        hidden = read.x.type.shape[-1]
-        emit.suppose({self.spec.weight(name): (self.spec.columns(name) or 0, hidden) for name in "qkv"})
-        context = hir.write_attention(read.x, project=read.project, rotate=rotate, attend=checked)
+        context = hir.write_attention(read.x, project=read.project, rotate=rotate, attend=attend)
         return context * emit.add_node(Unary("sigmoid"), *gate) if gate else context
 
-    def project(self, name: str, x: FlowValue) -> FlowValue:
-        """Write the projection q, k or v."""
-        spec = self.spec
+    def project(self, name: str, x: FlowValue, *, any_width: bool = False) -> FlowValue:
+        """Write the projection q, k or v, as wide as the spec says, or with `any_width` as its weight is."""
+        spec, columns = self.spec, None if any_width else self.spec.columns(name)
         with self.emit.scope(f"{name}_proj"):
-            return self.emit.linear(x, spec.weight(name), spec.bias(name), roles=spec.roles(name))
+            return self.emit.linear(x, spec.weight(name), spec.bias(name), roles=spec.roles(name), columns=columns)
 
     def rotated(self, heads: dict[str, FlowValue]) -> dict[str, FlowValue]:
         """Write the norms and the rotation of queries and keys, where there are any."""
@@ -163,34 +157,15 @@ class Heads:
 
     def keys_and_values(self) -> tuple[FlowValue, FlowValue]:
         """Write the keys, normed and rotated, and the values alone."""
-        made = self.rotated({name: self.project(name, self.x) for name in "kv"})
+        made = self.rotated({name: self.project(name, self.x, any_width=True) for name in "kv"})
         return made["k"], made["v"]
 
     def _query_and_gate(self, q: FlowValue) -> tuple[FlowValue, FlowValue]:
         """Return both of every head, packed `[B,S,N·D]`."""
         n, d = self.spec.num_heads, self.spec.head_dim
-        if q.type.shape[-1] != 2 * n * d:
-            raise WeightShapeError(
-                f"{self.emit.path}: weight {quote(str(self.spec.weight('q')))} gives {q.type}; expected {2 * n * d} "
-                f"columns, {n} heads of a query and a gate of width {d}"
-            )
         query, gate = self.emit.split(q.reshape(*q.shape[:-1], n, 2 * d), 2)
         packed = (*q.shape[:-1], n * d)
         return query.reshape(packed), gate.reshape(packed)
-
-    def _check(self, stage: str, heads: tuple[FlowValue, ...]) -> None:
-        """Hold the widths of the projections against the spec.
-
-        Raises:
-            WeightShapeError: block path, weight, expected heads, got.
-        """
-        s = self.spec
-        for name, count, value in zip("qkv", (s.num_heads, s.num_kv_heads, s.num_kv_heads), heads, strict=True):
-            if value.type.shape[-1] != count * s.head_dim:
-                raise WeightShapeError(
-                    f"{self.emit.path}: {stage}: weight {quote(str(s.weight(name)))} gives {value.type}; expected "
-                    f"{count * s.head_dim} columns, {count} heads of width {s.head_dim}"
-                )
 
 
 def sinks(emit: Emit, spec: LayerSpec) -> tuple[FlowValue, ...]:

@@ -19,7 +19,6 @@ from rlx_jax.blocks.decoder import (
     decoder_layer,
     layer_around,
     norm_beta,
-    with_output,
 )
 from rlx_jax.blocks.gemma import GemmaStyle, gemma_layer_spec
 from rlx_jax.blocks.layer import DecoderKeys, HiddenShape, LayerSpec
@@ -273,8 +272,7 @@ def gemma_prefill_layer_kv(index: int, style: GemmaStyle, attention: LayerSpec, 
     """Return `gemma_prefill_layer_composed` with a GemmaKvTap: side outputs `kv.{index}.k` and `kv.{index}.v`."""
     prefix, spec = f"model.layers.{index}", _gemma(style, attention, eps)
     tap, attend = GemmaKvTap.layer(index, style, attention, eps), SelfAttnPrefill(spec.under(prefix))
-    mixer = (tap, *with_output(prefix, spec, attend))
-    return Named(f"layer{index}", layer_around(prefix, spec, mixer))
+    return Named(f"layer{index}", layer_around(prefix, spec, (tap, attend), output=True))
 
 
 def _gemma(style: GemmaStyle, attention: LayerSpec, eps: float, moe: MoeSpec | None = None) -> LayerSpec:
@@ -319,7 +317,7 @@ class LlamaKvTap:
             rope_theta=self.rope_theta,
         )  # fmt: skip
         with emit.scope("input_layernorm"):
-            gamma = emit.weight(f"{self.layer_prefix}.input_layernorm.weight", likely=x.type.shape[-1:])
+            gamma = emit.weight(f"{self.layer_prefix}.input_layernorm.weight", shape=x.type.shape[-1:])
             normed = emit.add_node(hir.RmsNorm(self.eps), x, gamma, norm_beta(emit, x))
         _tap(emit, normed, spec.under(self.layer_prefix), kv_name(self.layer_prefix, self.layer_idx), self.outputs)
         return x

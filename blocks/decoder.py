@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from rlx_jax.blocks.attention import SelfAttnPrefill, SideOutputs, kv_name, mask_operand
@@ -17,12 +17,13 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.roles import roles_of_bias
-from rlx_jax.ir.types import TensorType, is_static
+from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.weight_part import WeightKey
 
 IN_BLOCK = frozenset(
     "num_heads num_kv_heads head_dim eps mask mask_input rope_theta qkv_bias output_bias mlp_bias hidden_shape "
-    "use_custom_mask".split()
+    "use_custom_mask intermediate_size".split()
 )
 """What `LlamaDecoderBlock` has of a layer, and what only its stages read."""
 
@@ -31,18 +32,19 @@ IN_BLOCK = frozenset(
 
 @dataclass(frozen=True)
 class LayerAround:
-    """The layer under `prefix` around `mixer`, stages that turn the normalised `[B,S,H]` into what is added. Errors
-    name `stage`."""
+    """The layer under `prefix` around `mixer`, stages that turn the normalised `[B,S,H]` into what is added, with
+    `output` through the output projection of attention. Errors name `stage`."""
 
     prefix: str
     spec: LayerSpec
     mixer: tuple[BlockStage, ...]
     stage: str
+    output: bool = False
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, self.stage), self.spec
         check_hidden(emit, x, s.hidden_shape, self.stage)
-        suppose_layer(emit, s, self.prefix, x)
+        output = [self.output_projection(x.type.shape[-1])] if self.output else []
 
         def run(stage: BlockStage, x: FlowValue) -> FlowValue:
             return emit.require(run_stage(stage, emit, x), self.stage)
@@ -52,7 +54,7 @@ class LayerAround:
             return x if key is None else run(s.norm(f"{self.prefix}.{key}"), x)
 
         def mixer(x: FlowValue) -> FlowValue:
-            for stage in self.mixer:
+            for stage in (*self.mixer, *output):
                 x = run(stage, x)
             return x
 
@@ -62,27 +64,20 @@ class LayerAround:
 
         return hir.write_layer(x, norm=norm, mixer=mixer, mlp=lambda x: run(s.mlp(self.prefix), x), add=add)
 
-
-def suppose_layer(emit: Emit, spec: LayerSpec, prefix: str, x: FlowValue) -> None:
-    """Say the shapes of the weights of the layer under `prefix`, where no source has them."""
-    keys = (spec.under(prefix).weight(name) for name in ("gate", "up"))
-    inner = next((size for key in keys if (size := emit.size_of(key, 0)) is not None), 0)
-    hidden = x.type.shape[-1]
-    emit.suppose(spec.shapes(prefix, int(hidden) if is_static(hidden) else 0, inner))
+    def output_projection(self, hidden: DimLike) -> BlockStage:
+        """The stage of the output projection of attention, for values `[B,S,hidden]`."""
+        here = self.spec.under(self.prefix)
+        shape = here.sizes("o", hidden)
+        output = Linear(here.weight("o"), bias_key=here.bias("o"), shape=shape, roles=here.roles("o"))
+        return Named("self_attn", output, again=True)
 
 
 def layer_around(
-    prefix: str, spec: LayerSpec, mixer: Iterable[BlockStage], stage: str = "decoder_layer"
+    prefix: str, spec: LayerSpec, mixer: Iterable[BlockStage], stage: str = "decoder_layer", output: bool = False
 ) -> LayerAround:
-    """The layer under `prefix` with `mixer` in the place of attention and its output projection."""
-    return LayerAround(prefix, spec, tuple(mixer), stage)
-
-
-def with_output(prefix: str, spec: LayerSpec, attention: BlockStage) -> tuple[BlockStage, BlockStage]:
-    """Attention, which gives the context `[B,S,N·D]`, and its output projection."""
-    here = spec.under(prefix)
-    output = Linear(here.weight("o"), bias_key=here.bias("o"), roles=here.roles("o"))
-    return attention, Named("self_attn", output, again=True)
+    """The layer under `prefix` with `mixer` in the place of attention and its output projection, or with `output` in
+    the place of attention, whose context is `[B,S,N·D]`, alone."""
+    return LayerAround(prefix, spec, tuple(mixer), stage, output)
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ class DecoderLayer:
         stage, spec, p = type(self).__name__, self.spec, self.layer_prefix
         name = kv_name(p, None) if self.kv_sink is not None and self.kv_name is None else self.kv_name
         attention = SelfAttnPrefill(spec.under(p, self.mask_input), name, stage, self.kv_sink)
-        return layer_around(p, spec, with_output(p, spec, attention), stage).emit(emit, value)
+        return layer_around(p, spec, [attention], stage, output=True).emit(emit, value)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Keys and values `[B, S, K·D]`."""
@@ -150,7 +145,7 @@ class LlamaDecoder(DecoderLayer):
         check_hidden(emit, x, s.hidden_shape, "LlamaDecoder")
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
         zero = norm_beta(emit, x)
-        suppose_layer(emit, s, p, x)
+        hidden = x.type.shape[-1]
         biases = {name: key for name in hir.PROJECTIONS if (key := here.bias(name)) is not None}
         block = hir.LlamaDecoderBlock(
             s.num_heads, s.head_dim, s.num_kv_heads, s.eps, mask, contract=1,
@@ -158,17 +153,24 @@ class LlamaDecoder(DecoderLayer):
         )  # fmt: skip
 
         def weight(name: str) -> FlowValue:
-            return emit.param(here.weight(name), roles=here.roles(name))
+            nonlocal here
+            value = emit.param(here.weight(name), here.sizes(name, hidden), here.roles(name))
+            if name == "gate":  # the others are as wide
+                here = replace(here, intermediate_size=int(value.type.shape[0]))
+            return value
 
         def gamma(name: str | None) -> FlowValue:
-            return emit.param(f"{p}.{name}.weight")
+            return emit.param(f"{p}.{name}.weight", (hidden,))
+
+        def bias(name: str, key: WeightKey) -> FlowValue:
+            return emit.param(key, here.sizes(name, hidden)[:1], roles_of_bias(here.roles(name)[0]))
 
         return emit.add_node(
             block, x,
             gamma(s.norms.before_attention), zero, *map(weight, "qkvo"),
             gamma(s.norms.before_mlp), zero, *map(weight, MLP),
             cos, sin, *mask_operand(emit, mask, here.mask_input, "LlamaDecoder"),
-            *(emit.param(key, roles=roles_of_bias(here.roles(name)[0])) for name, key in biases.items()),
+            *(bias(name, key) for name, key in biases.items()),
         )  # fmt: skip
 
 
@@ -202,7 +204,7 @@ class DecodeLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         stage, p = type(self).__name__, self.layer_prefix
         check_cached(emit, self.layer_idx, stage)
-        return layer_around(p, self.spec, with_output(p, self.spec, self.attention()), stage).emit(emit, value)
+        return layer_around(p, self.spec, [self.attention()], stage, output=True).emit(emit, value)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """That of the attention in the middle."""

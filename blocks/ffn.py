@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -36,14 +35,6 @@ def inner_shape(emit: Emit, hidden: TensorType, key: WeightKey) -> tuple[DimLike
     return (*hidden.shape[:-1], emit.param(key).type.shape[0])
 
 
-def suppose_ffn(emit: Emit, x: FlowValue, into: Sequence[WeightKey], down: WeightKey, inner: int | None) -> None:
-    """Where no source has the weights, the first are `inner` wide, or as wide as one of them is known to be, and the
-    last leads back to the width of x."""
-    known = (emit.size_of(key, 0) for key in into)
-    wide, hidden = inner or next((size for size in known if size is not None), 0), x.type.shape[-1]
-    emit.suppose({key: (wide, hidden) for key in into} | {down: (hidden, wide)})
-
-
 @dataclass(frozen=True)
 class SwiGlu:
     """`(silu(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are optional.
@@ -68,14 +59,17 @@ class SwiGlu:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, type(self).__name__)
-        suppose_ffn(emit, x, (self.gate_key, self.up_key), self.down_key, self.inner)
+        inner, hidden = self.inner, x.type.shape[-1]
         keys = zip((self.gate_key, self.up_key, self.down_key), self.biases or (None, None, None), strict=True)
         weights = dict(zip(("gate", "up", "down"), keys, strict=True))
 
         def project(name: str, x: FlowValue) -> FlowValue:
-            roles, columns = (OUT_OF, None) if name == "down" else (INTO, self.inner)
+            nonlocal inner
+            roles, columns = (OUT_OF, hidden) if name == "down" else (INTO, inner)
             with emit.scope(f"{name}_proj"):
-                return emit.linear(x, *weights[name], roles=roles, columns=columns, init=self.init)
+                y = emit.linear(x, *weights[name], roles=roles, columns=columns, init=self.init)
+            inner = inner or y.type.shape[-1]  # gate and up are as wide as each other
+            return y
 
         def gate(gate: FlowValue, up: FlowValue) -> FlowValue:
             return emit.add_node(hir.GatedFfn(self.activation), gate, up)
@@ -106,11 +100,10 @@ def two_linears(
 ) -> FlowValue:
     """Write `act(x W₁ + b₁) W₂ + b₂`, `inner` wide inside; `blocks` are the names of both products."""
     up_w, up_b, down_w, down_b = weights
-    suppose_ffn(emit, x, (up_w,), down_w, inner)
     with emit.scope(blocks[0]):
         wide = emit.linear(x, up_w, up_b, activation=activation, roles=INTO, columns=inner, init=init)
     with emit.scope(blocks[1]):
-        return emit.linear(wide, down_w, down_b, roles=OUT_OF, init=init)
+        return emit.linear(wide, down_w, down_b, roles=OUT_OF, columns=x.type.shape[-1], init=init)
 
 
 @dataclass(frozen=True)

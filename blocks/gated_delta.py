@@ -58,16 +58,6 @@ class GatedDeltaSpec:
         """What the columns of q, k and v are."""
         return Parts(tuple(zip(self.widths, ("groups", "groups", "heads"), strict=True)))
 
-    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Every weight by its key inside the mixer, for values `[B,S,hidden]`."""
-        mixed, inner, heads = sum(self.widths), self.widths[2], self.value_heads
-        return {
-            "in_proj_qkv.weight": (mixed, hidden), "in_proj_z.weight": (inner, hidden),
-            "in_proj_b.weight": (heads, hidden), "in_proj_a.weight": (heads, hidden),
-            "conv1d.weight": (mixed, 1, self.kernel), "dt_bias": (heads,), "A_log": (heads,),
-            "norm.weight": (self.value_dim,), "out_proj.weight": (hidden, inner),
-        }  # fmt: skip
-
 
 @dataclass(frozen=True)
 class GatedDeltaNet:

@@ -12,7 +12,8 @@ from rlx_jax.errors import GraphError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.param import Parts, Role
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
+from rlx_jax.ir.types import DimLike
+from rlx_jax.trace.weight_part import WeightKey, WeightPart
 
 GATES: dict[str, type[SwiGlu]] = {"silu": SwiGlu, "gelu_tanh": GeGlu}
 """The MLP by the activation of its gate."""
@@ -110,6 +111,7 @@ class LayerSpec:
         residual_multiplier: m.
         keys: those of the weights; several projections may be stored as one.
         hidden_shape: what the input is held against, if given.
+        intermediate_size: the width of the MLP, needed only for weights that no source has.
     """
 
     num_heads: int
@@ -139,6 +141,7 @@ class LayerSpec:
     residual_multiplier: float = 1.0
     keys: DecoderKeys = DecoderKeys()
     hidden_shape: HiddenShape = None
+    intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.moe is not None and self.mlp_bias:
@@ -157,10 +160,16 @@ class LayerSpec:
     attention = under
     """The attention of the layer under a prefix: its stages read the layer's record."""
 
-    def columns(self, name: str) -> int | None:
-        """How wide projection q, k or v is, or None of another one: that follows from its weight."""
+    def columns(self, name: str) -> int:
+        """How wide projection q, k or v is."""
         heads = {"q": self.num_heads * (1 + self.gated), "k": self.num_kv_heads, "v": self.num_kv_heads}
-        return heads[name] * self.head_dim if name in heads else None
+        return heads[name] * self.head_dim
+
+    def sizes(self, name: str, hidden: DimLike) -> tuple[DimLike | None, DimLike | None]:
+        """What is known of the stored weight of projection `name`, `[out, in]`, for values `[B,S,hidden]`."""
+        inner = self.intermediate_size
+        others = {"o": (hidden, self.num_heads * self.head_dim), "down": (hidden, inner)}
+        return (self.columns(name), hidden) if name in QKV else others.get(name, (inner, hidden))
 
     def weight(self, name: str, bias: bool = False) -> WeightKey:
         """The key of projection `name` or of its bias: a part of a stored tensor where others have that key too."""
@@ -169,8 +178,8 @@ class LayerSpec:
         key = f"{key.removesuffix('.weight')}.bias" if bias else key
         if len(shared) < 2:
             return key
-        sizes = tuple(self.columns(n) or 0 for n in shared)
-        return WeightPart.split(key, sizes if all(sizes) else len(shared))[shared.index(name)]
+        parts = tuple(self.columns(n) for n in shared) if name in QKV else len(shared)
+        return WeightPart.split(key, parts)[shared.index(name)]
 
     def bias(self, name: str) -> WeightKey | None:
         """The key of the bias of projection `name`, if it has one."""
@@ -203,31 +212,11 @@ class LayerSpec:
         here = self.under(prefix)
         gate, up, down = (here.weight(name) for name in MLP)
         biases = (here.bias("gate"), here.bias("up"), here.bias("down"))
-        return GATES[self.activation](gate, up, down, biases if self.mlp_bias else None)
+        return GATES[self.activation](gate, up, down, biases if self.mlp_bias else None, self.intermediate_size)
 
     def norm(self, name: str) -> RmsNorm | GemmaRmsNorm:
         """A norm as those of the layer, with the weight `{name}.weight`."""
         return (GemmaRmsNorm if self.zero_centred else RmsNorm)(f"{name}.weight", self.eps)
-
-    def shapes(self, prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-        """Every weight of the layer under `prefix` by its key, for values `[B,S,hidden]` and an MLP `inner` wide;
-        experts know their own width."""
-        here, width = self.under(prefix), self.num_heads * self.head_dim
-        norms = (getattr(self.norms, f.name) for f in fields(self.norms))
-        shapes: dict[str, tuple[int, ...]] = {f"{prefix}.{name}.weight": (hidden,) for name in norms if name}
-        wide = {"o": hidden, "gate": inner, "up": inner, "down": hidden}
-        for name in (*QKV, "o", *(MLP if self.moe is None else ())):
-            out, into = self.columns(name) or wide[name], {"o": width, "down": inner}.get(name, hidden)
-            for key, shape in ((here.weight(name), (out, into)), (here.bias(name), (out,))):
-                if key is not None:
-                    shapes[stored_key(key)] = key.whole(shape) or () if isinstance(key, WeightPart) else shape
-        if self.moe is not None:
-            shapes |= {f"{prefix}.{key}": shape for key, shape in self.moe.shapes(hidden).items()}
-        if self.qk_norm is not None:
-            sizes = {"q": width, "k": self.num_kv_heads * self.head_dim}
-            for name, key in (("q", here.keys.q_norm), ("k", here.keys.k_norm)):
-                shapes |= {} if key is None else {key: (self.head_dim if self.qk_norm == "heads" else sizes[name],)}
-        return shapes | ({here.keys.sinks: (self.num_heads,)} if self.sinks else {})
 
 
 ROLE_OF_HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}

@@ -12,7 +12,7 @@ from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey
 
@@ -107,14 +107,14 @@ class GatherAdd:
 class Linear:
     """`x W [+ b]`. Weight: `weight_key`, `[out, in]` with `transpose` (how checkpoints store it) or `[in, out]`.
 
-    `shape` is the stored shape; needed only when the flow is compiled without weights. `roles` say what its axes are,
+    `shape` is the stored shape, None for an unknown size; needed only without weights. `roles` say what its axes are,
     as stored, for a mesh of devices. `init`: how the weight is drawn where there is none, as `emit.param` takes it.
     """
 
     weight_key: WeightKey
     transpose: bool = True
     bias_key: WeightKey | None = None
-    shape: tuple[int, int] | None = None
+    shape: tuple[DimLike | None, DimLike | None] | None = None
     roles: Roles | None = None
     init: Init | None = None
 
@@ -122,7 +122,9 @@ class Linear:
         x = emit.require(value, "Linear")
         with emit.scope(block_of(str(self.weight_key))):
             at, wide = 0 if self.transpose else 1, x.type.shape[-1] if x.ndim else None
-            shape = self.shape or ((None, wide) if self.transpose else (wide, None))
+            known = (None, wide) if self.transpose else (wide, None)
+            sizes = known if self.shape is None else self.shape
+            shape = tuple(known[i] if size is None else size for i, size in enumerate(sizes))
             w = emit.param(self.weight_key, shape, self.roles, self.init)
             roles = None if self.roles is None else roles_of_bias(self.roles[at])
             bias = [emit.param(self.bias_key, w.type.shape[at : at + 1], roles)] if self.bias_key else []

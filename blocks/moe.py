@@ -67,19 +67,6 @@ class ExpertKeys:
         gate, up, down = (f"{prefix}.{key}" for key in keys)
         return (*WeightPart.split(gate, 2, axis, self.interleaved), down) if gate == up else (gate, up, down)
 
-    def shapes(self, count: int, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-        """Every weight by its key inside of the layer."""
-        shapes: dict[str, tuple[int, ...]] = {self.router: (count, hidden)}
-        if self.router_bias is not None:
-            shapes[self.router_bias] = (count,)
-        wide = (1 + (self.gate == self.up)) * inner
-        for key, out, into in ((self.gate, wide, hidden), (self.up, wide, hidden), (self.down, hidden, inner)):
-            shape = (out, into) if self.transpose else (into, out)
-            shapes |= {name: shape for name in WeightStack(key, count).keys} if self.apart else {key: (count, *shape)}
-        for key, out in zip(self.biases or (), (wide, wide, hidden), strict=False):
-            shapes[key] = (count, out)
-        return shapes
-
 
 MIXTRAL_KEYS = ExpertKeys(
     "block_sparse_moe.gate.weight",
@@ -137,11 +124,6 @@ class MoeSpec:
                 f"MoeSpec: a token goes to top_k experts of num_experts, at least one, of a width of at least one; got "
                 f"{self.top_k} of {self.num_experts}, {self.inner} wide"
             )
-
-    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Every weight by its key inside of a layer, for values `[B, S, hidden]`."""
-        bias = {} if self.choice_bias is None else {self.choice_bias: (self.num_experts,)}
-        return self.keys.shapes(self.num_experts, hidden, self.inner) | bias
 
 
 @dataclass(frozen=True)

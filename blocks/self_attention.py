@@ -155,27 +155,23 @@ class SelfAttention:
         of that of the weight, where it is one of several that are stored as one: `c_attn.q`."""
         with emit.scope(_part(stored_key(key)), *inner):
             turn = 1 if self.transpose else -1
-            stored = emit.size_of(key, 0 if self.transpose else 1)
-            if roles[1] == "hidden" and stored is not None:
-                self._check_columns(emit, key, columns, stored, x)
-            weight = emit.weight(key, roles[::turn], likely=(columns, x.type.shape[-1])[::turn], init=self.init)
-            added = None if bias is None else emit.weight(bias, roles_of_bias(roles[0]), likely=(columns,))
+            shape = (columns, x.type.shape[-1])
+            try:
+                weight = emit.param(key, shape[::turn], roles[::turn], self.init)
+            except WeightShapeError as error:
+                raise WeightShapeError(f"{error}{self._fewer_heads(emit, key, x)}") from error
+            added = None if bias is None else emit.param(bias, shape[:1], roles_of_bias(roles[0]))
             return emit.linear(x, weight, added, transpose=self.transpose)
 
-    def _check_columns(self, emit: Emit, key: WeightKey, columns: DimLike, stored: int, x: FlowValue) -> None:
-        """A weight is as wide as its heads. Fewer key heads are not guessed from it: of another number of heads, and so
-        another width of each, it would be as many as fit, and the numbers others."""
-        if stored == columns:
-            return
-        width = self._width(emit, x.type)
-        kv = stored // width if stored % width == 0 else 0
-        fewer = self.kv_heads is None and not isinstance(self.qkv, str) and key != self.qkv[0]
-        fits = fewer and kv and self.heads % kv == 0
-        hint = f"; of fewer key heads say so: kv_heads={kv}" if fits else ""
-        raise WeightShapeError(
-            f"{emit.path}: SelfAttention: weight {quote(str(key))} gives {stored} columns; expected {columns} for "
-            f"{self.heads} query and {self.key_heads} key heads of {width}{hint}"
-        )
+    def _fewer_heads(self, emit: Emit, key: WeightKey, x: FlowValue) -> str:
+        """What to say of a weight that is as wide as fewer key heads are. They are not guessed from it: of another
+        number of heads, and so another width of each, it would be as many as fit, and the numbers others."""
+        if self.kv_heads is not None or isinstance(self.qkv, str) or key not in self.qkv[1:] or emit.weights is None:
+            return ""
+        part, stored = key if isinstance(key, WeightPart) else None, emit.weights.spec(stored_key(key)).shape
+        size = stored[0 if self.transpose else -1] // (1 if part is None else part.count)
+        kv, rest = divmod(size, self._width(emit, x.type))
+        return "" if rest or not kv or self.heads % kv else f"; of fewer key heads say so: kv_heads={kv}"
 
     def _mask(self, emit: Emit) -> FlowValue | None:
         if self.mask_input is not None:

@@ -17,7 +17,6 @@ from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.parameters import AxisSizes
 from rlx_jax.trace.weight_part import WeightPart
 
 # -- from images to tokens ---------------------------------------------------------------------
@@ -28,10 +27,10 @@ class VisionEmbed:
     """Images `[B, C, h, w]` → tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: a class token, registers, patches row by row.
 
     A patch `(P, Q)` is projected by `patch_weight` `[H, C, P, Q]`, or with `flat_patch` `[H, C·P·Q]`. `position_key`
-    `[1, T, H]` has a row for the class token, if there is one, and then one for each patch of `grid`; for
+    `[1, T, H]` or `[T, H]` has a row for the class token, if there is one, and then one for each patch of `grid`; for
     images of another size these are resampled (`rlx_jax.ir.ops.vision.GridPositions`), with `antialias` as DINOv2 with
-    registers does. `cls_key` is `[1, 1, H]`; `registers_key` `[1, R, H]` stand behind it, without positions.
-    With `flat` positions are `[T, H]`, and the class token `[H]`. `registers`, R, is needed only without weights.
+    registers does. `cls_key` is `[1, 1, H]` or `[H]`; `registers_key` `[1, R, H]` stand behind it, without positions.
+    `flat` and `registers`, R, are needed only without weights: positions are `[T, H]` then, and the class token `[H]`.
     """
 
     patch_weight: str
@@ -54,15 +53,15 @@ class VisionEmbed:
         first = 0 if self.cls_key is None else 1
         rows, hidden = self.grid[0] * self.grid[1] + first, self.hidden_size
         with emit.scope("embeddings"):
-            table = self._tokens(emit, self.position_key, (rows, hidden) if self.flat else (1, rows, hidden))
+            table = self._tokens(emit, self.position_key, rows, hidden)
             positions = GridPositions(self.grid, self.patch, self.antialias)
             patches = self._patches(emit, images) + emit.add_node(positions, table[0, first:], images)
             before = []
             if self.cls_key is not None:
-                token = self._tokens(emit, self.cls_key, (hidden,) if self.flat else (1, 1, hidden))
+                token = self._tokens(emit, self.cls_key, hidden)
                 before.append(token + table[:, :1])
             if self.registers_key is not None:
-                before.append(self._tokens(emit, self.registers_key, (1, self.registers, hidden)))
+                before.append(self._tokens(emit, self.registers_key, 1, self.registers, hidden))
             batch = images.shape[0]
             spread = [emit.broadcast_to(x, (batch, x.shape[1], hidden)) for x in before]
             return emit.concat([*spread, patches], axis=1) if spread else patches
@@ -78,9 +77,12 @@ class VisionEmbed:
             patches = emit.add_node(Patches(self.patch), images)
             return emit.linear(patches, weight.reshape(self.hidden_size, -1), bias, transpose=True)
 
-    def _tokens(self, emit: Emit, key: str, shape: AxisSizes) -> FlowValue:
-        """A weight of rows of the hidden width, as `[1, rows, H]`."""
-        return emit.param(key, shape).reshape(1, -1, self.hidden_size)
+    def _tokens(self, emit: Emit, key: str, *size: int | None) -> FlowValue:
+        """A weight of rows of the hidden width, as `[1, rows, H]`; with axes of 1 in front, if it is stored so."""
+        axes = len(size) if self.flat else 3
+        if emit.weights is not None and emit.has_param(key):
+            axes = len(emit.weights.spec(key).shape)
+        return emit.param(key, (*(1,) * (axes - len(size)), *size)).reshape(1, -1, self.hidden_size)
 
 
 # -- attention and feed-forward ----------------------------------------------------------------

@@ -87,7 +87,6 @@ class ModelFlow(Stages):
     profile: CompileProfile | None = None
     _weights: WeightSource | None = None
     _left_keys: tuple[str, ...] = ()
-    _shapes: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _binding: Mapping[str, int] = field(default_factory=dict, hash=False)
     _program: str = "forward"
     _taps: bool = False
@@ -175,27 +174,19 @@ class ModelFlow(Stages):
         weights: Weights,
         leave: Iterable[str] = (),
         *,
-        shapes: Mapping[str, Any] | None = None,
         add: bool = False,
     ) -> ModelFlow:
         """Bind the flow to its weights. `leave`: keys (or prefixes ending in `.`) that are left unread on purpose.
 
         With `add` the weights come in addition to those that the flow is bound to, or will be compiled with: an
         adapter, a vector that a custom stage reads. No key may be in both.
-
-        `shapes`, `jax.ShapeDtypeStruct` by key, is what a config says of them: those that weights of a source lack have
-        these, where they are drawn (`missing="init"`), and without any weights the flow is bound to the shapes.
         """
         if add:
-            if leave or shapes is not None:
-                raise GraphError(
-                    f"{self.name}: with_weights: leave and shapes are for the weights of the model, without add"
-                )
+            if leave:
+                raise GraphError(f"{self.name}: with_weights: leave is for the weights of the model, without add")
             return replace(self, _more=beside(open_weights(weights), self._more))
-        known = self._shapes if shapes is None else shapes
-        source = known if weights is None and shapes is not None else weights
-        opened = None if source is None else open_weights(source)
-        return replace(self, _weights=opened, _left_keys=(*self._left_keys, *leave), _shapes=known)
+        opened = None if weights is None else open_weights(weights)
+        return replace(self, _weights=opened, _left_keys=(*self._left_keys, *leave))
 
     def _read_through(self, reads: Callable[[WeightSource], WeightSource]) -> ModelFlow:
         """Read whatever weights the flow is bound to, or compiled with, through a function that gives a source of
@@ -355,7 +346,7 @@ class ModelFlow(Stages):
         source = beside(source if source is None or self._reads is None else self._reads(source), self._more)
         types = TypeCache()
         emit = Emit(Builder(self.name, types), source, captured, self._binding, self._declared, self.profile)
-        emit.parameters.draws_missing, emit.parameters.shapes = self._missing == "init", self._shapes
+        emit.parameters.draws_missing = self._missing == "init"
         emit.flat, emit.state.program = self._taps or bool(self._block_edits), self._program
         if self._block_edits:
             emit.builder.marks_blocks, emit.parameters.defers_missing = True, source is not None

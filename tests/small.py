@@ -35,3 +35,9 @@ def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
 def profile(**tables: Any) -> rlx.CompileProfile:
     """The default profile with other settings."""
     return rlx.CompileProfile().replace(**tables)
+
+
+def declared(stage: Any, width: int) -> dict[str, tuple[int, ...]]:
+    """The weights that a stage reads, by key, as it declares them: for values `[batch, seq, width]`."""
+    flow = rlx.ModelFlow("declared").input("x", ("batch", "seq", width)).stage(stage)
+    return {key: spec.shape for key, spec in flow.build().params.items()}

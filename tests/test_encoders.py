@@ -206,17 +206,11 @@ def test_stages_say_what_is_missing() -> None:
     """A layer whose bias no stage made; a style that there is not; a table that has not all buckets."""
     ids = rlx.ModelFlow("m").input("input_ids", ("batch", "seq"), dtype="int32").embed("e", shape=(9, 8))
     flow = ids.input("attention_mask", ("batch", "seq"), default=None).repeat_bert_layers(1, "", "mpnet", 8, 2)
-<<<<<<< HEAD
-    shapes = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2, qkv_style="mpnet").shapes(5)
-    weights = {"e": np.ones((9, 8), "f4")} | {key: np.ones(shape, "f4") for key, shape in shapes.items()}
-    with pytest.raises(errors.GraphError, match=r"layers\.0: .*'position_bias'"):
-=======
     sized = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2, qkv_style="mpnet", intermediate_size=5)
     whole = ids.input("attention_mask", ("batch", "seq"), default=None).stage(blocks.RelativeBias("r", (32, 2)))
     shapes = whole.stage(blocks.BertEncoderLayer(sized)).build().params
     weights = {key: np.ones(spec.shape, "f4") for key, spec in shapes.items()}
-    with pytest.raises(errors.UnboundStreamError, match=r"layers\.0: .*'position_bias'"):
->>>>>>> a9acc23 (A weight is declared where it is read: param takes a shape axis by axis; encoders, towers, GPT-2, Mamba-2 and FLUX.2 declare theirs and their tables of shapes go)
+    with pytest.raises(errors.GraphError, match=r"layers\.0: .*'position_bias'"):
         flow.build(weights)
     with pytest.raises(errors.UnsupportedError, match="there is no style 'xlnet'; styles are bert, mpnet"):
         ids.repeat_bert_layers(1, "", "xlnet", 8, 2)
@@ -261,9 +255,9 @@ def test_published_sizes(name: str) -> None:
     assert recipe == dataclasses.replace(flow.for_prefill(recipe.config), batch=3)
     built = recipe.assemble().build()
     assert built.binding == {"batch": 3}
-    assert built.source is not None and built.refusals == ()
-    assert sum(math.prod(built.source.spec(key).shape) for key in built.keys_read) == count
-    said = set(built.roles) | {key for key in built.keys_read if len(built.source.spec(key).shape) == 1}
+    assert built.source is None and built.refusals == ()
+    assert sum(math.prod(spec.shape) for spec in built.params.values()) == count
+    said = set(built.roles) | {key for key, spec in built.params.items() if len(spec.shape) == 1}
     assert said == set(built.keys_read)  # what a mesh may divide
 
 

@@ -18,6 +18,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks as b
+from tests.small import declared
 
 B, S, H, F, V, D = 2, 4, 8, 12, 9, 4
 Arrays = Mapping[str, Any]
@@ -126,8 +127,7 @@ QUICK = {
         {"w": (H, H), "start": (H,)}),
     "states of fixed size": Case(
         {"x": X}, (b.GatedDeltaNet("delta", DELTA), b.ResidualSave(), b.Mamba2Mixer("ssm", SSM), b.ResidualAdd()),
-        {f"delta.{key}": shape for key, shape in DELTA.shapes(H).items()}
-        | {f"ssm.{key}": shape for key, shape in SSM.shapes(H).items()}),
+        declared(b.GatedDeltaNet("delta", DELTA), H) | declared(b.Mamba2Mixer("ssm", SSM), H)),
     "a gated delta rule": Case(
         {"x": X, "q": GDN[0], "k": GDN[1], "v": GDN[2], "g": -np.abs(GDN[0, ..., 0]), "beta": GDN[1, ..., 0]},
         (b.Custom(registered), b.GdnScan(3))),
@@ -136,7 +136,7 @@ QUICK = {
                    b.LogitSoftcap(3.0), b.LayerNorm("ln", "ln.bias")),
         {"rms": (H,), "w": (H, H), "ln": (H,), "ln.bias": (H,)}),
     "streams": Case({"x": X}, MIXED, with_biases({"w": (H, H), "t": (H, F)}, "w")),
-    "experts": Case({"x": X}, (b.MoeFfn("l", EXPERTS),), {f"l.{k}": shape for k, shape in EXPERTS.shapes(H).items()}),
+    "experts": Case({"x": X}, (b.MoeFfn("l", EXPERTS),), declared(b.MoeFfn("l", EXPERTS), H)),
     "rows that read nothing": Case(
         {"x": X, "keep": KEEP}, (ROPE, b.AttnMask.from_input("keep"), b.SelfAttnPrefill(ATTEND)), ATTENTION),
     "bias mask": Case({"x": X, "mask": BIAS},

@@ -190,7 +190,7 @@ def test_a_plan_says_which_kernels_run(case: str, monkeypatch: pytest.MonkeyPatc
     spec = MoeSpec(num_experts=4, top_k=2, inner=32)
     flow = rlx.ModelFlow("m").input("x", ("batch", 32)).stage(rlx.blocks.MoeFfn("l", spec))
     rng = np.random.default_rng(0)
-    weights = {f"l.{key}": rng.normal(size=shape).astype("f4") for key, shape in spec.shapes(32).items()}
+    weights = {key: rng.normal(size=spec.shape).astype("f4") for key, spec in flow.build().params.items()}
     backend = {"cuda": {"kernels": options["kernels"]}} if "kernels" in options else {}
     profile = rlx.CompileProfile().replace(
         fusion={"target": options["target"]}, precision={"compute": "bf16"}, backend=backend

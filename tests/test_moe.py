@@ -27,6 +27,7 @@ from rlx_jax.models.qwen3_moe import Qwen3MoeConfig
 from tests.oracles import checkpoints, op_formulas
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.recorded import load_record
+from tests.small import declared
 
 MIXTRAL = checkpoints.FIXTURES / "mixtral" / "window_v5"
 MIXED = checkpoints.FIXTURES / "qwen3_moe" / "mixed_v5"
@@ -169,7 +170,7 @@ def test_the_router_is_f32() -> None:
     """In bf16 logits are summed, softened and ranked in f32: an order that bf16 cannot tell is told."""
     spec = MoeSpec(num_experts=2, top_k=1, inner=1, normalise=False)
     flow = rlx.ModelFlow("m").input("x", ("batch", 2)).stage(blocks.MoeFfn("l", spec))
-    weights = {f"l.{key}": np.ones(shape, np.float32) for key, shape in spec.shapes(2).items()}
+    weights = {key: np.ones(shape, np.float32) for key, shape in declared(blocks.MoeFfn("l", spec), 2).items()}
     weights["l.mlp.gate.weight"] = np.array([[1, 2**-10], [1, 2**-9]], np.float32)
     weights["l.mlp.experts.1.down_proj.weight"] *= -1
     profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
@@ -206,7 +207,7 @@ def in_numpy(spec: MoeSpec, weights: dict[str, np.ndarray], x: np.ndarray, activ
 def test_a_mixture_of_ones_own(policy: str, way: str) -> None:
     """`flow.moe` under any setting; the report and the plan say how it ran."""
     spec = MoeSpec(num_experts=4, top_k=2, inner=5, scores="sigmoid", scale=1.5, choice_bias="mlp.gate.bias")
-    weights = random_weights({f"l.{key}": shape for key, shape in spec.shapes(6).items()})
+    weights = random_weights(declared(blocks.MoeFfn("l", spec), 6))
     x = np.random.default_rng(1).normal(size=(2, 3, 6)).astype(np.float32)
     flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 6)).stage(blocks.MoeFfn("l", spec, "gelu_tanh"))
     settings: dict[str, Any] = {"backend": {"cpu": {"experts": way}}} if way != "auto" else {}
@@ -222,7 +223,7 @@ def test_a_mixture_of_ones_own(policy: str, way: str) -> None:
 def test_tokens_alone_and_padded() -> None:
     """A token gives the same alone, in a batch, and beside padding, be that not a number."""
     spec = MoeSpec(num_experts=5, top_k=2, inner=4)
-    weights = random_weights({f"l.{key}": shape for key, shape in spec.shapes(6).items()})
+    weights = random_weights(declared(blocks.MoeFfn("l", spec), 6))
     model: Any = rlx.compile(
         rlx.ModelFlow("m").input("x", ("batch", "seq", 6)).stage(blocks.MoeFfn("l", spec)), weights
     )
@@ -264,7 +265,9 @@ class Sparse:
             "self_attn.q_proj.weight": (8, 6), "self_attn.k_proj.weight": (4, 6), "self_attn.v_proj.weight": (4, 6),
             "self_attn.o_proj.weight": (6, 8), "input_layernorm.weight": (6,), "post_attention_layernorm.weight": (6,),
         }  # fmt: skip
-        shapes = {f"model.layers.{i}.{k}": s for i in range(2) for k, s in (layer | cls.spec.shapes(6)).items()}
+        shapes = {f"model.layers.{i}.{k}": s for i in range(2) for k, s in layer.items()}
+        for i in range(2):
+            shapes |= declared(blocks.MoeFfn(f"model.layers.{i}", cls.spec), 6)
         return random_weights(shapes | {"model.embed_tokens.weight": (11, 6), "model.norm.weight": (6,)})
 
 
@@ -289,9 +292,10 @@ def test_gemma_layers_with_experts(style: GemmaStyle) -> None:
     attend = blocks.gemma_attn_spec(0, 2, 4, 1, "causal")
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] * (style is GemmaStyle.GEMMA2)
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (6,) for name in norms} | spec.shapes(6)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (6,) for name in norms}
     shapes |= {f"self_attn.{n}_proj.weight": s for n, s in (("q", (8, 6)), ("k", (4, 6)), ("v", (4, 6)), ("o", (6, 8)))}
-    weights = random_weights({f"model.layers.0.{key}": shape for key, shape in shapes.items()})
+    shapes = {f"model.layers.0.{key}": shape for key, shape in shapes.items()}
+    weights = random_weights(shapes | declared(blocks.MoeFfn("model.layers.0", spec), 6))
     weights["model.layers.0.self_attn.o_proj.weight"][:] = 0
     x = np.random.default_rng(4).normal(size=(2, 3, 6)).astype(np.float32)
     flow, past = rlx.ModelFlow("m").input("x", ("batch", "seq", 6)), dict[str, Any]()
@@ -415,13 +419,13 @@ def test_what_makes_no_sense_is_named() -> None:
     ):  # fmt: skip
         with pytest.raises(errors.GraphError, match="got|give one"):
             make()
-    weights = random_weights({f"l.{key}": shape for key, shape in Sparse.spec.shapes(6).items()})
+    weights = random_weights(declared(MoeFfn("l", Sparse.spec), 6))
     odd, bare = "l.mlp.experts.1.up_proj.weight", rlx.ModelFlow("m").input("x", ("batch", 6))
     flow, wrong = (
         bare.stage(MoeFfn("l", spec))
         for spec in (Sparse.spec, dataclasses.replace(Sparse.spec, choice_bias="mlp.gate.weight"))
     )
-    with pytest.raises(errors.WeightShapeError, match=rf"{odd}.*f32\[8,6\].*f32\[7,6\]"):
+    with pytest.raises(errors.WeightShapeError, match=rf"{odd}.*expected \[7, 6\], got f32\[8,6\]"):
         rlx.compile(flow, weights | {odd: np.ones((8, 6), np.float32)})
     with pytest.raises(errors.MissingWeightError, match=rf"mlp\.experts.*{odd}"):
         rlx.compile(flow, {k: v for k, v in weights.items() if k != odd})

@@ -599,8 +599,8 @@ def mixture(**tables: Any) -> Any:
     """A layer's experts alone."""
     spec = rlx.blocks.MoeSpec(num_experts=3, top_k=2, inner=4)
     flow = rlx.ModelFlow("mixture").input("x", ("batch", 8)).stage(blocks.MoeFfn("l", spec))
-    shapes = {f"l.{key}": shape for key, shape in spec.shapes(8).items()}
-    return rlx.compile(flow, {key: np.ones(shape, "f4") for key, shape in shapes.items()}, profile=profile(**tables))
+    weights = {key: np.ones(spec.shape, "f4") for key, spec in flow.build().params.items()}
+    return rlx.compile(flow, weights, profile=profile(**tables))
 
 
 def embedding(**tables: Any) -> Any:

@@ -6,7 +6,6 @@ ReLU inside (So et al. 2021). With the package installed, `rlx_jax.load` opens c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,19 +99,22 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
 class ShiftedFfn:
     """`m = x + μ ⊙ (shift(x) − x)`, `y = relu(m Wᵤ)² W_d`.
 
-    Weights: `{prefix}.mix` `[H]`, `{prefix}.up_proj.weight` `[F, H]`, `{prefix}.down_proj.weight` `[H, F]`.
+    Weights: `{prefix}.mix` `[H]`, `{prefix}.up_proj.weight` `[F, H]`, `{prefix}.down_proj.weight` `[H, F]`. `inner`, F,
+    is needed only for weights that no source has.
     """
 
     prefix: str
+    inner: int | None = None
 
     def emit(self, emit: rlx.Emit, value: rlx.FlowValue | None) -> rlx.FlowValue:
         x = emit.require(value, "ShiftedFfn")
         with emit.scope("mlp"):
             before = emit.add_node(TokenShift(), x)
-            mixed = x + emit.param(f"{self.prefix}.mix", roles=("channel",)) * (before - x)
-            inner = emit.linear(mixed, f"{self.prefix}.up_proj.weight", roles=("ffn", "hidden"))
+            hidden = x.type.shape[-1]
+            mixed = x + emit.param(f"{self.prefix}.mix", (hidden,), ("channel",)) * (before - x)
+            inner = emit.linear(mixed, f"{self.prefix}.up_proj.weight", roles=("ffn", "hidden"), columns=self.inner)
             inner = emit.add_node(SquaredRelu(), inner)
-            return emit.linear(inner, f"{self.prefix}.down_proj.weight", roles=("hidden", "ffn"))
+            return emit.linear(inner, f"{self.prefix}.down_proj.weight", roles=("hidden", "ffn"), columns=hidden)
 
     def intermediate_shape(self, emit: rlx.Emit, hidden: TensorType) -> tuple[Any, ...]:
         """`[B, S, F]`."""
@@ -129,26 +131,20 @@ class ShiftedLlamaFlow(DecoderFlow[DecoderConfig]):
     name: str = "shifted_llama"
 
     def stage(self, index: int, spec: blocks.LayerSpec) -> blocks.BlockStage:
-        p = f"model.layers.{index}"
+        p, hidden = f"model.layers.{index}", self.config.hidden_size
         return blocks.Sequence(
             [
                 blocks.ResidualSave(),
                 spec.norm(f"{p}.input_layernorm"),
                 blocks.SelfAttnPrefill(spec.attention(p)),
-                blocks.Linear(f"{p}.self_attn.o_proj.weight", roles=("hidden", "heads")),
+                blocks.Linear(f"{p}.self_attn.o_proj.weight", shape=(hidden, None), roles=("hidden", "heads")),
                 blocks.ResidualAdd(),
                 blocks.ResidualSave(),
                 spec.norm(f"{p}.post_attention_layernorm"),
-                ShiftedFfn(f"{p}.mlp"),
+                ShiftedFfn(f"{p}.mlp", self.config.intermediate_size),
                 blocks.ResidualAdd(),
             ]
         )
-
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        stock: Mapping[str, jax.ShapeDtypeStruct] = super().shapes()
-        found = {key: shape for key, shape in stock.items() if "gate_proj" not in key}
-        mix = jax.ShapeDtypeStruct((self.config.hidden_size,), jnp.float32)
-        return found | {f"model.layers.{i}.mlp.mix": mix for i in range(self.config.num_hidden_layers)}
 
 
 # -- a rewrite of HIR ----------------------------------------------------------------------------

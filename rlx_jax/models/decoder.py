@@ -16,7 +16,6 @@ import numpy as np
 from rlx_jax.blocks import (
     BlockStage,
     Embed,
-    LayerSpec,
     LmHead,
     RopeTables,
     decoder_layer,
@@ -81,7 +80,7 @@ class Decode:
 class CausalFlow(HookMethods, Generic[A]):
     """The recipe of a causal model. Inputs: `input_ids` `[batch, seq]`. Output: `logits` f32 `[batch, seq, vocab]`.
 
-    A family's recipe is this class with a name and the class of its config, and `spec`, `stage`, `shapes`, `assemble`.
+    A family's recipe is this class with a name and the class of its config, and `spec`, `stage`, `assemble`.
 
     Args:
         batch, seq: sizes to compile for ahead of the first call.
@@ -90,7 +89,7 @@ class CausalFlow(HookMethods, Generic[A]):
         inputs_embeds: the input is `inputs_embeds` `[batch, seq, hidden]` float32 instead of ids.
         export_kv: side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every layer, the keys rotated.
         decode: explicit decode; see `rlx_jax.models.decoder.as_decode`.
-        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
         hooks: see `rlx_jax.models.hooks`.
     """
 
@@ -167,7 +166,7 @@ class CausalFlow(HookMethods, Generic[A]):
         return declared_shapes(bare.assemble())
 
     def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights; without any, to their shapes."""
+        """The flow, bound to its weights if there are any."""
         raise NotImplementedError
 
 
@@ -176,7 +175,7 @@ class DecoderFlow(CausalFlow[C]):
     """The recipe of Llama and its kin: see `CausalFlow`.
 
     A family's recipe is this class with its name and the class of its config. One whose layers `LayerSpec` cannot
-    describe overrides `stage` and `shapes`. Layers of a `fused` family are one block where Llama's describes them, and
+    describe overrides `stage`. Layers of a `fused` family are one block where Llama's describes them, and
     with `composed` they are built from small stages; the numbers are the same.
     """
 
@@ -192,15 +191,11 @@ class DecoderFlow(CausalFlow[C]):
     def stage(self, index: int, spec: Any) -> BlockStage:
         return (llama_prefill_layer_fused if self.fused and not self.composed else decoder_layer)(index, spec)
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return weight_specs(self.config)
-
     def assemble(self) -> ModelFlow:
         c, ends = self.config, self.config.ends()
         return decoder_flow(
             self,
             self.stage,
-            specs=self.shapes(),
             tables=(RopeTables(c.inv_freq, factor=c.rope_factor), *ends.rope),
             embedded=() if self.inputs_embeds else ends.embedded,
             norm=c.layer_spec(0).norm("model.norm"),
@@ -212,18 +207,9 @@ class DecoderFlow(CausalFlow[C]):
 # -- keys --------------------------------------------------------------------------------------
 
 
-def weight_specs(
-    config: DecoderConfig, dtype: Any = np.float32, layer_spec: Callable[[int], LayerSpec] | None = None
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every checkpoint key with its shape: compile or `init` without a checkpoint. `layer_spec` is the config's own."""
-    c, spec = config, layer_spec or config.layer_spec
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, c.hidden_size)}
-    for i in range(c.num_hidden_layers):
-        shapes |= spec(i).shapes(f"model.layers.{i}", c.hidden_size, c.intermediate_size)
-    shapes["model.norm.weight"] = (c.hidden_size,)
-    if not c.tie_word_embeddings:
-        shapes[HEAD] = (c.vocab_size, c.hidden_size)
-    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
+def weight_specs(config: DecoderConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
+    return declared_shapes(DecoderFlow(config).assemble(), dtype)
 
 
 def left_keys(config: DecoderConfig) -> tuple[str, ...]:
@@ -250,14 +236,13 @@ def decoder_flow(
     layer: Callable[[int, Any], BlockStage],
     *,
     norm: BlockStage,
-    specs: Mapping[str, jax.ShapeDtypeStruct] | None = None,
     keys: EndKeys = EndKeys(),
     tables: Iterable[BlockStage] = (),
     embedded: Iterable[BlockStage] = (),
     logits: Iterable[BlockStage] = (),
     leave: Iterable[str] = (),
 ) -> ModelFlow:
-    """The flow of a recipe, bound to its weights; without any, to `specs`.
+    """The flow of a recipe, bound to its weights if there are any.
 
     Args:
         layer: makes layer i as `layer(i, recipe.spec(i))`.
@@ -272,7 +257,7 @@ def decoder_flow(
     unread = [keys.embedding] * recipe.inputs_embeds + [keys.head] * recipe.hidden_only
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile, _max_positions=c.max_position_embeddings)
-        .with_weights(recipe.weights, leave=(*leave, *unread), shapes=specs)
+        .with_weights(recipe.weights, leave=(*leave, *unread))
         ._read_through(recipe.reads)
         .patch(_opened(recipe, keys, tables))
         .raw_stages(embedded)

@@ -93,7 +93,8 @@ def layer_of(config: DecoderConfig, *, window: int | None = None, **differences:
     c, turned = config, 2 * len(config.inv_freq)
     return LayerSpec(
         num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
-        mask=mask_of(window), **{"n_rot": None if turned == c.head_dim else turned} | differences,
+        mask=mask_of(window), intermediate_size=c.intermediate_size,
+        **{"n_rot": None if turned == c.head_dim else turned} | differences,
     )  # fmt: skip
 
 

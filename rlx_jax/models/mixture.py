@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
-import jax
-
-from rlx_jax.blocks import STACKED_KEYS, ExpertKeys, LayerSpec
+from rlx_jax.blocks import STACKED_KEYS, ExpertKeys
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.config import Fields
-from rlx_jax.models.decoder import DecoderFlow, weight_specs
+from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder_config import DecoderConfig
 from rlx_jax.weights.source import WeightSource
 
@@ -31,12 +29,6 @@ class MixtureFlow(DecoderFlow[C]):
         return replace(self, layout=STACKED_KEYS) if stacked else self
 
     def spec(self, index: int = 0) -> Any:
-        return self._layer(index)
-
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return weight_specs(self.config, layer_spec=self._layer)
-
-    def _layer(self, index: int) -> LayerSpec:
         spec = self.config.layer_spec(index)
         if spec.moe is None or self.layout is None:
             return spec

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Self
 
 import jax
-import numpy as np
 
 from rlx_jax.blocks import (
     BlockStage,
+    Embed,
     GatedDeltaSpec,
     LayerSpec,
     LmHead,
@@ -20,10 +20,10 @@ from rlx_jax.blocks import (
     gated_delta_layer,
 )
 from rlx_jax.errors import ConfigError, MissingWeightError, UnsupportedError, quote
-from rlx_jax.flow import ModelFlow
+from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.checked import checked
 from rlx_jax.models.config import MAX_LAYERS, Fields
-from rlx_jax.models.decoder import EMBEDDING, HEAD, DecoderFlow, weight_specs
+from rlx_jax.models.decoder import EMBEDDING, HEAD, DecoderFlow
 from rlx_jax.models.decoder_config import (
     DecoderConfig,
     Ends,
@@ -121,15 +121,6 @@ class Qwen35Flow(DecoderFlow[Qwen35Config]):
             return gated_delta_layer(index, self.config.layer_spec(index), spec)
         return decoder_layer(index, spec)
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        c, found = self.config, weight_specs(self.config)
-        for i in (i for i, attends in enumerate(c.attends) if not attends):
-            layer = f"model.layers.{i}"
-            found = {key: spec for key, spec in found.items() if not key.startswith(f"{layer}.self_attn.")}
-            for key, shape in c.delta.shapes(c.hidden_size).items():
-                found[f"{layer}.linear_attn.{key}"] = jax.ShapeDtypeStruct(shape, np.float32)
-        return found
-
     def assemble(self) -> ModelFlow:
         return super().assemble().with_mtp(lambda source: Qwen35MtpFlow(self.config, source).assemble())
 
@@ -160,28 +151,22 @@ class Qwen35MtpFlow:
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every weight with its shape."""
-        c = self.config
-        h, norms = c.hidden_size, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-        found: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, h), "mtp.fc.weight": (h, 2 * h)}
-        found |= {f"mtp.{name}.weight": (h,) for name in norms}
-        found |= c.layer_spec(0).shapes("mtp.layers.0", h, c.intermediate_size)
-        found |= {} if c.tie_word_embeddings else {HEAD: (c.vocab_size, h)}
-        return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in found.items()}
+        return declared_shapes(replace(self, weights=None).assemble())
 
     def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights; without any, to their shapes."""
+        """The flow, bound to its weights if there are any."""
         self._check()
         c, spec = self.config, self.config.layer_spec(0)
         tied = c.tie_word_embeddings
         head = LmHead.tied if tied else partial(LmHead.separate, HEAD)
         return (
             ModelFlow(self.name)
-            .with_weights(self.weights, leave=("model.", HEAD, "mtp."), shapes=self.shapes())
+            .with_weights(self.weights, leave=("model.", HEAD, "mtp."))
             .input("input_ids", ("batch", "seq"), dtype="int32")
             .input("hidden", ("batch", "seq", c.hidden_size))
             .rope_tables(RopeTables(c.inv_freq, factor=c.rope_factor))
-            .embed(EMBEDDING)
             .stage(
+                Embed(EMBEDDING, (c.vocab_size, c.hidden_size)),
                 MtpMerge(spec.norm("mtp.pre_fc_norm_embedding"), spec.norm("mtp.pre_fc_norm_hidden"), "mtp.fc.weight"),
                 decoder_layer(0, spec, prefix="mtp.layers"),
                 spec.norm("mtp.norm"),

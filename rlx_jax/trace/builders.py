@@ -11,11 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-<<<<<<< HEAD
-from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote, shown
-=======
-from rlx_jax.errors import GraphError, LevelError, ShapeError, shown
->>>>>>> a9acc23 (A weight is declared where it is read: param takes a shape axis by axis; encoders, towers, GPT-2, Mamba-2 and FLUX.2 declare theirs and their tables of shapes go)
+from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.inits import Init

@@ -37,7 +37,6 @@ from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import (
     Dim,
-    DimLike,
     TensorType,
     as_dtype,
     device_dtype,
@@ -50,13 +49,8 @@ from rlx_jax.trace.declared import WeightDecl
 from rlx_jax.trace.flow_state import FlowState as FlowState
 from rlx_jax.trace.flow_state import GdnInputSlots
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
-<<<<<<< HEAD
-from rlx_jax.trace.parameters import K, Parameters
+from rlx_jax.trace.parameters import AxisSizes, Parameters
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
-=======
-from rlx_jax.trace.parameters import AxisSizes, K, Parameters
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
->>>>>>> a9acc23 (A weight is declared where it is read: param takes a shape axis by axis; encoders, towers, GPT-2, Mamba-2 and FLUX.2 declare theirs and their tables of shapes go)
 
 F32 = np.dtype(np.float32)
 
@@ -214,15 +208,11 @@ class Emit(SpecBuilders[FlowValue]):
         roles: Roles | None = None,
         *,
         shape: AxisSizes | None = None,
-        likely: tuple[DimLike, ...] | None = None,
         init: Init | None = None,
     ) -> FlowValue:
         """`param` of a key; a value as it is."""
-        if not isinstance(weight, str | WeightPart | WeightStack):
-            return weight
-        if shape is None and isinstance(weight, str | WeightPart) and not self.has_param(stored_key(weight)):
-            shape = likely
-        return self.param(weight, shape, roles, init)
+        is_key = isinstance(weight, str | WeightPart | WeightStack)
+        return self.param(weight, shape, roles, init) if is_key else weight
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
@@ -281,24 +271,8 @@ class Emit(SpecBuilders[FlowValue]):
         Raises:
             GraphError: an init that is none, or another one than for an earlier use of the weight; roles that there are
                 not, or others than another stage has for the same weight.
-<<<<<<< HEAD
-            MissingWeightError: the source has no such key, or there is no source and no `shape`.
-            WeightShapeError: the source has another shape. WeightError: it has complex numbers.
-            UnsupportedError: it is packed by a scheme that is not decoded yet.
-        """
-        if isinstance(key, WeightStack):
-            return self._param(key, self.parameters.stacked(key, shape, roles, self.path), None, init)
-        return self._param(key, self.parameters.one(key, shape, self.path), roles, init)
-
-    def _param(
-        self, key: WeightKey | WeightStack, program: Program, roles: Sequence[Role] | None, init: Init | None
-    ) -> FlowValue:
-        if roles is not None and not isinstance(key, WeightStack):
-            (stored,) = stored_keys(program)  # a part of several has the roles of all
-            self.parameters.say_roles(stored.key, roles, stored.type, self.path)
-=======
             MissingWeightError: the source has no such key, or there is no source and a size is not known.
-            WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
+            WeightShapeError: the source has another shape. WeightError: it has complex numbers.
             UnsupportedError: it is packed by a scheme that is not decoded yet.
         """
         if isinstance(key, WeightStack):
@@ -306,19 +280,10 @@ class Emit(SpecBuilders[FlowValue]):
         else:
             program = self.parameters.one(key, shape, self.path)
             if roles is not None:
-                self.parameters.say_roles(stored_key(key), roles, program.type, self.path)
->>>>>>> a9acc23 (A weight is declared where it is read: param takes a shape axis by axis; encoders, towers, GPT-2, Mamba-2 and FLUX.2 declare theirs and their tables of shapes go)
+                (stored,) = stored_keys(program)  # a part of several has the roles of all
+                self.parameters.say_roles(stored.key, roles, stored.type, self.path)
         self.parameters.say_init(key, init, self.path)
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
-
-    def suppose(self, shapes: Mapping[K, Sequence[DimLike]], prefix: str = "") -> None:
-        """The shapes of weights, under a prefix, that a stage is about to read: they count where no source has the
-        weight and nothing else says its shape. One with a size that is 0 or symbolic, not known, counts for nothing."""
-        self.parameters.suppose(shapes, prefix)
-
-    def size_of(self, key: WeightKey, axis: int) -> int | None:
-        """How long an axis of a weight is as stored, if the source or the flow says it."""
-        return self.parameters.size_of(key, axis)
 
     def say_roles(self, weight: FlowValue, roles: Sequence[Role]) -> None:
         """Say what the axes of a weight that was read before are here too."""

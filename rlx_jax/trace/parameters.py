@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +23,6 @@ F32 = np.dtype(np.float32)
 StoredShape = tuple[int, ...]
 AxisSizes = Sequence[DimLike | None]
 """What a stage knows of a stored shape, axis by axis; a size that is None or symbolic is not known."""
-
-K = TypeVar("K", bound=WeightKey)
 
 
 def size_text(sizes: Sequence[int | None]) -> str:
@@ -53,34 +51,10 @@ class Parameters:
         self.inits: dict[str, Init] = {}
         self.draws_missing = self.defers_missing = False
         self.deferred: dict[str, MissingWeightError] = {}
-        self.shapes: Mapping[str, Any] = {}
         self._absent: dict[str, TensorType] = {}  # what is in no source
-        self._supposed: dict[str, StoredShape] = {}
         self._types: dict[tuple[StoredShape, np.dtype[Any]], TensorType] = {}
 
     # -- what is said of weights -------------------------------------------------------------
-
-    def suppose(self, shapes: Mapping[K, Sequence[DimLike]], prefix: str = "") -> None:
-        """See `Emit.suppose`."""
-        for key, shape in shapes.items():
-            # A block that an edit removes may have any size.
-            unknown = int(self.defers_missing)
-            sizes: StoredShape | None = tuple(int(size) or unknown if is_static(size) else 0 for size in shape)
-            sizes = key.whole(sizes) if isinstance(key, WeightPart) else sizes
-            if sizes is not None and 0 not in sizes:
-                self._supposed[f"{prefix}.{stored_key(key)}" if prefix else stored_key(key)] = sizes
-
-    def size_of(self, key: WeightKey, axis: int) -> int | None:
-        """See `Emit.size_of`."""
-        name = stored_key(key)
-        shape = declared_shape(self.declared, name)
-        if self.source is not None and self.source.has(name):
-            shape = tuple(self.source.spec(name).shape)
-        elif shape is None and name in self.shapes:
-            shape = tuple(self.shapes[name].shape)
-        if shape is None or axis >= len(shape):
-            return None
-        return key.size(shape[axis]) if isinstance(key, WeightPart) and key.axis == axis else shape[axis]
 
     def say_init(self, key: WeightKey | WeightStack, init: Init | None, path: str) -> None:
         """How a weight is drawn: as the flow says of its key, else as its stage says."""
@@ -184,7 +158,7 @@ class Parameters:
         if before is not None and (sizes is None or _agree(sizes, before.shape)):
             return tuple(map(int, before.shape))
         if sizes is None or None in sizes:
-            return tuple(self.shapes[key].shape) if key in self.shapes else self._supposed.get(key)
+            return None
         return tuple(size for size in sizes if size is not None)
 
     def _missing(self, key: str, shape: StoredShape | None, path: str) -> MissingWeightError:

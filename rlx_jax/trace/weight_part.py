@@ -52,24 +52,14 @@ class WeightPart:
     def __str__(self) -> str:
         return f"{self.key}[{self.index}{'::' if self.interleaved else '/'}{self.count}]"
 
-<<<<<<< HEAD
-    def size(self, stored: int) -> int:
-        """The size of the part along its axis, of which so much is stored."""
-        return stored // self.count if self.sizes is None else self.sizes[self.index]
-
-    def whole(self, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The shape that is stored, if a part has this one."""
-        if shape is None:
-            return None
-        full = None if self.sizes is None else sum(self.sizes)
-        return tuple((full or size * self.count) if axis == self.axis else size for axis, size in enumerate(shape))
-=======
     def whole(self, shape: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
         """The shape that is stored, if a part has this one; None is a size that is not known."""
         if shape is None:
             return None
-        return tuple(size and size * self.count if axis == self.axis else size for axis, size in enumerate(shape))
->>>>>>> a9acc23 (A weight is declared where it is read: param takes a shape axis by axis; encoders, towers, GPT-2, Mamba-2 and FLUX.2 declare theirs and their tables of shapes go)
+        full = None if self.sizes is None else sum(self.sizes)
+        return tuple(
+            (full or (size and size * self.count)) if axis == self.axis else size for axis, size in enumerate(shape)
+        )
 
     def of(self, stored: Program, where: str) -> Program:
         """The program of the part.
