@@ -351,6 +351,11 @@ class ModelConfig:
         c.finish_model(cls.inert, cls.only)
         return made
 
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """Such a config as it is, or `from_hf` of the content of a `config.json`."""
+        return config if isinstance(config, cls) else cls.from_hf(config)
+
 
 # -- fields that families have in common -------------------------------------------------------
 

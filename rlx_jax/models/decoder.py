@@ -54,6 +54,9 @@ class CausalConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
     @classmethod
+    def of(cls, config: Any) -> Self: ...
+
+    @classmethod
     def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self: ...
 
 
@@ -114,8 +117,7 @@ class CausalFlow(HookMethods, Generic[A]):
     @classmethod
     def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
         """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
-        known: Any = config
-        read: Any = known if isinstance(known, cls.config_type) else cls.config_type.from_hf(known)
+        read: Any = cls.config_type.of(config)
         return cls(read, batch, seq)
 
     @classmethod

@@ -99,8 +99,7 @@ class DualFlow(HookMethods, Generic[C]):
     def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:
         """The forward program of both towers, bound to a number of images if one is given; `config` may be the content
         of `config.json`."""
-        known: Any = config
-        read: Any = known if isinstance(known, cls.config_type) else cls.config_type.from_hf(known)
+        read: Any = cls.config_type.of(config)
         return cls(read, batch=batch)
 
     # -- what families say -------------------------------------------------------------------

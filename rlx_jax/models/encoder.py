@@ -39,6 +39,9 @@ class EncoderConfig(Protocol):
     def max_position_embeddings(self) -> int: ...
 
     @classmethod
+    def of(cls, config: Any) -> Self: ...
+
+    @classmethod
     def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self: ...
 
 
@@ -85,8 +88,7 @@ class EncoderFlow(HookMethods, Generic[E]):
     def for_prefill(cls, config: E | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
         """The forward program of a bare encoder, bound to sizes where they are given; `config` may be the content of
         `config.json`."""
-        known: Any = config
-        read: Any = known if isinstance(known, cls.config_type) else cls.config_type.from_hf(known)
+        read: Any = cls.config_type.of(config)
         return cls(read, batch=batch, seq=seq)
 
     def stored_in(self, source: WeightSource) -> Self:

@@ -126,7 +126,7 @@ class Flux2Flow(HookMethods):
     @classmethod
     def for_config(cls, config: Flux2Config | Mapping[str, Any]) -> Self:
         """From a config, which may be the content of a `config.json`."""
-        return cls(config if isinstance(config, Flux2Config) else Flux2Config.from_hf(config))
+        return cls(Flux2Config.of(config))
 
     def spec(self, index: int, kind: str = "double") -> Flux2BlockSpec:
         """The spec of a block."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, Mamba2Spec, RmsNorm, mamba2_layer
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig
 from rlx_jax.models.decoder import CausalFlow, EndKeys, decoder_flow
 
 KEYS = EndKeys("backbone.embeddings.weight")
@@ -25,7 +24,7 @@ INFINITE = ("Infinity", "inf")
 
 
 @dataclass(frozen=True)
-class Mamba2Config:
+class Mamba2Config(ModelConfig):
     """Sizes of a Mamba-2 model, under the names of Hugging Face's config. There is no limit to its positions."""
 
     vocab_size: int
@@ -35,24 +34,18 @@ class Mamba2Config:
     max_position_embeddings: int = 2**31 - 1
     tie_word_embeddings: bool = False
 
-    @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From `config.json`.
+    inert: ClassVar[tuple[str, ...]] = INERT
 
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
+    @classmethod
+    def read(cls, c: Fields) -> Self:
         hidden = c.whole("hidden_size", 4096)
-        result = cls(
+        return cls(
             vocab_size=c.whole("vocab_size", 32768, high=MAX_VOCABULARY),
             hidden_size=hidden,
             num_hidden_layers=c.whole("num_hidden_layers", 64, high=MAX_LAYERS),
             mixer=_mixer(c, hidden),
             tie_word_embeddings=c.flag("tie_word_embeddings", False),
         )
-        c.finish_model(INERT)
-        return result
 
 
 @dataclass(frozen=True)

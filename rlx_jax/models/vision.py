@@ -139,8 +139,7 @@ class VisionFlow(HookMethods, Generic[C]):
     def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:
         """The forward program of a tower, bound to a number of rows if one is given; `config` may be the content of
         `config.json`."""
-        known: Any = config
-        read: Any = known if isinstance(known, cls.config_type) else cls.config_type.from_hf(known)
+        read: Any = cls.config_type.of(config)
         return cls(read, cls.layouts[0], cls.prefixes[0], batch)
 
     def stored_in(self, source: WeightSource) -> Self:

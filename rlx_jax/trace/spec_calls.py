@@ -127,6 +127,9 @@ CHECKED: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = {
 
 # -- one call ------------------------------------------------------------------------------------
 
+OUT_SHAPES = frozenset({"out_shape", "out_shapes"})
+"""What the result of any builder is held against: its shape, or that of each of several."""
+
 INTERNAL = ("own", "wrap", "weight", "type_of", "inside", "lift")
 """Methods of writers that builders call and users do not."""
 
@@ -149,8 +152,8 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(m: Any, *args: Any, **kwargs: Any) -> Any:
-        if "out_shape" in kwargs and "out_shape" not in signature.parameters:
-            out_shape = kwargs.pop("out_shape")
+        for option in OUT_SHAPES.intersection(kwargs).difference(signature.parameters):
+            out_shape = kwargs.pop(option)
             return _of_shape(m, name, call(m, *args, **kwargs), out_shape)
         reason: TypeError | None = None
         if form is None or not form.is_meant(args):
