@@ -107,8 +107,8 @@ class BertEncoderLayer:
         h = add_norm(emit, p, keys.norm, attended, x, s.eps)
         inner = dense(emit, p, "intermediate.dense", h, INTO, s.intermediate_size, s.activation)
         inner = emit.block_input(inner, "output")
-        output = dense(emit, p, "output.dense", inner, OUT_OF, s.hidden_size)
-        return add_norm(emit, p, "output.LayerNorm", output, h, s.eps)
+        fed = dense(emit, p, "output.dense", inner, OUT_OF, s.hidden_size)
+        return add_norm(emit, p, "output.LayerNorm", fed, h, s.eps)
 
 
 # -- what encoder layers are made of -------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_stages_declare_what_the_checkpoint_has(fixture: str) -> None:
     want = {key: spec.shape for key, spec in bound.assemble().build().params.items()}
     assert {key: spec.shape for key, spec in bare.shapes().items()} == want
     for flow, weights in ((bare.assemble(), None), (replace(bare.assemble(), _missing="init"), {})):
-        built = flow.build(weights)  # type: ignore[arg-type]
+        built = flow.build(weights)
         assert {key: built.params[key].shape for key in built.fresh} == want
 
 

@@ -13,7 +13,7 @@ from rlx_jax.errors import GraphError, shown
 from rlx_jax.ir.graph import Op
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Parametric, Unary, Where
 from rlx_jax.ir.types import as_dtype
-from rlx_jax.trace.writer import V, Writer, is_number
+from rlx_jax.trace.writer import Shape, V, Writer, is_number
 
 T = TypeVar("T")
 
@@ -35,9 +35,9 @@ class Pointwise(Writer[V]):
 
     # -- arithmetic: NumPy's broadcasting, one dtype -----------------------------------------
 
-    def binary(self, kind: str, a: V | float, b: V | float) -> V:
+    def binary(self, kind: str, a: V | float, b: V | float, *, out_shape: Shape | None = None) -> V:
         """A function of two values, by its name in `BINARY`: each of them is a method too."""
-        return self.add_node(Binary(kind), *self._pair(kind, a, b))
+        return self.add_node(Binary(kind), *self._pair(kind, a, b), out_shape=out_shape)
 
     def add(self, a: V | float, b: V | float) -> V:
         """a + b."""

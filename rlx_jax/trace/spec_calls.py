@@ -127,9 +127,6 @@ CHECKED: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = {
 
 # -- one call ------------------------------------------------------------------------------------
 
-OUT_SHAPES = frozenset({"out_shape", "out_shapes"})
-"""What the result of any builder is held against: its shape, or that of each of several."""
-
 INTERNAL = ("own", "wrap", "weight", "type_of", "inside", "lift")
 """Methods of writers that builders call and users do not."""
 
@@ -152,8 +149,8 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(m: Any, *args: Any, **kwargs: Any) -> Any:
-        for option in OUT_SHAPES.intersection(kwargs).difference(signature.parameters):
-            out_shape = kwargs.pop(option)
+        if "out_shape" in kwargs and "out_shape" not in signature.parameters:
+            out_shape = kwargs.pop("out_shape")
             return _of_shape(m, name, call(m, *args, **kwargs), out_shape)
         reason: TypeError | None = None
         if form is None or not form.is_meant(args):
