@@ -211,8 +211,9 @@ class Emit(SpecBuilders[FlowValue]):
         init: Init | None = None,
     ) -> FlowValue:
         """`param` of a key; a value as it is."""
-        is_key = isinstance(weight, str | WeightPart | WeightStack)
-        return self.param(weight, shape, roles, init) if is_key else weight
+        if isinstance(weight, str | WeightPart | WeightStack):
+            return self.param(weight, shape, roles, init)
+        return weight
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
