@@ -410,12 +410,16 @@ class Similarity:
                 f"{emit.path}: Similarity is of vectors [T, E] and [I, E], got {texts.type}, {images.type}"
             )
         one: tuple[int, ...] = () if self.bias_key is None else (1,)  # as CLIP stores it, and as SigLIP
+
+        def number(key: str) -> FlowValue:
+            return emit.param(key, None if emit.has_param(key) else one).reshape(1, 1)
+
         with emit.scope("similarity"):
             texts, images = unit(emit, texts), unit(emit, images)
             emit.output("text_embeds", texts)
             emit.output("image_embeds", images)
-            scores = texts @ images.T * emit.exp(emit.param(self.scale_key, one).reshape(1, 1))
-            return scores if self.bias_key is None else scores + emit.param(self.bias_key, one).reshape(1, 1)
+            scores = texts @ images.T * emit.exp(number(self.scale_key))
+            return scores if self.bias_key is None else scores + number(self.bias_key)
 
 
 def unit(emit: Emit, x: FlowValue) -> FlowValue:

@@ -225,12 +225,12 @@ def as_expression(dim: Any) -> Callable[[int], int]:
 
 ORIENTED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a value": (lambda e, x: e.linear(x, e.param("w")), "fits: transpose=True"),
-    "a key that is turned": (lambda e, x: e.linear(x, "w", transpose=False), "fits: transpose=True"),
-    "a key": (lambda e, x: e.linear(x, "t"), "fits: transpose=False"),
+    "a key that is turned": (lambda e, x: e.linear(x, "w", transpose=False), "fits: give the opposite transpose="),
+    "a key": (lambda e, x: e.linear(x, "t"), "fits: give the opposite transpose="),
     "a value that is turned": (lambda e, x: e.linear(x, e.param("t"), transpose=True), "fits: transpose=False"),
     "one op": (lambda e, x: e.fused_matmul_bias_act(x, e.param("w"), "b"), "fits: transpose=True"),
     "an operator": (lambda e, x: x @ e.param("w"), "fits: transpose w"),
-    "neither": (lambda e, x: e.linear(x, "n"), r"is 5; it reads weight 'n'"),
+    "neither": (lambda e, x: e.linear(x, "n"), r"weight 'n' \(mapping\): expected \[any, 8\], got f32\[5,5\]$"),
 }  # fmt: skip
 
 

@@ -186,7 +186,9 @@ class Parameters:
             kind = (tuple(spec.shape), spec.dtype)
             stored = Key(key, self._types.get(kind) or self._types.setdefault(kind, tensor_type(*kind, key)))
         if sizes is not None and not _agree(sizes, stored.type.shape):
-            raise WeightShapeError(f"{path}: {self.at(key)}: expected {size_text(sizes)}, got {stored.type}")
+            turned = len(sizes) == 2 and _agree(sizes[::-1], stored.type.shape)
+            hint = "; turned it fits: give the opposite transpose=" if turned else ""
+            raise WeightShapeError(f"{path}: {self.at(key)}: expected {size_text(sizes)}, got {stored.type}{hint}")
         return stored
 
     def _without_source(self, key: str, shape: StoredShape, path: str) -> Key:
