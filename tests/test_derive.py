@@ -283,21 +283,6 @@ def test_leaves_are_named_by_block_path_and_slot() -> None:
     assert {a.shape for a in scanned.init_state(2, 4).leaves.values()} == {(3, 2, 4, 2, 4)}
 
 
-def test_the_state_is_a_pytree() -> None:
-    """It goes through jit, and flattens the same way each time."""
-    model = compiled(head(llama_layers(tokens_flow(), 2)), llama_weights(2), program="extend")
-    state = model.init_state(2, 4)
-    leaves, tree = jax.tree.flatten(state)
-    assert len(leaves) == 5 and jax.tree.unflatten(tree, leaves).leaves.keys() == state.leaves.keys()
-
-    @jax.jit
-    def step(params: Any, tokens: Any, state: Any) -> Any:
-        return model.apply(params, tokens, lengths=jnp.ones(2, jnp.int32), state=state)
-
-    _, after = step(model.params, jnp.asarray(TOKENS[:, :1]), state)
-    np.testing.assert_array_equal(after.length, [1, 1])
-
-
 def test_padding_is_never_written() -> None:
     """Rows of the cache at and after the length stay zero."""
     flow, weights = head(llama_layers(tokens_flow(), 2)), llama_weights(2)
