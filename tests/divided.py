@@ -86,7 +86,6 @@ IMAGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "siglip": (rlx.SiglipFlow, {"text_config": WORDS, "vision_config": WIDE}, {}),
 }
 """Those that read images: the recipe, its config, and what else it is given."""
-KINDS = ("data", "fsdp", "tensor", "data tensor", "fsdp tensor", "data fsdp tensor")
 
 
 def recipe(family: str, **changes: Any) -> Any:

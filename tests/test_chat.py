@@ -7,7 +7,6 @@ import functools
 import json
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -300,8 +299,6 @@ def test_wrong_files(tmp_path: Path) -> None:
 
 
 # -- messages ----------------------------------------------------------------------------------
-
-Lazy = Callable[[], Any]
 
 
 def deep() -> Any:
