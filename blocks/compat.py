@@ -219,13 +219,13 @@ class GemmaDecodeLayer(DecodeLayer):
     """One Gemma layer over cached and new tokens: `[B,S,H]` → same."""
 
 
-Options = ParamSpec("Options")
+P = ParamSpec("P")
 
 
-def numbered(layer: Callable[Options, BlockStage]) -> Callable[Options, Named]:
+def numbered(layer: Callable[P, BlockStage]) -> Callable[P, Named]:
     """Return the function that makes layer `index` by `layer` and names it `layer{index}` in the block path."""
 
-    def make(*args: Options.args, **options: Options.kwargs) -> Named:
+    def make(*args: P.args, **options: P.kwargs) -> Named:
         return Named(f"layer{args[0] if args else options['index']}", layer(*args, **options))
 
     return make

@@ -19,7 +19,7 @@ def llama_weights(layers: int, hidden: int, queries: int, keys: int, inner: int)
     shapes = {f"self_attn.{n}_proj": s for n, s in zip("qkv", ((queries, hidden), *((keys, hidden),) * 2), strict=True)}
     shapes |= {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, inner)}
     shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden))
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for i in range(layers):
         found |= {f"model.layers.{i}.{name}.weight": w(*shape, seed=i) for name, shape in shapes.items()}
         norms = ("input_layernorm", "post_attention_layernorm")
