@@ -115,11 +115,15 @@ class SelfAttnPrefill:
 
 @dataclass(frozen=True)
 class Heads:
-    """The packed heads of one attention of a normalised `x` `[B,S,H]`: q `[B,S,N·D]`, k and v `[B,S,K·D]`."""
+    """The packed heads of one attention of a normalised `x` `[B,S,H]`: q `[B,S,N·D]`, k and v `[B,S,K·D]`.
+
+    With `any_heads` their number is that of the weights, whatever the spec says.
+    """
 
     emit: Emit
     spec: LayerSpec
     x: FlowValue
+    any_heads: bool = False
 
     def attention(self, stage: str, attend: Callable[[FlowValue, FlowValue, FlowValue], FlowValue]) -> FlowValue:
         """Write the whole up to its context: `attend` writes attention over the heads; errors name `stage`."""
@@ -134,9 +138,9 @@ class Heads:
         context = hir.write_attention(read.x, project=read.project, rotate=rotate, attend=attend)
         return context * emit.add_node(Unary("sigmoid"), *gate) if gate else context
 
-    def project(self, name: str, x: FlowValue, *, any_width: bool = False) -> FlowValue:
-        """Write the projection q, k or v, as wide as the spec says, or with `any_width` as its weight is."""
-        spec, columns = self.spec, None if any_width else self.spec.columns(name)
+    def project(self, name: str, x: FlowValue) -> FlowValue:
+        """Write the projection q, k or v, as wide as the spec says, or with `any_heads` as its weight is."""
+        spec, columns = self.spec, None if self.any_heads else self.spec.columns(name)
         with self.emit.scope(f"{name}_proj"):
             return self.emit.linear(x, spec.weight(name), spec.bias(name), roles=spec.roles(name), columns=columns)
 
@@ -157,7 +161,7 @@ class Heads:
 
     def keys_and_values(self) -> tuple[FlowValue, FlowValue]:
         """Write the keys, normed and rotated, and the values alone."""
-        made = self.rotated({name: self.project(name, self.x, any_width=True) for name in "kv"})
+        made = self.rotated({name: self.project(name, self.x) for name in "kv"})
         return made["k"], made["v"]
 
     def _query_and_gate(self, q: FlowValue) -> tuple[FlowValue, FlowValue]:

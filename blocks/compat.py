@@ -294,7 +294,7 @@ class LlamaKvTap:
     """Give the keys and values of the Llama layer that follows as `kv.{i}.k` and `kv.{i}.v` `[B,S,K·D]`; x passes on.
 
     It norms and projects x as that layer does; common subexpressions are computed once. i is `layer_idx`, or the number
-    that the prefix ends in; `outputs` collects the names.
+    that the prefix ends in; `outputs` collects the names. K is `num_kv_heads`, or that of the weights.
     """
 
     layer_prefix: str
@@ -304,22 +304,29 @@ class LlamaKvTap:
     layer_idx: int | None = None
     attention_bias: bool = False
     rope_theta: float = 10000.0
+    num_kv_heads: int | None = None
 
     @staticmethod
     def layer(index: int, spec: LayerSpec) -> LlamaKvTap:
         """Return the tap of layer `index` under Hugging Face's keys."""
-        return LlamaKvTap(f"model.layers.{index}", spec.head_dim, spec.eps, None, index, spec.qkv_bias, spec.rope_theta)
+        return LlamaKvTap(
+            f"model.layers.{index}", spec.head_dim, spec.eps, None, index, spec.qkv_bias, spec.rope_theta,
+            spec.num_kv_heads,
+        )  # fmt: skip
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LlamaKvTap")
+        heads = self.num_kv_heads or 1
         spec = LayerSpec(
-            num_heads=1, head_dim=self.head_dim, num_kv_heads=1, qkv_bias=self.attention_bias,
+            num_heads=heads, head_dim=self.head_dim, num_kv_heads=heads, qkv_bias=self.attention_bias,
             rope_theta=self.rope_theta,
         )  # fmt: skip
         with emit.scope("input_layernorm"):
             gamma = emit.weight(f"{self.layer_prefix}.input_layernorm.weight", shape=x.type.shape[-1:])
             normed = emit.add_node(hir.RmsNorm(self.eps), x, gamma, norm_beta(emit, x))
-        _tap(emit, normed, spec.under(self.layer_prefix), kv_name(self.layer_prefix, self.layer_idx), self.outputs)
+        name = kv_name(self.layer_prefix, self.layer_idx)
+        tapped = Heads(emit, spec.under(self.layer_prefix), normed, any_heads=self.num_kv_heads is None)
+        _tap(tapped, name, self.outputs)
         return x
 
 
@@ -346,11 +353,12 @@ class GemmaKvTap:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GemmaKvTap")
         spec = self.attention or LayerSpec(num_heads=1, head_dim=self.head_dim, num_kv_heads=1)
-        _tap(emit, x, spec.under(self.layer_prefix), kv_name(self.layer_prefix, self.layer_idx), self.outputs)
+        name = kv_name(self.layer_prefix, self.layer_idx)
+        _tap(Heads(emit, spec.under(self.layer_prefix), x, any_heads=self.attention is None), name, self.outputs)
         return x
 
 
-def _tap(emit: Emit, x: FlowValue, spec: LayerSpec, name: str, sink: SideOutputs | None) -> None:
-    """Write the keys and values of an attention over `x` as side outputs."""
-    with emit.scope("self_attn"):
-        side_outputs(emit, name, *Heads(emit, spec, x).keys_and_values(), sink)
+def _tap(heads: Heads, name: str, sink: SideOutputs | None) -> None:
+    """Write the keys and values of an attention as side outputs."""
+    with heads.emit.scope("self_attn"):
+        side_outputs(heads.emit, name, *heads.keys_and_values(), sink)

@@ -159,18 +159,26 @@ class SelfAttention:
             try:
                 weight = emit.param(key, shape[::turn], roles[::turn], self.init)
             except WeightShapeError as error:
-                raise WeightShapeError(f"{error}{self._fewer_heads(emit, key, x)}") from error
+                raise WeightShapeError(f"{error}{self._heads_text(emit, key, x, columns)}") from error
             added = None if bias is None else emit.param(bias, shape[:1], roles_of_bias(roles[0]))
             return emit.linear(x, weight, added, transpose=self.transpose)
 
-    def _fewer_heads(self, emit: Emit, key: WeightKey, x: FlowValue) -> str:
-        """What to say of a weight that is as wide as fewer key heads are. They are not guessed from it: of another
-        number of heads, and so another width of each, it would be as many as fit, and the numbers others."""
+    def _heads_text(self, emit: Emit, key: WeightKey, x: FlowValue, columns: DimLike) -> str:
+        """What to say of a weight of another width than the heads have, and of one as wide as fewer key heads are.
+        They are not guessed from it: of another number of heads, and so another width of each, it would be as many as
+        fit, and the numbers others."""
+        if key == self.out:
+            return ""
+        heads, width = f"{self.heads} query and {self.key_heads} key heads", self._width(emit, x.type)
+        return f"; {columns} columns for {heads} of {width}{self._fewer_heads(emit, key, width)}"
+
+    def _fewer_heads(self, emit: Emit, key: WeightKey, width: int) -> str:
+        """What to say of a weight that is as wide as fewer key heads are."""
         if self.kv_heads is not None or isinstance(self.qkv, str) or key not in self.qkv[1:] or emit.weights is None:
             return ""
         part, stored = key if isinstance(key, WeightPart) else None, emit.weights.spec(stored_key(key)).shape
         size = stored[0 if self.transpose else -1] // (1 if part is None else part.count)
-        kv, rest = divmod(size, self._width(emit, x.type))
+        kv, rest = divmod(size, width)
         return "" if rest or not kv or self.heads % kv else f"; of fewer key heads say so: kv_heads={kv}"
 
     def _mask(self, emit: Emit) -> FlowValue | None:

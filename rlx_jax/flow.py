@@ -351,12 +351,7 @@ class ModelFlow(Stages):
         if self._block_edits:
             emit.builder.marks_blocks, emit.parameters.defers_missing = True, source is not None
             emit.stand_in = partial(run_stand_in, emit, self._block_edits)
-        try:
-            value = self._run_stages(emit, given)
-        except ShapeError as error:
-            if emit.parameters.deferred:  # a missing weight of unknown size is the cause
-                raise next(iter(emit.parameters.deferred.values())) from error
-            raise
+        value = self._run_stages(emit, given)
         own = set(emit.state.outputs)
         emit.parameters.defers_missing = False  # what an edit reads is not replaced
         value = edit_blocks(emit, value, self._block_edits, self.name, self._elsewhere)

@@ -152,9 +152,10 @@ A = ("a.q.weight", "a.k.weight", "a.v.weight")
         (SelfAttention(A, None, 7), "not whole in 7 heads; give head_dim="),
         (
             SelfAttention(A, None, N, head_dim=D),
-            "'a.k.weight' gives 16 columns; expected 32 for 8 query and 8 key heads of 4; of fewer",
+            "'a.k.weight' (mapping): expected [32, 24], got f32[16,24]; 32 columns for 8 query and 8 key heads of 4; "
+            "of fewer key heads say so: kv_heads=4",
         ),
-        (SelfAttention("a.q.weight", None, N, head_dim=D), "expected 96 for 8 query"),
+        (SelfAttention("a.q.weight", None, N, head_dim=D), "expected [96, 24], got f32[32,24]; 96 columns for 8 query"),
         (SelfAttention(A, None, N, kv_heads=K, head_dim=D, out_bias="a.o.bias"), "out_bias='a.o.bias' and no out="),
         (SelfAttention(A, None, N, kv_heads=K, head_dim=D, qkv_bias="a.q.bias"), "three weights have three biases"),
         (SelfAttention("a.q.weight", None, N, head_dim=D, qkv_bias=A), "has one bias"),

@@ -147,10 +147,10 @@ class Parameters:
         if shape is not None and drawn:
             return self._without_source(key, shape, path)
         missing = self._missing(key, shape, path)
-        if self.source is None or sizes is None or not self.defers_missing:
-            raise missing
-        self.deferred.setdefault(key, missing)  # a block that an edit removes may have any size
-        return self._without_source(key, shape or tuple(size or 1 for size in sizes), path)
+        if shape is None or not self.defers_missing:
+            raise missing  # of a size that is not known: what replaces the block is written at once (`run_as_block`)
+        self.deferred.setdefault(key, missing)
+        return self._without_source(key, shape, path)
 
     def _completed(self, key: str, sizes: tuple[int | None, ...] | None) -> StoredShape | None:
         """The whole shape of a weight that no source has, by an earlier use of it; None where a size is not known."""
