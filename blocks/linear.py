@@ -13,6 +13,7 @@ from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import DimLike, TensorType
+from rlx_jax.trace.checks import weight_of_linear
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey
 
@@ -125,7 +126,8 @@ class Linear:
             known = (None, wide) if self.transpose else (wide, None)
             sizes = known if self.shape is None else self.shape
             shape = tuple(known[i] if size is None else size for i, size in enumerate(sizes))
-            w = emit.param(self.weight_key, shape, self.roles, self.init)
+            with weight_of_linear(x.type, self.transpose):
+                w = emit.param(self.weight_key, shape, self.roles, self.init)
             roles = None if self.roles is None else roles_of_bias(self.roles[at])
             bias = [emit.param(self.bias_key, w.type.shape[at : at + 1], roles)] if self.bias_key else []
             return emit.add_node(hir.Linear(int(self.transpose), bias=bool(bias)), x, w, *bias)

@@ -170,7 +170,11 @@ def test_every_weight_has_a_gradient(directory: Path) -> None:
     dead = [k for k, g in found[0].items() if not np.isfinite(g).all() or not np.abs(np.asarray(g)).max() > 0]
     assert [k for k in dead if not k.endswith("k_proj.bias")] == []  # scores hardly move with a bias of all keys
     for key, gradient in found[0].items():
-        assert_close(found[1][key], gradient, tolerance=1e-4)
+        if key.endswith("c_attn.bias[30:60]"):  # of keys without a rotation: softmax does not see it, all is rounding
+            of_queries = np.abs(found[0][key.replace("[30:60]", "[0:30]")]).max()
+            assert max(np.abs(remat[key]).max() for remat in found) < 1e-6 * of_queries
+        else:
+            assert_close(found[1][key], gradient, tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -253,9 +257,10 @@ def test_published_sizes(file: Path) -> None:
         "mixtral": rlx.MixtralFlow, "qwen3_moe": rlx.Qwen3MoeFlow, "gpt_oss": rlx.GptOssFlow,
     }  # fmt: skip
     recipe = flows[about["config"]["model_type"]]
-    built = recipe.for_prefill(about["config"]).assemble().build()
-    assert built.source is not None and built.refusals == ()
-    assert sum(math.prod(built.source.spec(key).shape) for key in built.keys_read) == about["parameters"]
+    prefill = recipe.for_prefill(about["config"])
+    built, shapes = prefill.assemble().build(), prefill.shapes()
+    assert built.refusals == () and set(built.keys_read) == set(shapes)
+    assert sum(math.prod(spec.shape) for spec in shapes.values()) == about["parameters"]
 
 
 BROKEN: list[tuple[Path, str, dict[str, Any]]] = [

@@ -24,7 +24,7 @@ from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import is_static
-from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.checks import items_of, weight_of_linear
 from rlx_jax.trace.recurrence import Recurring
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
 from rlx_jax.trace.writer import Shape, V, is_number
@@ -87,7 +87,8 @@ class Builders(Recurring[V]):
                 )
             return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
         wide = self.type_of(x).shape[-1:] or (None,)
-        weight = self.weight(w, roles, shape=(columns, *wide) if contract else (*wide, columns), init=init)
+        with weight_of_linear(self.type_of(x), bool(contract)):
+            weight = self.weight(w, roles, shape=(columns, *wide) if contract else (*wide, columns), init=init)
         if bias is None:
             return self.add_node(op, x, weight, out_shape=out_shape)
         if is_number(bias):

@@ -137,7 +137,8 @@ class Parameters:
         said = declared_shape(self.declared, key)
         if said is not None and sizes is not None and not _agree(sizes, said):
             raise WeightShapeError(
-                f"{path}: weight {quote(key)} is {size_text(sizes)} here, and {list(said)} by flow.param"
+                f"{path}: weight {quote(key)}, of the shape that {says_shape(self.declared, key)} says: "
+                f"expected {size_text(sizes)}, as stored, got {list(said)}"
             )
         if self.source is not None and self.source.has(key):
             return self._of_source(key, sizes if said is None else said, path)
