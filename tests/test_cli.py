@@ -664,9 +664,11 @@ def test_a_terminal_that_edits_lines(tmp_path: Path) -> None:
 
 
 def test_a_message_without_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """Ctrl-C in an answer, and an error, end neither the talk nor what was said; in a script they end the command."""
+    outer = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, outer))
     lm = rlx.load(format_checkpoint(tmp_path / "m", "qwen"))
     first = lm.chat("Hi", 24)
     asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
@@ -698,9 +700,9 @@ def test_a_message_without_an_answer(
     lines = iter([b"Hi\n", b""])
     monkeypatch.setattr("rlx_jax.cli.generating.next_line", lambda prompt: next(lines))
     assert cli.main(["chat", "nowhere"]) == 0
-    request = lm.report().request
-    assert request is not None and request.new_tokens == 128 // 4 == (lm.max_positions or 0) // 4
-    for most, noted in ((request.new_tokens, True), (request.new_tokens + 1, False)):
+    served = lm.report().request
+    assert served is not None and served.new_tokens == 128 // 4 == (lm.max_positions or 0) // 4
+    for most, noted in ((served.new_tokens, True), (served.new_tokens + 1, False)):
         assert ("tokens, all that --max-new-tokens allows, " in closing_line(Timed(list), lm, most)) == noted
 
 
