@@ -12,8 +12,8 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
-from rlx_jax.ir.ops.quantize import STE, FakeQuantize
-from rlx_jax.ir.ops.sample import Sample
+from rlx_jax.ir.ops.order import Sample
+from rlx_jax.ir.ops.pointwise import STE, FakeQuantize
 from tests.op_cases import OpCase, check, evaluated
 from tests.oracles import image_formulas as image
 

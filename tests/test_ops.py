@@ -18,11 +18,10 @@ from rlx_jax import Graph
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Op, TypeCache
-from rlx_jax.ir.ops.cut import Bound, CutAxis
 from rlx_jax.ir.ops.fused import Step
 from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, PARAMETRIC, UNARY
 from rlx_jax.ir.ops.reduce import REDUCE
-from rlx_jax.ir.ops.shape import AxisOf, SizeOf
+from rlx_jax.ir.ops.shape import AxisOf, Bound, CutAxis, SizeOf
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lower import as_function

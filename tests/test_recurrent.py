@@ -19,10 +19,10 @@ from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError, TokenI
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Hir, TypeCache, Value
 from rlx_jax.ir.ops.custom import small_constant
+from rlx_jax.ir.ops.index import TailRows
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.reduce import Cumsum
 from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Slice
-from rlx_jax.ir.ops.windows import TailRows
 from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.traits import BLOCK
 from rlx_jax.ir.types import TensorType, tensor_type

@@ -12,7 +12,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.errors import DeriveError
-from rlx_jax.ir.ops.token_scan import TokenScan
+from rlx_jax.ir.ops.recurrent import TokenScan
 from tests import divided
 from tests.divided import mesh
 from tests.oracles.comparing import assert_close

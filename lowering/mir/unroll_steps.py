@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlx_jax.ir.graph import Builder, Graph, Node, TypeCache, Value
-from rlx_jax.ir.ops.token_scan import TokenScan
+from rlx_jax.ir.ops.recurrent import TokenScan
 from rlx_jax.ir.rewrite import everywhere, rewrite
 
 SMALL = 64  # equations of a step that is written out

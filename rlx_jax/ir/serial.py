@@ -47,7 +47,7 @@ from rlx_jax.ir.graph import (
     Value,
 )
 from rlx_jax.ir.ops import OPS, custom
-from rlx_jax.ir.ops.token_scan import TokenScan
+from rlx_jax.ir.ops.recurrent import TokenScan
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, short_name, spelled, tensor_type

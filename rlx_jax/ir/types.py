@@ -45,6 +45,7 @@ MAX_NAME = 120
 
 DimLike = Any
 """An `int` or a symbolic dimension (jax's `_DimExpr`, which has no public name)."""
+_DimMethod = Callable[["Dim", Any], "Dim | int"]
 
 # Short names are what dumps print and profiles accept; the long ones are NumPy's.
 DTYPE_NAMES: dict[str, str] = {
@@ -315,6 +316,32 @@ def check_elements(shape: Sequence[DimLike], where: str) -> None:
         raise ShapeError(f"{where}: {elements} elements are over the limit of {MAX_ELEMENTS}")
 
 
+def _arithmetic(op: Callable[[DimLike, DimLike], DimLike]) -> tuple[_DimMethod, _DimMethod]:
+    """Return the two methods of `Dim` for an operator of two sizes: `dim op other` and `other op dim`."""
+    return lambda dim, other: _computed(op, dim, other), lambda dim, other: _computed(op, other, dim)
+
+
+def _computed(op: Callable[[DimLike, DimLike], DimLike], left: Any, right: Any) -> Dim | int:
+    """Return what JAX's own arithmetic of sizes gives.
+
+    Raises:
+        ShapeError: it has none for these; also where Python would ask the other operand.
+    """
+    sizes = (_expr(left), _expr(right))
+    try:
+        if any(not isinstance(s, int | np.integer) and is_static(s) for s in sizes):
+            raise TypeError("sizes go with whole numbers and other sizes")
+        result = op(*sizes)
+    except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
+        dim = left if isinstance(left, Dim) else right
+        raise ShapeError(
+            f"symbolic dimension {dim}: {op.__name__}({shown(left)}, {shown(right)}) is no size while the "
+            "flow is traced: sizes have +, -, *, //, %, divmod and whole powers, with whole numbers and other "
+            "sizes; or give the input a static size"
+        ) from error
+    return int(result) if is_static(result) else Dim(result)
+
+
 class Dim:
     """A symbolic dimension as user code sees it: arithmetic works, comparing it with a number is an error.
 
@@ -326,48 +353,13 @@ class Dim:
     def __init__(self, expr: DimLike) -> None:
         self.expr = expr
 
-    def _with(self, op: Callable[[DimLike, DimLike], DimLike], left: Any, right: Any) -> Dim | int:
-        """What JAX's own arithmetic of sizes gives.
-
-        Raises:
-            ShapeError: it has none for these; also where Python would ask the other operand.
-        """
-        sizes = (_expr(left), _expr(right))
-        try:
-            if any(not isinstance(s, int | np.integer) and is_static(s) for s in sizes):
-                raise TypeError("sizes go with whole numbers and other sizes")
-            result = op(*sizes)
-        except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
-            raise ShapeError(
-                f"symbolic dimension {self.expr}: {op.__name__}({shown(left)}, {shown(right)}) is no size while the "
-                "flow is traced: sizes have +, -, *, //, %, divmod and whole powers, with whole numbers and other "
-                "sizes; or give the input a static size"
-            ) from error
-        return int(result) if is_static(result) else Dim(result)
-
-    def __add__(self, other: Any) -> Dim | int:
-        return self._with(operator.add, self, other)
-
-    def __sub__(self, other: Any) -> Dim | int:
-        return self._with(operator.sub, self, other)
-
-    def __rsub__(self, other: Any) -> Dim | int:
-        return self._with(operator.sub, other, self)
-
-    def __mul__(self, other: Any) -> Dim | int:
-        return self._with(operator.mul, self, other)
-
-    def __floordiv__(self, other: Any) -> Dim | int:
-        return self._with(operator.floordiv, self, other)
-
-    def __rfloordiv__(self, other: Any) -> Dim | int:
-        return self._with(operator.floordiv, other, self)
-
-    def __mod__(self, other: Any) -> Dim | int:
-        return self._with(operator.mod, self, other)
-
-    def __rmod__(self, other: Any) -> Dim | int:
-        return self._with(operator.mod, other, self)
+    __add__, __radd__ = _arithmetic(operator.add)
+    __sub__, __rsub__ = _arithmetic(operator.sub)
+    __mul__, __rmul__ = _arithmetic(operator.mul)
+    __floordiv__, __rfloordiv__ = _arithmetic(operator.floordiv)
+    __mod__, __rmod__ = _arithmetic(operator.mod)
+    __pow__, __rpow__ = _arithmetic(operator.pow)
+    __truediv__, __rtruediv__ = _arithmetic(operator.truediv)
 
     def __divmod__(self, other: Any) -> tuple[Dim | int, Dim | int]:
         return self // other, self % other
@@ -375,22 +367,8 @@ class Dim:
     def __rdivmod__(self, other: Any) -> tuple[Dim | int, Dim | int]:
         return other // self, other % self
 
-    def __pow__(self, other: Any) -> Dim | int:
-        return self._with(operator.pow, self, other)
-
-    def __rpow__(self, other: Any) -> Dim | int:
-        return self._with(operator.pow, other, self)
-
-    def __truediv__(self, other: Any) -> Dim | int:
-        return self._with(operator.truediv, self, other)
-
-    def __rtruediv__(self, other: Any) -> Dim | int:
-        return self._with(operator.truediv, other, self)
-
-    __radd__, __rmul__ = __add__, __mul__
-
     def __neg__(self) -> Dim | int:
-        return self._with(operator.sub, 0, self)
+        return 0 - self
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Dim):

@@ -6,9 +6,8 @@ import math
 from typing import Any
 
 from rlx_jax.errors import GraphError, shown
-from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
+from rlx_jax.ir.ops.order import ArgReduce, Sample, Sort, TopK
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
-from rlx_jax.ir.ops.sample import Sample
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.trace.pointwise import Pointwise
 from rlx_jax.trace.writer import Axes, V, is_number

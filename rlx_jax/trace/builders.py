@@ -16,8 +16,14 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.experts import ClampedGate
-from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
-from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
+from rlx_jax.ir.ops.fused import (
+    FusedAttentionBlock,
+    FusedMatMulBiasAct,
+    FusedResidualLayerNorm,
+    FusedResidualRmsNorm,
+    FusedSwiGLU,
+    FusedTransformerLayer,
+)
 from rlx_jax.ir.ops.linalg import product
 from rlx_jax.ir.ops.norm import LayerNormOp, Standardize
 from rlx_jax.ir.ops.shape import SplitLast

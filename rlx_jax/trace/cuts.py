@@ -10,8 +10,7 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Value
-from rlx_jax.ir.ops.cut import END, Bound, CutAxis
-from rlx_jax.ir.ops.shape import SizeOf
+from rlx_jax.ir.ops.shape import END, Bound, CutAxis, SizeOf
 from rlx_jax.ir.types import Dim, DimLike, symbol
 
 SizeHolder = Callable[[DimLike], tuple[Value, int]]

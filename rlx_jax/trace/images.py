@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import GraphError, ShapeError, shown
-from rlx_jax.ir.ops.conv import Conv, ConvTranspose
+from rlx_jax.ir.ops.conv import Conv, ConvTranspose, Pool
 from rlx_jax.ir.ops.norm import Standardize
-from rlx_jax.ir.ops.pool import Pool
-from rlx_jax.ir.ops.resize import GridSample, Resize
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, merge_axes, split_axis
+from rlx_jax.ir.ops.vision import GridSample, Resize
 from rlx_jax.ir.types import as_dim, is_static
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.products import Products

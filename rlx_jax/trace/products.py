@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import ShapeError, shown
-from rlx_jax.ir.ops.linalg import Einsum, product
-from rlx_jax.ir.ops.systems import Det, Fft, Solve, check_matrices
+from rlx_jax.ir.ops.linalg import Det, Einsum, Fft, Solve, check_matrices, product
 from rlx_jax.ir.types import as_dtype
 from rlx_jax.trace.indexing import Indexing
 from rlx_jax.trace.writer import V

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown
 from rlx_jax.ir.ops.linalg import product
-from rlx_jax.ir.ops.quantize import FakeQuantize
+from rlx_jax.ir.ops.pointwise import FakeQuantize
 from rlx_jax.ir.types import as_dtype, is_float, is_static, short_name
 from rlx_jax.trace.images import Images
 from rlx_jax.trace.writer import Shape, V, is_number

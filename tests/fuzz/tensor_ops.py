@@ -8,10 +8,9 @@ from typing import Any
 
 from rlx_jax.ir import ops as o
 from rlx_jax.ir.ops.attention import ROPE_STYLES
-from rlx_jax.ir.ops.cut import Bound
 from rlx_jax.ir.ops.fused import Step
 from rlx_jax.ir.ops.pointwise import COMPARE
-from rlx_jax.ir.ops.shape import AxisOf, SizeOf
+from rlx_jax.ir.ops.shape import AxisOf, Bound, SizeOf
 from rlx_jax.ir.types import is_static
 from tests.fuzz.meaning import sine_and_first, twice_plus_one
 from tests.fuzz.sketch import BF16, BOOL, F16, F32, I32, MAX_RANK, Known, Sketch, plain, size

@@ -10,10 +10,9 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
-from rlx_jax.ir.ops.index import Gather
+from rlx_jax.ir.ops.index import Gather, RelativeBuckets
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare
 from rlx_jax.ir.ops.reduce import Cumsum
-from rlx_jax.ir.ops.relative import RelativeBuckets
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, Transpose
 from rlx_jax.ir.traits import TABLES
 from rlx_jax.ir.types import TensorType, is_static

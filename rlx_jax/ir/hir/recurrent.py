@@ -15,10 +15,10 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Constant, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
+from rlx_jax.ir.ops.index import TailRows, TokenWindows
 from rlx_jax.ir.ops.pointwise import Compare, Where, in_dtype
+from rlx_jax.ir.ops.recurrent import TokenScan
 from rlx_jax.ir.ops.shape import Concat, Narrow, Pad, Reshape, Slice
-from rlx_jax.ir.ops.token_scan import TokenScan
-from rlx_jax.ir.ops.windows import TailRows, TokenWindows
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.token_step import TokenStep
 from rlx_jax.ir.traits import BLOCK, BlockTraits

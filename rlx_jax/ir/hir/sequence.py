@@ -20,11 +20,10 @@ from rlx_jax.ir.ops.attention import (
     check_window,
 )
 from rlx_jax.ir.ops.control import PairBias
-from rlx_jax.ir.ops.cut import Bound, CutAxis
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.pointwise import Compare, Where
 from rlx_jax.ir.ops.reduce import Reduce
-from rlx_jax.ir.ops.shape import Narrow, RepeatHeads, Reshape, SizeOf, Slice
+from rlx_jax.ir.ops.shape import Bound, CutAxis, Narrow, RepeatHeads, Reshape, SizeOf, Slice
 from rlx_jax.ir.traits import BLOCK, TABLES, Initial
 from rlx_jax.ir.types import TensorType
 

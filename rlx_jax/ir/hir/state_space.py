@@ -14,12 +14,11 @@ from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
 from rlx_jax.ir.hir.recurrent import BlockRun, FromNothing, Start, StateSlot, Values, rows_behind
-from rlx_jax.ir.ops.index import Iota
+from rlx_jax.ir.ops.index import Iota, TokenWindows
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Unary, Where, in_dtype
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.ops.shape import Reshape, merge_axes, split_axis
-from rlx_jax.ir.ops.windows import TokenWindows
 from rlx_jax.ir.traits import TABLES, Initial
 from rlx_jax.ir.types import TensorType, is_static
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from rlx_jax.errors import DTypeError, ShapeError
+from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
-from rlx_jax.ir.types import TensorType, is_static
+from rlx_jax.ir.traits import REDUCTION, Initial, Normal, Types, product_traits
+from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array
 Pairs = tuple[tuple[int, int], ...]
@@ -147,3 +149,148 @@ class ConvTranspose(Mir):
 
     def initial(self, place: int, weight: TensorType) -> Initial:
         return Normal(weight.shape[0] * math.prod(weight.shape[2:]))
+
+
+# -- pooling -----------------------------------------------------------------------------------
+
+POOLS = ("max", "mean", "sum", "lp", "argmax")
+
+
+@dataclass(frozen=True)
+class Pool(Mir):
+    """`max`, `mean`, `sum` or `lp` ((Σ|x|ᵖ)^(1/p)) over windows: x `[N, C, S…]` → `[N, C, S'…]`, sums in f32.
+
+    `argmax` is where the largest stands, the first of equal ones: an int32 into the flat spatial axes, as torch's.
+
+    `padding`: pairs, or a name of `PADDINGS`; what is padded is not read. A mean counts the entries that it reads, or
+    with `count_include_pad` the padding too. `ceil`: `S' = ⌈(S + padding − reach) / stride⌉ + 1` in place of ⌊…⌋, but
+    for a last window that would begin behind the input and its padding before.
+    """
+
+    traits = REDUCTION
+
+    kind: str
+    window: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str | Pairs
+    dilation: tuple[int, ...]
+    ceil: bool = False
+    count_include_pad: bool = False
+    p: float = 2.0
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        rank = x.rank - 2
+        op = f"{self.kind}_pool"
+        if self.kind not in POOLS:
+            raise GraphError(f"unknown pooling {self.kind!r}; known are {', '.join(POOLS)}")
+        if not 1 <= rank <= 3:
+            raise ShapeError(f"{op}: x is [N, C, …] with 1 to 3 spatial axes, got {x}")
+        check_counts(op, "window", self.window, rank)
+        check_counts(op, "strides", self.strides, rank)
+        check_counts(op, "dilation", self.dilation, rank)
+        check_padding(op, self.padding, rank)
+        if self.kind in ("mean", "lp") and not is_float(x.dtype):
+            raise DTypeError(f"{op}: needs floats, got {x}; cast it")
+        if x.dtype == jnp.bool_:
+            raise DTypeError(f"{op}: needs numbers, got {x}; cast it")
+        if self.kind == "argmax" and not all(is_static(d) for d in x.shape[2:]):
+            raise ShapeError(f"{op}: places need spatial sizes that are numbers, got {x}")
+        if self.kind == "lp" and not self.p >= 1:
+            raise GraphError(f"lp_pool: p is at least 1, got {self.p:g}")
+        if self.ceil and isinstance(self.padding, str):
+            raise ShapeError(f"{op}: ceil needs padding as pairs, got {self.padding!r}")
+        if self.ceil and not all(is_static(d) for d in x.shape[2:]):
+            raise ShapeError(f"{op}: ceil needs spatial sizes that are numbers, got {x}")
+        if not isinstance(self.padding, str):
+            self._check_windows(op, x, self.padding)
+
+    def _check_windows(self, op: str, x: TensorType, padding: Pairs) -> None:
+        for axis, (low, high) in enumerate(padding):
+            size, reach = x.shape[2 + axis], self.dilation[axis] * (self.window[axis] - 1) + 1
+            if low < 0 or high < 0 or low >= reach or high >= reach:
+                raise ShapeError(f"{op}: padding is at least 0 and less than the window's {reach}, got {low}, {high}")
+            if is_static(size) and size + low + high < reach:
+                raise ShapeError(
+                    f"{op}: a window of {reach} does not fit axis {2 + axis} of {x} padded by {low}, {high}"
+                )
+
+    def _pairs(self, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(before, after) of each axis, with what `ceil` adds behind."""
+        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.window, strict=True)]
+        if isinstance(self.padding, str):
+            return [(int(a), int(b)) if is_static(a) and is_static(b) else (a, b)
+                    for a, b in lax.padtype_to_pads(sizes, reach, self.strides, self.padding)]  # fmt: skip
+        if not self.ceil:
+            return list(self.padding)
+        pairs = []
+        for size, r, stride, (low, high) in zip(sizes, reach, self.strides, self.padding, strict=True):
+            count = -(-(size + low + high - r) // stride) + 1
+            count -= (count - 1) * stride >= size + low
+            pairs.append((low, max(high, (count - 1) * stride + r - size - low)))
+        return pairs
+
+    def _over(self, x: Array, start: Any, fn: Callable[..., Any], pairs: list[tuple[int, int]]) -> Array:
+        one: tuple[int, ...] = (1, 1)
+        found: Array = lax.reduce_window(
+            x, np.asarray(start, x.dtype), fn, (*one, *self.window), (*one, *self.strides), [(0, 0), (0, 0), *pairs],
+            window_dilation=(*one, *self.dilation),
+        )  # fmt: skip
+        return found
+
+    def _of_shifted(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:
+        """The largest of one slice for each place in the window: JAX has no gradient of windows with gaps."""
+        wide = lax.pad(x, np.asarray(least, x.dtype), [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pairs)])
+        found = None
+        for place in itertools.product(*map(range, self.window)):
+            cut = wide
+            for axis, (k, d, window, stride) in enumerate(
+                zip(place, self.dilation, self.window, self.strides, strict=True), 2
+            ):
+                span = wide.shape[axis] - d * (window - 1)  # where a first entry of a window may stand
+                cut = lax.slice_in_dim(cut, k * d, k * d + span, stride, axis)
+            found = cut if found is None else jnp.maximum(found, cut)
+        assert found is not None
+        return found
+
+    def eval(self, x: Array) -> Array:
+        pairs = self._pairs(x.shape[2:])
+        if self.kind == "max":
+            least = -np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min
+            apart = any(d > 1 for d in self.dilation)
+            return self._of_shifted(x, least, pairs) if apart else self._over(x, least, lax.max, pairs)
+        if self.kind == "argmax":
+            return self._places(x, pairs)
+        wide = x.astype(jnp.float32) if is_float(x.dtype) else x
+        if self.kind == "lp":
+            total = self._over(jnp.abs(wide) ** self.p, 0, lax.add, pairs)
+            return (total ** (1 / self.p)).astype(x.dtype)
+        total = self._over(wide, 0, lax.add, pairs)
+        return (total / self._counts(x, pairs) if self.kind == "mean" else total).astype(x.dtype)
+
+    def _places(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
+        """Where the largest of each window stands. Padding is behind every place, and as small as a number can be."""
+        sizes, one = x.shape[2:], (1, 1)
+        at = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(1, 1, *sizes), x.shape)
+        least = np.asarray(-np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min, x.dtype)
+
+        def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+            first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+            return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+
+        found: Array
+        operands, starts = (lax.stop_gradient(x), at), (least, np.int32(2**31 - 1))
+        _, found = lax.reduce_window(
+            operands, starts, better, (*one, *self.window), (*one, *self.strides), [(0, 0), (0, 0), *pairs],
+            window_dilation=(*one, *self.dilation),
+        )  # fmt: skip
+        return found
+
+    def _counts(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
+        """How many entries each window has."""
+        ones = jnp.ones((1, 1, *x.shape[2:]), jnp.float32)
+        if self.count_include_pad:  # what `ceil` adds does not count
+            own = pairs if isinstance(self.padding, str) else self.padding
+            ones = jnp.pad(ones, [(0, 0), (0, 0), *own], constant_values=1)
+            pairs = [(0, high - mine) for (_, high), (_, mine) in zip(pairs, own, strict=True)]
+        return self._over(ones, 0, lax.add, pairs)

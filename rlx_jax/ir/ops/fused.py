@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlx_jax.errors import GraphError, ShapeError, did_you_mean, quote, wrong_arity
 from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.linalg import MatMul, check_linear, product_text
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, check_norm
-from rlx_jax.ir.ops.pointwise import UNARY, same_rank
-from rlx_jax.ir.traits import ELEMENTWISE, NORM, product_traits
+from rlx_jax.ir.ops.pointwise import UNARY, check_kind, same_rank
+from rlx_jax.ir.ops.shape import SplitLast
+from rlx_jax.ir.traits import ELEMENTWISE, NORM, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_static
 
 Array = jax.Array
@@ -177,3 +180,140 @@ class ElementwiseRegion(Mir):
 
     def text(self) -> str:
         return f"ew_region(in={self.inputs}, steps={len(self.steps)}: {' '.join(s.op.text() for s in self.steps)})"
+
+
+# -- an encoder layer and its first half as one op ---------------------------------------------
+
+
+def _layer_flops(op: Any, operands: Types, results: Types) -> int:
+    """Every weight matrix once for each token, and scores and sums over all keys."""
+    hidden, given = operands[0], op.names(operands)
+    tokens = int(hidden.shape[0]) * int(hidden.shape[1])
+    matrices = sum(2 * tokens * t.size for name, t in given.items() if name.endswith("_w"))
+    return int(matrices) + 4 * tokens * int(hidden.shape[1]) * int(op.heads) * int(op.head_dim)
+
+
+def _product(x: Array, w: Array, b: Array | None) -> Array:
+    return MatMul().eval(x, w) if b is None else FusedMatMulBiasAct().eval(x, w, b)
+
+
+def _named(op: str, names: tuple[str, ...], operands: Any) -> dict[str, Any]:
+    if len(operands) != len(names):
+        raise wrong_arity(op, str(len(names)), len(operands), f": {', '.join(names)}")
+    return dict(zip(names, operands, strict=True))
+
+
+def _check_shapes(op: str, named: dict[str, TensorType], want: dict[str, tuple[Any, ...]]) -> None:
+    for place, (name, t) in enumerate(named.items()):
+        if name in want and t.shape != want[name]:
+            said = ", ".join(map(str, want[name]))
+            raise ShapeError(f"{op}: operand {name} is {t}, expected [{said}]").of(place)
+
+
+@dataclass(frozen=True)
+class FusedAttentionBlock(Mir):
+    """`attn(rope(q), rope(k), v; mask) · out_w (+ out_b)` with q ‖ k ‖ v = hidden · qkv_w (+ qkv_b), bidirectional.
+
+    Operands: hidden `[B,S,H]`, qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, mask `[B,S]` (1 keeps a key, less than ½ drops
+    it); with `has_bias` qkv_b `[3·N·D]` and out_b `[H]`; with `has_rope` cos and sin `[B|1,S,D/2]`. Always in the dtype
+    of its operands: mixed precision leaves it alone.
+    """
+
+    traits = replace(product_traits(_layer_flops), narrows=0, pinned=False)
+
+    heads: int
+    head_dim: int
+    has_bias: bool = False
+    has_rope: bool = False
+
+    def names(self, operands: Any) -> dict[str, Any]:
+        """The operands by name."""
+        names: tuple[str, ...] = ("hidden", "qkv_w", "out_w", "mask")
+        names += ("qkv_b", "out_b") if self.has_bias else ()
+        names += ("cos", "sin") if self.has_rope else ()
+        return _named("fused_attention_block", names, operands)
+
+    def check(self, *operands: TensorType) -> None:
+        t, width = self.names(operands), self.heads * self.head_dim
+        x = t["hidden"]
+        if x.rank != 3:
+            raise ShapeError(f"fused_attention_block: hidden is [B,S,H], got {x}").of(0)
+        want: dict[str, tuple[Any, ...]] = {
+            "qkv_w": (x.shape[2], 3 * width), "out_w": (width, x.shape[2]), "mask": x.shape[:2],
+            "qkv_b": (3 * width,), "out_b": (x.shape[2],),
+        }  # fmt: skip
+        _check_shapes("fused_attention_block", t, want)
+        if self.has_rope:
+            RopeOp(self.head_dim, self.head_dim).check(TensorType((*x.shape[:2], width), x.dtype), t["cos"], t["sin"])
+
+    def eval(self, *arrays: Array) -> Array:
+        a, width = self.names(arrays), self.heads * self.head_dim
+        q, k, v = SplitLast((width,) * 3).eval(_product(a["hidden"], a["qkv_w"], a.get("qkv_b")))
+        if self.has_rope:
+            q, k = (RopeOp(self.head_dim, self.head_dim).eval(x, a["cos"], a["sin"]) for x in (q, k))
+        context = AttentionOp(self.heads, self.heads, extra=("keep",)).eval(q, k, v, a["mask"])
+        return _product(context, a["out_w"], a.get("out_b"))
+
+    def text(self) -> str:
+        notes = ", bias" * self.has_bias + ", rope" * self.has_rope
+        return f"fused_attn(h={self.heads},d={self.head_dim}{notes.replace(' ', '')})"
+
+
+@dataclass(frozen=True)
+class FusedTransformerLayer(Mir):
+    """BERT's post-norm layer (Devlin et al. 2018): `a = ln₁(x + attn(x))`, `y = ln₂(a + act(a·fc1 + b₁)·fc2 + b₂)`.
+
+    Operands with `has_bias`: hidden `[B,S,H]`, qkv_w `[H, 3·N·D]`, qkv_b, out_w `[N·D, H]`, out_b, ln1_g, ln1_b `[H]`,
+    fc1_w `[H, F]`, fc1_b, fc2_w `[F, H]`, fc2_b, ln2_g, ln2_b `[H]`, mask `[B,S]` as in `FusedAttentionBlock`;
+    without it those ten that are no bias of a product. Always in the dtype of its operands.
+    """
+
+    traits = replace(product_traits(_layer_flops), narrows=0, pinned=False)
+
+    heads: int
+    head_dim: int
+    intermediate: int
+    eps1: float = 1e-12
+    eps2: float = 1e-12
+    activation: str = "gelu"
+    has_bias: bool = False
+
+    def names(self, operands: Any) -> dict[str, Any]:
+        """The operands by name."""
+        names = (
+            "hidden", "qkv_w", "qkv_b", "out_w", "out_b", "ln1_g", "ln1_b", "fc1_w", "fc1_b", "fc2_w", "fc2_b",
+            "ln2_g", "ln2_b", "mask",
+        )  # fmt: skip
+        biases = ("qkv_b", "out_b", "fc1_b", "fc2_b")
+        kept = names if self.has_bias else tuple(name for name in names if name not in biases)
+        return _named("fused_transformer_layer", kept, operands)
+
+    def check(self, *operands: TensorType) -> None:
+        check_kind(self.activation, UNARY)
+        t = self.names(operands)
+        x, wide = t["hidden"], self.intermediate
+        if x.rank != 3:
+            raise ShapeError(f"fused_transformer_layer: hidden is [B,S,H], got {x}").of(0)
+        width, hidden = self.heads * self.head_dim, x.shape[2]
+        want: dict[str, tuple[Any, ...]] = dict.fromkeys(
+            ("out_b", "fc2_b", "ln1_g", "ln1_b", "ln2_g", "ln2_b"), (hidden,)
+        )
+        want |= {
+            "qkv_w": (hidden, 3 * width), "qkv_b": (3 * width,), "out_w": (width, hidden), "fc1_w": (hidden, wide),
+            "fc1_b": (wide,), "fc2_w": (wide, hidden), "mask": x.shape[:2],
+        }  # fmt: skip
+        _check_shapes("fused_transformer_layer", t, want)
+
+    def eval(self, *arrays: Array) -> Array:
+        a = self.names(arrays)
+        attend = FusedAttentionBlock(self.heads, self.head_dim, self.has_bias)
+        biases = (a["qkv_b"], a["out_b"]) if self.has_bias else ()
+        context = attend.eval(a["hidden"], a["qkv_w"], a["out_w"], a["mask"], *biases)
+        middle = FusedResidualLayerNorm(self.eps1).eval(context, a["hidden"], a["ln1_g"], a["ln1_b"])
+        inner = UNARY[self.activation](_product(middle, a["fc1_w"], a.get("fc1_b")))
+        outer = _product(inner, a["fc2_w"], a.get("fc2_b"))
+        return FusedResidualLayerNorm(self.eps2).eval(outer, middle, a["ln2_g"], a["ln2_b"])
+
+    def text(self) -> str:
+        bias = ",bias" * self.has_bias
+        return f"fused_layer(h={self.heads},d={self.head_dim},int={self.intermediate}{bias})"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
@@ -233,3 +237,96 @@ class ScatterNd(Mir):
 
     def eval(self, x: Array, indices: Array, updates: Array) -> Array:
         return _write(x, tuple(jnp.moveaxis(indices, -1, 0)), updates, self.kind)
+
+
+# -- the last tokens up to each, and what a sequence leaves of them behind its end -------------
+
+
+@dataclass(frozen=True)
+class TokenWindows(Mir):
+    """`y[b, t, j] = x[b, t + j]` for j < `width`: x `[B, S + width − 1, …]` → `[B, S, width, …]`."""
+
+    traits = TOKENS
+
+    width: int
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        if self.width < 1 or x.rank < 2 or (is_static(x.shape[1]) and x.shape[1] < self.width):
+            raise ShapeError(f"windows: x is [B, S + {self.width - 1}, …], got {x}")
+
+    def eval(self, x: Array) -> Array:
+        count = x.shape[1] - (self.width - 1)
+        if isinstance(count, int) and count == 1:
+            return x[:, None]
+        return jnp.stack([x[:, j : j + count] for j in range(self.width)], axis=2)
+
+
+@dataclass(frozen=True)
+class TailRows(Mir):
+    """`y[b, j] = x[b, lengths[b] + j]` for j < `count`: x `[B, S + count, …]` and lengths `[B]` in `0 … S`.
+
+    Behind `count` tokens of the past and S new ones, of which a row has `lengths`: its last `count` tokens.
+    """
+
+    traits = TOKENS
+
+    count: int
+
+    def check(self, *operands: TensorType) -> None:
+        x, lengths = operands
+        short = x.rank < 2 or (is_static(x.shape[1]) and x.shape[1] <= self.count)
+        if self.count < 1 or short or lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise ShapeError(f"tail_rows: x is [B, S + {self.count}, …] and lengths [B] integers, got {x}, {lengths}")
+
+    def eval(self, x: Array, lengths: Array) -> Array:
+        if isinstance(x.shape[1], int) and x.shape[1] == self.count + 1:  # one new token, or none
+            new = (lengths > 0).reshape(-1, *(1,) * (x.ndim - 1))
+            return jnp.where(new, x[:, 1:], x[:, :-1])
+        return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, self.count))(x, lengths)
+
+
+# -- numbers of the distance between two tokens ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RelativeBuckets(Mir):
+    """The bucket of key t seen from query s: x with S tokens along `axis` → int32 `[S, S]`.
+
+    Half of the `buckets` are for keys up to the query's own, half for those behind it. Of each half, one half is for
+    the distances 0, 1, 2 …, one each; the rest for those up to `max_distance`, wider by a constant factor, and all
+    that are further away (Raffel et al. 2020, section 2.1; T5, MPNet).
+    """
+
+    traits = replace(TOKENS, bytes=results_written)
+
+    axis: int
+    buckets: int = 32
+    max_distance: int = 128
+
+    def check(self, *operands: TensorType) -> None:
+        check_axis("relative_buckets", self.axis, operands[0])
+        if self.buckets < 4 or self.buckets % 4:
+            raise GraphError(f"relative_buckets: buckets is {self.buckets}; expected a multiple of 4")
+        if self.max_distance <= self.buckets // 4:
+            raise GraphError(
+                f"relative_buckets: max_distance is {self.max_distance}; {self.buckets // 4} distances have a bucket "
+                "each, expected more"
+            )
+
+    def eval(self, x: Array) -> Array:
+        at = jnp.arange(x.shape[self.axis], dtype=jnp.int32)
+        behind = at[:, None] - at[None, :]
+        near = jnp.minimum(jnp.abs(behind), jnp.int32(self.max_distance))
+        later = jnp.where(behind < 0, jnp.int32(self.buckets // 2), jnp.int32(0))
+        return jnp.take(jnp.asarray(self.of_distance()), near, mode="clip") + later
+
+    def of_distance(self) -> npt.NDArray[np.int32]:
+        """The bucket of each distance up to `max_distance`, in f32 as the reference computes it: on the host, so that
+        no device rounds a logarithm to the other side of a border."""
+        half = self.buckets // 2
+        exact = half // 2
+        distance = np.arange(self.max_distance + 1)
+        ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
+        wide = exact + ratio / np.float32(math.log(self.max_distance / exact)) * np.float32(half - exact)
+        return np.where(distance < exact, distance, np.minimum(wide.astype(np.int64), half - 1)).astype(np.int32)
