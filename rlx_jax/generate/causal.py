@@ -5,17 +5,15 @@ The cached programs are derived from the flow's forward program; nothing here kn
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, Unpack, overload
+from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
 
-from rlx_jax.compiler.executable import Progress
-from rlx_jax.errors import DeriveError, RequestError, RlxWarning, listing, shown, suggests
+from rlx_jax.errors import RequestError, RlxWarning, listing, shown, suggests
 from rlx_jax.generate.capturing import capture
 from rlx_jax.generate.conversation import Conversation, open_conversation, refuse_in_stream
 from rlx_jax.generate.decode_state import DecodeState
@@ -23,15 +21,23 @@ from rlx_jax.generate.drafting import DRAFT_TOKENS, drafter_of
 from rlx_jax.generate.generation import NewTokens, answered, pieces
 from rlx_jax.generate.perplexity import perplexity_of, perplexity_windows
 from rlx_jax.generate.prefill import extend, logits_of, prefill
-from rlx_jax.generate.request import LanguageModel, Request, check_request
+from rlx_jax.generate.request import (
+    GenerateOptions,
+    Inputs,
+    LanguageModel,
+    Request,
+    StopLike,
+    StreamOptions,
+    TurnOptions,
+    check_request,
+)
 from rlx_jax.generate.request_inputs import declared
-from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
+from rlx_jax.generate.sampler import SAMPLING, Sampler, one_sampler
 from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import Score, scores_of
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.warming import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
-from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.loaded_from import LoadedFrom
@@ -49,21 +55,11 @@ from rlx_jax.text.opening import (
 )
 from rlx_jax.text.padding import check_buckets
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
-from rlx_jax.weights.format import OpenOptions
+from rlx_jax.weights.format import CompileOptions, OpenOptions
 
-Inputs = Mapping[str, Any] | None
-StopLike = str | int | Iterable[str | int]
 IdPair = tuple[list[int], list[int]]
-
-
-class GenerateOptions(Sampling, total=False):
-    """Arguments of `CausalLM.generate` that decide nothing of the type of what it returns."""
-
-    inputs: Inputs
-    speculative: Any
-    draft_tokens: int
-    state: DecodeState | None
-    share_prefix: bool
+PromptLike = TypeVar("PromptLike", str, list[str], list[int], list[list[int]])
+"""Prompts whose answers have their type."""
 
 
 class CausalLM:
@@ -71,36 +67,24 @@ class CausalLM:
 
     Args:
         flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
-        weights, missing, key: as in `rlx_jax.compile`.
+        weights: as in `rlx_jax.compile`; so are the options `profile`, `mesh`, `strict`, `missing` and `key`.
         tokenizer: for strings; or the directory of its `tokenizer.json`. `rlx_jax.load` brings the checkpoint's own.
         max_positions: the longest sequence the model knows, in tokens.
         eos_ids: tokens that end a row.
-        progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
+        options: also `progress`, told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
 
     loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
 
-    @suggests()
+    @suggests(*CompileOptions.__annotations__)
     def __init__(
-        self,
-        flow: Any,
-        weights: Weights = None,
-        *,
-        tokenizer: TokenizerLike | None = None,
-        profile: ProfileLike | None = None,
-        mesh: Any = None,
-        strict: bool = True,
-        missing: Literal["error", "init"] = "error",
-        key: jax.Array | int | None = None,
-        max_positions: int | None = None,
-        eos_ids: int | Sequence[int] = (),
-        bos_id: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
+        self, flow: Any, weights: Weights = None, *, tokenizer: TokenizerLike | None = None,
+        max_positions: int | None = None, eos_ids: int | Sequence[int] = (), bos_id: int | None = None,
+        **options: Unpack[CompileOptions],
+    ) -> None:  # fmt: skip
         self.tokenizer = open_tokenizer(tokenizer)
-        options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key, progress=progress)
         self.model, self.vocab_size = open_token_model(
-            flow, weights, options, max_positions, programs=("forward", *CACHED_PROGRAMS), inputs=True
+            flow, weights, OpenOptions(**options), max_positions, programs=("forward", *CACHED_PROGRAMS), inputs=True
         )
         check_logits(self.model, self.vocab_size)
         self.max_positions = known_positions(self.model)
@@ -113,9 +97,9 @@ class CausalLM:
         self.eos_ids = eos_ids
         if self.tokenizer and not self.eos_ids:
             self.eos_ids = self.tokenizer.eos_ids
+        self.bos_id = self.tokenizer.bos_id if self.tokenizer else None
         if bos_id is not None:
-            (bos_id,) = id_list([bos_id], self.vocab_size, "bos_id")
-        self.bos_id = bos_id if bos_id is not None else (self.tokenizer.bos_id if self.tokenizer else None)
+            (self.bos_id,) = id_list([bos_id], self.vocab_size, "bos_id")
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -156,9 +140,8 @@ class CausalLM:
                 `lengths`. Positions count valid tokens.
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each of the tokens.
         """
-        if self._captures:
-            self._warn_of_captures("logits")
-        return logits_of(self._lm, tokens, lengths, attention_mask, inputs, self._pads)
+        self._warn_of_captures("logits")
+        return logits_of(self._lm, tokens, lengths, attention_mask, inputs)
 
     @suggests()
     def prefill(
@@ -173,8 +156,7 @@ class CausalLM:
             attention_mask: as in `logits`, for rows padded on the left.
             inputs: as in `logits`; what is computed of them alone is kept in the state, and `extend` needs none.
         """
-        if self._captures:
-            self._warn_of_captures("prefill")
+        self._warn_of_captures("prefill")
         return prefill(self._lm, tokens, lengths, max_len, logits, attention_mask, inputs)
 
     @suggests()
@@ -213,88 +195,40 @@ class CausalLM:
 
     def _warn_of_captures(self, what: str) -> None:
         """Warn that requests return no captures, once."""
-        told = f"{what} returns nothing of what the flow captures, {listing(self._captures, 4)}"
-        warnings.warn(f"{told}: lm.capture(prompts) returns it", RlxWarning, stacklevel=4)
+        if self._captures:
+            told = f"{what} returns nothing of what the flow captures, {listing(self._captures, 4)}"
+            warnings.warn(f"{told}: lm.capture(prompts) returns it", RlxWarning, stacklevel=4)
         self._captures = ()
-
-    @functools.cached_property
-    def _pads(self) -> bool:
-        """Whether a block may be padded: tokens behind the end of a row change nothing before it, and rows nothing in
-        others. That is what has to be proved of a flow before a cached program is derived from it."""
-        try:
-            return bool(self.model.programs.any_template(self.model.as_program("prefill").key()))
-        except DeriveError:
-            return False
 
     # -- generation --------------------------------------------------------------------------
 
     @overload
     def generate(
-        self, prompts: str,
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
-        attention_mask: Any = None, *, n: None = None, logprobs: None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> str: ...  # fmt: skip
+        self, prompts: PromptLike, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
+        seed: Any = None, attention_mask: Any = None, **options: Unpack[GenerateOptions],
+    ) -> PromptLike: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompts: list[str] | tuple[str, ...],
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
-        attention_mask: Any = None, *, n: None = None, logprobs: None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> list[str]: ...  # fmt: skip
-
-    @overload
-    def generate(
-        self, prompts: list[int] | tuple[int, ...],
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
-        attention_mask: Any = None, *, n: None = None, logprobs: None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> list[int]: ...  # fmt: skip
-
-    @overload
-    def generate(
-        self, prompts: Sequence[Sequence[int]],
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
-        attention_mask: Any = None, *, n: None = None, logprobs: None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> list[list[int]]: ...  # fmt: skip
-
-    @overload
-    def generate(
-        self, prompts: Any,
-        max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (), seed: Any = None,
-        attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
+        self, prompts: Any, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
+        seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Any: ...  # fmt: skip
 
-    @suggests(*SAMPLING)
+    @suggests(*GenerateOptions.__annotations__)
     def generate(
-        self,
-        prompts: Any,
-        max_new_tokens: int = 64,
-        sampler: Sampler | None = None,
-        stop: StopLike = (),
-        seed: Any = None,
-        attention_mask: Any = None,
-        *,
-        inputs: Inputs = None,
-        speculative: Any = None,
-        draft_tokens: int = DRAFT_TOKENS,
-        n: int | None = None,
-        logprobs: int | None = None,
-        state: DecodeState | None = None,
-        share_prefix: bool = False,
-        **sampling: Unpack[Sampling],
-    ) -> Any:
+        self, prompts: Any, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
+        seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any:  # fmt: skip
         """Continue prompts: strings give strings, id lists give id lists, one gives one; new tokens only.
 
         Args:
             prompts: a string, a list of strings, an id list, or a list of id lists; rows may differ in length. An empty
                 one starts from the begin token; without a begin token it is an error.
             max_new_tokens: at most this many new tokens a row; an end token ends its row and is its last id.
-            sampler: how tokens are chosen; greedy by default. See `Sampler`.
-            sampling: its fields, in place of one: `temperature=0.8, top_p=0.9`.
+            sampler: how tokens are chosen; greedy by default. See `Sampler`. Its fields may stand in place of one:
+                `temperature=0.8, top_p=0.9`.
             stop: strings that end a row before them, or token ids that end it as an end token does. Ids that are asked
                 for as ids end with the token that completes a stop string.
             seed: of the random draws, below 2**64; without one they differ each time, and `report().seed` is what they
@@ -317,36 +251,21 @@ class CausalLM:
             RequestError: see `rlx_jax.errors`.
             NumericsError: logits of a row are not finite. The other rows were generated, and are in its `outputs`.
         """
-        if self._captures:
-            self._warn_of_captures("generate")
+        self._warn_of_captures("generate")
         if attention_mask is not None:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:length].tolist() for row, length in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
-        request, new = self._request(
-            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, speculative, draft_tokens,
-            text=asked.texts is not None, inputs=inputs, n=n, logprobs=logprobs, state=state, share_prefix=share_prefix,
-        )  # fmt: skip
-        outputs = answered(self._lm, request, new)
+        asking = self._request(asked, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options)
+        outputs = answered(self._lm, *asking)
         return outputs[0] if asked.single else outputs
 
-    @suggests(*SAMPLING)
+    @suggests(*StreamOptions.__annotations__)
     def stream(
-        self,
-        prompt: str | Sequence[int],
-        max_new_tokens: int = 64,
-        sampler: Sampler | None = None,
-        stop: StopLike = (),
-        seed: Any = None,
-        *,
-        inputs: Inputs = None,
-        speculative: Any = None,
-        draft_tokens: int = DRAFT_TOKENS,
-        n: int | None = None,
-        logprobs: int | None = None,
-        state: DecodeState | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> Iterator[Any]:
+        self, prompt: str | Sequence[int], max_new_tokens: int = 64, sampler: Sampler | None = None,
+        stop: StopLike = (), seed: Any = None, *, n: int | None = None, logprobs: int | None = None,
+        **options: Unpack[StreamOptions],
+    ) -> Iterator[Any]:  # fmt: skip
         """As `generate` for one prompt, in pieces as they come: text of a string, token ids of ids.
 
         Joined together the pieces are what `generate` returns. Text is held back while it may still change: half of a
@@ -356,17 +275,12 @@ class CausalLM:
             RequestError: `n` or `logprobs` are given, which pieces of one answer have no place for. Others as
                 `generate`.
         """
-        if self._captures:
-            self._warn_of_captures("stream")
+        self._warn_of_captures("stream")
         refuse_in_stream("stream", n, logprobs)
         asked = split_prompts(prompt)
         if not asked.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        request, new = self._request(
-            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, speculative, draft_tokens,
-            text=asked.texts is not None, inputs=inputs, state=state,
-        )  # fmt: skip
-        return pieces(self._lm, request, new)
+        return pieces(self._lm, *self._request(asked, max_new_tokens, sampler, stop, seed, **options))
 
     # -- scores ------------------------------------------------------------------------------
 
@@ -426,63 +340,35 @@ class CausalLM:
     # -- chat --------------------------------------------------------------------------------
 
     def chat(
-        self,
-        messages: Any,
-        max_new_tokens: int = 64,
-        sampler: Sampler | None = None,
-        stop: StopLike = (),
-        seed: Any = None,
-        *,
-        stream: bool = False,
-        speculative: Any = None,
-        draft_tokens: int = DRAFT_TOKENS,
-        n: int | None = None,
-        logprobs: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        allow_special: bool = False,
-        **variables: Any,
-    ) -> Any:
+        self, messages: Any, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
+        seed: Any = None, *, stream: bool = False, n: int | None = None, logprobs: int | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """The model's reply to messages, as text; with `stream` an iterator over its pieces as they come.
 
         Each call reads all messages; `conversation` reads those that are new.
 
         Args:
             messages: `[{"role": "user", "content": "Hello"}, …]`, or a string: one message of the user.
-            max_new_tokens, sampler, stop, seed, speculative, draft_tokens, n, logprobs: as in `generate`, and so are
-                the fields of a sampler; but `n` and `logprobs` are refused with `stream`. The checkpoint's end tokens
-                end the reply.
-            tools, chat_template, allow_special, variables: as in `apply_chat_template`.
+            max_new_tokens, sampler, stop, seed, n, logprobs: as in `generate`; but `n` and `logprobs` are refused with
+                `stream`. The checkpoint's end tokens end the reply.
+            options: `speculative`, `draft_tokens` and the fields of a sampler as in `generate`; `tools`,
+                `chat_template`, `allow_special` and the template's variables as in `apply_chat_template`.
 
         Raises:
             RequestError, TokenizerError, LimitError: as `apply_chat_template` and `generate`.
         """
-        if self._captures:
-            self._warn_of_captures("chat")
+        self._warn_of_captures("chat")
         if not isinstance(stream, bool):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
         if stream:
             refuse_in_stream("chat(…, stream=True)", n, logprobs)
-        chosen = one_sampler(sampler, {name: variables.pop(name) for name in SAMPLING if name in variables})
-        ids = self.apply_chat_template(
-            messages, tools=tools, chat_template=chat_template, allow_special=allow_special, **variables
-        )
-        request, new = self._request(
-            Prompts(None, [ids], True), max_new_tokens, chosen, stop, seed, speculative, draft_tokens, text=True,
-            n=n, logprobs=logprobs,
-        )  # fmt: skip
-        return pieces(self._lm, request, new) if stream else answered(self._lm, request, new)[0]
+        turn = {name: options.pop(name) for name in TurnOptions.__annotations__ if name in options}
+        asked = Prompts(None, [self.apply_chat_template(messages, **options)], True)
+        asking = self._request(asked, max_new_tokens, sampler, stop, seed, text=True, n=n, logprobs=logprobs, **turn)
+        return pieces(self._lm, *asking) if stream else answered(self._lm, *asking)[0]
 
     def conversation(
-        self,
-        messages: Any = (),
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        allow_special: bool = False,
-        max_len: int | None = None,
-        keep_copy: bool = True,
-        **variables: Any,
+        self, messages: Any = (), *, max_len: int | None = None, keep_copy: bool = True, **options: Any
     ) -> Conversation:
         """A conversation whose state stays on the device, so that each turn reads what is new: `.send("Hello")`,
         `.stream(…)`, `.messages`, `.fork()`.
@@ -493,30 +379,22 @@ class CausalLM:
                 model has positions, in a cache that grows.
             keep_copy: keep rings of windows and states of blocks as they were before the last reply, too, so that
                 asking again reads next to nothing; False takes less memory, and reads all of it.
-            tools, chat_template, allow_special, variables: as in `apply_chat_template`.
+            options: `tools`, `chat_template`, `allow_special` and variables, as in `apply_chat_template`.
 
         Raises:
             RequestError, TokenizerError: as `apply_chat_template`.
         """
-        options = {"tools": tools, "chat_template": chat_template, "allow_special": allow_special}
-        return open_conversation(self, messages, max_len, keep_copy, options, variables)
+        return open_conversation(self, messages, max_len, keep_copy, options)
 
     def apply_chat_template(
-        self,
-        messages: Any,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        tokenize: bool = True,
-        allow_special: bool = False,
-        **variables: Any,
-    ) -> Any:
+        self, messages: Any, *, tools: Any = None, chat_template: str | None = None,
+        add_generation_prompt: bool = True, tokenize: bool = True, allow_special: bool = False, **variables: Any,
+    ) -> Any:  # fmt: skip
         """A conversation as the checkpoint's template writes it: token ids to generate from, or the text.
 
         Args:
             messages: `[{"role": "user", "content": "Hello"}, …]`, or a string: one message of the user.
-            tools: JSON schemas of functions, for templates that tell the model about them.
+            tools: a list of JSON schemas of functions, for templates that tell the model about them.
             chat_template: the name of one of the checkpoint's templates, or a template to use in their place.
             add_generation_prompt: end with what begins a reply.
             tokenize: ids; or else text, with the names of control tokens as people may have written them.
@@ -539,16 +417,10 @@ class CausalLM:
 
     @suggests()
     def warmup(
-        self,
-        max_new_tokens: int = 64,
-        samplers: Sampler | Sequence[Sampler] | None = None,
-        *,
-        speculative: Any = None,
-        draft_tokens: int = DRAFT_TOKENS,
-        scoring: bool = False,
-        n: int | None = None,
+        self, max_new_tokens: int = 64, samplers: Sampler | Sequence[Sampler] | None = None, *,
+        speculative: Any = None, draft_tokens: int = DRAFT_TOKENS, scoring: bool = False, n: int | None = None,
         logprobs: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run every program once that requests within the profile's buckets can need; then none of them compiles.
 
         `generate`, `stream` and `chat` are covered, and `prefill` and `extend` with `logits="last"`. What compiles
@@ -578,14 +450,14 @@ class CausalLM:
         )  # fmt: skip
 
     def _request(
-        self, prompts: Prompts, max_new_tokens: int, sampler: Sampler, stop: StopLike, seed: Any, speculative: Any,
-        draft_tokens: int, **others: Any,
+        self, prompts: Prompts, max_new_tokens: int, sampler: Sampler | None, stop: StopLike, seed: Any, *,
+        speculative: Any = None, draft_tokens: int = DRAFT_TOKENS, **options: Any,
     ) -> tuple[Request, NewTokens]:  # fmt: skip
-        """A checked request, and where its new tokens go; nothing has run yet. `others` as in `check_request`."""
-        drafter = None
-        if speculative is not None or draft_tokens is not DRAFT_TOKENS:  # 4.0 is to be refused
-            drafter = self._drafter(speculative, draft_tokens)
-        request = check_request(self._lm, prompts, max_new_tokens, sampler, stop, seed, drafter=drafter, **others)
+        """A checked request, and where its new tokens go; nothing has run yet. `options`: the fields of a sampler, and
+        as in `check_request`."""
+        chosen = one_sampler(sampler, {name: options.pop(name) for name in SAMPLING if name in options})
+        drafter = self._drafter(speculative, draft_tokens)
+        request = check_request(self._lm, prompts, max_new_tokens, chosen, stop, seed, drafter=drafter, **options)
         new = NewTokens.of(request)
         self._last = request, new
         if drafter is not None:

@@ -6,31 +6,20 @@ gives to the same messages. Of that the state holds the first tokens already: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggests
-from rlx_jax.generate.drafting import DRAFT_TOKENS
 from rlx_jax.generate.generation import Generation, NewTokens, answered, pieces
 from rlx_jax.generate.held import Continued, KeptArrays, TextState, after, common, continued, kept_at_mark
-from rlx_jax.generate.request import LanguageModel, Mark, Request
-from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
+from rlx_jax.generate.request import Mark, Request, StopLike, TurnOptions
+from rlx_jax.generate.sampler import Sampler
 from rlx_jax.text.chat import check_messages, chosen_template
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import Prompts, whole_number
 
-
-class Talker(Protocol):
-    """The model of a conversation: a `CausalLM`."""
-
-    @property
-    def _lm(self) -> LanguageModel: ...
-
-    def _request(self, prompts: Prompts, *arguments: Any, **named: Any) -> tuple[Request, NewTokens]: ...
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-        """See `CausalLM`."""
+Message = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -56,13 +45,14 @@ class Conversation:
     again, from the first token that differs. A turn that fails or is left before its end is in no message.
 
     Attributes:
+        talker: the `CausalLM` that replies.
         messages: `[{"role": "user", "content": "Hello"}, …]`, the replies among them.
         options: what the template is given beside them.
         max_len: tokens that the conversation may have; None for as many as the model has positions.
         keep_copy: whether what cannot be cut back of the state is kept as it was before the last reply.
     """
 
-    talker: Talker = field(repr=False)
+    talker: Any = field(repr=False)
     messages: list[dict[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
     max_len: int | None = None
@@ -70,55 +60,36 @@ class Conversation:
     _text: TextState | None = field(default=None, repr=False)
     _number: int = field(default=0, repr=False)
 
-    @suggests(*SAMPLING)
+    @suggests(*TurnOptions.__annotations__)
     def send(
-        self,
-        message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        max_new_tokens: int = 64,
-        sampler: Sampler | None = None,
-        stop: str | int | Iterable[str | int] = (),
-        seed: Any = None,
-        *,
-        speculative: Any = None,
-        draft_tokens: int = DRAFT_TOKENS,
-        n: int | None = None,
-        logprobs: int | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> Any:
+        self, message: Message, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
+        seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[TurnOptions],
+    ) -> Any:  # fmt: skip
         """The reply to a message, as text; both are in `messages` then.
 
         Args:
             message: of the user, as text; or a message of another role, such as a tool, or several; `[]` to answer the
                 messages as they are.
-            max_new_tokens, sampler, stop, seed, speculative, draft_tokens, logprobs, sampling: as in
-                `CausalLM.chat`. With logprobs the reply is a `Completion`. There is one new token at least.
+            max_new_tokens, sampler, stop, seed, logprobs, options: as in `CausalLM.chat`. With logprobs the reply is a
+                `Completion`. There is one new token at least.
             n: refused: a conversation goes on from one answer.
 
         Raises:
             SequenceLengthError: the conversation and the reply do not fit; it is as it was before.
             RequestError, TokenizerError, LimitError, NumericsError: as `CausalLM.chat`.
         """
-        chosen = one_sampler(sampler, sampling)
-        taken = self._take(message, max_new_tokens, chosen, stop, seed, speculative, draft_tokens, n, logprobs)
+        if n is not None:
+            raise RequestError(f"n is {shown(n)}: a conversation goes on from one reply; fork() it for each of several")
+        taken = self._take(message, max_new_tokens, sampler, stop, seed, logprobs=logprobs, **options)
         (reply,) = answered(self.talker._lm, self._begun(taken), taken.new)
         self._ended(taken, reply if logprobs is None else reply.text)
         return reply
 
-    @suggests(*SAMPLING)
+    @suggests(*TurnOptions.__annotations__)
     def stream(
-        self,
-        message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        max_new_tokens: int = 64,
-        sampler: Sampler | None = None,
-        stop: str | int | Iterable[str | int] = (),
-        seed: Any = None,
-        *,
-        speculative: Any = None,
-        draft_tokens: int = DRAFT_TOKENS,
-        n: int | None = None,
-        logprobs: int | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> Iterator[str]:
+        self, message: Message, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
+        seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[TurnOptions],
+    ) -> Iterator[str]:  # fmt: skip
         """As `send`, in pieces as they come; message and reply are in `messages` when the last one has come.
 
         Raises:
@@ -126,9 +97,7 @@ class Conversation:
             SessionStateError: while it is read, another turn has begun.
         """
         refuse_in_stream("stream", n, logprobs)
-        chosen = one_sampler(sampler, sampling)
-        taken = self._take(message, max_new_tokens, chosen, stop, seed, speculative, draft_tokens, None, None)
-        return self._pieces(taken)
+        return self._pieces(self._take(message, max_new_tokens, sampler, stop, seed, **options))
 
     def fork(self) -> Conversation:
         """Another conversation that goes on from here by itself, with a copy of the state."""
@@ -144,20 +113,18 @@ class Conversation:
             yield piece
         self._ended(taken, told)
 
-    def _take(
-        self, message: Any, max_new_tokens: int, sampler: Sampler, stop: Any, seed: Any, speculative: Any,
-        draft_tokens: int, n: int | None, logprobs: int | None,
-    ) -> TurnTaken:  # fmt: skip
+    def _take(self, message: Any, max_new_tokens: int, *asked: Any, **options: Any) -> TurnTaken:
         """What was asked for, checked; nothing has run yet."""
-        if n is not None:
-            raise RequestError(f"n is {shown(n)}: a conversation goes on from one reply; fork() it for each of several")
         messages = [*self.messages, *as_messages(message)]
         ids = self._rendered(messages)
-        self._check_room(len(messages), len(ids), check_budget(max_new_tokens))
-        request, new = self.talker._request(
-            Prompts(None, [ids], True), max_new_tokens, sampler, stop, seed, speculative, draft_tokens, text=True,
-            logprobs=logprobs,
-        )  # fmt: skip
+        budget = whole_number("max_new_tokens", max_new_tokens, 0)
+        if budget == 0:
+            raise RequestError(
+                "max_new_tokens is 0, and a turn has a reply: to say something without one, add the message to "
+                "`messages`"
+            )
+        self._check_room(len(messages), len(ids), budget)
+        request, new = self.talker._request(Prompts(None, [ids], True), budget, *asked, text=True, **options)
         return TurnTaken(messages, request, new, self._number)
 
     def _rendered(self, messages: list[dict[str, Any]], reply: bool = True) -> list[int]:
@@ -231,38 +198,24 @@ class Conversation:
 
 
 def open_conversation(
-    talker: Talker, messages: Any, max_len: Any, keep_copy: Any, options: Mapping[str, Any],
-    variables: Mapping[str, Any],
-) -> Conversation:  # fmt: skip
-    """As `CausalLM.conversation`: `variables` are those of the template, `options` its other arguments.
+    talker: Any, messages: Any, max_len: Any, keep_copy: Any, options: Mapping[str, Any]
+) -> Conversation:
+    """As `CausalLM.conversation`.
 
     Raises:
         RequestError, TokenizerError: as there.
     """
     lm = talker._lm
     tokenizer = lm.needed("chat needs", "generate from token ids")
-    template = chosen_template(tokenizer, options["chat_template"], options["tools"] is not None, variables)
+    variables = options.keys() - {"tools", "chat_template", "allow_special"}
+    template = chosen_template(tokenizer, options.get("chat_template"), options.get("tools") is not None, variables)
     none = isinstance(messages, list | tuple) and not messages
     begun = [] if none else check_messages(messages, template)
     if max_len is not None:
         check_positions(whole_number("max_len", max_len, 1), lm.max_positions, "max_len")
     if not isinstance(keep_copy, bool):
         raise RequestError(f"keep_copy is {shown(keep_copy)}; expected True or False")
-    return Conversation(talker, begun, {**options, **variables}, max_len, keep_copy)
-
-
-def check_budget(max_new_tokens: Any) -> int:
-    """The new tokens of a reply, which is a message of the conversation afterwards: it has one at least.
-
-    Raises:
-        RequestError: none, or no number.
-    """
-    budget = whole_number("max_new_tokens", max_new_tokens, 0)
-    if budget == 0:
-        raise RequestError(
-            "max_new_tokens is 0, and a turn has a reply: to say something without one, add the message to `messages`"
-        )
-    return budget
+    return Conversation(talker, begun, options, max_len, keep_copy)
 
 
 def as_messages(message: Any) -> list[dict[str, Any]]:

@@ -6,11 +6,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-import jax
-
-from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
 from rlx_jax.encode.dual import DualEncoder
 from rlx_jax.encode.encoder import Encoder
@@ -18,7 +15,6 @@ from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
-from rlx_jax.io.folder import Folder
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
@@ -33,16 +29,10 @@ def load(
     revision: str | None = None,
     token: str | bool | None = None,
     subfolder: str = "",
-    profile: ProfileLike | None = None,
-    mesh: Any = None,
     dtype: Any = None,
-    strict: bool = True,
     recipe: ModelRecipe | None = None,
     adapter: str | os.PathLike[str] | None = None,
-    missing: Literal["error", "init"] = "error",
-    key: jax.Array | int | None = None,
     ignore_fields: Iterable[str] = (),
-    progress: Progress | None = None,
     **options: Any,
 ) -> Any:
     """A Hugging Face or sentence-transformers directory as a `CausalLM`, an `Encoder`, a `VisionEncoder` or a
@@ -55,31 +45,27 @@ def load(
         revision: of a model of the Hub: a branch, a tag or a commit; `main` by default.
         token: what the Hub is shown for it; None: `HF_TOKEN` or that of a login; False: none.
         subfolder: the directory in it that is meant, as a pipeline of diffusers has one for each of its models.
-        profile: a `CompileProfile`, the name of a preset or the path of a `*.rlx.toml`; else `auto`.
         dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
-        strict: weights that nothing reads are an error, not a warning.
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
             another checkpoint of the same config, or from the config alone. The weights are those of `path`.
         adapter: a directory with a LoRA adapter of PEFT's, which the model computes with: see `rlx_jax.lora`.
-        missing, key: as `rlx_jax.compile` has them: what the checkpoint has not, such as the weights of new blocks of
-            `recipe`, is an error, or drawn.
         ignore_fields: fields of `config.json` that are refused, since they may change the computation and are not
             handled, and that you know do not: `["router_scale"]`, of nested objects `["rope_scaling.finetuned"]`.
             `report().ignored_fields` names them.
-        progress: told how far loading and compiling are: `progress("load", bytes read, bytes in all)`,
-            `progress("download model.safetensors", bytes, bytes in all)`, of shards `"download 4 files"`, and
-            `progress("compile prefill of batch 1, seq 16", 0, 1)`, then 1 of 1; see
+        options: `profile`, `mesh`, `strict`, `missing` and `key` of `rlx_jax.compile`: what the checkpoint has not,
+            such as the weights of new blocks of `recipe`, is an error, or drawn. Of `open_weights`: `on_nonfinite`,
+            `links`, `max_bytes`, `verify`, `subtree`. And `progress`, told how far loading and compiling are:
+            `progress("load", bytes read, bytes in all)`, `progress("download model.safetensors", bytes, bytes in all)`,
+            of shards `"download 4 files"`, and `progress("compile prefill of batch 1, seq 16", 0, 1)`, then 1 of 1; see
             `rlx_jax.compiler.executable.Progress`.
-        options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`.
 
     Raises:
         ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.
         MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
         IntegrityError: other bytes came than the commit has.
     """
-    settings = dict(profile=profile, mesh=mesh, strict=strict, missing=missing, key=key, progress=progress)
     checkpoint = open_checkpoint(
-        path, "load", options | settings, revision=revision, token=token, subfolder=subfolder,
+        path, "load", options, revision=revision, token=token, subfolder=subfolder,
         ignore_fields=ignore_fields, known=("dtype", "recipe", "adapter"),
     )  # fmt: skip
     check_kind(checkpoint)
@@ -89,14 +75,14 @@ def load(
         used = lora(used, adapter=adapter)
     compiling = checkpoint.options
     if dtype is not None:
-        chosen = ModelFlow.from_recipe(used).profile if profile is None else profile
+        chosen = ModelFlow.from_recipe(used).profile if compiling.profile is None else compiling.profile
         compiling = replace(compiling, profile=computing_in(dtype, chosen))
     kind = "encoder" if getattr(used, "hidden_only", False) else checkpoint.pretrained.kind
     opened = KINDS[kind](checkpoint, used, compiling)
-    differs = "the model was loaded with a recipe that differs from the checkpoint's"
+    what = "a recipe that differs from the checkpoint's"
     if adapter is not None:
-        differs = "the model was loaded with an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
-    edited = "" if used is own or used == own else differs
+        what = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
+    edited = "" if used is own or used == own else f"the model was loaded with {what}"
     opened.loaded_from = LoadedFrom(checkpoint.root, checkpoint.inside, edited, opened.model.built)
     return opened
 
@@ -144,21 +130,33 @@ def computing_in(dtype: Any, profile: ProfileLike | None) -> CompileProfile:
 
 
 def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> CausalLM:
-    """A recipe of a checkpoint as a `CausalLM`, with the tokenizer and the ids that the checkpoint names."""
-    flow, pretrained = ModelFlow.from_recipe(recipe), checkpoint.pretrained
-    eos, bos = special_ids(checkpoint.folder, checkpoint.tokenizer, pretrained.vocab_size)
+    """A recipe of a checkpoint as a `CausalLM`, with the tokenizer and the ids that the checkpoint names.
+
+    Raises:
+        ConfigError: an id that ends or begins a row is not in the model's vocabulary.
+    """
+    folder, tokenizer, pretrained = checkpoint.folder, checkpoint.tokenizer, checkpoint.pretrained
+    if tokenizer is not None:  # it knows the files
+        eos, bos = tokenizer.eos_ids, tokenizer.bos_id
+    else:
+        eos, bos = configured_ids(folder, "eos"), next(iter(configured_ids(folder, "bos")), None)
+    for field, ids in (("eos_token_id", eos), ("bos_token_id", () if bos is None else (bos,))):
+        if any(i >= pretrained.vocab_size for i in ids):
+            raise ConfigError(
+                f"{quote(folder.path)}: {field} is {list(ids)}; expected ids in [0, {pretrained.vocab_size})"
+            )
     return CausalLM(
-        flow, tokenizer=checkpoint.tokenizer, eos_ids=eos, bos_id=bos, max_positions=pretrained.max_positions,
-        **options.compiling(),
+        ModelFlow.from_recipe(recipe), tokenizer=tokenizer, eos_ids=eos, bos_id=bos,
+        max_positions=pretrained.max_positions, **options.compiling(),
     )  # fmt: skip
 
 
 def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Encoder:
     """A recipe of a checkpoint as an `Encoder`, with its tokenizer and its modules of sentence-transformers."""
-    flow, pretrained = ModelFlow.from_recipe(recipe), checkpoint.pretrained
+    pretrained, tokenizer = checkpoint.pretrained, checkpoint.tokenizer
     return Encoder(
-        flow, tokenizer=checkpoint.tokenizer, pipeline=checkpoint.pipeline,
-        padding=padding_of(pretrained.recipe, checkpoint.tokenizer), max_positions=pretrained.max_positions,
+        ModelFlow.from_recipe(recipe), tokenizer=tokenizer, pipeline=checkpoint.pipeline,
+        padding=padding_of(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
         **options.compiling(),
     )  # fmt: skip
 
@@ -189,19 +187,3 @@ def padding_of(recipe: Any, tokenizer: Tokenizer | None) -> tuple[int, int] | No
     if padding is not None and tokenizer is not None and tokenizer.pad_id is not None:
         return padding[0], tokenizer.pad_id
     return padding
-
-
-def special_ids(folder: Folder, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """The ids that end a row and the one that begins it: the tokenizer's, which knows the files, or those of the files.
-
-    Raises:
-        ConfigError: one is not in the model's vocabulary.
-    """
-    if tokenizer is not None:
-        eos, bos = tokenizer.eos_ids, tokenizer.bos_id
-    else:
-        eos, bos = configured_ids(folder, "eos"), next(iter(configured_ids(folder, "bos")), None)
-    for field, ids in (("eos_token_id", eos), ("bos_token_id", () if bos is None else (bos,))):
-        if any(i >= vocab_size for i in ids):
-            raise ConfigError(f"{quote(folder.path)}: {field} is {list(ids)}; expected ids in [0, {vocab_size})")
-    return eos, bos

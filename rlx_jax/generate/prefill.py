@@ -24,12 +24,13 @@ from rlx_jax.text.requests import token_block, whole_number
 ROOM = 256  # free slots after a prompt when prefill is not told max_len
 
 
-def logits_of(lm: LanguageModel, tokens: Any, lengths: Any, mask: Any, inputs: Any, pads: bool) -> jax.Array:
-    """As `CausalLM.logits`; `pads`: whether a block may be padded."""
+def logits_of(lm: LanguageModel, tokens: Any, lengths: Any, mask: Any, inputs: Any) -> jax.Array:
+    """As `CausalLM.logits`."""
     model, limit = lm.model, lm.max_positions
     block, _, starts = token_block(tokens, lm.vocab_size, lengths, mask)
     check_positions(block.shape[1], limit, "tokens")
-    padded = pad_block(lm.buckets, block, limit) if pads else block
+    # Where prefill can be derived, tokens after the end of a row change nothing before it, and rows nothing in others.
+    padded = block if model.programs.why_not(model.name, "prefill") else pad_block(lm.buckets, block, limit)
     beside = request_inputs(model, inputs, len(block), lm.inputs).padded(len(padded))
     out = cropped(model.programs, primary(model(padded, **beside)), *block.shape)
     return as_given(model, out, starts)

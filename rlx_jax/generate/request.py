@@ -15,7 +15,7 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import RequestError, SequenceLengthError, number, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.request_inputs import NONE, RequestInputs, request_inputs
-from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.stopping import cut
 from rlx_jax.program import InputDecl
@@ -26,7 +26,29 @@ from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import NO_TOKENIZER, Prompts, id_list, whole_number
 from rlx_jax.text.tokenizer import Tokenizer
 
+Inputs = Mapping[str, Any] | None
+StopLike = str | int | Iterable[str | int]
 MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
+
+
+class TurnOptions(Sampling, total=False):
+    """Arguments by name of whatever generates: `CausalLM.generate`, `stream`, `chat`, and turns of a conversation."""
+
+    speculative: Any
+    draft_tokens: int
+
+
+class StreamOptions(TurnOptions, total=False):
+    """Arguments by name of `CausalLM.stream`."""
+
+    inputs: Inputs
+    state: DecodeState | None
+
+
+class GenerateOptions(StreamOptions, total=False):
+    """Arguments by name of `CausalLM.generate` that decide nothing of the type of what it returns."""
+
+    share_prefix: bool
 
 
 @dataclass(frozen=True)
@@ -184,10 +206,11 @@ class Request:
 
 def check_request(
     lm: LanguageModel, prompts: Prompts, max_new_tokens: Any, sampler: Sampler, stop: Any, seed: Any, *,
-    text: bool, inputs: Any = None, drafter: Drafter | None = None, n: Any = None, logprobs: Any = None,
+    text: bool = False, inputs: Any = None, drafter: Drafter | None = None, n: Any = None, logprobs: Any = None,
     state: Any = None, share_prefix: Any = False,
 ) -> Request:  # fmt: skip
-    """A request, checked; nothing has run yet. Arguments as those of `CausalLM.generate`.
+    """A request, checked; nothing has run yet. Arguments as those of `CausalLM.generate`; `text`: what is returned of
+    ids is text too.
 
     Raises:
         RequestError: see `rlx_jax.errors`.
@@ -211,6 +234,7 @@ def check_request(
         brought = request_inputs(lm.model, inputs, len(rows), lm.inputs)
     if state is not None or share_prefix is not False:
         check_together(state is not None, share_prefix, inputs, drafter)
+    text = text or prompts.texts is not None
     return Request(
         tuple(map(tuple, rows)), budget, sampler, ends, words, seed, text, brought, drafter, n, logprobs, before,
         shared=common_prefix(rows) if share_prefix else 0,

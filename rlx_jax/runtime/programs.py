@@ -245,7 +245,7 @@ class Programs:
 
         def make() -> str:
             try:
-                self.template(ProgramKey(flow, program, given))
+                self.any_template(ProgramKey(flow, program, given))
             except (DeriveError, FusionError) as reason:  # a profile may want each program to be clean
                 return str(reason)
             return ""

@@ -69,7 +69,7 @@ def chat_prompt(
     return tokenizer.encode(text, add_special_tokens=False) if tokenize else text
 
 
-def chosen_template(tokenizer: Tokenizer, chat_template: str | None, tools: bool, variables: Mapping[str, Any]) -> str:
+def chosen_template(tokenizer: Tokenizer, chat_template: str | None, tools: bool, variables: Iterable[str]) -> str:
     """The template of a conversation, which mentions all variables of the caller's.
 
     Raises:

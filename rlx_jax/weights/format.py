@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypedDict, cast, get_args
 
 import jax
 import numpy as np
@@ -15,6 +15,17 @@ from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType
 from rlx_jax.weights.finite import OnNonfinite
 from rlx_jax.weights.manifest import Verify
+
+
+class CompileOptions(TypedDict, total=False):
+    """Options of opening a model that `CausalLM`, `Encoder` and their like take too; see `rlx_jax.compile`."""
+
+    profile: Any
+    mesh: Any
+    strict: bool
+    missing: Literal["error", "init"]
+    key: Any
+    progress: Any
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,9 @@ class OpenOptions:
     key: Any = None
     progress: Any = None
 
-    def compiling(self) -> dict[str, Any]:
+    def compiling(self) -> CompileOptions:
         """Return the options that `CausalLM`, `Encoder` and their like take too, by name."""
-        return {name: getattr(self, name) for name in ("profile", "mesh", "strict", "progress", "missing", "key")}
+        return cast(CompileOptions, {name: getattr(self, name) for name in CompileOptions.__annotations__})
 
     def changed(self) -> list[str]:
         """Return the names of the options that are not the defaults."""
