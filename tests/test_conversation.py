@@ -79,7 +79,7 @@ def check_turns(lm: Any, chat: Any, asked: Sequence[str], **options: Any) -> lis
         reports.append(lm.report().request)
         *before, last = chat.messages
         assert last == {"role": "assistant", "content": reply}
-        assert reply == lm.chat(before, REPLY, chat_template=chat.options["chat_template"], **options)
+        assert reply == lm.chat(before, REPLY, chat_template=chat.options.get("chat_template"), **options)
         assert lm.report().request.cached_tokens == 0
     return reports
 

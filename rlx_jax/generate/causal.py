@@ -458,7 +458,7 @@ class CausalLM:
         chosen = one_sampler(sampler, {name: options.pop(name) for name in SAMPLING if name in options})
         drafter = self._drafter(speculative, draft_tokens)
         request = check_request(self._lm, prompts, max_new_tokens, chosen, stop, seed, drafter=drafter, **options)
-        new = NewTokens.of(request)
+        new = NewTokens([[] for _ in range(len(request.rows) * (request.n or 1))])
         self._last = request, new
         if drafter is not None:
             self._drafted = new

@@ -15,8 +15,8 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.generate.decode import Array, Sizes
-from rlx_jax.generate.plan import as_parts, bind_readers, prompt_blocks
-from rlx_jax.generate.speculative import Drafting, Drafts, Judged, Own, Turn, after_tokens
+from rlx_jax.generate.plan import PromptPart, bind_readers, prompt_blocks
+from rlx_jax.generate.speculative import Drafts, Judged, Own, Turn, after_tokens, choose_draft
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import ProgramKey, Programs, Variant
@@ -77,7 +77,7 @@ class DraftModel(ProgramDrafter):
         """Read the prompts; see `Drafter`."""
         variant = Variant(outputs=self.unbound.output_names[:1], spare=self.tokens)
         readers = bind_readers(self.unbound, sizes.widths, sizes.state, variant)
-        parts = as_parts(sizes.widths)
+        parts = [PromptPart(width, width) for width in sizes.widths]
         *_, last = prompt_blocks(self.ids_input, readers, parts, prompts, sizes.batch, {})
         return None, last.state
 
@@ -92,20 +92,15 @@ class DraftModel(ProgramDrafter):
             outputs, state = extend(
                 own.params, state, {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
             )
-            ids, here, wanted, after_it = Drafting(turn, seen).choose(outputs[0][:, 0], number)
+            ids, here, wanted, seen = choose_draft(turn, seen, outputs[0][:, 0], number)
             fine = fine & here
             after = {name: state[name] for name, _ in self.carried}
-            return (state, ids, after_it.seen, fine), (ids, fine, wanted, after)
+            return (state, ids, seen, fine), (ids, fine, wanted, after)
 
         start = (dict(own.state), rows.ids, rows.seen, rows.running)
-        (state, *_), (ids, fine, wanted, after) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
-        drafts = Drafts(
-            ids[:count].T,
-            fine[:count].sum(axis=0, dtype=jnp.int32),
-            None if wanted is None else wanted[:count].swapaxes(0, 1),
-        )
+        (state, *_), (*steps, after) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
         before = {name: own.state[name] for name, _ in self.carried}
-        return drafts, replace(own, kept=(before, after), state=state)
+        return Drafts.of_steps(*steps, count), replace(own, kept=(before, after), state=state)
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
         """The state after the tokens that were taken."""

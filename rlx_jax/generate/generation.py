@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,15 +56,9 @@ class NewTokens:
     grown: dict[int, int] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     speculated: Speculated | None = None
-    log_probs: list[list[float]] = field(default_factory=list)
-    top: list[list[tuple[tuple[int, float], ...]]] = field(default_factory=list)
+    log_probs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    top: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=lambda: defaultdict(list))
     report: RequestReport | None = None
-
-    @staticmethod
-    def of(request: Request) -> NewTokens:
-        """None so far."""
-        rows: list[list[int]] = [[] for _ in range(len(request.rows) * (request.n or 1))]
-        return NewTokens(rows, log_probs=[[] for _ in rows], top=[[] for _ in rows])
 
     def append(self, block: np.ndarray[Any, Any], told: LogProbs | None = None) -> None:
         """Add a block, and the log-probabilities of its tokens."""
@@ -82,8 +77,8 @@ class NewTokens:
 
     def end(self, row: int, count: int) -> None:
         """End a row after its first `count` tokens, whatever came behind them."""
-        for values in (self.rows, self.log_probs, self.top):
-            del values[row][count:]
+        for values in (self.rows[row], self.log_probs[row], self.top[row]):
+            del values[count:]
         self.failed.pop(row, None)
         self.ended.append(row)
 
@@ -223,8 +218,8 @@ def answered(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
     if request.logprobs is not None:
         texts = rows if request.text else [None] * len(rows)
         rows = [
-            Completion(text, tuple(ids), tuple(values), tuple(pairs[: request.logprobs] for pairs in top))
-            for text, ids, values, top in zip(texts, new.rows, new.log_probs, new.top, strict=True)
+            Completion(text, tuple(ids), tuple(new.log_probs[i]), tuple(top[: request.logprobs] for top in new.top[i]))
+            for i, (text, ids) in enumerate(zip(texts, new.rows, strict=True))
         ]
     n = request.n
     outputs = rows if n is None else [rows[at : at + n] for at in range(0, len(rows), n)]

@@ -22,7 +22,7 @@ from rlx_jax.errors import GraphError, UnsupportedError
 from rlx_jax.generate.decode import Array, Sizes
 from rlx_jax.generate.draft_model import ProgramDrafter
 from rlx_jax.generate.plan import bind_readers
-from rlx_jax.generate.speculative import Drafting, Drafts, Judged, Own, Turn
+from rlx_jax.generate.speculative import Drafts, Judged, Own, Turn, choose_draft
 from rlx_jax.program import Buildable, Built, MakesMtp
 from rlx_jax.runtime.compiling import model_beside
 from rlx_jax.runtime.model import CompiledModel
@@ -71,7 +71,7 @@ class MtpModule(ProgramDrafter):
     def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
         """The first draft from the model's hidden states, the others each from the one before."""
         first, chain = (self.programs.function(key).run for key in self.keys)
-        rows, room, count = turn.rows, turn.room, self.tokens
+        rows, room = turn.rows, turn.room
         ids, hidden, pairs = own.kept
 
         def read(run: Any, state: StateArrays, ids: Array, hidden: Array, lengths: Array) -> tuple[Array, Array, Any]:
@@ -81,24 +81,21 @@ class MtpModule(ProgramDrafter):
 
         logits, hidden, state = read(first, dict(own.state), ids, hidden, pairs)
         held = state[LENGTH]
-        ids, fine, wanted, go_on = Drafting(turn, rows.seen).choose(logits, jnp.int32(0))
+        ids, fine, wanted, seen = choose_draft(turn, rows.seen, logits, jnp.int32(0))
         fine = fine & rows.running
 
         def step(carry: Any, number: Array) -> Any:
             state, ids, hidden, seen, fine = carry
             reads = rows.running & (number < room)
             logits, hidden, state = read(chain, state, ids[:, None], hidden, reads.astype(jnp.int32))
-            ids, here, wanted, go_on = Drafting(turn, seen).choose(logits, number)
+            ids, here, wanted, seen = choose_draft(turn, seen, logits, number)
             fine = fine & here
-            return (state, ids, hidden, go_on.seen, fine), (ids, fine, wanted)
+            return (state, ids, hidden, seen, fine), (ids, fine, wanted)
 
-        begin: Any = (state, ids, hidden, go_on.seen, fine)
-        (state, *_), others = lax.scan(step, begin, jnp.arange(1, count, dtype=jnp.int32))
-        made: Any = jax.tree.map(lambda a, more: jnp.concatenate([a[None], more]), (ids, fine, wanted), others)
-        ids, fine, wanted = made
-        counts = fine.sum(axis=0, dtype=jnp.int32)
-        drafts = Drafts(ids.T, counts, None if wanted is None else wanted.swapaxes(0, 1))
-        return drafts, replace(own, state=state | {LENGTH: held})
+        begin: Any = (state, ids, hidden, seen, fine)
+        (state, *_), others = lax.scan(step, begin, jnp.arange(1, self.tokens, dtype=jnp.int32))
+        steps: Any = jax.tree.map(lambda a, more: jnp.concatenate([a[None], more]), (ids, fine, wanted), others)
+        return Drafts.of_steps(*steps, self.tokens), replace(own, state=state | {LENGTH: held})
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
         """Each token that was taken, with what the model's head read for it."""

@@ -95,23 +95,18 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     top = request.logprobs and bucket(request.logprobs, TOP, lm.vocab_size)
     read = sizes.batch if n == 1 else buckets.rows(len(request.rows))
     alone = buckets.rows(1) if request.shared else 1
-    parts = as_parts(sizes.widths)
-    shared: tuple[PromptPart, ...] = ()
-    if before is not None or request.shared or request.mark:
-        held = before.lengths if before is not None else (request.shared,) * len(request.rows)
-        longest = max(lengths)
-        fresh = max(len(row) - count for row, count in zip(request.rows, held, strict=True))
-        parts = parts_of(lm, longest - fresh, longest, request.mark)
-        shared = parts_of(lm, 0, request.shared) if request.shared else ()
+    held = (request.shared,) * len(request.rows) if before is None else before.lengths
+    fresh = max(len(row) - count for row, count in zip(request.rows, held, strict=True))
+    parts = parts_of(buckets, limit, max(lengths) - fresh, max(lengths), request.mark)
+    shared = parts_of(buckets, limit, 0, request.shared) if request.shared else ()
     keys = plan_keys(lm, request, method, top, sizes, (read, alone), (parts, shared))
-    if buckets.on_recompile == "error":
-        for key in (keys.loop, *keys.parts, *keys.shared):
-            lm.model.programs.check_compiled(key)
+    for key in (keys.loop, *keys.parts, *keys.shared):
+        lm.model.programs.check_compiled(key)
     runner = lm.model.as_program("extend")
-    readers, shared_readers = ([BoundProgram(runner, key) for key in part] for part in keys[:2])
+    readers, shared_readers = (tuple(BoundProgram(runner, key) for key in part) for part in keys[:2])
     return RequestPlan(
         request, lm.first_input, method, request.sampler.knobs(lm.vocab_size, method.biased), top, ends, sizes, read,
-        alone, parts, shared, tuple(readers), tuple(shared_readers), BoundProgram(runner, keys.loop),
+        alone, parts, shared, readers, shared_readers, BoundProgram(runner, keys.loop),
     )  # fmt: skip
 
 
@@ -197,18 +192,15 @@ def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int |
     return buckets.rows(batch), slots
 
 
-def as_parts(widths: Sequence[int]) -> tuple[PromptPart, ...]:
-    """Programs that read as many tokens as they can."""
-    return tuple(PromptPart(width, width) for width in widths)
-
-
-def parts_of(lm: LanguageModel, start: int, end: int, mark: Mark | None = None) -> tuple[PromptPart, ...]:
+def parts_of(
+    buckets: Buckets, limit: int | None, start: int, end: int, mark: Mark | None = None
+) -> tuple[PromptPart, ...]:
     """What is read from token `start` to `end`, with a stop at the mark if that is between them."""
     stops = [start, *([mark.at] if mark is not None and start < mark.at < end else []), end]
     parts = []
     for first, last in zip(stops, stops[1:], strict=False):
-        *chunks, rest = read_widths(lm.buckets, last - first, lm.max_positions)
-        parts += [*as_parts(chunks), PromptPart(rest, last - first - sum(chunks))]
+        *chunks, rest = read_widths(buckets, last - first, limit)
+        parts += [*(PromptPart(width, width) for width in chunks), PromptPart(rest, last - first - sum(chunks))]
     return tuple(parts)
 
 
@@ -221,7 +213,7 @@ def reader_keys(
     """The programs for so many tokens each, one after the other: `prefill` first, if there is no state `behind` which
     they read."""
     blocks = [{**sizes, "seq": width} for width in widths]
-    first = [model.as_program("prefill").reader_key(blocks.pop(0), variant)] if blocks and not behind else []
+    first = [model.as_program("prefill").sized(blocks.pop(0), variant)] if blocks and not behind else []
     extend = model.as_program("extend")
     return (*first, *(extend.sized(block, variant) for block in blocks))
 

@@ -53,9 +53,8 @@ def prefill(
     slots = prefill_slots(lm.buckets, longest, width, max_len, limit)
     beside = request_inputs(model, inputs, len(block), lm.inputs)
     sizes = {**beside.sizes, "batch": rows, "context": slots}
-    reader = model.as_program("prefill").reader(
-        {**sizes, "seq": width}, Variant(last_only(logits), model.output_names[:1], beside.given)
-    )
+    variant = Variant(last_only(logits), model.output_names[:1], beside.given)
+    reader = model.as_program("prefill").bound({**sizes, "seq": width}, variant=variant)
     out, after = run_padded(reader, {}, padded, valid, block.shape[1], beside.padded(rows))
     state = DecodeState(as_state(after), valid, max_len or slots, sizes, lm.owner, beside.given, text=block)
     return (out if logits == "last" else as_given(model, out, starts)), state
@@ -74,10 +73,8 @@ def extend(
     seq = block.shape[1]  # one token a row, as in a step of decoding, stays one
     width = seq if seq == 1 else block_width(lm.buckets, seq, state.sizes["context"], step=1)
     padded = padded_to(block, state.sizes["batch"], width)
-    reader = model.as_program("extend").bound(
-        {**state.sizes, "seq": padded.shape[1]},
-        variant=Variant(last_only(logits), model.output_names[:1], state.given),
-    )
+    variant = Variant(last_only(logits), model.output_names[:1], state.given)
+    reader = model.as_program("extend").bound({**state.sizes, "seq": padded.shape[1]}, variant=variant)
     held = state.take(lm.owner)
     try:
         out, after = run_padded(reader, held.arrays(), padded, valid, block.shape[1])

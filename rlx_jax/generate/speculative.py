@@ -46,6 +46,12 @@ class Drafts:
     count: Any
     logits: Any = None
 
+    @staticmethod
+    def of_steps(ids: Array, fine: Array, logits: Array | None, steps: int) -> Drafts:
+        """Those of the first `steps`: ids `[n, B]`, whether they are drafts, `[n, B]` bool, and logits `[n, B, V]`."""
+        logits = None if logits is None else logits[:steps].swapaxes(0, 1)
+        return Drafts(ids[:steps].T, fine[:steps].sum(axis=0, dtype=jnp.int32), logits)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -89,28 +95,20 @@ class Judged:
     hidden: Array | None = None
 
 
-@dataclass(frozen=True)
-class Drafting:
-    """How a model's logits become drafts, one after the other, and what a row holds with those so far `seen`."""
-
-    turn: Turn
-    seen: Array
-
-    def choose(self, logits: Array, number: Array) -> tuple[Array, Array, Array | None, Drafting]:
-        """Logits `[B, V]` → draft `number` of each row `[B]` int32, whether its logits are finite `[B]` bool, those of
-        the distribution that it was drawn from, if it was, and how to go on."""
-        method, knobs, rows = self.turn.method, self.turn.knobs, self.turn.rows
-        ready = adjusted(method, knobs, logits, self.seen)
-        fine = finite_rows(ready)
-        wanted = sharpened(method, knobs, ready) if method.draws else None
-        ids = jnp.argmax(ready, axis=-1).astype(jnp.int32)
-        if wanted is not None:
-            keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new + number)
-            ids = draw(wanted, jax.vmap(lambda key: jax.random.fold_in(key, DRAFT))(keys))
-        seen = self.seen
-        if method.penalised:
-            seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), ids].set(True)
-        return ids, fine, wanted, replace(self, seen=seen)
+def choose_draft(turn: Turn, seen: Array, logits: Array, number: Array) -> tuple[Array, Array, Array | None, Array]:
+    """How a model's logits become drafts, one after the other: logits `[B, V]` and what a row holds with the drafts so
+    far, `seen` → draft `number` of each row `[B]` int32, whether its logits are finite `[B]` bool, those of the
+    distribution that it was drawn from, if it was, and what the row holds with it."""
+    method, knobs, rows = turn.method, turn.knobs, turn.rows
+    ready = adjusted(method, knobs, logits, seen)
+    wanted = sharpened(method, knobs, ready) if method.draws else None
+    ids = jnp.argmax(ready, axis=-1).astype(jnp.int32)
+    if wanted is not None:
+        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new + number)
+        ids = draw(wanted, jax.vmap(lambda key: jax.random.fold_in(key, DRAFT))(keys))
+    if method.penalised:
+        seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), ids].set(True)
+    return ids, finite_rows(ready), wanted, seen
 
 
 class Drafter(Protocol):

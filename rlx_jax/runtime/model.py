@@ -96,12 +96,20 @@ class CompiledModel:
         Raises:
             RequestError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
-        return self._checked(replace(self.sized(sizes, variant), around=around))
+        key = self.sized(sizes, variant)
+        key = replace(key, around=around or key.around)
+        self.programs.check_compiled(key)
+        return BoundProgram(self, key)
 
     def sized(self, sizes: Mapping[str, int], variant: Variant = LAST) -> ProgramKey:
-        """The key of the program for these sizes; see `bound`."""
-        key = replace(self.key(variant.given, variant.outputs, variant.last_only), hidden=variant.hidden)
-        template = self.programs.template(key)
+        """The key of the program for these sizes; see `bound`. Of `prefill` it is called without a state, and makes the
+        empty one itself."""
+        key = self.key(variant.given, variant.outputs, variant.last_only)
+        if self.program == "prefill":
+            held = {name: size for name, size in sizes.items() if name != "seq"}
+            key = replace(key, around=FromEmpty(self.programs.empty_state(key, held, variant.spare)))
+        key = replace(key, hidden=variant.hidden)
+        template = self.programs.template(key.symbolic)
         slots = self.programs.ring_sizes(template, sizes.get("context"), variant.spare)
         # Where every layer has a window, no array has `context` slots, and the program is the same for all.
         binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in template.symbols))
@@ -110,21 +118,6 @@ class CompiledModel:
     def as_program(self, program: str) -> CompiledModel:
         """Another program of the same flow."""
         return replace(self, program=program, last=None)
-
-    def reader(self, sizes: Mapping[str, int], variant: Variant = LAST) -> BoundProgram:
-        """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
-        return self._checked(self.reader_key(sizes, variant))
-
-    def reader_key(self, sizes: Mapping[str, int], variant: Variant = LAST) -> ProgramKey:
-        """The key of `reader`."""
-        key = self.key(variant.given, variant.outputs, variant.last_only)
-        held = {name: size for name, size in sizes.items() if name != "seq"}
-        empty = self.programs.empty_state(key, held, variant.spare)
-        return replace(self.sized(sizes, variant), around=FromEmpty(empty))
-
-    def _checked(self, key: ProgramKey) -> BoundProgram:
-        self.programs.check_compiled(key)
-        return BoundProgram(self, key)
 
     def execute(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
@@ -201,9 +194,6 @@ class CompiledModel:
         """Lower `apply(params, *inputs)` like `jax.jit(f).lower`. Inputs may be `ShapeDtypeStruct`."""
         values, key, arrays = self._bind(inputs, named, state)
         return self._executable(key, self.param_specs(), arrays, values).lowered
-
-    def _key(self, *inputs: Any, state: State | None = None, **named: Any) -> ProgramKey:
-        return self._bind(inputs, named, state)[1]
 
     def _executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
         self.last = key
@@ -430,7 +420,7 @@ class CompiledModel:
         if level == "mir":
             return dump(template.mir, "mir")
         if level == "lir" and (inputs or named):  # a plan can be looked at where it cannot run
-            self.last = self._key(*inputs, **named)
+            self.last = self._bind(inputs, named, named.pop("state", None))[1]
         elif inputs or named:
             self.lower(*inputs, **named)
         if level == "jaxpr":
