@@ -74,10 +74,6 @@ HOPPER = (9, 0)
 """That of an H100 and an H200."""
 
 
-def _cuda(name: str, memory: int, bandwidth: float, flops: float, capability: tuple[int, int]) -> Device:
-    return Device(name, "cuda", memory, bandwidth, flops, capability, _cudnn(capability))
-
-
 def _cudnn(capability: tuple[int, int] | None) -> Cudnn | None:
     """What cuDNN takes there."""
     if capability is None or capability < FLASH:
@@ -92,11 +88,11 @@ DEVICES: dict[str, Device] = {
         Device("cuda", "cuda", cudnn=Cudnn()),  # any that jax still supports and is not too old for it
         Device("rocm", "rocm"),
         Device("tpu", "tpu"),
-        _cuda("a100", 80 * 10**9, 2.04e12, 312e12, (8, 0)),
-        _cuda("l4", 24 * 10**9, 0.30e12, 121e12, (8, 9)),
-        _cuda("h100", 80 * 10**9, 3.35e12, 989e12, (9, 0)),
-        _cuda("h200", 141 * 10**9, 4.80e12, 989e12, (9, 0)),
-        _cuda("b200", 180 * 10**9, 8.00e12, 2250e12, (10, 0)),
+        Device("a100", "cuda", 80 * 10**9, 2.04e12, 312e12, (8, 0), _cudnn((8, 0))),
+        Device("l4", "cuda", 24 * 10**9, 0.30e12, 121e12, (8, 9), _cudnn((8, 9))),
+        Device("h100", "cuda", 80 * 10**9, 3.35e12, 989e12, (9, 0), _cudnn((9, 0))),
+        Device("h200", "cuda", 141 * 10**9, 4.80e12, 989e12, (9, 0), _cudnn((9, 0))),
+        Device("b200", "cuda", 180 * 10**9, 8.00e12, 2250e12, (10, 0), _cudnn((10, 0))),
         Device("mi300x", "rocm", 192 * 10**9, 5.30e12, 1307e12),
         Device("tpu_v5e", "tpu", 16 * 10**9, 0.82e12, 197e12),
         Device("tpu_v5p", "tpu", 95 * 10**9, 2.77e12, 459e12),
@@ -190,27 +186,18 @@ def _cudnn_versions() -> str:
 
 def described(device: Any) -> Device:
     """What is known of a `jax.Device`: the facts of its product, and the memory that it says it has."""
-    kind = _kind(device)
+    kind = str(device.platform)
+    if kind == "gpu":
+        kind = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
     words = device.device_kind.lower().replace("-", " ").split()
     product = next((name for name, seen in SEEN.items() if set(seen) <= set(words)), kind)
     known = DEVICES[product] if product in DEVICES and DEVICES[product].kind == kind else Device(kind, kind)
     if kind == "cuda" and known.name == kind:
-        capability = _capability(getattr(device, "compute_capability", ""))
+        major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+        capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
         known = replace(known, capability=capability, cudnn=_cudnn(capability))
     stats = device.memory_stats() if hasattr(device, "memory_stats") else None
     return replace(known, memory=int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else limits.host_bytes())
-
-
-def _kind(device: Any) -> str:
-    if device.platform != "gpu":
-        return str(device.platform)
-    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-
-
-def _capability(text: str) -> tuple[int, int] | None:
-    """`9.0` as (9, 0); None for anything else."""
-    major, _, minor = str(text).partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 def auto_axes(mesh: Any) -> Mesh:

@@ -33,9 +33,8 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.types import TensorType, is_static, short_name, symbols_of
+from rlx_jax.ir.types import is_static, short_name, symbols_of
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.inputs import as_host_array, check_ids, host_view, token_ids
@@ -49,18 +48,9 @@ PIECE_BYTES = 2**30
 
 
 def cross_entropy(
-    model: CompiledModel,
-    params: Arrays,
-    tokens: Any,
-    *,
-    lengths: Any = None,
-    labels: Any = None,
-    weights: Any = None,
-    chunk: int | None = None,
-    z_loss: float = 0.0,
-    vocab: int | None = None,
-    **inputs: Any,
-) -> jax.Array:
+    model: CompiledModel, params: Arrays, tokens: Any, *, lengths: Any = None, labels: Any = None,
+    weights: Any = None, chunk: int | None = None, z_loss: float = 0.0, vocab: int | None = None, **inputs: Any,
+) -> jax.Array:  # fmt: skip
     """The mean negative log-likelihood of the next token: `Σ w (lse(z) − z[y] + z_loss · lse(z)²) / Σ w`, f32.
 
     `z` are the model's logits, in f32 before the softmax. A pure function of `params`: `jax.jit`, `jax.grad` and
@@ -88,23 +78,20 @@ def cross_entropy(
         GraphError: the model has a state, or its output is made otherwise; names the op in the way.
         ShapeError, TokenIdError, SequenceLengthError, RequestError: the arguments.
     """
-    head = head_of(model)
+    head_of(model)
     tokens = _checked_tokens(model, tokens)
     if "attention_mask" in inputs and all(known.name != "attention_mask" for known in model.flow._inputs):
         raise UnboundInputError(
             f"cross_entropy: {model.name} has no input 'attention_mask'; give lengths= [batch], how many tokens "
             "each row has before its padding"
         )
-    rows = _vocabulary(model, head, vocab)
+    how = _in_pieces(model, tokens.shape, chunk, vocab, z_loss)
     if labels is None:
         _refuse_foresight(model)
     else:
-        labels = _checked_labels(labels, tokens.shape, rows, model.settings.check_ids)
-    aim, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=rows)
+        labels = _checked_labels(labels, tokens.shape, how.vocab, model.settings.check_ids)
+    aim, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=how.vocab)
     total = weight.sum()
-    division = model.programs.division
-    pieces = count_pieces(tokens.shape, chunk, head.type.shape[-1], division)
-    z_loss = _checked_coefficient(z_loss)
     (operands, _), _ = model.trace(params, (tokens,), inputs, None, headless=True)
     if tuple(operands[0].shape[:2]) != tuple(tokens.shape):
         raise ShapeError(
@@ -113,9 +100,7 @@ def cross_entropy(
         )
     scaled = weight / jnp.where(total > 0, total, 1.0)  # a batch without targets has loss 0, not NaN
     hidden, kernel, *bias = operands
-    loss: jax.Array = _loss(
-        InPieces(head, pieces, rows, z_loss, division), hidden, kernel, bias[0] if bias else None, aim, scaled
-    )
+    loss: jax.Array = _loss(how, hidden, kernel, bias[0] if bias else None, aim, scaled)
     return loss
 
 
@@ -132,14 +117,15 @@ def targets(
     """
     tokens = _shaped("tokens", tokens, None, "iu")
     batch, seq = tokens.shape
-    lengths = None if lengths is None else _checked_lengths(lengths, batch, seq)
-    position = jnp.arange(seq)[None]
+    position, end = jnp.arange(seq)[None], jnp.int32(seq)
+    if lengths is not None:
+        end = _checked_lengths(lengths, batch, seq)[:, None]
     if labels is None:
         aim = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1).astype(jnp.int32)
-        real = position < (jnp.int32(seq) if lengths is None else lengths[:, None]) - 1
+        real = position < end - 1
     else:
         aim = jnp.asarray(_checked_labels(labels, tokens.shape, vocab)).astype(jnp.int32)
-        real = (aim >= 0) & (position < (jnp.int32(seq) if lengths is None else lengths[:, None]))
+        real = (aim >= 0) & (position < end)
     weight = jnp.broadcast_to(real, (batch, seq)).astype(jnp.float32)
     if weights is not None:
         given = _shaped("weights", weights, tokens.shape, "biuf")
@@ -160,22 +146,13 @@ class InPieces:
     z_loss: float
     division: Division | None = None
 
-    def groups(self, batch: int) -> int:
-        """Parts of the batch, each on devices of its own: the gradient of the weight is summed in each of them alone,
-        over all pieces, and then over them."""
-        return 1 if self.division is None else self.division.row_parts(batch)
-
     def apart(self, sums: AnyArray) -> AnyArray:
         """`[g, …]`, of each group where its rows are."""
         if self.division is None:
             return sums
-        roles = ("batch", *(("vocab",) * (sums.ndim == 2) or self.of_weight))
+        of_weight = ("vocab", None) if self.head.product.contract == 1 else (None, "vocab")
+        roles = ("batch", *(("vocab",) if sums.ndim == 2 else of_weight))
         return lax.with_sharding_constraint(sums, self.division.value(roles, sums.shape))
-
-    @property
-    def of_weight(self) -> Roles:
-        """What the axes of the weight are where the head multiplies with it."""
-        return ("vocab", None) if self.head.product.contract == 1 else (None, "vocab")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -199,7 +176,9 @@ def _forward(
 ) -> tuple[AnyArray, tuple[AnyArray, ...]]:
     """The loss with its gradients: of each piece while its logits are there."""
     operands = head_operands(how.head, kernel, bias)
-    groups = how.groups(hidden.shape[0])
+    # Parts of the batch, each on devices of its own: the gradient of the weight is summed in each of them alone, over
+    # all pieces, and then over them.
+    groups = 1 if how.division is None else how.division.row_parts(hidden.shape[0])
     zeros = [how.apart(jnp.zeros((groups, *a.shape), jnp.float32)) for a in operands]
 
     def piece(sums: Any, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
@@ -309,29 +288,33 @@ def head_of(model: CompiledModel) -> Head:
 
 def _refuse_foresight(model: CompiledModel) -> None:
     """A model that reads the next token has nothing to learn from predicting it."""
+    seq = model.template().head.type.shape[1]
     for inner, node in model.template().mir.walk():
         op = node.op
-        behind = isinstance(op, AttentionOp) and not op.causal and (op.window is None or op.ahead > 0)
-        if behind and _same_tokens(inner.type(node.inputs[1]), model.template().head.type):
+        if not isinstance(op, AttentionOp) or op.causal or not (op.window is None or op.ahead > 0):
+            continue
+        keys = inner.type(node.inputs[1])  # `[B, T, …]`, maybe of another sequence than the tokens
+        if keys.shape[1] == seq or symbols_of(seq) & keys.symbols:
             raise GraphError(
                 f"{path_text(node.origin.path)}: this attention is not causal, so the model reads the token that it is "
                 "to predict; pass labels= for a loss over something else"
             )
 
 
-def _same_tokens(keys: TensorType, logits: TensorType) -> bool:
-    """Whether keys `[B,T,…]` may be of the tokens that logits `[B,S,V]` are of, and not of another sequence."""
-    tokens = logits.shape[1]
-    return keys.shape[1] == tokens or bool(symbols_of(tokens) & keys.symbols)
-
-
-def _vocabulary(model: CompiledModel, head: Head, vocab: int | None) -> int:
+def _in_pieces(
+    model: CompiledModel, shape: tuple[int, ...], chunk: int | None, vocab: int | None, z_loss: float
+) -> InPieces:
+    """How the loss of tokens `[B, S]` is taken, by arguments of `cross_entropy`, which are checked."""
+    head, division = model.template().head, model.programs.division
     rows = int(head.words)
-    if vocab is None:
-        return rows
-    if isinstance(vocab, bool) or not isinstance(vocab, int | np.integer) or not 1 <= vocab <= rows:
-        raise RequestError(f"{model.name}: vocab is a number of words from 1 to {rows}, got {shown(vocab)}")
-    return int(vocab)
+    if vocab is not None:
+        if isinstance(vocab, bool) or not isinstance(vocab, int | np.integer) or not 1 <= vocab <= rows:
+            raise RequestError(f"{model.name}: vocab is a number of words from 1 to {rows}, got {shown(vocab)}")
+        rows = int(vocab)
+    if isinstance(z_loss, bool) or not isinstance(z_loss, int | float) or not 0 <= z_loss < math.inf:
+        raise RequestError(f"cross_entropy: z_loss is a finite number, 0 or more, got {shown(z_loss)}")
+    pieces = count_pieces(shape, chunk, head.type.shape[-1], division)
+    return InPieces(head, pieces, rows, float(z_loss), division)
 
 
 def count_pieces(
@@ -345,12 +328,6 @@ def count_pieces(
     elif isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
         raise RequestError(f"cross_entropy: chunk is a number of tokens, at least 1, got {shown(chunk)}")
     return math.ceil(seq / chunk)
-
-
-def _checked_coefficient(z_loss: Any) -> float:
-    if isinstance(z_loss, bool) or not isinstance(z_loss, int | float) or not 0 <= z_loss < math.inf:
-        raise RequestError(f"cross_entropy: z_loss is a finite number, 0 or more, got {shown(z_loss)}")
-    return float(z_loss)
 
 
 def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, StateArrays
-from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError
+from rlx_jax.errors import RequestError, SessionStateError
 from rlx_jax.runtime.model import BoundProgram
-from rlx_jax.runtime.state import State
+from rlx_jax.runtime.state import State, check_room
 from rlx_jax.text.padding import cropped
 from rlx_jax.text.requests import Ids
 
@@ -70,13 +70,7 @@ class DecodeState:
         Raises:
             SequenceLengthError: names the row.
         """
-        after = self.lengths + valid
-        if (after > self.capacity).any():
-            i = int(np.argmax(after - self.capacity))
-            raise SequenceLengthError(
-                f"extend: row {i} holds {self.lengths[i]} tokens and would get {valid[i]} more, "
-                f"the state has {self.capacity} slots; prefill with a larger max_len"
-            )
+        check_room(self.lengths, valid, self.capacity, "prefill with a larger max_len")
 
     def check_prompts(self, count: int) -> None:
         """So many prompts can be read behind it.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 
@@ -24,7 +24,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.programs import Beside, ProgramKey, Programs
 from rlx_jax.weights.execute import load_leaves
-from rlx_jax.weights.format import OpenOptions
+from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 
 @suggests()
@@ -63,23 +63,13 @@ def compile(
     Raises:
         GraphError, WeightError, ProfileError: see `rlx_jax.errors`.
     """
-    if program not in PROGRAMS:
-        raise DeriveError(unknown_program(program))
     options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key)
-    programs = open_programs([flow], weights, options, merge=False, program=program)
-    (model,) = finish_models(programs, program).values()
+    (model,) = open_together([flow], weights, options, program).values()
     return model
 
 
-@suggests()
-def init(
-    recipe: Any,
-    key: jax.Array | int,
-    *,
-    profile: ProfileLike | None = None,
-    mesh: Any = None,
-    program: str = "forward",
-) -> CompiledModel:
+@suggests("profile", "mesh", "program")
+def init(recipe: Any, key: jax.Array | int, **options: Any) -> CompiledModel:
     """A config as a random model: `compile` of a recipe, or of a flow that knows its shapes, with every weight drawn.
 
     Each is drawn as its stage says (`init=`), else as `CompiledModel.init` does; `report().initialised` names them.
@@ -87,26 +77,21 @@ def init(
     that were added to it, such as an adapter's files, stay.
 
     Args:
-        recipe: what `compile` takes; so are `profile`, `mesh` and `program`.
+        recipe: what `compile` takes.
         key: a seed, or a key of `jax.random`. The same one gives the same numbers, in every program.
+        options: `profile`, `mesh` and `program`, as `compile` has them.
 
     Raises:
         RequestError: no key. MissingWeightError: a shape that nobody says. Others as `compile`.
     """
     if key is None:
         raise RequestError("init: key is None; expected a seed, an integer, or a key of jax.random")
-    return compile(recipe, {}, profile=profile, mesh=mesh, program=program, missing="init", key=key)
+    return compile(recipe, {}, missing="init", key=key, **options)
 
 
-@suggests()
+@suggests(*CompileOptions.__annotations__)
 def compile_together(
-    flows: Sequence[Any],
-    weights: Weights = None,
-    *,
-    profile: ProfileLike | None = None,
-    mesh: Any = None,
-    program: str = "forward",
-    strict: bool = True,
+    flows: Sequence[Any], weights: Weights = None, *, program: str = "forward", **options: Unpack[CompileOptions]
 ) -> dict[str, CompiledModel]:
     """Compile several flows over one set of parameters: the models by flow name, all with the same `programs`.
 
@@ -116,9 +101,20 @@ def compile_together(
     Raises:
         GraphError: two flows of one name, or weights from different places. ProfileError: profiles that differ.
     """
-    options = OpenOptions(strict=strict, profile=profile, mesh=mesh)
-    programs = open_programs(flows, weights, options, merge=False, program=program)
-    return finish_models(programs, program)
+    return open_together(flows, weights, OpenOptions(**options), program)
+
+
+def open_together(
+    flows: Sequence[Any], weights: Weights, options: OpenOptions, program: str
+) -> dict[str, CompiledModel]:
+    """As `compile_together`.
+
+    Raises:
+        DeriveError: there is no such program.
+    """
+    if program not in PROGRAMS:
+        raise DeriveError(unknown_program(program))
+    return finish_models(open_programs(flows, weights, options, merge=False, program=program), program)
 
 
 def open_model(
@@ -146,7 +142,11 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
     if not programs.layout.leaves:
         return {name: model.replace(params={}) for name, model in models.items()}
     if not has_data(programs):
-        return models if programs.seed is None else all_drawn(models, programs)
+        if programs.seed is None:
+            return models
+        (model,) = models.values()  # of several flows each was drawn before
+        programs.initialised = tuple(model.template().built.params)
+        return {model.name: model.replace(params=model.init(programs.seed))}  # drawn where they are to lie
     chosen, here = programs.settings.device.name, running_device()
     if chosen not in (here.name, here.kind):
         message = f"fusion.target is {chosen!r}, and JAX runs on {here.name!r}: chosen for the one, run on the other"
@@ -164,14 +164,6 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
             given_up.set()
             raise
     return {name: replace(model, load_seconds=seconds).replace(params) for name, model in models.items()}
-
-
-def all_drawn(models: Mapping[str, CompiledModel], programs: Programs) -> dict[str, CompiledModel]:
-    """The models over parameters that are all drawn, where they are to lie."""
-    assert programs.seed is not None
-    (model,) = models.values()  # of several flows each was drawn before
-    programs.initialised = tuple(model.template().built.params)
-    return {model.name: model.replace(params=model.init(programs.seed))}
 
 
 def has_data(programs: Programs) -> bool:
@@ -224,11 +216,7 @@ def _opened(model: CompiledModel, params: dict[str, Any], make: MakesMtp) -> Bes
     known = base.layout.by_program()
     own = {name: program for name, program in layout.leaves.items() if program not in known}
     assert base.source is not None  # it has data
-    loaded = load_leaves(own, base.source, programs.resting() or _device(params), base.tell, threading.Event())
+    # Where the model's parameters were put; None where that was left to JAX.
+    here = next((next(iter(a.devices())) for a in params.values() if isinstance(a, jax.Array) and a.committed), None)
+    loaded = load_leaves(own, base.source, programs.resting() or here, base.tell, threading.Event())
     return Beside(programs, loaded)
-
-
-def _device(params: dict[str, Any]) -> Any:
-    """Where parameters were put; None where that was left to JAX."""
-    first = next((a for a in params.values() if isinstance(a, jax.Array)), None)
-    return None if first is None or not first.committed else next(iter(first.devices()))

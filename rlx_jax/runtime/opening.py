@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from rlx_jax.compiler.executable import Progress
 from rlx_jax.compiler.facts import facts_of
 from rlx_jax.compiler.meshes import divide_model
 from rlx_jax.compiler.pipeline import make_template
@@ -75,7 +74,10 @@ def open_programs(
         ProfileError: the flows' own profiles say different things.
     """
     profile = None if options.profile is None else CompileProfile.of(options.profile)
-    check_options(options.strict, options.progress)
+    if not isinstance(options.strict, bool):
+        raise RequestError(f"strict is {shown(options.strict)}; expected True or False")
+    if options.progress is not None and not callable(options.progress):
+        raise RequestError(f"progress is {shown(options.progress)}; expected a function of (what, done, total)")
     seed = check_missing(options.missing, options.key)
     if weights is not None and any(hasattr(flow, "stored_in") for flow in flows):  # recipes, which look at them
         weights = open_weights(weights)
@@ -83,7 +85,9 @@ def open_programs(
     if program == "train":
         for flow in made:
             refuse_untrained(flow)
-    named = by_name([flow if seed is None else drawing(flow) for flow in made])
+    named = {flow.name: flow if seed is None else drawing(flow) for flow in made}
+    if not named or len(named) < len(made):
+        raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in made])}")
     builds, fresh = with_lacking(named, build_flows(named, weights), seed)
     builts = [built for built, _ in builds.values()]
     source = check_sources(builts, options.strict)
@@ -106,14 +110,6 @@ def open_programs(
         programs.builds.put((name, frozenset()), builds[name])
         programs.templates.put(ProgramKey(name, plan.first), plan.templates[name])
     return programs
-
-
-def check_options(strict: bool, progress: Progress | None) -> None:
-    """`strict` is a bool and `progress` is called; anything else is a RequestError."""
-    if not isinstance(strict, bool):
-        raise RequestError(f"strict is {shown(strict)}; expected True or False")
-    if progress is not None and not callable(progress):
-        raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
 
 
 def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
@@ -179,18 +175,6 @@ def parted(built: Built, layout: Layout, settings: Settings, first: str) -> bool
     except RlxError:  # no call gives all of them
         return False
     return not layout.has(whole.hir, settings.plan.scan)
-
-
-def by_name(flows: Sequence[Buildable]) -> dict[str, Buildable]:
-    """Flows by name.
-
-    Raises:
-        GraphError: none, or two of one name.
-    """
-    named = {flow.name: flow for flow in flows}
-    if not named or len(named) < len(flows):
-        raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in flows])}")
-    return named
 
 
 def one_settings(found: Mapping[str, Settings]) -> Settings:

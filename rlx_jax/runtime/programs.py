@@ -273,7 +273,11 @@ class Programs:
         """The compiled program for one choice of sizes; made once. Arguments may be `ShapeDtypeStruct`."""
 
         def make() -> Executable:
-            self.admit(key)
+            self.check_compiled(key)
+            if self.settings.buckets.on_recompile == "warn" and (reason := self.refusal(key)[0]):
+                warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
+            if self.warm:
+                self.surprise(f"{key.text}: {self.refusal(key)[0]}")
             what = f"compile {key.text}"
             self.tell(what, 0, 1)
             program = self.function(key)
@@ -457,10 +461,8 @@ class Programs:
         ran = {k.program for k in self.executables if k.flow == key.flow}
         if fits and ran and key.program not in ran:
             asked = ", which `logits` runs" if key.program == "forward" else ""
-            return (
-                f"{key.flow}: {told}: warm-up ran {listing(sorted(ran))}, not {key.program}{asked}",
-                "ask for what it ran",
-            )
+            reason = f"{key.flow}: {told}: warm-up ran {listing(sorted(ran))}, not {key.program}{asked}"
+            return reason, "ask for what it ran"
         first = self.first_input(key.flow)
         reason = (
             f"{key.flow}: input {quote(first)} with {told or 'no size'}: no {key.program} "
@@ -478,14 +480,6 @@ class Programs:
             reason, remedy = self.refusal(key)
             if reason:
                 raise RequestError(f"{reason}; {remedy}, or change the profile's buckets")
-
-    def admit(self, key: ProgramKey) -> None:
-        """As `check_compiled`, and count or warn of what is compiled all the same."""
-        self.check_compiled(key)
-        if self.settings.buckets.on_recompile == "warn" and (reason := self.refusal(key)[0]):
-            warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
-        if self.warm:
-            self.surprise(f"{key.text}: {self.refusal(key)[0]}")
 
     def clock(self) -> Callable[[], tuple[float, int]]:
         """Return a function that returns the seconds since now, and how many programs and small functions were compiled

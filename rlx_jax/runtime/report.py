@@ -207,39 +207,33 @@ class Report:
     loaded: int = 0
 
     def __str__(self) -> str:
-        rows = [
-            *self._seconds(),
-            _row("parameters", f"{self.parameter_bytes:,} bytes"),
-            _row("compiles", self.compiles),
+        rows: list[tuple[str, object]] = [
+            ("parameters", f"{self.parameter_bytes:,} bytes"),
+            ("compiles", str(self.compiles)),
+            ("loaded", self.loaded and f"{self.loaded} from the compile cache"),
+            ("evicted", self.evicted),
+            ("recompiles", self.recompiles),
+            *(("compiled late", told) for told in self.recompiled),
+            ("program", self.program),
         ]
-        rows += [_row("loaded", f"{self.loaded} from the compile cache")] if self.loaded else []
-        rows += [_row("evicted", self.evicted)] if self.evicted else []
-        rows += [_row("recompiles", self.recompiles)] if self.recompiles else []
-        rows += [_row("compiled late", told) for told in self.recompiled]
-        rows += [_row("program", self.program)] if self.program else []
         for name, (label, unit) in NEEDS.items():
             if (value := getattr(self, name)) is not None:
-                rows.append(_row(label, f"{value:,}{unit}"))
-        rows.append(_row("nodes", ", ".join(f"{name} {count}" for name, count in self.nodes.items())))
-        rows += [_row("fusion", self.fusion.summary), *(_row("not fused:", m) for m in self.fusion.missed)]
-        rows.append(_row("planned for", self.device))
-        for name, told in (("attention", self.attention), ("products", self.products), ("experts", self.experts)):
-            rows += [_row(name, each) for each in layers_once(told)]
-        rows += [_row("recurrence", r) for r in self.recurrences]
-        for name, found in (
-            ("generating loop", self.loop),
-            ("embedding", self.embedding),
-            ("request", self.request),
-            ("speculative", self.speculative),
-        ):
-            rows += [_row(name, found)] if found else []
-        rows += [_row("seed", self.seed)] if self.seed is not None else []
+                rows.append((label, f"{value:,}{unit}"))
+        rows.append(("nodes", ", ".join(f"{name} {count}" for name, count in self.nodes.items())))
+        rows += [("fusion", self.fusion.summary), *(("not fused:", m) for m in self.fusion.missed)]
+        rows.append(("planned for", self.device))
+        for name in ("attention", "products", "experts"):
+            rows += [(name, each) for each in layers_once(getattr(self, name))]
+        rows += [("recurrence", r) for r in self.recurrences]
+        rows += [("generating loop", self.loop), ("embedding", self.embedding), ("request", self.request)]
+        rows += [("speculative", self.speculative), ("seed", "" if self.seed is None else str(self.seed))]
         if self.initialised:
-            rows.append(_row("initialised", f"{len(self.initialised)} weights: {listing(self.initialised, 8)}"))
-        rows += [_row("ignored fields", listing(self.ignored_fields, 8))] if self.ignored_fields else []
+            rows.append(("initialised", f"{len(self.initialised)} weights: {listing(self.initialised, 8)}"))
+        rows.append(("ignored fields", self.ignored_fields and listing(self.ignored_fields, 8)))
         rows += self._on_mesh() if self.mesh else []
-        rows += [_row("not rolled:", r) for r in self.refusals]
-        return "\n".join([*rows, *self._programs()])
+        rows += [("not rolled:", r) for r in self.refusals]
+        lines = (str(TextTable([row], widths=(18,), gap=" ", wrap=80)) for row in rows if row[1])
+        return "\n".join([*self._seconds(), *lines, *self._programs()])
 
     def _seconds(self) -> list[str]:
         """A line for each step that took a while, and one for all others."""
@@ -264,20 +258,15 @@ class Report:
             lines.append(f"{len(others)} others, {sum(r.seconds for r in others):.3f} s")
         return lines
 
-    def _on_mesh(self) -> list[str]:
+    def _on_mesh(self) -> list[tuple[str, object]]:
         found = ", ".join(f"{count} {name}" for name, count in self.collectives.items())
         return [
-            _row("mesh", self.mesh),
-            _row("of one device", f"{self.leaf_bytes:,} bytes of parameters"),
-            *(_row("divided", f"{count} leaves as {spec}") for spec, count in self.shardings.items()),
-            *([_row("collectives", found or "none")] if self.program else []),
-            *(_row("whole on each device:", name) for name in self.whole),
+            ("mesh", self.mesh),
+            ("of one device", f"{self.leaf_bytes:,} bytes of parameters"),
+            *(("divided", f"{count} leaves as {spec}") for spec, count in self.shardings.items()),
+            ("collectives", self.program and (found or "none")),
+            *(("whole on each device:", name) for name in self.whole),
         ]
-
-
-def _row(name: str, told: object) -> str:
-    """A line, broken at 80 columns."""
-    return str(TextTable([(name, told)], widths=(18,), gap=" ", wrap=80))
 
 
 def layers_once(told: Sequence[str]) -> list[str]:

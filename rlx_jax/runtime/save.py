@@ -6,10 +6,9 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import (
@@ -37,21 +36,10 @@ from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
 
 
-class Holder(Protocol):
-    """What has a compiled model in it: a `CausalLM`, an `Encoder`. It may have a `loaded_from` too."""
-
-    @property
-    def model(self) -> CompiledModel: ...
-
-
 def save(
-    model: CompiledModel | Holder,
-    path: str | os.PathLike[str],
-    format: str | None = None,
-    *,
-    overwrite: bool = False,
+    model: Any, path: str | os.PathLike[str], format: str | None = None, *, overwrite: bool = False,
     dtype: str | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write a model to the directory `path`.
 
     Of what `rlx_jax.load` opened it is a checkpoint that `rlx_jax.load` and transformers open: the weights, also those
@@ -64,7 +52,8 @@ def save(
     On the host there is room for all weights at once, as orbax takes them together.
 
     Args:
-        model: with `params`; after training, `model.replace(params=params)`.
+        model: a compiled model with `params`, or what `rlx_jax.load` returned; after training,
+            `model.replace(params=params)`.
         path: a new directory; those around it are made where they are missing.
         format: "safetensors", or "orbax", which plain orbax restores too. By default the first for what
             `rlx_jax.load` opened, the second for compiled models.
@@ -82,6 +71,35 @@ def save(
         UnsupportedError: another format, a dtype or shape that the format cannot store, a `CausalLM` or an `Encoder`
             that `rlx_jax.load` did not open, or opened with an edited `recipe=`, which no `config.json` describes.
     """
+    compiled, loaded_from = _opened(model)
+    programs = compiled.programs
+    params = compiled.require_params("save")
+    check_params(params, compiled.param_specs())
+    source = programs.source if has_data(programs) else None
+    wanted = None if dtype is None else as_dtype(dtype)
+    if wanted is not None and not is_float(wanted):
+        raise DTypeError(f"save: dtype={quote(dtype)}: expected a floating one, such as 'f32' or 'bf16'")
+    beside = {} if loaded_from is None else loaded_from.files(compiled.built, wanted)
+    if wanted is None:
+        _refuse_packed(programs.layout.leaves.values())
+    found = _joined(list(_weights(programs.layout.leaves, params, source)))
+    _refuse_rounding([w for w in found if wanted is None and not w.survives()])
+    weights = _once(found)
+    _warn_of_nan(weights)
+    entries = [w.entry(wanted) for w in weights]
+    if loaded_from is None:
+        write_checkpoint(path, entries, format or "orbax", overwrite)
+        return
+    entries = entries if source is None else whole_checkpoint(entries, source, wanted)
+    write_checkpoint(path, entries, format or "safetensors", overwrite, beside, loaded_from.inside)
+
+
+def _opened(model: Any) -> tuple[CompiledModel, LoadedFrom | None]:
+    """The compiled model of what is to be saved, and where `rlx_jax.load` opened it.
+
+    Raises:
+        GraphError, UnsupportedError: as `save`.
+    """
     compiled = getattr(model, "model", model)
     if not isinstance(compiled, CompiledModel):
         hint = "; pass its to_model()" if hasattr(model, "to_model") else ""
@@ -96,32 +114,7 @@ def save(
             "tokenizer's file to save with it. Beside those of a checkpoint: whole = rlx_jax.load(checkpoint); "
             "whole.model = model.model; rlx_jax.save(whole, path). The weights alone: rlx_jax.save(model.model, path)"
         )
-    programs = compiled.programs
-    params = compiled.require_params("save")
-    check_params(params, compiled.param_specs())
-    source = programs.source if has_data(programs) else None
-    wanted = None if dtype is None else _floating(dtype)
-    beside = {} if loaded_from is None else loaded_from.files(compiled.built, wanted)
-    if wanted is None:
-        _refuse_packed(programs.layout.leaves.values())
-    found = list(_weights(programs.layout.leaves, params, source))
-    found = _joined(found)
-    _refuse_rounding([w for w in found if wanted is None and not w.survives()])
-    weights = _once(found)
-    _warn_of_nan(weights)
-    entries = [w.entry(wanted) for w in weights]
-    if loaded_from is None:
-        write_checkpoint(path, entries, format or "orbax", overwrite)
-        return
-    entries = entries if source is None else whole_checkpoint(entries, source, wanted)
-    write_checkpoint(path, entries, format or "safetensors", overwrite, beside, loaded_from.inside)
-
-
-def _floating(name: str) -> np.dtype[Any]:
-    dtype = as_dtype(name)
-    if not is_float(dtype):
-        raise DTypeError(f"save: dtype={quote(name)}: expected a floating one, such as 'f32' or 'bf16'")
-    return dtype
+    return compiled, loaded_from
 
 
 @dataclass(frozen=True)
@@ -246,6 +239,7 @@ def _refuse_packed(leaves: Iterable[Program]) -> None:
 
 
 def _refuse_rounding(weights: list[_Weight]) -> None:
+    """Refuse to save these, which the dtypes of the checkpoint do not hold."""
     if not weights:
         return
     held, stored = weights[0].values.dtype, weights[0].type.dtype
@@ -258,14 +252,10 @@ def _refuse_rounding(weights: list[_Weight]) -> None:
 
 
 def _warn_of_nan(weights: list[_Weight]) -> None:
-    damaged = [w.key for w in weights if is_float(w.values.dtype) and bool(_is_nan(w.values).any())]
+    damaged = [w.key for w in weights if is_float(w.values.dtype) and bool((w.values != w.values).any())]
     if damaged:
         message = f"{len(damaged)} of {len(weights)} weights hold NaN, and loading refuses them: {listing(damaged, 8)}"
         warnings.warn(message, RlxNumericsWarning, stacklevel=3)
-
-
-def _is_nan(values: Any) -> Any:
-    return jnp.isnan(values) if isinstance(values, jax.Array) else np.isnan(values)
 
 
 def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -195,7 +195,9 @@ def check_empty(length: Any) -> None:
         )
 
 
-def check_room(length: Any, new: Any, slots: int | None) -> None:
+def check_room(
+    length: Any, new: Any, slots: int | None, cure: str = "init_state(batch, context) makes a larger one"
+) -> None:
     """What the rows hold and the tokens to come fit the slots; traced ones cannot be looked at.
 
     Raises:
@@ -208,5 +210,5 @@ def check_room(length: Any, new: Any, slots: int | None) -> None:
     if held[row] + more[row] > slots:
         raise SequenceLengthError(
             f"extend: row {row} holds {held[row]} tokens and would get {more[row]} more, the state has {slots} slots; "
-            "init_state(batch, context) makes a larger one"
+            f"{cure}"
         )
