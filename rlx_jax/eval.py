@@ -18,7 +18,7 @@ from rlx_jax.text.requests import whole_number
 MISSING: ModuleNotFoundError | None = None
 try:
     from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:  # told where it is used, as tools that list modules import all of them
     if error.name != "lm_eval":
@@ -139,20 +139,15 @@ class LMEval(TemplateLM):  # type: ignore[misc]
         Raises:
             RequestError: arguments of generation that a `Sampler` does not have.
         """
-        answers: dict[int, str] = {}
-        groups: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(i)
-        for group in groups.values():
-            wanted = requests[group[0]].args[1]
-            ids = {i: self.tok_encode(requests[i].args[0]) for i in group}
-            order = sorted(group, key=lambda i: -len(ids[i]))
-            for at in range(0, len(order), self.batch_size):
-                chosen = order[at : at + self.batch_size]
-                for i, text in zip(chosen, self._generate([ids[i] for i in chosen], wanted), strict=True):
-                    answers[i] = text
-                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
-        return [answers[i] for i in range(len(requests))]
+        items = [(self.tok_encode(request.args[0]), request.args[1], request.args) for request in requests]
+        order = Collator(items, sort_fn=lambda item: -len(item[0]), group_by="gen_kwargs")
+        answers: list[str] = []
+        for batch in order.get_batched(n=self.batch_size):
+            prompts, (wanted, *_), keys = zip(*batch, strict=True)
+            answers += (texts := self._generate(prompts, wanted))
+            for key, text in zip(keys, texts, strict=True):
+                self.cache_hook.add_partial("generate_until", key, text)
+        return list(order.get_original(answers))
 
     def _generate(self, prompts: Sequence[list[int]], wanted: Mapping[str, Any]) -> list[str]:
         """The answers to some prompts, with the arguments that their task has."""

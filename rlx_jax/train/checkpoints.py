@@ -194,17 +194,16 @@ class Checkpoints:
         """In the background: all processes write, and then process 0 makes the step of it."""
         target, kept = self._target(step), self._kept()
 
-        def write() -> str:
+        def write() -> dict[str, dict[str, Any]]:
             with atomic.storage_errors(target, kept):
                 writing.result()()
-                return step_files.spelled(step_files.own_files(new, self._processes.index))
+                return step_files.own_files(new, self._processes.index)
 
-        def commit() -> str:
+        def commit() -> None:
             with atomic.storage_errors(target, kept):
                 step_files.finish(new, leaves, written)
             stack.close()
             self._trim(step)
-            return ""
 
         with stack:
             written = self._processes.all(f"{topic}/written", write)
@@ -243,23 +242,14 @@ class Checkpoints:
         """
         self.wait()
         leaves, topic = named_leaves(like, "restore: like"), self._topic("restore")
-        number = int(self._processes.first(f"{topic}/step", lambda: str(self._choose(step))))
+        number = self._processes.first(f"{topic}/step", lambda: self._choose(step))
         place, restored = self._place(number), list[Any]()
         found = step_files.read_leaves(place)
         stored = {name: entry.type for name, entry in found.weights.items()}
         check_same(stored, leaves, f"step {number} in {quote(self._directory)}")
         share = sorted(found.files)[self._processes.index :: self._processes.count]
-
-        def verify() -> str:
-            step_files.check_step(place, found, share)
-            return ""
-
-        def read() -> str:
-            restored.extend(step_files.read_arrays(place, leaves))
-            return ""
-
-        self._processes.all(f"{topic}/verified", verify)
-        self._processes.all(f"{topic}/restored", read)
+        self._processes.all(f"{topic}/verified", lambda: step_files.check_step(place, found, share))
+        self._processes.all(f"{topic}/restored", lambda: restored.extend(step_files.read_arrays(place, leaves)))
         back: Tree = jax.tree.unflatten(jax.tree.structure(like), restored)
         return back
 

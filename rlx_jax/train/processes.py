@@ -42,8 +42,8 @@ class Processes:
         """How many there are."""
         return int(jax.process_count())
 
-    def first(self, topic: str, work: Callable[[], str]) -> str:
-        """What `work` gives in process 0. The others only wait for it.
+    def first(self, topic: str, work: Callable[[], Any]) -> Any:
+        """What `work` gives in process 0, as JSON has it. The others only wait for it.
 
         Raises:
             RlxError: `work` failed; every process raises an error of the same class.
@@ -53,7 +53,7 @@ class Processes:
             return _opened(self._hear(topic, 0), 0)
         return self._try(topic, work)
 
-    def all(self, topic: str, work: Callable[[], str]) -> list[str]:
+    def all(self, topic: str, work: Callable[[], Any]) -> list[Any]:
         """What `work` gives in every process, in their order.
 
         Raises:
@@ -65,7 +65,7 @@ class Processes:
         self._forget(topic)
         return [mine if n == self.index else _opened(heard[n], n) for n in range(self.count)]
 
-    def _try(self, topic: str, work: Callable[[], str]) -> str:
+    def _try(self, topic: str, work: Callable[[], Any]) -> Any:
         """The result of `work`, after the others have been told of it, or of its failure."""
         try:
             result = work()
@@ -75,19 +75,19 @@ class Processes:
         self._tell(topic, {"result": result})
         return result
 
-    def _tell(self, topic: str, message: dict[str, str]) -> None:
+    def _tell(self, topic: str, message: dict[str, Any]) -> None:
         if self.count > 1:
             key = f"{self._prefix}/{topic}/{self.index}"
             _store().key_value_set(key, json.dumps(message))
             self._told.append(key)
 
-    def _hear(self, topic: str, process: int) -> dict[str, str]:
+    def _hear(self, topic: str, process: int) -> dict[str, Any]:
         try:
             text = _store().blocking_key_value_get(f"{self._prefix}/{topic}/{process}", int(self._timeout_s * 1000))
         except Exception as cause:  # the library's own classes are not public
             problem = f"process {process} of {self.count} did not answer within {self._timeout_s:g} s"
             raise SaveFailedError(f"{problem}, asked about {topic!r}; has it died? {quote(cause)}") from cause
-        message: dict[str, str] = json.loads(text)
+        message: dict[str, Any] = json.loads(text)
         return message
 
     def _forget(self, topic: str) -> None:
@@ -105,7 +105,7 @@ def _store() -> Any:
     return multihost.get_jax_distributed_client()
 
 
-def _opened(message: dict[str, str], process: int) -> str:
+def _opened(message: dict[str, Any], process: int) -> Any:
     """The result in another process's message.
 
     Raises:

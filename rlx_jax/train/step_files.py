@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -58,20 +57,20 @@ def start_writing(directory: str, arrays: dict[str, Any]) -> Callable[[], None]:
     return wait
 
 
-def own_files(directory: str, process: int) -> dict[str, FileEntry]:
-    """The files that one process alone wrote, which are on disk when the call returns, with their digests."""
+def own_files(directory: str, process: int) -> dict[str, dict[str, Any]]:
+    """The files that one process alone wrote, which are on disk when the call returns: the fields of their entries."""
     parts = [name for name in os.listdir(directory) if name.endswith(f"{_ENDING}{process}")]
     for part in parts:
         sync_tree(os.path.join(directory, part))
     names = [os.path.join(part, name) for part in parts for name in files_below(os.path.join(directory, part))]
-    return manifest.file_digests(directory, names)
+    return {name: asdict(entry) for name, entry in manifest.file_digests(directory, names).items()}
 
 
-def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[str]) -> None:
+def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[dict[str, dict[str, Any]]]) -> None:
     """Join what the processes wrote, look at it as a reader would, and vouch for it. Process 0 does this.
 
     Args:
-        written: `own_files` of each process, as `spelled`.
+        written: `own_files` of each process.
 
     Raises:
         SaveFailedError: what was written is not what was to be written.
@@ -81,7 +80,7 @@ def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[str])
 
     ocp.StandardCheckpointHandler().finalize(epath.Path(directory))
     write_synced(os.path.join(directory, COMMITTED), b"rlx_jax")
-    known = {name: FileEntry(**entry) for text in written for name, entry in json.loads(text).items()}
+    known = {name: FileEntry(**entry) for files in written for name, entry in files.items()}
     rest = [name for name in files_below(directory) if name not in known]
     files = known | manifest.file_digests(directory, rest)
     made = Manifest({leaf.name: WeightEntry(leaf.type, None) for leaf in leaves}, files)
@@ -92,11 +91,6 @@ def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[str])
         raise SaveFailedError(f"what was written cannot be read back, so it was not kept: {cause}") from cause
     write_synced(os.path.join(directory, manifest.NAME), made.to_json())
     sync(directory)
-
-
-def spelled(files: dict[str, FileEntry]) -> str:
-    """Files and their digests as one text."""
-    return json.dumps({name: asdict(entry) for name, entry in files.items()})
 
 
 def read_leaves(directory: str) -> Manifest:
