@@ -14,7 +14,7 @@ from jax import lax
 from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_inputs import RequestInputs, request_inputs
-from rlx_jax.ir.types import DimLike, TensorType, is_static
+from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.runtime.inputs import bind_sizes
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Variant
@@ -37,14 +37,10 @@ class CaptureAxes:
     @staticmethod
     def of(value: TensorType, ids: TensorType) -> CaptureAxes:
         """The axes of a capture of the type `value`, of a flow that reads `ids` `[batch, seq]`."""
-        batch, seq = (axes_equal(value, dim) for dim in ids.shape)
-        others = (dim for axis, dim in enumerate(value.shape) if axis not in (*batch, *seq))
-        return CaptureAxes(batch[0] if batch else None, seq, len(batch) < 2 and all(map(is_static, others)))
-
-
-def axes_equal(value: TensorType, dim: DimLike) -> tuple[int, ...]:
-    """The axes of a symbolic size."""
-    return () if is_static(dim) else tuple(axis for axis, size in enumerate(value.shape) if str(size) == str(dim))
+        symbols = [None if is_static(size) else str(size) for size in value.shape]
+        batch, seq = (tuple(axis for axis, symbol in enumerate(symbols) if symbol == str(dim)) for dim in ids.shape)
+        others = (symbol for axis, symbol in enumerate(symbols) if axis not in (*batch, *seq))
+        return CaptureAxes(batch[0] if batch else None, seq, len(batch) < 2 and not any(others))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggests
 from rlx_jax.generate.generation import Generation, NewTokens, answered, pieces
-from rlx_jax.generate.held import Continued, KeptArrays, TextState, after, common, continued, kept_at_mark
+from rlx_jax.generate.held import Continued, KeptArrays, TextState, after, common, continued, copied, kept_at_mark
 from rlx_jax.generate.request import Mark, Request, StopLike, TurnOptions
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.text.chat import check_messages, chosen_template
@@ -162,10 +162,12 @@ class Conversation:
         before, ours = found.kept, self._number
         lacking = before is None or not set(leaves) <= set(before.arrays)  # a text may grow over a window
         if mark is None and lacking and leaves and found.before is not None:
-            before = KeptArrays.where(found.before, leaves)
+            before = KeptArrays(found.before.lengths[0], copied({name: found.before.arrays[name] for name in leaves}))
 
         def ended(generation: Generation) -> None:
-            kept = before if mark is None else KeptArrays.of(mark, generation)
+            kept = before
+            if mark is not None:  # which may not have been read
+                kept = None if generation.marked is None else KeptArrays(mark.at, generation.marked)
             if self._number == ours:
                 self._text = after(generation, taken.ids, kept)
 

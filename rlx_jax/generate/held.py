@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import numpy as np
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.template import Template
 from rlx_jax.generate.generation import Generation
-from rlx_jax.generate.request import Before, Mark
+from rlx_jax.generate.request import Before
 from rlx_jax.generate.speculative import OWN
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.runtime.model import CompiledModel
@@ -31,16 +30,6 @@ class KeptArrays:
 
     at: int
     arrays: StateArrays
-
-    @staticmethod
-    def of(mark: Mark, generation: Generation) -> KeptArrays | None:
-        """Those of a request's mark; None where it was not read so far."""
-        return None if generation.marked is None else KeptArrays(mark.at, generation.marked)
-
-    @staticmethod
-    def where(before: Before, names: Sequence[str]) -> KeptArrays:
-        """Those of the state that a request goes on from."""
-        return KeptArrays(before.lengths[0], copied({name: before.arrays[name] for name in names}))
 
 
 @dataclass(frozen=True)
@@ -107,11 +96,14 @@ def continued(model: CompiledModel, text: TextState | None, ids: Sequence[int]) 
 
 def can_cut(model: CompiledModel, text: TextState, at: int, besides: Collection[str] = ()) -> bool:
     """Whether the state is right after `at` tokens where its length alone is set to that, `besides` these arrays."""
-    held, rings = len(text.ids), windows(model)
+    held, rings, template = len(text.ids), windows(model), _template(model)
 
     def cuts(name: str) -> bool:
-        slots = slots_of(model, name, text.arrays[name]) if name in rings else 0
-        return name in rings and (held <= slots or held - at <= slots - rings[name])
+        if name not in rings:
+            return False
+        axis = next(i for i, size in enumerate(template.state[name].shape) if str(size) in template.rings)
+        slots = text.arrays[name].shape[axis]
+        return bool(held <= slots or held - at <= slots - rings[name])
 
     return all(name in besides or cuts(name) for name in uncut(model))
 
@@ -151,13 +143,6 @@ def windows(model: CompiledModel) -> dict[str, int]:
     rings = _template(model).rings
     found = ((name, t.symbols & rings.keys()) for name, t in _template(model).state.items())
     return {name: rings[symbol] for name, symbols in found for symbol in symbols}
-
-
-def slots_of(model: CompiledModel, name: str, array: Any) -> int:
-    """The slots of a ring."""
-    template = _template(model)
-    axis = next(i for i, size in enumerate(template.state[name].shape) if str(size) in template.rings)
-    return int(array.shape[axis])
 
 
 def _template(model: CompiledModel) -> Template:

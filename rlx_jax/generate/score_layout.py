@@ -121,10 +121,6 @@ class ScoreForm:
         """Tokens of a row that a text takes: a row has one of the other ends for each slot."""
         return max(len(text.read), self.sizes.costs.slot * (len(text.ends) - 1) if self.shared else 0)
 
-    def _others(self, width: int) -> int:
-        """How many of the other ends a row has."""
-        return self.sizes.slots(width) if self.shared else MOST_OTHERS
-
     def program(self, rows: int, width: int) -> BoundProgram:
         """See `score_program`."""
         more = (SEGMENTS.input, POSITIONS.input) if self.shared else ()
@@ -135,7 +131,8 @@ class ScoreForm:
         rows = [[texts[number] for number in numbers] for numbers in block.texts]
         tokens, segments, positions = packed_rows(block, [[text.read for text in row] for row in rows])
         aim, *_ = packed_rows(block, [[(*text.read[1:], text.ends[0]) for text in row] for row in rows])
-        others, places = np.zeros((2, block.rows, self._others(block.width)), np.int32)
+        slots = self.sizes.slots(block.width) if self.shared else MOST_OTHERS
+        others, places = np.zeros((2, block.rows, slots), np.int32)
         for place in places_in(block, texts):
             text = texts[place.text]
             more = slice(place.other, place.other + len(text.ends) - 1)

@@ -16,6 +16,7 @@ from rlx_jax.compiler.pipeline import head_operands
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.types import is_static
 from rlx_jax.losses import InPieces, count_pieces, logits_of_piece, split_tokens
+from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Variant
 
@@ -114,19 +115,18 @@ def score_program(model: CompiledModel, reads: tuple[str, ...], rows: int, width
         RequestError: it is not compiled, and the profile wants that told.
     """
     key = model.sized({"batch": rows, "seq": width}, Variant(last_only=False, outputs=model.output_names[:1]))
-    pieces = _in_pieces(model, rows, width)
+    try:
+        pieces = _in_pieces(model, model.template().head, rows, width)
+    except GraphError:  # the output is not a product
+        pieces = None
     key = replace(key, headless=pieces is not None, around=ScoreTokens(reads, pieces))
     model.programs.check_compiled(key)
     return BoundProgram(model, key)
 
 
-def _in_pieces(model: CompiledModel, rows: int, width: int) -> InPieces | None:
-    """How the logits are taken; None where the output is not a product that could be taken in pieces."""
+def _in_pieces(model: CompiledModel, head: Head, rows: int, width: int) -> InPieces | None:
+    """How the logits of a head are taken; None where it cannot be taken in pieces."""
     division = model.programs.division
-    try:
-        head = model.template().head
-    except GraphError:
-        return None
     if head.type.rank != 3 or not is_static(head.type.shape[-1]):
         return None
     words = int(head.type.shape[-1])

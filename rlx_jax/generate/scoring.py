@@ -45,27 +45,18 @@ class Score:
     token_logprobs: tuple[float, ...]
 
 
-def check_scores(lm: LanguageModel, what: str) -> None:
-    """A text can be scored, padded and beside others.
-
-    Raises:
-        RequestError: the flow reads more than tokens. DeriveError: a token may see those behind it, or rows each other.
-    """
-    model = lm.model
-    if lm.required:
-        raise RequestError(f"{what}: {model.name} reads {listing(lm.required)} beside tokens; {what} takes texts alone")
-    model.programs.any_template(model.as_program("prefill").key())  # what is proved before one is derived
-
-
 def scores_of(lm: LanguageModel, items: Sequence[ScoredTokens], what: str) -> tuple[list[Score], RequestReport]:
     """The score of each item, in order, and how fast that was. `what` messages are about: the method that was called.
 
     Raises:
-        RequestError, DeriveError: as `check_scores` and `score_sizes`. NumericsError: as `score_all`.
+        RequestError: the flow reads more than tokens; as `score_sizes`. DeriveError: a token may see those behind it,
+            or rows each other. NumericsError: as `score_all`.
     """
     model = lm.model
     clock = model.programs.clock()
-    check_scores(lm, what)
+    if lm.required:
+        raise RequestError(f"{what}: {model.name} reads {listing(lm.required)} beside tokens; {what} takes texts alone")
+    model.programs.any_template(model.as_program("prefill").key())  # what is proved before one is derived
     longest = max((item.width for item in items), default=1)
     texts = shared_tokens(items)
     scores = score_all(what, items, texts, *forms_for(model, lm.buckets, lm.max_positions, longest))
@@ -76,12 +67,9 @@ def scores_of(lm: LanguageModel, items: Sequence[ScoredTokens], what: str) -> tu
 
 
 def score_all(
-    what: str,
-    items: Sequence[ScoredTokens],
-    texts: Sequence[SharedTokens],
-    shared: ScoreForm | None,
+    what: str, items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], shared: ScoreForm | None,
     alone: ScoreForm | None,
-) -> list[Score]:
+) -> list[Score]:  # fmt: skip
     """The score of each item, in order, of which `texts` are made: in rows with others as long as they fit there.
 
     Raises:
@@ -92,27 +80,22 @@ def score_all(
 
     def take(form: ScoreForm, texts: Sequence[SharedTokens], blocks: Iterable[Block]) -> list[SharedTokens]:
         """Note the scores of texts, and give those that have something that is not finite."""
-        bad = []
-        for text, judged in _results(form, texts, blocks):
-            for number, other in text.texts:
-                item = items[number]
-                values, likeliest = judged.tokens(item.start - 1, other)
-                if np.isnan(values).any():
-                    failed[number] = int(np.isnan(values).argmax())
-                    bad.append(text)
-                    continue
-                failed.pop(number, None)
-                numbers = tuple(values.tolist())
-                found[number] = Score(math.fsum(numbers), bool(likeliest.all()), item.ids[item.start :], numbers)
-        return bad
+        bad = {}
+        for text, number, values, likeliest in _results(form, items, texts, blocks):
+            if np.isnan(values).any():
+                failed[number] = int(np.isnan(values).argmax())
+                bad[id(text)] = text
+                continue
+            failed.pop(number, None)
+            numbers, item = tuple(values.tolist()), items[number]
+            found[number] = Score(math.fsum(numbers), bool(likeliest.all()), item.ids[item.start :], numbers)
+        return [*bad.values()]
 
     widest = shared.sizes.widths[-1] if shared else 0
-    wide = [text for text in texts if len(text.read) > widest]
+    fitting, wide = ([text for text in texts if (len(text.read) > widest) == over] for over in (False, True))
     if shared is not None:
-        fitting = [text for text in texts if len(text.read) <= widest]
-        # What is not finite in one text may reach the others of its row.
-        again = list({id(text): text for text in take(shared, fitting, shared.plan(fitting))}.values())
-        take(shared, again, shared.apart(again))
+        again = take(shared, fitting, shared.plan(fitting))
+        take(shared, again, shared.apart(again))  # what is not finite in one text may reach the others of its row
     if alone is not None:
         take(alone, wide, alone.plan(wide))
     if failed:
@@ -126,42 +109,25 @@ def score_all(
     return [score for score in found if score is not None]
 
 
-@dataclass(frozen=True)
-class JudgedText:
-    """Of the tokens behind those that a text reads, and of its other ends: log-probabilities, and whether each is the
-    likeliest."""
-
-    log_probs: np.ndarray[Any, Any]
-    likeliest: np.ndarray[Any, Any]
-    others: np.ndarray[Any, Any]
-    others_likeliest: np.ndarray[Any, Any]
-
-    def tokens(self, start: int, other: int | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Log-probabilities and flags from the token behind number `start` on; `other`: the last one is that end."""
-        values, flags = self.log_probs[start:], self.likeliest[start:]
-        if other is not None:
-            values, flags = values.copy(), flags.copy()
-            values[-1], flags[-1] = self.others[other], self.others_likeliest[other]
-        return values, flags
-
-
 def _results(
-    form: ScoreForm, texts: Sequence[SharedTokens], blocks: Iterable[Block]
-) -> Iterator[tuple[SharedTokens, JudgedText]]:
-    """What each text gets; the next calls run while the host looks at it."""
+    form: ScoreForm, items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], blocks: Iterable[Block]
+) -> Iterator[tuple[SharedTokens, int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """What each item of the texts gets: the text, the item's number, the log-probabilities of its tokens that are
+    scored, and whether each is the likeliest. The next calls run while the host looks at it."""
     running: deque[tuple[Block, tuple[jax.Array, ...]]] = deque()
 
-    def fetched() -> Iterator[tuple[SharedTokens, JudgedText]]:
+    def fetched() -> Iterator[tuple[SharedTokens, int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         block, made = running.popleft()
-        log_probs, likeliest, others, others_likeliest = jax.device_get(made)
+        *each, others, others_likeliest = jax.device_get(made)
         for place in places_in(block, texts):
             text, row = texts[place.text], place.row
-            span = slice(place.first, place.first + len(text.read))
-            more = slice(place.other, place.other + len(text.ends) - 1)
-            yield (
-                text,
-                JudgedText(log_probs[row, span], likeliest[row, span], others[row, more], others_likeliest[row, more]),
-            )
+            for number, other in text.texts:
+                span = slice(place.first + items[number].start - 1, place.first + len(text.read))
+                values, likeliest = (array[row, span].copy() for array in each)
+                if other is not None:
+                    end = row, place.other + other
+                    values[-1], likeliest[-1] = others[end], others_likeliest[end]
+                yield text, number, values, likeliest
 
     for block in blocks:
         made, _ = form.program(block.rows, block.width)(form.inputs(block, texts), {})

@@ -98,7 +98,9 @@ def warm_reading(lm: LanguageModel) -> None:
     def read(block: Ids, lengths: Any, slots: int) -> DecodeState:
         return prefill(lm, block, lengths, slots, "last", None, None)[1]
 
-    for rows, width, slots in warm_blocks(buckets):
+    for rows, slots, width in product(buckets.batch, buckets.context, buckets.prompt):
+        if width > slots:
+            continue
         block = np.zeros((rows, width), np.int32)
         state = read(block, np.ones(rows, int), slots)
         for more in (block, block[:, :1]):
@@ -133,13 +135,6 @@ def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tup
             for n, sampler in enumerate(samplers):
                 for length in sorted(lengths) if n == 0 else (1,):
                     yield rows, length, slots, sampler
-
-
-def warm_blocks(buckets: Buckets) -> Iterator[tuple[int, int, int]]:
-    """What `prefill` and `extend` are given directly: (rows, tokens, slots)."""
-    for rows in buckets.batch:
-        for slots in buckets.context:
-            yield from ((rows, width, slots) for width in buckets.prompt if width <= slots)
 
 
 def warm_contexts(buckets: Buckets, new_tokens: int, max_positions: int | None) -> tuple[int, ...]:
