@@ -218,7 +218,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS[:6], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[i] for i in (1, 3, 5)], ids=str)
 def test_heads_first_is_eval(options: dict[str, Any]) -> None:
     """The operands laid out head by head: the same numbers as `eval`, which the formulas hold, with every option."""
     op, arrays = AttentionOp(N, K, **options), attention_operands(options, T)
@@ -245,7 +245,7 @@ def attention_operands(options: dict[str, Any], queries: int) -> list[Any]:
     return [*(rng.standard_normal((B, *shape)).astype("f4") for shape in widths), *rest]
 
 
-@pytest.mark.parametrize(("options", "queries"), [(o, n) for o in OPTIONS for n in ((T, 3, T + 2) if not o else (3,))])
+@pytest.mark.parametrize(("options", "queries"), [({}, T + 2), *((OPTIONS[i], 3) for i in (1, 3, 7))])
 def test_query_chunks_equal_eval(options: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 2 queries, the last one padded where S is odd: results and gradients of q, k and v as of `eval`."""
     monkeypatch.setattr("rlx_jax.lowering.lir.attention.CHUNK_SCORES", 2 * 4 * B * N * T)

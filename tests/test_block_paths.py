@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_jax as rlx
-from rlx_jax import GraphModule, blocks
-from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec, Named, Repeat, RopeTables, Sequence
+from rlx_jax import GraphModule
+from rlx_jax.blocks import BlockStage, Custom, Linear, Named, Repeat, RopeTables, Sequence
 from rlx_jax.ir.graph import Graph, Leaf
 from rlx_jax.ir.paths import path_text
-from tests.small import compiled, llama_weights, w
+from tests.small import w
 
 H = 4
 X = np.random.default_rng(0).standard_normal((2, 3, H)).astype(np.float32)
@@ -141,23 +141,3 @@ def test_no_two_blocks_share_a_path(trees: list[Any], layers: int) -> None:
 
     found = paths(x_flow().raw_stages([Repeat(layers, layer), Repeat(layers, layer)]).build().hir)
     assert len(set(found)) == len(found) == made + 2 * layers
-
-
-def test_caches_of_two_stacks(roll: Any = "scan") -> None:
-    """Each layer of each has its own, whether its stack is a region or not."""
-    spec, weights = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1), llama_weights(5, H, 8, 4, 9)
-
-    def layer(i: int) -> BlockStage:
-        return blocks.llama_prefill_layer_composed(i, spec)
-
-    def other(i: int) -> BlockStage:
-        return Sequence([layer(i + 2), Custom(lambda e, x: x * (i + 1.5))])
-
-    flow = x_flow().repeat_layers(2, layer).repeat_layers(3, other)
-    want = np.asarray(compiled(flow, weights)(X))
-    model = compiled(flow, weights, program="extend", profile=rlx.CompileProfile().replace(layers={"roll": roll}))
-    state, got = model.init_state(2, context=3), []
-    for at in range(3):
-        y, state = model(X[:, at : at + 1], lengths=np.ones(2, np.int32), state=state)
-        got.append(np.asarray(y))
-    np.testing.assert_allclose(np.concatenate(got, 1), want, rtol=1e-4, atol=1e-5)

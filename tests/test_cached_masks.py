@@ -53,8 +53,7 @@ def alone(row: int, keeps: Any, window: int = 9) -> Any:
     return (x + np.einsum("hst,thd->shd", weights, v).reshape(9, -1)) @ WEIGHTS["e"].T
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("kind", "window"), [*((kind, None) for kind in MASKS), ("of tokens", 3)])
 def test_prefill_and_extend_are_forward(kind: str, window: int | None) -> None:
     """For rows of several lengths, token by token too."""
     mask, keeps = MASKS[kind]

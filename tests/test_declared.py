@@ -28,13 +28,8 @@ FIXTURES = (
     "vision/dual/siglip", "flux2/sharded_bf16",
 )  # fmt: skip
 OFTEN: tuple[str, ...] = (
-    "llama/gqa_linear_mlpbias_v5",
-    "qwen3_5_text/tied_v5",
-    "mixtral/window_v5",
-    "gpt2/bare_v4",
-    "bert/bare_v5",
-)
-OFTEN += ("mamba2/groups_v5", "vision/dual/clip", "flux2/sharded_bf16")
+    "qwen3_5_text/tied_v5", "mixtral/window_v5", "bert/bare_v5", "vision/dual/clip",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("fixture", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in FIXTURES])

@@ -124,9 +124,9 @@ def test_weights_in_the_orientation_of_checkpoints() -> None:
 # -- numbers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["direct", "fusable"])
-@pytest.mark.parametrize("kv_heads", [4, 2], ids=["plain", "grouped"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("mask", "kv_heads", "policy"), [*((mask, 2, "direct") for mask in MASKS), ("causal", 4, "fusable")]
+)
 def test_each_mask_kind(mask: str, kv_heads: int, policy: str) -> None:
     """Llama's layer as one block."""
     kind, given = MASKS[mask]
@@ -174,16 +174,15 @@ def test_options_of_a_layer(name: str) -> None:
     spec = OPTIONS[name]
     weights = weights_of(spec, 3)
     want, stored = layer_reference(spec, weights, X), joined(spec, weights)
-    assert_close(run(blocks.decoder_layer(0, spec), stored), want, tolerance=3e-6)
     assert_close(run(LlamaDecoder.layer(0, spec), stored, merge=True), want, tolerance=3e-6)
-    if spec.num_kv_heads % 2 == 0:
+    if name in QUICK:
+        assert_close(run(blocks.decoder_layer(0, spec), stored), want, tolerance=3e-6)
+    if name in QUICK and spec.num_kv_heads % 2 == 0:
         assert_close(run(Qwen3Decoder.layer(0, spec), stored, mesh=mesh("tensor", 2)), want, tolerance=3e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mask", "policy"), [*((mask, "fusable") for mask in MASKS), ("causal", "direct"), ("bias", "direct")]
-)
+@pytest.mark.parametrize(("mask", "policy"), [("sliding_window", "fusable"), ("custom", "fusable"), ("bias", "direct")])
 def test_fused_is_composed(mask: str, policy: str) -> None:
     """From one checkpoint, equal bits under `fusable`, within 2e-6 under `direct`; composed keeps the mask."""
     kind, given = MASKS[mask]

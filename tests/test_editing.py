@@ -168,11 +168,7 @@ def test_captures_beside_named_outputs() -> None:
     """They follow what the flow names, unless some of them are named."""
     flow = rlx.ModelFlow("m").input("x", ("batch", 4)).store_stream("raw").named_layer("a", blocks.Activation("relu"))
     flow = flow.named_layer("b", blocks.Activation("relu")).at("{a,b}").capture()
-    names = {
-        (): ("output", "a", "b"),
-        ("raw",): ("output", "raw", "a", "b"),
-        ("b", "raw"): ("output", "b", "raw"),
-    }
+    names = {(): ("output", "a", "b"), ("raw",): ("output", "raw", "a", "b"), ("b", "raw"): ("output", "b", "raw")}
     for chosen, want in names.items():
         assert (flow.with_extra_outputs(chosen) if chosen else flow).build().output_names == want
 

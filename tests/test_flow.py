@@ -229,25 +229,6 @@ def test_attn_mask_registers_a_keep_mask() -> None:
         flow.stage(blocks.AttnMask.from_input("kep")).build({})
 
 
-def test_bert_encoder_layer() -> None:
-    """`repeat_bert_layers` is the layer; an undeclared mask is an error. Its numbers are those of `test_bert.py`."""
-    flow = x_flow().input("attention_mask", ("batch", "seq"), dtype="int32", default=None)
-    layer = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", H, 2)
-    shapes = {f"attention.self.{n}": (H, H) for n in ("query", "key", "value")}
-    shapes |= {"attention.output.dense": (H, H), "intermediate.dense": (F, H), "output.dense": (H, F)}
-    weights = {f"encoder.layer.0.{n}.weight": w(*s) / 2 for n, s in shapes.items()}
-    weights |= {f"encoder.layer.0.{n}.bias": w(s[0]) for n, s in shapes.items()}
-    for n in ("attention.output.LayerNorm", "output.LayerNorm"):
-        weights |= {f"encoder.layer.0.{n}.{part}": w(H) for part in ("weight", "bias")}
-    one, same = compiled(flow.bert_encoder_layer(layer), weights), flow.repeat_bert_layers(1, "", "bert", H, 2)
-    close(compiled(same, weights)(X), np.asarray(one(X)), 1e-5)
-    assert np.abs(np.asarray(one(X, attention_mask=[[1, 1, 0], [1, 1, 1]]) - one(X))[0]).max() > 1e-3
-    with pytest.raises(UnboundInputError, match="attention_mask"):
-        x_flow().bert_encoder_layer(layer).build(weights)
-    with pytest.raises(GraphError, match="3 heads"):
-        blocks.BertEncoderLayerSpec.hf("p", H, 3)
-
-
 def test_pooling_and_gathers_of_tokens() -> None:
     """The first token, the last, and the one an input names: per row. The input need not be declared."""
     close(run(x_flow().cls_token_pool(), X), X[:, 0])
@@ -573,14 +554,6 @@ def test_a_default_is_a_number_positions_or_none() -> None:
             flow(default).build({"t": w(5, H)})
 
 
-def test_a_named_register() -> None:
-    def register(emit: Any, x: Any) -> Any:
-        emit.set_named("j", x * 2)
-        return x
-
-    close(run(x_flow().custom(register).custom(lambda emit, x: emit.named("j")), X), 2 * X)
-
-
 def test_an_absent_optional_input_is_a_smaller_program() -> None:
     """None: stages do without. A number: it counts as that. Given: it is read."""
 
@@ -675,30 +648,6 @@ def test_inputs_that_are_read_with_an_optional_one() -> None:
             model(*args, **named)
 
 
-def test_constants_belong_to_the_program() -> None:
-    """Up to 1 MiB; more is a weight. Synthesised tensors are never parameters."""
-    with pytest.raises(GraphError, match=r"s: .*1048576.*weight"):
-        x_flow().custom_named("s", lambda e, x: x + e.constant(np.zeros((2**15 + 1, 8))).sum()).build()
-    big = jnp.zeros((2**18 + 1,), jnp.float32)
-    with pytest.raises(GraphError, match=r"emit\.param"):
-        x_flow().custom_named("s", lambda e, x: e.jax(lambda t: t + big.sum(), x)).build()
-    spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
-    flow = x_flow().zero_beta(H).rope_tables(RopeTables.theta(4)).attn_mask_ones().self_attn_prefill(spec)
-    model = compiled(flow.custom(lambda e, x: x + e.constant(np.ones(8))), qkv())
-    assert set(model.params) == set(qkv())
-    assert set(jax.grad(lambda p: model.apply(p, X).sum())(model.params)) == set(qkv())
-
-
-def test_a_weight_used_twice_is_stored_once() -> None:
-    """Plain and transposed, in two layers, as embedding and head."""
-    square = w(H, H)
-    flow = x_flow().linear("w").linear("w", transpose=False).custom(lambda e, x: x @ e.load_param("w", transpose=True))
-    model = compiled(flow, {"w": square})
-    close(model(X), X @ square.T @ square @ square.T, 1e-5)
-    assert list(model.params) == ["w"]
-    assert model.report().parameter_bytes == square.nbytes
-
-
 def test_weights_of_other_dtypes_enter_as_f32() -> None:
     """bf16, f16 and f64 checkpoints; integers and bools stay."""
     for dtype in (ml_dtypes.bfloat16, np.float16, np.float64):
@@ -743,15 +692,3 @@ def test_build_and_lowering_read_no_data() -> None:
     model(IDS)
     model.lower(IDS[:1])
     assert len(source.reads) == len(source.keys())
-
-
-def test_linear_says_what_its_axes_are() -> None:
-    """Columns of the first and rows of the second on four devices; without roles every device has all."""
-    weights = {"up": w(F, H), "down": w(H, F), "bias": w(F), "whole": w(H, H)}
-    flow = x_flow().linear("up", bias="bias", roles=("ffn", "hidden")).linear("down", roles=("hidden", "ffn"))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",))
-    model = compiled(flow.linear("whole"), weights, mesh=mesh)
-    specs = {name: tuple(array.sharding.spec) for name, array in model.params.items()}
-    assert specs == {"up": ("tensor",), "bias": ("tensor",), "down": (None, "tensor"), "whole": ()}
-    want = ((X @ weights["up"].T + weights["bias"]) @ weights["down"].T) @ weights["whole"].T
-    np.testing.assert_allclose(model(X), want, rtol=1e-4, atol=1e-4)

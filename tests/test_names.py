@@ -59,18 +59,6 @@ def test_no_two_classes_share_a_name() -> None:
     assert shared({path: path.read_text("utf-8") for path in FILES}) == {}
 
 
-def test_the_search_finds_them() -> None:
-    """Classes, aliases of different values, and a stage that is no block's."""
-    a, b, stage, block = (
-        ROOT / name for name in ("lowering/a.py", "lowering/b.py", "blocks/a.py", "rlx_jax/ir/hir.py")
-    )
-    assert set(shared({a: "class One: ...", b: "One = int"})) == {"One"}
-    assert set(shared({a: "Two = int", b: "Two = str"})) == {"Two"} and shared({a: "Two = int", b: "Two = int"}) == {}
-    assert shared({stage: "class Three: ...", block: "class Three: ..."}) == {}
-    assert set(shared({stage: "class Three: ...", a: "class Three: ..."})) == {"Three"}
-    assert {path.parent.name for path in FILES} >= {"blocks", "mir", "ir", "profiles", "models"}
-
-
 CLASSES = [c for c in vars(errors).values() if inspect.isclass(c) and c.__module__ == errors.__name__]
 
 

@@ -23,10 +23,7 @@ from rlx_jax.errors import (
     WeightShapeError,
 )
 from rlx_jax.ir.packed import SCHEMES, Packed, PackedSpec, decoded, stored_bytes, suspects
-from rlx_jax.ir.param import (
-    Key,
-    Program,
-)
+from rlx_jax.ir.param import Key, Program
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.weights.execute import load_leaf
@@ -151,11 +148,7 @@ def q8(shape: Any) -> Packed:
             WeightError,
             "unknown scheme of packing 'gguf_q80'; did you mean 'gguf_q8_0'",
         ),
-        (
-            Packed(Q8, "int8", (4, 64)),
-            WeightError,
-            "unknown scheme of packing 'int8'; known are gguf_q4_0, gguf_q4_1",
-        ),
+        (Packed(Q8, "int8", (4, 64)), WeightError, "unknown scheme of packing 'int8'; known are gguf_q4_0, gguf_q4_1"),
         (Packed(Q8, None, (4, 64)), WeightError, "unknown scheme of packing None; known are"),  # type: ignore[arg-type]
         (
             Packed(Q8, "gguf_q8_0", ()),

@@ -8,11 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx_jax.errors import (
-    UnsupportedError,
-    WeightError,
-    WeightShapeError,
-)
+from rlx_jax.errors import UnsupportedError, WeightError, WeightShapeError
 from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import Dequantized, Joined, Key, Permuted, Program, Reshaped, Sliced, Stack, Transposed, cast
 from rlx_jax.ir.param_keys import keys_of, leaf_name, narrows, packed_keys, stored_keys

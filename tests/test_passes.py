@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import blocks
@@ -22,12 +18,9 @@ from rlx_jax.compiler import passes
 from rlx_jax.compiler.passes import PIPELINE, Job
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Origin, StateLeaf, TypeCache, Value
-from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.pointwise import Binary, Unary
-from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.graph import Constant, Graph, Leaf
 from rlx_jax.ir.types import TensorType
-from rlx_jax.ir.verify import verify
+from tests import small
 from tests.opening import opened
 from tests.small import compiled, profile, w
 
@@ -71,16 +64,9 @@ def llama_flow(layers: int = 2, biased: bool = False) -> rlx.ModelFlow:
 def llama_weights(layers: int = 2, biased: bool = False) -> dict[str, np.ndarray]:
     """Its weights."""
     out = {"model.embed_tokens.weight": w(V, H) * 2, "model.norm.weight": 1 + w(H)}
-    for i in range(layers):
-        p = f"model.layers.{i}"
-        for n, shape in (("q", (16, H)), ("k", (8, H)), ("v", (8, H)), ("o", (H, 16))):
-            out[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i)
-            if biased:
-                out[f"{p}.self_attn.{n}_proj.bias"] = w(shape[0], seed=i)
-        for n, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F))):
-            out[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i)
-        for n in ("input_layernorm", "post_attention_layernorm"):
-            out[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
+    out |= small.llama_weights(layers, H, 16, 8, F)
+    for key in [key for key in out if biased and "self_attn" in key]:
+        out[key.replace("weight", "bias")] = w(len(out[key]))
     return out
 
 
@@ -114,23 +100,6 @@ STEPS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "jax pair": lambda e, x, y: sum(e.jax(lambda a, b: (a * b, a - b), x, y)),
     "scores": lambda e, x, y: e.softmax(x @ y.transpose(0, 2, 1)) @ y,
 }
-PROGRAMS = st.lists(
-    st.lists(st.tuples(st.sampled_from(list(STEPS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6),
-    min_size=6,
-    max_size=6,
-)
-VARIANTS = st.fixed_dictionaries(
-    {
-        "fusion": st.fixed_dictionaries(
-            {
-                "policy": st.sampled_from(["direct", "fusable"]),
-                "disable": st.lists(st.sampled_from(OPTIONAL), unique=True),
-            }
-        ),
-        "passes": st.fixed_dictionaries({name: st.booleans() for name in CLEANING}),
-        "backend": st.fixed_dictionaries({"cpu": st.fixed_dictionaries({"merge": st.booleans()})}),
-    }
-)
 PLAIN = {
     "fusion": {"policy": "fusable", "skip": True}, "passes": dict.fromkeys(CLEANING, False),
     "backend": {"cpu": {"merge": False}},
@@ -152,68 +121,29 @@ def flow_of(programs: Sequence[Sequence[tuple[str, int, int]]]) -> rlx.ModelFlow
     return x_flow().custom(stage)
 
 
-def outputs(
-    flow: rlx.ModelFlow, tables: Any, inputs: Any = X, weights: Any = None, eager: bool = False
-) -> dict[str, np.ndarray]:
-    """All outputs of the flow, compiled with these settings; `eager` runs op by op and spares XLA."""
-    weights = WEIGHTS if weights is None else weights
-    used = read_by(flow, weights)
-    model = compiled(flow, used, profile=profile(**tables))
-    with jax.disable_jit(eager):
-        out = model.apply(model.params, inputs) if eager else model(inputs)
-    return {k: np.asarray(v) for k, v in (out if isinstance(out, dict) else {"output": out}).items()}
-
-
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(programs=PROGRAMS, tables=VARIANTS)
-def test_policies_passes_and_merging_change_no_numbers(programs: Any, tables: Any) -> None:
-    """Six random programs at a time: any choice against everything off."""
-    flow = flow_of(programs)
-    want, got = outputs(flow, PLAIN, eager=True), outputs(flow, tables, eager=True)
-    assert list(want) == list(got)
-    for name, value in want.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+def outputs(flow: rlx.ModelFlow, tables: Any) -> dict[str, np.ndarray]:
+    """All outputs of the flow, compiled with these settings."""
+    out = compiled(flow, read_by(flow, WEIGHTS), profile=profile(**tables))(X)
+    return {k: np.asarray(v) for k, v in out.items()}
 
 
 FORMS: dict[str, Any] = {
     "direct": {},
     "fusable": {"fusion": {"policy": "fusable"}},
     "merged": {"backend": {"cpu": {"merge": True}}},
-    "plain": PLAIN,
 }
 
 
-@functools.cache
-def twice_each(form: str) -> dict[str, np.ndarray]:
-    """Every step, applied twice, as one side output of a program of that form."""
+@pytest.mark.slow
+def test_policies_passes_and_merging_change_no_numbers() -> None:
+    """Every step, applied twice, as one side output of a program of each form."""
     flow = flow_of([[(step, 0, 0), (step, 1, 0)] for step in STEPS])
-    return dict(zip(STEPS, list(outputs(flow, FORMS[form]).values())[1:], strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [f for f in FORMS if f != "plain"])
-@pytest.mark.parametrize("step", STEPS)
-def test_each_step_in_each_form(step: str, form: str) -> None:
-    """So that no step is left to chance."""
-    np.testing.assert_allclose(twice_each(form)[step], twice_each("plain")[step], rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def llama_logits() -> np.ndarray:
-    """Of the biased Llama, with everything off."""
-    return outputs(llama_flow(biased=True), PLAIN, IDS, llama_weights(biased=True))["output"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("roll", ["unroll", "scan"])
-@pytest.mark.parametrize("policy", ["direct", "fusable"])
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_llama_in_each_form(roll: str, policy: str, merge: bool, llama_logits: np.ndarray) -> None:
-    """Both policies, merged and not, rolled both ways."""
-    tables = {"fusion": {"policy": policy}, "backend": {"cpu": {"merge": merge}}, "layers": {"roll": roll}}
-    got = outputs(llama_flow(biased=True), tables, IDS, llama_weights(biased=True))["output"]
-    np.testing.assert_allclose(got, llama_logits, rtol=1e-5, atol=1e-5)
+    want = outputs(flow, PLAIN)
+    for form, tables in FORMS.items():
+        got = outputs(flow, tables)
+        assert list(want) == list(got)
+        for step, name in zip(("the input", *STEPS), want, strict=True):
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-5, err_msg=f"{step}, {form}")
 
 
 # -- what the passes do ------------------------------------------------------------------------
@@ -313,160 +243,17 @@ def test_the_direct_policy_takes_better_rules() -> None:
     assert any("repeat_heads" in t for t in fusable) and not any("repeat_heads" in t for t in direct)
 
 
-def test_types_of_leaves_flow_through_specialise() -> None:
-    """The LIR has numbers where the template has symbols."""
-    model = compiled(x_flow().linear("w"), {"w": WEIGHTS["w"]})
-    assert "f32[batch,seq,8]" in model.text("mir")
-    text = model.text("lir", X)
-    assert "f32[2,3,8]" in text and "batch" not in text
-
-
 # -- the verifier ------------------------------------------------------------------------------
 
 
-def graph_of() -> tuple[Graph, TypeCache]:
-    """tanh(x · w) + x, with a constant and a region of two layers."""
-    flow = x_flow().linear("w").custom(lambda e, x: e.tanh(x) + x * 2).repeat_layers(
-        2, lambda i: blocks.Custom(lambda e, x: e.sin(x) + 1)
-    )  # fmt: skip
-    built = flow.build({"w": WEIGHTS["w"]})
-    return built.hir, built.types
-
-
-def number_of(graph: Graph, op: Any) -> int:
-    """The first node with such an op."""
-    return next(i for i, n in enumerate(graph.nodes) if isinstance(n.op, op))
-
-
-def with_node(graph: Graph, number: int, **changes: Any) -> Graph:
-    """The graph with one node changed."""
-    nodes = list(graph.nodes)
-    nodes[number] = replace(nodes[number], **changes)
-    return replace(graph, nodes=tuple(nodes))
-
-
-def with_body(graph: Graph, change: Callable[[Graph], Graph]) -> Graph:
-    """The graph with the body of its region changed."""
-    number = number_of(graph, Repeat)
-    op = graph.nodes[number].op
-    assert isinstance(op, Repeat)
-    return with_node(graph, number, op=op.with_regions((change(op.body),)))
-
-
-def first_sin(body: Graph) -> int:
-    """The first node of a body that is no leaf."""
-    return next(i for i, n in enumerate(body.nodes) if not isinstance(n.op, Leaf))
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A change that the verifier must find, and what its message must say."""
-
-    change: Callable[[Graph], Graph]
-    says: tuple[str, ...]
-
-
-def operand(number: int, index: int = 0) -> Callable[[Graph], Graph]:
-    """The tanh reads another value."""
-    return lambda g: with_node(g, number_of(g, Unary), inputs=(Value(number, index),))
-
-
 F32 = np.dtype(np.float32)
-DAMAGE = {
-    "a value that does not exist": Damage(operand(99), ("tanh",)),
-    "a value that comes later": Damage(lambda g: operand(number_of(g, Unary) + 1)(g), ("tanh",)),
-    "its own value": Damage(lambda g: operand(number_of(g, Unary))(g), ("tanh",)),
-    "a negative node": Damage(operand(-1), ("tanh",)),
-    "a result that does not exist": Damage(operand(0, 1), ("tanh",)),
-    "a negative result": Damage(operand(0, -1), ("tanh",)),
-    "another declared shape": Damage(
-        lambda g: with_node(g, number_of(g, Unary), types=(TensorType((1, 2), F32),)),
-        ("tanh", "f32[1,2]", "f32[batch,seq,8]"),
-    ),
-    "another declared dtype": Damage(
-        lambda g: with_node(g, number_of(g, Unary), types=(g.nodes[number_of(g, Unary)].types[0].with_dtype("bf16"),)),
-        ("tanh", "bf16[batch,seq,8]"),
-    ),
-    "one result too many": Damage(
-        lambda g: with_node(g, number_of(g, Unary), types=g.nodes[number_of(g, Unary)].types * 2), ("tanh",),
-    ),
-    "another leaf type": Damage(lambda g: with_node(g, 0, types=(TensorType((3,), F32),)), ("f32[3]",)),
-    "an operand too few": Damage(
-        lambda g: with_node(g, number_of(g, Binary), inputs=g.nodes[number_of(g, Binary)].inputs[:1]), ("mul",),
-    ),
-    "an operand too many": Damage(
-        lambda g: with_node(g, number_of(g, Unary), inputs=g.nodes[number_of(g, Unary)].inputs * 2), ("tanh",),
-    ),
-    "an unknown function": Damage(lambda g: with_node(g, number_of(g, Unary), op=Unary("tanhh")), ("tanhh",)),
-    "an output that does not exist": Damage(lambda g: replace(g, outputs=(Value(99),)), ("output", "99")),
-    "an output that has no such result": Damage(lambda g: replace(g, outputs=(Value(0, 3),)), ("output",)),
-    "a negative output": Damage(lambda g: replace(g, outputs=(Value(-1),)), ("output",)),
-    "fewer output names than outputs": Damage(lambda g: replace(g, output_names=()), ("output",)),
-    "a write of a value that does not exist": Damage(
-        lambda g: replace(g, writes=((StateLeaf(("a",), "k"), Value(99)),)), ("99",),
-    ),
-    "an input twice": Damage(lambda g: replace(g, inputs=g.inputs * 2), ("'x'", "twice")),
-    "an input that is not declared": Damage(lambda g: replace(g, inputs=()), ("x",)),
-    "an empty block path": Damage(lambda g: with_node(g, number_of(g, Unary), origin=Origin()), ("tanh",)),
-    "a value inside a region that does not exist": Damage(
-        lambda g: with_body(g, lambda b: with_node(b, first_sin(b), inputs=(Value(77),))), ("sin", "77"),
-    ),
-    "a type inside a region": Damage(
-        lambda g: with_body(g, lambda b: with_node(b, first_sin(b), types=(TensorType((1,), F32),))), ("sin", "f32[1]"),
-    ),
-    "an operand that the region does not have": Damage(
-        lambda g: with_body(g, lambda b: with_node(b, number_of(b, BodyInput), op=BodyInput(5, type=b.type(Value(0))))),
-        ("body_input(5)",),
-    ),
-    "an output inside a region that does not exist": Damage(
-        lambda g: with_body(g, lambda b: replace(b, outputs=(Value(55),))), ("repeat",),
-    ),
-    "a region without outputs": Damage(lambda g: with_body(g, lambda b: replace(b, outputs=())), ("repeat",)),
-    "a region without its operand": Damage(lambda g: with_node(g, number_of(g, Repeat), inputs=()), ("repeat",)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_the_verifier_finds_planted_damage(name: str) -> None:
-    """The message names the stage, the level, and the node with its op."""
-    graph, types = graph_of()
-    assert verify(graph, "hir", "build", types) is graph
-    with pytest.raises(GraphError) as caught:
-        verify(DAMAGE[name].change(graph), "hir", "my_pass", types)
-    message = str(caught.value)
-    for part in ("my_pass", "hir", *DAMAGE[name].says):
-        assert part in message, message
-    if "output" not in name and "write" not in name and "input" not in name:
-        assert "%" in message
-
-
-def test_blocks_are_not_legal_in_mir() -> None:
-    """Neither at the top nor in a region; HIR may hold MIR ops."""
-    graph, types = graph_of()
-    with pytest.raises(GraphError, match=r"after lower:\s+%\d+ linear.*not legal at the mir level") as caught:
-        verify(graph, "mir", "lower", types)
-    assert "tanh" not in str(caught.value)
-
-    def body_with_a_block(body: Graph) -> Graph:
-        b = Builder("body", types)
-        x = b.leaf(BodyInput(0, type=body.nodes[number_of(body, BodyInput)].types[0]))
-        with b.at(Origin(("layers",))):
-            half = b.leaf(Constant(np.ones(H, np.float32).tobytes(), type=TensorType((H,), F32)))
-            out = b(hir.RmsNorm(1e-5), x, half)
-        return b.finish([out])
-
-    damaged = with_body(graph, body_with_a_block)
-    lowered = with_node(damaged, number_of(damaged, hir.Linear), op=MatMul(1))
-    verify(lowered, "hir", "build", types)
-    with pytest.raises(GraphError, match="rms_norm.*not legal at the mir level"):
-        verify(lowered, "mir", "lower", types)
 
 
 def test_the_verifier_runs_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that breaks the program is named."""
 
     def bad(graph: Graph, job: Job) -> Graph:
-        return with_node(graph, len(graph.nodes) - 1, types=(TensorType((1,), F32),))
+        return replace(graph, nodes=(*graph.nodes[:-1], replace(graph.nodes[-1], types=(TensorType((1,), F32),))))
 
     for name in (p.name for p in PIPELINE if p.level == "mir" and p.kind != "program"):
         rows = tuple(replace(p, run=bad) if p.name == name else p for p in PIPELINE)
@@ -475,19 +262,6 @@ def test_the_verifier_runs_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> 
             marked = profile(fusion={"target": "cuda"} if name == "unroll_steps" else {})  # it runs there alone
             with pytest.raises(GraphError, match=f"mir graph.*wrong after {name}"):
                 compiled(x_flow().linear("w"), {"w": WEIGHTS["w"]}, profile=marked)
-
-
-def test_every_node_knows_its_block() -> None:
-    """Through building, expanding, lowering and passes, in every program."""
-    model = opened(llama_flow(), llama_weights(), merge=True)
-    lost = []
-    for program in ("forward", "prefill", "extend"):
-        template = model.template(program)
-        for level, graph in (("built", template.built.hir), ("hir", template.hir), ("mir", template.mir)):
-            for _, node in graph.walk():
-                if not isinstance(node.op, Leaf) and not node.origin.path:
-                    lost.append(f"{program} {level}: {node.op.text()}")
-    assert not lost, lost
 
 
 # -- compute dtype -----------------------------------------------------------------------------
@@ -510,27 +284,8 @@ def relative(got: Any, want: Any) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
-LOW = [("bf16", ml_dtypes.bfloat16, 0.04), ("f16", np.float16, 0.005)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype", "tolerance"), LOW, ids=["bf16", "f16"])
-@pytest.mark.parametrize("roll", ["unroll", "scan"])
-def test_low_precision_llama(name: str, dtype: Any, tolerance: float, roll: str) -> None:
-    """Leaves and products have the compute dtype, logits are f32 and near."""
-    flow, weights = llama_flow(), llama_weights()
-    want = compiled(flow, weights)(IDS)
-    model = compiled(flow, weights, profile=profile(precision={"compute": name}, layers={"roll": roll}))
-    got = model(IDS)
-    assert got.dtype == np.float32 and {a.dtype for a in model.params.values()} == {np.dtype(dtype)}
-    assert 0 < relative(got, want) < tolerance
-    closed = jax.make_jaxpr(lambda p: model.apply(p, IDS))(model.params)
-    dots = [e for j in jaxprs(closed.jaxpr) for e in j.eqns if e.primitive.name == "dot_general"]
-    assert dots and all(v.aval.dtype == dtype for e in dots for v in e.invars)
-
-
-@pytest.mark.parametrize(("name", "dtype", "tolerance"), LOW, ids=["bf16", "f16"])
-def test_low_precision_encoder_stages(name: str, dtype: Any, tolerance: float) -> None:
+@pytest.mark.parametrize(("name", "tolerance"), [("bf16", 0.04), ("f16", 0.005)])
+def test_low_precision_encoder_stages(name: str, tolerance: float) -> None:
     """Norms, GELU, masks, pooling and a side output; integers are left alone."""
 
     def side(emit: Any, x: Any) -> Any:
@@ -598,29 +353,6 @@ def test_a_custom_stage_that_works_in_f32_works_in_bf16(where: str, name: str) -
     assert got.dtype == np.float32 and relative(got, want) < 0.04
 
 
-def test_bf16_checkpoints_compute_in_f32_on_the_cpu() -> None:
-    """`auto` widens them; the weights go back as they came."""
-    weights = {k: v.astype(ml_dtypes.bfloat16) for k, v in llama_weights().items()}
-    model = compiled(llama_flow(), weights)
-    assert {a.dtype for a in model.params.values()} == {F32}
-    for key, value in model.weights().items():
-        np.testing.assert_array_equal(np.asarray(value), weights[key])
-    in_bf16 = compiled(llama_flow(), weights, profile=profile(precision={"compute": "bf16"}))
-    assert relative(in_bf16(IDS), model(IDS)) < 0.04
-
-
-@pytest.mark.parametrize("program", ["prefill", "extend"])
-def test_low_precision_state(program: str) -> None:
-    """The cache has the compute dtype."""
-    tables = profile(precision={"compute": "bf16"})
-    model = compiled(llama_flow(), llama_weights(), profile=tables, program=program)
-    state = model.init_state(B, 8)
-    assert {a.dtype for a in state.leaves.values()} == {np.dtype(ml_dtypes.bfloat16)}
-    out, after = model.apply(model.params, IDS, lengths=np.array([3, 2], np.int32), state=state)
-    assert out.dtype == np.float32
-    assert {k: v.dtype for k, v in after.leaves.items()} == {k: v.dtype for k, v in state.leaves.items()}
-
-
 # -- precision of products ---------------------------------------------------------------------
 
 
@@ -635,9 +367,7 @@ def precisions(model: Any, *inputs: Any, **named: Any) -> set[Any]:
 HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 
 
-@pytest.mark.parametrize("policy", ["direct", "fusable"])
-@pytest.mark.parametrize("roll", ["unroll", "scan"])
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize(("policy", "roll", "merge"), [("direct", "unroll", False), ("fusable", "scan", True)])
 def test_matmul_precision_reaches_every_dot(policy: str, roll: str, merge: bool) -> None:
     """Projections with and without bias, attention, the head, merged and scanned."""
     tables = profile(
@@ -671,21 +401,3 @@ def test_matmul_precision_reaches_jax_functions() -> None:
     flow = x_flow().custom(lambda e, x: e.jax(lambda a: jnp.einsum("bsh,bth->bst", a, a), x))
     model = compiled(flow, {}, profile=profile(precision={"matmul": "highest"}))
     assert precisions(model, X) == {HIGHEST}
-
-
-def test_the_default_precision_leaves_the_choice_to_jax() -> None:
-    """Nothing is pinned that was not asked for."""
-    got = precisions(compiled(llama_flow(), llama_weights()), IDS)
-    assert got <= {None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)}
-
-
-@pytest.mark.parametrize("roll", ["unroll", "scan"])
-def test_merging_stores_nothing_twice(roll: str) -> None:
-    """A merged weight takes the place of its parts; both forms have the same bytes and give the same keys."""
-    weights = llama_weights(biased=True)
-    for merge in (False, True):
-        tables = profile(backend={"cpu": {"merge": merge}}, layers={"roll": roll})
-        model = compiled(llama_flow(biased=True), weights, profile=tables)
-        stored = sum(a.nbytes for a in model.params.values())
-        assert stored == sum(a.nbytes for a in weights.values()) == model.report().parameter_bytes
-        assert set(model.weights()) == set(weights)

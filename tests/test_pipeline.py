@@ -117,7 +117,7 @@ def test_places() -> None:
     model: Any = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("t", twice), W, profile=profile())
     missed = {m.by: m for m in model.report().fusion.missed}
     assert {by: (m.pattern, m.reason) for by, m in missed.items()} == {
-        "merge_linears": ("shared_input_matmul", "NotFused"),
+        "merge_linears": ("shared_input_matmul", "NotFused")
     }
     text = model.text("hir", after="merge_linears")
     node = missed["merge_linears"].node

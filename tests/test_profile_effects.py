@@ -111,12 +111,6 @@ def relative(got: Any, want: Any) -> float:
 # -- fusion ------------------------------------------------------------------------------------
 
 
-def test_policy() -> None:
-    """Attention as it is, or with keys and values repeated for every head."""
-    assert "repeat_heads" in llama(fusion={"policy": "fusable"}).text("mir")
-    assert "repeat_heads" not in llama(fusion={"policy": "direct"}).text("mir")
-
-
 @pytest.mark.parametrize("target", ["cpu", "cuda", "rocm", "tpu"])
 def test_target(target: str) -> None:
     model = llama(fusion={"target": target})
@@ -177,8 +171,7 @@ NARROW = {"always_f16": "float16", "auto_mixed_conservative": "float16", "auto_m
           "auto_mixed_bf16": "bfloat16"}  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", NARROW)
-@pytest.mark.parametrize("roll", ["unroll", "scan"])
+@pytest.mark.parametrize(("policy", "roll"), [*((policy, "scan") for policy in NARROW), ("auto", "unroll")])
 def test_mixed(policy: str, roll: str) -> None:
     """Products take the narrow dtype; parameters, outputs and what is carried from layer to layer stay f32."""
     model = llama(precision={"mixed": policy}, layers={"roll": roll})
@@ -189,15 +182,11 @@ def test_mixed(policy: str, roll: str) -> None:
     assert set(NARROW) - {"auto"} == set(POLICIES)
 
 
-@pytest.mark.parametrize(
-    ("policy", "least", "most"),
-    [("auto_mixed_bf16", 1e-4, 5e-2), pytest.param("auto_mixed_conservative", 1e-5, 5e-3, marks=pytest.mark.slow)],
-)
-def test_mixed_rounds_and_no_more(policy: str, least: float, most: float) -> None:
+def test_mixed_rounds_and_no_more() -> None:
     """Forward; behind a cache, which stays f32 and is written in place; and of the gradient, which is f32."""
-    tables: dict[str, Any] = {"precision": {"mixed": policy}}
+    tables: dict[str, Any] = {"precision": {"mixed": "auto_mixed_bf16"}}
     got = np.asarray(loaded(**tables, layers={"roll": "scan"})(IDS))
-    assert got.dtype == np.float32 and least < relative(got, logits()) < most
+    assert got.dtype == np.float32 and 1e-4 < relative(got, logits()) < 5e-2
     extend = loaded("extend", **tables)
     got, state = extend(IDS, np.full(2, 6, np.int32), state=extend.init_state(2, 8))
     assert {str(a.dtype) for a in state.leaves.values()} == {"float32"}
@@ -262,16 +251,6 @@ def test_kv(kv: str, compute: str) -> None:
     assert model.template("prefill").state == model.template("extend").state
 
 
-@pytest.mark.parametrize(("kv", "compute"), [("bf16", "f32"), pytest.param("f32", "bf16", marks=pytest.mark.slow)])
-def test_a_cache_of_another_dtype_is_written_in_place(kv: str, compute: str) -> None:
-    """The proof of donation holds, the prompt is not rounded, and what is read back is rounded and no more."""
-    extend = loaded("extend", precision={"kv": kv, "compute": compute})
-    got, state = extend(IDS[:, :4], np.full(2, 4, np.int32), state=extend.init_state(2, 8))
-    got, state = extend(IDS[:, 4:], np.full(2, 2, np.int32), state=state)
-    assert {str(a.dtype) for a in state.leaves.values()} == {"float32" if kv == "f32" else "bfloat16"}
-    assert 1e-6 < relative(got, logits()[:, 4:]) < 0.03
-
-
 # -- donation ----------------------------------------------------------------------------------
 
 
@@ -328,8 +307,10 @@ def test_training_scans_and_other_programs_unroll() -> None:
     assert "model.layers.{0..1}.mlp.up_proj.weight" in llama("train").param_specs()
 
 
-@pytest.mark.parametrize("remat", ["none", "layer", "dots", "products", "offload"])
-@pytest.mark.parametrize("roll", ["scan", "unroll"])
+@pytest.mark.parametrize(
+    ("remat", "roll"), [*((remat, "scan") for remat in ("none", "layer", "dots", "products", "offload")),
+    ("layer", "unroll")]
+)  # fmt: skip
 def test_what_a_gradient_recomputes(remat: str, roll: str) -> None:
     """`layer` keeps nothing of a layer and computes all its products again; `dots` keeps those with weights, and
     `products` those of cuDNN too, which the CPU has none of."""
@@ -355,7 +336,7 @@ def test_recomputing_changes_no_gradient() -> None:
         return {k: np.asarray(v) for k, v in found.items()}
 
     want = gradient(loaded())
-    for remat, roll in (("layer", "scan"), ("dots", "scan"), ("layer", "unroll"), ("offload", "scan")):
+    for remat, roll in (("dots", "scan"), ("layer", "unroll")):
         model = loaded("train", layers={"remat": remat, "roll": roll})
         assert relative(model(IDS), logits()) < 2e-6
         assert max(relative(g, want[k]) for k, g in gradient(model).items()) < 1e-5
@@ -394,8 +375,7 @@ def lowered(model: Any, *inputs: Any, **named: Any) -> str:
     return str(trace.lower(lowering_platforms=("cuda",)).as_text())
 
 
-@pytest.mark.parametrize("implementation", ["auto", "cudnn", "xla"])
-@pytest.mark.parametrize("roll", ["unroll", "scan"])
+@pytest.mark.parametrize(("implementation", "roll"), [("auto", "unroll"), ("cudnn", "scan"), ("xla", "unroll")])
 def test_implementation(implementation: str, roll: str, cuda: None) -> None:
     """A call of cuDNN in the StableHLO, and the reason beside each block in the LIR."""
     model = wide(implementation=implementation, layers={"roll": roll})
@@ -423,8 +403,7 @@ def test_implementation_of_gradients(cuda: None) -> None:
     assert "__cudnn$fmhaSoftmaxBackward" in text
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (7, 4)])
+@pytest.mark.parametrize(("causal", "lengths"), [(True, (5, 5)), (False, (4, 7)), (False, (7, 4))])
 def test_odd_lengths_have_gradients_by_cudnn(causal: bool, lengths: tuple[int, int], cuda: None) -> None:
     """One more token is put behind an odd number of them, which cuDNN wants for a gradient."""
     op = AttentionOp(heads=4, kv_heads=2, causal=causal)
@@ -522,8 +501,7 @@ def test_merge(merge: bool) -> None:
     assert ("model.layers.0.self_attn.{q,k,v}_proj.weight" in specs) == merge
 
 
-@pytest.mark.parametrize("layout", ["auto", "in_out", "out_in"])
-@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize(("layout", "merge"), [("auto", False), ("in_out", True), ("out_in", True)])
 def test_weight_layout(layout: str, merge: bool) -> None:
     """Stored turned, read turned, and named by its key; the tied embedding is stored once, as it is."""
     model = loaded(backend={"cpu": {"weight_layout": layout, "merge": merge}})
@@ -639,10 +617,7 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
         (generating, False, ""),
         (lambda **t: llama("prefill", **t), False, ""),
     ],
-    "donation.strict": [
-        (llama, True, "there is no state, and this model runs forward"),
-        (generating, True, ""),
-    ],
+    "donation.strict": [(llama, True, "there is no state, and this model runs forward"), (generating, True, "")],
     "donation.inputs": [(generating, ["input_ids"], "requests come from the host"), (small, ["x"], "")],
     "layers.roll": [(small, "scan", "no layers repeat"), (small, "unroll", ""), (llama, "scan", "")],
     "layers.remat": [

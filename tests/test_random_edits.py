@@ -1,8 +1,5 @@
-"""Random edits of random flows and of every family, against references that were written without edits.
-
-The reference of a random flow is `jax.numpy`, where an edit changes the Python function that computes a block. The
-reference of an edited product of a family is the stock model with other weights.
-"""
+"""Random edits of random flows against a reference in `jax.numpy`, where an edit changes the Python function that
+computes a block."""
 
 from __future__ import annotations
 
@@ -19,15 +16,10 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Param
-from rlx_jax.ir.param import Key
-from rlx_jax.ir.paths import Path, bind_path, path_text
-from rlx_jax.lowering.lower import expand_composites
-from tests.oracles import checkpoints
+from rlx_jax.ir.paths import Path, path_text
 from tests.small import compiled, w
 
-H, EDITS, FLOWS, QUICK = 4, 4, 80, 16
+H, EDITS, FLOWS, QUICK = 4, 4, 80, 6
 BY = np.array([0.5, -1.0, 2.0, 1.0], "f4")
 Array = Any
 Block = Callable[[Array], Array]
@@ -263,85 +255,9 @@ def test_random_edits_of_a_random_flow(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(QUICK, QUICK + FLOWS, 10))
-def test_random_edits_in_all_programs(start: int) -> None:
-    for seed in range(start, start + 10):
+@pytest.mark.parametrize("seeds", [range(QUICK, QUICK + 6), pytest.param(range(FLOWS), marks=pytest.mark.soak)])
+def test_random_edits_in_all_programs(seeds: range) -> None:
+    for seed in seeds:
         check_random_flow(seed, deep=True)
-    jax.clear_caches()
-
-
-# -- every family ------------------------------------------------------------------------------
-
-CACHED = ("gemma", "gpt", "llama", "mamba", "mistral", "mixtral", "qwen")
-FIXTURES = (
-    "bert/bare_v5", "flux2/sharded_bf16", "gemma/tied_v4", "gemma2/caps_v5", "gemma3_text/pattern_v4", "gpt2/bare_v4",
-    "gpt_oss/window_v5", "llama/gqa_linear_mlpbias_v5", "llama/mha_linear_biases_v4", "mamba2/groups_v5",
-    "mistral/window_v5", "mixtral/window_v5", "mpnet/bare_v5", "nomic_bert/bare_v5", "qwen2/window_v4", "qwen3/tied_v4",
-    "qwen3_5_text/tied_v5", "qwen3_moe/mixed_v5", "roberta/bare_v5", "vision/dinov2", "vision/vit", "vision/dual/clip",
-    "vision/dual/siglip",
-)  # fmt: skip
-
-
-def products_of(recipe: Any, weights: dict[str, Array]) -> list[tuple[str, tuple[str, ...], bool]]:
-    """Return the path, the keys and whether the weight is `[in, out]` of each block that is one product of its own."""
-    built, found = recipe.assemble().build(weights), list[tuple[str, tuple[str, ...], bool]]()
-    walked = [(g, n) for g, n in expand_composites(built.hir, built.types).walk() if n.inputs]
-    for graph, node in walked:
-        path, leaves = node.origin.path, [graph.nodes[v.node].op for v in node.inputs[1:]]
-        alone = [n for _, n in walked if n.origin.path[: len(path)] == path] == [node]
-        if isinstance(node.op, hir.Linear) and alone and all(isinstance(leaf, Param) for leaf in leaves):
-            for i, programs in enumerate(zip(*(leaf.programs for leaf in leaves), strict=True)):  # type: ignore[attr-defined]
-                if all(type(program) is Key for program in programs):
-                    found.append((path_text(bind_path(path, i)), tuple(p.key for p in programs), not node.op.contract))
-    keys = [key for _, of, _ in found for key in of]
-    return [p for p in found if all(keys.count(key) == 1 for key in p[1]) and "embed" not in p[1][0]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fixture", FIXTURES)
-def test_random_edits_of_a_family(fixture: str) -> None:
-    """Edited products are products with other weights: forward, as gradients, cached, and on two devices."""
-    rng, recipe = np.random.default_rng(len(fixture)), rlx.recipe_for(checkpoints.FIXTURES / fixture)
-    weights = {key: np.asarray(a, np.float32) for key, a in rlx.compile(recipe).weights().items()}
-    edited, other, involved, products = recipe, dict(weights), set[str](), products_of(recipe, weights)
-    for i in rng.permutation(len(products))[:EDITS]:
-        (path, keys, turned), at = products[i], edited.at(products[i][0])
-        wide, shapes = weights[keys[0]], [weights[key].shape for key in keys]
-        alike = [p[1] for p in products if [weights[k].shape for k in p[1]] == shapes and p[2] == turned]
-        source = alike[rng.integers(len(alike))]
-        by = np.asarray(rng.uniform(0.5, 2, wide.shape[0 if turned else 1]), "f4")
-        stage = blocks.Linear(source[0], transpose=not turned, bias_key=(*source, None)[1])
-        edited, values = (
-            (at.scale(0.5), [weights[key] * 0.5 for key in keys]),
-            (at.scale(by, of="input"), [wide * (by[:, None] if turned else by)]),
-            (at.wrap(lambda e, x, f: f(x * -2.0)), [wide * -2.0]),
-            (at.replace(stage), [weights[key] for key in source]),
-        )[rng.integers(4)]
-        other |= dict(zip(keys, values, strict=False))
-        involved |= {*keys, *source}
-    edited = edited.at(path).wrap(lambda e, x, f: (e.output("taken", x), f(x))[1]).at(path).capture()
-    inputs: dict[str, Any] = {}
-    for declared in (d for d in recipe.assemble()._inputs if not d.optional):
-        shape = [d if isinstance(d, int) else {"batch": 2}.get(str(d), 6) for d in declared.type.shape]
-        high = 9 if declared.type.dtype.kind == "i" else 1
-        inputs[declared.name] = np.asarray(rng.uniform(0, high, shape), declared.type.dtype)
-    stock, model = compiled(recipe, other), compiled(edited, weights)
-    got, want = dict(model(**inputs)), named(stock(**inputs))
-    weight, *bias = (other[key] for key in keys)
-    product = np.asarray(got.pop("taken")) @ (weight if turned else weight.T) + sum(bias)
-    assert_all_near({path: got.pop(path)}, {path: product}, fixture)
-    (primary, *_), (first, *_) = got, want
-    assert_all_near({first: got[primary]}, {first: want[first]}, fixture)
-
-    part = {key: model.params[key] for key in model.params if key not in involved}
-
-    def loss(part: dict[str, Array], of: Any, name: str) -> Array:
-        return total(named(of.apply(of.params | part, **inputs))[name])
-
-    gradients = [jax.grad(loss)(part, of, name) for of, name in ((model, primary), (stock, first))]
-    assert_all_near(gradients[0], gradients[1], f"{fixture}: gradients")
-    two = compiled(edited, weights, mesh=2)(**inputs)
-    assert_all_near({first: two[primary]}, {first: want[first]}, f"{fixture}: on two devices")
-    if fixture.startswith(CACHED):
-        pieces = in_pieces(compiled(edited, weights, program="extend"), *inputs.values())
-        assert_all_near({first: pieces[primary]}, {first: want[first]}, f"{fixture}: cached")
+        if seed % 10 == 9:
+            jax.clear_caches()

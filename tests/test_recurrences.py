@@ -81,8 +81,7 @@ def test_chunks_are_the_recurrence(case: str, form: str) -> None:
         assert distance(result, want) <= 1e-5
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", ["from zeros", "a scan from zeros"])
+@pytest.mark.parametrize(("case", "form"), [("from zeros", FORMS[0]), ("a scan from zeros", FORMS[1])])
 def test_chunks_in_bfloat16(case: str, form: str) -> None:
     """Operands of 16 bits beside f32 gates: near the transcript of the same numbers, as far as they are rounded."""
     op, arrays = CASES[case]

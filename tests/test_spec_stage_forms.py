@@ -8,7 +8,6 @@ are listed in `docs/spec-differences.md`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,8 +18,6 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import GemmaStyle, MaskKind, SideOutputs
 from rlx_jax.errors import GraphError, RlxError, UnboundInputError, UnsupportedError
-from rlx_jax.models.decoder import as_decode
-from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.test_examples import example
 
@@ -362,11 +359,6 @@ STAGES: dict[str, tuple[list[Any], list[rlx.ModelFlow]]] = {
 """The output shape of the catalogue, and the forms."""
 
 
-def compiled(flow: rlx.ModelFlow) -> Any:
-    """The flow with those weights that it reads."""
-    return rlx.compile(flow, {key: W[key] for key in flow.build(SPECS).params})
-
-
 def hir_text(flow: rlx.ModelFlow) -> str:
     return str(flow.build(SPECS).into_graph_module())
 
@@ -476,62 +468,6 @@ def test_blocks_with_a_state_are_public() -> None:
 
 
 # -- decode ----------------------------------------------------------------------------------------
-
-SEQ = np.random.default_rng(3).integers(0, V, (2, 5)).astype("i4")
-SPEC_INPUTS: dict[str, Callable[[rlx.ModelFlow], rlx.ModelFlow]] = {
-    "tables before": lambda f: f.rope_tables(TABLES).bind_decode_inputs(2, True),
-    "tables after": lambda f: f.bind_decode_inputs(2, True).rope_tables(TABLES),
-    "rows as inputs": lambda f: f.input("rope_cos", (2, D // 2)).input("rope_sin", (2, D // 2))
-    .bind_decode_inputs(2, True),
-    "rows as data": lambda f: f.stage(blocks.DecodeRopeParams(COS[3:5], SIN[3:5], D // 2)).bind_decode_inputs(2, True),
-    "rows of a custom stage": lambda f: f.plugin(rows).bind_decode_inputs(2, True),
-}  # fmt: skip
-
-
-def rows(emit: Any, x: Any) -> Any:
-    """Tables `[S, D/2]` in the registers."""
-    emit.state.rope_cos, emit.state.rope_sin = emit.constant(COS[3:5]), emit.constant(SIN[3:5])
-    return x
-
-
-@pytest.mark.parametrize("name", SPEC_INPUTS)
-def test_the_decode_flow_of_the_spec(name: str) -> None:
-    """Its inputs and stages in its order, against the last two tokens of the forward flow."""
-    whole = IDS.rope_tables(TABLES).zero_beta(H).token_embed()
-    whole = whole.repeat_layers(2, lambda i: blocks.llama_prefill_layer_fused(i, LLAMA)).final_norm(EPS)
-    prompt = compiled(whole.lm_head(V, H, True).export_kv())
-    want, first = prompt(SEQ), prompt(SEQ[:, :3])
-    ids = rlx.ModelFlow.new("f").input("input_ids", ("batch", 2), "int32").input("mask", ("batch", "past + 2"))
-    flow = SPEC_INPUTS[name](behind(ids, 2)).zero_beta(H).token_embed()
-    spec = replace(LLAMA_STEP, use_custom_mask=True, hidden_shape=("batch", 2, H))
-    flow = flow.repeat_layers(2, lambda i: blocks.llama_decode_layer(i, spec, SideOutputs()))
-    step = compiled(flow.final_norm(EPS).lm_head(V, H, True))
-    given = {"rope_cos": COS[3:5], "rope_sin": SIN[3:5]} if name == "rows as inputs" else {}
-    cache = next_inputs(first)
-    got = step(SEQ[:, 3:], mask=np.ones((2, 5), "f4"), **cache, **given)
-    assert_close(got["logits"], np.asarray(want["logits"])[:, 3:])
-    assert_close(got["kv.1.k"], np.asarray(want["kv.1.k"]))
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_text/blocks_v5", "mamba2/groups_v5"])
-def test_for_decode_of_models_with_a_state(name: str) -> None:
-    """Steps of the explicit program, from the states of a prompt, are those of `extend`; a mask is refused."""
-    recipe: Any = rlx.recipe_for(checkpoints.FIXTURES / name)
-    ids = np.random.default_rng(5).integers(0, recipe.config.vocab_size, (2, 8)).astype("i4")
-    lm = rlx.CausalLM(recipe)
-    _, state = lm.prefill(ids[:, :4])
-    outputs: Any = rlx.compile(replace(recipe, export_kv=True))(ids[:, :4])
-    step: Any = rlx.compile(as_decode(recipe))
-    for at, new in ((4, 2), (6, 2)):
-        want, state = lm.extend(state, ids[:, at : at + new])
-        inputs = next_inputs(outputs)
-        past = {name: array for name, array in inputs.items() if name.startswith("past")}
-        outputs = step(ids[:, at : at + new], **inputs)
-        assert_close(outputs["logits"], np.asarray(want), tolerance=1e-5)
-    with pytest.raises(RlxError, match="'mask' drops keys of attention, and the state 'conv'"):
-        rlx.compile(as_decode(recipe, custom_mask=True))
-    with pytest.raises(UnboundInputError, match="state_conv_0"):
-        step(ids[:, :1], **past)
 
 
 def test_a_step_of_ones_own_decodes_explicitly() -> None:
