@@ -15,7 +15,7 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import LlamaDecoderSpec, RopeTables
 from rlx_jax.compiler import passes
-from rlx_jax.compiler.passes import PIPELINE, Job
+from rlx_jax.compiler.passes import PIPELINE
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Constant, Graph, Leaf
@@ -252,7 +252,7 @@ F32 = np.dtype(np.float32)
 def test_the_verifier_runs_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that breaks the program is named."""
 
-    def bad(graph: Graph, job: Job) -> Graph:
+    def bad(graph: Graph, types: object) -> Graph:
         return replace(graph, nodes=(*graph.nodes[:-1], replace(graph.nodes[-1], types=(TensorType((1,), F32),))))
 
     for name in (p.name for p in PIPELINE if p.level == "mir" and p.kind != "program"):

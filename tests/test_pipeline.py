@@ -130,8 +130,8 @@ def test_places() -> None:
 def test_a_module_runs_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is put in is run by `compile`, by `lower` and by `into_lir`: a pass is a function and a row."""
 
-    def negate(graph: Graph, job: Job) -> Graph:
-        b = rlx.ir.graph.Builder.resume(graph, job.types)
+    def negate(graph: Graph, types: rlx.ir.graph.TypeCache) -> Graph:
+        b = rlx.ir.graph.Builder.resume(graph, types)
         return b.finish([b(Unary("neg"), v) for v in graph.outputs], graph.output_names)
 
     at = passes.NAMES.index("expand") + 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlx_jax.errors import GraphError, did_you_mean, listing, quote
-from rlx_jax.ir.graph import Graph
+from rlx_jax.ir.graph import Graph, TypeCache
+from rlx_jax.lowering.mir.dce import dce
 
 
-def with_outputs(graph: Graph, names: tuple[str, ...]) -> Graph:
+def with_outputs(graph: Graph, names: tuple[str, ...], types: TypeCache) -> Graph:
     """The program with these outputs, in this order.
 
     Raises:
@@ -20,4 +21,4 @@ def with_outputs(graph: Graph, names: tuple[str, ...]) -> Graph:
             raise GraphError(
                 f"{graph.name}: no output {quote(name)}; it has {listing(known)}{did_you_mean(name, list(known))}"
             )
-    return replace(graph, outputs=tuple(known[name] for name in names), output_names=names)
+    return dce(replace(graph, outputs=tuple(known[name] for name in names), output_names=names), types)

@@ -18,11 +18,9 @@ import jax.numpy as jnp
 
 from rlx_jax.device import Device
 from rlx_jax.errors import UnsupportedError
-from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.lir.choices import Call, Choice, call_of
+from rlx_jax.lowering.lir.choices import Call, Choice
 
 AnyArray = Any
 FEW_KEYS = 1 << 16
@@ -38,15 +36,24 @@ GiB of temporaries with the gradient: all scores 33.6 and 12.0, chunks of 2**26 
 
 
 def choose(call: Call, device: Device, wanted: str) -> Choice:
-    """The implementation of one attention with static sizes. `wanted` is auto, xla or cudnn."""
+    """The implementation of one attention with static sizes. `wanted` is auto, xla or cudnn.
+
+    Raises:
+        UnsupportedError: `wanted` is cudnn, and this one cannot have it; names the reason.
+    """
     if wanted == "xla":
         return Choice("xla", "asked for")
     refusal = why_not_cudnn(call, device)
     if not refusal:
         return Choice("cudnn", "asked for" if wanted == "cudnn" else "faster here")
-    if wanted == "auto" and (scores := score_bytes(call)) > MAX_SCORES:
+    if wanted != "auto":
+        raise UnsupportedError(
+            f"attention.implementation = '{wanted}' cannot be had: {refusal}; 'auto' takes another implementation "
+            "where it must"
+        )
+    if (scores := score_bytes(call)) > MAX_SCORES:
         return Choice("query_chunks", f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
-    if wanted == "auto" and device.kind == "cpu" and all_against_all(call):
+    if device.kind == "cpu" and all_against_all(call):
         return Choice("heads_first", "faster on a CPU")
     return Choice("xla", refusal)
 
@@ -95,28 +102,6 @@ def why_not_cudnn(call: Call, device: Device) -> str:
     if not op.extra and queries != keys and (op.causal or op.window is not None):
         return f"cuDNN aligns a causal mask top-left; there are {queries} queries and {keys} keys"
     return ""
-
-
-def attentions(graph: Graph) -> dict[str, Call]:
-    """Every attention of a program by its block path, regions included."""
-    return {path_text(n.origin.path): call_of(g, n) for g, n in graph.walk() if isinstance(n.op, AttentionOp)}
-
-
-def choose_attention(graph: Graph, device: Device, wanted: str) -> dict[Call, Choice]:
-    """The implementation of every attention of a program with static sizes.
-
-    Raises:
-        UnsupportedError: `wanted` is cudnn and one cannot have it; names its block and the reason.
-    """
-    choices: dict[Call, Choice] = {}
-    for path, call in attentions(graph).items():
-        choice = choices[call] = choose(call, device, wanted)
-        if wanted not in ("auto", choice.implementation):
-            raise UnsupportedError(
-                f"{path}: attention.implementation = '{wanted}' cannot be had: {choice.reason}; "
-                "'auto' takes another implementation where it must"
-            )
-    return choices
 
 
 def heads_first(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:

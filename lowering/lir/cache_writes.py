@@ -20,28 +20,21 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.device import Device
-from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.attention import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.types import is_float
-from rlx_jax.lowering.lir.choices import Call, Choice, call_of
+from rlx_jax.lowering.lir.choices import Call, Choice
 
 Array = jax.Array
 CacheWrite = CacheUpdate | RingStep
 
 
-def choose_cache_writes(graph: Graph, device: Device) -> dict[Call, Choice]:
-    """Choose `in_loop` for every write of rows into a 16-bit cache on a CPU."""
-    if device.kind != "cpu":
-        return {}
-    calls = (call_of(inner, node) for inner, node in graph.walk() if isinstance(node.op, CacheWrite))
-    return {call: Choice("in_loop", "XLA:CPU copies a 16-bit cache otherwise") for call in calls if is_narrow(call)}
-
-
-def is_narrow(call: Call) -> bool:
-    """Whether a write scatters rows into a 16-bit floating-point cache."""
+def choose_cache_write(call: Call, device: Device) -> Choice | None:
+    """`in_loop` for a write that scatters rows into a 16-bit floating-point cache on a CPU."""
     op, (cache, *_) = call
     scatters = not (isinstance(op, CacheUpdate) and op.fresh)
-    return scatters and is_float(cache.dtype) and cache.dtype.itemsize == 2
+    if device.kind == "cpu" and scatters and is_float(cache.dtype) and cache.dtype.itemsize == 2:
+        return Choice("in_loop", "XLA:CPU copies a 16-bit cache otherwise")
+    return None
 
 
 def in_loop(op: CacheWrite, cache: Array, new: Array, start: Array, lengths: Array) -> Any:

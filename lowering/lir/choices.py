@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Mir, Node
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep
+from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType
+
+PRODUCTS = (MatMul, FusedMatMulBiasAct)
+RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
+CACHE_WRITES = (CacheUpdate, RingStep)
+CHOSEN = (AttentionOp, ExpertFfn, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
+"""The ops that may have a choice."""
 
 
 @dataclass(frozen=True)

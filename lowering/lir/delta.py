@@ -24,15 +24,9 @@ PROGRAMS = 128
 """Programs of a kernel that one Hopper runs at once, about."""
 
 
+@with_gradient_of(one_token)
 def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """The op over one token, whose state is read once and written where it stands."""
-    made: tuple[AnyArray, ...] = with_gradient_of(functools.partial(one_token, op), functools.partial(_one_pass, op))(
-        *operands
-    )
-    return made
-
-
-def _one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     q, k, v, g, beta = (x[:, 0] for x in operands[:5])
     state = op.begin(*operands)
     batch, heads, keys, values = state.shape
@@ -54,15 +48,9 @@ def _one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     return out[:, None], after
 
 
+@with_gradient_of(chunks_at_once)
 def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """The op in chunks, all of them at once but for the states, which follow one another inside of one kernel."""
-    made: tuple[AnyArray, ...] = with_gradient_of(
-        functools.partial(chunks_at_once, op), functools.partial(_states_in_one, op)
-    )(*operands)
-    return made
-
-
-def _states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     chunk, cut, start, (tokens, dtype) = chunks_of(op, operands)
     ready = jax.vmap(chunk.prepare)(cut)
     before, new, last = following_states(ready, start)

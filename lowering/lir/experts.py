@@ -30,11 +30,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlx_jax.device import Device
-from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.experts import ExpertFfn, plus
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.division import Division, on_one
-from rlx_jax.lowering.lir.choices import Call, Choice, call_of
+from rlx_jax.lowering.lir.choices import Call, Choice
 
 AnyArray = Any
 
@@ -49,20 +48,16 @@ not say."""
 
 
 def choose_experts(
-    graph: Graph, device: Device, wanted: str, division: Division | None = None, kernels: bool = False
-) -> dict[Call, Choice]:
-    """How every mixture of a program with static sizes runs. `wanted` is auto or the name of an implementation; auto
-    takes `kernels` of our own where it may.
+    call: Call, device: Device, wanted: str, division: Division | None = None, kernels: bool = False
+) -> Choice:
+    """How a mixture runs. `wanted` is auto or the name of an implementation; auto takes `kernels` of our own where it
+    may.
 
     Where devices have experts of their own, each chooses for these, and for the tokens that are brought to them.
     """
-    calls = {call_of(g, n) for g, n in graph.walk() if isinstance(n.op, ExpertFfn)}
     if wanted != "auto":
-        chosen = Choice("xla", "dense, as asked for") if wanted == "dense" else Choice(wanted, "asked for")
-        return dict.fromkeys(calls, chosen)
-    if division is not None:
-        return {call: choose_apart(call, device, division) for call in calls}
-    return {call: choose(call, device, kernels) for call in calls}
+        return Choice("xla", "dense, as asked for") if wanted == "dense" else Choice(wanted, "asked for")
+    return choose(call, device, kernels) if division is None else choose_apart(call, device, division)
 
 
 def choose_apart(call: Call, device: Device, division: Division) -> Choice:
@@ -199,51 +194,48 @@ def _axes(entries: Iterable[Any]) -> tuple[str, ...]:
     return tuple(itertools.chain.from_iterable(named))
 
 
-def gathered(
-    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
-    *biases: AnyArray, devices: int = 1,
-) -> AnyArray:  # fmt: skip
+def of_rows(
+    op: ExpertFfn, rows: str, experts: str, x: AnyArray, arrays: Sequence[AnyArray], result: Any = None
+) -> AnyArray:
+    """What rows give, whose experts' gate, up, down and biases are `arrays`, in the dtype `result`.
+
+    `rows` and `experts` are the axes of x and of the matrices before those that are multiplied, as `einsum` has them.
+    """
+    gate, up, down, *biases = arrays
+    wide, narrow = ("fh", "hf") if op.contract else ("hf", "fh")
+    gate_bias, up_bias, down_bias = biases or NONE
+    both = ((gate, gate_bias), (up, up_bias))
+    inner = op.gated(*(plus(op.product(f"{rows}h,{experts}{wide}->{rows}f", x, w), bias) for w, bias in both))
+    return plus(op.product(f"{rows}f,{experts}{narrow}->{rows}h", inner, down, result), down_bias)
+
+
+def gathered(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     """The op with the weights of each choice, as a batch of products of one row."""
+    x, gate, up, down, weights, ids, *biases = arrays
     flat, each = ids.reshape(-1), jnp.repeat(x.reshape(-1, x.shape[-1]), ids.shape[-1], axis=0)
-    wide, narrow = ("nh,nfh->nf", "nf,nhf->nh") if op.contract else ("nh,nhf->nf", "nf,nfh->nh")
     if devices > 1:
         each = jnp.where((flat < len(gate))[:, None], each, 0)
-
-    def own(w: AnyArray) -> AnyArray:
-        return jnp.take(w, flat, axis=0, mode="clip")
-
-    def product(subscripts: str, x: AnyArray, w: AnyArray, bias: AnyArray | None, dtype: Any = None) -> AnyArray:
-        return plus(op.product(subscripts, x, own(w), dtype), None if bias is None else own(bias))
-
-    gate_bias, up_bias, down_bias = biases or NONE
-    inner = op.gated(*(product(wide, each, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
-    return combined(product(narrow, inner, down, down_bias, jnp.float32), x, weights, _mine(ids, gate, devices))
+    own = [jnp.take(w, flat, axis=0, mode="clip") for w in (gate, up, down, *biases)]
+    return combined(of_rows(op, "n", "n", each, own, jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
-def blocked(
-    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
-    *biases: AnyArray, devices: int = 1,
-) -> AnyArray:  # fmt: skip
+def blocked(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     """The op by blocks of choices of one expert, whose weights are multiplied as a batch.
 
     Of the experts of several devices, which most choices are none of here: so many blocks at a time as there are where
     all have their share, and no more times than there are choices for.
     """
+    x, gate, up, down, weights, ids, *biases = arrays
     # Half of what an expert has, as the last block of each is not full.
     share = ids.size // devices
     rows = max(block_rows(share, len(gate)) // 2, 1)
     at_once = -(-share // rows) + len(gate) if devices > 1 else 1
     cut = sorted_blocks(ids, len(gate), rows, at_once)
-    wide, narrow = ("brh,bfh->brf", "brf,bhf->brh") if op.contract else ("brh,bhf->brf", "brf,bfh->brh")
-    tokens, (gate_bias, up_bias, down_bias) = x.reshape(-1, x.shape[-1]), biases or NONE
+    tokens = x.reshape(-1, x.shape[-1])
 
     def blocks(choice: AnyArray, owner: AnyArray) -> AnyArray:
-        def product(subscripts: str, x: AnyArray, w: AnyArray, bias: AnyArray | None) -> AnyArray:
-            return plus(op.product(subscripts, x, w[owner]), None if bias is None else bias[owner][:, None])
-
-        inside = tokens[choice // ids.shape[-1]]
-        inner = op.gated(*(product(wide, inside, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
-        return product(narrow, inner, down, down_bias)  # f32 would move twice the bytes
+        own = [*(w[owner] for w in (gate, up, down)), *(bias[owner][:, None] for bias in biases)]
+        return of_rows(op, "br", "b", tokens[choice // ids.shape[-1]], own)  # f32 would move twice the bytes
 
     def turn(given: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
         choice, owner, used = given
@@ -258,24 +250,18 @@ def blocked(
     return combined(cut.back(out).astype(jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
-def looped(
-    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
-    *biases: AnyArray, devices: int = 1,
-) -> AnyArray:  # fmt: skip
+def looped(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     """The op by blocks of choices of one expert, block by block; those that nothing is in cost nothing."""
+    x, gate, up, down, weights, ids, *biases = arrays
     cut = sorted_blocks(ids, len(gate), block_rows(ids.size // devices, len(gate)))
     inside = x.reshape(-1, x.shape[-1])[cut.choice // ids.shape[-1]]
-    wide, narrow = ("rh,fh->rf", "rf,hf->rh") if op.contract else ("rh,hf->rf", "rf,fh->rh")
 
     def block(given: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
         rows, owner, used = given
 
         def filled() -> AnyArray:
             own = [lax.dynamic_index_in_dim(w, owner, keepdims=False) for w in (gate, up, down, *biases)]
-            gate_bias, up_bias, down_bias = own[3:] or NONE
-            both = ((own[0], gate_bias), (own[1], up_bias))
-            inner = op.gated(*(plus(op.product(wide, rows, w), bias) for w, bias in both))
-            return plus(op.product(narrow, inner, own[2], jnp.float32), down_bias)
+            return of_rows(op, "r", "", rows, own, jnp.float32)
 
         return lax.cond(used, filled, lambda: jnp.zeros_like(rows, jnp.float32))
 
@@ -315,11 +301,9 @@ def sorted_blocks(ids: AnyArray, experts: int, rows: int, multiple: int = 1) -> 
     return SortedChoices(owner, used, choice, place)
 
 
-def ragged(
-    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
-    *biases: AnyArray, devices: int = 1,
-) -> AnyArray:  # fmt: skip
+def ragged(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     """The op by groups of choices, sorted by expert."""
+    x, gate, up, down, weights, ids, *biases = arrays
     experts, top, flat = gate.shape[0], ids.shape[-1], ids.reshape(-1)
     order, counts = jnp.argsort(flat, stable=True), _counts(flat, experts)
     inside = x.reshape(-1, x.shape[-1])[order // top]

@@ -10,7 +10,6 @@ without kernels and this: 8 tokens 1.26 and 1.13; 64 tokens 2.92 and 2.48; 256 t
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +45,10 @@ TILES = {
 """Of gate and up, and of down, by the rows of a block: the best of what was tried on one H200."""
 
 
+@with_gradient_of(blocked)
 def grouped(op: ExpertFfn, *arrays: AnyArray) -> AnyArray:
     """The op, with operands as in `ExpertFfn`."""
-    kernel = functools.partial(_grouped, op)
-    return with_gradient_of(functools.partial(blocked, op), kernel)(*arrays)
-
-
-def _grouped(
-    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
-    *biases: AnyArray,
-) -> AnyArray:  # fmt: skip
+    x, gate, up, down, weights, ids, *biases = arrays
     rows = next((rows for rows in TILES if ids.size <= rows * len(gate)), max(TILES))
     cut = (compared_blocks if ids.size <= COMPARED else sorted_blocks)(ids, len(gate), rows)
     owner, choice = (a.astype(jnp.int32) for a in (cut.owner, cut.choice))

@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlx_jax.device import Device
-from rlx_jax.ir.graph import Graph, Mir
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep
+from rlx_jax.ir.graph import Graph, Mir, located
+from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn
-from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
-from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.lir.attention import choose_attention, cudnn, heads_first, query_chunks
-from rlx_jax.lowering.lir.cache_writes import choose_cache_writes, in_loop
-from rlx_jax.lowering.lir.choices import Call, Choice
+from rlx_jax.lowering.lir.attention import choose as choose_attention
+from rlx_jax.lowering.lir.attention import cudnn, heads_first, query_chunks
+from rlx_jax.lowering.lir.cache_writes import choose_cache_write, in_loop
+from rlx_jax.lowering.lir.choices import CACHE_WRITES, CHOSEN, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
-from rlx_jax.lowering.lir.products import choose_products, row
-from rlx_jax.lowering.lir.recurrent import choose_recurrent, chunk_by_chunk, chunks_at_once, one_token
+from rlx_jax.lowering.lir.products import choose_product, row
+from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
+from rlx_jax.lowering.lir.recurrent import chunk_by_chunk, chunks_at_once, one_token
 
 
 def in_kernels(module: str, name: str) -> Callable[..., Any]:
@@ -61,9 +60,6 @@ KERNELS = ("grouped", "one_pass", "states_in_one")
 LOWERING = threading.Lock()
 """Held while the filters of warnings, which are the whole process's, are others."""
 
-CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct, GatedDeltaOp, SelectiveScanOp, ExpertFfn, CacheUpdate, RingStep)
-"""The ops that may have a choice."""
-
 
 def has_kernels(device: Device) -> bool:
     """Whether kernels of our own were measured on the device, and this JAX has what they are written in."""
@@ -98,13 +94,24 @@ def choose_all(
     recurrences and cache writes where `eval` loses. `kernels` of our own run on one device.
 
     Raises:
-        UnsupportedError: see `choose_attention`.
+        UnsupportedError: attention cannot have what was asked for; names its block and the reason.
     """
     own = kernels and division is None and has_kernels(device)
-    chosen = choose_attention(graph, device, attention)
-    chosen |= choose_products(graph, device, products) | choose_recurrent(graph, device, own)
-    chosen |= choose_cache_writes(graph, device)
-    return chosen | choose_experts(graph, device, experts, division, own)
+    rules: dict[type[Mir], Callable[[Call], Choice | None]] = {
+        AttentionOp: lambda call: choose_attention(call, device, attention),
+        **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
+        **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, own)),
+        **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),
+        ExpertFfn: lambda call: choose_experts(call, device, experts, division, own),
+    }
+    chosen: dict[Call, Choice] = {}
+    for inner, node in graph.walk():
+        if isinstance(node.op, CHOSEN):
+            call = call_of(inner, node)
+            with located(node.origin):
+                choice = rules[type(node.op)](call)
+            chosen |= {} if choice is None else {call: choice}
+    return chosen
 
 
 def runnable(choices: Mapping[Call, Choice], device: Device) -> dict[Call, Choice]:

@@ -25,9 +25,9 @@ from rlx_jax.ir.param import Program, Stack
 from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.lir.choices import Call, Choice, call_of
+from rlx_jax.lowering.lir.choices import CHOSEN, Call, Choice, call_of
 from rlx_jax.lowering.lir.experts import over_devices
-from rlx_jax.lowering.lir.implementations import CHOSEN, IMPLEMENTATIONS
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.layout import rows
 
 AnyArray = Any

@@ -3,6 +3,7 @@ were measured; elsewhere, over a mesh, and in programs that are trained, XLA run
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,15 @@ def call(
     return pl.pallas_call(kernel, out_shape=out, grid=grid, compiler_params=params, interpret=interpret, **how)
 
 
-def with_gradient_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, whose gradient is that of another form of the same, computed again for it."""
-    run = jax.custom_vjp(kernel)
-    run.defvjp(lambda *given: (kernel(*given), given), lambda given, pulled: jax.vjp(plain, *given)[1](pulled))
-    return run
+def with_gradient_of(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A kernel `(op, *arrays)`, whose gradient is that of another form of the same, computed again for it."""
+
+    def with_gradient(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        run = jax.custom_vjp(kernel, nondiff_argnums=(0,))
+        run.defvjp(
+            lambda op, *given: (kernel(op, *given), given),
+            lambda op, given, pulled: jax.vjp(functools.partial(plain, op), *given)[1](pulled),
+        )
+        return run
+
+    return with_gradient

@@ -9,15 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from rlx_jax.ir.graph import Graph, StateRead, every_key
+from rlx_jax.ir.graph import Graph, Mir, StateRead, every_key
+from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.lir.attention import attentions
-from rlx_jax.lowering.lir.choices import XLA, Call, Choice, call_of
-from rlx_jax.lowering.lir.products import products
-from rlx_jax.lowering.lir.recurrent import Recurrence
+from rlx_jax.lowering.lir.choices import PRODUCTS, RECURRENCES, XLA, Call, Choice, call_of
 
 
 @dataclass(frozen=True)
@@ -60,25 +58,29 @@ class Lir:
 
     def attention(self) -> tuple[str, ...]:
         """One line for each attention: its block path, the implementation and the reason."""
-        choices = self.plan.choices
-        return tuple(f"{path}: {choices[call]}" for path, call in attentions(self.graph).items() if call in choices)
+        return self._lines(AttentionOp)
 
     def products(self) -> tuple[str, ...]:
         """How products with weights run: how many, by what and why. A layer that repeats counts once."""
-        found = Counter(str(self.plan.choices.get(call, XLA)) for call in products(self.graph))
-        return tuple(f"{count} by {choice}" for choice, count in found.items())
+        choices = Counter(choice for _, choice in self._choices(*PRODUCTS))
+        return tuple(f"{count} by {choice}" for choice, count in choices.items())
 
     def experts(self) -> tuple[str, ...]:
-        """One line for each mixture of experts: its block path, the implementation and the reason."""
-        found = ((path_text(n.origin.path), call_of(g, n)) for g, n in self.graph.walk() if isinstance(n.op, ExpertFfn))
-        return tuple(f"{path}: {self.plan.choices.get(call, XLA)}" for path, call in found)
+        """As `attention`, of mixtures of experts."""
+        return self._lines(ExpertFfn)
 
     def recurrences(self) -> tuple[str, ...]:
-        """One line for each recurrence: its block path, the implementation and the reason."""
-        found = (
-            (path_text(n.origin.path), call_of(g, n)) for g, n in self.graph.walk() if isinstance(n.op, Recurrence)
-        )
-        return tuple(f"{path}: {self.plan.choices.get(call, XLA)}" for path, call in found)
+        """As `attention`, of recurrences."""
+        return self._lines(*RECURRENCES)
+
+    def _lines(self, *kinds: type[Mir]) -> tuple[str, ...]:
+        return tuple(f"{path}: {choice}" for path, choice in self._choices(*kinds))
+
+    def _choices(self, *kinds: type[Mir]) -> Iterator[tuple[str, str]]:
+        """Block path and choice of each node of these ops."""
+        for inner, node in self.graph.walk():
+            if isinstance(node.op, kinds):
+                yield path_text(node.origin.path), str(self.plan.choices.get(call_of(inner, node), XLA))
 
 
 def state_types(graph: Graph, stacked: bool) -> dict[str, TensorType]:

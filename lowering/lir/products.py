@@ -8,38 +8,28 @@ a multiplication summed up by XLA, weights `[out, in]`: 16384 x 2048 19.2 and 16
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
 from rlx_jax.device import Device
-from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.lowering.lir.choices import Call, Choice, call_of
+from rlx_jax.lowering.lir.choices import Call, Choice
 
 AnyArray = Any
 
 
-def products(graph: Graph) -> Iterator[Call]:
-    """Every product with a weight, regions included."""
-    return (call_of(g, n) for g, n in graph.walk() if isinstance(n.op, MatMul | FusedMatMulBiasAct))
-
-
-def choose_products(graph: Graph, device: Device, wanted: str) -> dict[Call, Choice]:
-    """Products of one row with a weight `[out, in]`. `wanted` is auto, xla or row; the others XLA runs as it does."""
-    if wanted == "xla" or (wanted == "auto" and device.kind != "cuda"):
-        return {}
-    reason = "asked for" if wanted == "row" else "one row: cuBLAS is slower"
-    return {call: Choice("row", reason) for call in products(graph) if of_one_row(call)}
-
-
-def of_one_row(call: Call) -> bool:
-    """Whether `row` can run it."""
+def choose_product(call: Call, device: Device, wanted: str) -> Choice | None:
+    """`row` for a product of one row with a weight `[out, in]`. `wanted` is auto, xla or row; the others XLA runs as it
+    does."""
     op, (x, *_) = call
     assert isinstance(op, MatMul | FusedMatMulBiasAct)
-    return op.contract == 1 and math.prod(int(n) for n in x.shape[:-1]) == 1
+    if wanted == "xla" or (wanted == "auto" and device.kind != "cuda"):
+        return None
+    if op.contract == 0 or math.prod(int(n) for n in x.shape[:-1]) > 1:
+        return None
+    return Choice("row", "asked for" if wanted == "row" else "one row: cuBLAS is slower")
 
 
 def row(op: MatMul | FusedMatMulBiasAct, x: AnyArray, w: AnyArray, *bias: AnyArray) -> AnyArray:

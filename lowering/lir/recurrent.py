@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.device import Device
-from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.recurrent import CHUNK, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.lir.choices import Call, Choice, call_of
+from rlx_jax.lowering.lir.choices import Call, Choice
 
 AnyArray = Any
 Recurrence = GatedDeltaOp | SelectiveScanOp
@@ -40,15 +39,8 @@ BLOCK = 8
 # -- the choice --------------------------------------------------------------------------------
 
 
-def choose_recurrent(graph: Graph, device: Device, kernels: bool = False) -> dict[Call, Choice]:
-    """The form of every recurrence of a program with static sizes, among `kernels` too; the others run token by
-    token."""
-    calls = (call_of(g, n) for g, n in graph.walk() if isinstance(n.op, Recurrence))
-    return {call: choice for call in calls if (choice := choose(call, device, kernels)) is not None}
-
-
 def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
-    """The form of one recurrence; None: token by token."""
+    """The form of one recurrence with static sizes, among `kernels` too; None: token by token."""
     op, operands = call
     assert isinstance(op, Recurrence)
     tokens, fits = int(operands[0].shape[1]), kernels and fits_kernels(call)

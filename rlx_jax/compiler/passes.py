@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from rlx_jax.lowering.mir.unroll_steps import unroll_steps
 from rlx_jax.lowering.places import Fused, Place
 
 HIR, MIR = GraphStage.HIR, GraphStage.MIR
-T = TypeVar("T")
 Kind = Literal["program", "layout", "fusion", "cleaning"]
 
 
@@ -59,31 +58,30 @@ class Job:
     unread: frozenset[str] = frozenset()
 
 
-def always(job: Job) -> bool:
-    """For every program."""
-    return True
-
-
 @dataclass(frozen=True)
 class Pass:
     """One rewrite, valid in, valid out. `level` is that of the graph it returns.
 
+    run: `(graph, types)`, or `(graph, value, types)` where `when` returns a value for it.
+    when: whether it is part of a job; instead of True it may return what the rewrite goes by, a setting such as a
+        dtype, and instead of False None.
     kind: `program` passes make the program what it was asked to be. All others change no number and can be switched
-    off by name (`fusion.disable`): those of `layout` choose how weights are stored and layers laid out, those of
-    `fusion` have a name and leave their ops to XLA (see `left_to_xla`), those of `cleaning` remove
-    (`passes.<name> = false`).
+        off by name (`fusion.disable`): those of `layout` choose how weights are stored and layers laid out, those of
+        `fusion` have a name and leave their ops to XLA (see `left_to_xla`), those of `cleaning` remove
+        (`passes.<name> = false`).
     """
 
     name: str
     level: GraphStage
-    run: Callable[[Graph, Job], Graph | Fused]
-    when: Callable[[Job], bool] = always
+    run: Callable[..., Graph | Fused]
+    when: Callable[[Job], Any] = lambda job: True
     kind: Kind = "program"
 
     def runs(self, job: Job) -> bool:
         """Whether it is part of that job."""
         off = self.name in job.settings.off or self.kind in job.settings.without
-        return (self.kind == "program" or not off) and self.when(job)
+        value = False if off and self.kind != "program" else self.when(job)
+        return value is not None and value is not False
 
     def __call__(self, graph: Graph, job: Job) -> Fused:
         """The verified result, and the places that the pass speaks of.
@@ -91,7 +89,8 @@ class Pass:
         Raises:
             GraphError: the pass left a graph that is wrong; all problems are listed.
         """
-        made = self.run(graph, job)
+        value = self.when(job)
+        made = self.run(graph, *([] if isinstance(value, bool) else [value]), job.types)
         made = made if isinstance(made, Fused) else Fused(made)
         verify(made.graph, self.level, self.name, job.types)
         return made
@@ -105,126 +104,79 @@ LEFT_TO_XLA = (
 write as one op into one kernel by itself."""
 
 
-def left_to_xla(graph: Graph, job: Job) -> Graph:
+def left_to_xla(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph as it is."""
     return graph
 
 
-def _set(value: T | None) -> T:
-    """A setting that the condition of the pass has found."""
-    assert value is not None
-    return value
+def over_devices(job: Job) -> Any:
+    """For a model that lies over several devices, by its division."""
+    return job.settings.division
 
 
-def _divided(job: Job) -> bool:
-    """For a model that lies over several devices."""
-    return job.settings.division is not None
+def few_tokens(job: Job) -> bool:
+    """For programs whose kernels are as short as their launch; a prompt's are not."""
+    return job.settings.merge and job.program in ("extend", "verify")
+
+
+def unless(value: Any, default: Any) -> Any:
+    """A setting that is not its default; for that, the pass does not run."""
+    return None if value == default else value
 
 
 PIPELINE: tuple[Pass, ...] = (
-    Pass(
-        "outputs",
-        HIR,
-        lambda g, job: dce(with_outputs(g, _set(job.outputs)), job.types),
-        lambda job: job.outputs is not None,
-    ),
-    Pass("expand", HIR, lambda g, job: expand_composites(g, job.types)),
-    Pass(
-        "precision",
-        HIR,
-        lambda g, job: compute_in(g, job.settings.compute, job.types),
-        lambda job: job.settings.compute != np.float32,
-    ),
-    Pass(  # one device has all of every value
-        "undivided",
-        HIR,
-        lambda g, job: undivided(g, job.types),
-        lambda job: job.settings.division is None,
-    ),
-    Pass("unpack", HIR, lambda g, job: unpack(g, _set(job.settings.division), job.types), _divided),
+    Pass("outputs", HIR, with_outputs, lambda job: job.outputs),
+    Pass("expand", HIR, expand_composites),
+    Pass("precision", HIR, compute_in, lambda job: unless(job.settings.compute, np.float32)),
+    # One device has all of every value.
+    Pass("undivided", HIR, undivided, lambda job: job.settings.division is None),
+    Pass("unpack", HIR, unpack, over_devices),
     Pass(
         "merge_linears",
         HIR,
-        lambda g, job: merge_linears(g, job.types, job.settings.division),
-        lambda job: job.settings.merge,
+        lambda graph, settings, types: merge_linears(graph, types, settings.division),
+        lambda job: job.settings.merge and job.settings,
         "layout",
     ),
-    Pass(  # a few tokens' kernels are as short as their launch; a prompt's are not
+    # A few tokens' kernels are as short as their launch; a prompt's are not.
+    Pass(
         "merge_ropes",
         HIR,
-        lambda g, job: merge_ropes(g, job.types),
+        merge_ropes,
         lambda job: job.settings.merge and job.program in ("extend", "verify"),
         "layout",
     ),
+    Pass("orient", HIR, orient, lambda job: unless(job.settings.backend.weight_layout, "auto"), "layout"),
+    Pass("store", HIR, store_in, lambda job: job.settings.stored),
     Pass(
-        "orient",
-        HIR,
-        lambda g, job: orient(g, job.settings.backend.weight_layout, job.types),
-        lambda job: job.settings.backend.weight_layout != "auto",
-        "layout",
+        "pad_vocabulary", HIR, lambda g, division, types: dce(pad_vocabulary(g, division, types), types), over_devices
     ),
-    Pass(
-        "store",
-        HIR,
-        lambda g, job: store_in(g, _set(job.settings.stored), job.types),
-        lambda job: job.settings.stored is not None,
-    ),
-    Pass(
-        "pad_vocabulary",
-        HIR,
-        lambda g, job: dce(pad_vocabulary(g, _set(job.settings.division), job.types), job.types),
-        _divided,
-    ),
-    Pass(  # of the last layer, only the last row goes on
-        "peel_last",
-        HIR,
-        lambda g, job: peel_last(g, job.types),
-        lambda job: job.last_only and not job.settings.plan.scan,
-        "layout",
-    ),
+    # Of the last layer, only the last row goes on.
+    Pass("peel_last", HIR, peel_last, lambda job: job.last_only and not job.settings.plan.scan, "layout"),
     Pass(
         "derive",
         HIR,
-        lambda g, job: derive(g, job.program, job.types, job.last_only, job.settings.kv, job.given),
+        lambda g, job, types: derive(g, job.program, types, job.last_only, job.settings.kv, job.given),
+        lambda job: job,
     ),
-    Pass("lower", MIR, lambda g, job: lower(g, job.settings.profile.fusion.policy, job.types)),
-    Pass(  # a derived program may read what the flow does not
-        "unread_inputs",
-        MIR,
-        lambda g, job: without_inputs(g, job.unread, job.types),
-        lambda job: bool(job.unread),
-    ),
-    Pass(
-        "pin_matmul",
-        MIR,
-        lambda g, job: pin_matmul(g, job.settings.profile.precision.matmul, job.types),
-        lambda job: job.settings.profile.precision.matmul != "default",
-    ),
+    Pass("lower", MIR, lower, lambda job: job.settings.profile.fusion.policy),
+    # A derived program may read what the flow does not.
+    Pass("unread_inputs", MIR, without_inputs, lambda job: unless(job.unread, frozenset())),
+    Pass("pin_matmul", MIR, pin_matmul, lambda job: unless(job.settings.profile.precision.matmul, "default")),
     Pass(
         "mixed",
         MIR,
-        lambda g, job: mixed(g, job.settings.mixed, job.types, dict(job.settings.classes)),
-        lambda job: job.settings.mixed != "none",
+        lambda graph, settings, types: mixed(graph, settings.mixed, types, dict(settings.classes)),
+        lambda job: job.settings.mixed != "none" and job.settings,
     ),
-    Pass(
-        "unroll_steps",
-        MIR,
-        lambda g, job: unroll_steps(g, job.types),
-        lambda job: job.settings.target in ("cuda", "rocm"),
-        "layout",
-    ),
-    Pass("cse", MIR, lambda g, job: cse(g, job.types), kind="cleaning"),
-    Pass("constant_folding", MIR, lambda g, job: constant_folding(g, job.types), kind="cleaning"),
+    Pass("unroll_steps", MIR, unroll_steps, lambda job: job.settings.target in ("cuda", "rocm"), "layout"),
+    Pass("cse", MIR, cse, kind="cleaning"),
+    Pass("constant_folding", MIR, constant_folding, kind="cleaning"),
     *(Pass(name, MIR, left_to_xla, kind="fusion") for name in LEFT_TO_XLA),
-    Pass("divide", MIR, lambda g, job: divide(g, _set(job.settings.division), job.types), _divided),
-    Pass("dce", MIR, lambda g, job: dce(g, job.types), kind="cleaning"),  # it takes away what the others left unread
-    Pass("up_to_head", MIR, lambda g, job: up_to_head(g, job.types), lambda job: job.headless),
-    Pass(  # a template keeps its symbols: this one runs for each choice of sizes
-        "specialise",
-        MIR,
-        lambda g, job: specialise(g, job.sizes or {}, job.types),
-        lambda job: job.sizes is not None,
-    ),
+    Pass("divide", MIR, divide, over_devices),
+    Pass("dce", MIR, dce, kind="cleaning"),  # it takes away what the others left unread
+    Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),
+    Pass("specialise", MIR, specialise, lambda job: job.sizes),  # for each choice of sizes; a template has symbols
 )
 """All passes, in the order that they run."""
 
