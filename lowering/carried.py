@@ -6,14 +6,17 @@ it is made of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 
-from rlx_jax.ir.graph import Builder, Graph, StateLeaf, StateRead, TypeCache
+from rlx_jax.ir.graph import Builder, Graph, StateRead, TypeCache
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import is_float
+
+T = TypeVar("T")
 
 
 def carried(graph: Graph) -> dict[int, np.dtype[Any]]:
@@ -29,48 +32,33 @@ def carried(graph: Graph) -> dict[int, np.dtype[Any]]:
         if isinstance(node.op, StateRead) and is_float(node.op.type.dtype)
     }
     writes = {leaf: value.node for leaf, value in graph.writes if leaf in floats}
-    behind = {leaf: descendants(graph, floats[leaf]) for leaf in writes}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            readers[value.node].append(number)
+    behind = {leaf: reachable([floats[leaf]], readers.__getitem__) for leaf in writes}
     reached = {leaf: {other for other, number in writes.items() if number in behind[leaf]} for leaf in writes}
     found: dict[int, np.dtype[Any]] = {}
     for leaf, others in reached.items():
         for other in others:
-            if leaf not in closure(reached, other):
+            if leaf not in reachable(reached[other], reached.__getitem__):
                 continue
             dtype = graph.nodes[floats[other]].types[0].dtype
-            for number in ancestors(graph, writes[other]) & behind[leaf] - {floats[leaf]}:
+            before = reachable([writes[other]], lambda number: [v.node for v in graph.nodes[number].inputs])
+            for number in before & behind[leaf] - {floats[leaf]}:
                 found[number] = max(found.get(number, dtype), dtype, key=lambda d: d.itemsize)
     return found
 
 
-def closure(reached: Mapping[StateLeaf, Set[StateLeaf]], leaf: StateLeaf) -> set[StateLeaf]:
-    """All leaves that one reaches at last, in one step or several."""
-    found: set[StateLeaf] = set()
-    asked = [leaf]
+def reachable(first: Iterable[T], step: Callable[[T], Iterable[T]]) -> set[T]:
+    """All that some reach in any number of steps, themselves included."""
+    found: set[T] = set()
+    asked = list(first)
     while asked:
-        new = reached[asked.pop()] - found
-        found |= new
-        asked += new
-    return found
-
-
-def descendants(graph: Graph, first: int) -> set[int]:
-    """A node and all that is computed from it."""
-    found = {first}
-    for number in range(first + 1, len(graph.nodes)):
-        if any(v.node in found for v in graph.nodes[number].inputs):
-            found.add(number)
-    return found
-
-
-def ancestors(graph: Graph, last: int) -> set[int]:
-    """A node and all that it is computed from."""
-    found: set[int] = set()
-    asked = [last]
-    while asked:
-        number = asked.pop()
-        if number not in found:
-            found.add(number)
-            asked += [v.node for v in graph.nodes[number].inputs]
+        one = asked.pop()
+        if one not in found:
+            found.add(one)
+            asked += step(one)
     return found
 
 

@@ -8,7 +8,7 @@ from rlx_jax.ir.graph import Graph, Leaf, Node, Op, TypeCache
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.hir.slices import Asked, differing, dims_of, try_together
+from rlx_jax.lowering.hir.slices import differing, dims_of, tried, try_together
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
 from rlx_jax.lowering.lower import as_function
 
@@ -47,11 +47,10 @@ def asks_slices(types: TypeCache, node: Node, operands: tuple[TensorType, ...], 
 
 def try_slices(graph: Graph, types: TypeCache, ruled: Callable[[Op], object]) -> None:
     """Try together all nodes of a graph that slices will be asked of: those without a rule."""
-    asked: dict[Asked, None] = {}
-    for inner, node in graph.walk():
+
+    def wanted(node: Node, operands: tuple[TensorType, ...]) -> bool:
         if isinstance(node.op, Leaf) or node.op.regions() or ruled(node.op):
-            continue
-        operands = tuple(inner.type(v) for v in node.inputs)
-        if any(asks_slices(types, node, operands, dim) for dim in dims_of(operands)):
-            asked[node.op, operands] = None
-    try_together(types, list(asked))
+            return False
+        return any(asks_slices(types, node, operands, dim) for dim in dims_of(operands))
+
+    try_together(graph, types, differing, tried, wanted)

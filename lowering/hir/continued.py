@@ -18,7 +18,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Hir, Op, TypeCache
 from rlx_jax.ir.plugins import is_ours
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.hir.slices import QUICK, Asked, random_array
+from rlx_jax.lowering.hir.slices import QUICK, Asked, random_array, try_together
 from rlx_jax.lowering.lower import as_function
 
 ROWS, TOKENS = 2, 5
@@ -33,13 +33,7 @@ def is_tried(op: Any) -> bool:
 
 def try_blocks(graph: Graph, types: TypeCache, is_carried: Callable[[Op], bool]) -> None:
     """Try together those that carry a state, as far as it is not known of them yet."""
-    asked: dict[Asked, None] = {}
-    for inner, node in graph.walk():
-        operands = tuple(inner.type(v) for v in node.inputs)
-        if is_carried(node.op) and is_tried(node.op) and not types.is_known(differing, node.op, operands):
-            asked[node.op, operands] = None
-    for (op, operands), reason in zip(asked, _tried(types, list(asked)) if asked else (), strict=True):
-        types.tell(reason, differing, op, operands)
+    try_together(graph, types, differing, _tried, lambda node, _: is_carried(node.op) and is_tried(node.op))
 
 
 def differing(types: TypeCache, op: Hir, operands: tuple[TensorType, ...]) -> str:

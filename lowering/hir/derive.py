@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import DeriveError, did_you_mean, shown
+from rlx_jax.errors import DeriveError, did_you_mean, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import Binary
@@ -37,6 +37,8 @@ from rlx_jax.lowering.hir.request import REQUEST, Brought, Cutting, inputs_read,
 from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carried, check_bias, rule_of
 
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
+ADDED = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (packed.SEGMENTS, packed.POSITIONS)}
+"""Inputs that programs have beside those of the flow."""
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
 
 
@@ -91,9 +93,9 @@ def derive(
     if program in ("extend", "verify") and brought.graphs:
         out = replace(out, inputs=tuple(inputs_read(out)))
     if program == "packed":
-        return packed.declared(out, types)
+        return replace(out, inputs=(*out.inputs, *ADDED[program]))
     if program == "padded":
-        return d.tokens.finish(out, types)
+        return d.tokens.finish(out)
     return _with_length(out, types, program) if d.behind is None else d.behind.finish(out, types)
 
 
@@ -211,10 +213,9 @@ def check_inputs(graph: Graph, program: str) -> None:
     if not (reads_cache(graph) or any({"batch", "seq"} <= i.type.symbols for i in graph.inputs)):
         shapes = ", ".join(f"{i.input} {i.type}" for i in graph.inputs)
         raise DeriveError(f"{program} needs an input with the symbolic dimensions batch and seq; the flow has {shapes}")
-    if program in CACHED_PROGRAMS and any(i.input == LENGTHS.input for i in graph.inputs):
-        raise DeriveError(f"{program} adds an input 'lengths'; the flow has one of that name already, rename it")
-    if program == "packed":
-        packed.check_names(graph)
+    names = {i.input for i in graph.inputs}
+    for name in (i.input for i in ADDED.get(program, ()) if i.input in names):
+        raise DeriveError(f"{program} adds an input {quote(name)}; the flow has one of that name already, rename it")
 
 
 def reads_cache(graph: Graph) -> bool:
@@ -224,9 +225,8 @@ def reads_cache(graph: Graph) -> bool:
 
 def _with_length(graph: Graph, types: TypeCache, program: str) -> Graph:
     """Declare `lengths` and advance the state's length by it, in `verify` by nothing."""
-    b = Builder(graph.name, types)
-    b.nodes, b.writes = list(graph.nodes), list(graph.writes)
-    b.inputs = [*graph.inputs, LENGTHS]
+    b = Builder.resume(graph, types)
+    b.inputs += ADDED[program]
     held = b(LENGTH)
     b.writes.append((LENGTH_LEAF, held if program == "verify" else b(Binary("add"), held, b(LENGTHS))))
     return b.finish(graph.outputs, graph.output_names)

@@ -39,8 +39,7 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
         return fn
 
     out = rewrite(graph, enter, types, "last_token_only")
-    b = Builder(out.name, types)
-    b.nodes, b.inputs, b.writes = list(out.nodes), list(out.inputs), list(out.writes)
+    b = Builder.resume(out, types)
     outputs = [b(hir.LastToken(), v) if "seq" in out.type(v).symbols else v for v in out.outputs]
     return b.finish(outputs, out.output_names)
 

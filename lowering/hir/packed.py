@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlx_jax.errors import DeriveError, quote
+from rlx_jax.errors import DeriveError
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Graph, Input, Node, TypeCache, Value, constant
+from rlx_jax.ir.graph import Builder, Input, Node, Value, constant
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Iota, TakeAlongAxis
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where
@@ -26,31 +26,6 @@ F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 EACH = TensorType((symbol("batch"), symbol("seq")), I32)
 SEGMENTS, POSITIONS = Input("segments", type=EACH), Input("positions", type=EACH)
 ALL = (None, None, None)
-
-
-def check_names(graph: Graph) -> None:
-    """The flow has no inputs of these names.
-
-    Raises:
-        DeriveError: it has.
-    """
-    for leaf in (SEGMENTS, POSITIONS):
-        if any(i.input == leaf.input for i in graph.inputs):
-            raise DeriveError(
-                f"packed adds an input {quote(leaf.input)}; the flow has one of that name already, rename it"
-            )
-
-
-def declared(graph: Graph, types: TypeCache) -> Graph:
-    """The program with its two inputs."""
-    b = Builder.resume(graph, types)
-    b.inputs = [*graph.inputs, SEGMENTS, POSITIONS]
-    return b.finish(graph.outputs, graph.output_names)
-
-
-def positions(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
-    """positions(x) → the input `positions`"""
-    return (b.leaf(POSITIONS),)
 
 
 def attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -95,11 +70,8 @@ def kept(b: Builder, mask: Value) -> Value:
     return b(Compare("ge"), wide, b.scalar(0.5, wide))
 
 
-def counted_positions(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+def counted_positions(b: Builder, op: hir.CountedPositions, ids: Value) -> tuple[Value, ...]:
     """counted_positions(ids) → the same without what was counted before the token's own sequence"""
-    op = node.op
-    assert isinstance(op, hir.CountedPositions)
-    (ids,) = inputs
     counts = b(CastTo(I32), b(Compare("ne"), ids, b.scalar(op.padding, ids)))
     first = b(Binary("sub"), b(Reshape((1, -1)), b(Iota(1), ids)), b.leaf(POSITIONS))
     before = b(TakeAlongAxis(1, "clip"), b(Cumsum(1, exclusive=True), counts), first)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from rlx_jax.errors import DeriveError, quote
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, TypeCache, Value
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, Value
 from rlx_jax.ir.ops.pointwise import CastTo, Where
 from rlx_jax.ir.ops.shape import Slice
 from rlx_jax.ir.types import TensorType, is_float, symbol
@@ -50,13 +50,9 @@ class TokenMask:
         _find(graph, own, frozenset(), same)
         return TokenMask(own, same)
 
-    def finish(self, graph: Graph, types: TypeCache) -> Graph:
+    def finish(self, graph: Graph) -> Graph:
         """The program with its input."""
-        if self.mask is not ADDED:
-            return graph
-        b = Builder.resume(graph, types)
-        b.inputs = [*graph.inputs, ADDED]
-        return b.finish(graph.outputs, graph.output_names)
+        return replace(graph, inputs=(*graph.inputs, ADDED)) if self.mask is ADDED else graph
 
     def _is_mask(self, graph: Graph, keep: Value) -> bool:
         """Whether attention is given the mask already, over its keys."""

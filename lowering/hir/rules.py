@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -168,19 +168,25 @@ def check_bias(types: TypeCache, op: hir.Attention, operands: tuple[TensorType, 
             raise DeriveError(f"attention's bias is not proved to treat each of the {name} alone: {verdict.reason}")
 
 
+def from_the_left(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """A block that carries a state along the tokens, and has read none of the padding behind them, as it is."""
+    op, x = node.op, b.type(inputs[0])
+    if x.shape[:2] != (symbol("batch"), symbol("seq")):
+        raise DeriveError(f"{op.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
+
+
 def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """block(x, …) → carried(block, x, …, state.slot …, state.length, lengths); state.slot := … for each slot"""
     block: Any = node.op  # what `hir.CarriesState` says
-    x = b.type(inputs[0])
-    if x.shape[:2] != (symbol("batch"), symbol("seq")):
-        raise DeriveError(f"{block.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
+    from_the_left(d, b, node, inputs)
     operands = tuple(b.type(v) for v in inputs)
     if continued.is_tried(block) and (reason := d.types.ask(continued.differing, block, operands)):
         raise DeriveError(f"{block.text()} carries a state, and {reason}: {d.program} would give other numbers")
     slots = block.slots(*operands)
     if d.behind is not None:
         return tuple(d.behind.carried(b, block, inputs, slots))
-    leaves = [d.state(b, node.origin.path, s.name, s.leaf(x.shape[0]), s.leaf_roles) for s in slots]
+    batch = operands[0].shape[0]
+    leaves = [d.state(b, node.origin.path, s.name, s.leaf(batch), s.leaf_roles) for s in slots]
     every = d.program == "verify"  # the state stays what it was; what it would be after each token goes beside it
     op = hir.Carried(block, len(slots), fresh=d.program == "prefill", every=every)
     made = b.add(op, *inputs, *(value for _, value in leaves), b.leaf(LENGTH), b.leaf(LENGTHS))
@@ -258,21 +264,14 @@ def packed_attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value,
 
 
 PACKED: dict[type[Op], Rule] = {
-    hir.Positions: lambda d, b, node, inputs: packed.positions(b, node, inputs),
+    hir.Positions: lambda d, b, node, inputs: (b.leaf(packed.POSITIONS),),
     hir.RopeAngles: keep,
     hir.RopeRows: keep,
     hir.Attention: packed_attention,
-    hir.CountedPositions: lambda d, b, node, inputs: packed.counted_positions(b, node, inputs),
+    hir.CountedPositions: lambda d, b, node, inputs: packed.counted_positions(b, cast(Any, node.op), *inputs),
     hir.RelativeBias: keep,
 }
 """The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused."""
-
-
-def from_the_left(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
-    """A block that carries a state along the tokens has read none of the padding behind them."""
-    op, x = node.op, b.type(inputs[0])
-    if x.shape[:2] != (symbol("batch"), symbol("seq")):
-        raise DeriveError(f"{op.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
 
 
 PADDED: dict[type[Op], Rule] = {

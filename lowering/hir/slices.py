@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from rlx_jax.errors import first_line
-from rlx_jax.ir.graph import Op, TypeCache
+from rlx_jax.ir.graph import Graph, Node, Op, TypeCache
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lower import as_function
 
@@ -19,26 +19,36 @@ SIZES = {"batch": 4, "seq": 5}
 QUICK = {"xla_backend_optimization_level": 0}
 """A program that runs once, on a few numbers: what it takes is its compile."""
 
+T = TypeVar("T")
 Asked = tuple[Op, tuple[TensorType, ...]]
 
 
-def try_together(types: TypeCache, asked: list[Asked]) -> None:
-    """Answer `differing` for all that it is not known of yet, in one program: its compile takes most of the time."""
-    new = [a for a in asked if not types.is_known(differing, *a)]
+def try_together(
+    graph: Graph,
+    types: TypeCache,
+    question: Callable[..., T],
+    tried: Callable[[TypeCache, list[Asked]], list[T]],
+    wanted: Callable[[Node, tuple[TensorType, ...]], bool],
+) -> None:
+    """Answer `question` for all nodes that are `wanted`, as far as it is not known of them yet, by `tried` in one
+    program: its compile takes most of the time."""
+    nodes = ((node, tuple(map(inner.type, node.inputs))) for inner, node in graph.walk())
+    asked = dict.fromkeys((node.op, operands) for node, operands in nodes if wanted(node, operands))
+    new = [a for a in asked if not types.is_known(question, *a)]
     if len(new) < 2:
         return  # one is tried where it stands
     try:
-        found = _tried(types, new)
+        answers = tried(types, new)
     except Exception:  # one of them fails at these sizes: that is said of the one, where it stands
         return
-    for (op, operands), reasons in zip(new, found, strict=True):
-        types.tell(reasons, differing, op, operands)
+    for answer, a in zip(answers, new, strict=True):
+        types.tell(answer, question, *a)
 
 
 def differing(types: TypeCache, op: Op, operands: tuple[TensorType, ...]) -> dict[str, str]:
     """The dims along which the op of a slice is not the slice of the op, on random numbers, and what it is instead."""
     try:
-        return _tried(types, [(op, operands)])[0]
+        return tried(types, [(op, operands)])[0]
     except Exception as error:
         return dict.fromkeys(dims_of(operands), f"it fails on slices of {SIZES}: {first_line(error)}")
 
@@ -48,7 +58,7 @@ def dims_of(operands: tuple[TensorType, ...]) -> tuple[str, ...]:
     return tuple(dim for dim in SIZES if any(dim in t.symbols for t in operands))
 
 
-def _tried(types: TypeCache, asked: list[Asked]) -> list[dict[str, str]]:
+def tried(types: TypeCache, asked: list[Asked]) -> list[dict[str, str]]:
     """`differing` for each, evaluated by one program. At once, as a program may be derived inside a trace."""
     drawn = [
         [random_array(t.bind({**dict.fromkeys(t.symbols, 2), **SIZES})) for t in operands] for _, operands in asked

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Mir
+from rlx_jax.ir.paths import Path
 from rlx_jax.lowering.mir.dce import live
 
 
@@ -27,15 +30,26 @@ class Cost:
         )
 
 
-def cost(graph: Graph) -> Cost:
-    """The cost of a MIR program of static sizes: of the nodes that something needs."""
-    total = Cost()
+def costs(graph: Graph, times: int = 1) -> dict[Path, Cost]:
+    """The cost of each block of a MIR program of static sizes, as often as it runs: of the nodes that something
+    needs."""
+    found: dict[Path, Cost] = {}
     for node in (graph.nodes[number] for number in sorted(live(graph))):
         op, operands = node.op, [graph.type(v) for v in node.inputs]
+        parts = [part for region in op.regions() for part in costs(region, op.iterations()).items()]
         if isinstance(op, Mir):
-            total = total.then(
-                Cost(op.flops(operands, node.types), op.bytes(operands, node.types), op.workspace(operands, node.types))
-            )
-        for region in op.regions():
-            total = total.then(cost(region), op.iterations())
-    return total
+            counts = (count(operands, node.types) for count in (op.flops, op.bytes, op.workspace))
+            parts.append((node.origin.path, Cost(*counts)))
+        for path, each in parts:
+            found[path] = found.get(path, Cost()).then(each, times)
+    return found
+
+
+def total(parts: Iterable[Cost]) -> Cost:
+    """One after the other."""
+    return functools.reduce(Cost.then, parts, Cost())
+
+
+def cost(graph: Graph) -> Cost:
+    """The cost of a MIR program of static sizes."""
+    return total(costs(graph).values())

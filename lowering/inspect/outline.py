@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param
+from rlx_jax.ir.graph import Graph, Input, Leaf, Node, Param
 from rlx_jax.ir.param import Padded, Program
 from rlx_jax.ir.paths import LayerIndex, Path, path_text
 from rlx_jax.ir.table import TextTable
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.inspect.costs import Cost
-from rlx_jax.lowering.mir.dce import live
+from rlx_jax.lowering.inspect.costs import Cost, total
+from rlx_jax.lowering.inspect.costs import costs as block_costs
 
 HEAD = ("block", "output", "params", "FLOPs", "bytes")
 WIDTHS = (29, 22, 7, 7, 7)
@@ -81,23 +82,23 @@ def outline(
     """The outline of a program with these inputs: `blocks` is its HIR, `mir` the same with sizes, without which there
     are no FLOPs."""
     found: dict[Path, tuple[str, int]] = {}
-    total = _parameters(blocks, found, set())
-    costs = {} if mir is None else _costs(mir)
+    count = _parameters(blocks, found, set())
+    costs = {} if mir is None else block_costs(mir)
     iterations = _iterations(blocks)
     paths = list(dict.fromkeys([*found, *(path for path in costs if path not in found)]))
     rows: list[OutlineRow] = []
     for around, inside in _groups(paths):
         parts = [OutlineRow(p, *found.get(p, ("", 0)), None if mir is None else costs.get(p, Cost())) for p in inside]
         if around:
-            of_layer = None if mir is None else _sum(costs.get(p, Cost()) for p in inside)
+            of_layer = None if mir is None else total(costs.get(p, Cost()) for p in inside)
             output = next((part.output for part in reversed(parts) if part.path == around), "")
             parts = [part for part in parts if part.path != around]
             params = sum(found.get(p, ("", 0))[1] for p in inside)
             rows.append(OutlineRow(around, output, params, of_layer, iterations.get(around, 1)))
         rows += parts
     outputs = dict(zip(blocks.output_names, (blocks.type(v) for v in blocks.outputs), strict=True))
-    whole = None if mir is None else _sum(costs.values())
-    return Outline(name, inputs, outputs, tuple(rows), total, whole, dict(sizes))
+    whole = None if mir is None else total(costs.values())
+    return Outline(name, inputs, outputs, tuple(rows), count, whole, dict(sizes))
 
 
 def compact(number: int) -> str:
@@ -136,27 +137,6 @@ def _parameters(graph: Graph, found: dict[Path, tuple[str, int]], counted: set[P
 def _programs(graph: Graph, node: Node) -> dict[Program, None]:
     ops = (graph.nodes[value.node].op for value in node.inputs)
     return dict.fromkeys(program for op in ops if isinstance(op, Param) for program in op.programs)
-
-
-def _costs(graph: Graph, times: int = 1) -> dict[Path, Cost]:
-    """FLOPs and bytes of each block, as often as it runs."""
-    found: dict[Path, Cost] = {}
-    for node in (graph.nodes[number] for number in sorted(live(graph))):
-        op, operands = node.op, [graph.type(v) for v in node.inputs]
-        if isinstance(op, Mir):
-            one = Cost(op.flops(operands, node.types), op.bytes(operands, node.types))
-            found[node.origin.path] = found.get(node.origin.path, Cost()).then(one, times)
-        for region in op.regions():
-            for path, more in _costs(region, times * op.iterations()).items():
-                found[path] = found.get(path, Cost()).then(more)
-    return found
-
-
-def _sum(costs: Iterable[Cost]) -> Cost:
-    total = Cost()
-    for each in costs:
-        total = total.then(each)
-    return total
 
 
 def _iterations(graph: Graph) -> dict[Path, int]:
@@ -203,14 +183,10 @@ def _fitting(output: str) -> str:
     return first + more
 
 
-def _wrapped(mark: str, items: Sequence[str], width: int = 80) -> Iterator[str]:
-    """Items with commas between them, in lines of at most `width`."""
-    line, blank = mark, " " * len(mark)
-    for number, item in enumerate(items):
-        item = item + ("," if number < len(items) - 1 else "")
-        item = item if len(item) <= width - len(mark) else item[: width - len(mark) - 1] + "…"
-        if line.strip() and line != mark and len(line) + 1 + len(item) > width:
-            yield line
-            line = blank
-        line += item if line in (mark, blank) else f" {item}"
-    yield line
+def _wrapped(mark: str, items: Sequence[str], width: int = 80) -> list[str]:
+    """Items with commas between them, in lines of at most `width`; none is broken, and one that is too long cut."""
+    room = width - len(mark) - 1
+    short = (item if len(item) <= room else f"{item[: room - 1]}…" for item in items)
+    text = ", ".join(item.replace(" ", "\0") for item in short)
+    lines = textwrap.wrap(text, width, initial_indent=mark, subsequent_indent=" " * len(mark), break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines or [mark]]
