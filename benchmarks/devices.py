@@ -36,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from report import Goals, emit, seconds, table
 
 import rlx_jax as rlx
-from rlx_jax.lowering.inspect.collectives import collectives
+from rlx_jax.lowering.inspect.hlo import collectives
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 
 SHAPES = {

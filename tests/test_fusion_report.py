@@ -13,7 +13,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE
 from rlx_jax.ir import hir
-from rlx_jax.lowering.inspect.fusion_report import FusionReport
+from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.runtime.model import CompiledModel
 from tests.opening import opened
 from tests.oracles.checkpoints import FIXTURES

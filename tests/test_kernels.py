@@ -18,10 +18,10 @@ from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.lowering.lir import experts, implementations, recurrent
-from rlx_jax.lowering.lir.choices import Choice
 from rlx_jax.lowering.lir.experts import sorted_blocks
-from rlx_jax.lowering.lir.grouped import TILES, compared_blocks
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, KERNELS, runnable, without_deprecation
+from rlx_jax.lowering.lir.kernels import TILES, compared_blocks
+from rlx_jax.lowering.lir.plan import Choice
 from tests.oracles import op_formulas
 from tests.oracles.comparing import assert_close
 from tests.test_recurrences import delta_case, distance, transcript
@@ -115,7 +115,7 @@ LOWERED: dict[str, Made] = {
 @pytest.mark.parametrize("case", LOWERED)
 def test_a_kernel_lowers_for_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, name, arrays = LOWERED[case]
-    monkeypatch.setattr("rlx_jax.lowering.lir.pallas.running_device", lambda: DEVICES["h200"])
+    monkeypatch.setattr("rlx_jax.lowering.lir.kernels.running_device", lambda: DEVICES["h200"])
     given = [jnp.asarray(a, jnp.bfloat16) if a.dtype == np.float32 and a.ndim == 3 else a for a in arrays]
     call = (op, tuple(TensorType(a.shape, a.dtype) for a in given))
     h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))

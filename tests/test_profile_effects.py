@@ -25,7 +25,7 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.roles import ROLES
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.lowering.lir import attention
-from rlx_jax.lowering.mir.mixed import POLICIES
+from rlx_jax.lowering.precision import POLICIES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles import PRESETS, NumericClasses, effects
 from rlx_jax.profiles.check import rows

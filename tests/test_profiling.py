@@ -15,7 +15,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError
-from rlx_jax.lowering.inspect.scopes import Instruction, block_paths, instructions, kernel_name, module_id, together
+from rlx_jax.lowering.inspect.hlo import Instruction, block_paths, instructions, kernel_name, module_id, together
 from rlx_jax.runtime.block_times import (
     IDLE,
     MARK,

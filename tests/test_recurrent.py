@@ -26,7 +26,7 @@ from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Slice
 from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.traits import BLOCK
 from rlx_jax.ir.types import TensorType, tensor_type
-from rlx_jax.lowering.hir import continued, rules
+from rlx_jax.lowering.hir import rules, trials
 from rlx_jax.lowering.lower import as_function
 from tests.fuzz import meaning as formulas
 from tests.small import compiled, w
@@ -308,7 +308,7 @@ def test_blocks_of_the_package_pass_the_trial() -> None:
     """What is refused of others holds of them."""
     x, a, h = (tensor_type(shape, "f32", "t") for shape in (("batch", "seq", 4), (), (4,)))
     asked = [(block, (x, a, h)[: {"a window": 1, "from an operand": 3}.get(name, 2)]) for name, block in BLOCKS.items()]
-    assert continued._tried(TypeCache(), asked) == [""] * len(asked)
+    assert trials._tried_in_pieces(TypeCache(), asked) == [""] * len(asked)
 
 
 def refused(call: Callable[..., Any], match: str, kind: type[RlxError] = GraphError) -> None:

@@ -17,7 +17,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.blocks import Custom, Embed, Linear
-from rlx_jax.compiler.buckets import Buckets
+from rlx_jax.compiler.settings import Buckets
 from rlx_jax.encode.packing import plan
 from rlx_jax.generate import score_layout, score_program
 from rlx_jax.generate.perplexity import exp_of

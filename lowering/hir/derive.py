@@ -28,13 +28,13 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import unroll
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.hir import continued, packed
-from rlx_jax.lowering.hir.alone import try_slices, why_not_alone
+from rlx_jax.lowering.hir import packed
 from rlx_jax.lowering.hir.explicit import Behind
 from rlx_jax.lowering.hir.last_token import last_token_only
 from rlx_jax.lowering.hir.padded import TokenMask
 from rlx_jax.lowering.hir.request import REQUEST, Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
 from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carried, check_bias, rule_of
+from rlx_jax.lowering.hir.trials import try_blocks, try_slices, why_not_alone
 
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
 ADDED = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (packed.SEGMENTS, packed.POSITIONS)}
@@ -74,7 +74,7 @@ def derive(
     check_inputs(graph, program)
     if program in CACHED_PROGRAMS:
         check_last_tokens(graph)
-        continued.try_blocks(graph, types, lambda op: rule_of(op) is carried)
+        try_blocks(graph, types, lambda op: rule_of(op) is carried)
     try_slices(graph, types, rule_of)
     d = Derivation(program, types, kv)
     if program == "explicit":

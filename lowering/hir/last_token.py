@@ -8,8 +8,8 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, Op, TypeCache, Value
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import symbol
-from rlx_jax.lowering.hir.alone import prove, try_slices, why_not_alone
 from rlx_jax.lowering.hir.rules import rule_of
+from rlx_jax.lowering.hir.trials import prove, try_slices, why_not_alone
 
 
 def last_token_only(graph: Graph, types: TypeCache) -> Graph:

@@ -18,8 +18,8 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.param import Program, concat, sliced
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.mir.dce import dce, live
-from rlx_jax.lowering.places import Fused, Pattern, Place
+from rlx_jax.lowering.fusion import Fused, Pattern, Place
+from rlx_jax.lowering.mir.cleaning import dce, live
 
 Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...]]
 """From the numbers of a group's nodes and the inputs of the first: one value for each node."""

@@ -10,8 +10,7 @@ from rlx_jax.ir.graph import Value
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
 from rlx_jax.ir.text import bytes_text, dump_graph
 from rlx_jax.lowering.inspect.buffers import PHASES, BufferPlan, plan_buffers
-from rlx_jax.lowering.lir.choices import XLA
-from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.lowering.lir.plan import XLA, Lir
 
 
 def fingerprint(lir: Lir) -> str:

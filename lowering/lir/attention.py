@@ -20,7 +20,7 @@ from rlx_jax.device import Device
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.lir.choices import Call, Choice
+from rlx_jax.lowering.lir.plan import Call, Choice
 
 AnyArray = Any
 FEW_KEYS = 1 << 16

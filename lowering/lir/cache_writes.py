@@ -22,7 +22,7 @@ from jax import lax
 from rlx_jax.device import Device
 from rlx_jax.ir.ops.attention import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.types import is_float
-from rlx_jax.lowering.lir.choices import Call, Choice
+from rlx_jax.lowering.lir.plan import Call, Choice
 
 Array = jax.Array
 CacheWrite = CacheUpdate | RingStep

@@ -5,7 +5,7 @@
 - `blocked` sorts the choices by expert, in blocks of one expert each, and multiplies block by block: no more than the
   products that are needed, and the rest of the last block of each expert;
 - `looped` does so block by block, and computes those alone that have choices in them;
-- `grouped` sorts too, and multiplies each block with the weights where they stand: kernels of our own (`grouped.py`);
+- `grouped` sorts too, and multiplies each block with the weights where they stand: kernels of our own (`kernels.py`);
 - `ragged` sorts too, and leaves the groups to `jax.lax.ragged_dot`, which is one kernel on a TPU and on other platforms
   every expert for every token.
 
@@ -33,7 +33,7 @@ from rlx_jax.device import Device
 from rlx_jax.ir.ops.experts import ExpertFfn, plus
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.division import Division, on_one
-from rlx_jax.lowering.lir.choices import Call, Choice
+from rlx_jax.lowering.lir.plan import Call, Choice
 
 AnyArray = Any
 

@@ -18,21 +18,24 @@ from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, heads_first, query_chunks
 from rlx_jax.lowering.lir.cache_writes import choose_cache_write, in_loop
-from rlx_jax.lowering.lir.choices import CACHE_WRITES, CHOSEN, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
+from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOSEN, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.products import choose_product, row
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
 from rlx_jax.lowering.lir.recurrent import chunk_by_chunk, chunks_at_once, one_token
 
 
-def in_kernels(module: str, name: str) -> Callable[..., Any]:
-    """An implementation of a module that imports Pallas, imported where one runs."""
+def in_kernels(name: str) -> Callable[..., Any]:
+    """An implementation of `kernels.py`, which imports Pallas, imported where one runs."""
 
     def run(op: Mir, *arrays: Any) -> Any:
-        return getattr(importlib.import_module(f"rlx_jax.lowering.lir.{module}"), name)(op, *arrays)
+        return getattr(importlib.import_module("rlx_jax.lowering.lir.kernels"), name)(op, *arrays)
 
     return run
 
+
+KERNELS = ("grouped", "one_pass", "states_in_one")
+"""Kernels of our own."""
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
@@ -48,14 +51,9 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "looped": looped,
     "ragged": ragged,
     "in_loop": in_loop,
-    "grouped": in_kernels("grouped", "grouped"),
-    "one_pass": in_kernels("delta", "one_pass"),
-    "states_in_one": in_kernels("delta", "states_in_one"),
+    **{name: in_kernels(name) for name in KERNELS},
 }
 """How to run an op, by the name of the implementation; each equals `eval`."""
-
-KERNELS = ("grouped", "one_pass", "states_in_one")
-"""Kernels of our own."""
 
 LOWERING = threading.Lock()
 """Held while the filters of warnings, which are the whole process's, are others."""

@@ -25,10 +25,10 @@ from rlx_jax.ir.param import Program, Stack
 from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.lir.choices import CHOSEN, Call, Choice, call_of
 from rlx_jax.lowering.lir.experts import over_devices
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.layout import rows
+from rlx_jax.lowering.lir.plan import CHOSEN, Call, Choice, call_of
 
 AnyArray = Any
 

@@ -9,13 +9,45 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from rlx_jax.ir.graph import Graph, Mir, StateRead, every_key
-from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.graph import Graph, Mir, Node, StateRead, every_key
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep
 from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.lir.choices import PRODUCTS, RECURRENCES, XLA, Call, Choice, call_of
+
+PRODUCTS = (MatMul, FusedMatMulBiasAct)
+RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
+CACHE_WRITES = (CacheUpdate, RingStep)
+CHOSEN = (AttentionOp, ExpertFfn, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
+"""The ops that may have a choice."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An implementation by its name in `IMPLEMENTATIONS`; `xla` is the op's own `eval`."""
+
+    implementation: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation} ({self.reason})"
+
+
+XLA = Choice("xla", "as any other")
+"""What is not chosen for a node of its own."""
+
+Call = tuple[Mir, tuple[TensorType, ...]]
+"""A node as the choice sees it: the op and the types of its operands."""
+
+
+def call_of(graph: Graph, node: Node) -> Call:
+    """The key of a node's choice."""
+    assert isinstance(node.op, Mir)
+    return node.op, tuple(graph.type(v) for v in node.inputs)
 
 
 @dataclass(frozen=True)

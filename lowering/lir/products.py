@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from rlx_jax.device import Device
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.lowering.lir.choices import Call, Choice
+from rlx_jax.lowering.lir.plan import Call, Choice
 
 AnyArray = Any
 

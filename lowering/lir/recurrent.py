@@ -21,7 +21,7 @@ from jax import lax
 from rlx_jax.device import Device
 from rlx_jax.ir.ops.recurrent import CHUNK, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.lir.choices import Call, Choice
+from rlx_jax.lowering.lir.plan import Call, Choice
 
 AnyArray = Any
 Recurrence = GatedDeltaOp | SelectiveScanOp

@@ -20,23 +20,17 @@ from rlx_jax.errors import GraphError, ProfileError, did_you_mean, quote
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.fusion import Fused, Place
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
-from rlx_jax.lowering.hir.orient import orient
-from rlx_jax.lowering.hir.outputs import with_outputs
-from rlx_jax.lowering.hir.pad import pad_vocabulary
-from rlx_jax.lowering.hir.precision import compute_in, pin_matmul, store_in
-from rlx_jax.lowering.hir.unpack import unpack
+from rlx_jax.lowering.hir.weights import orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lower import expand_composites, lower
-from rlx_jax.lowering.mir.cse import cse
-from rlx_jax.lowering.mir.dce import dce, unread_inputs, without_inputs
+from rlx_jax.lowering.mir.cleaning import constant_folding, cse, dce, unread_inputs, with_outputs, without_inputs
 from rlx_jax.lowering.mir.divide import divide, undivided
-from rlx_jax.lowering.mir.fold import constant_folding
 from rlx_jax.lowering.mir.head import up_to_head
-from rlx_jax.lowering.mir.mixed import mixed
 from rlx_jax.lowering.mir.specialise import specialise
 from rlx_jax.lowering.mir.unroll_steps import unroll_steps
-from rlx_jax.lowering.places import Fused, Place
+from rlx_jax.lowering.precision import compute_in, mixed, pin_matmul, store_in
 
 HIR, MIR = GraphStage.HIR, GraphStage.MIR
 Kind = Literal["program", "layout", "fusion", "cleaning"]

@@ -36,18 +36,17 @@ from rlx_jax.ir.graph import TypeCache
 from rlx_jax.ir.ops.custom import check_captured, check_constants
 from rlx_jax.ir.text import dump
 from rlx_jax.lowering.division import Division
+from rlx_jax.lowering.fusion import fusion_report
 from rlx_jax.lowering.hir import explicit, padded
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.hir.rules import ring_sizes
 from rlx_jax.lowering.inspect.bounds import behind_cache, bounds_of, packed_rows
-from rlx_jax.lowering.inspect.fusion_report import fusion_report
-from rlx_jax.lowering.lir.choices import Call, Choice
 from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_all, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_types
-from rlx_jax.lowering.mir.dce import without_inputs
+from rlx_jax.lowering.lir.plan import Call, Choice, Lir, given_leaves, state_types
+from rlx_jax.lowering.mir.cleaning import without_inputs
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.profiles.effects import warn_of_idle

@@ -11,9 +11,9 @@ from rlx_jax.compiler.settings import plain
 from rlx_jax.errors import GraphError, RlxError, did_you_mean, listing, quote
 from rlx_jax.ir.graph import Graph, Input, TypeCache
 from rlx_jax.ir.types import TensorType, as_dim
+from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.lowering.inspect.costs import Cost, cost
-from rlx_jax.lowering.inspect.fusion_report import FusionReport
 from rlx_jax.lowering.inspect.outline import Outline, outline
 from rlx_jax.lowering.lir.plan import taken_back
 from rlx_jax.lowering.mir.head import Head, find_head

@@ -8,8 +8,8 @@ from typing import Any, Literal, NoReturn
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import bucket
 from rlx_jax.compiler.executable import Progress
+from rlx_jax.compiler.settings import bucket
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width

@@ -23,9 +23,9 @@ from rlx_jax.errors import (
     shown,
     suggests,
 )
-from rlx_jax.lowering.hir.alone import why_rows_mix
 from rlx_jax.lowering.hir.padded import MASK
 from rlx_jax.lowering.hir.rules import reads_from_the_left
+from rlx_jax.lowering.hir.trials import why_rows_mix
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed

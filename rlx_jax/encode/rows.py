@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets, bucket, smallest
+from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import pooled_of
 from rlx_jax.encode.sentence import SentencePipeline, pool

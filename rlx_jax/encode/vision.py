@@ -10,8 +10,8 @@ from typing import Any, Literal, NoReturn
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import bucket, smallest
 from rlx_jax.compiler.executable import Progress
+from rlx_jax.compiler.settings import bucket, smallest
 from rlx_jax.encode.embedding import ahead, chunks
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, numbered
 from rlx_jax.encode.pooled import Vectors, check_finite, pooled_of, pooled_width

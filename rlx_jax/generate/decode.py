@@ -18,7 +18,7 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Function, StateArrays
 from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, finite_rows
-from rlx_jax.lowering.inspect.scopes import SAMPLER
+from rlx_jax.lowering.inspect.hlo import SAMPLER
 
 Array = jax.Array
 

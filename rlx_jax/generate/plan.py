@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets, bucket, smallest
 from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode import DecodeLoop, Sizes
 from rlx_jax.generate.request import LanguageModel, Mark, Request

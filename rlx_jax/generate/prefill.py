@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets, bucket, smallest
+from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.errors import RequestError, SequenceLengthError, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state, moved_back, run_padded
 from rlx_jax.generate.plan import CONTEXT_BUCKET

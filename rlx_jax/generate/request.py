@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.settings import Buckets
 from rlx_jax.errors import RequestError, SequenceLengthError, number, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.request_inputs import NONE, RequestInputs, request_inputs

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets
+from rlx_jax.compiler.settings import Buckets
 from rlx_jax.encode.packing import FULL, MOST, Block, BlockSizes, apart, costs_on, packed_rows, plan, sizes_for
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.score_program import AIM, OTHERS, PLACES, score_program

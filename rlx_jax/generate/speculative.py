@@ -22,7 +22,7 @@ from rlx_jax.compiler.executable import Function, Shardings, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows, Sizes
 from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, draw, finite_rows, sharpened
 from rlx_jax.ir.graph import every_key
-from rlx_jax.lowering.inspect.scopes import DRAFTING, SAMPLER
+from rlx_jax.lowering.inspect.hlo import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.state import LENGTH

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets, bucket
+from rlx_jax.compiler.settings import Buckets, bucket
 from rlx_jax.errors import RequestError, listing
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.generation import start, state_behind

@@ -17,7 +17,7 @@ from rlx_jax.ir.types import TensorType
 @dataclass(frozen=True)
 class Parts:
     """An axis that is several side by side: the size of each, and its role. Whole it is divided over nothing; a pass
-    takes it apart where devices divide a part (`rlx_jax.lowering.hir.unpack`)."""
+    takes it apart where devices divide a part (`rlx_jax.lowering.hir.weights`)."""
 
     of: tuple[tuple[int, str | None], ...]
 

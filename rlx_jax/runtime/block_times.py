@@ -17,7 +17,7 @@ import jax
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote, shown
 from rlx_jax.ir.table import TextTable
-from rlx_jax.lowering.inspect.scopes import CONTAINERS, Instruction, together
+from rlx_jax.lowering.inspect.hlo import CONTAINERS, Instruction, together
 
 NOT_ATTRIBUTED = "(not attributed)"
 SMALL = "(functions beside the programs)"

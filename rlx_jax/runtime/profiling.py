@@ -12,7 +12,7 @@ import jax
 from rlx_jax.compiler.executable import Executable, RunsOthers
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, shown
-from rlx_jax.lowering.inspect.scopes import DRAFTING, Instruction, block_paths, instructions, kernel_name, module_id
+from rlx_jax.lowering.inspect.hlo import DRAFTING, Instruction, block_paths, instructions, kernel_name, module_id
 from rlx_jax.runtime.block_times import BlockTimes, block_times, trace_of
 from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.runtime.state import State

@@ -17,10 +17,9 @@ from rlx_jax.device import Device
 from rlx_jax.errors import GraphError, listing
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.division import Division
+from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.lowering.inspect.buffers import activation_bytes
-from rlx_jax.lowering.inspect.collectives import collectives
-from rlx_jax.lowering.inspect.fusion_report import FusionReport
-from rlx_jax.lowering.inspect.scopes import together
+from rlx_jax.lowering.inspect.hlo import collectives, together
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.lowering.lir.plan import Lir

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets, bucket, smallest
+from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.errors import ProfileError, RequestError
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.requests import Ids

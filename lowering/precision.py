@@ -1,14 +1,23 @@
-"""Rewrite an f32 program to another compute dtype, and pin the precision of its products.
+"""Dtypes of a program: another compute dtype, classes of ops in narrow dtypes, stored parameters, pinned products.
 
-A flow is always written in f32. Floating parameters, inputs and constants enter in the compute dtype; ops take
-reductions and softmax in f32 by their own definition; floating outputs leave as f32.
+A flow is always written in f32. With a compute dtype, floating parameters, inputs and constants enter in it; ops take
+reductions and softmax in f32 by their own definition; floating outputs leave as f32. Mixed precision is a MIR pass: it
+gives every op the dtype of its class, and leaves everything around it in f32: parameters, inputs, state, what enters
+and leaves a region, and outputs, so that gradients are f32 too. Integers and bools are left alone.
+
+What carries a state, the nodes between the value that a leaf has when a program starts and the one that it gets, keeps
+the precision of the leaf, whatever the profile computes in: rounded at every token, a sum would forget what it is made
+of.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+import ml_dtypes
 import numpy as np
 
 from rlx_jax.ir import hir
@@ -24,6 +33,7 @@ from rlx_jax.ir.graph import (
     Node,
     Op,
     Param,
+    StateRead,
     TypeCache,
     Value,
     constant,
@@ -35,10 +45,9 @@ from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import is_float
-from rlx_jax.lowering.carried import carried, written_as_read
-from rlx_jax.lowering.mir.dce import dce
+from rlx_jax.lowering.mir.cleaning import dce
 
-F32 = np.dtype(np.float32)
+F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
 
 def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
@@ -166,3 +175,110 @@ def pin_matmul(graph: Graph, precision: str, types: TypeCache) -> Graph:
         return b.add(replace(op, precision=precision), *inputs) if pinned else None
 
     return rewrite(graph, everywhere(fn), types, "pin_matmul")
+
+
+POLICIES: dict[str, Mapping[str, np.dtype[Any]]] = {
+    "always_f16": {"compute": F16, "reduction": F16, "elementwise": F16, "movement": F16},
+    "auto_mixed_conservative": {"compute": F16, "reduction": F32, "elementwise": F16, "movement": F16},
+    "auto_mixed": {"compute": F16, "reduction": F16, "elementwise": F16, "movement": F16},
+    "auto_mixed_bf16": {"compute": BF16, "reduction": BF16, "elementwise": BF16, "movement": BF16},
+}
+"""The dtype of each class of ops. Norms and softmax take their statistics in f32 by their own definition, so
+`always_f16` and `auto_mixed` are the same program here."""
+
+
+def mixed(graph: Graph, policy: str, types: TypeCache, classes: Mapping[str, np.dtype[Any]] | None = None) -> Graph:
+    """`op(x)` → `cast_f32(op(cast(x)))`, where a cast of a cast back is the value itself. Casts are shared.
+
+    `policy` is one of `POLICIES`, or `custom`: then `classes` has the dtype of each class.
+    """
+    dtypes = (classes or {}) if policy == "custom" else POLICIES[policy]
+
+    def enter(old: Graph) -> Rewrite:
+        kept = carried(old)
+        known: dict[tuple[Value, np.dtype[Any]], Value] = {}
+
+        def to(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
+            made = b.nodes[value.node]
+            if isinstance(made.op, CastTo) and b.type(made.inputs[0]).dtype == dtype:
+                return made.inputs[0]
+            if b.type(value).dtype == dtype or not is_float(b.type(value).dtype):
+                return value
+            if (value, dtype) not in known:
+                known[value, dtype] = b(CastTo(dtype), value)
+            return known[value, dtype]
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            op = node.op
+            if not isinstance(op, Mir) or number in kept or op.traits.numeric == "state":
+                return None  # a cache is written in place, as it is
+            if isinstance(op, CastTo) and op.dtype != F32:
+                return None  # to the dtype of a cache
+            dtype = dtypes[op.traits.numeric]
+            first = len(inputs) if op.traits.narrows is None else op.traits.narrows
+            results = b.add(op, *(to(b, v, dtype) if i < first else v for i, v in enumerate(inputs)))
+            return tuple(to(b, r, F32) for r in results)
+
+        return fn
+
+    # Where every reader takes the narrow value, the cast back is dead.
+    return dce(written_as_read(rewrite(graph, enter, types, f"mixed_{policy}"), types), types)
+
+
+T = TypeVar("T")
+
+
+def carried(graph: Graph) -> dict[int, np.dtype[Any]]:
+    """The numbers of those nodes, without the leaves themselves, with the dtype of what they carry.
+
+    A leaf carries on itself, or leaves carry on each other: from one of them to the next, and around. Of layers that
+    stand on each other, what an earlier one keeps reaches a later one and never comes back, so that a cache that is
+    written in place has one such node. Where one node carries several leaves, it has the widest dtype.
+    """
+    floats = {
+        node.op.leaf: number
+        for number, node in enumerate(graph.nodes)
+        if isinstance(node.op, StateRead) and is_float(node.op.type.dtype)
+    }
+    writes = {leaf: value.node for leaf, value in graph.writes if leaf in floats}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            readers[value.node].append(number)
+    behind = {leaf: reachable([floats[leaf]], readers.__getitem__) for leaf in writes}
+    reached = {leaf: {other for other, number in writes.items() if number in behind[leaf]} for leaf in writes}
+    found: dict[int, np.dtype[Any]] = {}
+    for leaf, others in reached.items():
+        for other in others:
+            if leaf not in reachable(reached[other], reached.__getitem__):
+                continue
+            dtype = graph.nodes[floats[other]].types[0].dtype
+            before = reachable([writes[other]], lambda number: [v.node for v in graph.nodes[number].inputs])
+            for number in before & behind[leaf] - {floats[leaf]}:
+                found[number] = max(found.get(number, dtype), dtype, key=lambda d: d.itemsize)
+    return found
+
+
+def reachable(first: Iterable[T], step: Callable[[T], Iterable[T]]) -> set[T]:
+    """All that some reach in any number of steps, themselves included."""
+    found: set[T] = set()
+    asked = list(first)
+    while asked:
+        one = asked.pop()
+        if one not in found:
+            found.add(one)
+            asked += step(one)
+    return found
+
+
+def written_as_read(graph: Graph, types: TypeCache) -> Graph:
+    """A floating leaf gets the dtype back that it was read in."""
+    read = {node.op.leaf: node.types[0] for node in graph.nodes if isinstance(node.op, StateRead)}
+    b = Builder.resume(graph, types)
+    b.writes = [
+        (leaf, b(CastTo(read[leaf].dtype), value))
+        if leaf in read and graph.type(value).dtype != read[leaf].dtype and is_float(graph.type(value).dtype)
+        else (leaf, value)
+        for leaf, value in graph.writes
+    ]
+    return b.finish(graph.outputs, graph.output_names)

@@ -1,4 +1,4 @@
-"""Which block each instruction of a compiled program belongs to, as XLA's text says it.
+"""What XLA's text of a compiled program says: the block of each instruction, and what is sent between devices.
 
 The interpreter runs every op inside `jax.named_scope(block path)`, and XLA keeps the scopes of an instruction in its
 `op_name`: `jit(function)/layers.3.mlp/layers.3.mlp.up_proj/dot_general`.
@@ -7,6 +7,7 @@ The interpreter runs every op inside `jax.named_scope(block path)`, and XLA keep
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -130,3 +131,14 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
         if byte < 128:
             return value, at
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+_LINE = re.compile(rf"^\s*(?:ROOT )?%?\S+ = .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+
+
+def collectives(hlo: str) -> dict[str, int]:
+    """How many of each kind stand in an HLO text. One that sends several arrays counts once; one in a loop does, too,
+    however often it runs."""
+    return dict(Counter(found[1] for line in hlo.splitlines() if (found := _LINE.match(line))))

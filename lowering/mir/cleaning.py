@@ -1,0 +1,115 @@
+"""Passes that remove: dead code, repeated and constant ops, and outputs that nobody wants."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import GraphError, did_you_mean, listing, quote
+from rlx_jax.ir.graph import Builder, Constant, Graph, Input, Leaf, Mir, Node, StateRead, TypeCache, Value, constant
+from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
+
+
+def dce(graph: Graph, types: TypeCache) -> Graph:
+    """Drop the nodes that no output, state write or region needs. Declared inputs stay in the signature."""
+
+    def enter(graph: Graph) -> Rewrite:
+        needed = live(graph)
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            return None if number in needed else ()
+
+        return fn
+
+    return rewrite(graph, enter, types, "dce")
+
+
+def unread_inputs(graph: Graph) -> frozenset[str]:
+    """Names of the declared inputs that no output, state write or region needs."""
+    return frozenset(i.input for i in graph.inputs) - set(_read_inputs(graph))
+
+
+def _read_inputs(graph: Graph) -> Iterator[str]:
+    for number in live(graph):
+        op = graph.nodes[number].op
+        if isinstance(op, Input):
+            yield op.input
+        for region in op.regions():
+            yield from _read_inputs(region)
+
+
+def without_inputs(graph: Graph, names: Collection[str], types: TypeCache) -> Graph:
+    """The program without those of these inputs that it does not read, and without what is computed of them."""
+    left = unread_inputs(graph).intersection(names)
+    return replace(dce(graph, types), inputs=tuple(i for i in graph.inputs if i.input not in left)) if left else graph
+
+
+def live(graph: Graph) -> set[int]:
+    """Numbers of the nodes that an output, a state write or a region with writes needs."""
+    needed = {v.node for v in graph.roots()}
+    # A state leaf that is written is also read, though nothing needs what it held: its type says what is kept.
+    written = {leaf for leaf, _ in graph.writes}
+    needed |= {i for i, n in enumerate(graph.nodes) if isinstance(n.op, StateRead) and n.op.leaf in written}
+    for number in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[number]
+        if number in needed or any(region.writes for region in node.op.regions()):
+            needed.add(number)
+            needed.update(v.node for v in node.inputs)
+    return needed
+
+
+def cse(graph: Graph, types: TypeCache) -> Graph:
+    """One node for equal ops on equal operands. Leaves are shared already; regions are never merged."""
+
+    def enter(graph: Graph) -> Rewrite:
+        known: dict[tuple[object, tuple[Value, ...]], tuple[Value, ...]] = {}
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if isinstance(node.op, Leaf) or node.op.regions():
+                return None
+            key = (node.op, inputs)
+            if key not in known:
+                known[key] = b.add(node.op, *inputs)
+            return known[key]
+
+        return fn
+
+    return rewrite(graph, enter, types, "cse")
+
+
+MAX_FOLDED = 4096  # bytes: a larger result is cheaper to compute than to carry
+
+
+def constant_folding(graph: Graph, types: TypeCache) -> Graph:
+    """Evaluate ops whose operands are all constants, with the evaluator that runs the program."""
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        operands = [b.nodes[v.node].op for v in inputs]
+        if not inputs or not isinstance(node.op, Mir) or not all(isinstance(op, Constant) for op in operands):
+            return None
+        if not all(t.is_static and t.nbytes <= MAX_FOLDED for t in node.types):
+            return None
+        with jax.ensure_compile_time_eval():
+            out = node.op.eval(*(np.asarray(op.array) for op in operands if isinstance(op, Constant)))
+        results = out if isinstance(out, tuple) else (out,)
+        return tuple(b.leaf(constant(np.asarray(r), r.dtype)) for r in results)
+
+    return rewrite(graph, everywhere(fn), types, "constant_folding")
+
+
+def with_outputs(graph: Graph, names: tuple[str, ...], types: TypeCache) -> Graph:
+    """The program with these outputs, in this order.
+
+    Raises:
+        GraphError: it has no output of a name.
+    """
+    known = dict(zip(graph.output_names, graph.outputs, strict=True))
+    for name in names:
+        if name not in known:
+            raise GraphError(
+                f"{graph.name}: no output {quote(name)}; it has {listing(known)}{did_you_mean(name, list(known))}"
+            )
+    return dce(replace(graph, outputs=tuple(known[name] for name in names), output_names=names), types)

@@ -1,0 +1,350 @@
+"""Blocks that stand for several others: a decoder layer, Qwen 3.5's head for drafts, and named groups of two or three.
+
+They expand before programs are derived, so merging, precision and the policies see what they stand
+for.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+from rlx_jax.errors import GraphError, ShapeError, wrong_arity
+from rlx_jax.ir.graph import Builder, Hir, Value
+from rlx_jax.ir.hir.decoder_layer import write_attention, write_gated_ffn, write_layer
+from rlx_jax.ir.hir.masks import MASK_KINDS, MaskKind, check_arity
+from rlx_jax.ir.hir.sequence import LastToken, Rope, attention
+from rlx_jax.ir.hir.token_wise import Embed, GatedFfn, Linear, RmsNorm, Split
+from rlx_jax.ir.ops.attention import check_heads
+from rlx_jax.ir.ops.linalg import check_linear
+from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary, check_kind
+from rlx_jax.ir.ops.shape import Concat, merge_axes, split_axis
+from rlx_jax.ir.traits import COMPOSITE
+from rlx_jax.ir.types import DimLike, TensorType, is_static
+
+DECODER_OPERANDS = ("x", "ln1_g", "ln1_b", "q", "k", "v", "o", "ln2_g", "ln2_b", "gate", "up", "down", "cos", "sin")
+
+
+PROJECTIONS = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+"""Where in the layer each projection stands."""
+
+DECODER_BIASES = tuple(f"{name}_bias" for name in PROJECTIONS)
+
+NORMS = {
+    "before_attention": ("input_layernorm", ("ln1_g", "ln1_b")),
+    "before_mlp": ("post_attention_layernorm", ("ln2_g", "ln2_b")),
+}
+"""Where each norm of `write_layer` that there is stands, and its operands."""
+
+
+@dataclass(frozen=True)
+class LlamaDecoderBlock(Hir):
+    """One pre-norm Llama layer (Touvron et al. 2023): h = x + attn(rms(x))·Wo, y = h + swiglu(rms(h)).
+
+    Operands: the 14 of `DECODER_OPERANDS`; `mask` if the mask kind is custom or keep (`[B,T]`)
+    or bias (`[B,N,S,T]`); then one operand for each name in `biases`.
+    Weights are `[in, out]` (`contract=0`) or the checkpoint's `[out, in]` (`contract=1`); norms `[H]`.
+    """
+
+    traits = COMPOSITE
+
+    heads: int
+    head_dim: int
+    kv_heads: int
+    eps: float
+    mask: MaskKind = field(default=MASK_KINDS["causal"])
+    contract: int = 0
+    biases: tuple[str, ...] = ()
+
+    def check(self, *operands: TensorType) -> None:
+        expected = 14 + bool(self.mask.operand)
+        if len(operands) != expected + len(self.biases):
+            detail = f" (mask {self.mask}{f', biases {list(self.biases)}' if self.biases else ''})"
+            raise wrong_arity("llama_decoder_block", str(expected + len(self.biases)), len(operands), detail)
+        unknown = [n for n in self.biases if n not in DECODER_BIASES]
+        if unknown:
+            raise GraphError(f"llama_decoder_block: unknown biases {unknown}, known are {list(DECODER_BIASES)}")
+        check_heads(self.heads, self.kv_heads)
+        self._check_weights(operands)
+
+    def _check_weights(self, operands: tuple[TensorType, ...]) -> None:
+        """Hold every weight against x and the sizes of the block, so that the one that does not fit is named."""
+        named = dict(zip((*DECODER_OPERANDS, *["mask"] * bool(self.mask.operand), *self.biases), operands, strict=True))
+        hidden, q, kv = named["x"].shape[-1], self.heads * self.head_dim, self.kv_heads * self.head_dim
+        ffn = self._ffn([named[n].shape for n in ("gate", "up")], named["down"].shape)
+        out = {"q": q, "k": kv, "v": kv, "o": hidden, "gate": ffn, "up": ffn, "down": hidden}
+        want: dict[str, tuple[DimLike, ...]] = dict.fromkeys(("ln1_g", "ln1_b", "ln2_g", "ln2_b"), (hidden,))
+        for name, columns in out.items():
+            rows = {"o": q, "down": ffn}.get(name, hidden)
+            want[name] = (rows, columns) if self.contract == 0 else (columns, rows)
+            want[f"{name}_bias"] = (columns,)
+        for place, (name, got) in enumerate(named.items()):
+            if name in want and got.shape != want[name]:
+                raise ShapeError(
+                    f"llama_decoder_block: operand {name} is {got}, expected {list(want[name])} "
+                    f"for {self.heads}/{self.kv_heads} heads of width {self.head_dim} and x {named['x']}"
+                ).of(place)
+
+    def _ffn(self, wide: list[tuple[DimLike, ...]], down: tuple[DimLike, ...]) -> DimLike:
+        """The feed-forward width that most of gate, up and down agree on."""
+        sizes = [shape[1 - self.contract] for shape in wide if len(shape) == 2]
+        sizes += [down[self.contract]] if len(down) == 2 else []
+        return max(sizes, key=sizes.count, default=0)
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        v = dict(zip(DECODER_OPERANDS, operands, strict=False))
+        extra = operands[14 : 14 + bool(self.mask.operand)]
+        bias = dict(zip(self.biases, operands[14 + len(extra) :], strict=True))
+        origin = b.origin
+
+        def inside(part: str) -> AbstractContextManager[None]:
+            return b.at(replace(origin, path=(*origin.path, *part.split("."))))
+
+        def norm(name: str, x: Value) -> Value:
+            if name not in NORMS:
+                return x
+            part, weights = NORMS[name]
+            with inside(part):
+                return b(RmsNorm(self.eps), x, *(v[w] for w in weights))
+
+        def project(name: str, x: Value) -> Value:
+            with inside(PROJECTIONS[name]):
+                given = (bias[f"{name}_bias"],) if f"{name}_bias" in bias else ()
+                return b(Linear(self.contract, bias=bool(given)), x, v[name], *given)
+
+        def rotate(heads: dict[str, Value]) -> dict[str, Value]:
+            rope = Rope(self.head_dim, self.head_dim)
+            with inside("self_attn"):
+                return heads | {name: b(rope, heads[name], v["cos"], v["sin"]) for name in "qk"}
+
+        def attend(*heads: Value) -> Value:
+            with inside("self_attn"):
+                return b(attention(self.heads, self.kv_heads, self.mask), *heads, *extra)
+
+        def mixer(x: Value) -> Value:
+            with inside("self_attn"):
+                x = b.boundary("input", x)
+            return project("o", write_attention(x, project=project, rotate=rotate, attend=attend))
+
+        def gate(*values: Value) -> Value:
+            with inside("mlp"):
+                return b(GatedFfn("silu"), *values)
+
+        return write_layer(
+            v["x"], norm=norm, mixer=mixer, mlp=lambda x: write_gated_ffn(x, project=project, gate=gate),
+            add=lambda x, change: b(Binary("add"), x, change),
+        )  # fmt: skip
+
+    def text(self) -> str:
+        return (
+            f"llama_decoder_block(heads={self.heads}, dim={self.head_dim}, kv={self.kv_heads}, "
+            f"eps={self.eps:g}, mask={self.mask})"
+        )
+
+
+@dataclass(frozen=True)
+class LinearFused(Hir):
+    """`act(x · w + b)`, a `Linear` with its bias. x `[…, in]`; w `[in, out]` (`contract=0`) or `[out, in]`; b as
+    long as the product is wide."""
+
+    traits = COMPOSITE
+
+    contract: int = 0
+    activation: str = ""
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("linear_fused", len(operands), 3)
+        if self.activation:
+            check_kind(self.activation, UNARY)
+        check_linear("linear_fused", operands, self.contract, False)
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        return b(Linear(self.contract, bias=True, activation=self.activation), *operands)
+
+    def text(self) -> str:
+        return f"linear_fused({self.activation})"
+
+
+@dataclass(frozen=True)
+class SharedLinearPair(Hir):
+    """`x · w₁` (`slot=0`) or `x · w₂` (`slot=1`) of two products that share x, each of its own width.
+
+    Operands: x `[…, in]`, w₁, w₂: `[in, out]` where the weight's entry of `contracts` is 0, `[out, in]` where it is 1.
+    """
+
+    traits = COMPOSITE
+
+    slot: int
+    contracts: tuple[int, int] = (0, 0)
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("shared_linear_pair", len(operands), 3)
+        if self.slot not in (0, 1):
+            raise GraphError(f"shared_linear_pair: slot is 0 or 1, got {self.slot!r}")
+        for place, contract in enumerate(self.contracts, 1):
+            _check_weight("shared_linear_pair", operands[0], operands, place, contract)
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        return b(Linear(self.contracts[self.slot]), operands[0], operands[1 + self.slot])
+
+    def text(self) -> str:
+        return f"shared_linear_pair(out={self.slot})"
+
+
+@dataclass(frozen=True)
+class SwiGLU(Hir):
+    """`(silu(x · gate) ⊙ (x · up)) · down` (Shazeer 2020).
+
+    Operands: x `[…, H]`, up and gate `[H, F]`, down `[F, H]`; where the entry of `contracts` is 1, the other way.
+    """
+
+    traits = COMPOSITE
+
+    contracts: tuple[int, int, int] = (0, 0, 0)
+
+    @classmethod
+    def name(cls) -> str:
+        return "swiglu_ffn"
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity(self.name(), len(operands), 4)
+        x, up, gate, down = operands
+        for place in (1, 2):
+            _check_weight(self.name(), x, operands, place, self.contracts[place - 1])
+        wide = up.shape[1 - self.contracts[0]]
+        if gate.shape[1 - self.contracts[1]] != wide:
+            raise ShapeError(f"{self.name()}: gate {gate} and up {up} are not equally wide").of(2)
+        _check_weight(self.name(), TensorType((*x.shape[:-1], wide), x.dtype), operands, 3, self.contracts[2])
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        x, up, gate, down = operands
+        wide, gated = b(Linear(self.contracts[0]), x, up), b(Linear(self.contracts[1]), x, gate)
+        return b(Linear(self.contracts[2]), b(GatedFfn("silu"), gated, wide), down)
+
+    def text(self) -> str:
+        return self.name()
+
+
+@dataclass(frozen=True)
+class ResidualRmsNorm(Hir):
+    """`rms_norm(x + residual)`. Operands: x and residual `[…, H]` of one type, γ `[H]`, optionally β `[H]`."""
+
+    traits = COMPOSITE
+
+    eps: float
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("residual_rms_norm", len(operands), 3, 4)
+        if operands[0] != operands[1]:
+            raise ShapeError(
+                f"residual_rms_norm: x and its residual have one type; got {operands[0]} and {operands[1]}"
+            )
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        x, residual, *weights = operands
+        return b(RmsNorm(self.eps), b(Binary("add"), x, residual), *weights)
+
+    def text(self) -> str:
+        return f"residual_rms_norm(eps={self.eps:g})"
+
+
+def _check_weight(op: str, x: TensorType, operands: tuple[TensorType, ...], place: int, contract: int) -> None:
+    """The product of x with the operand at `place`, which an error names."""
+    try:
+        check_linear(op, (x, operands[place]), contract, False)
+    except ShapeError as error:
+        raise error.of(place) from error
+
+
+MTP_OPERANDS = (
+    "h_pre_norm", "input_ids", "cos", "sin", "last_token_idx", "embed_w", "hnorm_w", "hnorm_b", "enorm_w", "enorm_b",
+    "eh_w", "attn_norm_w", "attn_norm_b", "q_gate_w", "k_w", "v_w", "q_norm_w", "q_norm_b", "k_norm_w", "k_norm_b",
+    "o_w", "post_norm_w", "post_norm_b", "gate_w", "up_w", "down_w", "head_norm_w", "head_norm_b", "lm_head_w",
+)  # fmt: skip
+"""The 29 operands, in order."""
+
+
+@dataclass(frozen=True)
+class Qwen35MtpHead(Hir):
+    """Logits `[B,1,mtp_vocab]` of the token behind the next, at `last_token_idx` `[B]` of each row.
+
+    `c = [rms(embed(ids)) ‖ rms(h)] W_eh`, `c ← c + (causal attention · σ(gate)) W_o`, `c ← c + swiglu(rms(c))`,
+    `rms(c[last]) W_head`. Operands: `MTP_OPERANDS`; h `[B,S,E]`, ids `[B,S]`, at each position its next token's, cos
+    and sin `[B|1,S,n_rot/2]`; matrices `[in, out]`, the first E rows of `eh_w` meet the embedding; in `q_gate_w` each
+    head is D columns of the query and then D of its gate. Norms are `w · x (mean x² + ε)^(−½) + b`, of heads `[D]`.
+
+    The number of rows is a number; that of tokens may be a symbol. Source: Qwen 3.5's `mtp.*` weights; the
+    merge of DeepSeek-V3, arXiv:2412.19437, section 2.2.
+    """
+
+    traits = COMPOSITE
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    n_rot: int
+    n_embd: int
+    n_ff: int
+    mtp_vocab: int
+    eps: float = 1e-6
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("qwen35_mtp_head", len(operands), len(MTP_OPERANDS))
+        check_heads(self.heads, self.kv_heads)
+        if self.n_rot % 2 or not 2 <= self.n_rot <= self.head_dim:
+            raise GraphError(f"qwen35_mtp_head: n_rot is even and at most head_dim {self.head_dim}, got {self.n_rot}")
+        named = dict(zip(MTP_OPERANDS, operands, strict=True))
+        h = named["h_pre_norm"]
+        if h.rank != 3 or not is_static(h.shape[0]):
+            raise ShapeError(
+                f"qwen35_mtp_head: h_pre_norm is [B, S, {self.n_embd}] with a number of rows that is known, got {h}: "
+                "give the batch as a number"
+            ).of(0)
+        rows, tokens, _ = h.shape
+        for place, (name, want) in enumerate(zip(MTP_OPERANDS, self._shapes(rows, tokens), strict=True)):
+            got = named[name].shape
+            if want is not None and got != want:
+                raise ShapeError(
+                    f"qwen35_mtp_head: {name} is {named[name]}; expected {list(map(str, want))} for {self.text()}"
+                ).of(place)
+        if named["embed_w"].rank != 2 or named["embed_w"].shape[1] != self.n_embd:
+            raise ShapeError(f"qwen35_mtp_head: embed_w is [V, {self.n_embd}], got {named['embed_w']}").of(5)
+
+    def _shapes(self, rows: DimLike, tokens: DimLike) -> list[tuple[DimLike, ...] | None]:
+        """Of every operand; None where others check."""
+        e, d, f = self.n_embd, self.head_dim, self.n_ff
+        q, kv = self.heads * d, self.kv_heads * d
+        norm: list[tuple[DimLike, ...] | None] = [(e,), (e,)]
+        head: list[tuple[DimLike, ...] | None] = [(d,)] * 4
+        return [
+            (rows, tokens, e), (rows, tokens), None, None, (rows,), None, *norm, *norm, (2 * e, e), *norm,
+            (e, 2 * q), (e, kv), (e, kv), *head, (q, e), *norm, (e, f), (e, f), (f, e), *norm, (e, self.mtp_vocab),
+        ]  # fmt: skip
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        at = dict(zip(MTP_OPERANDS, operands, strict=True))
+        norm, dot, add = RmsNorm(self.eps), Linear(0), Binary("add")
+
+        def normed(x: Value, name: str) -> Value:
+            return b(norm, x, at[f"{name}_w"], at[f"{name}_b"])
+
+        token = normed(b(Embed(), at["embed_w"], at["input_ids"]), "enorm")
+        x = b(dot, b(Concat(2), token, normed(at["h_pre_norm"], "hnorm")), at["eh_w"])
+        a = normed(x, "attn_norm")
+        heads = b(split_axis(3, 2, (self.heads, 2 * self.head_dim)), b(dot, a, at["q_gate_w"]))
+        query, gate = b.add(Split((self.head_dim, self.head_dim)), heads)
+        keys = b(split_axis(3, 2, (self.kv_heads, self.head_dim)), b(dot, a, at["k_w"]))
+        rope, pack = Rope(self.head_dim, self.n_rot), merge_axes(4, 2)
+        q, k = (
+            b(rope, b(pack, normed(t, f"{name}_norm")), at["cos"], at["sin"]) for name, t in (("q", query), ("k", keys))
+        )
+        context = b(attention(self.heads, self.kv_heads, MASK_KINDS["causal"]), q, k, b(dot, a, at["v_w"]))
+        gated = b(Binary("mul"), context, b(Unary("sigmoid"), b(pack, gate)))
+        x = b(add, x, b(dot, gated, at["o_w"]))
+        m = normed(x, "post_norm")
+        inner = b(GatedFfn("silu"), b(dot, m, at["gate_w"]), b(dot, m, at["up_w"]))
+        x = b(add, x, b(dot, inner, at["down_w"]))
+        return b(dot, normed(b(LastToken(), x, at["last_token_idx"]), "head_norm"), at["lm_head_w"])
+
+    def text(self) -> str:
+        return f"qwen35_mtp_head(heads={self.heads}, dim={self.head_dim}, vocab={self.mtp_vocab})"
