@@ -27,7 +27,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What the settings of one flow of a model can act on; `rlx_jax.compiler.facts` collects it.
+    """What the settings of one flow of a model can act on; `rlx_jax.compiler.pipeline` collects it.
 
     Attributes:
         has: what the program that was built first contains, names of `REASONS` and "recurrence", "window", "state".

@@ -14,8 +14,7 @@ from rlx_jax import Graph, GraphModule
 from rlx_jax.ir.graph import Graph as IrGraph
 from rlx_jax.ir.graph import Leaf, Value
 from rlx_jax.lowering.hir.derive import derive
-from rlx_jax.lowering.inspect.buffers import ALIGNMENT, BufferPlan, activation_bytes, plan_buffers
-from rlx_jax.lowering.inspect.text import fingerprint
+from rlx_jax.lowering.inspect.buffers import ALIGNMENT, BufferPlan, activation_bytes, fingerprint, plan_buffers
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.mir.specialise import specialise

@@ -20,8 +20,8 @@ from rlx_jax.generate.decode import DecodeLoop, StartRows
 from rlx_jax.generate.sampler import Method, Sampler
 from rlx_jax.ir.ops.attention import CacheUpdate, write_rows
 from rlx_jax.lowering.lir import donation
-from rlx_jax.lowering.lir.cache_writes import write_in_loop
 from rlx_jax.lowering.lir.donation import cache_copies
+from rlx_jax.lowering.lir.implementations import write_in_loop
 from rlx_jax.lowering.lir.plan import state_types
 from rlx_jax.models.llama import LlamaConfig, weight_specs
 from tests.divided import recipe, weights

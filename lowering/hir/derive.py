@@ -8,8 +8,8 @@ Both get an input `lengths` `[batch]` int32, the new valid tokens of each row, r
 tokens that may be taken back: the state's length stays what it was, and whoever judges the logits advances it by the
 tokens that are kept. `explicit` has no state:
 its cache comes as inputs and goes as outputs, longer by the new tokens (see `explicit.py`). `packed` has neither: its
-rows hold several sequences each (see `packed.py`). Rows of `padded` hold one, and padding behind it that no token reads
-(see `padded.py`).
+rows hold several sequences each. Rows of `padded` hold one, and padding behind it that no token reads (see `rows.py`
+for both).
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import unroll
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.hir import packed
 from rlx_jax.lowering.hir.explicit import Behind
 from rlx_jax.lowering.hir.last_token import last_token_only
-from rlx_jax.lowering.hir.padded import TokenMask
 from rlx_jax.lowering.hir.request import REQUEST, Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
+from rlx_jax.lowering.hir.rows import POSITIONS, SEGMENTS, TokenMask
 from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carried, check_bias, rule_of
 from rlx_jax.lowering.hir.trials import try_blocks, try_slices, why_not_alone
 
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
-ADDED = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (packed.SEGMENTS, packed.POSITIONS)}
+ADDED = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (SEGMENTS, POSITIONS)}
 """Inputs that programs have beside those of the flow."""
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
 

@@ -20,9 +20,9 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.ir.types import TensorType, symbol
-from rlx_jax.lowering.hir import packed
+from rlx_jax.lowering.hir import rows
 from rlx_jax.lowering.hir.explicit import Behind
-from rlx_jax.lowering.hir.padded import TokenMask
+from rlx_jax.lowering.hir.rows import TokenMask
 from rlx_jax.lowering.hir.trials import is_foreign, pieces_differ, prove
 
 I32 = np.dtype(np.int32)
@@ -125,7 +125,7 @@ def keys_kept(b: Builder, keep: Value) -> Value:
         )
     if t.rank == 4:
         keep = b(Slice((WHOLE, 0, 0, WHOLE)), keep)
-    keep = packed.kept(b, keep)
+    keep = rows.kept(b, keep)
     if t.shape[0] != 1:
         return keep
     every = b(Compare("ge"), b(Reshape((-1, 1)), b.leaf(LENGTHS)), b.leaf(constant(0, I32)))
@@ -257,18 +257,18 @@ RULES: dict[type[Op], Rule] = {
 
 
 def packed_attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
-    """As `packed.attention`, where a bias by positions is one of each pair."""
+    """As `rows.packed_attention`, where a bias by positions is one of each pair."""
     assert isinstance(node.op, hir.Attention)
     check_bias(d.types, node.op, tuple(b.type(v) for v in inputs))
-    return packed.attention(b, node, inputs)
+    return rows.packed_attention(b, node, inputs)
 
 
 PACKED: dict[type[Op], Rule] = {
-    hir.Positions: lambda d, b, node, inputs: (b.leaf(packed.POSITIONS),),
+    hir.Positions: lambda d, b, node, inputs: (b.leaf(rows.POSITIONS),),
     hir.RopeAngles: keep,
     hir.RopeRows: keep,
     hir.Attention: packed_attention,
-    hir.CountedPositions: lambda d, b, node, inputs: packed.counted_positions(b, cast(Any, node.op), *inputs),
+    hir.CountedPositions: lambda d, b, node, inputs: rows.counted_positions(b, cast(Any, node.op), *inputs),
     hir.RelativeBias: keep,
 }
 """The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused."""

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.compiler.passes import NAMES
-from rlx_jax.compiler.pipeline import make_lir, make_template
+from rlx_jax.compiler.pipeline import Template, make_lir, make_template
 from rlx_jax.compiler.settings import Buckets, Settings
-from rlx_jax.compiler.template import Template
 from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.layout import layout_of

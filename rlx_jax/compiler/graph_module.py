@@ -26,7 +26,7 @@ from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.text import block_paths, dump
 from rlx_jax.ir.types import DimLike, as_dim, as_name, as_names
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.inspect.text import dump_lir
+from rlx_jax.lowering.inspect.buffers import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Built, InputDecl, Weights

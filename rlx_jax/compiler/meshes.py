@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
+from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.compiler.template import Template
 from rlx_jax.device import auto_axes, devices_here, freed, running_device
 from rlx_jax.errors import GraphError, ProfileError, RequestError, UnsupportedError, listing, quote, shown
 from rlx_jax.ir import hir

@@ -20,13 +20,13 @@ from rlx_jax.errors import GraphError, ProfileError, did_you_mean, quote
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.division import divide, undivided
 from rlx_jax.lowering.fusion import Fused, Place
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
 from rlx_jax.lowering.hir.weights import orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.cleaning import constant_folding, cse, dce, unread_inputs, with_outputs, without_inputs
-from rlx_jax.lowering.mir.divide import divide, undivided
 from rlx_jax.lowering.mir.head import up_to_head
 from rlx_jax.lowering.mir.specialise import specialise
 from rlx_jax.lowering.mir.unroll_steps import unroll_steps

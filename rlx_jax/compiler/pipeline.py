@@ -10,47 +10,129 @@ values. Which of its fields do nothing, their rows say (`rlx_jax/profiles/effect
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.compiler.facts import facts_of
-from rlx_jax.compiler.passes import LEFT_TO_XLA, Job, check_switches, pass_named, run_passes
-from rlx_jax.compiler.settings import Settings, choose_profile, choose_settings
-from rlx_jax.compiler.template import Template
+from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, Pass, check_switches, pass_named, run_passes
+from rlx_jax.compiler.settings import CLEANING, Settings, choose_profile, choose_settings, plain
 from rlx_jax.device import Device, running_device
 from rlx_jax.errors import (
     DeriveError,
     FusionError,
     GraphError,
+    RlxError,
     RlxWarning,
     UnsupportedError,
+    did_you_mean,
+    listing,
     quote,
 )
-from rlx_jax.ir.graph import TypeCache
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Graph, Hir, Input, TypeCache
+from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.custom import check_captured, check_constants
+from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.text import dump
+from rlx_jax.ir.types import TensorType, as_dim, is_float
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.fusion import fusion_report
-from rlx_jax.lowering.hir import explicit, padded
+from rlx_jax.lowering.fusion import FusionReport, fusion_report
+from rlx_jax.lowering.hir import explicit, rows
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.hir.rules import ring_sizes
-from rlx_jax.lowering.inspect.bounds import behind_cache, bounds_of, packed_rows
+from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of, packed_rows
+from rlx_jax.lowering.inspect.costs import Cost, cost
+from rlx_jax.lowering.inspect.outline import Outline, outline
 from rlx_jax.lowering.lir.donation import reusable_inputs
-from rlx_jax.lowering.lir.implementations import choose_all, runnable
+from rlx_jax.lowering.lir.implementations import choose_all, has_triton, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Call, Choice, Lir, given_leaves, state_types
+from rlx_jax.lowering.lir.plan import Call, Choice, Lir, given_leaves, state_types, taken_back
 from rlx_jax.lowering.mir.cleaning import without_inputs
-from rlx_jax.lowering.mir.head import Head
+from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.profiles import CompileProfile, ProfileLike
-from rlx_jax.profiles.effects import warn_of_idle
+from rlx_jax.profiles.effects import Facts, warn_of_idle
 from rlx_jax.program import Built
+
+
+@dataclass(frozen=True)
+class Template:
+    """One program with symbolic sizes, at every level."""
+
+    built: Built
+    hir: Graph
+    mir: Graph
+    bounds: Bounds
+    state: Mapping[str, TensorType]
+    scan: bool
+    rings: Mapping[str, int]
+    optional: tuple[Input, ...]
+    types: TypeCache
+    seconds: Mapping[str, float]
+    nodes: Mapping[str, int]
+    fusion: FusionReport
+
+    @functools.cached_property
+    def symbols(self) -> frozenset[str]:
+        """Names of the sizes that its state and inputs have."""
+        types = (*self.state.values(), *(i.type for i in self.mir.inputs))
+        return frozenset().union(*(t.symbols for t in types))
+
+    @functools.cached_property
+    def unread(self) -> tuple[str, ...]:
+        """The inputs of the flow that this program does not have, in order."""
+        read = {i.input for i in self.mir.inputs}
+        return tuple(i.input for i in self.built.hir.inputs if i.input not in read)
+
+    @functools.cached_property
+    def taken_back(self) -> tuple[tuple[str, int], ...]:
+        """See `taken_back` of the plan."""
+        return taken_back(self.mir, self.scan)
+
+    @functools.cached_property
+    def head(self) -> Head:
+        """The product with a weight that makes the first output; see `find_head` for what it raises."""
+        return find_head(self.mir)
+
+    def headless(self) -> Template:
+        """The same up to its head, whose operands are the outputs."""
+        job = Job(plain(), self.types, headless=True)
+        return replace(self, mir=pass_named("up_to_head")(self.mir, job).graph)
+
+    def cost(self, sizes: Mapping[str, int]) -> Cost:
+        """FLOPs, bytes and scratch memory of the program for one choice of sizes. Nothing is compiled.
+
+        Raises:
+            GraphError: a size is missing, or is none of the program.
+        """
+        for name, size in sizes.items():
+            if name not in self.symbols:
+                raise GraphError(
+                    f"{self.built.name}: the program has no size {quote(name)}; it has {listing(sorted(self.symbols))}"
+                    f"{did_you_mean(name, self.symbols)}"
+                )
+            as_dim(size, f"{self.built.name}: {name}")
+        if missing := sorted(self.symbols.difference(sizes)):
+            whole = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))
+            raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {whole}")
+        return cost(pass_named("specialise")(self.mir, Job(plain(), self.types, sizes=sizes)).graph)
+
+    def outline(self, known: Mapping[str, int]) -> Outline:
+        """The table of its blocks; FLOPs and bytes are those of the sizes that are `known`, and of 1 for others."""
+        sizes = {name: known.get(name, 1) for name in self.symbols}
+        try:
+            mir = pass_named("specialise")(self.mir, Job(plain(), TypeCache(), sizes=sizes)).graph
+        except RlxError:  # it has no such sizes, as where a window is wider than 1
+            mir = None
+        return outline(self.built.name, self.hir, mir, sizes, self.mir.inputs)
 
 
 def derived_program(built: Built, program: str) -> str:
@@ -100,7 +182,7 @@ def make_template(
         bounds = behind_cache(bounds, given)
     elif job.program == "packed":
         bounds = packed_rows(bounds)
-    adds = {"explicit": explicit.optional_inputs, "padded": padded.optional_inputs}.get(job.program)
+    adds = {"explicit": explicit.optional_inputs, "padded": rows.optional_inputs}.get(job.program)
     optional = () if adds is None else adds(built.hir)
     return Template(
         built,
@@ -236,3 +318,65 @@ def last_rows(hidden: AnyArray, lengths: AnyArray) -> AnyArray:
     """`[B, S, H]` → that of the last token `[B, 1, H]`, of the first one where a row has none."""
     at = jnp.maximum(lengths - 1, 0).reshape(-1, 1, 1)
     return jnp.take_along_axis(hidden, at, axis=1, mode="clip")
+
+
+def facts_of(
+    template: Template, profile: CompileProfile, settings: Settings, programs: tuple[str, ...], serves: bool
+) -> Facts:
+    """What the settings of a flow can act on, by its first template. What the other programs add to that one is known
+    from their names."""
+    passes = list(_passes(template, profile, settings, programs))
+    return Facts(
+        template.built.name,
+        profile,
+        settings.target,
+        frozenset(_contents(template)),
+        programs,
+        not set(CACHED_PROGRAMS).isdisjoint(programs),
+        serves,
+        frozenset(p.name for p in passes if p.kind != "fusion"),  # which rewrite nothing
+        None if settings.division is None else tuple(map(str, settings.division.mesh.axis_names)),
+        template.built.refusals,
+        _no_kernels(settings, programs),
+    )
+
+
+def _passes(
+    template: Template, profile: CompileProfile, settings: Settings, programs: tuple[str, ...]
+) -> Iterator[Pass]:
+    """The passes that run for some program of the model, but for `fusion.disable`."""
+    off = frozenset(name for name in CLEANING if not getattr(profile.passes, name))
+    free = replace(settings, off=off)
+    jobs = [Job(free, template.built.types, program, last) for program in programs for last in (False, True)]
+    return (p for p in PIPELINE if any(p.runs(job) for job in jobs))
+
+
+def _contents(template: Template) -> Iterator[str]:
+    """What is in a program, by the names that `REASONS` has for it."""
+    ops = [(node.op, node.types) for _, node in template.mir.walk()]
+    found = {
+        "floats": any(is_float(t.dtype) for _, types in ops for t in types),
+        "float parameters": any(is_float(param.type.dtype) for param in template.hir.params()),
+        "products": any(hasattr(op, "precision") for op, _ in ops),
+        "ids": any(op.ids is not None for op, _ in ops),
+        "experts": any(isinstance(op, ExpertFfn) for op, _ in ops),
+        "recurrence": any(isinstance(op, GatedDeltaOp | SelectiveScanOp) for op, _ in ops),
+        "attention": any(isinstance(op, AttentionOp) for op, _ in ops),
+        "window": any(isinstance(op, AttentionOp) and op.window is not None for op, _ in ops),
+        "linears": any(isinstance(node.op, hir.Linear) for _, node in template.hir.walk()),
+        "layers": any(op.regions() for op, _ in ops),
+        "blocks": any(isinstance(node.op, Hir) for _, node in template.hir.walk()),
+        "merged": any(place.by == "merge_linears" for place in template.fusion.fused),
+        "state": bool(template.state),
+    }
+    return (name for name, there in found.items() if there)
+
+
+def _no_kernels(settings: Settings, programs: tuple[str, ...]) -> str:
+    """Why the package's kernels do not run: they were measured on one device, and have no gradient."""
+    if settings.division is not None or not settings.device.has_kernels:
+        where = "a mesh" if settings.division else settings.device.name
+        return f"kernels run on one H100 or H200, not on {where}"
+    if not has_triton():
+        return f"kernels are written for Pallas' Triton backend, which jax {jax.__version__} does not have"
+    return "a program that is trained has none" if set(programs) == {"train"} else ""

@@ -23,7 +23,7 @@ from rlx_jax.errors import (
     shown,
     suggests,
 )
-from rlx_jax.lowering.hir.padded import MASK
+from rlx_jax.lowering.hir.rows import MASK
 from rlx_jax.lowering.hir.rules import reads_from_the_left
 from rlx_jax.lowering.hir.trials import why_rows_mix
 from rlx_jax.profiles import ProfileLike

@@ -14,8 +14,7 @@ from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import pooled_of
 from rlx_jax.encode.sentence import SentencePipeline, pool
-from rlx_jax.lowering.hir.packed import EACH
-from rlx_jax.lowering.hir.padded import MASK
+from rlx_jax.lowering.hir.rows import EACH, MASK
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.opening import primary

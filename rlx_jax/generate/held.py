@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
-from rlx_jax.compiler.template import Template
+from rlx_jax.compiler.pipeline import Template
 from rlx_jax.generate.generation import Generation
 from rlx_jax.generate.request import Before
 from rlx_jax.generate.speculative import OWN

@@ -14,7 +14,7 @@ from rlx_jax.encode.packing import FULL, MOST, Block, BlockSizes, apart, costs_o
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.score_program import AIM, OTHERS, PLACES, score_program
 from rlx_jax.generate.scored_texts import ScoredTokens
-from rlx_jax.lowering.hir.packed import POSITIONS, SEGMENTS
+from rlx_jax.lowering.hir.rows import POSITIONS, SEGMENTS
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 
 MOST_OTHERS = 16

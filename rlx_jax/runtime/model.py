@@ -12,9 +12,8 @@ import jax
 from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.compiler.meshes import at_home, own_mesh
-from rlx_jax.compiler.pipeline import derived_program, text_after
+from rlx_jax.compiler.pipeline import Template, derived_program, text_after
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.compiler.template import Template
 from rlx_jax.device import check_fits, out_of_memory
 from rlx_jax.errors import (
     GraphError,

@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 
-from rlx_jax.compiler.facts import facts_of
 from rlx_jax.compiler.meshes import divide_model
-from rlx_jax.compiler.pipeline import make_template
+from rlx_jax.compiler.pipeline import Template, facts_of, make_template
 from rlx_jax.compiler.settings import (
     Settings,
     check_inputs,
@@ -24,7 +23,6 @@ from rlx_jax.compiler.settings import (
     differences,
     divided,
 )
-from rlx_jax.compiler.template import Template
 from rlx_jax.errors import (
     GraphError,
     ProfileError,

@@ -30,9 +30,8 @@ from rlx_jax.compiler.executable import (
     on_device,
 )
 from rlx_jax.compiler.meshes import at_home, in_any_mesh, own_mesh
-from rlx_jax.compiler.pipeline import make_function, make_lir, make_template, with_hidden
+from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template, with_hidden
 from rlx_jax.compiler.settings import Settings, choose_settings, divided
-from rlx_jax.compiler.template import Template
 from rlx_jax.errors import (
     DeriveError,
     DonationWarning,

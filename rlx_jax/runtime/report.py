@@ -10,17 +10,15 @@ from typing import Any, cast
 import jax
 
 from rlx_jax.compiler.executable import Arrays
-from rlx_jax.compiler.pipeline import make_function
+from rlx_jax.compiler.pipeline import Template, make_function
 from rlx_jax.compiler.settings import Loop, Settings
-from rlx_jax.compiler.template import Template
 from rlx_jax.device import Device
 from rlx_jax.errors import GraphError, listing
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.fusion import FusionReport
-from rlx_jax.lowering.inspect.buffers import activation_bytes
+from rlx_jax.lowering.inspect.buffers import activation_bytes, dump_lir
 from rlx_jax.lowering.inspect.hlo import collectives, together
-from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.block_times import shortened

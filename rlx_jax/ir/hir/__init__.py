@@ -17,9 +17,9 @@ from rlx_jax.ir.hir.composites import Qwen35MtpHead as Qwen35MtpHead
 from rlx_jax.ir.hir.composites import ResidualRmsNorm as ResidualRmsNorm
 from rlx_jax.ir.hir.composites import SharedLinearPair as SharedLinearPair
 from rlx_jax.ir.hir.composites import SwiGLU as SwiGLU
-from rlx_jax.ir.hir.decoder_layer import write_attention as write_attention
-from rlx_jax.ir.hir.decoder_layer import write_gated_ffn as write_gated_ffn
-from rlx_jax.ir.hir.decoder_layer import write_layer as write_layer
+from rlx_jax.ir.hir.composites import write_attention as write_attention
+from rlx_jax.ir.hir.composites import write_gated_ffn as write_gated_ffn
+from rlx_jax.ir.hir.composites import write_layer as write_layer
 from rlx_jax.ir.hir.experts import Experts as Experts
 from rlx_jax.ir.hir.experts import Route as Route
 from rlx_jax.ir.hir.masks import MASK_KINDS as MASK_KINDS
