@@ -99,4 +99,4 @@ def test_who_rewrites_graphs_sees_regions_alone() -> None:
     found = {(name, node.module, alias.name) for name in rewriting for node in imports(TREES[name])
              if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
     naming = {name for name, module, what in found if (module, what) == ("rlx_jax.ir.region", "Repeat")}
-    assert len(rewriting) > 50 and naming == {"rlx_jax.lowering.lir.interpret"}
+    assert len(rewriting) > 30 and naming == {"rlx_jax.lowering.lir.interpret"}
