@@ -88,24 +88,6 @@ def read_all(descriptor: int) -> str:
         text += part
 
 
-def test_generate_in_a_terminal() -> None:
-    """The recorded text of transformers on stdout; on a terminal, progress with bytes and programs that is wiped."""
-    seen, terminal = pty.openpty()
-    words = ["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24"]
-    process = subprocess.Popen([*COMMAND, *words], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=terminal)
-    os.close(terminal)
-    status = read_all(seen)
-    out = process.communicate(timeout=120)[0].decode()
-    os.close(seen)
-    assert process.returncode == 0
-    assert out == CASE["text"] + "\n"
-    assert re.search(r"load [\d.]+ kB of 136\.45 kB", status), status
-    assert "compile prefill of batch 1, context 64, seq 16 …" in status, status
-    assert "compile extend of batch 1, context 64, seq 1 …" in status
-    *_, figures = screen(status).splitlines()
-    assert re.fullmatch(FIGURES, figures), figures
-
-
 @pytest.mark.parametrize("source", ["prompt", pytest.param(str(BASE), marks=pytest.mark.slow)])
 def test_drafts(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The same text, by drafts from itself or of another checkpoint."""
@@ -137,7 +119,8 @@ def screen(written: str) -> str:
 
 
 def test_text_and_progress_share_a_terminal() -> None:
-    """The loop compiles after the first token is out: what it tells must not take that token away."""
+    """The recorded text, and progress with bytes and programs that is wiped: the loop compiles after the first token is
+    out, and what it tells must not take that token away."""
     seen, terminal = pty.openpty()
     words = ["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24"]
     process = subprocess.Popen([*COMMAND, *words], env=ENVIRONMENT, stdout=terminal, stderr=terminal)
@@ -145,6 +128,7 @@ def test_text_and_progress_share_a_terminal() -> None:
     written = read_all(seen)
     os.close(seen)
     assert process.wait(timeout=120) == 0
+    assert re.search(r"load [\d.]+ kB of 136\.45 kB", written), written
     assert "compile prefill of batch 1, context 64, seq 16 …" in written, written
     text, _, figures = screen(written).rpartition("\n")[0].rpartition("\n")
     assert text == CONTROLS.sub("\ufffd", CASE["text"]), written
@@ -152,22 +136,23 @@ def test_text_and_progress_share_a_terminal() -> None:
 
 
 @pytest.mark.slow
-def test_quiet_where_nobody_looks(tmp_path: Path) -> None:
+def test_quiet_where_nobody_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing on a stderr that is no terminal; a prompt from stdin, a chat, choosing by a seed."""
     directory = format_checkpoint(tmp_path / "m", "qwen")
     drawn = "--temperature 0.9 --top-k 40 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.2"
     options = f"--max-new-tokens 12 --seed 3 {drawn}".split()
     sampler = rlx.Sampler(0.9, 40, 0.9, 0.01, 1.2)
     lm = rlx.load(directory)
-    done = run("generate", directory, "--prompt", "-", *options, input="Is it é?\n")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == lm.generate("Is it é?\n", 12, sampler, seed=3) + "\n"
-    done = run(
-        "generate", directory, "--prompt", "Hi", "--system", "Be brief.", *options, "--stop", "zzzz", "--stop", "q"
-    )
+    monkeypatch.setattr(rlx, "load", lambda *given, **named: lm)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Is it é?\n".encode())))
+    assert cli.main(["generate", str(directory), "--prompt", "-", *options]) == 0
+    assert capsys.readouterr() == (lm.generate("Is it é?\n", 12, sampler, seed=3) + "\n", "")
+    options += ["--system", "Be brief.", "--stop", "zzzz", "--stop", "q"]
+    assert cli.main(["generate", str(directory), "--prompt", "Hi", *options]) == 0
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert done.stdout == lm.chat(messages, 12, sampler, stop=["zzzz", "q"], seed=3) + "\n"
-    assert (done.returncode, done.stderr) == (0, "")
+    assert capsys.readouterr() == (lm.chat(messages, 12, sampler, stop=["zzzz", "q"], seed=3) + "\n", "")
 
 
 @pytest.mark.slow
@@ -194,30 +179,29 @@ def test_ctrl_c_ends_the_stream(tmp_path: Path) -> None:
 def test_a_reader_that_leaves(tmp_path: Path) -> None:
     """`rlx-jax … | head -c 1`: no traceback."""
     reading, writing = os.pipe()
-    words = [*COMMAND, "generate", str(BASE), "--prompt", "It was", "--max-new-tokens", "100"]
+    words = [*COMMAND, "inspect", str(BASE)]
     os.close(reading)
     process = subprocess.run(words, env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE, timeout=120)
     os.close(writing)
     assert (process.returncode, process.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-@pytest.mark.slow
-def test_a_closed_stdout_and_an_encoding_that_lacks_letters(tmp_path: Path) -> None:
+def test_a_closed_stdout_and_an_encoding_that_lacks_letters(
+    language_model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line; no letter is lost in silence, and JSON has them all."""
+    monkeypatch.setattr(rlx, "load", lambda *given, **named: language_model)
     words = ["score", str(BASE), "a € b", "--context", "€ x"]
-    closed = subprocess.run(
-        ["sh", "-c", '"$@" >&-', "sh", *COMMAND, *words], env=ENVIRONMENT, stderr=subprocess.PIPE, timeout=120
-    )
-    assert (
-        closed.returncode == 1 and closed.stderr == b"rlx-jax: StorageError: stdout is closed, and results go there\n"
-    )
-    narrow = ENVIRONMENT | {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
-    lost = subprocess.run([*COMMAND, *words], env=narrow, capture_output=True, timeout=120)
-    assert (
-        lost.returncode == 1 and b"its encoding, latin-1, has no '\\u20ac': set PYTHONIOENCODING=utf-8" in lost.stderr
-    )
-    told = subprocess.run([*COMMAND, *words, "--json"], env=narrow, capture_output=True, timeout=120)
-    found = json.loads(told.stdout)
+    narrow = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    for stdout, told in (
+        (None, "rlx-jax: StorageError: stdout is closed, and results go there\n"),
+        (narrow, "its encoding, latin-1, has no '€': set PYTHONIOENCODING=utf-8"),
+    ):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(words) == 1 and told in capsys.readouterr().err
+    assert cli.main([*words, "--json"]) == 0
+    narrow.flush()
+    found = json.loads(narrow.buffer.getvalue())  # type: ignore[attr-defined]
     assert (found["text"], found["context"]) == ("a € b", "€ x")
 
 
@@ -240,39 +224,15 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 # -- without a model ---------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[list[object], int, str]] = {
-    "no directory": (["/nowhere"], 1, "MissingFileError: '/nowhere': no such directory"),
-    "encoder": ([FIXTURES / "bert" / "bare_v5"], 1, "is an encoder, which does not generate"),
-    "top-p": ([BASE, "--top-p", "2"], 1, "RequestError: top_p is 2.0"),
-    "top-p of nothing drawn": ([BASE, "--top-p", "0.5"], 1, "top_p is 0.5, and temperature 0 takes the likeliest"),
-    "device": ([BASE, "--device", "tpu"], 1, "RequestError: --device tpu: JAX has no 'tpu' here, but 'cpu'"),
     "device by number": ([BASE, "--device", "cpu:8"], 1, "--device cpu:8: expected cpu:0 to cpu:7"),
     "device and devices": ([BASE, "--device", "cpu", "--devices", "2"], 1, "give one of them"),
-    "preset": ([BASE, "--profile", "llama32_decod"], 1, "did you mean 'llama32_decode'"),
-    "profile file": ([BASE, "--profile", "nowhere.toml"], 1, "MissingFileError: .*nowhere.toml"),
-    "dtype": ([BASE, "--dtype", "f33"], 1, "f33"),
     "bytes": ([BASE, "--prompt", "\udcff"], 1, "RequestError: --prompt: not UTF-8"),
     "bytes to stop at": ([BASE, "--stop", "\udcff"], 1, "RequestError: --stop: not UTF-8"),
-    "too many devices": ([BASE, "--devices", "99"], 1, r"RequestError: --devices 99: expected 1 to 8, .* \(cpu\)"),
     "no device": ([BASE, "--devices", "0"], 1, "RequestError: --devices 0: expected 1 to 8"),
-    "tensor that does not divide": (
-        [BASE, "--devices", "8", "--tensor", "3"],
-        1,
-        "divides 8 devices, one of 1, 2, 4, 8",
-    ),
+    "tensor that does not divide": ([BASE, "--devices", "8", "--tensor", "3"], 1, "8 devices, one of 1, 2, 4, 8"),
     "tensor below 1": ([BASE, "--devices", "auto", "--tensor", "0"], 1, "--tensor 0: expected what divides 8 devices"),
-    "tensor alone": ([BASE, "--tensor", "2"], 1, "RequestError: --tensor is .*; give --devices too"),
-    "heads that do not divide": (
-        [BASE, "--devices", "8", "--tensor", "8"],
-        1,
-        "4 query heads cannot be divided over 8",
-    ),
     "devices by name": ([BASE, "--devices", "gpu"], 2, "--devices: expected a number or auto, got 'gpu'"),
     "not a number": ([BASE, "--max-new-tokens", "many"], 2, "--max-new-tokens: invalid int value: 'many'"),
-    "unknown option": (
-        [BASE, "--temprature", "1"],
-        2,
-        "no option '--temprature'; did you mean '--temperature'",
-    ),
     "nothing": ([], 2, "required: DIR"),
 }
 
@@ -291,20 +251,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return models
 
 
-@pytest.mark.parametrize(
-    ("options", "mesh"),
-    [
-        (["--devices", "4"], "data 2 × tensor 2"),
-        pytest.param(["--devices", "auto", "--tensor", "4"], "data 2 × tensor 4", marks=pytest.mark.slow),
-    ],
-)
-def test_generate_over_devices(
-    options: list[str], mesh: str, opened: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_over_devices(opened: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     """The text of one device, from a model that is divided."""
-    assert cli.main(["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24", *options]) == 0
+    words = ["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24"]
+    assert cli.main([*words, "--devices", "auto", "--tensor", "4"]) == 0
     assert capsys.readouterr().out == CASE["text"] + "\n"
-    assert opened[0].report().mesh == mesh
+    assert opened[0].report().mesh == "data 2 × tensor 4"
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -512,14 +464,16 @@ def test_inspect_says_what_is_needed(
     assert most["needs"]["fits"] is False and most["needs"]["batch_that_fits"] < 10**7
 
 
-def test_inspect_counts_the_state_that_is_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_inspect_counts_the_state_that_is_made(
+    language_model: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Rows and slots are those of `generate`: buckets, else slots in a power of two."""
     profile = tmp_path / "buckets.toml"
     profile.write_text("[buckets]\nbatch = [4]\ncontext = [128]\n")
     for options in ([], ["--profile", str(profile)]):
         (found,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 40, *options)
-        lm: Any = rlx.load(BASE, profile=profile if options else None)
-        lm.generate([[1] * 30] * 3, max_new_tokens=10)
+        lm: Any = rlx.load(BASE, profile=profile) if options else language_model
+        lm.generate([[1] * 39] * 3, max_new_tokens=1)
         assert found["needs"]["state_bytes"] == lm.report().cache_bytes
 
 
@@ -572,44 +526,6 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--debug" in told and ("--json" in told or command.name == "completion")
         assert ("--profile" in told) == (command.name in {"chat", "generate", "embed", "score", "bench", "inspect"})
         assert ("--dtype" in told) == (command.name not in {"doctor", "completion"})
-
-
-@pytest.mark.slow
-def test_chat_in_a_terminal(tmp_path: Path) -> None:
-    """Each line is answered with what was said before; /new forgets it. What does not fit is told, and the talk goes
-    on. Ctrl-C while it waits ends it at once."""
-    directory = format_checkpoint(tmp_path / "m", "qwen")
-    lm = rlx.load(directory)
-    first = lm.chat("Hi", 6)
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
-    second = lm.chat([*messages, {"role": "user", "content": "And?"}], 6)
-    seen, terminal = pty.openpty()
-    words = [*COMMAND, "chat", str(directory), "--max-new-tokens", "6"]
-    process = subprocess.Popen(
-        words, env=ENVIRONMENT, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, start_new_session=True
-    )
-    os.close(terminal)
-    shown: list[str] = []
-    reader = threading.Thread(target=lambda: shown.append(read_all(seen)))  # else a full terminal stops the command
-    reader.start()
-    os.write(seen, b"Hi\nAnd?\n" + b"Hi " * 1000 + b"\n/new\nHi\n")
-    assert process.stdout is not None
-    want = f"{first}\n{second}\n{first}\n".encode()
-    got = b""
-    while len(got) < len(want):
-        part = os.read(process.stdout.fileno(), 4096)
-        assert part, got
-        got += part
-    assert got == want
-    assert interrupted(process) == 130
-    reader.join(60)
-    process.stdout.close()
-    assert (
-        shown[0].count("> ") >= 4
-        and len(re.findall(r"answer 6 tokens, all that --max-new-tokens allows, [\d.,]+/s; first text", shown[0])) >= 2
-    )
-    assert "Traceback" not in shown[0] and "; /new begins another conversation" in shown[0]
-    os.close(seen)
 
 
 def shown_as(text: str) -> str:
@@ -666,7 +582,8 @@ def test_a_terminal_that_edits_lines(tmp_path: Path) -> None:
 def test_a_message_without_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """Ctrl-C in an answer, and an error, end neither the talk nor what was said; in a script they end the command."""
+    """Ctrl-C in an answer, and an error, end neither the talk nor what was said; in a script they end the command. What
+    was said before counts until /new."""
     outer = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, outer))
     lm = rlx.load(format_checkpoint(tmp_path / "m", "qwen"))
@@ -684,12 +601,12 @@ def test_a_message_without_an_answer(
     monkeypatch.setattr("rlx_jax.cli.generating.language_model", lambda args, session: lm)
     for somebody, status in ((True, 0), (False, 130)):
         pieces.clear()
-        lines = iter([b"Hi\n", b"left\n", b"\xff\n", b" \n", b"word " * 99 + b"\n", b"And?\n", b""])
+        lines = iter([b"Hi\n", b"left\n", b"\xff\n", b" \n", b"word " * 99 + b"\n", b"And?\n", b"/new\n", b"Hi\n", b""])
         monkeypatch.setattr("rlx_jax.cli.generating.next_line", lambda prompt, lines=lines: next(lines))
         monkeypatch.setattr("rlx_jax.cli.generating.in_terminal", lambda there=somebody: there)
         assert cli.main(["chat", "nowhere", "--max-new-tokens", "24"]) == status
-        assert "".join(pieces).startswith(f"{first}\n") and pieces.count("\n") == (3 if somebody else 1)
-        assert "".join(pieces).endswith(f"\n{second}\n") == somebody
+        assert "".join(pieces).startswith(f"{first}\n") and pieces.count("\n") == (4 if somebody else 1)
+        assert "".join(pieces).endswith(f"\n{second}\n{first}\n") == somebody
     problems = capsys.readouterr().err
     for told in (
         "stopped; the talk goes on as if",

@@ -32,11 +32,7 @@ MISSPELT: dict[str, tuple[Callable[[World], Any], str]] = {
     "generate": (lambda t: t.lm.generate([1], max_token=3), "CausalLM.generate.*did you mean 'max_new_tokens'"),
     "a field": (lambda t: t.lm.stream([1], temprature=1.0), "CausalLM.stream.*did you mean 'temperature'"),
     "compile": (lambda t: rlx.compile(mlp(), W, profil="auto"), "compile.*did you mean 'profile'"),  # type: ignore[call-arg]
-    "load": (lambda t: rlx.load(LLAMA, dtpye="f32"), r"^load\(\) got .*did you mean 'dtype'"),
-    "open": (lambda t: rlx.from_pretrained(LLAMA, strct=False), r"^from_pretrained\(\) .* did you mean 'strict'\?"),
     "a model": (lambda t: rlx.CausalLM(*tokens(), eos_id=1), "CausalLM.__init__.*did you mean 'eos_ids'"),  # type: ignore[call-arg]
-    "logits": (lambda t: t.lm.logits(IDS, lenght=[3, 3]), "CausalLM.logits.*did you mean 'lengths'"),
-    "perplexity": (lambda t: t.lm.perplexity("a", strides=3), "CausalLM.perplexity.*did you mean 'stride'"),
     "its tokens": (lambda t: t.lm.profile([1], max_new_token=3), "CausalLM.generate.*did you mean 'max_new_tokens'"),
     "unlike any": (lambda t: t.lm.generate([1], zzz=3), "keyword argument 'zzz'; it takes 'prompts', 'max_new_"),
 }
@@ -129,7 +125,7 @@ def test_a_recipe_can_be_pickled(path: Path) -> None:
     recipe = rlx.recipe_for(path)
     want = rlx.compile(recipe)(IDS)
     flow = recipe.assemble()
-    for other in (pickle.loads(pickle.dumps(recipe)), deepcopy(recipe), pickle.loads(pickle.dumps(flow))):
+    for other in (deepcopy(pickle.loads(pickle.dumps(recipe))), pickle.loads(pickle.dumps(flow))):
         np.testing.assert_array_equal(rlx.compile(other)(IDS), want)
 
 
@@ -145,10 +141,9 @@ TREE = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c
 BUILT_INS = (ValueError, NotImplementedError, ArithmeticError, RuntimeError, OSError)
 
 
-@pytest.mark.parametrize("error", [c for c in TREE if c is not RlxError], ids=lambda c: c.__name__)
-def test_every_error_is_a_built_in_too(error: type[RlxError]) -> None:
+def test_every_error_is_a_built_in_too() -> None:
     """So that code which does not know rlx_jax can catch it; and it says what it means."""
-    assert issubclass(error, BUILT_INS) and error.__doc__
+    assert [c.__name__ for c in TREE if c is not RlxError and not (issubclass(c, BUILT_INS) and c.__doc__)] == []
 
 
 @pytest.mark.parametrize("text", ["a\x00b\x1b[31m\u202e", "\ud800", "é" * 5000, "\x00" * 5000])

@@ -17,11 +17,9 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import cli
-from rlx_jax.encode.sentence import load_pipeline
 from rlx_jax.errors import (
     HubError,
     HubUnreachableError,
-    LimitError,
     MissingFileError,
     PathEscapeError,
     RequestError,
@@ -215,30 +213,6 @@ def test_shards_come_together(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
     assert {what for what, _, _ in told} == {"download 5 files"} and {total for *_, total in told} == {500_000}
     assert [done for _, done, _ in told] == sorted({done for _, done, _ in told}) and told[-1][1] == 500_000
     assert all((folder.path / name).read_bytes() == server.files["org/m"][name] for name in names)
-
-
-def test_small_files_come_together(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a tokenizer, and what a pipeline of sentences is made of, `AT_ONCE` at a time; within the limits of each."""
-    made = sentences(tmp_path / "made")
-    tokens = {path: data for path, data in server.files["org/m"].items() if path.startswith("tokenizer")}
-    server.files["org/m"] = made | tokens | {"chat_template.jinja": b"{{ messages }}"}
-    pairs = [("1_Pooling/config.json", "sentence_bert_config.json"), ("tokenizer.json", "tokenizer_config.json")]
-    for pair in pairs:
-        meeting = threading.Barrier(2, timeout=20)
-
-        def meet(handler: Handler, content: bytes, meeting: threading.Barrier = meeting) -> None:
-            meeting.wait()  # one after the other they would wait for ever
-            handler.send(content, {})
-
-        server.faults |= dict.fromkeys((f"/{name}" for name in pair), meet)
-    with pytest.raises(LimitError, match="chat_template.jinja': the size in bytes is 14, over the limit MAX_TEMPLATE"):
-        monkeypatch.setattr("rlx_jax.text.chat_template.MAX_TEMPLATE_BYTES", 13)
-        load_tokenizer("org/m")
-    assert server.fetched() == []
-    monkeypatch.setattr("rlx_jax.text.chat_template.MAX_TEMPLATE_BYTES", 14)
-    assert load_tokenizer("org/m") is not None and load_pipeline(open_folder("org/m")) is not None
-    wanted = {*made, *tokens, "chat_template.jinja"} - {"model.safetensors", "README.md"}
-    assert sorted(server.fetched()) == sorted(wanted)
 
 
 def test_progress(server: Hub) -> None:

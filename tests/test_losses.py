@@ -27,39 +27,13 @@ from tests.oracles.comparing import assert_close
 
 V, B, S = 77, 4, 13
 SIZES = {
-    "vocab_size": V, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": V, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
 }  # fmt: skip
-UNTIED = {"tie_word_embeddings": False}
-GELU = {"hidden_activation": "gelu_pytorch_tanh"}
-WINDOW = {"sliding_window": 5}
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama": (rlx.Llama32Flow, {}),
-    "llama untied": (rlx.Llama32Flow, UNTIED),
-    "mistral": (rlx.MistralFlow, UNTIED | WINDOW),
-    "qwen2": (rlx.Qwen2Flow, {}),
-    "qwen3": (rlx.Qwen3Flow, UNTIED),
-    "gemma": (rlx.GemmaFlow, GELU | {"model_type": "gemma"}),
-    "gemma2": (rlx.GemmaFlow, GELU | WINDOW | {"model_type": "gemma2", "final_logit_softcapping": 0.7}),
-    "gemma3": (rlx.GemmaFlow, GELU | WINDOW | {"model_type": "gemma3_text"}),
-}
-QUICK = {"gemma2"}
+GEMMA2 = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 5, "model_type": "gemma2"}
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, V, (B, S)).astype(np.int32)
 LENGTHS = np.array([13, 2, 7, 1], np.int32)
-
-
-def quick(names: Any) -> list[Any]:
-    """All names; those that are not `QUICK` are slow."""
-    return [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names]
-
-
-@functools.lru_cache(maxsize=1)
-def family(name: str) -> tuple[rlx.CompiledModel, dict[str, Any]]:
-    """A tiny model, and numbers that are no special case."""
-    recipe, changes = FAMILIES[name]
-    model = rlx.compile(recipe.for_prefill(SIZES | changes), program="train")
-    return model, noisy(model)
 
 
 def noisy(model: rlx.CompiledModel) -> dict[str, Any]:
@@ -89,10 +63,11 @@ def check(ours: Any, theirs: Any, params: Any, loss: float = 1e-6, gradient: flo
 REAL = (np.arange(1, S)[None] < LENGTHS[:, None]).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", quick(FAMILIES))
-def test_it_is_the_loss_over_whole_logits(name: str) -> None:
-    """Ragged rows, one without any target, and pieces of 5 tokens, which 13 are not divided by."""
-    model, params = family(name)
+def test_it_is_the_loss_over_whole_logits() -> None:
+    """Of a tied head and bent logits: ragged rows, one without any target, and pieces of 5 tokens, which 13 are not
+    divided by."""
+    model = rlx.compile(rlx.GemmaFlow.for_prefill(SIZES | GEMMA2 | {"final_logit_softcapping": 0.7}), program="train")
+    params = noisy(model)
 
     def ours(p: Any) -> Any:
         return losses.cross_entropy(model, p, IDS, lengths=LENGTHS, chunk=5)
@@ -155,14 +130,10 @@ def test_a_head_with_a_bias_in_either_orientation(transpose: bool, tail: Any) ->
     check(lambda p: losses.cross_entropy(model, p, IDS, chunk=3), lambda p: whole(model, p, IDS, real), model.params)
 
 
-@pytest.mark.parametrize("precision", [
-    pytest.param({"compute": "bf16"}, marks=pytest.mark.slow), {"compute": "bf16", "weights": "f32"},
-    pytest.param({"mixed": "auto_mixed_bf16"}, marks=pytest.mark.slow),
-], ids=str)  # fmt: skip
-def test_narrow_products(precision: dict[str, str]) -> None:
+def test_narrow_products() -> None:
     """The head's products are of bf16 and summed in f32; a gradient has the dtype of its leaf."""
-    recipe = rlx.Llama32Flow.for_prefill(SIZES | {"num_hidden_layers": 1})
-    model = rlx.compile(recipe, program="train", profile=rlx.CompileProfile().replace(precision=precision))
+    profile = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "f32"})
+    model = rlx.compile(rlx.Llama32Flow.for_prefill(SIZES), program="train", profile=profile)
     params = noisy(model)
     real = np.ones((B, S - 1), np.float32)
     ours = functools.partial(losses.cross_entropy, model, tokens=IDS, chunk=5)
@@ -227,22 +198,12 @@ def test_without_any_target() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "error", "says"), [
-    ({"tokens": IDS[0]}, errors.RequestError, r"tokens: sizes are \[batch, seq\], got \[13\]"),
-    ({"tokens": IDS[:, :1]}, errors.SequenceLengthError, "the first token has none to predict"),
-    ({"tokens": IDS + V}, errors.TokenIdError, r"not in \[0, 80\)"),
     ({"tokens": jnp.ones((2, 3))}, errors.DTypeError, "tokens: expected integers, got f32"),
-    ({"lengths": [1, 2]}, errors.RequestError, "one for each of 4 rows"),
-    ({"lengths": [1, 2, 3, 14]}, errors.SequenceLengthError, "expected 0 to 13"),
     ({"lengths": [1.0] * 4}, errors.DTypeError, "lengths: expected integers"),
-    ({"labels": IDS[:, 1:]}, errors.RequestError, r"those of tokens, \[4, 13\], got \[4, 12\]"),
-    ({"labels": IDS + V}, errors.TokenIdError, "a position without a target has a negative one"),
     ({"labels": IDS, "vocab": 3}, errors.TokenIdError, r"not in \[0, 3\)"),
     ({"weights": IDS[:2]}, errors.RequestError, "weights: sizes are those of tokens"),
-    ({"chunk": 0}, errors.RequestError, "chunk is a number of tokens"),
     ({"chunk": True}, errors.RequestError, "chunk is a number of tokens"),
     ({"vocab": 78}, errors.RequestError, "from 1 to 77"),
-    ({"z_loss": -1}, errors.RequestError, "z_loss is a finite number"),
-    ({"mask": 1}, errors.UnboundInputError, "has no input 'mask'"),
 ])  # fmt: skip
 def test_refused_arguments(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
     model, params = small()
@@ -254,7 +215,6 @@ SEES_ALL = SelfAttnPrefill(SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, MaskKind.
 
 
 @pytest.mark.parametrize(("stages", "program", "says"), [
-    ((), "train", r"output 'output' comes from no head, gather.* makes it"),
     ((HEAD, Custom(lambda emit, x: emit.softmax(x))), "train", "comes from no head, softmax.* makes it"),
     ((HEAD, Custom(lambda emit, x: emit.jax(jnp.tanh, x))), "train", "comes from no head, jax.* makes it"),
     ((Custom(lambda emit, x: x @ emit.tanh(emit.param("w", (H, V)))),), "train", "multiplies with tanh"),
@@ -269,10 +229,3 @@ def test_refused_models(stages: Any, program: str, says: str) -> None:
     model = rlx.compile(FLOW.stage(*stages), specs if SEES_ALL in stages else None, program=program)
     with pytest.raises(errors.GraphError, match=says):
         losses.cross_entropy(model, model.init(0), IDS)
-
-
-def test_what_is_no_compiled_model() -> None:
-    with pytest.raises(
-        errors.RequestError, match="expected what rlx_jax.compile returns, got CausalLM; pass its .model"
-    ):
-        losses.cross_entropy(rlx.CausalLM(rlx.Llama32Flow.for_prefill(SIZES)), {}, IDS)  # type: ignore[arg-type]

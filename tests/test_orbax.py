@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -354,48 +353,3 @@ def test_tensors_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- other device counts -----------------------------------------------------------------------
-
-SHARDED = """
-import sys, jax, numpy as np
-import rlx_jax as rlx
-from jax.sharding import NamedSharding, PartitionSpec as P
-
-path, devices = sys.argv[1], int(sys.argv[2])
-assert jax.device_count() == devices
-flow = rlx.ModelFlow("m").input("x", ("batch", 16)).linear("a.w", False, bias="a.b").linear("b.w")
-rng = np.random.default_rng(0)
-weights = {"a.w": rng.normal(size=(16, 24)), "a.b": rng.normal(size=24), "b.w": rng.normal(size=(8, 24))}
-weights = {key: value.astype(np.float32) for key, value in weights.items()}
-x = np.ones((2, 16), np.float32)
-if devices == 8:
-    model = rlx.compile(flow, weights=weights)
-    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
-    params = {name: jax.device_put(leaf, sharding) for name, leaf in model.params.items()}
-    for format in ("orbax", "safetensors"):
-        rlx.save(model.replace(params=params), f"{path}/{format}", format)
-    np.save(f"{path}/expected.npy", model(x))
-else:
-    for format in ("orbax", "safetensors"):
-        source = rlx.open_weights(f"{path}/{format}", verify="full")
-        for key, value in weights.items():
-            np.testing.assert_array_equal(source.read(key), value)
-        np.testing.assert_array_equal(rlx.compile(flow, weights=source)(x), np.load(f"{path}/expected.npy"))
-"""
-
-
-def on_devices(count: int, path: Path) -> None:
-    """Run the script above in a process with `count` CPU devices."""
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-W", "error", "-c", SHARDED, str(path), str(count)]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_saved_on_eight_devices_loaded_on_fewer(tmp_path: Path) -> None:
-    on_devices(8, tmp_path)
-    chunks = [p for p in (tmp_path / "orbax").rglob("*") if p.is_file()]
-    assert len(chunks) > 8
-    for count in (1, 2, 4):
-        on_devices(count, tmp_path)

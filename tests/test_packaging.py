@@ -93,27 +93,25 @@ def test_typed() -> None:
     assert files("rlx_jax").joinpath("py.typed").is_file()
 
 
-def test_what_is_public() -> None:
-    """`dir` has the public names alone, which are all there; modules that import slowly are imported when used."""
-    done = python("-c", "import rlx_jax, sys; print(*dir(rlx_jax)); print(*sys.modules)")
-    listed, loaded = (line.split() for line in done.stdout.splitlines())
-    assert {"train", "nnx", "eval", "load", "blocks", "errors", "losses", "plugins"} <= set(listed)
+def test_what_is_public_and_imported() -> None:
+    """`dir` has the public names alone, which are all there; what imports slowly is imported when it is used."""
+    used = "rlx_jax.train.Checkpoints; import rlx_jax.encode.sentence"
+    code = f"import rlx_jax, sys; print(*dir(rlx_jax)); print(*sys.modules); {used}; print(*sys.modules)"
+    done = python("-X", "importtime", "-c", code)
+    assert done.returncode == 0, done.stderr
+    listed, loaded, later = (line.split() for line in done.stdout.splitlines())
     assert not {f"rlx_jax.{name}" for name in ("train", "nnx", "eval")} & set(loaded)
+    timed = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "rlx_jax" in timed, "the probe sees imports"
+    assert HEAVY & ({name.partition(".")[0] for name in later} | timed) == set()
     assert set(listed) == {*rlx_jax.__all__, "__version__"} and len(set(listed)) == len(listed)
     assert len(listed) <= 46  # 45 names and the version
     assert rlx_jax.__all__ == sorted(rlx_jax.__all__)
     found = {name: getattr(rlx_jax, name) for name in rlx_jax.__all__ if name != "eval"}  # which imports lm_eval
     modules = {name for name, value in found.items() if isinstance(value, ModuleType)}
     assert modules == {"blocks", "errors", "losses", "models", "nnx", "ops", "plugins", "profiles", "train"}
-
-
-def test_import_is_light() -> None:
-    done = python("-X", "importtime", "-c", "import sys, rlx_jax; print(*sys.modules)")
-    assert done.returncode == 0, done.stderr
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
-    timed = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert "rlx_jax" in loaded & timed, "the probe sees imports"
-    assert HEAVY & (loaded | timed) == set()
+    with pytest.raises(AttributeError, match="no_such_name"):
+        rlx_jax.no_such_name  # type: ignore[attr-defined] # noqa: B018
 
 
 def test_import_starts_no_backend() -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-import random
 import struct
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlx_jax.errors import (
     DuplicateWeightError,
@@ -23,8 +18,6 @@ from rlx_jax.errors import (
     SafetensorsError,
     UnsupportedError,
 )
-from rlx_jax.weights.safetensors import SafetensorsFile
-from rlx_jax.weights.safetensors_header import DTYPES
 from tests.safetensors_bytes import ENTRY, frame, one, open_raw
 
 
@@ -253,91 +246,10 @@ def test_legal_oddity(tmp_path: Path, name: str) -> None:
     reference = {key: bytes(tensor["data"]) for key, tensor in safetensors.deserialize(raw)}
     with open_raw(tmp_path, raw) as file:
         assert {key: info.shape for key, info in file.tensors.items()} == shapes
+        assert name != "unsorted" or list(file.tensors) == list(shapes), "in the order of the data"
         assert {key: file.read(key).tobytes() for key in file.tensors} == reference
         assert all(file.read(key).shape == shape for key, shape in shapes.items())
         assert file.metadata.get("format") == ("pt" if name == "metadata" else None)
 
 
-def test_order_is_that_of_the_data(tmp_path: Path) -> None:
-    raw, shapes = LEGAL["unsorted"]
-    assert list(open_raw(tmp_path, raw).tensors) == list(shapes)
-
-
 # -- what writers write ------------------------------------------------------------------------
-
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(lambda name: name != "__metadata__")
-
-
-@st.composite
-def arrays(draw: st.DrawFn) -> np.ndarray:
-    """Any dtype, rank 0 to 4, zero sizes, and any bits: NaN payloads must survive."""
-    tag = draw(st.sampled_from(sorted(DTYPES)))
-    shape = draw(st.lists(st.integers(0, 4), max_size=4))
-    count = math.prod(shape)
-    if tag == "BOOL":
-        return np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool).reshape(shape)
-    seed = draw(st.integers(0, 2**32 - 1))
-    return np.frombuffer(random.Random(seed).randbytes(count * DTYPES[tag].itemsize), DTYPES[tag]).reshape(shape)
-
-
-TENSORS = st.dictionaries(NAMES, arrays(), max_size=5)
-
-
-def assert_same(file: SafetensorsFile, tensors: dict[str, np.ndarray]) -> None:
-    assert set(file.tensors) == set(tensors)
-    for name, array in tensors.items():
-        got = file.read(name)
-        assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes())
-        assert got.flags.c_contiguous and got.flags.writeable and got.dtype.isnative
-
-
-@given(TENSORS, st.none() | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), NAMES, max_size=3))
-def test_files_of_the_reference_writer(
-    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None
-) -> None:
-    with open_raw(tmp_path_factory.getbasetemp(), safetensors.numpy.save(tensors, metadata or None)) as file:
-        assert_same(file, tensors)
-        assert file.metadata == (metadata or {})
-
-
-def odd_file(tensors: dict[str, np.ndarray], rng: random.Random) -> bytes:
-    """A legal file that no writer would write: blanks anywhere, any order, needless escapes."""
-    tags = {dtype: tag for tag, dtype in DTYPES.items()}
-    data, members = b"", []
-
-    def blank() -> str:
-        return "".join(rng.choices(" \t\n\r", k=rng.choice([0, 0, 0, 1, 3])))
-
-    def string(value: str) -> str:
-        if rng.random() < 0.5:
-            return json.dumps(value, ensure_ascii=rng.random() < 0.5)
-        units = np.frombuffer(value.encode("utf-16-le"), "<u2")
-        return '"' + "".join(f"\\u{unit:04x}" for unit in units) + '"'
-
-    def join(items: list[str], opening: str, closing: str) -> str:
-        return opening + ",".join(f"{blank()}{item}{blank()}" for item in items) + closing
-
-    for name, array in tensors.items():
-        offsets = join([str(len(data)), str(len(data) + array.nbytes)], "[", "]")
-        data += array.tobytes()
-        fields = {
-            "dtype": string(tags[array.dtype]),
-            "shape": join([str(dim) for dim in array.shape], "[", "]"),
-            "data_offsets": offsets,
-        }
-        pairs = [f"{string(field)}{blank()}:{blank()}{value}" for field, value in fields.items()]
-        members.append(f"{string(name)}{blank()}:{blank()}{join(rng.sample(pairs, 3), '{', '}')}")
-    members.append(f"{string('__metadata__')}:{join([string('k') + ':' + string('v,}')], '{', '}')}")
-    rng.shuffle(members)
-    return frame(f"{blank()}{join(members, '{', '}')}{blank()}".encode(), data)
-
-
-@given(TENSORS, st.integers(0, 2**32 - 1))
-def test_legal_files_that_nobody_writes(
-    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, np.ndarray], seed: int
-) -> None:
-    raw = odd_file(tensors, random.Random(seed))
-    safetensors.deserialize(raw)  # it is legal
-    with open_raw(tmp_path_factory.getbasetemp(), raw) as file:
-        assert_same(file, tensors)
-        assert file.metadata == {"k": "v,}"}

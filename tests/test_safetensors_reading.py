@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from rlx_jax.errors import (
     LimitError,
     MissingFileError,
-    MissingWeightError,
     RlxError,
     SafetensorsError,
     StorageError,
@@ -83,14 +82,11 @@ def test_only_the_rows_are_read(tmp_path: Path) -> None:
     assert file.bytes_read == 32 + 20, "the columns between two short runs, no more"
     file.read("a")
     assert file.bytes_read == 32 + 20 + 16000
-
-
-def test_long_runs_are_read_alone(tmp_path: Path) -> None:
     array = np.arange(2 * 3 * 4_000, dtype=np.float32).reshape(2, 3, 4_000)
     file = open_raw(tmp_path, safetensors.numpy.save({"a": array}))
     index = (slice(0, 2), slice(1, 3), slice(1_000, 3_000))
     np.testing.assert_array_equal(file.read("a", index), array[index])
-    assert file.bytes_read == array[index].nbytes
+    assert file.bytes_read == array[index].nbytes, "long runs are read alone"
 
 
 @pytest.mark.parametrize(
@@ -100,12 +96,6 @@ def test_index_that_does_not_fit(tmp_path: Path, index: Any) -> None:
     file = open_raw(tmp_path, safetensors.numpy.save({"a": np.ones((2, 2))}))
     with pytest.raises(WeightShapeError, match="'a'"):
         file.read("a", index)
-
-
-def test_missing_tensor_names_close_ones(tmp_path: Path) -> None:
-    file = open_raw(tmp_path, safetensors.numpy.save({"model.norm.weight": np.ones(2), "x.bias": np.ones(1)}))
-    with pytest.raises(MissingWeightError, match="'model.nrm.weight' in .*; did you mean 'model.norm.weight'"):
-        file.read("model.nrm.weight")
 
 
 def test_bool_is_zero_or_one(tmp_path: Path) -> None:
@@ -320,16 +310,3 @@ def test_nesting_never_recurses_too_deep(tmp_path: Path) -> None:
                         open_raw(tmp_path, frame(nested(field, depth), b"1234"))
     finally:
         sys.setrecursionlimit(before)
-
-
-def test_errors_are_built_in_ones_too(tmp_path: Path) -> None:
-    with pytest.raises(ValueError):
-        open_raw(tmp_path, b"")
-    with pytest.raises(FileNotFoundError):
-        SafetensorsFile(tmp_path / "absent")
-
-
-def test_long_text_from_the_file_is_cut(tmp_path: Path) -> None:
-    with pytest.raises(SafetensorsError) as caught:
-        open_raw(tmp_path, frame({"a" * 1000: {"\u202e\x1b[31m" + "b" * 3000: 1}}))
-    assert len(str(caught.value)) < 600 + len(str(tmp_path)) and str(caught.value).isprintable()

@@ -17,15 +17,10 @@ from safetensors.numpy import load_file
 
 import rlx_jax as rlx
 from rlx_jax.errors import (
-    DTypeError,
-    GraphError,
     IntegrityError,
-    MissingFileError,
-    MissingWeightError,
     RlxNumericsWarning,
     SaveFailedError,
     TargetExistsError,
-    UnsupportedError,
     WeightError,
 )
 from rlx_jax.io import atomic
@@ -64,15 +59,9 @@ def test_a_saved_model_loads_back(tmp_path: Path, format: str) -> None:
     assert_holds(tmp_path / "it", weights)
     np.testing.assert_array_equal(rlx.compile(flow, weights=tmp_path / "it")(x), model(x))
     assert os.listdir(tmp_path) == ["it"]
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_trained_parameters(tmp_path: Path, format: str) -> None:
-    flow, weights = mlp()
-    model = rlx.compile(flow, weights=weights)
     trained = jax.tree.map(lambda leaf: leaf * 2, model.params)
-    rlx.save(model.replace(params=trained), tmp_path / "it", format)
-    assert_holds(tmp_path / "it", {key: value * 2 for key, value in weights.items()})
+    rlx.save(model.replace(params=trained), tmp_path / "trained", format)
+    assert_holds(tmp_path / "trained", {key: value * 2 for key, value in weights.items()})
 
 
 def test_other_readers_take_what_is_written(tmp_path: Path) -> None:
@@ -91,23 +80,7 @@ def test_other_readers_take_what_is_written(tmp_path: Path) -> None:
 def test_every_dtype(tmp_path: Path, format: str) -> None:
     """Each dtype of a checkpoint, ranks 0 to 3, and arrays whose memory is in another order."""
     rng = np.random.default_rng(0)
-    names = [
-        "bool",
-        "u8",
-        "i8",
-        "u16",
-        "i16",
-        "u32",
-        "i32",
-        "u64",
-        "i64",
-        "f8_e4m3",
-        "f8_e5m2",
-        "f16",
-        "bf16",
-        "f32",
-        "f64",
-    ]
+    names = "bool u8 i8 u16 i16 u32 i32 u64 i64 f8_e4m3 f8_e5m2 f16 bf16 f32 f64".split()
     shapes = [(), (3,), (2, 3), (2, 3, 4)]
     arrays = {f"{name}.{rank}": rng.integers(0, 2, shape).astype(as_dtype(name))
               for name in names for rank, shape in enumerate(shapes)}  # fmt: skip
@@ -146,22 +119,19 @@ def test_a_shared_weight_is_stored_once(tmp_path: Path) -> None:
 # -- every layout writes checkpoint keys -------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "format"), [("gqa_tied_llama3_v5", "orbax"), ("mha_linear_biases_v4", "safetensors")])
-def test_merged_llama_is_saved_under_its_own_keys(tmp_path: Path, name: str, format: str) -> None:
+def test_merged_llama_is_saved_under_its_own_keys(tmp_path: Path) -> None:
+    name = "gqa_tied_llama3_v5"
     original = rlx.open_weights(FIXTURES / "llama" / name)
     lm = rlx.load(FIXTURES / "llama" / name)
     assert any("{q,k,v}" in leaf for leaf in lm.model.params), "this test is about merged leaves"
-    rlx.save(lm.model, tmp_path / "it", format)
-    read = {key for key in original.keys() if "inv_freq" not in key}
-    assert_holds(tmp_path / "it", {key: original.read(key) for key in read})
+    rlx.save(lm.model, tmp_path / "it", "orbax")
+    assert_holds(tmp_path / "it", {key: original.read(key) for key in original.keys()})
     (tmp_path / "it" / "config.json").write_bytes((FIXTURES / "llama" / name / "config.json").read_bytes())
     again = rlx.load(tmp_path / "it")
     np.testing.assert_array_equal(again.logits(IDS), lm.logits(IDS))
 
 
 PROFILES: list[tuple[str, dict[str, dict[str, str]], str]] = [
-    ("gqa_tied_llama3_v5", {"layers": {"roll": "scan"}}, "{0..1}"),
-    ("bf16_gqa_tied_v5", {"precision": {"compute": "bf16"}}, "{q,k,v}"),
     ("bf16_gqa_tied_v5", {"precision": {"compute": "f32"}, "layers": {"roll": "scan"}}, "{0..1}"),
     ("gqa_linear_mlpbias_v5", {"precision": {"compute": "bf16"}, "layers": {"roll": "scan"}}, "{0..2}"),
 ]
@@ -318,28 +288,6 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
     rlx.save(model, tmp_path / "it", overwrite=True)
     assert (tmp_path / "it").is_symlink() and os.listdir(tmp_path / "disk") == ["step_1"]
     assert_holds(tmp_path / "it", weights)
-
-
-def test_wrong_arguments(tmp_path: Path) -> None:
-    flow, weights = mlp()
-    model = rlx.compile(flow, weights=weights)
-    with pytest.raises(UnsupportedError, match="format 'safetensor': expected orbax or safetensors; did you mean"):
-        rlx.save(model, tmp_path / "it", "safetensor")
-    with pytest.raises(DTypeError, match="expected a floating one"):
-        rlx.save(model, tmp_path / "it", dtype="i32")
-    with pytest.raises(GraphError, match="save takes a CompiledModel, .* or DualEncoder, got dict"):
-        rlx.save(weights, tmp_path / "it")  # type: ignore[arg-type]
-    shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in weights.items()}
-    with pytest.raises(MissingWeightError, match="save needs parameters"):
-        rlx.save(rlx.compile(flow, weights=shapes), tmp_path / "it")
-    with pytest.raises(MissingFileError, match="no such file or directory"):
-        rlx.open_weights(tmp_path / "nowhere" / "it")
-    deleted = jax.tree.map(lambda leaf: leaf + 0, model.params)
-    later = model.replace(params=deleted)
-    deleted["a.bias"].delete()
-    with pytest.raises(WeightError, match="'a.bias' has no values"):
-        rlx.save(later, tmp_path / "it")
-    assert os.listdir(tmp_path) == []
 
 
 # -- the manifest ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -139,13 +139,12 @@ def test_each_device_reads_its_box(program: Program, spec: PartitionSpec, reads:
     assert (found.dtype, dict(source.reads), source.bytes) == (program.type.dtype, reads, nbytes)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_leaves_read_backwards(kind: AxisType) -> None:
-    """Are the stored tensors, whatever the mesh lets XLA choose."""
+def test_sharded_leaves_read_backwards() -> None:
+    """Are the stored tensors, also where the mesh lets XLA choose nothing."""
     exact = [(program, spec) for program, spec, *_ in DIVIDED if not narrows(program)]
     assert len(exact) > 10
     for program, spec in exact:
-        leaf = load(program, MappingSource(VALUES), spread(spec, kind))
+        leaf = load(program, MappingSource(VALUES), spread(spec, AxisType.Explicit))
         for stored, found in by_key({program: leaf}).items():
             np.testing.assert_array_equal(np.asarray(found), VALUES[stored], strict=True)
 
@@ -208,6 +207,7 @@ STEPS: list[Any] = [
 
 
 @given(programs(), st.data())
+@settings(max_examples=50)
 def test_a_box_of_any_program(program: Program, data: st.DataObject) -> None:
     """Has its shape and the numbers of the whole; it needs no more memory than the whole, and is a box of one again."""
     box: Box = tuple(data.draw(edges(size)) for size in program.type.shape)

@@ -32,9 +32,9 @@ def small() -> rlx.CompiledModel:
 
 
 def llama(**profile: Any) -> rlx.CompiledModel:
-    """Two layers."""
+    """One layer."""
     config = {
-        "vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True,
     }  # fmt: skip
     return rlx.compile(
@@ -82,12 +82,11 @@ def test_steps_are_those_of_a_loop_by_hand() -> None:
     assert len(step.jitted) == 1 and step.jitted[()]._cache_size() == 1
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_microbatches_are_the_batch(parts: int) -> None:
+def test_microbatches_are_the_batch() -> None:
     """Parts have different numbers of targets, and targets weigh differently."""
     model, optimizer = small(), optax.sgd(1.0)
     batch = BATCH | {"weights": RNG.random((B, S)).astype(np.float32)}
-    whole, in_parts = (train.make_step(model, optimizer, microbatches=n) for n in (1, parts))
+    whole, in_parts = (train.make_step(model, optimizer, microbatches=n) for n in (1, 4))
     want, of_want = whole(train.init(model, optimizer, 0), batch)
     got, of_got = in_parts(train.init(model, optimizer, 0), batch)
     assert_same(got.params, want.params)
@@ -193,41 +192,13 @@ def test_a_loss_gets_the_rest_of_the_batch_by_name() -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("change", "error", "says"), [
-    ({"batch": {"lengths": [1]}}, errors.RequestError, "a batch is tokens"),
-    ({"batch": BATCH["tokens"] + V}, errors.TokenIdError, r"not in \[0, 32\)"),
-    ({"batch": BATCH | {"lengths": [9, 1, 1, 1]}}, errors.SequenceLengthError, "expected 0 to 6"),
-    ({"batch": BATCH["tokens"][:3], "microbatches": 2}, errors.RequestError, "3 rows.* in 2 equal parts"),
-    ({"state": {}}, errors.RequestError, "expected the state of train.init"),
-    ({"microbatches": 0}, errors.RequestError, "microbatches is a number"),
-    ({"loss": 1}, errors.RequestError, "loss is a function"),
-    ({"optimizer": optax.adamw}, errors.RequestError, "expected an optax optimizer"),
-    ({"model": 1}, errors.RequestError, "expected what rlx_jax.compile returns"),
-    ({"start": {"e": 1}}, errors.WeightShapeError, "missing leaves"),
-    ({"start": None}, errors.MissingWeightError, "needs parameters"),
-], ids=lambda value: next(iter(value)) if isinstance(value, dict) else None)  # fmt: skip
-def test_refused(change: dict[str, Any], error: type[Exception], says: str) -> None:
-    sgd: Any = optax.sgd(1.0)
-    given: dict[str, Any] = {"model": small(), "optimizer": sgd, "start": 0, "batch": BATCH, "microbatches": 1} | change
-    with pytest.raises(error, match=says):
-        state = given.get("state", None) or train.init(given["model"], given["optimizer"], given["start"])
-        state = given.get("state", state)
-        loss = given.get("loss", losses.cross_entropy)
-        train.make_step(given["model"], given["optimizer"], loss, given["microbatches"])(state, given["batch"])
-
-
-def test_a_consumed_state_and_leaves_without_gradients() -> None:
-    model, optimizer = small(), optax.sgd(1.0)
-    step, state = train.make_step(model, optimizer), train.init(model, optimizer, 0)
-    step(state, BATCH)
-    with pytest.raises(errors.SessionStateError, match="consumed by an earlier step; go on with the one it returned"):
-        step(state, BATCH)
+def test_leaves_without_gradients() -> None:
     whole = rlx.compile(
         rlx.ModelFlow("whole").input("x", (2,)).custom(lambda emit, x: emit.cast(emit.param("n"), "float32") + x),
         {"n": np.ones(2, np.int32)},
     )
     with pytest.raises(errors.WeightError, match="leaf 'n' is i32 and has no gradient"):
-        train.init(whole, optimizer, 0)
+        train.init(whole, optax.sgd(1.0), 0)
 
 
 def test_options_of_xla_reach_the_step() -> None:
@@ -256,11 +227,10 @@ def test_out_of_memory_of_a_step(code: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(part in str(error.value) for part in advice) == (code != "INTERNAL")
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("hidden", [
-    {"labels": np.full((B, S), -100, np.int32)}, {"lengths": np.ones(B, np.int32)}, {"weights": np.zeros((B, S), "f4")},
-], ids=["labels", "lengths", "weights"])  # fmt: skip
+@pytest.mark.parametrize(("hidden", "parts", "devices"), [
+    ({"labels": np.full((B, S), -100, np.int32)}, 1, 1), ({"lengths": np.ones(B, np.int32)}, 2, 1),
+    ({"weights": np.zeros((B, S), "f4")}, 2, 2),
+], ids=["labels", "lengths in parts", "weights over devices"])  # fmt: skip
 def test_a_batch_without_targets_changes_nothing(hidden: dict[str, Any], parts: int, devices: int) -> None:
     """Neither decay nor momentum moves a parameter, in one piece, in parts, over devices; and the step counts."""
     model = small() if devices == 1 else rlx.compile(small().flow, program="train", mesh=devices)

@@ -20,7 +20,6 @@ from rlx_jax.errors import (
     SafetensorsError,
     StorageError,
     UnexpectedWeightError,
-    UnsupportedError,
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import check_name, resolve
@@ -108,12 +107,6 @@ def test_shard_names(tmp_path: Path, name: str, error: type[Exception]) -> None:
     directory = write_shards(tmp_path / "model", index=index_of(w=name))
     save_file({"w": W}, tmp_path / "m.safetensors")  # what the name might reach
     with pytest.raises((error, ConfigError)):
-        open_weights(directory)
-
-
-def test_pickled_shards(tmp_path: Path) -> None:
-    directory = write_shards(tmp_path / "model", index=index_of(w="pytorch_model-00001-of-00002.bin"))
-    with pytest.raises(UnsupportedError, match="pickle"):
         open_weights(directory)
 
 

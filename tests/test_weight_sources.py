@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -96,13 +95,8 @@ def test_mapping_of_shapes_only() -> None:
 @pytest.mark.parametrize(
     "value, error, message",
     [
-        ([1.0, 2.0], WeightError, "expected an array, got 'list'; numpy.asarray makes one"),
         (1.0, WeightError, "got 'float'"),
         (np.float32(1), WeightError, "got 'float32'"),
-        (None, WeightError, "got 'NoneType'"),
-        ({"w": W}, WeightError, "got 'dict'; flatten nested mappings to dotted keys"),
-        (np.array(["a"]), WeightError, "expected an array of numbers or bools, got dtype '<U1'"),
-        (np.array([None]), WeightError, "got dtype 'object'"),
         (np.zeros(1, "M8[s]"), WeightError, "got dtype 'datetime64"),
         (np.ma.masked_array([1.0], [True]), WeightError, "got 'MaskedArray'"),
         (jax.random.key(0), WeightError, "got dtype 'key<fry>'"),
@@ -118,11 +112,6 @@ def test_mapping_with_a_wrong_value(value: Any, error: type[Exception], message:
     assert "weight 'layer.weight'" in str(caught.value) and message in str(caught.value)
 
 
-def test_mapping_with_a_wrong_key() -> None:
-    with pytest.raises(WeightError, match="expected strings as keys, got '3' of type int"):
-        open_weights({3: W})  # type: ignore[dict-item]
-
-
 def test_missing_key_names_close_ones() -> None:
     source = open_weights({"layers.0.q_proj.weight": W, "layers.0.k_proj.weight": W, "norm.bias": W})
     for call in (source.spec, source.read, source.where):
@@ -132,12 +121,6 @@ def test_missing_key_names_close_ones() -> None:
             call("layers.0.q_prj.weight")
     with pytest.raises(MissingWeightError, match="no weight 'x' in the mapping of 3 weights$"):
         source.read("x")
-
-
-def test_suggestions_stay_fast_among_many() -> None:
-    many = {f"layers.{i}.weight": W for i in range(50_000)}
-    with pytest.raises(MissingWeightError):
-        open_weights(many).read("layers.x.weight")
 
 
 def test_traced_and_deleted_arrays() -> None:
@@ -266,12 +249,7 @@ def test_one_file(tmp_path: Path) -> None:
 def test_shards(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_shards(tmp_path / "model")
     monkeypatch.chdir(directory)
-    paths: dict[str, Any] = {
-        "directory": directory,
-        "index": directory / INDEX,
-        "str": str(directory),
-        "relative": INDEX,
-    }
+    paths = {"directory": directory, "index": directory / INDEX, "str": str(directory), "relative": INDEX}
     source = open_weights(paths[form])
     assert_shards(source)
     assert source.where("c") == "model-2-of-2.safetensors"
@@ -332,8 +310,6 @@ def test_nothing_usable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, advice",
     [
-        ("model.gguf", "GGUF is not read yet"),
-        ("pytorch_model.bin", "a pickle, which runs code .*safetensors.torch.save_file"),
         ("model.pt", "pickle"),
         ("consolidated.00.pth", "pickle"),
         ("weights.npz", "allow_pickle=False"),
@@ -390,15 +366,10 @@ def test_a_source_comes_back_as_it_is() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
-            {"on_nonfinite": "warning"},
-            "on_nonfinite: expected one of error, warn, ignore, got 'warning'; did you mean 'warn'",
-        ),
-        ({"on_nonfinite": None}, "on_nonfinite: expected one of"),
+        ({"on_nonfinite": "warning"}, "expected one of error, warn, ignore, got 'warning'; did you mean 'warn'"),
         ({"links": "reject"}, "links: expected one of follow, refuse, got 'reject'"),
         ({"max_bytes": -1}, "max_bytes: expected a number of bytes, got '-1'"),
         ({"max_bytes": True}, "max_bytes: expected a number of bytes"),
-        ({"max_bytes": 1e9}, "max_bytes: expected a number of bytes"),
         ({"verify": "sha256"}, "verify: expected one of auto, full, metadata, got 'sha256'"),
         ({"subtree": "a..b"}, "subtree: expected a dotted path such as 'params', got 'a..b'"),
     ],
@@ -406,26 +377,6 @@ def test_a_source_comes_back_as_it_is() -> None:
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(WeightError, match=message):
         open_weights({"w": W}, **options)
-
-
-def test_unknown_option_is_refused() -> None:
-    with pytest.raises(TypeError, match="check"):
-        open_weights({"w": W}, check="sha256")  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("weights", [None, 3, [W], W, object()])
-def test_weights_of_a_wrong_kind(weights: Any) -> None:
-    with pytest.raises(WeightError, match="expected a path, a mapping or a WeightSource, got"):
-        open_weights(weights)
-
-
-def test_nothing_is_warned_about_in_passing(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        source = open_weights(write_shards(tmp_path / "model"))
-        for key in source.keys():
-            source.read(key)
-        del source
 
 
 # -- a source of one's own ---------------------------------------------------------------------
