@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 import rlx_jax as rlx
@@ -41,3 +42,25 @@ def declared(stage: Any, width: int) -> dict[str, tuple[int, ...]]:
     """The weights that a stage reads, by key, as it declares them: for values `[batch, seq, width]`."""
     flow = rlx.ModelFlow("declared").input("x", ("batch", "seq", width)).stage(stage)
     return {key: spec.shape for key, spec in flow.build().params.items()}
+
+
+class Own:
+    """The least that a source of weights is: one array under the key `w`, which may be other than it says."""
+
+    def __init__(self, array: Any, spec: Any = None) -> None:
+        self.array, self.says = array, spec or jax.ShapeDtypeStruct((2, 3), np.float32)
+
+    def keys(self) -> tuple[str, ...]:
+        return ("w",)
+
+    def has(self, key: str) -> bool:
+        return key == "w"
+
+    def where(self, key: str) -> str:
+        return "mine"
+
+    def spec(self, key: str) -> Any:
+        return self.says
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> Any:
+        return self.array if index is None else self.array[index]

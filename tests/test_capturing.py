@@ -125,20 +125,6 @@ def test_inputs_beside_tokens() -> None:
     np.testing.assert_allclose(moved - plain, np.where(np.isnan(plain), np.nan, steer[:, None]), rtol=1e-5)
 
 
-def test_a_table_of_positions() -> None:
-    """It has no rows: the longest prompt's."""
-    lm: Any = rlx.load(LLAMA, recipe=rlx.recipe_for(LLAMA).patch_flow(lambda flow: flow.custom(table)))
-    want = lm.model(np.array([PROMPTS[0]]))["table"]
-    assert lm.capture(PROMPTS)["table"].shape == want.shape
-    np.testing.assert_array_equal(lm.capture(PROMPTS)["table"], want)
-
-
-def table(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
-    """The numbers of the positions, twice."""
-    emit.output("table", emit.cast(emit.positions(x), "float32") * 2)
-    return x
-
-
 @pytest.mark.parametrize(
     ("prompts", "error", "told"),
     [

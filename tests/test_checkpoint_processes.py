@@ -18,7 +18,6 @@ import pytest
 from rlx_jax.errors import NoSpaceError, RlxError, SaveFailedError, StorageError, TargetExistsError
 from rlx_jax.train import Checkpoints, processes
 from rlx_jax.train.processes import Processes
-from tests import kill_during_save
 from tests.training_process import Group, digest, like
 
 
@@ -84,13 +83,47 @@ def test_a_run_of_two_processes(tmp_path: Path) -> None:
     assert by_one.said(0, "restored")[newest + 2] == [digest(state, jax.devices()[:8])]
 
 
-@pytest.mark.slow
-def test_killed_during_a_save(tmp_path: Path) -> None:
-    """A round; `python -m tests.kill_during_save --rounds 50` is the whole of it."""
+def kill_one(group: Group, rng: random.Random) -> None:
+    """SIGKILL for one of the two after up to half a second of saves, then the other's own end."""
+    group.start()
+    for _ in range(3):  # the first save imports what it needs, and takes long
+        group.listen(0, "step")
+    time.sleep(rng.uniform(0, 0.5))
+    victim = rng.randrange(2)
+    group.processes[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    group.end(victim)
+    status, _ = group.end(1 - victim, timeout_s=60)
+    print(f"process {1 - victim} ended with status {status}, {time.monotonic() - killed:.1f} s behind the other")
+    assert time.monotonic() - killed < 30
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.soak)])
+def test_killed_during_a_save(tmp_path: Path, rounds: int) -> None:
+    """Each round resumes from the step that the one before left, kills one process while saves follow each other, and
+    restores the whole steps here, in one process: bit by bit what the two had at that step."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    counts = kill_during_save.run(1, seed, tmp_path / "run")
-    assert counts.right == 1 and counts.steps > 1 and max(counts.seconds) < 30
+    rng, newest, told = random.Random(seed), 0, dict[tuple[int, int], str]()
+    for number in range(rounds):
+        group = Group(tmp_path / "run", 10**6, 2)
+        try:
+            kill_one(group, rng)
+        finally:
+            group.close()
+        for process in range(2):
+            for step, (found,) in group.said(process, "restored").items():
+                assert step == 0 or found == told[process, step], f"round {number}: restored another step {step}"
+            told |= {(process, step): words[1] for step, words in group.said(process, "step").items()}
+        with Checkpoints(tmp_path / "run") as checkpoints:
+            assert (checkpoints.newest() or 0) >= newest, "a whole step was lost"
+            newest = checkpoints.newest() or 0
+            for step in checkpoints.steps():
+                state = checkpoints.restore(like(), step)
+                for process in range(2):
+                    half = digest(state, jax.devices()[4 * process : 4 * process + 4])
+                    assert state["step"] == step and half == told[process, step], f"step {step} is not right"
+    assert newest > rounds
 
 
 # -- what they say -----------------------------------------------------------------------------

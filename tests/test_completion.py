@@ -1,11 +1,10 @@
-"""`rlx-jax completion`: what bash, zsh and fish make of it, asked in the shells themselves."""
+"""`rlx-jax completion`: what is given to each shell, and what bash makes of it, asked in the shell itself."""
 
 from __future__ import annotations
 
 import os
 import pty
 import select
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -35,27 +34,13 @@ TYPED = {
 }  # fmt: skip
 
 
-INSTALLED = [shell for shell in ("bash", "zsh", "fish") if shutil.which(shell)]
-"""Shells that can be asked here; what each is given is held above."""
-
-
-@pytest.mark.parametrize("shell", INSTALLED)
-def test_shells_complete(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the shell itself makes of a word and a tab: commands, options, choices, files; no files for a number."""
-    assert cli.main(["completion", shell]) == 0
+def test_a_shell_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What bash makes of a word and a tab: commands, options, choices, files; no files for a number."""
+    assert cli.main(["completion", "bash"]) == 0
     script = tmp_path / "script"
     script.write_text(capsys.readouterr().out)
     (tmp_path / "a.txt").touch()
-    if shell == "fish":
-        for typed, want in TYPED.items():
-            assert fish_offers(script, typed) == [want]
-        assert fish_offers(script, "rlx-jax convert --format ") == ["orbax", "safetensors"]
-        assert fish_offers(script, "rlx-jax bench --batch a") == []
-        return
-    start = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}[shell]
-    with Terminal(start, tmp_path) as terminal:
-        if shell == "zsh":
-            terminal.write("autoload -Uz compinit; compinit -u -D\n")
+    with Terminal(["bash", "--norc", "--noprofile", "-i"], tmp_path) as terminal:
         terminal.write(f"source {script}; echo rea''dy\n")
         terminal.until("ready\r\n")
         for typed, want in TYPED.items():
@@ -64,14 +49,6 @@ def test_shells_complete(shell: str, tmp_path: Path, capsys: pytest.CaptureFixtu
             terminal.write("\x15")  # forget the line
         terminal.write("rlx-jax bench --batch a\t\x15echo do''ne\n")
         assert "a.txt" not in terminal.until("done\r\n")
-
-
-def fish_offers(script: Path, typed: str) -> list[str]:
-    """The words that fish would complete a line by."""
-    words = ["fish", "--no-config", "-c", f"source {script}; complete -C '{typed}'"]
-    done = subprocess.run(words, cwd=script.parent, capture_output=True, encoding="utf-8", timeout=60)
-    assert done.stderr == ""
-    return [line.partition("\t")[0] for line in done.stdout.splitlines()]
 
 
 class Terminal:

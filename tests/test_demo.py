@@ -36,11 +36,7 @@ def test_a_line_is_cut() -> None:
     ("terminal", "no_color", "coloured"), [(True, False, True), (True, True, False), (False, False, False)]
 )
 def test_titles_are_coloured_on_terminals(
-    terminal: bool,
-    no_color: bool,
-    coloured: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    terminal: bool, no_color: bool, coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And with NO_COLOR nothing is, nor in a file."""
     monkeypatch.setattr(demo, "acts", lambda each: iter([("a title", iter([f"a line of {each}"]))]))

@@ -171,10 +171,7 @@ def test_products(asked: str, target: str, found: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("table", "steps", "early"),
-    [
-        ({}, 4, True),
-        pytest.param({"steps_per_dispatch": 2, "stop_early": False}, 2, False, marks=pytest.mark.slow),
-    ],
+    [({}, 4, True), pytest.param({"steps_per_dispatch": 2, "stop_early": False}, 2, False, marks=pytest.mark.slow)],
 )
 def test_the_generating_loop(table: dict[str, Any], steps: int, early: bool) -> None:
     """So many tokens a dispatch, and the same tokens."""
@@ -197,7 +194,12 @@ def test_arguments_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.ones((1, 2), np.float32)
     assert model(x).devices() == {here}
     fits, asked = Executable.fits, list[Executable]()
-    monkeypatch.setattr(Executable, "fits", lambda self, *arguments: asked.append(self) or fits(self, *arguments))
+
+    def noted(self: Executable, *arguments: Any) -> Any:
+        asked.append(self)
+        return fits(self, *arguments)
+
+    monkeypatch.setattr(Executable, "fits", noted)
     moved = model.replace(params=jax.device_put(model.params, there))
     assert moved(jax.device_put(x, there)).devices() == {there} and len(asked) == 1
     for given in (x, jax.device_put(x), jax.device_put(x, here)):

@@ -15,7 +15,7 @@ from rlx_jax.errors import ConfigError, MissingFileError, PathEscapeError
 from rlx_jax.io import folder
 from rlx_jax.io.folder import Folder
 from rlx_jax.io.strict_json import parse_object
-from tests.oracles.checkpoints import FIXTURES, copy, edited
+from tests.oracles.checkpoints import FIXTURES, edited
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
 CHECKPOINTS = {"a decoder": LLAMA, "an encoder": FIXTURES / "bert" / "bare_v5"}
@@ -48,21 +48,6 @@ def test_a_load_reads_each_file_once(seen: dict[str, Counter[str]], kind: str) -
     assert seen["opened"]["config.json"] == seen["parsed"]["config.json"] == 1
     inside = {name: count for name, count in seen["opened"].items() if (directory / name).exists()}
     assert inside and set(inside.values()) == {1}, inside
-
-
-def test_a_sentence_encoder_reads_each_file_once(seen: dict[str, Counter[str]], tmp_path: Path) -> None:
-    """Its transformer's config, too, which the pipeline looks into: there are two of that name."""
-    directory = copy(CHECKPOINTS["an encoder"], tmp_path / "m")
-    kinds = {"0_Transformer": "Transformer", "1_Pooling": "Pooling"}
-    modules = [
-        {"idx": i, "name": str(i), "path": path if i else "", "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds.items())
-    ]
-    write(directory / "modules.json", modules)
-    write(directory / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
-    assert rlx.load(directory).pipeline.pooling == ("mean",)
-    assert seen["opened"]["config.json"] == seen["parsed"]["config.json"] == 2
-    assert seen["opened"]["modules.json"] == 1
 
 
 def write(path: Path, value: Any) -> None:

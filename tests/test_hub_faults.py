@@ -5,15 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
-import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +26,6 @@ from rlx_jax.errors import (
     HubUnreachableError,
     IntegrityError,
     LimitError,
-    MissingWeightError,
     NoSpaceError,
     PathEscapeError,
     RlxError,
@@ -41,9 +35,8 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import files, limits
 from rlx_jax.io.folder import Folder, open_folder
-from rlx_jax.io.hub_remote import Listed
 from rlx_jax.weights.source import open_headers
-from tests.hub_server import COMMIT, INDEX, LLAMA, Handler, Hub, refusing, sharded
+from tests.hub_server import COMMIT, LLAMA, Handler, Hub, refusing
 
 CACHED = "hub/models--org--m"
 
@@ -191,23 +184,6 @@ def test_parts_that_go_wrong(server: Hub, hub_home: Path, case: str) -> None:
     assert [p for p in hub_home.rglob("*") if "safetensors" in p.name or p.parent.name == "blobs"] == []
 
 
-def test_headers_of_what_is_not_there(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards that the Hub lacks; a file of a length that it does not say; no connection."""
-    server.files["org/m"] = sharded(LLAMA)
-    lacking = next(name for name in server.files["org/m"] if re.match(r"model-\d", name))
-    server.files["org/n"] = {name: data for name, data in server.files["org/m"].items() if name != lacking}
-    with pytest.raises(MissingWeightError, match=f"1 of 2 shards are missing, with 10 tensors: '{lacking}'"):
-        open_headers(open_folder("org/n"))
-    folder = open_folder("org/m")
-    assert folder.snapshot is not None
-    bare = replace(folder.snapshot, files={name: Listed(None, None) for name in folder.snapshot.files})
-    with pytest.raises(IntegrityError, match="does not say how long it is"):
-        open_headers(replace(folder, snapshot=bare))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(HubUnreachableError, match=r"model-0000\d-of-00002.safetensors' is not in the cache"):
-        open_headers(open_folder("org/m"))
-
-
 def test_one_that_fails_ends_the_others(server: Hub, hub_home: Path) -> None:
     """At once, by its own error; nothing is left, and the next time what came is not asked for again."""
     names = [f"model-{i}.safetensors" for i in range(9)]
@@ -253,19 +229,6 @@ def test_sizes_are_looked_at_before_anything_comes(server: Hub, monkeypatch: pyt
         rlx.load("org/m")
 
 
-def test_room_is_that_of_all_shards(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them would fit; what is there already is not counted."""
-    server.files["org/m"] = sharded(LLAMA)
-    first, second = (name for name in server.files["org/m"] if re.match(r"model-\d", name))
-    sizes = [len(server.files["org/m"][name]) for name in (first, second)]
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=sum(sizes) - 1))
-    with pytest.raises(NoSpaceError, match=f"'org/m': 2 files: {sum(sizes)} bytes to fetch, {sum(sizes) - 1} are free"):
-        rlx.load("org/m")
-    assert not [name for name in server.fetched() if name in (first, second)]
-    assert open_folder("org/m").bring(first)
-    assert rlx.load("org/m").vocab_size == 389
-
-
 def test_weights_over_max_bytes_are_not_fetched(server: Hub) -> None:
     """By the headers: exactly the bytes of the tensors are let in, and of more nothing comes."""
     total = sum(a.nbytes for a in load_file(LLAMA / "model.safetensors").values())
@@ -274,19 +237,6 @@ def test_weights_over_max_bytes_are_not_fetched(server: Hub) -> None:
             call("org/m", max_bytes=total - 1)
     assert all(part.startswith("bytes=") for part in server.ranges["model.safetensors"])
     assert rlx.load("org/m", max_bytes=total).vocab_size == 389
-
-
-@pytest.mark.parametrize(
-    "shard, error", [("../out.safetensors", PathEscapeError), ("no.safetensors", MissingWeightError)]
-)
-def test_shards_are_files_of_the_commit(server: Hub, shard: str, error: type[RlxError]) -> None:
-    server.files["org/m"] = sharded(LLAMA)
-    index = json.loads(server.files["org/m"][INDEX])
-    index["weight_map"]["model.norm.weight"] = shard
-    server.files["org/m"][INDEX] = json.dumps(index).encode()
-    with pytest.raises(error, match=shard.rpartition("/")[2]):
-        rlx.load("org/m")
-    assert shard not in server.fetched()
 
 
 def test_what_the_system_refuses(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,34 +282,6 @@ def test_without_a_connection(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
         assert rlx.load("org/m").vocab_size == 389
 
 
-def test_an_older_commit_is_in_the_cache(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, and of the one that the branch is at now a file is lacking: it is named, and opens by its name. Branches
-    with a slash and pull requests are kept as they are called."""
-    server.revisions += ("feature/x", "refs/pr/3")
-    for revision in ("feature/x", "refs/pr/3", None):
-        recipe = rlx.recipe_for("org/m", revision=revision)
-    newer, cache = "a" * 40, hub_home / CACHED
-    (cache / "refs" / "main").write_text(newer)
-    shutil.copy(cache / "rlx_jax" / f"{COMMIT}.json", cache / "rlx_jax" / f"{newer}.json")
-    (cache / "snapshots" / newer).mkdir()
-    shutil.copy(cache / "snapshots" / COMMIT / "config.json", cache / "snapshots" / newer)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    message = rf"model.safetensors' is not in the cache \(commit {newer}\), .*, or take revision='{COMMIT}', of which"
-    with pytest.raises(HubUnreachableError, match=message):
-        rlx.recipe_for("org/m")
-    for revision in ("feature/x", "refs/pr/3", COMMIT):
-        assert rlx.recipe_for("org/m", revision=revision).config == recipe.config
-    with pytest.raises(HubUnreachableError, match="the cache has 'feature/x', 'main', 'refs/pr/3' of it"):
-        rlx.recipe_for("org/m", revision="v2")
-    with pytest.raises(HubUnreachableError) as told:  # two branches are at it
-        rlx.recipe_for("org/m", revision=COMMIT[:7])
-    assert str(told.value).count(f"'{COMMIT}' begins so") == 1
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    server.faults["revision/v2"] = refusing(503)
-    with pytest.raises(HubUnreachableError, match="answers 503; the cache has 'feature/x', 'main', 'refs/pr/3' of it"):
-        rlx.recipe_for("org/m", revision="v2")
-
-
 def test_what_was_interrupted_is_not_whole(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between files, or within one: offline the file that is missing is named, online it is fetched."""
 
@@ -396,57 +318,11 @@ def test_the_cache_is_that_of_huggingface_hub(server: Hub, hub_home: Path, monke
     assert sorted(found.repo_id for found in seen.repos) == ["org/m", "org/theirs"] and seen.warnings == []
 
 
-def test_a_cache_that_others_filled_in_part(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is not taken for the whole where huggingface_hub noted what there is."""
-    wanted = ["config.json", "*.safetensors"]
-    download = partial(huggingface_hub.snapshot_download, cache_dir=hub_home / "hub", endpoint=server.endpoint)
-    download("org/m", allow_patterns=wanted)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(HubUnreachableError, match="'org/m/tokenizer.json' is not in the cache"):
-        rlx.load("org/m")
-
-
 def test_many_at_once(server: Hub) -> None:
     """Fetch the same file side by side; each has it whole."""
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: weights_of(open_folder("org/m")), range(8)))
     assert {path.read_bytes() for path in paths} == {(LLAMA / "model.safetensors").read_bytes()}
-
-
-def drop_by_drop(handler: Handler, content: bytes) -> None:
-    """A byte at a time."""
-    handler.begin(200, {"Content-Length": str(len(content)), "Connection": "close"})
-    with contextlib.suppress(OSError):
-        for i in range(200):
-            handler.wfile.write(content[i : i + 1])
-            handler.wfile.flush()
-            time.sleep(0.05)
-    handler.close_connection = True
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file: offline it is not there, online it comes."""
-    server.faults["model.safetensors"] = drop_by_drop
-    words = [
-        sys.executable,
-        "-c",
-        "from rlx_jax.io.folder import open_folder as o; o('org/m').bring('model.safetensors')",
-    ]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
-    process = subprocess.Popen(words, env=environment)
-    while not list(hub_home.rglob("*.incomplete")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    server.faults.clear()
-    assert len(list(hub_home.rglob("*.incomplete"))) == 1
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(HubUnreachableError, match="is not in the cache"):
-        rlx.recipe_for("org/m")
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    assert weights_of(open_folder("org/m")).read_bytes() == (LLAMA / "model.safetensors").read_bytes()
 
 
 def test_links_of_the_cache(tmp_path: Path) -> None:

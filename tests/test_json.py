@@ -15,7 +15,7 @@ import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, blocks
 from rlx_jax.errors import FormatError, GraphError, RlxError, UnsupportedError, VersionMismatchError
 from rlx_jax.ir import serial
-from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateLeaf, StateRead, TypeCache
+from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateLeaf, StateRead
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.pointwise import FullLike
 from rlx_jax.ir.ops.shape import Slice
@@ -215,15 +215,3 @@ def test_mutants_are_refused_or_mean_a_graph() -> None:
         except RlxError:
             refused += 1
     assert 100 < refused < 150
-
-
-def test_types_of_a_stored_graph_are_inferred_again() -> None:
-    """A region's inputs have no type of their own in the text."""
-    recipe, _ = llama()
-    module = recipe.assemble().build(weight_specs(LLAMA)).into_graph_module()
-    data = json.loads(module.to_json())
-    (repeat,) = (n["op"]["Repeat"] for n in data["graph"]["nodes"] if "Repeat" in n["op"])
-    assert repeat["body"]["nodes"][0]["op"] == {"BodyInput": {"index": 0}}
-    graph = serial.decode_graph(data["graph"], TypeCache())
-    (inner,) = (n.op for n in graph.nodes if n.op.regions())
-    assert str(inner.regions()[0].nodes[0].types[0]) == "f32[batch,seq,16]"

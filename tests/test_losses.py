@@ -14,15 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import rlx_jax as rlx
 from rlx_jax import errors, losses
-from rlx_jax.blocks import (
-    Custom,
-    Embed,
-    GatherLastToken,
-    Linear,
-    MaskKind,
-    SelfAttnPrefill,
-    SelfAttnPrefillSpec,
-)
+from rlx_jax.blocks import Custom, Embed, GatherLastToken, Linear, MaskKind, SelfAttnPrefill, SelfAttnPrefillSpec
 from tests.oracles.comparing import assert_close
 
 V, B, S = 77, 4, 13

@@ -157,18 +157,6 @@ def test_orbax_resumes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array, module.arrays()[name])
 
 
-def test_orbax_takes_the_state_as_it_is(weights: Any, tmp_path: Path) -> None:
-    """The recipe of Flax's own pages: `nnx.split`, save the state, restore it into that of an abstract module."""
-    module = rlx.nnx.FlowModule(FLOW, weights)
-    graphdef, state = nnx.split(module)
-    abstract = nnx.state(nnx.eval_shape(lambda: rlx.nnx.FlowModule(FLOW, weights)))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", abstract)
-    np.testing.assert_array_equal(nnx.merge(graphdef, restored)(IDS), module(IDS))
-
-
 def integer_flow() -> rlx.ModelFlow:
     """`E[permutation[ids]] · scale`, with a table of integers among the weights."""
 
@@ -193,24 +181,6 @@ def test_integers_have_no_gradient() -> None:
     np.testing.assert_allclose(module.params["e"][...], values - count, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_inside_another_module(weights: Any) -> None:
-    """A flow is a submodule like any other: the classifier's gradient reaches both."""
-
-    class Classifier(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.body = rlx.nnx.FlowModule(FLOW, weights)
-            self.head = nnx.Linear(V, 3, rngs=rngs)
-
-        def __call__(self, ids: jax.Array) -> jax.Array:
-            return self.head(self.body(ids).mean(1))
-
-    model = Classifier(nnx.Rngs(0))
-    grads = nnx.to_pure_dict(nnx.grad(lambda m: (m(IDS) ** 2).sum())(model))
-    assert set(grads) == {"body", "head"}
-    assert all(np.asarray(g).any() for g in jax.tree.leaves(grads))
-
-
 def test_where_parameters_come_from(weights: Any) -> None:
     """`Rngs`, a key and a seed draw the same; weights win; without any of them it is an error that names both."""
     key = nnx.Rngs(7).params()
@@ -228,13 +198,3 @@ def test_where_parameters_come_from(weights: Any) -> None:
         rlx.nnx.FlowModule(FLOW)
     with pytest.raises(UnexpectedWeightError):
         rlx.nnx.FlowModule(FLOW, {**weights, "extra": np.zeros(3, np.float32)})
-
-
-def test_initial_parameters_are_traceable() -> None:
-    """`init` under `eval_shape` gives the specs, under `jit` the numbers."""
-    model = rlx.compile(FLOW, program="train")
-    specs = jax.eval_shape(model.init, jax.random.key(0))
-    assert specs == model.param_specs()
-    eager, jitted = model.init(0), jax.jit(model.init)(jax.random.key(0))
-    for name, array in eager.items():
-        np.testing.assert_allclose(array, jitted[name], rtol=1e-6)

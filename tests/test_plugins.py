@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -267,54 +265,3 @@ def test_contracts_of_a_model(kind: Any) -> None:
 
 
 # -- a layer of one's own, without a plugin -------------------------------------------
-
-
-def cross_attention(prefix: str) -> Any:
-    """`x + attention(x Wq, c Wk, c Wv) Wo` over another input `context` `[B, T, C]`, all of it."""
-
-    def layer(emit: Any, x: Any) -> Any:
-        c = emit.flow_input("context")
-        q, k, v = (emit.linear(a, f"{prefix}.{n}.weight") for a, n in ((x, "q"), (c, "k"), (c, "v")))
-        o = emit.attention(q, k, v, heads=2, head_dim=3, mask="none")
-        return x + emit.linear(o, f"{prefix}.o.weight")
-
-    return layer
-
-
-def test_a_cross_attention_layer_by_hooks_trains_and_generates() -> None:
-    """`.layer` and `custom` alone: greedy tokens are those of a full recompute, gradients those of differences."""
-    extra = {"x.q.weight": (6, H), "x.k.weight": (6, 4), "x.v.weight": (6, 4), "x.o.weight": (H, 6)}
-    config = {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type")}
-    recipe = rlx.Llama32Flow.for_prefill(config)
-    weights = drawn(recipe.shapes() | {k: jax.ShapeDtypeStruct(s, np.float32) for k, s in extra.items()})
-
-    def layer(ctx: Any) -> Any:
-        added = [blocks.Custom(cross_attention("x"), "cross")] if ctx.index == 1 else []
-        return blocks.Sequence([ctx.default_stage(), *added])
-
-    hooked = recipe.layer(layer).patch_flow(lambda flow: flow.input("context", ("batch", "other", 4)))
-    model = rlx.compile(hooked, weights)
-    context = np.random.default_rng(5).normal(size=(2, 5, 4)).astype("f4")
-    check_gradient(model, "x.k.weight", TOKENS, context)
-    lm = rlx.CausalLM(hooked, weights)
-    ids = np.zeros((2, 7), np.int32)  # one size: what stands behind a token does not change it
-    ids[:, :4] = TOKENS[:, :4]
-    for at in range(4, 7):
-        ids[:, at] = np.argmax(np.asarray(model(ids, context))[:, at - 1], axis=-1)
-    got = lm.generate(TOKENS[:, :4].tolist(), max_new_tokens=3, inputs={"context": context})
-    assert got == ids[:, 4:].tolist()
-
-
-def check_gradient(model: Any, key: str, *inputs: Any) -> None:
-    """Along a random direction of one weight, the gradient is the difference."""
-
-    @jax.jit
-    @jax.value_and_grad
-    def loss(value: Any) -> Any:
-        return jnp.mean(jnp.tanh(model.apply(model.params | {key: value}, *inputs)) ** 2)
-
-    at, step = model.params[key], 2e-3
-    way = np.random.default_rng(9).normal(size=at.shape).astype("f4")
-    slope = float(jnp.sum(loss(at)[1] * way))
-    difference = (float(loss(at + step * way)[0]) - float(loss(at - step * way)[0])) / (2 * step)
-    assert abs(slope) > 1e-3 and abs(difference - slope) < 3e-2 * abs(slope) + 2e-5

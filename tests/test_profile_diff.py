@@ -47,10 +47,7 @@ def model() -> Any:
 
 
 IN_THE_PROGRAM: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
-    "a pass": (
-        {"passes": {"cse": False}},
-        {"pass cse": ("runs", "does not run")},
-    ),
+    "a pass": ({"passes": {"cse": False}}, {"pass cse": ("runs", "does not run")}),
     "dtypes": (
         {"precision": {"compute": "bf16"}},
         {

@@ -18,18 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_jax as rlx
-from rlx_jax.errors import MissingFileError, ProfileError, RlxError, StorageError, UnsupportedError
+from rlx_jax.errors import MissingFileError, ProfileError, StorageError, UnsupportedError
 from rlx_jax.ir.roles import ROLES
 from rlx_jax.models.families import FAMILIES
-from rlx_jax.profiles import (
-    PRESETS,
-    Backend,
-    CompileProfile,
-    Fusion,
-    Options,
-    Precision,
-    schema,
-)
+from rlx_jax.profiles import PRESETS, Backend, CompileProfile, Fusion, Options, Precision, schema
 from rlx_jax.profiles.check import OTHER_PLATFORMS, Table, field_types, rows
 from rlx_jax.profiles.profile import UNMEASURED
 from tests import profile_page
@@ -138,11 +130,8 @@ def test_options_of_other_types_are_other_options() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Fusion(policy="fusible"), r"fusion\.policy: expected 'direct' or 'fusable'.*'fusible'.*did you mean"),  # type: ignore[arg-type]
         (lambda: Precision(compute="float32"), r"precision\.compute: expected 'auto', 'f32', 'bf16' or 'f16'"),  # type: ignore[arg-type]
         (lambda: Backend(merge=1), r"backend\.\*\.merge: expected 'auto', true or false, found the integer 1"),  # type: ignore[arg-type]
-        (lambda: CompileProfile(name=""), r"name: expected a printable string"),
-        (lambda: CompileProfile(precision="bf16"), r"precision: expected a table, found the string 'bf16'"),  # type: ignore[arg-type]
     ],
 )
 def test_constructors_check_too(build: Any, message: str) -> None:
@@ -190,13 +179,6 @@ def test_round_trip(change: dict[str, Any]) -> None:
     assert again.to_toml() == profile.to_toml()
 
 
-def test_toml_shows_every_setting() -> None:
-    written = CompileProfile().to_toml()
-    assert written.startswith('name = "auto"\n\n[fusion]\npolicy = "direct"\n')
-    assert all(key in written for key in ("cse = true", 'compute = "auto"', "[backend.rocm]"))
-    assert "compiler_options" not in written  # no empty tables
-
-
 # -- presets -----------------------------------------------------------------------------------
 
 
@@ -215,12 +197,6 @@ def test_preset(name: str) -> None:
     assert chosen and all(re.search(r"\d (ms|x|µs)\b", comment) for comment, _ in chosen)
 
 
-@pytest.mark.parametrize("name", UNMEASURED)
-def test_a_preset_of_a_family_that_is_not_built(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"preset '{name}': its family is not built yet"):
-        CompileProfile.preset(name)
-
-
 def test_presets_are_those_of_the_spec() -> None:
     """Its 15 names, each built or refused, `auto`, and what it has none for: training."""
     own = {"auto", "train_bf16", "train_mixed"}
@@ -229,13 +205,6 @@ def test_presets_are_those_of_the_spec() -> None:
     assert "Flux2Transformer2DModel" in FAMILIES
     families -= {"flux"}
     assert families <= {name.rstrip("0123456789") for name in FAMILIES}
-
-
-@pytest.mark.parametrize("name", ["llama32_decod", "", "../auto", "auto.rlx.toml", "AUTO"])
-def test_unknown_preset(name: str) -> None:
-    with pytest.raises(ProfileError, match="there is no preset .*; there are auto, encoder") as caught:
-        CompileProfile.preset(name)
-    assert ("did you mean 'llama32_decode'" in str(caught.value)) == (name == "llama32_decod")
 
 
 # -- refusals ----------------------------------------------------------------------------------
@@ -253,8 +222,7 @@ def test_platforms_that_are_not_built(platform: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
-    [(path, value) for path, row, _ in rows(CompileProfile()) for value in row.unsupported],
+    ("path", "value"), [(path, value) for path, row, _ in rows(CompileProfile()) for value in row.unsupported]
 )
 def test_values_that_are_not_supported(path: str, value: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{path}: '{value}' is known but not supported; expected '(auto|keep)'"):
@@ -264,36 +232,25 @@ def test_values_that_are_not_supported(path: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("fusion.asert_clean = true", "did you mean 'assert_clean'"),
-        ("fusion.disable = 'fuse_matmul_bias_act'", "fusion.disable: expected an array, found the string"),
         ("fusion.disable = [['fuse_matmul_bias_act']]", r"fusion.disable\[0\]: expected .*, found an array"),
         ("[backend.cpu]\nmerg = true", "backend.cpu: unknown key 'merg'; known here: .*; did you mean 'merge'"),
         ("[backend.gpu]", r"unknown key 'gpu'; known here: .*; did you mean 'cuda' \(NVIDIA\) or 'rocm'"),
         ("fusion.target = 'gpu'", r"found the string 'gpu'; did you mean 'cuda' \(NVIDIA\)"),
         ("compute = 'bf16'", "unknown key 'compute'; known here: .*; did you mean 'precision.compute'"),
-        ('"fusion.policy" = "direct"', "unknown key 'fusion.policy'"),
         ('"a\\nb" = 1', r"unknown key 'a\\nb'"),
         ("layers.merge = true", "layers: unknown key 'merge'"),
-        ("precision.compute = ['f32']", "found an array"),
-        ("passes.dce = 'true'", "expected true or false, found the string 'true'"),
         ("passes.dce = nan", "found the number nan"),
         ("passes.dce = 1979-05-27", "found a date or time"),
-        ("passes.dce = {}", "found a table"),
-        (f"passes.dce = 0x{'f' * 60000}", "found an integer of 240000 bits"),
         ("backend.cpu.merge = 'yes'", "expected 'auto', true or false, found the string 'yes'"),
-        ("fusion = 'direct'", "fusion: expected a table, found the string 'direct'"),
         ("[[fusion]]", "fusion: expected a table, found an array"),
         ("name = 3", "name: expected a printable string of 1 to 1024 characters"),
-        ('name = "a\\nb"', "name: expected a printable string"),
         ("backend.cpu.compiler_options = 3", "expected a table of XLA options"),
         (
             "backend.cpu.compiler_options.a = nan",
             "compiler_options.a: expected .* a finite number .*, found the number nan",
         ),
-        ("backend.cpu.compiler_options.a = -inf", "found the number -inf"),
         ("backend.cpu.compiler_options.a = 9223372036854775808", "64-bit integer"),
         (f"backend.cpu.compiler_options.a = 0x{'f' * 60000}", "an integer of 240000 bits"),
-        ("backend.cpu.compiler_options.a = [1]", "found an array"),
         ('backend.cpu.compiler_options.a = "\\u0000"', "a printable string of at most 1024"),
         ('backend.cpu.compiler_options."a b" = 1', "option name of letters, digits and _, found the string 'a b'"),
     ],
@@ -451,24 +408,13 @@ def test_a_profile_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         CompileProfile.of("a")
 
 
-def test_wrong_arguments() -> None:
-    with pytest.raises(ProfileError, match="expected a string of TOML, found bytes"):
-        read(b"")  # type: ignore[arg-type]
-    with pytest.raises(ProfileError, match="not UTF-8"):
-        read("name = '\ud800'")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"fuson": {}}, "CompileProfile.replace: unknown key 'fuson'"),
-        ({"precision": {"compte": "f32"}}, "precision: unknown key 'compte'; known here: .*; did you mean 'compute'"),
         ({"precision": {3: "f32"}}, "precision: a key is a string, found the integer 3"),
-        ({"precision": Fusion()}, "precision: expected a table, found a value of type Fusion"),
         ({"passes": {"dce": np.bool_(True)}}, "passes.dce: expected true or false, found a value of type bool"),
-        ({"fusion": {"target": np.zeros(3)}}, "found a value of type ndarray"),
         ({"backend": {"cpu": {"compiler_options": {"a": np.float64(1)}}}}, "found a value of type float64"),
-        ({"backend": {"cpu": {"compiler_options": {"a": "\ud800"}}}}, "a printable string"),
         ({"name": "x" * 2000}, "a printable string of 1 to 1024"),
     ],
 )
@@ -478,49 +424,3 @@ def test_replace_checks_as_toml_does(change: dict[str, Any], message: str) -> No
 
 
 # -- mutants -----------------------------------------------------------------------------------
-
-FULL = CompileProfile().replace(
-    name="all",
-    precision={"compute": "bf16"},
-    backend={"cpu": {"compiler_options": {"xla_a": True, "xla_b": -3, "xla_c": 1e-5, "xla_d": 'x"\\y'}}},
-)
-SEEDS = [FULL.to_toml().encode(), CompileProfile.llama32_decode().to_toml().encode()]
-PIECES = st.sampled_from(
-    rb"""[ ] [[ { } " ' ''' \ . , = # nan inf true 1 0x 1979-05-27T07:32:00Z \u0000 \ud800 fusion metal""".split()
-    + [b'"""', b"\n", b"\r", b"\x00", b"\xff", b"\xef\xbb\xbf", "é".encode(), b"skip = true\n", b"name = 1\n"]
-    + [b"[" * 40, b"a." * 20, b"9" * 5000]
-)
-EDITS = st.lists(
-    st.tuples(
-        st.sampled_from(["insert", "delete", "repeat"]),
-        st.integers(0, 2**16),
-        st.integers(0, 40),
-        PIECES | st.binary(max_size=4),
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
-def mutant(seed: bytes, edits: list[tuple[str, int, int, bytes]]) -> bytes:
-    for kind, where, length, piece in edits:
-        i = where % (len(seed) + 1)
-        cut = seed[i : i + length]
-        seed = (
-            seed[:i]
-            + {"insert": piece, "delete": b"", "repeat": cut + cut}[kind]
-            + seed[i + (kind != "insert") * length :]
-        )
-    return seed
-
-
-@given(st.sampled_from(SEEDS), EDITS)
-def test_a_mutant_is_refused_or_means_what_it_says(seed: bytes, edits: list[tuple[str, int, int, bytes]]) -> None:
-    data = mutant(seed, edits)
-    try:
-        profile = read(data.decode("utf-8", "surrogateescape"))
-    except RlxError as error:
-        assert isinstance(error, (ProfileError, UnsupportedError))
-        assert str(error).isprintable() and len(str(error)) <= 2048
-    else:
-        assert read(profile.to_toml()) == profile

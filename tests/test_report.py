@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.runtime.block_times import shortened
-from rlx_jax.runtime.report import RequestReport, in_short, layers_once, per_second
 from tests import divided
 
 
@@ -93,59 +91,18 @@ def test_programs_of_other_sizes_share_what_has_none() -> None:
     assert {r.flops for r in report.programs} == {2 * n * 16 for n in range(1, 19)}
 
 
-ENCODERS: dict[str, Any] = {
-    "bert": (lambda made, weights: rlx.Encoder(made, weights), [[1, 2, 3], [4, 5]], ("texts", 2, 5)),
-    "vit": (lambda made, weights: rlx.VisionEncoder(made, weights), np.ones((3, 3, 12, 12), "f4"), ("images", 3, 0)),
-    "siglip": (
-        lambda made, weights: rlx.DualEncoder(made.of("text"), made.of("vision"), weights),
-        [[1, 2, 3]],
-        ("texts", 1, 3),
-    ),
-}
-
-
-@pytest.mark.parametrize("family", ["bert", *(pytest.param(f, marks=pytest.mark.slow) for f in ("vit", "siglip"))])
-def test_encoders(family: str) -> None:
+def test_encoders() -> None:
     """What was embedded last, and how fast."""
-    make, given, wanted = ENCODERS[family]
-    encoder = make(divided.recipe(family), divided.weights(family))
+    encoder = rlx.Encoder(divided.recipe("bert"), divided.weights("bert"))
     assert encoder.report().request is None
-    encoder.embed(given)
-    compiled = encoder.report().request.compiled
-    assert compiled >= 1 and compiled >= encoder.report().compiles > 0
-    encoder.embed(given)
+    encoder.embed([[1, 2, 3], [4, 5]])
+    first = encoder.report().request
+    assert first is not None and first.compiled >= encoder.report().compiles > 0
+    encoder.embed([[1, 2, 3], [4, 5]])
     report = encoder.report()
     told = report.request
-    assert (told.kind, told.rows, told.prompt_tokens) == wanted and told.compiled == 0 and told.prompt_seconds > 0
-    assert str(told) in " ".join(str(report).split()) and (report.embedding != "") == (told.kind == "texts")
-    assert told.prompt_rate == (told.prompt_tokens or told.rows) / told.prompt_seconds
-    sizes = {"batch": 7, "height": 12, "width": 12} if family == "vit" else {"batch": 7, "seq": 4}
+    assert told is not None and (told.kind, told.rows, told.prompt_tokens, told.compiled) == ("texts", 2, 5, 0)
+    assert str(told) in " ".join(str(report).split()) and report.embedding != ""
+    assert told.prompt_rate == told.prompt_tokens / told.prompt_seconds > 0
+    sizes = {"batch": 7, "seq": 4}
     assert encoder.report(**sizes).flops == encoder.model.report(**sizes).flops != report.flops
-
-
-def test_the_text_of_a_request() -> None:
-    asked = RequestReport("prompts", 2, 5000, 0.5, 42, 2, 0.25)
-    read = "2 prompts of 5,000 tokens read in 0.500 s, 10,000 tokens/s"
-    assert str(asked) == f"{read}; 42 new tokens, in 0.250 s behind the first, 160 tokens/s"
-    behind = RequestReport("prompts", 1, 60, 0.5, cached_tokens=50, reread="a reason")
-    assert str(behind) == "1 prompts of 60 tokens, 10 of them read in 0.500 s, 20 tokens/s; a reason"
-    images = RequestReport("images", 8, 0, 0.5, compiled=3)
-    told = "8 images read in 0.500 s, 16 images/s; 3 programs and functions were compiled in it"
-    assert str(images) == told and per_second(3, 0.0) == 0.0
-
-
-NUMBERS = {0: "0", 7: "7", 999: "999", 1000: "1.0k", 9949: "9.9k", 9950: "10k", 999_499: "999k", 1_000_000: "1.0M"}
-
-
-def test_numbers_and_names_in_short() -> None:
-    """At most five characters; a name without its middle; layers that are alike once."""
-    for number, text in (NUMBERS | {34_200_000_000: "34G", 5 * 10**15: "5.0P"}).items():
-        assert in_short(number) == text and len(text) <= 5
-    assert shortened("prefill batch 2 context 64 seq 16", 20) == "prefill … 64 seq 16"
-    assert shortened("short", 20) == "short"
-    alike = ["layers.0.attn: xla (a)", "layers.1.attn: xla (a)", "layers.2.attn: cudnn", "9 by xla (as any other)"]
-    assert layers_once(alike) == [
-        "layers.*.attn: xla (a) (2 of them)",
-        "layers.*.attn: cudnn",
-        "9 by xla (as any other)",
-    ]

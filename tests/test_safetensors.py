@@ -11,13 +11,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from rlx_jax.errors import (
-    DuplicateWeightError,
-    LimitError,
-    RlxError,
-    SafetensorsError,
-    UnsupportedError,
-)
+from rlx_jax.errors import DuplicateWeightError, LimitError, RlxError, SafetensorsError, UnsupportedError
 from tests.safetensors_bytes import ENTRY, frame, one, open_raw
 
 
@@ -39,17 +33,12 @@ def raw_entry(**fields: str) -> str:
 FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
     # the length
     "empty file": (b"", SafetensorsError, "the file has 0 bytes, expected 8"),
-    "eight bytes": (b"\0" * 8, SafetensorsError, "not JSON: Expecting value at byte 8"),
     "header over file by one": (struct.pack("<Q", 3) + b"{}", SafetensorsError, "header says 3 bytes, file has 2"),
-    "header length 0": (frame(b"", b"1234"), SafetensorsError, "not JSON: Expecting value at byte 8"),
     "header over file": (struct.pack("<Q", 200) + one()[8:], SafetensorsError, "header says 200 bytes, file has 65"),
-    "header 2^64-1": (b"\xff" * 8 + one()[8:], SafetensorsError, "header says 18446744073709551615 bytes"),
     # the text
     "not UTF-8": (frame(b'{"\xff": 1}'), SafetensorsError, "not UTF-8 at byte 10"),
     "not JSON": (frame(b"{'a': 1}"), SafetensorsError, "at byte 9"),
-    "an array": (frame(b"[]"), SafetensorsError, "expected a JSON object, found list"),
     "depth bomb": (frame(b"[" * 200_000), SafetensorsError, "nested deeper"),
-    "depth bomb in entry": (text('{"shape": ' + "[" * 4000 + "}"), SafetensorsError, "nested deeper"),
     "trailing text": (frame(b"{} x"), SafetensorsError, "not JSON: Extra data at byte 11"),
     # names
     "duplicate tensor": (
@@ -57,74 +46,41 @@ FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
         DuplicateWeightError,
         "'a' is given twice",
     ),
-    "duplicate, escaped": (
-        frame(rb'{"a": %s, "\u0061": %s}' % ((json.dumps(ENTRY).encode(),) * 2), b"1234"),
-        DuplicateWeightError,
-        "'a' is given twice",
-    ),
-    "duplicate field": (
-        text(raw_entry()[:-1] + ', "dtype": "F32"}'),
-        DuplicateWeightError,
-        "'dtype' is given twice",
-    ),
-    "duplicate metadata": (
-        frame(b'{"__metadata__": {}, "__metadata__": {}}'),
-        DuplicateWeightError,
-        "'__metadata__' is",
-    ),
+    "duplicate field": (text(raw_entry()[:-1] + ', "dtype": "F32"}'), DuplicateWeightError, "'dtype' is given twice"),
     "duplicate in metadata": (
         frame(b'{"__metadata__": {"k": "", "k": ""}}'),
         DuplicateWeightError,
         "'k' is given twice",
     ),
     "long name": (frame({"a" * 1025: ENTRY}, b"1234"), LimitError, "limits.MAX_NAME_BYTES = 1024"),
-    "long name in bytes": (frame({"é" * 513: ENTRY}, b"1234"), LimitError, "limits.MAX_NAME_BYTES = 1024"),
     # metadata
     "metadata null": (frame({"__metadata__": None}), SafetensorsError, "expected an object of strings"),
     "metadata with number": (frame({"__metadata__": {"k": 1}}), SafetensorsError, "expected an object of strings"),
     # fields
     "entry a list": (text('["F32", [1], [0, 4]]'), SafetensorsError, "tensor 'a': expected an object"),
-    "entry empty": (text("{}"), SafetensorsError, "tensor 'a': field 'dtype' is missing"),
     "missing shape": (text('{"dtype": "F32", "data_offsets": [0, 4]}'), SafetensorsError, "field 'shape' is missing"),
-    "missing offsets": (text('{"dtype": "F32", "shape": [1]}'), SafetensorsError, "field 'data_offsets' is missing"),
     "unknown field": (one(stride=[1]), SafetensorsError, "tensor 'a': unknown field 'stride'"),
     "misspelt field": (one(dtpye="F32"), SafetensorsError, "unknown field 'dtpye'; did you mean 'dtype'?"),
     "dtype a number": (one(dtype=3), SafetensorsError, "dtype: expected a string, found '3'"),
     "dtype unknown": (one(dtype="F33"), UnsupportedError, "dtype 'F33' is not supported; these are: BOOL"),
-    "dtype complex": (one(b"12345678", dtype="C64", data_offsets=[0, 8]), UnsupportedError, "dtype 'C64'"),
     "dtype 4 bits": (one(dtype="F4", shape=[8]), UnsupportedError, "dtype 'F4'"),
     "dtype 4 bits, odd": (one(dtype="F4", shape=[7]), SafetensorsError, "takes 28 bits, which are not whole bytes"),
-    "dtype 6 bits, odd": (one(dtype="F6_E2M3", shape=[3]), SafetensorsError, "takes 18 bits"),
     # numbers
     "size true": (
         one(shape=[True]),
         SafetensorsError,
         "shape: expected whole numbers from 0 to 2**64 - 1, found 'true'",
     ),
-    "size 1.0": (one(shape=[1.0]), SafetensorsError, "found '1.0'"),
-    "size a string": (one(shape=["1"]), SafetensorsError, "shape: expected whole numbers"),
     "size negative": (one(shape=[-1]), SafetensorsError, "found '-1'"),
     "size -0": (text(raw_entry(shape="[-0]", data_offsets="[0, 0]"), b""), SafetensorsError, "found '-0.0'"),
     "shape a number": (one(shape=1), SafetensorsError, "shape: expected a list of whole numbers, found '1'"),
-    "offset true": (one(b"", shape=[0], data_offsets=[False, False]), SafetensorsError, "data_offsets: expected whole"),
-    "offset a float": (one(data_offsets=[0, 4.0]), SafetensorsError, "found '4.0'"),
-    "offset negative": (one(data_offsets=[-4, 0]), SafetensorsError, "found '-4'"),
-    "offset 2^63": (one(data_offsets=[0, 2**63]), SafetensorsError, "ends at 9223372036854775808, but"),
     "offset 2^64": (one(data_offsets=[0, 2**64]), SafetensorsError, "found '18446744073709551616'"),
     "one offset": (one(data_offsets=[4]), SafetensorsError, "expected [begin, end], found 1 numbers"),
-    "reversed": (one(data_offsets=[4, 0]), SafetensorsError, "begin 4 is after end 0"),
     "out of bounds": (one(data_offsets=[0, 5]), SafetensorsError, "ends at 5, but the file has 4 bytes of data"),
     "cut short": (one(b"123"), SafetensorsError, "ends at 4, but the file has 3 bytes of data; a download"),
     # sizes against offsets
     "too small": (one(shape=[2]), SafetensorsError, "shape [2] of f32 takes 8 bytes, data_offsets give 4"),
-    "too small, later": (
-        frame({"a": ENTRY, "b": entry("U8", [2], 4, 7)}, b"1234567"),
-        SafetensorsError,
-        "tensor 'b': shape [2] of u8 takes 2 bytes, data_offsets give 3",
-    ),
-    "too large": (one(shape=[0]), SafetensorsError, "shape [0] of f32 takes 0 bytes, data_offsets give 4"),
     "wraps to 0": (one(b"", shape=[2**31 - 1] * 3, data_offsets=[0, 0]), LimitError, "elements, the limit is fewer"),
-    "wraps modulo 2^64": (one(shape=[2**62 + 1]), LimitError, "dimension 4611686018427387905 is over the limit"),
     "dimension 2^31": (one(shape=[2**31]), LimitError, "dimension 2147483648 is over the limit of 2147483647"),
     "elements 2^40": (one(shape=[2**20, 2**20]), LimitError, "1099511627776 elements"),
     "elements beside a zero": (
@@ -139,11 +95,6 @@ FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
         SafetensorsError,
         "tensor 'b' overlaps 'a': it begins at 2, expected 4",
     ),
-    "same place": (
-        frame({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 0, 4)}, b"1234"),
-        SafetensorsError,
-        "tensor 'b' overlaps 'a'",
-    ),
     "empty inside": (
         frame({"a": entry("U8", [4], 0, 4), "b": entry("U8", [0], 2, 2)}, b"1234"),
         SafetensorsError,
@@ -153,11 +104,6 @@ FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
         frame({"b": entry("U8", [2], 4, 6), "a": entry("U8", [2], 0, 2)}, b"123456"),
         SafetensorsError,
         "tensor 'b' leaves 2 unused bytes after 'a'",
-    ),
-    "hole in front": (
-        one(b"00001234", data_offsets=[4, 8]),
-        SafetensorsError,
-        "leaves 4 unused bytes after the header",
     ),
     "trailing bytes": (one(b"1234" + b"0"), SafetensorsError, "1 bytes after the last tensor ('a') belong to none"),
     "data without tensors": (frame({}, b"1"), SafetensorsError, "1 bytes after the last tensor (the header)"),
@@ -176,17 +122,14 @@ def test_fault(tmp_path: Path, name: str) -> None:
 
 STRICTER = {
     "duplicate tensor",
-    "duplicate, escaped",
     "duplicate in metadata",
     "metadata null",
     "unknown field",
     "misspelt field",
     "entry a list",
     "long name",
-    "long name in bytes",
     "rank 9",
     "elements beside a zero",
-    "dtype complex",
     "dtype 4 bits",
 }
 

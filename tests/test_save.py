@@ -16,13 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import rlx_jax as rlx
-from rlx_jax.errors import (
-    IntegrityError,
-    RlxNumericsWarning,
-    SaveFailedError,
-    TargetExistsError,
-    WeightError,
-)
+from rlx_jax.errors import IntegrityError, RlxNumericsWarning, SaveFailedError, TargetExistsError, WeightError
 from rlx_jax.io import atomic
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.weights.format import Entry
@@ -158,14 +152,6 @@ def test_an_encoder(tmp_path: Path) -> None:
     left = set(original.keys()) - set(saved)
     assert set(saved) < set(original.keys()) and all("pooler" in key for key in left), left
     assert_holds(tmp_path / "it", {key: original.read(key) for key in saved})
-
-
-def test_random_parameters_of_a_flow_without_a_checkpoint(tmp_path: Path) -> None:
-    flow = rlx.ModelFlow("m").input("x", ("batch", 4)).linear("w", shape=(8, 4))
-    model = rlx.compile(flow)
-    params = model.init(0)
-    rlx.save(model.replace(params=params), tmp_path / "it")
-    assert_holds(tmp_path / "it", {"w": np.asarray(params["w"])})
 
 
 # -- exactness ---------------------------------------------------------------------------------

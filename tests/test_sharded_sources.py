@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -150,74 +147,3 @@ def test_sharded_parameters_are_saved(tmp_path: Path, format: str, kind: AxisTyp
 
 
 # -- several processes -------------------------------------------------------------------------
-
-WORKER = """
-import sys, threading
-import jax
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-number, address, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.distributed.initialize(address, num_processes=2, process_id=number)
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-import rlx_jax as rlx
-from rlx_jax.ir.param import Key, Padded, Transposed
-from rlx_jax.ir.types import tensor_type
-from rlx_jax.weights.execute import load_leaves
-from rlx_jax.weights.views import RenamedSource
-
-class Counting(RenamedSource):
-    nbytes = 0
-
-    def read(self, key, index=None):
-        found = super().read(key, index)
-        self.nbytes += found.nbytes
-        return found
-
-mesh = jax.make_mesh((8,), ("model",))
-source = Counting(rlx.open_weights(path), {"a": "a", "b": "b"})
-a = Key("a", tensor_type((64, 96), "f32", "a"))
-leaves = {"rows": a, "columns": Transposed(a), "whole": a, "padded": Padded(Key("b", a.type), 0, 256)}
-specs = {"rows": P("model"), "columns": P("model"), "whole": P(), "padded": P("model")}
-found = load_leaves(
-    leaves, source, {n: NamedSharding(mesh, s) for n, s in specs.items()}, lambda *_: None,
-    threading.Event(),
-)
-print("read", source.nbytes, flush=True)
-whole = {"rows": source.read("a"), "columns": source.read("a").T, "whole": source.read("a")}
-whole["padded"] = np.pad(source.read("b"), ((0, 192), (0, 0)))
-for name, leaf in found.items():
-    assert leaf.shape == whole[name].shape and len(leaf.addressable_shards) == 4, name
-    for shard in leaf.addressable_shards:
-        np.testing.assert_array_equal(shard.data, whole[name][shard.index])
-total = jax.jit(lambda leaf: leaf.sum(), out_shardings=NamedSharding(mesh, P()))(found["rows"])
-np.testing.assert_allclose(np.asarray(total), whole["rows"].sum(), rtol=1e-4)
-jax.distributed.shutdown()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_read_their_own(tmp_path: Path) -> None:
-    """Each the boxes of its four devices; together they have all, and collectives run over what was loaded."""
-
-    one_file(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", WORKER]
-    workers = [
-        subprocess.Popen(
-            [*command, str(number), address, str(tmp_path / "model.safetensors")],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )
-        for number in range(2)
-    ]  # fmt: skip
-    try:
-        said = [worker.communicate(timeout=240)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    nbytes = ARRAYS["a"].nbytes
-    # Half of the rows, half of the columns, all of what both hold; and the padded one, whose padding the second has.
-    for worker, text, read in zip(workers, said, (3 * nbytes, 2 * nbytes), strict=True):
-        assert worker.returncode == 0 and f"read {read}\n" in text, text

@@ -94,27 +94,6 @@ def test_microbatches_are_the_batch() -> None:
         np.testing.assert_allclose(getattr(of_got, name), getattr(of_want, name), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_merged_projections_train_as_their_parts() -> None:
-    """q, k and v as one leaf, gate and up as one: the same loss and, by checkpoint key, the same step."""
-    optimizer = optax.sgd(1.0)
-    apart, merged = llama(), llama(backend={"cpu": {"merge": True}})
-    weights = apart.weights(apart.init(0))
-    found = []
-    for model in (apart, merged):
-        params = rlx.compile(model.flow, weights, program="train", profile=profile_of(model is merged)).params
-        state, metrics = train.make_step(model, optimizer)(train.init(model, optimizer, params), BATCH)
-        found.append((model.weights(state.params), metrics.loss))
-    assert len(merged.param_specs()) == len(apart.param_specs()) - 3
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6)
-    assert_same(found[1][0], found[0][0])
-
-
-def profile_of(merge: bool) -> rlx.CompileProfile:
-    """As `llama` sets it."""
-    return rlx.CompileProfile().replace(backend={"cpu": {"merge": True}} if merge else {})
-
-
 @pytest.mark.parametrize(("precision", "leaf"), [
     pytest.param({"compute": "bf16"}, "bfloat16", marks=pytest.mark.slow),
     ({"compute": "bf16", "weights": "f32"}, "float32"),

@@ -485,7 +485,6 @@ def record_minilm(root: Path) -> None:
     embeddings = model.encode(texts.fifty(), show_progress_bar=False)
     assert embeddings.shape == (50, 384)
     np.savez_compressed(root / "minilm50.npz", embeddings=embeddings)
-    write_json(root / "minilm50.json", texts.fifty())
 
 
 def record_family(root: Path, family: str) -> None:
