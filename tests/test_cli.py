@@ -545,9 +545,9 @@ def test_a_message_without_an_answer(
     outer = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, outer))
     lm = rlx.load(format_checkpoint(tmp_path / "m", "qwen"))
-    first = lm.chat("Hi", 24)
+    first = lm.chat("Hi", 8)
     asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
-    second = lm.chat([*asked, {"role": "user", "content": "And?"}], 24)
+    second = lm.chat([*asked, {"role": "user", "content": "And?"}], 8)
     pieces: list[str] = []
 
     def written(piece: str) -> None:
@@ -562,7 +562,7 @@ def test_a_message_without_an_answer(
         lines = iter([b"Hi\n", b"left\n", b"\xff\n", b" \n", b"word " * 99 + b"\n", b"And?\n", b"/new\n", b"Hi\n", b""])
         monkeypatch.setattr("rlx_jax.cli.generating.next_line", lambda prompt, lines=lines: next(lines))
         monkeypatch.setattr("rlx_jax.cli.generating.in_terminal", lambda there=somebody: there)
-        assert cli.main(["chat", "nowhere", "--max-new-tokens", "24"]) == status
+        assert cli.main(["chat", "nowhere", "--max-new-tokens", "8"]) == status
         assert "".join(pieces).startswith(f"{first}\n") and pieces.count("\n") == (4 if somebody else 1)
         assert "".join(pieces).endswith(f"\n{second}\n{first}\n") == somebody
     problems = capsys.readouterr().err

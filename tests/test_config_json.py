@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx_jax.errors import ConfigError, LimitError, MissingFileError, RlxError, StorageError, quote
@@ -65,6 +65,7 @@ def test_reads_what_models_have(tmp_path: Path) -> None:
     assert type(read_json(tmp_path / "config.json")["rope_scaling"]) is dict
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(), JSON, max_size=5).filter(is_plain), st.booleans())
 def test_any_object_comes_back(
     tmp_path_factory: pytest.TempPathFactory, value: dict[str, Any], ascii_only: bool
@@ -183,7 +184,7 @@ def test_mutants(tmp_path: Path) -> None:
     rng, accepted = random.Random(seed), 0
     base = json.dumps({"a": [1, 2.5, {"b": None, "c": "é\n😀"}], "d": {"e": True, "f": -1e-5}, "g": "x" * 10}).encode()
     tokens = [b"NaN", *(bytes([c]) for c in b'[]{}"\\\0\xff,'), b"\\ud800", b"-0", b"1e400", b"9" * 200]
-    for case in range(3000):
+    for case in range(1500):
         raw = bytearray(base)
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(len(raw))
@@ -195,5 +196,5 @@ def test_mutants(tmp_path: Path) -> None:
             continue
         assert value == json.loads(raw), (seed, case)
         accepted += 1
-    print(f"config mutants: 3000, seed {seed}, accepted {accepted}")
-    assert accepted > 100
+    print(f"config mutants: 1500, seed {seed}, accepted {accepted}")
+    assert accepted > 50
