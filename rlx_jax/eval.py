@@ -13,7 +13,7 @@ from typing import Any
 from rlx_jax.errors import RequestError, SequenceLengthError, UnsupportedError, listing
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.sampler import OPTIONS, Sampler
-from rlx_jax.text.requests import whole_number
+from rlx_jax.runtime.inputs import whole_number
 
 MISSING: ModuleNotFoundError | None = None
 try:

@@ -37,7 +37,7 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import is_static, short_name, symbols_of
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.mir.head import Head
-from rlx_jax.runtime.inputs import as_host_array, check_ids, host_view, token_ids
+from rlx_jax.runtime.inputs import as_host_array, check_ids, host_view, token_ids, whole_number
 from rlx_jax.runtime.model import CompiledModel
 
 AnyArray = Any
@@ -325,9 +325,7 @@ def count_pieces(
     if chunk is None:
         share = 1 if division is None else division.row_parts(batch) * division.parts("vocab")
         chunk = max(1, share * room // (4 * batch * int(vocab)))
-    elif isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
-        raise RequestError(f"cross_entropy: chunk is a number of tokens, at least 1, got {shown(chunk)}")
-    return math.ceil(seq / chunk)
+    return math.ceil(seq / whole_number("chunk", chunk, 1))
 
 
 def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:

@@ -13,7 +13,6 @@ from flax import nnx
 
 from rlx_jax.errors import MissingWeightError
 from rlx_jax.ir.types import is_float
-from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime import compiling
 from rlx_jax.runtime.model import CompiledModel
@@ -30,11 +29,10 @@ class FlowModule(nnx.Module):
     Args:
         flow: as in `rlx_jax.compile`.
         weights: as in `rlx_jax.compile`.
-        profile: as in `rlx_jax.compile`.
-        program: `forward`; or `train`, which follows the profile's `layers.remat` and rolls equal layers.
-        strict: as in `rlx_jax.compile`.
         rngs: what random parameters are drawn from, where there are no weights: `nnx.Rngs` (its stream `params`),
             a key of `jax.random`, or a seed. Weights win: where both are given, nothing is drawn.
+        options: of `rlx_jax.compile`, such as `profile` and `strict`. `program` is `forward`; or `train`, which follows
+            the profile's `layers.remat` and rolls equal layers.
 
     Raises:
         MissingWeightError: neither weights nor `rngs`. Others: as `rlx_jax.compile`.
@@ -45,12 +43,10 @@ class FlowModule(nnx.Module):
         flow: Any,
         weights: Weights = None,
         *,
-        profile: ProfileLike | None = None,
-        program: str = "forward",
-        strict: bool = True,
         rngs: nnx.Rngs | jax.Array | int | None = None,
+        **options: Any,
     ) -> None:
-        compiled = compiling.compile(flow, weights, profile=profile, program=program, strict=strict)
+        compiled = compiling.compile(flow, weights, **options)
         params = compiled.params
         if params is None:
             if rngs is None:

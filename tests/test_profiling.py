@@ -179,7 +179,7 @@ def test_what_a_run_consumes_is_copied() -> None:
     model.profile(x, runs=1)
     assert not x.is_deleted() and model.report().donated_bytes == x.nbytes
     for runs in (0, False, 1.5):
-        with pytest.raises(RequestError, match="runs is .*expected how often to run it, at least 1"):
+        with pytest.raises(RequestError, match="runs is .*expected an integer of at least 1"):
             model.profile(x, runs=runs)  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ from rlx_jax.cli.command import (
     table,
 )
 from rlx_jax.errors import RequestError, quote
-from rlx_jax.text.requests import whole_number
+from rlx_jax.runtime.inputs import whole_number
 
 
 def bench(args: argparse.Namespace, session: Session) -> Iterator[str]:

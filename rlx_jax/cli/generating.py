@@ -29,8 +29,8 @@ from rlx_jax.cli.command import (
 )
 from rlx_jax.cli.terminal import in_terminal, next_line, whole_input
 from rlx_jax.errors import RlxError, SequenceLengthError
+from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.report import Report
-from rlx_jax.text.requests import whole_number
 
 
 @dataclass

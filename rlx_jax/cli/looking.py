@@ -21,10 +21,10 @@ from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained
+from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import whole_number
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.mxfp4 import unpacked
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import jax
 import numpy as np
 
-from rlx_jax.compiler.executable import Progress
 from rlx_jax.compiler.settings import bucket
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
@@ -16,7 +15,6 @@ from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import RequestError, suggests
 from rlx_jax.ir.types import is_float
-from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import finish_models
@@ -27,7 +25,7 @@ from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.opening import TokenizerLike, open_tokenizer, refuse_call
 from rlx_jax.text.padding import padded_to
-from rlx_jax.weights.format import OpenOptions
+from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 
 class DualEncoder:
@@ -39,12 +37,13 @@ class DualEncoder:
         similarity: from `texts` `[texts, E]` and `images` `[batch, E]` to `[texts, batch]`; None: the cosine.
         tokenizer, processor: for strings and for images; `rlx_jax.load` brings the checkpoint's own.
         padding: as `Encoder` has it.
-        profile, mesh, strict, missing, key, progress: as `rlx_jax.compile` and `rlx_jax.load` have them.
+        options: `profile`, `mesh`, `strict`, `missing`, `key` and `progress`, as `rlx_jax.compile` and `rlx_jax.load`
+            have them.
     """
 
     loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
 
-    @suggests()
+    @suggests(*CompileOptions.__annotations__)
     def __init__(
         self,
         texts: Any,
@@ -55,17 +54,11 @@ class DualEncoder:
         tokenizer: TokenizerLike | None = None,
         processor: ImageProcessor | None = None,
         padding: tuple[int, int] | None = None,
-        profile: ProfileLike | None = None,
-        mesh: Any = None,
-        strict: bool = True,
-        missing: Literal["error", "init"] = "error",
-        key: jax.Array | int | None = None,
-        progress: Progress | None = None,
+        **options: Unpack[CompileOptions],
     ) -> None:
         known = open_tokenizer(tokenizer)
         flows = [texts, images] + ([] if similarity is None else [similarity])
-        options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key, progress=progress)
-        opened = open_programs(flows, weights, options, merge=True, serves=("forward",))
+        opened = open_programs(flows, weights, OpenOptions(**options), merge=True, serves=("forward",))
         first, second, *third = finish_models(opened).values()
         self.texts = Encoder(first, tokenizer=known, padding=padding)
         pooled_width(first)  # or it says what is missing

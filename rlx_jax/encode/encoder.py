@@ -6,12 +6,11 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import jax
 import numpy as np
 
-from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.embedding import Form, PackedForm, Stream, ahead, chunks
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
@@ -26,11 +25,10 @@ from rlx_jax.errors import (
 from rlx_jax.lowering.hir.rows import MASK
 from rlx_jax.lowering.hir.rules import reads_from_the_left
 from rlx_jax.lowering.hir.trials import why_rows_mix
-from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.block_times import BlockTimes
-from rlx_jax.runtime.inputs import as_host_array, check_input_names
+from rlx_jax.runtime.inputs import as_host_array, check_input_names, whole_number
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
@@ -46,17 +44,8 @@ from rlx_jax.text.opening import (
     refuse_call,
 )
 from rlx_jax.text.padding import check_buckets, check_sizes, cropped
-from rlx_jax.text.requests import (
-    NO_TOKENIZER,
-    Ids,
-    id_list,
-    keep_mask,
-    row_lengths,
-    split_prompts,
-    token_block,
-    whole_number,
-)
-from rlx_jax.weights.format import OpenOptions
+from rlx_jax.text.requests import NO_TOKENIZER, Ids, id_list, keep_mask, row_lengths, split_prompts, token_block
+from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 LONG = 10_000
 """Texts from which on progress is shown where someone looks."""
@@ -83,13 +72,13 @@ class Encoder:
         padding: (tokens, id): texts are padded to so many tokens by that id, and padding is read as any other token.
             None: no token reads padding.
         max_positions: the longest sequence the model knows, in tokens.
-        missing, key: as in `rlx_jax.compile`.
-        progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
+        options: `profile`, `mesh`, `strict`, `missing` and `key` as in `rlx_jax.compile`; `progress`, told how far
+            loading and compiling are: see `rlx_jax.compiler.executable.Progress`.
     """
 
     loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
 
-    @suggests()
+    @suggests(*CompileOptions.__annotations__)
     def __init__(
         self,
         flow: Any,
@@ -98,17 +87,13 @@ class Encoder:
         tokenizer: TokenizerLike | None = None,
         pipeline: SentencePipeline | None = None,
         padding: tuple[int, int] | None = None,
-        profile: ProfileLike | None = None,
-        mesh: Any = None,
-        strict: bool = True,
-        missing: Literal["error", "init"] = "error",
-        key: jax.Array | int | None = None,
         max_positions: int | None = None,
-        progress: Progress | None = None,
+        **options: Unpack[CompileOptions],
     ) -> None:
         self.tokenizer = open_tokenizer(tokenizer)
-        options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key, progress=progress)
-        self.model, self.vocab_size = open_token_model(flow, weights, options, max_positions, programs=("forward",))
+        self.model, self.vocab_size = open_token_model(
+            flow, weights, OpenOptions(**options), max_positions, programs=("forward",)
+        )
         check_hidden(self.model, self.vocab_size)
         self.max_positions = known_positions(self.model)
         if not isinstance(pipeline, SentencePipeline | None):

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import GraphError, NumericsError, RequestError, listing, shown
+from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import id_list, whole_number
+from rlx_jax.text.requests import id_list
 
 POOLED = "pooled"
 

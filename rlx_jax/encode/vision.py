@@ -5,19 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import jax
 import numpy as np
 
-from rlx_jax.compiler.executable import Progress
 from rlx_jax.compiler.settings import bucket, smallest
 from rlx_jax.encode.embedding import ahead, chunks
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, numbered
 from rlx_jax.encode.pooled import Vectors, check_finite, pooled_of, pooled_width
 from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggests
 from rlx_jax.ir.types import is_float, short_name
-from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import open_model
@@ -27,7 +25,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import primary, refuse_call
-from rlx_jax.weights.format import OpenOptions
+from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 BATCH = 32
 
@@ -40,30 +38,24 @@ class VisionEncoder:
         flow: a `ModelFlow` whose first input is the pixel values, or a recipe; or a compiled model, whose programs it
             shares.
         processor: makes pixel values of images, for `embed`; `rlx_jax.load` brings the checkpoint's own.
-        missing, key: as in `rlx_jax.compile`.
-        progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
+        options: `profile`, `mesh`, `strict`, `missing` and `key` as in `rlx_jax.compile`; `progress`, told how far
+            loading and compiling are: see `rlx_jax.compiler.executable.Progress`.
     """
 
     loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
 
-    @suggests()
+    @suggests(*CompileOptions.__annotations__)
     def __init__(
         self,
         flow: Any,
         weights: Weights = None,
         *,
         processor: ImageProcessor | None = None,
-        profile: ProfileLike | None = None,
-        mesh: Any = None,
-        strict: bool = True,
-        missing: Literal["error", "init"] = "error",
-        key: jax.Array | int | None = None,
-        progress: Progress | None = None,
+        **options: Unpack[CompileOptions],
     ) -> None:
         if not isinstance(processor, ImageProcessor | None):
             raise RequestError(f"processor is {shown(processor)}; expected an ImageProcessor")
-        options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key, progress=progress)
-        self.model = open_model(flow, weights, options, serves=("forward",))
+        self.model = open_model(flow, weights, OpenOptions(**options), serves=("forward",))
         self.processor, self.buckets = processor, self.model.settings.buckets
         self.channels = check_images(self.model)
         self._read: RequestReport | None = None

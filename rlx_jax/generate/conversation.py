@@ -12,12 +12,13 @@ from typing import Any, Unpack
 
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggests
 from rlx_jax.generate.generation import Generation, NewTokens, answered, pieces
-from rlx_jax.generate.held import Continued, KeptArrays, TextState, after, common, continued, copied, kept_at_mark
-from rlx_jax.generate.request import Mark, Request, StopLike, TurnOptions
+from rlx_jax.generate.held import Continued, KeptArrays, TextState, after, continued, copied, kept_at_mark
+from rlx_jax.generate.request import Mark, Request, StopLike, TurnOptions, common
 from rlx_jax.generate.sampler import Sampler
+from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.text.chat import check_messages, chosen_template
 from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import Prompts, whole_number
+from rlx_jax.text.requests import Prompts
 
 Message = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 

@@ -72,18 +72,6 @@ class DecodeState:
         """
         check_room(self.lengths, valid, self.capacity, "prefill with a larger max_len")
 
-    def check_prompts(self, count: int) -> None:
-        """So many prompts can be read behind it.
-
-        Raises:
-            RequestError: it has several rows, and not one for each prompt.
-        """
-        if len(self.lengths) not in (1, count):
-            raise RequestError(
-                f"state: it holds {len(self.lengths)} rows, and there are {count} prompts; pass one prompt for each "
-                "row, or a state of one row"
-            )
-
     def take(self, owner: object, peek: bool = False) -> State:
         """The state, once."""
         if owner != self.owner:

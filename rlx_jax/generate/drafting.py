@@ -10,7 +10,7 @@ from rlx_jax.generate.mtp import mtp_module
 from rlx_jax.generate.prompt_lookup import PromptLookup
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.speculative import Drafter
-from rlx_jax.text.requests import whole_number
+from rlx_jax.runtime.inputs import whole_number
 
 DRAFT_TOKENS = 4
 """Drafts a step where a request does not say."""

@@ -17,7 +17,7 @@ import numpy as np
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.generate.generation import Generation
-from rlx_jax.generate.request import Before
+from rlx_jax.generate.request import Before, common
 from rlx_jax.generate.speculative import OWN
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.runtime.model import CompiledModel
@@ -60,11 +60,6 @@ class Continued:
 def copied(arrays: StateArrays) -> StateArrays:
     """In buffers of their own."""
     return {name: jnp.copy(array) for name, array in arrays.items()}
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """First tokens that both have."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def continued(model: CompiledModel, text: TextState | None, ids: Sequence[int]) -> Continued:

@@ -10,8 +10,8 @@ from rlx_jax.errors import RequestError
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.scored_texts import ScoredTokens, text_ids
 from rlx_jax.generate.scoring import Score
+from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import whole_number
 
 
 def strides(ids: Sequence[int], stride: int, context: int) -> list[ScoredTokens]:

@@ -14,12 +14,13 @@ from rlx_jax.generate.decode_state import DecodeState, check_is_state, moved_bac
 from rlx_jax.generate.plan import CONTEXT_BUCKET
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_inputs import request_inputs
+from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Variant
 from rlx_jax.runtime.state import as_state
 from rlx_jax.text.opening import check_positions, primary
 from rlx_jax.text.padding import block_width, cropped, pad_block, padded_to
-from rlx_jax.text.requests import token_block, whole_number
+from rlx_jax.text.requests import token_block
 
 ROOM = 256  # free slots after a prompt when prefill is not told max_len
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os.path
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,11 +20,11 @@ from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.stopping import cut
 from rlx_jax.program import InputDecl
-from rlx_jax.runtime.inputs import random_key, read_array
+from rlx_jax.runtime.inputs import random_key, read_array, whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import NO_TOKENIZER, Prompts, id_list, whole_number
+from rlx_jax.text.requests import NO_TOKENIZER, Prompts, id_list
 from rlx_jax.text.tokenizer import Tokenizer
 
 Inputs = Mapping[str, Any] | None
@@ -224,8 +225,10 @@ def check_request(
         rows, before, brought = rows_behind(lm, prompts, state)
     words, ends = lm.stops(stop)
     sampler.knobs(lm.vocab_size)
-    if seed is None:
-        seed = new_seed() if sampler.temperature else 0
+    if seed is None and sampler.temperature and jax.process_count() > 1:  # each would draw its own
+        raise RequestError("seed: give one, the same in every process, where several run a model together")
+    if seed is None:  # of 64 bits the upper half takes a program more
+        seed = secrets.randbits(32) if sampler.temperature else 0
     if isinstance(random_key("seed", seed), jax.core.Tracer):
         raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")
     for i, row in enumerate(rows):
@@ -237,7 +240,7 @@ def check_request(
     text = text or prompts.texts is not None
     return Request(
         tuple(map(tuple, rows)), budget, sampler, ends, words, seed, text, brought, drafter, n, logprobs, before,
-        shared=common_prefix(rows) if share_prefix else 0,
+        shared=common(*rows, most=min(map(len, rows)) - 1) if share_prefix and len(rows) > 1 else 0,
     )  # fmt: skip
 
 
@@ -296,17 +299,6 @@ def check_together(state: bool, share_prefix: Any, inputs: Any, drafter: Drafter
         )
 
 
-def new_seed() -> int:
-    """A seed for a request that brings none: another one each time.
-
-    Raises:
-        RequestError: several processes, each of which would draw its own.
-    """
-    if jax.process_count() > 1:
-        raise RequestError("seed: give one, the same in every process, where several run a model together")
-    return secrets.randbits(32)  # of 64 bits the upper half takes a program more
-
-
 # -- a request behind a state ------------------------------------------------------------------
 
 
@@ -330,7 +322,11 @@ def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[l
                 f"prompts[{i}] is empty: a state tells no logits, which are those of the last token that is read; keep "
                 "that token out of the state, and pass it here"
             )
-    cache.check_prompts(len(new))
+    if len(cache.lengths) not in (1, len(new)):
+        raise RequestError(
+            f"state: it holds {len(cache.lengths)} rows, and there are {len(new)} prompts; pass one prompt for each "
+            "row, or a state of one row"
+        )
     rows = tuple(range(len(new))) if len(cache.lengths) > 1 else (0,) * len(new)
     held = cache.ids
     sizes = {name: size for name, size in cache.sizes.items() if name not in ("batch", "context")}
@@ -339,10 +335,6 @@ def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[l
     return full, before, RequestInputs(sizes=sizes, given=cache.given)
 
 
-def common_prefix(rows: list[list[int]]) -> int:
-    """First tokens that all rows have, fewer than the shortest row."""
-    if len(rows) < 2:
-        return 0
-    first, last = min(rows), max(rows)  # in the order of lists these differ soonest
-    limit = min(map(len, rows)) - 1
-    return next((i for i in range(limit) if first[i] != last[i]), limit)
+def common(*rows: Sequence[int], most: int = MAX_SLOTS) -> int:
+    """First tokens that all rows have, at most so many."""
+    return min(len(os.path.commonprefix([tuple(row) for row in rows])), most)

@@ -28,7 +28,12 @@ class RequestInputs:
 
     def padded(self, batch: int) -> dict[str, Any]:
         """The arrays with `batch` rows; those behind the request's are zeros."""
-        return {name: _padded(a, self.rows[name], batch) if name in self.rows else a for name, a in self.arrays.items()}
+        arrays = dict(self.arrays)
+        for name, axis in self.rows.items():
+            more = [(0, (batch - size) * (i == axis)) for i, size in enumerate(arrays[name].shape)]
+            if any(n for _, n in more):
+                arrays[name] = (jnp if isinstance(arrays[name], jax.Array) else np).pad(arrays[name], more)
+        return arrays
 
     def of_row(self, row: int) -> dict[str, Any]:
         """The arrays with this row of the batch alone."""
@@ -94,10 +99,3 @@ def request_inputs(
             raise RequestError(f"input {name} has {arrays[name].shape[axis]} rows, the request {rows}")
     sizes = bind_sizes(types, arrays, model.name)
     return RequestInputs(arrays, {n: size for n, size in sizes.items() if n != "batch"}, given, axes)
-
-
-def _padded(array: Any, axis: int, batch: int) -> Any:
-    more = [(0, batch - array.shape[i] if i == axis else 0) for i in range(array.ndim)]
-    if not any(n for _, n in more):
-        return array
-    return jnp.pad(array, more) if isinstance(array, jax.Array) else np.pad(array, more)

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.folder import Folder
+from rlx_jax.runtime.inputs import whole_number
 
 Array = jax.Array
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -79,8 +80,7 @@ class SamplerOption:
             RequestError: it is none of these.
         """
         if self.whole:
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise RequestError(f"{name} is {shown(value)}; expected an integer of at least 1")
+            whole_number(name, value, 1)
             return
         if (
             isinstance(value, bool)
@@ -233,7 +233,6 @@ class Sampling(TypedDict, total=False):
 SAMPLING = tuple(f.name for f in fields(Sampler))
 OPTIONS: dict[str, SamplerOption] = {f.name: f.metadata["option"] for f in fields(Sampler) if f.metadata}
 """The fields that the command line has: all but the bias."""
-GREEDY = Sampler()
 
 
 def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
@@ -247,7 +246,7 @@ def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
         raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
     if sampler is not None and sampling:
         raise RequestError(f"sampler= and {listing(sampling)} say how to choose tokens; give one of them")
-    chosen = sampler or (Sampler(**sampling) if sampling else GREEDY)
+    chosen: Sampler = sampler or Sampler(**sampling)
     filters = [name for name, rule in OPTIONS.items() if rule.draws and sampling.get(name) is not None]
     if filters and not chosen.temperature:
         raise RequestError(

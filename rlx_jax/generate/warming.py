@@ -19,9 +19,10 @@ from rlx_jax.generate.request import Before, LanguageModel, Request, check_answe
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import warm_scores
 from rlx_jax.generate.speculative import Drafter
+from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.padding import check_sizes
-from rlx_jax.text.requests import Ids, whole_number
+from rlx_jax.text.requests import Ids
 
 KINDS = (
     Sampler(),

@@ -7,7 +7,7 @@ import os
 import tempfile
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import jax
 
 from rlx_jax.device import running_device
-from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote, shown
+from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.inspect.hlo import CONTAINERS, Instruction, together
+from rlx_jax.runtime.inputs import whole_number
 
 NOT_ATTRIBUTED = "(not attributed)"
 SMALL = "(functions beside the programs)"
@@ -83,8 +84,7 @@ class BlockTimes:
         Raises:
             RequestError: `rows` is no number over 0.
         """
-        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-            raise RequestError(f"rows is {shown(rows)}; expected a number of rows, at least 1")
+        rows = whole_number("rows", rows, 1)
         mean = f", the mean of {self.runs} runs" if self.runs > 1 else ""
         lines, widths = [f"{_ms(self.seconds)} ms a run on {self.device}{mean}"], (WIDTH - 30, 11, 10, 9)
         for program in self.programs:
@@ -268,7 +268,8 @@ def trace_of(run: Callable[[], Any]) -> Trace:
 
 def read_trace(data: Any) -> Trace:
     """The kernels of a `jax.profiler.ProfileData` in what is marked."""
-    events = list(_events(data))
+    every = (event for plane in data.planes for line in plane.lines for event in line.events)
+    events = [(event, {name: value for name, value in event.stats if name is not None}) for event in every]
     start, end = next((e.start_ns, e.start_ns + e.duration_ns) for e, _ in events if e.name == MARK)
     kernels, devices = [], set()
     for event, stats in events:
@@ -286,13 +287,6 @@ def read_trace(data: Any) -> Trace:
             "writes what there is, for xprof"
         )
     return Trace(start, end, len(devices), tuple(kernels))
-
-
-def _events(data: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    for plane in data.planes:
-        for line in plane.lines:
-            for event in line.events:
-                yield event, {name: value for name, value in event.stats if name is not None}
 
 
 SMALLEST = 0.0005

@@ -42,13 +42,9 @@ KEYS = "threefry2x32"
 
 
 def bind_names(
-    decls: Sequence[InputDecl],
-    args: Sequence[Any],
-    named: Mapping[str, Any],
-    flow: str,
-    unread: Sequence[str] = (),
-    first: str = "",
-) -> dict[str, Any]:
+    decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str, unread: Sequence[str],
+    first: str,
+) -> dict[str, Any]:  # fmt: skip
     """Inputs by name from a call's positional and named arguments; None for an optional input means absent. `unread`:
     those of the flow that no output reads; the inputs after them have moved, so that optional ones go by name. `first`:
     the one of `unread` that the flow begins with, if any, which a call may give."""
@@ -180,7 +176,14 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None, de
         return array
     if is_float(declared.dtype):
         if array.dtype == np.float64:
-            return _narrowed(name, array, declared.dtype)
+            try:
+                with np.errstate(over="raise"):
+                    return array.astype(declared.dtype)
+            except FloatingPointError as error:
+                most = np.max(np.abs(array), where=np.isfinite(array), initial=0)
+                raise DTypeError(
+                    f"input {name}: values up to {most:g} do not fit {short_name(declared.dtype)}"
+                ) from error
     elif array.dtype.kind == "b" and declared.dtype.kind in "iu":
         return array.astype(declared.dtype)  # a mask
     elif array.dtype.kind in "iu" and declared.dtype.kind in "iu":
@@ -244,15 +247,6 @@ def read_array(what: str, value: Any) -> np.ndarray[Any, Any]:
 def is_foreign(value: Any) -> bool:
     """Whether a value is an array of another library than NumPy and JAX, such as a torch tensor."""
     return hasattr(value, "__array__") and not isinstance(value, np.ndarray | np.generic | jax.Array)
-
-
-def _narrowed(name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    try:
-        with np.errstate(over="raise"):
-            return array.astype(dtype)
-    except FloatingPointError as error:
-        most = np.max(np.abs(array), where=np.isfinite(array), initial=0)
-        raise DTypeError(f"input {name}: values up to {most:g} do not fit {short_name(dtype)}") from error
 
 
 def token_ids(what: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
@@ -430,3 +424,10 @@ def random_key(what: str, seed: Any) -> jax.Array:
             return key
     got = f"{short_name(seed.dtype)} {list(seed.shape)}" if isinstance(seed, jax.Array | np.ndarray) else shown(seed)
     raise RequestError(f"{what}: expected a seed, an integer from 0 to 2**64 - 1, or one key of jax.random, got {got}")
+
+
+def whole_number(name: str, value: Any, low: int) -> int:
+    """An integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
+        raise RequestError(f"{name} is {shown(value)}; expected an integer of at least {low}")
+    return int(value)

@@ -45,8 +45,9 @@ from rlx_jax.runtime.inputs import (
     random_key,
     refuse_unread,
     value_or_spec,
+    whole_number,
 )
-from rlx_jax.runtime.profiling import check_runs, profile_calls
+from rlx_jax.runtime.profiling import profile_calls
 from rlx_jax.runtime.programs import LAST, ProgramKey, Programs, Variant
 from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
 from rlx_jax.runtime.state import FromEmpty, State, as_state, check_room, given_state
@@ -478,7 +479,7 @@ class CompiledModel:
         """
         self.refuse_traced()
         _, given = self._given(inputs, named)
-        return profile_calls(self.programs, self, given, state, check_runs(runs))
+        return profile_calls(self.programs, self, given, state, whole_number("runs", runs, 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import jax
 
 from rlx_jax.compiler.executable import Executable, RunsOthers
 from rlx_jax.device import running_device
-from rlx_jax.errors import RequestError, shown
+from rlx_jax.errors import RequestError
 from rlx_jax.lowering.inspect.hlo import DRAFTING, Instruction, block_paths, instructions, kernel_name, module_id
 from rlx_jax.runtime.block_times import BlockTimes, block_times, trace_of
 from rlx_jax.runtime.programs import ProgramKey, Programs
@@ -38,7 +38,10 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
     for kernel in trace.kernels:
         ran[kernel.program, kernel.module].add(kernel.instruction)
     compiled = list(_compiled(models))
-    found = {place: one.described() for place, names in ran.items() if (one := _which(compiled, place, names))}
+    found = {
+        place: (one.text, one.instructions())
+        for place, names in ran.items() if (one := _which(compiled, place, names))
+    }  # fmt: skip
     return block_times(trace, found, runs, running_device().name)
 
 
@@ -58,9 +61,6 @@ class _Compiled:
         paths = frozenset().union(*(block_paths(lir.graph) for lir in (self.executable.lir, *others)))
         made = instructions(self.executable.call.as_text() or "", paths)
         return {kernel_name(name): instruction for name, instruction in made.items()} | made
-
-    def described(self) -> tuple[str, Mapping[str, Instruction]]:
-        return self.text, self.instructions()
 
 
 def _compiled(models: Sequence[Programs]) -> Iterator[_Compiled]:
@@ -107,14 +107,3 @@ def profile_calls(
         return call(**values) if held is None else call(**values, state=held)
 
     return profile_run([programs], run, runs)
-
-
-def check_runs(runs: Any) -> int:
-    """How often to run it.
-
-    Raises:
-        RequestError: no number over 0.
-    """
-    if not isinstance(runs, int) or isinstance(runs, bool) or runs < 1:
-        raise RequestError(f"runs is {shown(runs)}; expected how often to run it, at least 1")
-    return runs

@@ -215,10 +215,3 @@ def pad_rows(rows: Sequence[Sequence[int] | Ids], width: int) -> Ids:
     for i, row in enumerate(rows):
         block[i, : len(row)] = row
     return block
-
-
-def whole_number(name: str, value: Any, low: int) -> int:
-    """An integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
-        raise RequestError(f"{name} is {shown(value)}; expected an integer of at least {low}")
-    return int(value)

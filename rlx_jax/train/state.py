@@ -75,7 +75,9 @@ def init(model: CompiledModel, optimizer: Optimizer, start: Any = None) -> Train
         params = {name: jnp.copy(array) for name, array in (model.replace(start).params or {}).items()}
     else:
         params = model.init(start)
-    return TrainState(_like(params, jnp.zeros((), jnp.int32)), params, optimizer_state(optimizer, params))
+    step = jnp.zeros((), jnp.int32)
+    step = jax.device_put(step, everywhere(params)) if divided(params) else step
+    return TrainState(step, params, optimizer_state(optimizer, params))
 
 
 def check_trainable(model: Any, optimizer: Any) -> None:
@@ -138,11 +140,6 @@ def everywhere(params: Arrays) -> Sharding:
     places: list[Sharding] = [a.sharding for a in params.values()]
     named = next((p for p in places if isinstance(p, NamedSharding)), None)
     return NamedSharding(named.mesh, PartitionSpec()) if named is not None else places[0]
-
-
-def _like(params: Arrays, scalar: jax.Array) -> jax.Array:
-    """A scalar where the parameters are."""
-    return jax.device_put(scalar, everywhere(params)) if divided(params) else scalar
 
 
 def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:

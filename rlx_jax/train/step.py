@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from rlx_jax import losses
@@ -17,7 +16,7 @@ from rlx_jax.compiler.executable import Arrays
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import RequestError, SessionStateError, listing, shown, suggests
 from rlx_jax.ir.captured import is_consumed
-from rlx_jax.runtime.inputs import as_host_array
+from rlx_jax.runtime.inputs import as_host_array, whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.checks import check_takes
 from rlx_jax.train.state import Optimizer, TrainState, check_trainable, promoting
@@ -217,9 +216,7 @@ def make_step(
     if not callable(loss):
         raise RequestError(f"make_step: loss is a function of (model, params, tokens), got {shown(loss)}")
     check_takes(loss, ("model", "params", "tokens"), "make_step: loss", RequestError, named=True)  # the batch has more
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int | np.integer) or microbatches < 1:
-        raise RequestError(f"make_step: microbatches is a number, at least 1, got {shown(microbatches)}")
-    return TrainStep(model, optimizer, loss, int(microbatches))
+    return TrainStep(model, optimizer, loss, whole_number("microbatches", microbatches, 1))
 
 
 def _added(p: AnyArray, update: AnyArray) -> AnyArray:
