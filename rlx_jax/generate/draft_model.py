@@ -78,7 +78,7 @@ class DraftModel(ProgramDrafter):
         variant = Variant(outputs=self.unbound.output_names[:1], spare=self.tokens)
         readers = bind_readers(self.unbound, sizes.widths, sizes.state, variant)
         parts = [PromptPart(width, width) for width in sizes.widths]
-        *_, last = prompt_blocks(self.ids_input, readers, parts, prompts, sizes.batch, {})
+        *_, last = prompt_blocks(readers, parts, prompts, sizes.batch, {})
         return None, last.state
 
     def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:

@@ -264,7 +264,7 @@ def start(plan: RequestPlan) -> Generation:
     told, marked, hidden = None, None, []
     rest = [prompt[count:] for prompt, count in zip(request.rows, held, strict=True)]
     inputs = request.inputs.padded(plan.read) if request.inputs.arrays else {}
-    for block in prompt_blocks(plan.first_input, plan.readers, plan.parts, rest, plan.read, inputs, state):
+    for block in prompt_blocks(plan.readers, plan.parts, rest, plan.read, inputs, state):
         state, logits, now = block.state, block.logits, block.now
         hidden += [] if block.hidden is None else [block.hidden]
         if request.mark is not None and held[0] + block.read == request.mark.at:
@@ -305,7 +305,7 @@ def read_shared(plan: RequestPlan) -> Before:
     """What all prompts begin with, read once."""
     request = plan.request
     prompt = [request.rows[0][: request.shared]]
-    *_, last = prompt_blocks(plan.first_input, plan.shared_readers, plan.shared, prompt, plan.alone, {})
+    *_, last = prompt_blocks(plan.shared_readers, plan.shared, prompt, plan.alone, {})
     every = len(request.rows)
     return Before(last.state, (0,) * every, (request.shared,) * every, plan.sizes.slots)
 

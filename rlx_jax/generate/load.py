@@ -24,17 +24,10 @@ from rlx_jax.weights.format import OpenOptions
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    subfolder: str = "",
-    dtype: Any = None,
-    recipe: ModelRecipe | None = None,
-    adapter: str | os.PathLike[str] | None = None,
-    ignore_fields: Iterable[str] = (),
-    **options: Any,
-) -> Any:
+    path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
+    subfolder: str = "", dtype: Any = None, recipe: ModelRecipe | None = None,
+    adapter: str | os.PathLike[str] | None = None, ignore_fields: Iterable[str] = (), **options: Any,
+) -> Any:  # fmt: skip
     """A Hugging Face or sentence-transformers directory as a `CausalLM`, an `Encoder`, a `VisionEncoder` or a
     `DualEncoder`; `config.json` decides.
 

@@ -46,7 +46,6 @@ class RequestPlan:
     """How a request runs, every size chosen.
 
     Attributes:
-        first_input: the name of the token ids.
         method, knobs: how to choose tokens.
         top: the likeliest tokens that programs tell of; None for none.
         ends: `[V]` bool, ids that end a row.
@@ -59,7 +58,6 @@ class RequestPlan:
     """
 
     request: Request
-    first_input: str
     method: Method
     knobs: Knobs
     top: int | None
@@ -105,8 +103,8 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     runner = lm.model.as_program("extend")
     readers, shared_readers = (tuple(BoundProgram(runner, key) for key in part) for part in keys[:2])
     return RequestPlan(
-        request, lm.first_input, method, request.sampler.knobs(lm.vocab_size, method.biased), top, ends, sizes, read,
-        alone, parts, shared, readers, shared_readers, BoundProgram(runner, keys.loop),
+        request, method, request.sampler.knobs(lm.vocab_size, method.biased), top, ends, sizes, read, alone, parts,
+        shared, readers, shared_readers, BoundProgram(runner, keys.loop),
     )  # fmt: skip
 
 
@@ -245,15 +243,14 @@ class PromptBlock(NamedTuple):
 
 
 def prompt_blocks(
-    first_input: str, readers: Sequence[BoundProgram], parts: Sequence[PromptPart], prompts: Sequence[Sequence[int]],
-    batch: int, inputs: Mapping[str, Any], state: StateArrays | None = None,
+    readers: Sequence[BoundProgram], parts: Sequence[PromptPart], prompts: Sequence[Sequence[int]], batch: int,
+    inputs: Mapping[str, Any], state: StateArrays | None = None,
 ) -> Iterator[PromptBlock]:  # fmt: skip
     """Read the prompts, part by part, behind the `state`. `inputs` are what comes with the tokens. A row that holds
     nothing reads one."""
     filled = [*prompts, *([0] for _ in range(batch - len(prompts)))]
     lengths, live = np.array([len(p) for p in filled]), np.arange(batch) < len(prompts)
-    state = {} if state is None else state
-    at = 0
+    state, at, first_input = state or {}, 0, readers[0].model.first_input
     for reader, (width, count) in zip(readers, parts, strict=True):
         new = np.clip(lengths - at, 0, count)
         tokens = pad_rows([p[at : at + count] for p in filled], width)

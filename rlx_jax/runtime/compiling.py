@@ -29,16 +29,10 @@ from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 @suggests()
 def compile(
-    flow: Any,
-    weights: Weights = None,
-    *,
-    profile: ProfileLike | None = None,
-    mesh: Any = None,
-    program: str = "forward",
-    strict: bool = True,
-    missing: Literal["error", "init"] = "error",
+    flow: Any, weights: Weights = None, *, profile: ProfileLike | None = None, mesh: Any = None,
+    program: str = "forward", strict: bool = True, missing: Literal["error", "init"] = "error",
     key: jax.Array | int | None = None,
-) -> CompiledModel:
+) -> CompiledModel:  # fmt: skip
     """Compile a flow: build, lower and plan it now, and each size when it is first called.
 
     Args:

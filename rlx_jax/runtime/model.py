@@ -455,7 +455,7 @@ class CompiledModel:
             GraphError: a size of the program is missing, or is none of it. SequenceLengthError: over the positions.
         """
         seconds = {**self._template().seconds, "load": self.load_seconds}
-        return report_of(self.programs, self._template(), self.settings, self.last, seconds, sizes)
+        return report_of(self.programs, self._template(), self.last, seconds, sizes)
 
     def compare(self, ours: CompileProfile, theirs: CompileProfile) -> tuple[Change, ...]:
         """What a profile changes in this program in place of another; see `CompileProfile.diff`. Choices that depend on

@@ -53,14 +53,9 @@ Builds = Mapping[str, tuple[Built, float]]
 
 
 def open_programs(
-    flows: Sequence[Any],
-    weights: Weights,
-    options: OpenOptions,
-    merge: bool,
-    program: str = "forward",
-    max_positions: int | None = None,
-    serves: tuple[str, ...] = (),
-) -> Programs:
+    flows: Sequence[Any], weights: Weights, options: OpenOptions, merge: bool, program: str = "forward",
+    max_positions: int | None = None, serves: tuple[str, ...] = (),
+) -> Programs:  # fmt: skip
     """Build each flow once, resolve the profile and choose one layout for all. Reads shapes, no data.
 
     `program` decides how layers run and are stored; every program of the model shares it, and takes no more than

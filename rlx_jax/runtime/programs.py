@@ -156,14 +156,9 @@ class Programs:
     """
 
     def __init__(
-        self,
-        flows: Mapping[str, Buildable],
-        source: WeightSource | None,
-        settings: Settings,
-        layout: Layout,
-        captured: Mapping[str, Captured],
-        progress: Progress | None = None,
-    ) -> None:
+        self, flows: Mapping[str, Buildable], source: WeightSource | None, settings: Settings, layout: Layout,
+        captured: Mapping[str, Captured], progress: Progress | None,
+    ) -> None:  # fmt: skip
         self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
         self.captured = captured
         self.initialised: tuple[str, ...] = ()  # keys of weights that were drawn

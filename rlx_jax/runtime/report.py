@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
@@ -322,36 +322,31 @@ def jaxpr_of(programs: Programs, template: Template, params: Arrays) -> Any:
 
 def programs_of(programs: Programs) -> tuple[ProgramReport, ...]:
     """Every program that is kept, of flows beside the model's too, what took longest to compile first."""
-    found = _own_programs(programs, len(programs.flows) > 1)
-    for other in programs.beside.values():
-        found += _own_programs(other.programs, True)
+    every = [(programs, len(programs.flows) > 1), *((other.programs, True) for other in programs.beside.values())]
+    found = (report for one, named in every for report in _own_programs(one, named))
     return tuple(sorted(found, key=lambda r: (-r.seconds, r.program)))
 
 
-def _own_programs(programs: Programs, named: bool) -> list[ProgramReport]:
+def _own_programs(programs: Programs, named: bool) -> Iterator[ProgramReport]:
     """Those of its own flows, with the flow's name where they are `named`."""
-    reports: list[ProgramReport] = []
     counted: set[ProgramKey] = set()  # programs of other sizes share what is made before there are sizes
     for key, made in programs.executables.items():
         template, seconds = programs.template(key.symbolic), made.seconds
         shared = {} if key.symbolic in counted else template.seconds
         counted.add(key.symbolic)
         needs, memory = made.needs, cast(Any, made.call.memory_analysis())
-        reports.append(
-            ProgramReport(
-                f"{key.flow}: {key.text}" if named else key.text,
-                prove=shared.get("derive", 0.0) + seconds["prove"],
-                lower=sum(s for name, s in shared.items() if name != "derive") + seconds["plan"],
-                trace=seconds["trace"],
-                compile=seconds["compile"],
-                flops=needs.flops,
-                bytes=needs.bytes,
-                peak_bytes=made.peak_bytes,
-                donated_bytes=memory.alias_size_in_bytes,
-                cache_bytes=state_bytes(template, key),
-            )
+        yield ProgramReport(
+            f"{key.flow}: {key.text}" if named else key.text,
+            prove=shared.get("derive", 0.0) + seconds["prove"],
+            lower=sum(s for name, s in shared.items() if name != "derive") + seconds["plan"],
+            trace=seconds["trace"],
+            compile=seconds["compile"],
+            flops=needs.flops,
+            bytes=needs.bytes,
+            peak_bytes=made.peak_bytes,
+            donated_bytes=memory.alias_size_in_bytes,
+            cache_bytes=state_bytes(template, key),
         )
-    return reports
 
 
 def state_bytes(template: Template, key: ProgramKey | None) -> int:
@@ -361,14 +356,11 @@ def state_bytes(template: Template, key: ProgramKey | None) -> int:
 
 
 def report_of(
-    programs: Programs,
-    template: Template,
-    settings: Settings,
-    last: ProgramKey | None,
-    seconds: Mapping[str, float],
+    programs: Programs, template: Template, last: ProgramKey | None, seconds: Mapping[str, float],
     sizes: Mapping[str, int],
-) -> Report:
+) -> Report:  # fmt: skip
     """The report on `template`, and on the program that ran `last`, or with `sizes` on that of those."""
+    settings = programs.settings
     found = model_report(programs, template, settings, seconds)
     if sizes:
         cost = template.cost(sizes)

@@ -131,7 +131,7 @@ def given_state(
 
     Raises:
         GraphError: the program takes none, or one that is not given. SessionStateError, RequestError: it does not
-            fit.
+            fit; or it holds tokens, which prefill would not attend to.
     """
     if bool(types) != (state is not None):
         raise GraphError(f"program {program} {'needs' if types else 'takes no'} state=; see init_state")
@@ -142,8 +142,12 @@ def given_state(
     state.check_alive()
     arrays = state.arrays()
     check_state(arrays, types, sizes)
-    if program == "prefill":
-        check_empty(state.length)
+    if program == "prefill" and not isinstance(state.length, jax.core.Tracer):  # which cannot be looked at
+        if (held := jax.device_get(state.length)).any():
+            raise SessionStateError(
+                f"prefill starts from an empty state, see init_state; this one holds {held.tolist()[:8]} "
+                "tokens in its rows: go on with extend"
+            )
     return arrays
 
 
@@ -180,19 +184,6 @@ def _solve(terms: Sequence[str], size: int, sizes: dict[str, int]) -> None:
     if len(unknown) == 1:
         rest = (sizes[term] if term.isidentifier() else int(term) for term in terms if term != unknown[0])
         sizes[unknown[0]] = size - sum(rest)
-
-
-def check_empty(length: Any) -> None:
-    """The state that prefill fills holds nothing yet; a traced one cannot be looked at.
-
-    Raises:
-        SessionStateError: it holds tokens, which prefill would not attend to.
-    """
-    if not isinstance(length, jax.core.Tracer) and (held := jax.device_get(length)).any():
-        raise SessionStateError(
-            f"prefill starts from an empty state, see init_state; this one holds {held.tolist()[:8]} "
-            "tokens in its rows: go on with extend"
-        )
 
 
 def check_room(

@@ -183,14 +183,9 @@ class Checkpoints:
         return new
 
     def _finish(
-        self,
-        topic: str,
-        step: int,
-        leaves: tuple[StoredLeaf, ...],
-        new: str,
-        writing: Future[Callable[[], None]],
+        self, topic: str, step: int, leaves: tuple[StoredLeaf, ...], new: str, writing: Future[Callable[[], None]],
         stack: ExitStack,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """In the background: all processes write, and then process 0 makes the step of it."""
         target, kept = self._target(step), self._kept()
 
