@@ -254,7 +254,8 @@ def test_there_are_at_most_eight_programs(positions: int | None, target: str) ->
     ended = score_layout.SharedTokens((1,), list(range(1 + score_layout.MOST_OTHERS)), [])
     for block in form.plan([ended] * 3):
         places = list(score_layout.places_in(block, [ended] * 3))
-        assert all(place.other + score_layout.MOST_OTHERS <= form._others(block.width) for place in places)
+        others = form.sizes.slots(block.width) if form.shared else score_layout.MOST_OTHERS
+        assert all(place.other + score_layout.MOST_OTHERS <= others for place in places)
     longest = sizes.widths[-1]
     assert longest == positions if positions else longest >= 100_000
     widths = np.random.default_rng(0).integers(1, longest + 1, 333).tolist()

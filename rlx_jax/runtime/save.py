@@ -82,9 +82,13 @@ def save(
     beside = {} if loaded_from is None else loaded_from.files(compiled.built, wanted)
     if wanted is None:
         _refuse_packed(programs.layout.leaves.values())
-    found = _joined(list(_weights(programs.layout.leaves, params, source)))
-    _refuse_rounding([w for w in found if wanted is None and not w.survives()])
-    weights = _once(found)
+    found: dict[str, list[_Weight]] = {}
+    for weight in _weights(programs.layout.leaves, params, source):
+        found.setdefault(weight.key, []).append(weight)
+    if wanted is None:
+        rounded = ([weight for weight in held if not weight.survives()] for held in found.values())
+        _refuse_rounding([weights[0] for weights in rounded if weights])
+    weights = [_one(held) for held in found.values()]
     _warn_of_nan(weights)
     entries = [w.entry(wanted) for w in weights]
     if loaded_from is None:
@@ -189,43 +193,25 @@ def _loaded_again(program: Program, source: WeightSource | None) -> np.ndarray[A
     return out
 
 
-def _joined(weights: list[_Weight]) -> list[_Weight]:
-    """Of a key that leaves hold in parts, one weight instead.
+def _one(held: list[_Weight]) -> _Weight:
+    """What leaves hold of one key as one weight: of parts the whole, and of a tied one in two leaves the one with more
+    bits.
 
     Raises:
-        WeightError: the parts are not all of it, or two leaves hold different values of one part.
+        WeightError: the parts are not all of it, or two leaves hold different values.
     """
-    cut = {weight.key for weight in weights if weight.piece.sliced is not None}
-    joined = []
-    for key in dict.fromkeys(weight.key for weight in weights if weight.key in cut):
-        held = [weight for weight in weights if weight.key == key]
-        values = whole([weight.piece for weight in held])
-        for weight in held:
-            part = values[weight.piece.place]
-            if not np.array_equal(_bits(part), _bits(weight.values)):
-                raise WeightError(f"weight {quote(key)} is in two leaves of the model, and their values differ")
-        same = all(weight.original is not None for weight in held)
-        rounded = any(weight.lost or weight.original is not None for weight in held) and not same
-        joined.append(_Weight(Piece(held[0].piece.key, values), values, held[0].original if same else None, rounded))
-    return [*(weight for weight in weights if weight.key not in cut), *joined]
-
-
-def _once(weights: list[_Weight]) -> list[_Weight]:
-    """One weight for each key: a tied one may be in two leaves, and then the one with more bits counts.
-
-    Raises:
-        WeightError: two leaves hold different values of one key.
-    """
-    found: dict[str, _Weight] = {}
-    for weight in weights:
-        other = found.setdefault(weight.key, weight)
-        if other is weight:
-            continue
-        narrow, wide = sorted((other, weight), key=lambda w: w.values.dtype.itemsize)
-        if not np.array_equal(_bits(narrow.values), _bits(_cast(np.asarray(wide.values), narrow.values.dtype))):
+    widest = max(held, key=lambda weight: weight.values.dtype.itemsize)
+    is_cut = any(weight.piece.sliced is not None for weight in held)
+    values = whole([weight.piece for weight in held]) if is_cut else widest.values
+    for weight in held if len(held) > 1 else ():
+        part = _cast(np.asarray(values[weight.piece.place]), weight.values.dtype)
+        if not np.array_equal(_bits(part), _bits(weight.values)):
             raise WeightError(f"weight {quote(weight.key)} is in two leaves of the model, and their values differ")
-        found[weight.key] = wide
-    return list(found.values())
+    if not is_cut:
+        return widest
+    same = all(weight.original is not None for weight in held)
+    rounded = any(weight.lost or weight.original is not None for weight in held) and not same
+    return _Weight(Piece(widest.piece.key, values), values, widest.original if same else None, rounded)
 
 
 def _refuse_packed(leaves: Iterable[Program]) -> None:
