@@ -325,7 +325,7 @@ def count_pieces(
     if chunk is None:
         share = 1 if division is None else division.row_parts(batch) * division.parts("vocab")
         chunk = max(1, share * room // (4 * batch * int(vocab)))
-    return math.ceil(seq / whole_number("chunk", chunk, 1))
+    return math.ceil(seq / whole_number("cross_entropy: chunk", chunk, 1))
 
 
 def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:

@@ -216,7 +216,7 @@ def make_step(
     if not callable(loss):
         raise RequestError(f"make_step: loss is a function of (model, params, tokens), got {shown(loss)}")
     check_takes(loss, ("model", "params", "tokens"), "make_step: loss", RequestError, named=True)  # the batch has more
-    return TrainStep(model, optimizer, loss, whole_number("microbatches", microbatches, 1))
+    return TrainStep(model, optimizer, loss, whole_number("make_step: microbatches", microbatches, 1))
 
 
 def _added(p: AnyArray, update: AnyArray) -> AnyArray:
