@@ -669,7 +669,7 @@ def test_progress_that_raises_ends_the_load() -> None:
     with pytest.raises(KeyError, match="load"):
         rlx.CausalLM(*mlp(1), progress=stop)
     with pytest.raises(errors.RequestError, match="progress is 3; expected a function"):
-        rlx.CausalLM(*mlp(1), progress=3)  # type: ignore[arg-type]
+        rlx.CausalLM(*mlp(1), progress=3)
 
 
 def test_ctrl_c_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlx_jax.errors import NoSpaceError
 from rlx_jax.train import Checkpoints, step_files
-from rlx_jax.weights.manifest import FileEntry
 
 ROOT = Path(__file__).parents[1]
 _HEARD: list[TextIO] = [sys.stdout]
@@ -112,7 +111,7 @@ def full_at(step: int) -> None:
     """In this process the disk is full while it writes one step."""
     real = step_files.own_files
 
-    def own_files(directory: str, process: int) -> dict[str, FileEntry]:
+    def own_files(directory: str, process: int) -> dict[str, dict[str, Any]]:
         if f".{step}.rlx-save-" in directory:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(directory, process)
