@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,18 +181,6 @@ def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Callable[[Callable[[Pro
     return store, both
 
 
-def test_answers_come_in_the_order_of_the_processes(two: Any) -> None:
-    store, both = two
-
-    def run(group: Processes, index: int) -> Any:
-        chosen = [group.first(f"{n}/chosen", partial("by {} in {}".format, index, n)) for n in range(3)]
-        return chosen, [group.all(f"{n}/all", partial("{} {}".format, index, n)) for n in range(3)]
-
-    expected = [f"by 0 in {n}" for n in range(3)], [[f"0 {n}", f"1 {n}"] for n in range(3)]
-    assert both(run) == [expected, expected]
-    assert sorted(store.values) == ["rlx_jax/7/2/all/0", "rlx_jax/7/2/all/1"]  # what all have heard is gone
-
-
 def fail(error: BaseException) -> str:
     raise error
 
@@ -215,12 +202,6 @@ def test_one_failure_fails_all(two: Any, error: BaseException, there: type[RlxEr
     found = both(lambda group, index: group.all("it", lambda: fail(error) if index == at else "done"))
     assert found[at] is error and type(found[1 - at]) is there
     assert str(found[1 - at]).startswith(f"in process {at}: ") and time.monotonic() - started < 0.4
-
-
-def test_a_failure_of_process_0_is_heard_by_who_waits_for_its_choice(two: Any) -> None:
-    _, both = two
-    found = both(lambda group, index: group.first("it", lambda: fail(TargetExistsError("3 exists"))))
-    assert [type(error) for error in found] == [TargetExistsError] * 2 and str(found[1]) == "in process 0: 3 exists"
 
 
 def test_who_does_not_answer_is_not_waited_for_for_ever(two: Any) -> None:

@@ -21,10 +21,8 @@ import rlx_jax as rlx
 from rlx_jax.errors import IntegrityError, NonFiniteWeightError
 from rlx_jax.ir.param import Key, Program, Transposed
 from rlx_jax.ir.types import tensor_type
-from rlx_jax.weights import manifest
 from rlx_jax.weights import orbax as orbax_format
 from rlx_jax.weights.execute import load_leaves
-from rlx_jax.weights.manifest import VerifiedSource
 from rlx_jax.weights.views import RenamedSource
 
 RNG = np.random.default_rng(0)
@@ -84,18 +82,6 @@ def test_leaves_from_any_source(tmp_path: Path, make: Callable[[Path], Any], spe
     found = load_leaves(leaves, source, dict.fromkeys(leaves, spread(spec)), lambda *_: None, threading.Event())
     np.testing.assert_array_equal(np.asarray(found["a"]), ARRAYS["a"])
     np.testing.assert_array_equal(np.asarray(found["b"]), ARRAYS["b"].T)
-
-
-def test_rows_cost_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a safetensors file; and of one with digests each tensor is read once more, in bands, before its first box."""
-    monkeypatch.setattr(manifest, "_BAND", 10_000)
-    for make, times in ((one_file, 1), (verified, 2)):
-        source: Any = make(tmp_path)
-        inner: Any = source.source if isinstance(source, VerifiedSource) else source
-        before = sum(file.bytes_read for file in inner.files)
-        keys = {name: Key(name, tensor_type((64, 96), "f32", name)) for name in ARRAYS}
-        load_leaves(keys, source, dict.fromkeys(keys, spread(P("model"))), lambda *_: None, threading.Event())
-        assert sum(file.bytes_read for file in inner.files) - before == times * 2 * ARRAYS["a"].nbytes
 
 
 def test_what_is_wrong_with_a_tensor_is_wrong_with_its_box(tmp_path: Path) -> None:
