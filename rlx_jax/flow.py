@@ -57,6 +57,7 @@ from rlx_jax.program import REQUIRED, InputDecl, MakesMtp, Weights
 from rlx_jax.trace.declared import WeightDecl, check_declared
 from rlx_jax.trace.editing import BlockEdit, edit_blocks, run_stand_in
 from rlx_jax.trace.emit import F32, Emit, FlowValue, input_type
+from rlx_jax.trace.parameters import Parameters
 from rlx_jax.trace.selecting import BlockPattern
 from rlx_jax.weights.beside import beside
 from rlx_jax.weights.source import open_weights
@@ -530,6 +531,13 @@ class ModelFlow(Stages):
             return f"<pre>{html.escape(str(self))}</pre>"
 
 
+def read_weights(flow: ModelFlow, parameters: Parameters) -> None:
+    """Run the stages of a flow for the weights that they read, which `parameters` records; nothing is built."""
+    emit = Emit(Builder(flow.name, TypeCache()), None, None, flow._binding)
+    emit.parameters = parameters
+    flow._run_stages(emit)
+
+
 def declared_shapes(flow: ModelFlow, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Return every weight that the stages of a flow read, by key, with its shape as they declare it: they run without
     a source.
@@ -537,9 +545,9 @@ def declared_shapes(flow: ModelFlow, dtype: Any = np.float32) -> dict[str, jax.S
     Raises:
         MissingWeightError: a stage declares no size for an axis, and no `flow.param` does.
     """
-    emit = Emit(Builder(flow.name, TypeCache()), None, None, flow._binding, flow._declared)
-    flow._run_stages(emit)
-    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in emit.parameters.declared_shapes().items()}
+    parameters = Parameters(None, flow._declared)
+    read_weights(flow, parameters)
+    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in parameters.declared_shapes().items()}
 
 
 def _known(emit: Emit) -> dict[str, FlowValue]:

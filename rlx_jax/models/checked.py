@@ -2,61 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
-import jax.numpy as jnp
-
-from rlx_jax.errors import MissingWeightError, WeightError, WeightShapeError, listing, quote
-from rlx_jax.flow import ModelRecipe
+from rlx_jax.errors import MissingWeightError, WeightError, WeightShapeError, listing
+from rlx_jax.flow import ModelRecipe, read_weights
+from rlx_jax.ir.param import Dequantized, Key
+from rlx_jax.ir.types import is_float, short_name
+from rlx_jax.trace.parameters import Parameters
 from rlx_jax.weights.beside import may_lack
 from rlx_jax.weights.safetensors import close_names
-from rlx_jax.weights.source import WeightSource, short_name
+from rlx_jax.weights.source import WeightSource
 
-MAX_KEYS_BUILT = 4000
-"""Weights of a flow that is built only to name a block in a message: a config with a thousand layers may be a lie."""
+MAX_MISSING = 300
+"""Missing weights after which the check stops: a config with a thousand layers may be a lie."""
 
 
-def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe) -> WeightSource:
-    """The source, after every weight that the config asks for was found, a float of the right shape; one that may lack
-    some has those that it has so.
+def checked(recipe: ModelRecipe, source: WeightSource) -> WeightSource:
+    """Return the source, after the stages of a recipe that is bound to none found every weight in it, a float of the
+    right shape. One that may lack some has those that it has so.
 
     Raises:
         MissingWeightError: lists what is missing, and names close to it.
         WeightShapeError, WeightError: block path, key, file, expected, got.
     """
-
-    def block(key: str) -> str:
-        if len(specs) > MAX_KEYS_BUILT:
-            return recipe.name
-        return recipe.assemble().build().readers().get(key, recipe.name)
-
-    missing = [key for key in specs if not source.has(key)]
-    if missing and not may_lack(source):
-        close = close_names(missing[0], source.keys())
-        raise MissingWeightError(
-            f"{len(missing)} weights that config.json asks for are missing: {listing(missing)}; the first is read by "
-            f"{block(missing[0])}{close}"
-        )
-    for key, spec in specs.items():
-        if key in missing:
-            continue
-        found = source.spec(key)
-        weight = f"weight {quote(key)} ({source.where(key)})"
-        if found.shape != spec.shape:
-            turned = "; it is stored the other way round: transpose it" if found.shape == spec.shape[::-1] else ""
-            raise WeightShapeError(
-                f"{block(key)}: {weight}: expected {list(spec.shape)} by config.json "
-                f"({_sizes(recipe, spec.shape, found.shape)}), got {list(found.shape)}{turned}"
-            )
-        if not jnp.issubdtype(found.dtype, jnp.floating):
-            raise WeightError(f"{block(key)}: {weight}: expected floats, got {short_name(found.dtype)}")
+    check = _Check(source, recipe)
+    read_weights(recipe.assemble(), check)
+    if check.paths:
+        check.refuse()
     return source
 
 
-def _sizes(recipe: Any, expected: tuple[int, ...], got: tuple[int, ...]) -> str:
-    """The fields of the config that a wrong shape may come from: those with the value of a size that differs."""
-    sizes = {name: value for name, value in vars(recipe.config).items() if type(value) is int}
-    wrong = (set(expected) - set(got)) or set(expected)
-    names = [f"{name} {value}" for name, value in sizes.items() if value in wrong]
-    return ", ".join(names or (f"{name} {value}" for name, value in sizes.items()))
+class _Check(Parameters):
+    """The weights that the stages of a recipe read of a source; `paths`: the block that reads each missing one."""
+
+    def __init__(self, source: WeightSource, recipe: Any) -> None:
+        super().__init__(source)
+        self.draws_missing, self.may_lack = True, may_lack(source)
+        self.recipe, self.paths = recipe, dict[str, str]()
+
+    def refuse(self, at_least: str = "") -> NoReturn:
+        """Say which weights are missing."""
+        first = next(iter(self.paths))
+        raise MissingWeightError(
+            f"{at_least}{len(self.paths)} weights that config.json asks for are missing: {listing(self.paths)}; the "
+            f"first is read by {self.paths[first] or self.recipe.name}{close_names(first, self.source.keys())}"
+        )
+
+    def _without_source(self, key: str, shape: tuple[int, ...], path: str) -> Key:
+        if not self.may_lack:
+            self.paths.setdefault(key, path)
+            if len(self.paths) > MAX_MISSING:
+                self.refuse("at least ")
+        return super()._without_source(key, shape, path)
+
+    def _of_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Key | Dequantized:
+        try:
+            stored = super()._of_source(key, sizes, path)
+        except WeightShapeError as error:
+            fields = {name: value for name, value in vars(self.recipe.config).items() if type(value) is int}
+            wrong = set(sizes or ()) - set(self.source.spec(key).shape)
+            fields = {name: value for name, value in fields.items() if value in wrong} or fields
+            told = ", ".join(f"{name} {value}" for name, value in fields.items())
+            raise WeightShapeError(f"{error}; by config.json: {told}") from None
+        if not is_float(stored.type.dtype):
+            raise WeightError(f"{path}: {self.at(key)}: expected floats, got {short_name(stored.type.dtype)}")
+        return stored

@@ -94,8 +94,7 @@ class Family:
         def opened(config: Fields, source: WeightSource, hidden_only: bool) -> Pretrained:
             made = recipe(recipe.config_type.from_hf(config), hidden_only=hidden_only).stored_in(source)
             c = made.config
-            specs = {key: spec for key, spec in made.shapes().items() if key != HEAD or not hidden_only}
-            bound = replace(made, weights=checked(made.reads(source), specs, made))
+            bound = replace(made, weights=checked(made, made.reads(source)))
             kind: Literal["encoder", "causal"] = "encoder" if hidden_only else "causal"
             head = (HEAD,) * (hidden_only and source.has(HEAD))
             return Pretrained(bound, kind, c.vocab_size, c.max_position_embeddings, head=head)
@@ -121,7 +120,7 @@ class Family:
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
             made = recipe.for_prefill(recipe.config_type.from_hf(config)).stored_in(source)
-            bound = replace(made, weights=checked(source, made.shapes(), made))
+            bound = replace(made, weights=checked(made, source))
             return Pretrained(bound, "vision", images=images, head=head_keys(made.layout.heads, source))
 
         return Family(opener, architectures)
@@ -133,7 +132,7 @@ class Family:
         def opener(config: Fields, source: WeightSource) -> Pretrained:
             c = recipe.config_type.from_hf(config)
             made = recipe.for_prefill(c)
-            bound = replace(made, weights=checked(source, made.shapes(), made))
+            bound = replace(made, weights=checked(made, source))
             return Pretrained(bound, "dual", c.text.vocab_size, c.text.max_position_embeddings, images)
 
         return Family(opener, architectures)
@@ -155,7 +154,7 @@ class Family:
         def opener(config: Fields, source: WeightSource) -> Pretrained:
             c: Any = recipe.config_type.from_hf(config)
             made = recipe(c).stored_in(source)
-            bound = replace(made, weights=checked(source, made.shapes(), made))
+            bound = replace(made, weights=checked(made, source))
             head = head_keys(made.heads, source)
             return Pretrained(bound, "encoder", c.vocab_size, made.max_positions, head=head)
 
@@ -171,7 +170,7 @@ def head_keys(heads: tuple[str, ...], source: WeightSource) -> tuple[str, ...]:
 
 def _flux2(config: Fields, source: WeightSource) -> Pretrained:
     recipe = flux2.Flux2Flow(flux2.Flux2Config.from_hf(config))
-    return Pretrained(replace(recipe, weights=checked(source, recipe.shapes(), recipe)), "denoiser", 0, 0)
+    return Pretrained(replace(recipe, weights=checked(recipe, source)), "denoiser", 0, 0)
 
 
 TASKS = ("MaskedLM", "SequenceClassification", "MultipleChoice", "TokenClassification", "QuestionAnswering")

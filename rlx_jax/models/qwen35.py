@@ -192,7 +192,7 @@ class Qwen35MtpFlow:
             return
         if not any(key.startswith("mtp.") for key in self.weights.keys()):
             raise MissingWeightError(f"the checkpoint has no mtp.* weights, so no module that drafts: {use}")
-        checked(self.weights, self.shapes(), replace(self, weights=None))
+        checked(replace(self, weights=None), self.weights)
 
 
 # -- fields ------------------------------------------------------------------------------------
