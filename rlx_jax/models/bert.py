@@ -12,12 +12,12 @@ import numpy as np
 from rlx_jax.blocks import BertEncoderLayer, BertEncoderLayerSpec, BlockStage, Embed, GatherAdd, LayerNorm
 from rlx_jax.blocks.encoder import bert_layer_prefix
 from rlx_jax.flow import declared_shapes
-from rlx_jax.models.config import Fields, ModelConfig, text_fields
+from rlx_jax.models.config import Fields, TokenConfig, text_fields
 from rlx_jax.models.encoder import EncoderFlow
 
 
 @dataclass(frozen=True)
-class BertConfig(ModelConfig):
+class BertConfig(TokenConfig):
     """Sizes of a BERT model, under the names of Hugging Face's config."""
 
     vocab_size: int
@@ -86,7 +86,7 @@ class BertFlow(BertLike[BertConfig]):
 
     config_type = BertConfig
     prefixes = ("bert",)
-    heads = ("cls.", "classifier.", "qa_outputs.")
+    task_heads = ("cls.", "classifier.", "qa_outputs.")
 
     def positions(self, key: str) -> BlockStage:
         return GatherAdd("position_ids", key, self.table)

@@ -39,14 +39,14 @@ class _Check(Parameters):
     def __init__(self, source: WeightSource, recipe: Any) -> None:
         super().__init__(source)
         self.draws_missing, self.may_lack = True, may_lack(source)
-        self.recipe, self.paths = recipe, dict[str, str]()
+        self.recipe, self.paths, self.stored = recipe, dict[str, str](), source
 
     def refuse(self, at_least: str = "") -> NoReturn:
         """Say which weights are missing."""
         first = next(iter(self.paths))
         raise MissingWeightError(
             f"{at_least}{len(self.paths)} weights that config.json asks for are missing: {listing(self.paths)}; the "
-            f"first is read by {self.paths[first] or self.recipe.name}{close_names(first, self.source.keys())}"
+            f"first is read by {self.paths[first] or self.recipe.name}{close_names(first, self.stored.keys())}"
         )
 
     def _without_source(self, key: str, shape: tuple[int, ...], path: str) -> Key:
@@ -61,7 +61,7 @@ class _Check(Parameters):
             stored = super()._of_source(key, sizes, path)
         except WeightShapeError as error:
             fields = {name: value for name, value in vars(self.recipe.config).items() if type(value) is int}
-            wrong = set(sizes or ()) - set(self.source.spec(key).shape)
+            wrong = set(sizes or ()) - set(self.stored.spec(key).shape)
             fields = {name: value for name, value in fields.items() if value in wrong} or fields
             told = ", ".join(f"{name} {value}" for name, value in fields.items())
             raise WeightShapeError(f"{error}; by config.json: {told}") from None

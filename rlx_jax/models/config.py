@@ -11,12 +11,11 @@ import logging
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypedDict
 
 from rlx_jax.errors import (
     ConfigError,
-    GraphError,
     LimitError,
     RequestError,
     RlxWarning,
@@ -357,6 +356,26 @@ class ModelConfig:
         return config if isinstance(config, cls) else cls.from_hf(config)
 
 
+class LayeredConfig(ModelConfig):
+    """The config of a stack of layers, under the names of Hugging Face, as those of its subclasses are."""
+
+    num_hidden_layers: int
+
+
+class TokenConfig(LayeredConfig):
+    """The config of a model that reads tokens."""
+
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+
+
+class CausalConfig(TokenConfig):
+    """The config of a causal model."""
+
+    tie_word_embeddings: bool
+
+
 # -- fields that families have in common -------------------------------------------------------
 
 ACTIVATIONS = {
@@ -447,24 +466,6 @@ def text_fields(
 
 
 # -- files -------------------------------------------------------------------------------------
-
-
-def check_recipe(recipe: Any) -> None:
-    """The fields of a recipe are of their kinds: its config, and what is true or false.
-
-    Raises:
-        ConfigError: the config is not of the family's class. GraphError: an option is no bool.
-    """
-    name, config = type(recipe).__name__, recipe.config
-    if not isinstance(config, recipe.config_type):
-        raise ConfigError(
-            f"{name}: config is {shown(config)}; expected a {recipe.config_type.__name__}: rlx_jax.recipe_for(path) "
-            f"reads it from a checkpoint, {name}.for_prefill(mapping) from the content of a config.json"
-        )
-    for option in fields(recipe):
-        value = getattr(recipe, option.name)
-        if isinstance(option.default, bool) and not isinstance(value, bool):
-            raise GraphError(f"{name}: {option.name} is {shown(value)}; expected True or False")
 
 
 def read_config(folder: Folder, ignore_fields: Iterable[str] = ()) -> Fields:

@@ -7,8 +7,8 @@ name. `CausalFlow` is what it shares with families that are not Llama's kin (`gp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import numpy as np
@@ -22,9 +22,10 @@ from rlx_jax.blocks import (
     llama_prefill_layer_fused,
 )
 from rlx_jax.flow import ModelFlow, declared_shapes
-from rlx_jax.models.config import Fields, check_recipe
+from rlx_jax.models.config import CausalConfig
 from rlx_jax.models.decoder_config import DecoderConfig
-from rlx_jax.models.hooks import Hooked, HookMethods, Hooks
+from rlx_jax.models.hooks import Hooked
+from rlx_jax.models.recipe import Recipe
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
 
@@ -33,31 +34,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 R = TypeVar("R", bound=Hooked)
 C = TypeVar("C", bound=DecoderConfig)
 A = TypeVar("A", bound="CausalConfig")
-
-
-class CausalConfig(Protocol):
-    """What every causal model's config has, under the names of Hugging Face."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_hidden_layers(self) -> int: ...
-
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-
-    @classmethod
-    def of(cls, config: Any) -> Self: ...
-
-    @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +56,7 @@ class Decode:
 
 
 @dataclass(frozen=True)
-class CausalFlow(HookMethods, Generic[A]):
+class CausalFlow(Recipe[A]):
     """The recipe of a causal model. Inputs: `input_ids` `[batch, seq]`. Output: `logits` f32 `[batch, seq, vocab]`.
 
     A family's recipe is this class with a name and the class of its config, and `spec`, `stage`, `assemble`.
@@ -92,33 +68,23 @@ class CausalFlow(HookMethods, Generic[A]):
         inputs_embeds: the input is `inputs_embeds` `[batch, seq, hidden]` float32 instead of ids.
         export_kv: side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every layer, the keys rotated.
         decode: explicit decode; see `rlx_jax.models.decoder.as_decode`.
-        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
-        hooks: see `rlx_jax.models.hooks`.
+        Others: see `Recipe`.
     """
 
-    config: A
-    batch: int | None = None
-    seq: int | None = None
     name: str = "causal"
+    seq: int | None = None
     hidden_only: bool = False
     last_token_logits: bool = False
     inputs_embeds: bool = False
     export_kv: bool = False
     decode: Decode | None = None
-    weights: WeightSource | None = field(default=None, repr=False)
-    hooks: Hooks = Hooks()
 
-    config_type: ClassVar[type[CausalConfig]]
     outer: ClassVar[str] = ""  # what names of modules begin with in PEFT's files, where keys of checkpoints need not
-
-    def __post_init__(self) -> None:
-        check_recipe(self)
 
     @classmethod
     def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
         """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
-        read: Any = cls.config_type.of(config)
-        return cls(read, batch, seq)
+        return replace(super().for_prefill(config, batch), seq=seq)
 
     @classmethod
     def for_decode(
@@ -160,16 +126,21 @@ class CausalFlow(HookMethods, Generic[A]):
         """The family's own layer."""
         raise NotImplementedError
 
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    def heads_in(self, source: WeightSource) -> tuple[str, ...]:
+        return (HEAD,) if self.hidden_only and source.has(HEAD) else ()
+
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every checkpoint key with its shape."""
-        bare = replace(
-            self, weights=None, hooks=Hooks(), decode=None, hidden_only=False, inputs_embeds=False, export_kv=False
-        )
-        return declared_shapes(bare.assemble())
-
-    def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights if there are any."""
-        raise NotImplementedError
+        plain = replace(self, decode=None, hidden_only=False, inputs_embeds=False, export_kv=False)
+        return super(CausalFlow, plain).shapes()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from rlx_jax.blocks import (
     yarn_scaling,
 )
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
-from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
 
 Windows = tuple[int | None, ...]
 """How many keys layer i reads, None for all; empty for all in every layer."""
@@ -48,7 +48,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(CausalConfig):
     """Sizes of a decoder, under the names of Hugging Face's config; `inv_freq` are the frequencies of its rope, whose
     cos and sin are multiplied with `rope_factor`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
@@ -12,11 +12,11 @@ import jax
 from rlx_jax.blocks import Named, Sequence, Similarity
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
-from rlx_jax.models.config import Fields, ModelConfig, check_recipe
-from rlx_jax.models.hooks import HookMethods, Hooks, WithBlocks
+from rlx_jax.models.config import Fields, ModelConfig
+from rlx_jax.models.hooks import Hooks, WithBlocks
+from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow
-from rlx_jax.weights.source import WeightSource
 
 TowerPart = Literal["both", "text", "vision", "similarity"]
 """What a recipe assembles: all of it, one tower, or what compares two vectors."""
@@ -67,7 +67,7 @@ C = TypeVar("C", bound=DualConfig[Any, Any])
 
 
 @dataclass(frozen=True)
-class DualFlow(HookMethods, Generic[C]):
+class DualFlow(Recipe[C]):
     """The recipe. Inputs: `pixel_values` `[batch, channels, height, width]`, `input_ids` `[texts, seq]`, and optionally
     `attention_mask` (1 keeps a key) and `position_ids`. Outputs: `logits_per_text` `[texts, batch]`, and `text_embeds`
     and `image_embeds`, vectors of unit length.
@@ -76,31 +76,16 @@ class DualFlow(HookMethods, Generic[C]):
     length (and `input_ids` are `[batch, seq]`); or `similarity`, of vectors `[texts, E]` and `images` `[batch, E]`.
 
     Args:
-        batch: rows to compile for ahead of the first call.
-        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
         hooks: see `rlx_jax.models.hooks`. Those of layers are for both towers, whose specs tell them apart; a path
             says which it means, `text.layers.0.mlp` or `vision.layers.0.mlp`. `patch_flow` edits each flow once.
+        Others: see `Recipe`.
     """
 
-    config: C
-    part: TowerPart = "both"
-    batch: int | None = None
     name: str = "dual"
-    weights: WeightSource | None = field(default=None, repr=False)
-    hooks: Hooks = Hooks()
+    part: TowerPart = "both"
 
-    config_type: ClassVar[type[DualConfig[Any, Any]]] = DualConfig
+    config_type = DualConfig
     bias: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_recipe(self)
-
-    @classmethod
-    def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:
-        """The forward program of both towers, bound to a number of images if one is given; `config` may be the content
-        of `config.json`."""
-        read: Any = cls.config_type.of(config)
-        return cls(read, batch=batch)
 
     # -- what families say -------------------------------------------------------------------
 
@@ -111,6 +96,16 @@ class DualFlow(HookMethods, Generic[C]):
     def text(self) -> TextFlow[Any]:
         """The text tower, as it is stored beside the other."""
         raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.config.text.vocab_size
+        return size
+
+    @property
+    def max_positions(self) -> int:
+        positions: int = self.config.text.max_position_embeddings
+        return positions
 
     # -- the recipe --------------------------------------------------------------------------
 
@@ -152,7 +147,8 @@ class DualFlow(HookMethods, Generic[C]):
         pool = vision.pool()
         if pool is None:
             raise ConfigError(f"{self.name}: the vision tower has no head, so there is no vector to compare")
-        flow = text.inputs(under("vision", flow, vision.body(flow).stage(pool)).store_stream("images"), "texts")
+        images = vision.body(vision.inputs(flow).bind(batch=self.batch)).stage(pool)
+        flow = text.inputs(under("vision", flow, images).store_stream("images"), "texts")
         flow = flow.custom_named("texts", lambda emit, x: emit.flow_input("input_ids"))
         flow = under("text", flow, text.body(flow).stage(text.pool())).stage(self.similarity)
         return self.hooks.edit(flow).output("logits_per_text")

@@ -42,14 +42,17 @@ from rlx_jax.models import (
 )
 from rlx_jax.models.checked import checked
 from rlx_jax.models.config import Fields, architecture, read_config
-from rlx_jax.models.decoder import HEAD, CausalFlow
+from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.hooks import WithIgnored, add_patch
+from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource
+
+Kind = Literal["causal", "encoder", "denoiser", "vision", "dual"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Pretrained:
     config that the caller ignored."""
 
     recipe: ModelRecipe
-    kind: Literal["causal", "encoder", "denoiser", "vision", "dual"]
+    kind: Kind
     vocab_size: int = 0
     max_positions: int | None = None
     images: str = ""
@@ -86,20 +89,38 @@ class Family:
         architectures = (causal, bare) if bare else (causal,)
 
         def without_head(config: Fields, source: WeightSource) -> Pretrained:
-            return opened(config, source, hidden_only=True)
+            return opened(replace(recipe.for_prefill(config), hidden_only=True), source, "encoder")
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
-            return opened(config, source, hidden_only=architecture(config)[1] in architectures[1:])
-
-        def opened(config: Fields, source: WeightSource, hidden_only: bool) -> Pretrained:
-            made = recipe(recipe.config_type.from_hf(config), hidden_only=hidden_only).stored_in(source)
-            c = made.config
-            bound = replace(made, weights=checked(made, made.reads(source)))
-            kind: Literal["encoder", "causal"] = "encoder" if hidden_only else "causal"
-            head = (HEAD,) * (hidden_only and source.has(HEAD))
-            return Pretrained(bound, kind, c.vocab_size, c.max_position_embeddings, head=head)
+            if architecture(config)[1] in architectures[1:]:
+                return without_head(config, source)
+            return opened(recipe.for_prefill(config), source, "causal")
 
         return Family(opener, architectures, Family(without_head, architectures))
+
+    @staticmethod
+    def of(recipe: type[Recipe[Any]], kind: Kind, images: str, *architectures: str) -> Family:
+        """A family of recipes for models of a kind. `images`: see `Pretrained`."""
+
+        def opener(config: Fields, source: WeightSource) -> Pretrained:
+            return opened(recipe.for_prefill(config), source, kind, images)
+
+        return Family(opener, architectures)
+
+    @staticmethod
+    def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
+        """A family of text encoders."""
+        return Family.of(recipe, "encoder", "", *architectures)
+
+    @staticmethod
+    def vision(recipe: type[VisionFlow[Any]], images: str, *architectures: str) -> Family:
+        """A vision tower. `images`: see `Pretrained`."""
+        return Family.of(recipe, "vision", images, *architectures)
+
+    @staticmethod
+    def dual(recipe: type[DualFlow[Any]], images: str, *architectures: str) -> Family:
+        """A tower of texts and one of images. `images`: see `Pretrained`."""
+        return Family.of(recipe, "dual", images, *architectures)
 
     @staticmethod
     def with_images(part: TextPart, *architectures: str) -> Family:
@@ -115,29 +136,6 @@ class Family:
         return Family(opener, architectures, Family(without_head, architectures))
 
     @staticmethod
-    def vision(recipe: type[VisionFlow[Any]], images: str, *architectures: str) -> Family:
-        """A vision tower. `images`: see `Pretrained`."""
-
-        def opener(config: Fields, source: WeightSource) -> Pretrained:
-            made = recipe.for_prefill(recipe.config_type.from_hf(config)).stored_in(source)
-            bound = replace(made, weights=checked(made, source))
-            return Pretrained(bound, "vision", images=images, head=head_keys(made.layout.heads, source))
-
-        return Family(opener, architectures)
-
-    @staticmethod
-    def dual(recipe: type[DualFlow[Any]], images: str, *architectures: str) -> Family:
-        """A tower of texts and one of images. `images`: see `Pretrained`."""
-
-        def opener(config: Fields, source: WeightSource) -> Pretrained:
-            c = recipe.config_type.from_hf(config)
-            made = recipe.for_prefill(c)
-            bound = replace(made, weights=checked(made, source))
-            return Pretrained(bound, "dual", c.text.vocab_size, c.text.max_position_embeddings, images)
-
-        return Family(opener, architectures)
-
-    @staticmethod
     def either(*families: Family) -> Family:
         """Several under one `model_type`: the architecture says which; where it is not named, the first."""
 
@@ -147,30 +145,12 @@ class Family:
 
         return Family(opener, tuple(name for f in families for name in f.architectures))
 
-    @staticmethod
-    def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
-        """A family of text encoders."""
 
-        def opener(config: Fields, source: WeightSource) -> Pretrained:
-            c: Any = recipe.config_type.from_hf(config)
-            made = recipe(c).stored_in(source)
-            bound = replace(made, weights=checked(made, source))
-            head = head_keys(made.heads, source)
-            return Pretrained(bound, "encoder", c.vocab_size, made.max_positions, head=head)
-
-        return Family(opener, architectures)
-
-
-def head_keys(heads: tuple[str, ...], source: WeightSource) -> tuple[str, ...]:
-    """Return the keys of a task's head in a checkpoint, which begin with one of `heads`, and of its pooler."""
-    if not any(key.startswith(heads) for key in source.keys()):
-        return ()
-    return tuple(key for key in source.keys() if key.startswith((*heads, "pooler.")) or ".pooler." in key)
-
-
-def _flux2(config: Fields, source: WeightSource) -> Pretrained:
-    recipe = flux2.Flux2Flow(flux2.Flux2Config.from_hf(config))
-    return Pretrained(replace(recipe, weights=checked(recipe, source)), "denoiser", 0, 0)
+def opened(made: Recipe[Any], source: WeightSource, kind: Kind, images: str = "") -> Pretrained:
+    """A recipe bound to the weights of a checkpoint, which were held against its config."""
+    made = made.stored_in(source)
+    bound = replace(made, weights=checked(made, made.reads(source)))
+    return Pretrained(bound, kind, made.vocab_size, made.max_positions, images, made.heads_in(source))
 
 
 TASKS = ("MaskedLM", "SequenceClassification", "MultipleChoice", "TokenClassification", "QuestionAnswering")
@@ -221,7 +201,7 @@ FAMILIES: dict[str, Family] = {
     "siglip": Family.dual(siglip.SiglipFlow, "Siglip", "SiglipModel"),
     "siglip_text_model": Family.encoder(siglip.SiglipTextFlow, "SiglipTextModel"),
     "siglip_vision_model": Family.vision(siglip.SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
-    "Flux2Transformer2DModel": Family(_flux2, ("Flux2Transformer2DModel",)),
+    "Flux2Transformer2DModel": Family.of(flux2.Flux2Flow, "denoiser", "", "Flux2Transformer2DModel"),
 }
 """The families by `model_type`, those of diffusers by their class: a row each. Installed plugins have more, under other
 names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -23,9 +23,9 @@ from rlx_jax.blocks.flux2 import (
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig
-from rlx_jax.models.hooks import HookedLayers, HookMethods, Hooks
+from rlx_jax.models.hooks import HookedLayers
+from rlx_jax.models.recipe import Recipe
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.weights.source import WeightSource
 
 BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
 """What the keys and block paths of each kind of block begin with."""
@@ -101,7 +101,7 @@ def _axes(c: Fields) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Flux2Flow(HookMethods):
+class Flux2Flow(Recipe[Flux2Config]):
     """The recipe. Inputs, named as in diffusers: `hidden_states` `[batch, image, in_channels]`, `encoder_hidden_states`
     `[batch, text, joint_attention_dim]`, `timestep` `[batch]` (0 … 1), `img_ids` `[image, axes]` and `txt_ids`
     `[text, axes]` integers, with an axis of rows in front or none (of several rows the first counts), and where the
@@ -111,22 +111,19 @@ class Flux2Flow(HookMethods):
 
     Args:
         batch, image, text: sizes to compile for ahead of the first call.
-        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
-        hooks: see `rlx_jax.models.hooks`.
+        Others: see `Recipe`.
     """
 
-    config: Flux2Config
     name: str = "flux2"
-    batch: int | None = None
     image: int | None = None
     text: int | None = None
-    weights: WeightSource | None = field(default=None, repr=False)
-    hooks: Hooks = Hooks()
+
+    config_type = Flux2Config
 
     @classmethod
     def for_config(cls, config: Flux2Config | Mapping[str, Any]) -> Self:
         """From a config, which may be the content of a `config.json`."""
-        return cls(Flux2Config.of(config))
+        return cls.for_prefill(config)
 
     def spec(self, index: int, kind: str = "double") -> Flux2BlockSpec:
         """The spec of a block."""
@@ -136,10 +133,6 @@ class Flux2Flow(HookMethods):
         """The family's own block."""
         prefix = f"{BLOCKS[spec.kind]}.{index}"
         return Flux2DoubleBlock(prefix, spec) if spec.kind == "double" else Flux2SingleBlock(prefix, spec)
-
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every checkpoint key with its shape."""
-        return declared_shapes(Flux2Flow(self.config).assemble())
 
     def _blocks(self, kind: str, count: int) -> Repeat:
         layers = HookedLayers(self.hooks, _SpecOf(self, kind), self.stage)

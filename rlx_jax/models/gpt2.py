@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, LearnedPositions
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig, width_and_heads
+from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields, width_and_heads
 from rlx_jax.models.decoder import CausalFlow, EndKeys, decoder_flow
 from rlx_jax.weights.source import WeightSource
 
@@ -16,7 +16,7 @@ BUFFERS = ("attn.bias", "attn.masked_bias")
 
 
 @dataclass(frozen=True)
-class Gpt2Config(ModelConfig):
+class Gpt2Config(CausalConfig):
     """Sizes of a GPT-2 model. A config.json has them as `n_embd`, `n_layer`, `n_head`, `n_positions`, `n_inner`.
 
     `scale_attn_weights` multiplies scores with D^(−1/2), and `scale_attn_by_inverse_layer_idx` those of layer i with

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from rlx_jax.blocks import BlockStage, Mamba2Spec, RmsNorm, mamba2_layer
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
 from rlx_jax.models.decoder import CausalFlow, EndKeys, decoder_flow
 
 KEYS = EndKeys("backbone.embeddings.weight")
@@ -24,7 +24,7 @@ INFINITE = ("Infinity", "inf")
 
 
 @dataclass(frozen=True)
-class Mamba2Config(ModelConfig):
+class Mamba2Config(CausalConfig):
     """Sizes of a Mamba-2 model, under the names of Hugging Face's config. There is no limit to its positions."""
 
     vocab_size: int

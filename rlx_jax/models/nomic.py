@@ -17,7 +17,7 @@ from rlx_jax.blocks import (
     RopeTables,
 )
 from rlx_jax.errors import ConfigError
-from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig
+from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, TokenConfig
 from rlx_jax.models.decoder_config import frequencies_of, scaled_frequencies
 from rlx_jax.models.encoder import EncoderFlow
 
@@ -51,7 +51,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class NomicConfig(ModelConfig):
+class NomicConfig(TokenConfig):
     """Sizes of a NomicBERT model, under the names of transformers 5; `inv_freq` are the frequencies of its rope."""
 
     vocab_size: int
@@ -135,7 +135,7 @@ class NomicFlow(EncoderFlow[NomicConfig]):
 
     config_type = NomicConfig
     prefixes = ("nomic_bert", "bert")
-    heads = ("cls.", "classifier.", "qa_outputs.")
+    task_heads = ("cls.", "classifier.", "qa_outputs.")
     optional = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
 
     def opening(self) -> tuple[BlockStage, ...]:

@@ -8,6 +8,7 @@ from typing import ClassVar, TypeVar
 from rlx_jax.blocks import BlockStage, Embed, GatherAdd, LayerNorm, PreNormLayerSpec, pre_norm_layer
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.flow import POSITIONS
+from rlx_jax.models.config import TokenConfig
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.vision import TowerConfig
 
@@ -15,7 +16,7 @@ TOKENS, PLACES = "embeddings.token_embedding.weight", "embeddings.position_embed
 
 
 @dataclass(frozen=True)
-class TextConfig(TowerConfig):
+class TextConfig(TowerConfig, TokenConfig):
     """Sizes of a text tower. `width` is that of its vectors."""
 
     vocab_size: int

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Self, TypeVar
-
-import jax
+from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.blocks import (
     BlockStage,
@@ -14,22 +11,20 @@ from rlx_jax.blocks import (
     LayerKeys,
     LayerNorm,
     PreNormLayerSpec,
-    SideOutput,
     VisionEmbed,
     pre_norm_layer,
 )
 from rlx_jax.errors import ConfigError
-from rlx_jax.flow import ModelFlow, declared_shapes
-from rlx_jax.models.config import Fields, ModelConfig, check_recipe
-from rlx_jax.models.encoder import POOLED
-from rlx_jax.models.hooks import HookMethods, Hooks
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.config import Fields, LayeredConfig
+from rlx_jax.models.encoder import TowerFlow
 from rlx_jax.weights.source import WeightSource
 
 # -- configs -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class TowerConfig(ModelConfig):
+class TowerConfig(LayeredConfig):
     """Sizes of a stack of layers whose norms come first, under the names of Hugging Face's configs."""
 
     hidden_size: int
@@ -106,7 +101,7 @@ C = TypeVar("C", bound=VisionConfig)
 
 
 @dataclass(frozen=True)
-class VisionFlow(HookMethods, Generic[C]):
+class VisionFlow(TowerFlow[C]):
     """The recipe. Input: `pixel_values` `[batch, channels, height, width]` float32, as the checkpoint's image processor
     makes them. Outputs: `hidden_states` `[batch, tokens, hidden]`, and `pooled`, one vector for each image.
 
@@ -114,33 +109,16 @@ class VisionFlow(HookMethods, Generic[C]):
 
     Args:
         layout: where the checkpoint keeps its weights; prefix: what stands before each of those keys.
-        batch: rows to compile for ahead of the first call.
-        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
-        hooks: see `rlx_jax.models.hooks`.
+        Others: see `Recipe`.
     """
 
-    config: C
-    layout: VisionLayout
-    prefix: str = ""
-    batch: int | None = None
     name: str = "vision"
-    weights: WeightSource | None = field(default=None, repr=False)
-    hooks: Hooks = Hooks()
+    layout: VisionLayout = field(kw_only=True)
 
-    config_type: ClassVar[type[VisionConfig]] = VisionConfig
+    config_type = VisionConfig
     layouts: ClassVar[tuple[VisionLayout, ...]] = ()
     prefixes: ClassVar[tuple[str, ...]] = ("",)
     modules: ClassVar[tuple[tuple[str, str], ...]] = ()  # as stored, and as transformers 5 calls it, PEFT's files too
-
-    def __post_init__(self) -> None:
-        check_recipe(self)
-
-    @classmethod
-    def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:
-        """The forward program of a tower, bound to a number of rows if one is given; `config` may be the content of
-        `config.json`."""
-        read: Any = cls.config_type.of(config)
-        return cls(read, cls.layouts[0], cls.prefixes[0], batch)
 
     def stored_in(self, source: WeightSource) -> Self:
         """The recipe with the layout and the prefix that a checkpoint keeps the weights of its patches under; where it
@@ -159,37 +137,17 @@ class VisionFlow(HookMethods, Generic[C]):
         )  # fmt: skip
 
     def stage(self, index: int, spec: Any) -> BlockStage:
-        """The family's own layer."""
         return pre_norm_layer(spec)
 
     def pool(self) -> BlockStage | None:
         """What makes one vector of the hidden states: the class token. None: nothing does."""
         return ClsTokenPool()
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every checkpoint key with its shape."""
-        return declared_shapes(replace(self, weights=None, hooks=Hooks()).assemble())
+    def heads(self) -> tuple[str, ...]:
+        return self.layout.heads
 
-    def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights if there are any."""
-        flow = ModelFlow(self.name, profile=self.hooks.profile)
-        return self.tower(flow.with_weights(self.weights, leave=self.left()))
-
-    def tower(self, flow: ModelFlow) -> ModelFlow:
-        """The tower as a flow's own: its input, its stages and its outputs."""
-        flow, pool = self.body(flow), self.pool()
-        return (flow if pool is None else flow.stage(SideOutput(POOLED, pool))).output("hidden_states")
-
-    def body(self, flow: ModelFlow) -> ModelFlow:
-        """The input, and the stages up to the hidden states."""
-        return (
-            flow.input("pixel_values", ("batch", self.config.num_channels, *self.sides))
-            .bind(batch=self.batch)
-            .stage(*self.opening())
-            .patch(self.hooks.stack(self.config.num_hidden_layers, self.spec, self.stage))
-            .stage(*self.closing())
-            .patch(self.hooks.edit)
-        )
+    def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
+        return flow.input("pixel_values", (rows, self.config.num_channels, *self.sides))
 
     @property
     def sides(self) -> tuple[int | str, int | str]:
@@ -224,7 +182,7 @@ class VisionFlow(HookMethods, Generic[C]):
         key = self.prefix + name
         return (LayerNorm(f"{key}.weight", f"{key}.bias", self.config.layer_norm_eps),) if name else ()
 
-    def left(self) -> tuple[str, ...]:
+    def leave(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose."""
         none = (
             () if self.config.registers or not self.layout.registers else (self.layout.registers,)

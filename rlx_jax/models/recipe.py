@@ -1,0 +1,90 @@
+"""What recipes share: a config, the weights that the flow is bound to, hooks, and how a checkpoint opens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import jax
+
+from rlx_jax.errors import ConfigError, GraphError, shown
+from rlx_jax.flow import ModelFlow, declared_shapes
+from rlx_jax.models.config import ModelConfig
+from rlx_jax.models.hooks import HookMethods, Hooks
+from rlx_jax.weights.source import WeightSource
+
+C = TypeVar("C", bound=ModelConfig)
+
+
+@dataclass(frozen=True)
+class Recipe(HookMethods, Generic[C]):
+    """A config and how it becomes a flow.
+
+    Args:
+        config: the family's.
+        batch: rows to compile for ahead of the first call.
+        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
+        hooks: see `rlx_jax.models.hooks`.
+
+    Raises:
+        ConfigError: the config is not of the family's class. GraphError: an option is no bool.
+    """
+
+    config: C
+    batch: int | None = None
+    name: str = "recipe"
+    weights: WeightSource | None = field(default=None, repr=False)
+    hooks: Hooks = Hooks()
+
+    config_type: ClassVar[type[ModelConfig]]
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.config, self.config_type):
+            raise ConfigError(
+                f"{name}: config is {shown(self.config)}; expected a {self.config_type.__name__}: "
+                f"rlx_jax.recipe_for(path) reads it from a checkpoint, {name}.for_prefill(mapping) from the content of "
+                "a config.json"
+            )
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(option.default, bool) and not isinstance(value, bool):
+                raise GraphError(f"{name}: {option.name} is {shown(value)}; expected True or False")
+
+    @classmethod
+    def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:
+        """The forward program, bound to a number of rows if one is given; `config` may be the content of
+        `config.json`."""
+        read: Any = cls.config_type.of(config)
+        return cls(read, batch)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids it reads; 0 where it reads none."""
+        return 0
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest row that the model knows, in tokens."""
+        return None
+
+    def stored_in(self, source: WeightSource) -> Self:
+        """The recipe for how a checkpoint stores its weights, such as under a prefix."""
+        return self
+
+    def reads(self, source: WeightSource) -> WeightSource:
+        """A checkpoint's weights as the recipe reads them."""
+        return source
+
+    def heads_in(self, source: WeightSource) -> tuple[str, ...]:
+        """The keys of a task's head in a checkpoint, which the recipe does not read."""
+        return ()
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every checkpoint key with its shape."""
+        return declared_shapes(replace(self, weights=None, hooks=Hooks()).assemble())
+
+    def assemble(self) -> ModelFlow:
+        """The flow, bound to its weights if there are any."""
+        raise NotImplementedError
