@@ -86,7 +86,7 @@ class BertFlow(BertLike[BertConfig]):
 
     config_type = BertConfig
     prefixes = ("bert",)
-    task_heads = ("cls.", "classifier.", "qa_outputs.")
+    heads = ("cls.", "classifier.", "qa_outputs.")
 
     def positions(self, key: str) -> BlockStage:
         return GatherAdd("position_ids", key, self.table)

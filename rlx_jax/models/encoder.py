@@ -65,19 +65,9 @@ class TowerFlow(Recipe[L]):
         """What makes one vector of the hidden states. None: nothing does."""
         return None
 
-    def heads(self) -> tuple[str, ...]:
-        """What the keys of the heads of tasks begin with."""
-        return ()
-
     def leave(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose."""
         raise NotImplementedError
-
-    def heads_in(self, source: WeightSource) -> tuple[str, ...]:
-        """The keys of a task's head in a checkpoint, and of its pooler."""
-        if not any(key.startswith(self.heads()) for key in source.keys()):
-            return ()
-        return tuple(key for key in source.keys() if key.startswith((*self.heads(), "pooler.")) or ".pooler." in key)
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights if there are any."""
@@ -117,7 +107,7 @@ class EncoderFlow(TowerFlow[E]):
 
     prefixes: ClassVar[tuple[str, ...]] = ()
     embedding: ClassVar[str] = EMBEDDING
-    task_heads: ClassVar[tuple[str, ...]] = ()
+    heads: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[OptionalInput, ...]] = (
         ("attention_mask", None),
         ("token_type_ids", 0),
@@ -153,15 +143,22 @@ class EncoderFlow(TowerFlow[E]):
         """A key of the encoder as its checkpoint has it."""
         return f"{self.prefix}.{name}" if self.prefix else name
 
-    def heads(self) -> tuple[str, ...]:
-        return self.task_heads
+    def heads_in(self, source: WeightSource) -> tuple[str, ...]:
+        return head_keys(self.heads, source)
 
     def leave(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose: position ids, the pooler and task heads."""
-        return (self.key("embeddings.position_ids"), self.key("pooler."), "pooler.", *self.task_heads)
+        return (self.key("embeddings.position_ids"), self.key("pooler."), "pooler.", *self.heads)
 
     def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         flow = flow.input("input_ids", (rows, "seq"), dtype="int32")
         for name, default in self.optional:
             flow = flow.input(name, (rows, "seq"), dtype="int32", default=default)
         return flow.bind(seq=self.seq)
+
+
+def head_keys(heads: tuple[str, ...], source: WeightSource) -> tuple[str, ...]:
+    """Return the keys of a task's head in a checkpoint, which begin with one of `heads`, and of its pooler."""
+    if not any(key.startswith(heads) for key in source.keys()):
+        return ()
+    return tuple(key for key in source.keys() if key.startswith((*heads, "pooler.")) or ".pooler." in key)

@@ -47,7 +47,7 @@ class MPNetFlow(BertLike[MPNetConfig]):
 
     config_type = MPNetConfig
     prefixes = ("mpnet",)
-    task_heads = ("lm_head.", "classifier.", "qa_outputs.")
+    heads = ("lm_head.", "classifier.", "qa_outputs.")
     optional = (("attention_mask", None), ("position_ids", None))
     style = "mpnet"
 

@@ -135,7 +135,7 @@ class NomicFlow(EncoderFlow[NomicConfig]):
 
     config_type = NomicConfig
     prefixes = ("nomic_bert", "bert")
-    task_heads = ("cls.", "classifier.", "qa_outputs.")
+    heads = ("cls.", "classifier.", "qa_outputs.")
     optional = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
 
     def opening(self) -> tuple[BlockStage, ...]:

@@ -38,7 +38,7 @@ class RobertaFlow(BertLike[RobertaConfig]):
 
     config_type = RobertaConfig
     prefixes = ("roberta",)
-    task_heads = ("lm_head.", "classifier.", "qa_outputs.")
+    heads = ("lm_head.", "classifier.", "qa_outputs.")
     optional = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
 
     @property

@@ -17,7 +17,7 @@ from rlx_jax.blocks import (
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig
-from rlx_jax.models.encoder import TowerFlow
+from rlx_jax.models.encoder import TowerFlow, head_keys
 from rlx_jax.weights.source import WeightSource
 
 # -- configs -----------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ class VisionFlow(TowerFlow[C]):
         """What makes one vector of the hidden states: the class token. None: nothing does."""
         return ClsTokenPool()
 
-    def heads(self) -> tuple[str, ...]:
-        return self.layout.heads
+    def heads_in(self, source: WeightSource) -> tuple[str, ...]:
+        return head_keys(self.layout.heads, source)
 
     def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         return flow.input("pixel_values", (rows, self.config.num_channels, *self.sides))
