@@ -43,7 +43,7 @@ def sources(root: Path) -> dict[Path, str]:
 
 
 def folder(path: Path) -> str:
-    """`lowering/mir` of `lowering/mir/cleaning.py`, `rlx_jax/ir` of what is below it."""
+    """`lowering/mir` of `lowering/mir/small.py`, `rlx_jax/ir` of what is below it."""
     parts = path.parent.parts
     return "/".join(parts[:2])
 

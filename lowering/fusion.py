@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Node, Op
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
@@ -21,7 +21,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Binary, Unary
 from rlx_jax.ir.ops.shape import Narrow, SplitLast
 from rlx_jax.ir.paths import path_text
-from rlx_jax.lowering.mir.cleaning import live
+from rlx_jax.lowering.mir.small import live
 
 
 @dataclass(frozen=True)
@@ -41,30 +41,14 @@ class Place:
     detail: str = ""
     hint: str = ""
 
+    @staticmethod
+    def of(pattern: str, by: str, number: int, node: Node, **missed: str) -> Place:
+        """At node `number` of the HIR graph that the pass leaves, which stands where `node` does."""
+        return Place(pattern, f"h{number}", path_text(node.origin.path) or "—", by, **missed)
+
     def __str__(self) -> str:
         what = f"{self.reason}{self.detail} → {self.hint}" if self.reason else "fused"
         return f"{self.pattern} @ {self.node} ({self.context}) — {what}"
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """What the places of one pattern have in common.
-
-    hints: by reason. mark: what dumps of the pass's level put before a node's number.
-    """
-
-    name: str
-    by: str
-    hints: tuple[tuple[str, str], ...] = ()
-    mark: str = "%"
-
-    def fused(self, number: int, node: Node) -> Place:
-        """At node `number` of the graph that the pass leaves, which stands where `node` does."""
-        return Place(self.name, f"{self.mark}{number}", path_text(node.origin.path) or "—", self.by)
-
-    def missed(self, number: int, node: Node, reason: str, detail: str = "") -> Place:
-        """As `fused`, but for the reason."""
-        return replace(self.fused(number, node), reason=reason, detail=detail, hint=dict(self.hints)[reason])
 
 
 @dataclass(frozen=True)

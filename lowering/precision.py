@@ -45,7 +45,7 @@ from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import is_float
-from rlx_jax.lowering.mir.cleaning import dce
+from rlx_jax.lowering.mir.small import dce
 
 F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 

@@ -28,21 +28,8 @@ from rlx_jax.profiles.schema import (
     Sharding,
 )
 
-PRESETS = (
-    "auto",
-    "encoder",
-    "flux2",
-    "gemma_decode",
-    "gemma_prefill",
-    "llama32_decode",
-    "llama32_prefill",
-    "qwen3_decode",
-    "qwen3_prefill",
-    "qwen35_decode",
-    "qwen35_prefill",
-    "train_bf16",
-    "train_mixed",
-)
+_FOLDER = files("rlx_jax.profiles")
+PRESETS = tuple(sorted(f.name.removesuffix(".rlx.toml") for f in _FOLDER.iterdir() if f.name.endswith(".rlx.toml")))
 """Presets, a file each in this folder, with what was measured."""
 
 UNMEASURED = ("llada2_diffusion", "sam2", "sam2_memory_attention", "sam3", "sam_encoder")
@@ -131,7 +118,7 @@ def written(value: Any) -> str:
 @cache
 def _preset(name: str) -> CompileProfile:
     if name in PRESETS:
-        resource = files("rlx_jax.profiles").joinpath(f"{name}.rlx.toml")
+        resource = _FOLDER.joinpath(f"{name}.rlx.toml")
         source = f"preset {quote(name)}"
         return build(CompileProfile, {"name": name} | text.parse(resource.read_bytes(), source), At(source))
     if name in UNMEASURED:

@@ -50,7 +50,7 @@ from rlx_jax.layer_stack import Stages
 from rlx_jax.lowering.hir.explicit import caches_of
 from rlx_jax.lowering.hir.weights import pad_vocabulary
 from rlx_jax.lowering.inspect.outline import Outline
-from rlx_jax.lowering.mir.cleaning import unread_inputs
+from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, MakesMtp, Weights

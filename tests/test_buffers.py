@@ -17,7 +17,7 @@ from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.inspect.buffers import ALIGNMENT, BufferPlan, activation_bytes, fingerprint, plan_buffers
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.lowering.lower import expand_composites
-from rlx_jax.lowering.mir.specialise import specialise
+from rlx_jax.lowering.mir.small import specialise
 from rlx_jax.models.llama import LlamaConfig, weight_specs
 
 CONFIG = LlamaConfig.from_hf(

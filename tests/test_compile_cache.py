@@ -38,7 +38,7 @@ PROMPTS = [[3, 1, 4, 1], [5, 9]]
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, switched on."""
-    monkeypatch.setattr(compile_cache, "_choice", compile_cache._Choice())
+    monkeypatch.setattr(compile_cache, "_choice", {})
     monkeypatch.setattr(compile_cache, "_warned", set())
     monkeypatch.setenv("RLX_JAX_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -276,7 +276,7 @@ def test_the_limit_is_a_number(cache: Path, monkeypatch: Any) -> None:
             rlx.compile_cache(max_bytes=wrong)
     monkeypatch.setenv("RLX_JAX_CACHE_MAX_BYTES", "5000")
     assert rlx.compile_cache().max_bytes == 5000 and rlx.compile_cache(max_bytes=7000).max_bytes == 7000
-    monkeypatch.setattr(compile_cache, "_choice", compile_cache._Choice())
+    monkeypatch.setattr(compile_cache, "_choice", {})
     monkeypatch.setenv("RLX_JAX_CACHE_MAX_BYTES", "2 GB")
     with pytest.warns(RlxCacheWarning, match="RLX_JAX_CACHE_MAX_BYTES: expected a number of bytes"):
         assert not program()[1]

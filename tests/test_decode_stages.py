@@ -38,7 +38,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.hir import GrowingAttention
-from rlx_jax.lowering.mir.cleaning import cse
+from rlx_jax.lowering.mir.small import cse
 from rlx_jax.models.decoder import Decode, as_decode
 from rlx_jax.trace.frequencies import frequencies
 from tests.oracles import checkpoints, hugging_face

@@ -24,7 +24,7 @@ from rlx_jax.ir.ops.reduce import Reduce
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.mir.cleaning import dce
+from rlx_jax.lowering.mir.small import dce
 from tests.fuzz import meaning
 from tests.fuzz.blocks import hir_case
 from tests.fuzz.check import OPTIONAL, Program, check_compiled, check_lowering, check_tensor_graph

@@ -34,7 +34,7 @@ from rlx_jax.ir.param import (
 from rlx_jax.ir.param_keys import leaf_name, narrows
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
-from rlx_jax.lowering.lir.layout import layout_of
+from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.weights.execute import fill, load_leaf, pieces, whole
 from rlx_jax.weights.mapping import MappingSource
 

@@ -24,7 +24,7 @@ from rlx_jax.ir.traits import ELEMENTWISE
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lower import lower
-from rlx_jax.lowering.mir.cleaning import dce
+from rlx_jax.lowering.mir.small import dce
 
 F, VECTOR = tensor_type((2, 8), "f32", "test"), tensor_type((8,), "f32", "test")
 

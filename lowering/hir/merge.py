@@ -18,23 +18,14 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.param import Program, concat, sliced
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.fusion import Fused, Pattern, Place
-from rlx_jax.lowering.mir.cleaning import dce, live
+from rlx_jax.lowering.fusion import Fused, Place
+from rlx_jax.lowering.mir.small import dce, live
 
 Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...]]
 """From the numbers of a group's nodes and the inputs of the first: one value for each node."""
 
 
-LINEARS = Pattern(
-    "shared_input_matmul",
-    "merge_linears",
-    (
-        ("NotFused", "make both a Linear with the same bias, orientation and no activation"),
-        ("SharedMatmulCount", "make all a Linear with the same bias, orientation and no activation"),
-    ),
-    mark="h",
-)
-ROPES = Pattern("shared_rope", "merge_ropes", mark="h")
+ADVICE = "a Linear with the same bias, orientation and no activation"
 
 
 def merge_linears(graph: Graph, types: TypeCache, division: Division | None = None) -> Fused:
@@ -50,9 +41,10 @@ def merge_linears(graph: Graph, types: TypeCache, division: Division | None = No
     """
     uses = _uses(graph)
     done = _at_once(
-        graph, types, LINEARS.by, lambda graph: _groups(graph, uses, division), functools.partial(_merge, division)
+        graph, types, "merge_linears", lambda graph: _groups(graph, uses, division), functools.partial(_merge, division)
     )
-    return Fused(done, (*_merged(done, hir.Linear, LINEARS), *_missed(done, _uses(done))))
+    places = _merged(done, hir.Linear, "shared_input_matmul", "merge_linears")
+    return Fused(done, (*places, *_missed(done, _uses(done))))
 
 
 def _uses(graph: Graph) -> Counter[Program]:
@@ -76,12 +68,12 @@ def _missed(graph: Graph, uses: Counter[Program]) -> Iterator[Place]:
         if isinstance(node.op, hir.Linear | MatMul | FusedMatMulBiasAct):
             if all(_alone(graph.nodes[v.node].op, uses) for v in node.inputs[1:]):
                 groups[node.inputs[0], node.op.f32_result].append(number)
-    for numbers in groups.values():
-        first = graph.nodes[numbers[0]]
-        if len(numbers) == 2:
-            yield LINEARS.missed(numbers[0], first, "NotFused")
-        elif len(numbers) > 2:
-            yield LINEARS.missed(numbers[0], first, "SharedMatmulCount", f"{{{len(numbers)}}}")
+    for first, *others in groups.values():
+        place = functools.partial(Place.of, "shared_input_matmul", "merge_linears", first, graph.nodes[first])
+        if len(others) == 1:
+            yield place(reason="NotFused", hint=f"make both {ADVICE}")
+        elif others:
+            yield place(reason="SharedMatmulCount", detail=f"{{{1 + len(others)}}}", hint=f"make all {ADVICE}")
 
 
 def _groups(graph: Graph, uses: Counter[Program], division: Division | None) -> list[list[int]]:
@@ -158,8 +150,8 @@ def _concat(params: list[Param], axis: int, shards: int) -> Param:
 
 def merge_ropes(graph: Graph, types: TypeCache) -> Fused:
     """rope(split₀(y), t), rope(split₁(y), t) → split(rope(y₀ ‖ y₁, t)), where the parts stand side by side in y."""
-    done = _at_once(graph, types, ROPES.by, _rotations, _rotate)
-    return Fused(done, tuple(_merged(done, hir.Rope, ROPES)))
+    done = _at_once(graph, types, "merge_ropes", _rotations, _rotate)
+    return Fused(done, tuple(_merged(done, hir.Rope, "shared_rope", "merge_ropes")))
 
 
 def _rotations(graph: Graph) -> list[list[int]]:
@@ -185,19 +177,14 @@ def _rotate(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...
     return b.add(hir.Split(parts, shards), b(graph.nodes[group[0]].op, whole, *inputs[1:]))
 
 
-def _merged(graph: Graph, kind: type[Op], pattern: Pattern) -> Iterator[Place]:
+def _merged(graph: Graph, kind: type[Op], pattern: str, by: str) -> Iterator[Place]:
     """Where one node of that kind was made of several: what it gives is split."""
-    for inner, number, node in _numbered(graph):
-        if node.origin.by == pattern.by and isinstance(node.op, hir.Split):
-            if isinstance(inner.nodes[node.inputs[0].node].op, kind):
-                yield pattern.fused(number, node)
-
-
-def _numbered(graph: Graph) -> Iterator[tuple[Graph, int, Node]]:
     for number, node in enumerate(graph.nodes):
-        yield graph, number, node
+        if node.origin.by == by and isinstance(node.op, hir.Split):
+            if isinstance(graph.nodes[node.inputs[0].node].op, kind):
+                yield Place.of(pattern, by, number, node)
         for region in node.op.regions():
-            yield from _numbered(region)
+            yield from _merged(region, kind, pattern, by)
 
 
 def _at_once(

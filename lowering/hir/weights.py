@@ -13,8 +13,8 @@ from rlx_jax.ir.param_keys import keys_of
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import of_dims, of_program
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.lir.layout import tied
-from rlx_jax.lowering.mir.cleaning import dce
+from rlx_jax.lowering.lir.plan import tied
+from rlx_jax.lowering.mir.small import dce
 
 
 def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:

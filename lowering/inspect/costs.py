@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Mir
 from rlx_jax.ir.paths import Path
-from rlx_jax.lowering.mir.cleaning import live
+from rlx_jax.lowering.mir.small import live
 
 
 @dataclass(frozen=True)

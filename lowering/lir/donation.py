@@ -65,11 +65,9 @@ class DonationProof:
 
     def problem(self) -> str:
         """Return what is wrong, its bytes and what a user may do; empty if the state is updated in place."""
-        problems = []
-        if broken := self.broken():
-            problems.append(f"the state is not updated in place: {broken}; {COPIED_ADVICE}")
-        if surplus := self.surplus():
-            problems.append(f"{surplus}; {TEMPORARIES_ADVICE}")
+        broken, surplus = self.broken(), self.surplus()
+        problems = [f"the state is not updated in place: {broken}; {COPIED_ADVICE}"] if broken else []
+        problems += [f"{surplus}; {TEMPORARIES_ADVICE}"] if surplus else []
         return f"{self.extra_bytes()} bytes more than planned: {'; '.join(problems)}" if problems else ""
 
     def broken(self) -> str:

@@ -27,8 +27,7 @@ from rlx_jax.ir.region import Repeat
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.experts import over_devices
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
-from rlx_jax.lowering.lir.layout import rows
-from rlx_jax.lowering.lir.plan import CHOSEN, Call, Choice, call_of
+from rlx_jax.lowering.lir.plan import CHOSEN, Call, Choice, call_of, rows
 
 AnyArray = Any
 

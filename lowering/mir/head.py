@@ -16,7 +16,7 @@ from rlx_jax.ir.ops.pointwise import CastTo, Unary
 from rlx_jax.ir.ops.shape import Narrow, Shard
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.mir.cleaning import dce
+from rlx_jax.lowering.mir.small import dce
 
 OPERANDS = ("hidden", "weight", "bias")
 """The outputs of a program up to its head; the last where the head has one."""

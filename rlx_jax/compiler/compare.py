@@ -15,7 +15,7 @@ from rlx_jax.compiler.pipeline import Template, make_lir, make_template
 from rlx_jax.compiler.settings import Buckets, Settings
 from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.lir.layout import layout_of
+from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.profiles import Change
 from rlx_jax.profiles.check import rows
 from rlx_jax.program import Built

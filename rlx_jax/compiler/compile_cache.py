@@ -56,15 +56,8 @@ class CacheSettings:
     reason: str = ""
 
 
-@dataclass
-class _Choice:
-    """Arguments of `compile_cache`, which come before the environment."""
-
-    directory: str | None = None
-    max_bytes: int | None = None
-
-
-_choice = _Choice()
+_choice: dict[str, Any] = {}
+"""Arguments of `compile_cache`, which come before the environment."""
 _warned: set[str] = set()
 
 
@@ -83,11 +76,11 @@ def compile_cache(directory: str | os.PathLike[str] | None = None, *, max_bytes:
     if directory is not None:
         text = os.fspath(directory)
         _directory(text)
-        _choice.directory = text
+        _choice["directory"] = text
     if max_bytes is not None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
             raise RequestError(f"compile_cache: max_bytes is a number of bytes, at least 1, got {shown(max_bytes)}")
-        _choice.max_bytes = max_bytes
+        _choice["max_bytes"] = max_bytes
     return cache_settings()
 
 
@@ -95,8 +88,8 @@ def cache_settings() -> CacheSettings:
     """Return the settings in effect: of `compile_cache`, else of the environment, unless JAX's own say otherwise."""
     config: Any = jax.config
     try:
-        max_bytes = _choice.max_bytes or _size(os.environ.get(SIZE_VARIABLE, ""))
-        directory = _directory(os.environ.get(VARIABLE, "") if _choice.directory is None else _choice.directory)
+        max_bytes = _choice.get("max_bytes") or _size(os.environ.get(SIZE_VARIABLE, ""))
+        directory = _directory(_choice.get("directory", os.environ.get(VARIABLE, "")))
     except RequestError as error:
         _warn(f"compile cache off: {error}")
         return CacheSettings(None, MAX_BYTES, str(error))

@@ -205,19 +205,25 @@ def compile_program(
         raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
     start = time.perf_counter()
-    proof = None
-    if donates_state:
-        held, gathered = ({}, 0) if shardings is None else (shardings.state, shardings.gathered)
-        proof = examine(lir, compiled, lowered.out_info[1], held, gathered, beside or {})
-        # A state of other types than the program reads is wrong, not slow: the next call could not take it.
-        if (lir.plan.strict or proof.changed) and (problem := proof.problem()):
-            cure = "" if proof.changed else "; donation.strict = false in the profile runs it"
-            raise GraphError(f"{lir.graph.name}: {name}: {problem}{cure}")
+    proof = prove(lir, compiled, lowered, shardings, beside or {}, name) if donates_state else None
     seconds["prove"] = time.perf_counter() - start
     placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement, loaded)
+
+
+def prove(
+    lir: Lir, compiled: Any, lowered: Any, shardings: Shardings | None, beside: Mapping[str, Lir], name: str
+) -> DonationProof:
+    """What a program does with its state; arguments as those of `compile_program`, which says what it raises."""
+    held, gathered = ({}, 0) if shardings is None else (shardings.state, shardings.gathered)
+    proof = examine(lir, compiled, lowered.out_info[1], held, gathered, beside)
+    # A state of other types than the program reads is wrong, not slow: the next call could not take it.
+    if (lir.plan.strict or proof.changed) and (problem := proof.problem()):
+        cure = "" if proof.changed else "; donation.strict = false in the profile runs it"
+        raise GraphError(f"{lir.graph.name}: {name}: {problem}{cure}")
+    return proof
 
 
 def new_arguments(wanted: object, known: Iterable[object]) -> str:

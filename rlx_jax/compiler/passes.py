@@ -26,10 +26,17 @@ from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
 from rlx_jax.lowering.hir.weights import orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lower import expand_composites, lower
-from rlx_jax.lowering.mir.cleaning import constant_folding, cse, dce, unread_inputs, with_outputs, without_inputs
 from rlx_jax.lowering.mir.head import up_to_head
-from rlx_jax.lowering.mir.specialise import specialise
-from rlx_jax.lowering.mir.unroll_steps import unroll_steps
+from rlx_jax.lowering.mir.small import (
+    constant_folding,
+    cse,
+    dce,
+    specialise,
+    unread_inputs,
+    unroll_steps,
+    with_outputs,
+    without_inputs,
+)
 from rlx_jax.lowering.precision import compute_in, mixed, pin_matmul, store_in
 
 HIR, MIR = GraphStage.HIR, GraphStage.MIR

@@ -54,10 +54,9 @@ from rlx_jax.lowering.inspect.outline import Outline, outline
 from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_all, has_triton, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
-from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Call, Choice, Lir, given_leaves, state_types, taken_back
-from rlx_jax.lowering.mir.cleaning import without_inputs
+from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, given_leaves, state_types, taken_back
 from rlx_jax.lowering.mir.head import Head, find_head
+from rlx_jax.lowering.mir.small import without_inputs
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.profiles.effects import Facts, warn_of_idle
 from rlx_jax.program import Built

@@ -59,6 +59,11 @@ def bind(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:
                 f"{graph.name}: no dimension is called {quote(name)}; open are {listing(known) or 'none'}"
                 f"{did_you_mean(name, known)}"
             )
+    return bind_leaves(graph, sizes, types)
+
+
+def bind_leaves(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:
+    """The graph whose leaves have these sizes for some of their symbols; everything else is inferred again."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if isinstance(node.op, Input | StateRead):

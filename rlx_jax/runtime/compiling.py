@@ -17,7 +17,7 @@ from rlx_jax.device import running_device
 from rlx_jax.errors import DeriveError, MissingWeightError, RequestError, RlxWarning, listing, suggests
 from rlx_jax.ir.reading import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
-from rlx_jax.lowering.lir.layout import layout_of
+from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import MakesMtp, Weights
 from rlx_jax.runtime.model import CompiledModel

@@ -38,7 +38,7 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.division import check_divides
-from rlx_jax.lowering.lir.layout import Layout, layout_of
+from rlx_jax.lowering.lir.plan import Layout, layout_of
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.profiles.effects import warn_of_idle
 from rlx_jax.program import Buildable, Built, Weights

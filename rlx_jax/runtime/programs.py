@@ -47,9 +47,8 @@ from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import DimLike
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_leaves
-from rlx_jax.lowering.mir.cleaning import unread_inputs
+from rlx_jax.lowering.lir.plan import Layout, Lir, given_leaves, state_leaves
+from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.inputs import check_length

@@ -19,8 +19,7 @@ from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.lowering.inspect.buffers import activation_bytes, dump_lir
 from rlx_jax.lowering.inspect.hlo import collectives, together
-from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.lowering.lir.plan import Layout, Lir
 from rlx_jax.runtime.block_times import shortened
 from rlx_jax.runtime.inputs import check_counted
 from rlx_jax.runtime.programs import ProgramKey, Programs

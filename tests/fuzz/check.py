@@ -19,11 +19,9 @@ from rlx_jax.ir.region import Repeat, roll
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
 from rlx_jax.lowering.lir.interpret import Env, interpret
-from rlx_jax.lowering.lir.layout import programs_of
-from rlx_jax.lowering.lir.plan import state_types
+from rlx_jax.lowering.lir.plan import programs_of, state_types
 from rlx_jax.lowering.lower import expand_composites, lower
-from rlx_jax.lowering.mir.cleaning import dce
-from rlx_jax.lowering.mir.specialise import specialise
+from rlx_jax.lowering.mir.small import dce, specialise
 from tests.fuzz.meaning import Array, Feeds, evaluate, weight, wide
 from tests.fuzz.sketch import BINDING, UNIT, Case, Known, difference
 

@@ -18,7 +18,7 @@ from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.lowering import lower
 from rlx_jax.lowering.hir import merge
 from rlx_jax.lowering.lir import interpret
-from rlx_jax.lowering.mir import cleaning
+from rlx_jax.lowering.mir import small
 from tests.fuzz import check
 
 
@@ -68,17 +68,17 @@ def edited(fault: Fault, right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PASS_FAULTS = (
-    Fault("a − b and b − a are one expression", cleaning, "cse", "(node.op, inputs)", "(node.op, frozenset(inputs))"),
-    Fault("ops of one class are equal whatever their attributes", cleaning, "cse", "(node.op, inputs)",
+    Fault("a − b and b − a are one expression", small, "cse", "(node.op, inputs)", "(node.op, frozenset(inputs))"),
+    Fault("ops of one class are equal whatever their attributes", small, "cse", "(node.op, inputs)",
         "(type(node.op), inputs)"),
-    Fault("only the first operand counts", cleaning, "cse", "(node.op, inputs)", "(node.op, inputs[:1])"),
-    Fault("every operand is the first constant", cleaning, "constant_folding", "for op in operands if",
+    Fault("only the first operand counts", small, "cse", "(node.op, inputs)", "(node.op, inputs[:1])"),
+    Fault("every operand is the first constant", small, "constant_folding", "for op in operands if",
         "for op in operands[:1] * len(operands) if"),
-    Fault("folded numbers pass through f16", cleaning, "constant_folding", "constant(np.asarray(r), r.dtype)",
+    Fault("folded numbers pass through f16", small, "constant_folding", "constant(np.asarray(r), r.dtype)",
         "constant(np.asarray(r).astype(np.float16), r.dtype)"),
-    Fault("a region is dead if nothing reads its results, though it writes state", cleaning, "live",
+    Fault("a region is dead if nothing reads its results, though it writes state", small, "live",
         "any(region.writes for region in node.op.regions())", "False"),
-    Fault("what a state write needs is dead", cleaning, "live", "for v in graph.roots()", "for v in graph.outputs"),
+    Fault("what a state write needs is dead", small, "live", "for v in graph.roots()", "for v in graph.outputs"),
     Fault("an output that is there twice is there once", rewrite, "_rewrite", "[mapped[v] for v in graph.outputs]",
         "list(dict.fromkeys(mapped[v] for v in graph.outputs))"),
     Fault("the results of one node change places", rewrite, "_rewrite", "for i, v in enumerate(new)",
