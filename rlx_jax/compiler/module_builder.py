@@ -1,0 +1,178 @@
+"""What builds a `GraphModule`: it declares inputs and parameters, owns the values, and finishes the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from rlx_jax.errors import GraphError, quote, shown
+from rlx_jax.ir.captured import Captured
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Origin, Param, Value
+from rlx_jax.ir.inits import Init
+from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.ir.param import Dequantized, Key, Roles, cast
+from rlx_jax.ir.param_keys import key_kinds
+from rlx_jax.ir.paths import Path, free_path
+from rlx_jax.ir.reading import as_stored
+from rlx_jax.ir.types import DimLike, as_name, as_names, device_dtype, tensor_type
+from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.lir.plan import Plan
+from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.compat import SpecBuilders
+from rlx_jax.trace.emit import input_type
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
+
+
+@dataclass(eq=False)
+class ModuleBuilder(SpecBuilders[Value]):
+    """A graph that is being built."""
+
+    name: str
+    stage: GraphStage
+    builder: Builder = field(repr=False)
+    outputs: list[Value] = field(default_factory=list, repr=False)
+    output_names: tuple[str, ...] = ()
+    policy: str = "direct"
+    plan: Plan | None = None
+    captured: Captured = field(default_factory=Captured, repr=False)
+    taken: set[Path] = field(default_factory=set, repr=False)  # block paths
+
+    def __post_init__(self) -> None:
+        as_name(self.name, "a module")
+
+    # -- building ----------------------------------------------------------------------------
+
+    def input(self, name: str, shape: Sequence[int | str], dtype: Any = "f32") -> Value:
+        """Declare an input; strings in the shape are symbolic sizes."""
+        if any(i.input == name for i in self.builder.inputs):
+            raise GraphError(f"{self.name}: input {quote(name)} is declared twice")
+        return self.wrap(self.builder.input(name, input_type(name, shape, dtype)))
+
+    def input_batch_seq(
+        self, name: str, hidden: int, dtype: Any = "f32", batch: int | str = "batch", seq: int | str = "seq"
+    ) -> Value:
+        """Declare an input `[batch, seq, hidden]`."""
+        return self.input(name, (batch, seq, hidden), dtype)
+
+    def param(self, name: str, shape: Sequence[int], dtype: Any = "f32", *, packed: str | None = None) -> Value:
+        """Declare a parameter; `name` is its weight key. One of 64 bits enters the program in 32.
+
+        With `packed`, a name in `rlx_jax.ir.packed.SCHEMES`, shape and dtype are the logical ones of a packed tensor.
+        What a source has may be of another dtype than what is declared, packed otherwise or not at all.
+
+        Raises:
+            GraphError: it is declared already, as something else. ShapeError, DTypeError: no shape or dtype.
+            WeightShapeError, WeightError: it cannot be packed so. UnsupportedError: the scheme is not decoded yet.
+        """
+        return self.wrap(self.builder.leaf(declared_param(self.name, self.builder.nodes, name, shape, dtype, packed)))
+
+    def named(self, name: str, build: Callable[[Self], Value]) -> Value:
+        """Run `build` inside a block path segment `name`; where an earlier block has that path, `name_2` and so on."""
+        if not callable(build):
+            raise GraphError(f"{self.name}: named takes a function GraphModule → value, got {shown(build)}")
+        path = free_path(self.builder.origin.path, as_name(name, f"{self.name}: named"), self.taken)
+        self.taken.add(path)
+        with self.builder.at(Origin(path)):
+            return build(self)
+
+    @staticmethod
+    def block(module: ModuleBuilder, name: str, build: Callable[[Any], Value]) -> Value:
+        """`module.named(name, build)`."""
+        return module.named(name, build)
+
+    # -- what the builders need --------------------------------------------------------------
+
+    def wrap(self, value: Value) -> Value:
+        """A value of the builder as users get it: it knows its module, so that no other one takes it."""
+        return replace(value, owner=self.builder)
+
+    @property
+    def level(self) -> GraphStage:
+        """`stage`, as the builders ask for it."""
+        return self.stage
+
+    def own(self, value: Value) -> Value:
+        """The graph value behind one of this module."""
+        if not isinstance(value, Value):
+            raise GraphError(
+                f"{self.name}: expected a value of this module, got {type(value).__name__}; m.constant(array) makes one"
+            )
+        around = [body.outer for body in self._bodies]
+        if value.owner is not None and value.owner not in (self.builder, *around):
+            raise GraphError(
+                f"{self.name}: {value} belongs to another module called {quote(value.owner.name)}; "
+                "use the values that this one returned, after lowering those in its `outputs`"
+            )
+        nodes = (value.owner or self.builder).nodes
+        if not (0 <= value.node < len(nodes)) or value.index >= len(nodes[value.node].types):
+            raise GraphError(f"{self.name}: {value} is not a value of this module")
+        return self.inside(value)
+
+    def weight(
+        self,
+        weight: Value | WeightKey | WeightStack,
+        roles: Roles | None = None,
+        *,
+        shape: Sequence[DimLike | None] | None = None,
+        init: Init | None = None,
+    ) -> Value:
+        """A weight operand; a module declares what it reads, so a key alone is none."""
+        if isinstance(weight, str | WeightPart | WeightStack):
+            key = weight.keys[0] if isinstance(weight, WeightStack) else stored_key(weight)
+            raise GraphError(f"{self.name}: {quote(weight)} is a key; m.param({key!r}, shape) declares the weight")
+        return weight
+
+    # -- finishing ---------------------------------------------------------------------------
+
+    def set_outputs(self, values: Sequence[Value], names: Sequence[str] = ()) -> None:
+        """Set the outputs, and their names: without, `output`, or `output0`, `output1` …"""
+        if not isinstance(values, Iterable):
+            raise GraphError(f"{self.name}: set_outputs takes a list of values, got {type(values).__name__}: [value]")
+        outputs = [self.own(v) for v in values]
+        default = ("output",) if len(outputs) == 1 else tuple(f"output{i}" for i in range(len(outputs)))
+        chosen = as_names(names, f"{self.name}: set_outputs") or default
+        if len(chosen) != len(outputs):
+            raise GraphError(f"{self.name}: set_outputs: {len(outputs)} values and {len(chosen)} names")
+        self.outputs, self.output_names = outputs, chosen
+
+    set_hir_outputs = set_outputs
+
+    def finish_hir(self, value: Value) -> Self:
+        """Set the only output; the module."""
+        self.set_outputs([value])
+        return self
+
+    def finish(self) -> Graph:
+        """The finished, verified graph.
+
+        Raises:
+            GraphError: there are no outputs, or the graph is wrong; all problems are listed.
+        """
+        if not self.outputs:
+            raise GraphError(f"module {self.name!r} has no outputs: set_outputs([...])")
+        return verify(self._snapshot(), self.stage, "building", self.builder.types)
+
+    def _snapshot(self) -> Graph:
+        return self.builder.finish(self.outputs, self.output_names)
+
+
+def declared_param(
+    module: str, nodes: Sequence[Node], name: str, shape: Sequence[int], dtype: Any, packed: str | None
+) -> Param:
+    """The leaf of a parameter beside the `nodes` that `module` has; see `GraphModule.param`."""
+    if not isinstance(name, str):
+        raise GraphError(f"{module}: a weight key is a string, got {shown(name)}")
+    where = f"{module}: parameter {quote(name)}"
+    sizes = items_of(shape, where, "a list of sizes")
+    if packed is None:
+        stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, where))
+    else:
+        stored = as_stored(name, PackedSpec(sizes, dtype, packed), where)
+    declared = dict(key_kinds(stored))[name]
+    for node in nodes:
+        for key, kind in key_kinds(node.op.programs[0]) if isinstance(node.op, Param) else ():
+            if key == name and kind != declared:
+                raise GraphError(f"{where} is {kind} and {declared}")
+    program = cast(stored, device_dtype(stored.type.dtype))
+    return Param((program,), type=program.type)
