@@ -16,12 +16,7 @@ from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
 from rlx_jax.encode.rows import RowForm, exact_rows, masks_of
 from rlx_jax.encode.sentence import SentencePipeline
-from rlx_jax.errors import (
-    DeriveError,
-    RequestError,
-    shown,
-    suggests,
-)
+from rlx_jax.errors import DeriveError, RequestError, shown, suggests
 from rlx_jax.lowering.hir.rows import MASK
 from rlx_jax.lowering.hir.rules import reads_from_the_left
 from rlx_jax.lowering.hir.trials import why_rows_mix

@@ -15,16 +15,7 @@ from rlx_jax.compiler.meshes import at_home, own_mesh
 from rlx_jax.compiler.pipeline import Template, derived_program, text_after
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.device import check_fits, out_of_memory
-from rlx_jax.errors import (
-    GraphError,
-    MissingWeightError,
-    RequestError,
-    RlxError,
-    did_you_mean,
-    listing,
-    quote,
-    shown,
-)
+from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import as_dim
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS

@@ -15,14 +15,7 @@ import jax
 
 from rlx_jax.compiler.meshes import divide_model
 from rlx_jax.compiler.pipeline import Template, facts_of, make_template
-from rlx_jax.compiler.settings import (
-    Settings,
-    check_inputs,
-    choose_profile,
-    choose_settings,
-    differences,
-    divided,
-)
+from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings, differences, divided
 from rlx_jax.errors import (
     GraphError,
     ProfileError,

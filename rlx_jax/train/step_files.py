@@ -17,14 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import (
-    CheckpointFormatError,
-    IntegrityError,
-    RlxError,
-    SaveFailedError,
-    StorageError,
-    quote,
-)
+from rlx_jax.errors import CheckpointFormatError, IntegrityError, RlxError, SaveFailedError, StorageError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import sync, sync_tree, write_synced
 from rlx_jax.io.files import files_below
