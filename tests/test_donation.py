@@ -16,7 +16,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.compiler.executable import compile_program
 from rlx_jax.errors import DonationWarning, GraphError
-from rlx_jax.generate.decode import DecodeLoop, StartRows
+from rlx_jax.generate.decode import DecodeLoop, new_rows
 from rlx_jax.generate.sampler import Method, Sampler
 from rlx_jax.ir.ops.attention import CacheUpdate, write_rows
 from rlx_jax.lowering.lir import donation
@@ -64,7 +64,7 @@ def decode_step(model: Any, batch: int, context: int) -> Any:
     key = model.bound({"batch": batch, "context": context, "seq": 1}, loop).key
     state = jax.eval_shape(partial(model.init_state, batch, context)).arrays()
     rows = jax.eval_shape(
-        StartRows(draws=False), jax.random.key(0), np.ones(batch, bool), np.int32(4), np.zeros((batch, 0), bool)
+        partial(new_rows, False), jax.random.key(0), np.ones(batch, bool), np.int32(4), np.zeros((batch, 0), bool)
     )  # fmt: skip
     inputs = {"rows": rows, "knobs": Sampler().knobs(61), "ends": np.zeros(61, bool)}
     return model.programs.executable(key, model.param_specs(), state, inputs)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx_jax import errors
-from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, StartRows
+from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, new_rows
 from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, adjusted, choose, finite_rows, keep_likely
 from rlx_jax.runtime.inputs import random_key
 
@@ -203,7 +203,7 @@ def test_a_bias_that_bans_what_the_model_leaves() -> None:
     logits[:, 0, 3], logits[1, 0, 5] = 1.0, 0.0
     sampler = Sampler(logit_bias={3: -math.inf})
     start, live = FirstTokens(sampler.method(VOCAB)), jnp.ones(2, bool)
-    rows = StartRows(False)(random_key("seed", 0), live, jnp.int32(4), jnp.zeros((2, 0), bool))
+    rows = new_rows(False, random_key("seed", 0), live, jnp.int32(4), jnp.zeros((2, 0), bool))
     first, after, _ = start(
         jnp.asarray(logits), rows, live, jnp.zeros((2, 1), jnp.int32), sampler.knobs(VOCAB), jnp.zeros(VOCAB, bool)
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.generate.decode import StartRows
+from rlx_jax.generate.decode import new_rows
 from rlx_jax.generate.prompt_lookup import PromptLookup
 from rlx_jax.generate.speculative import DRAFT, Drafts, VerifyLoop
 from tests.test_ring import VOCAB, windowed
@@ -58,7 +58,7 @@ def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler, rows:
     p, q = RNG.normal(0, 1.5, (k + 1, vocab)), RNG.normal(0, 1.5, (k, vocab))
     wanted, drafting = ([filtered(row, sampler) for row in x] for x in (p, q))
     loop = VerifyLoop(sampler.method(vocab), "ids", 1, PromptLookup(k))
-    state = StartRows(True)(jax.random.key(3), jnp.ones(rows, bool), jnp.int32(10), jnp.zeros((rows, 0), bool))
+    state = new_rows(True, jax.random.key(3), jnp.ones(rows, bool), jnp.int32(10), jnp.zeros((rows, 0), bool))
 
     @jax.jit
     def judged(state: Any) -> Any:

@@ -43,41 +43,27 @@ class CaptureAxes:
         return CaptureAxes(batch[0] if batch else None, seq, len(batch) < 2 and not any(others))
 
 
-@dataclass(frozen=True)
-class TrimPadding:
+def trim_padding(axes: CaptureAxes, rows: int, tokens: int, array: jax.Array, lengths: jax.Array) -> jax.Array:
     """A capture of padded rows, cut to `rows` of `tokens`; `fill_value` at the tokens after the end of a row."""
-
-    axes: CaptureAxes
-    rows: int
-    tokens: int
-
-    def __call__(self, array: jax.Array, lengths: jax.Array) -> jax.Array:
-        axes = self.axes
-        sizes = {axes.rows: self.rows} | dict.fromkeys(axes.tokens, self.tokens)
-        array = array[tuple(slice(sizes.get(axis)) for axis in range(array.ndim))]
-        if axes.rows is None:  # a table that all rows share
-            return array
-        ends = lengths.reshape([-1 if axis == axes.rows else 1 for axis in range(array.ndim)])
-        for axis in axes.tokens:
-            real = lax.broadcasted_iota(jnp.int32, array.shape, axis) < ends
-            array = jnp.where(real, array, fill_value(array.dtype))
+    sizes = {axes.rows: rows} | dict.fromkeys(axes.tokens, tokens)
+    array = array[tuple(slice(sizes.get(axis)) for axis in range(array.ndim))]
+    if axes.rows is None:  # a table that all rows share
         return array
+    ends = lengths.reshape([-1 if axis == axes.rows else 1 for axis in range(array.ndim)])
+    for axis in axes.tokens:
+        real = lax.broadcasted_iota(jnp.int32, array.shape, axis) < ends
+        array = jnp.where(real, array, fill_value(array.dtype))
+    return array
 
 
-@dataclass(frozen=True)
-class JoinRows:
+def join_rows(axes: CaptureAxes, tokens: int, *arrays: jax.Array) -> jax.Array:
     """Captures of one row each as one array, with `fill_value` up to `tokens`."""
-
-    axes: CaptureAxes
-    tokens: int
-
-    def __call__(self, *arrays: jax.Array) -> jax.Array:
-        assert self.axes.rows is not None
-        wide = []
-        for array in arrays:
-            more = [(0, (self.tokens - n) * (axis in self.axes.tokens)) for axis, n in enumerate(array.shape)]
-            wide.append(jnp.pad(array, more, constant_values=fill_value(array.dtype)))
-        return jnp.concatenate(wide, self.axes.rows)
+    assert axes.rows is not None
+    wide = []
+    for array in arrays:
+        more = [(0, (tokens - n) * (axis in axes.tokens)) for axis, n in enumerate(array.shape)]
+        wide.append(jnp.pad(array, more, constant_values=fill_value(array.dtype)))
+    return jnp.concatenate(wide, axes.rows)
 
 
 def fill_value(dtype: Any) -> Any:
@@ -105,13 +91,16 @@ def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array
     ids = next(decl.type for decl in model.flow._inputs if decl.name == model.first_input)
     types = dict(zip(graph.output_names, map(graph.type, graph.outputs), strict=True))
     axes = {name: CaptureAxes.of(value, ids) for name, value in types.items()}
-    block, lengths = pad_rows(rows, max(map(len, rows))), np.array([len(row) for row in rows], np.int32)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    width = int(lengths.max())
+    block = pad_rows(rows, width)
     call = model.programs.call
     # Where prefill can be derived, no capture reads tokens after its own or other rows: rows may be padded.
     if all(a.is_plain for a in axes.values()) and not model.programs.why_not(model.name, "prefill", beside.given):
         padded = pad_block(lm.buckets, block, limit)
         values = run(model, tuple(axes), padded, ids, beside, beside.padded(len(padded)))
-        return {name: call(TrimPadding(axes[name], *block.shape), value, lengths) for name, value in values.items()}
+        static = {name: (a, *block.shape) for name, a in axes.items()}
+        return {name: call(trim_padding, value, lengths, static=static[name]) for name, value in values.items()}
     if len(rows) > 1 and (mixed := [name for name, a in axes.items() if not a.is_plain or a.rows is None]):
         raise RequestError(
             f"capture: {quote(mixed[0])} is {types[mixed[0]]}, which has no axis of prompts: capture each prompt alone"
@@ -121,7 +110,7 @@ def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array
     ]
     if len(rows) == 1:
         return alone[0]
-    return {name: call(JoinRows(axes[name], block.shape[1]), *(values[name] for values in alone)) for name in axes}
+    return {name: call(join_rows, *(row[name] for row in alone), static=(a, width)) for name, a in axes.items()}
 
 
 def run(

@@ -91,20 +91,16 @@ def no_log_probs(batch: int, steps: int, k: int) -> LogProbs:
     return LogProbs(jnp.zeros((batch, steps), jnp.float32), wide.astype(jnp.int32), wide)
 
 
-@dataclass(frozen=True)
-class StartRows:
-    """The rows of a new request. The key of row i is fold_in(seed, i): it does not depend on the other rows."""
-
-    draws: bool
-
-    def __call__(self, key: Array, running: Array, budget: Array, seen: Array) -> Rows:
-        """`key` is that of the seed; `running` `[B]` bool; `budget` `[]` int32; `seen` as in `Rows`."""
-        batch = running.shape[0]
-        numbers = jnp.arange(batch, dtype=jnp.int32)
-        none = jnp.zeros((batch, 0), jnp.uint32)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers) if self.draws else none
-        zeros = jnp.zeros(batch, jnp.int32)
-        return Rows(ids=zeros, running=running, left=zeros + budget, new=zeros, seen=seen, keys=keys)
+def new_rows(draws: bool, key: Array, running: Array, budget: Array, seen: Array) -> Rows:
+    """The rows of a new request; `draws`: whether tokens are drawn. The key of row i is fold_in(seed, i): it does not
+    depend on the other rows. `key` is that of the seed; `running` `[B]` bool; `budget` `[]` int32; `seen` as in `Rows`.
+    """
+    batch = running.shape[0]
+    numbers = jnp.arange(batch, dtype=jnp.int32)
+    none = jnp.zeros((batch, 0), jnp.uint32)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers) if draws else none
+    zeros = jnp.zeros(batch, jnp.int32)
+    return Rows(ids=zeros, running=running, left=zeros + budget, new=zeros, seen=seen, keys=keys)
 
 
 @dataclass(frozen=True)

@@ -104,21 +104,16 @@ def run_padded(
     lengths = np.concatenate([valid, idle]).astype(np.int32)
     (out, *_), after = reader({ids: padded, "lengths": lengths, **(beside or {})}, state)
     if reader.key.last_only:
-        return programs.call(LastRows(len(valid)), out), after
+        return programs.call(last_rows, out, static=(len(valid),)), after
     return cropped(programs, out, len(valid), seq), after
 
 
 # -- what is cut from the outputs of padded programs; compiled: the indices of an eager slice would be transfers -------
 
 
-@dataclass(frozen=True)
-class LastRows:
+def last_rows(rows: int, logits: jax.Array) -> jax.Array:
     """Logits of the last tokens `[B, 1, V]` → those of the first rows `[rows, V]`."""
-
-    rows: int
-
-    def __call__(self, logits: jax.Array) -> jax.Array:
-        return logits[: self.rows, 0]
+    return logits[:rows, 0]
 
 
 def moved_back(array: jax.Array, starts: jax.Array) -> jax.Array:

@@ -23,14 +23,9 @@ def fork_of(batch: int, answers: int, prompts: int) -> Ids:
     return np.minimum(np.arange(batch) // answers, prompts - 1).astype(np.int32)
 
 
-@dataclass(frozen=True)
-class ForkRows:
+def fork_rows(axis: int, array: jax.Array, rows: jax.Array) -> jax.Array:
     """Rows of an array, which are at `axis`, by number: `[…, P, …]`, `[B]` → `[…, B, …]`."""
-
-    axis: int
-
-    def __call__(self, array: jax.Array, rows: jax.Array) -> jax.Array:
-        return jnp.take(array, rows, axis=self.axis, mode="clip")
+    return jnp.take(array, rows, axis=axis, mode="clip")
 
 
 @dataclass(frozen=True)
@@ -44,43 +39,41 @@ class LeafMove:
     many: int = 0
 
 
-@dataclass(frozen=True)
-class MoveState:
+def move_state(
+    leaves: tuple[LeafMove, ...], state: StateArrays, rows: jax.Array, lengths: jax.Array | None = None
+) -> StateArrays:
     """A state of other rows, given by number `[B]`, and of other slots. Where `lengths` `[B]` are given they take the
     place of its own."""
+    held = fork_rows(0, state[LENGTH], rows)
+    moved = {leaf.name: move_leaf(leaf, state[leaf.name], rows, held) for leaf in leaves}
+    return state | moved | {LENGTH: held if lengths is None else lengths}
 
-    leaves: tuple[LeafMove, ...]
 
-    def __call__(self, state: StateArrays, rows: jax.Array, lengths: jax.Array | None = None) -> StateArrays:
-        held = ForkRows(0)(state[LENGTH], rows)
-        moved = {leaf.name: self.moved(leaf, state[leaf.name], rows, held) for leaf in self.leaves}
-        return state | moved | {LENGTH: held if lengths is None else lengths}
-
-    def moved(self, leaf: LeafMove, array: jax.Array, rows: jax.Array, held: jax.Array) -> jax.Array:
-        """The array of other rows and slots. The token at position p stands in slot p mod T, of a cache that holds them
-        all and of a ring that holds the last T."""
-        array = ForkRows(leaf.rows)(array, rows)
-        if leaf.slots is None:
-            return array
-        last, before = held[:, None] - 1, array.shape[leaf.slots]
-        position = last - jnp.remainder(last - jnp.arange(leaf.many, dtype=jnp.int32)[None], leaf.many)
-        there = position >= jnp.maximum(last + 1 - before, 0)
-        shape = [1] * array.ndim
-        shape[leaf.rows], shape[leaf.slots] = position.shape
-        slot = jnp.where(there, jnp.remainder(position, before), 0).reshape(shape)
-        found = jnp.take_along_axis(array, slot, axis=leaf.slots, mode="clip")
-        return jnp.where(there.reshape(shape), found, jnp.zeros_like(found))
+def move_leaf(leaf: LeafMove, array: jax.Array, rows: jax.Array, held: jax.Array) -> jax.Array:
+    """The array of other rows and slots. The token at position p stands in slot p mod T, of a cache that holds them all
+    and of a ring that holds the last T."""
+    array = fork_rows(leaf.rows, array, rows)
+    if leaf.slots is None:
+        return array
+    last, before = held[:, None] - 1, array.shape[leaf.slots]
+    position = last - jnp.remainder(last - jnp.arange(leaf.many, dtype=jnp.int32)[None], leaf.many)
+    there = position >= jnp.maximum(last + 1 - before, 0)
+    shape = [1] * array.ndim
+    shape[leaf.rows], shape[leaf.slots] = position.shape
+    slot = jnp.where(there, jnp.remainder(position, before), 0).reshape(shape)
+    found = jnp.take_along_axis(array, slot, axis=leaf.slots, mode="clip")
+    return jnp.where(there.reshape(shape), found, jnp.zeros_like(found))
 
 
 def moved_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: Ids | None = None) -> StateArrays:
-    """The state for `program`, of these rows of another of its flow's, in arrays of its own; see `MoveState`."""
+    """The state for `program`, of these rows of another of its flow's, in arrays of its own; see `move_state`."""
     programs, sizes = program.model.programs, dict(program.key.binding)
     template, division = programs.template(program.key.symbolic), programs.division
     types = {name: t for name, t in template.state.items() if name != LENGTH}
     moves = tuple(m for name, t in types.items() if (m := _move(name, t, sizes, state[name].shape)) is not None)
     at = None if division is None else state_shardings(template, sizes, division)
     arguments = (state, rows) if lengths is None else (state, rows, lengths)
-    moved: dict[str, Any] = programs.call(MoveState(moves), *arguments, at=at)
+    moved: dict[str, Any] = programs.call(move_state, *arguments, static=(moves,), at=at)
     return moved
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
-from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, Rows, StartRows
-from rlx_jax.generate.forking import ForkRows, fits, fork_of, moved_state
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, Rows, new_rows
+from rlx_jax.generate.forking import fits, fork_of, fork_rows, moved_state
 from rlx_jax.generate.plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.request import Before, LanguageModel, Request
 from rlx_jax.generate.speculative import OWN
@@ -176,6 +176,9 @@ def blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None
     if not (request.rows and request.budget):
         return
     clock = lm.model.programs.clock()
+    first: tuple[float, int] | None = None
+    others = len(request.rows) - 1  # of what is shared, the first prompt is read
+    cached = sum(request.before.lengths) if request.before else request.shared * others
     generation = start(plan_request(lm, request))
     generation.blocks = None if request.ended is None else []
     try:
@@ -191,15 +194,11 @@ def blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None
                     generation.stop(done)
             seconds, compiled = clock()
             tokens = sum(map(len, new.rows))
-            if new.report is None:
-                others = len(request.rows) - 1  # of what is shared, the first prompt is read
-                new.report = RequestReport(
-                    "prompts", len(request.rows), sum(map(len, request.rows)), seconds, tokens, tokens,
-                    cached_tokens=sum(request.before.lengths) if request.before else request.shared * others,
-                    reread=request.reread,
-                )  # fmt: skip
-            took = seconds - new.report.prompt_seconds
-            new.report = replace(new.report, new_tokens=tokens, answer_seconds=took, compiled=compiled)
+            first = first or (seconds, tokens)
+            new.report = RequestReport(
+                "prompts", len(request.rows), sum(map(len, request.rows)), first[0], tokens, first[1],
+                seconds - first[0], compiled, cached, request.reread,
+            )  # fmt: skip
             yield
     finally:
         if request.ended is not None:
@@ -273,7 +272,8 @@ def start(plan: RequestPlan) -> Generation:
             continue
         if n > 1:
             fork = fork_of(sizes.batch, n, len(request.rows))
-            logits, now = programs.call(ForkRows(0), logits, fork, at=programs.whole), now[fork] & live
+            logits = programs.call(fork_rows, logits, fork, static=(0,), at=programs.whole)
+            now = now[fork] & live
         arguments = (logits, rows, now, first, knobs, ends, told)
         first, rows, told = programs.call(FirstTokens(plan.method, plan.top), *arguments, at=programs.whole)
     if n > 1:
@@ -297,7 +297,7 @@ def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> Rows:
         for row in np.flatnonzero(live):
             seen[row, list(request.rows[row // (request.n or 1)])] = True
     arguments = (random_key("seed", request.seed), live, np.int32(request.budget), seen)
-    rows: Rows = programs.call(StartRows(plan.method.draws), *arguments, at=programs.whole)
+    rows: Rows = programs.call(new_rows, *arguments, static=(plan.method.draws,), at=programs.whole)
     return rows
 
 

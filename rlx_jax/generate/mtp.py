@@ -66,7 +66,8 @@ class MtpModule(ProgramDrafter):
             fed = {self.ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - at, 0, width)}
             _, state = reader(fed, state)
             at += width
-        return programs.call(FirstPair(self.tokens + 1), hidden, lengths, first, at=programs.whole), state
+        kept = programs.call(first_pair, hidden, lengths, first, static=(self.tokens + 1,), at=programs.whole)
+        return kept, state
 
     def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
         """The first draft from the model's hidden states, the others each from the one before."""
@@ -104,26 +105,20 @@ class MtpModule(ProgramDrafter):
         return replace(own, kept=(judged.chosen, hidden, judged.count))
 
 
-@dataclass(frozen=True)
-class FirstPair:
+def first_pair(width: int, blocks: tuple[Array, ...], lengths: Array, first: Array) -> tuple[Array, Array, Array]:
     """What `MtpModule` keeps behind the prompts: of `width` pairs the first, made of the last token's hidden states.
 
     `blocks` are hidden states `[B, S, H]` of the prompts, part by part; `lengths` `[B]` of the prompts; `first`
     `[B, 1]`, the tokens chosen behind them.
     """
-
-    width: int
-
-    def __call__(self, blocks: tuple[Array, ...], lengths: Array, first: Array) -> tuple[Array, Array, Array]:
-        hidden, at = jnp.zeros_like(blocks[0][:, 0]), 0
-        for block in blocks:
-            number = lengths - 1 - at
-            found = jnp.take_along_axis(block, number[:, None, None], axis=1, mode="clip")[:, 0]
-            hidden = jnp.where(((number >= 0) & (number < block.shape[1]))[:, None], found, hidden)
-            at += block.shape[1]
-        more = self.width - 1
-        ids = jnp.pad(jnp.maximum(first, 0), ((0, 0), (0, more)))
-        return ids, jnp.pad(hidden[:, None], ((0, 0), (0, more), (0, 0))), jnp.ones_like(lengths)
+    hidden, at = jnp.zeros_like(blocks[0][:, 0]), 0
+    for block in blocks:
+        number = lengths - 1 - at
+        found = jnp.take_along_axis(block, number[:, None, None], axis=1, mode="clip")[:, 0]
+        hidden = jnp.where(((number >= 0) & (number < block.shape[1]))[:, None], found, hidden)
+        at += block.shape[1]
+    ids = jnp.pad(jnp.maximum(first, 0), ((0, 0), (0, width - 1)))
+    return ids, jnp.pad(hidden[:, None], ((0, 0), (0, width - 1), (0, 0))), jnp.ones_like(lengths)
 
 
 # -- which module ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -80,21 +80,22 @@ def open_programs(
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
     division = divide_model(options.mesh, builts, settings, program, serves)
     settings = replace(settings if division is None else divided(settings, division), max_positions=max_positions)
-    plan = plan_layout(builds, settings, program if program in ("train", "explicit") else "forward")
+    first = program if program in ("train", "explicit") else "forward"
+    settings, layout, templates = plan_layout(builds, settings, first)
     if division is not None:
-        check_divides(division, plan.layout.leaves.values())
+        check_divides(division, layout.leaves.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
-    programs = Programs(named, source, plan.settings, plan.layout, captured, options.progress)
+    programs = Programs(named, source, settings, layout, captured, options.progress)
     programs.opened = merge, program
     programs.initialised, programs.seed = fresh, seed
-    chosen = [(t, choose_profile(t.built, profile)) for t in plan.templates.values() if t.built.plan is None]
+    chosen = [(t, choose_profile(t.built, profile)) for t in templates.values() if t.built.plan is None]
     if any(used != CompileProfile.auto() for _, used in chosen):
         programs_run = serves or (program,)
-        warn_of_idle([facts_of(t, used, plan.settings, programs_run, bool(serves)) for t, used in chosen], 3)
+        warn_of_idle([facts_of(t, used, settings, programs_run, bool(serves)) for t, used in chosen], 3)
     for name, flow in named.items():
-        check_inputs(plan.settings.plan.donate_inputs, flow)
+        check_inputs(settings.plan.donate_inputs, flow)
         programs.builds.put((name, frozenset()), builds[name])
-        programs.templates.put(ProgramKey(name, plan.first), plan.templates[name])
+        programs.templates.put(ProgramKey(name, first), templates[name])
     return programs
 
 
@@ -125,25 +126,16 @@ def with_lacking(
     return {name: (flow.build(drawn), builds[name][1]) for name, flow in named.items()}, tuple(fresh)
 
 
-@dataclass(frozen=True)
-class LayoutPlan:
-    """The layout that all flows share, with the settings that it goes by and each flow's program `first`."""
-
-    settings: Settings
-    layout: Layout
-    first: str
-    templates: Mapping[str, Template]
-
-
-def plan_layout(builds: Builds, settings: Settings, first: str) -> LayoutPlan:
-    """One layout for all flows. What is merged in one flow and not in another would be stored twice, and is not; nor is
-    what an optional input parts, which comes between products and the value that they share without it."""
+def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Settings, Layout, dict[str, Template]]:
+    """One layout for all flows, with the settings that it goes by and each flow's program `first`. What is merged in
+    one flow and not in another would be stored twice, and is not; nor is what an optional input parts, which comes
+    between products and the value that they share without it."""
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
     layout = layout_of([t.hir for t in templates.values()], settings.plan.scan)
     twice = len(builds) > 1 and layout.repeated()
     if settings.merge and (twice or any(parted(built, layout, settings, first) for built, _ in builds.values())):
         return plan_layout(builds, replace(settings, merge=False), first)
-    return LayoutPlan(settings, layout, first, templates)
+    return settings, layout, templates
 
 
 def parted(built: Built, layout: Layout, settings: Settings, first: str) -> bool:

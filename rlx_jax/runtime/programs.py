@@ -382,10 +382,10 @@ class Programs:
         if self.progress is not None:
             self.progress(what, done, total)
 
-    def call(self, function: Callable[..., Any], *arguments: Any, at: Any = None) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: Any, static: tuple[Any, ...] = (), at: Any = None) -> Any:
         """A small function beside the programs, such as one that makes an empty state. It is compared by value, and
-        compiled once for each choice of types of its arguments, which are arrays. `at`: shardings of what it returns,
-        the same in every call; None leaves them to XLA."""
+        compiled once for each choice of its first arguments, `static`, and of types of the others, which are arrays.
+        `at`: shardings of what it returns, the same in every call; None leaves them to XLA."""
 
         def make() -> Callable[..., Any]:
             if self.warm:
@@ -394,7 +394,7 @@ class Programs:
                 name = getattr(function, "__name__", type(function).__name__)
                 self.surprise(f"{name}, a function beside the programs: {why}")
             # one of its own, that goes with its one program
-            jitted = jax.jit(lambda *arrays: function(*arrays), out_shardings=at)
+            jitted = jax.jit(lambda *arrays: function(*static, *arrays), out_shardings=at)
             call, loaded = from_cache(jitted, moved, at)
             self.loaded_small += loaded
             return call
@@ -404,7 +404,7 @@ class Programs:
             moved = on_device(at_home(arguments, self.division))
             if self.division is not None and guarded():  # what is on one device would go to the others unasked
                 moved = jax.device_put(moved, self.whole)
-            return self.small((function, types), make)(*moved)
+            return self.small((function, static, types), make)(*moved)
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:

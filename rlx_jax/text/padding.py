@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,14 +34,9 @@ def padded_to(block: np.ndarray[Any, Any], rows: int, width: int) -> np.ndarray[
     return np.pad(block, ((0, rows - block.shape[0]), (0, width - block.shape[1])))
 
 
-@dataclass(frozen=True)
-class Cropped:
+def cut(sizes: tuple[int, ...], array: Any) -> Any:
     """The first `sizes` entries of an array's first axes; compiled, as an eager slice would send its indices."""
-
-    sizes: tuple[int, ...]
-
-    def __call__(self, array: Any) -> Any:
-        return array[tuple(slice(size) for size in self.sizes)]
+    return array[tuple(slice(size) for size in sizes)]
 
 
 def cropped(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
@@ -52,12 +46,11 @@ def cropped(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
     """
     if array.shape[: len(sizes)] == sizes:
         return array
-    cut = Cropped(sizes)
     if programs.closed and not isinstance(array, jax.core.Tracer):
         there = programs.whole or (array.sharding if array.committed else None)
-        result: jax.Array = jax.device_put(cut(jax.device_get(array)), there)
+        result: jax.Array = jax.device_put(cut(sizes, jax.device_get(array)), there)
     else:
-        result = programs.call(cut, array)
+        result = programs.call(cut, array, static=(sizes,))
     return result
 
 
