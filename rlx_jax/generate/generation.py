@@ -231,13 +231,9 @@ def pieces(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]
     """The new text of a request of one row as it comes, or its ids; joined together they are what `generate` gives."""
     (ids,), sent = new.rows, 0
     for _ in blocks(lm, request, new):
-        if not request.text:
-            yield from ids[sent:]
-            sent = len(ids)
-            continue
-        known = settled(lm.decode(ids), request.words)
-        if len(known) > sent:
-            yield known[sent:]
+        known: Any = settled(lm.decode(ids), request.words) if request.text else ids
+        if piece := known[sent:]:
+            yield from [piece] if request.text else piece
             sent = len(known)
     answer = lm.text(ids, request.words) if request.text else ids
     if request.text and answer[sent:]:

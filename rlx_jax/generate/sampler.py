@@ -82,23 +82,19 @@ class SamplerOption:
         if self.whole:
             whole_number(name, value, 1)
             return
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float | np.number)
-            or not -math.inf < value < math.inf
-        ):
+        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not number or not -math.inf < value < math.inf:
             raise RequestError(f"{name} is {shown(value)}; expected a finite number")
         low, high = self.low, self.high
         if low <= value <= high or (self.zero and value == 0):
             return
         if value <= 0 or (high < LARGEST and value > high):  # nothing that float32 decides
             least = "0 or more" if self.zero or not low else "above 0"
-            most = f", at most {high:g}" if high < LARGEST else ""
-            raise RequestError(f"{name} is {shown(value)}; expected a number, {least}{most}")
-        places = " (float32)" if low == TINY or high == LARGEST else ""
-        raise RequestError(
-            f"{name} is {shown(value)}; expected {'0, or ' if self.zero else ''}from {low:.3g} to {high:.3g}{places}"
-        )
+            expected = f"a number, {least}" + (f", at most {high:g}" if high < LARGEST else "")
+        else:
+            places = " (float32)" if low == TINY or high == LARGEST else ""
+            expected = f"{'0, or ' if self.zero else ''}from {low:.3g} to {high:.3g}{places}"
+        raise RequestError(f"{name} is {shown(value)}; expected {expected}")
 
 
 def option(default: Any, metavar: str, help: str, **rules: Any) -> Any:

@@ -66,10 +66,9 @@ class EmptyState:
     shardings: Mapping[str, NamedSharding] = field(default_factory=dict)
 
     def __call__(self) -> StateArrays:
-        return {key: self._placed(key, jnp.zeros(t.shape, t.dtype)) for key, t in self.types}
-
-    def _placed(self, key: str, array: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(array, self.shardings[key]) if key in self.shardings else array
+        empty = {key: jnp.zeros(t.shape, t.dtype) for key, t in self.types}
+        places = {key: self.shardings[key] for key in empty if key in self.shardings}
+        return empty | {key: jax.lax.with_sharding_constraint(empty[key], at) for key, at in places.items()}
 
 
 @dataclass(frozen=True)

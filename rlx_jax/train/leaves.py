@@ -114,8 +114,7 @@ def check_same(stored: Mapping[str, TensorType], like: tuple[StoredLeaf, ...], w
     wanted = {leaf.name: leaf.type for leaf in like}
     wrong = [f"{name}: {found} in the step, not in `like`" for name, found in stored.items() if name not in wanted]
     wrong += [f"{name}: {asked} in `like`, not in the step" for name, asked in wanted.items() if name not in stored]
-    for name, asked in wanted.items():
-        if name in stored and stored[name] != asked:
-            wrong.append(f"{name}: {stored[name]} in the step, {asked} in `like`")
+    differ = ((name, stored[name], asked) for name, asked in wanted.items() if stored.get(name, asked) != asked)
+    wrong += [f"{name}: {found} in the step, {asked} in `like`" for name, found, asked in differ]
     if wrong:
         raise WeightError(f"{where}: {len(wrong)} leaves are not those of `like`: {listing(wrong)}")
