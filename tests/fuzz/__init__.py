@@ -2,7 +2,7 @@
 
 - `meaning`: a graph's value in NumPy float64, op by op, without the library's `eval` and `expand`.
 - `sketch`: a graph while it grows, with its numbers and what rounding may do to them.
-- `tensor_ops`, `patterns`: what a random MIR graph is grown from. `blocks`: the same for HIR.
+- `tensor_ops`: what a random MIR graph is grown from, the op table above all. `blocks`: the same for HIR.
 - `check`: a graph before and after a pass, and compiled.
 - `planted`: the faults. `hunt`: in which random graphs they show.
 """

@@ -23,7 +23,8 @@ from rlx_jax.lowering.lir.plan import programs_of, state_types
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.small import dce, specialise
 from tests.fuzz.meaning import Array, Feeds, evaluate, weight, wide
-from tests.fuzz.sketch import BINDING, UNIT, Case, Known, difference
+from tests.fuzz.sketch import UNIT, Case, Known, difference
+from tests.op_table import SIZES
 
 Step = Callable[[Graph, TypeCache], Graph]
 Program = tuple[str, Case, Graph, bool]
@@ -211,7 +212,7 @@ if jax.__version_info__ < (0, 11):
 
 def check_compiled(programs: Sequence[Program], optimise: bool = False) -> None:
     """Compile graphs together, run them, and compare with NumPy."""
-    bound = [(specialise(graph, BINDING, case.types), scan) for _, case, graph, scan in programs]
+    bound = [(specialise(graph, SIZES, case.types), scan) for _, case, graph, scan in programs]
     functions = [function(graph, scan) for graph, scan in bound]
     given = [arguments(g, case.feeds, scan) for (g, scan), (_, case, _, _) in zip(bound, programs, strict=True)]
     together = jax.jit(

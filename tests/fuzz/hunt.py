@@ -24,9 +24,9 @@ from rlx_jax.errors import RlxError
 from rlx_jax.ir.graph import TypeCache
 from tests.fuzz.blocks import hir_case
 from tests.fuzz.check import Mismatch, check_compiled, check_lowering, check_tensor_graph
-from tests.fuzz.patterns import mir_case
 from tests.fuzz.planted import FAULTS, Fault, plant
 from tests.fuzz.sketch import Case
+from tests.fuzz.tensor_ops import mir_case
 
 WITHIN = 1000
 TOGETHER = 8

@@ -40,9 +40,9 @@ from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, is_static, symbol
 from tests.fuzz import meaning
 from tests.fuzz.meaning import Array, Feeds
+from tests.op_table import SIZES
 
 F32, BF16, F16, I32, BOOL = (as_dtype(name) for name in ("f32", "bf16", "f16", "i32", "bool"))
-BINDING = {"batch": 2, "seq": 3}
 UNIT = {F32: 2.0**-23, F16: 2.0**-10, BF16: 2.0**-8}
 """Rounding error of one operation, relative; twice the best possible, for functions that are not rounded correctly."""
 CAP = {F32: 1e-4, F16: 0.05, BF16: 0.1}
@@ -109,12 +109,12 @@ class Case:
 
 def plain(dim: Any) -> bool:
     """Whether a dimension is a number or one symbol, not a sum of them."""
-    return is_static(dim) or str(dim) in BINDING
+    return is_static(dim) or str(dim) in SIZES
 
 
 def size(dim: Any) -> int:
     """A plain dimension as a number."""
-    return BINDING[str(dim)] if not is_static(dim) else int(dim)
+    return SIZES[str(dim)] if not is_static(dim) else int(dim)
 
 
 def exact_op(op: Op, results: Sequence[Array], types: Sequence[TensorType]) -> bool:
