@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 import rlx_jax as rlx
 
@@ -53,40 +53,30 @@ class OpCase:
         return tuple(np.asarray(w) for w in (want if isinstance(want, tuple) else (want,)))
 
 
-def evaluated(cases: Mapping[str, OpCase]) -> Callable[[str], tuple[np.ndarray, ...]]:
-    """What the named case gives; all of them are compiled together, at the first question."""
+def check_all(cases: Mapping[str, OpCase], subtests: pytest.Subtests) -> None:
+    """Compare each."""
+    for name, got in evaluated(cases, subtests).items():
+        with subtests.test(name):
+            check(got, cases[name])
 
-    @functools.cache
-    def run() -> dict[str, Any]:
-        m = rlx.Graph.hir("cases")
-        values: list[Any] = []
-        arrays: dict[str, Any] = {}
-        counts, failed = dict[str, int](), dict[str, Exception]()
-        for number, (name, case) in enumerate(cases.items()):
-            names = [f"i{number}_{place}" for place in range(len(case.arrays))]
-            arrays |= dict(zip(names, case.operands, strict=True))
-            operands = [m.input(n, *t) for n, t in zip(names, case.types, strict=True)]
-            try:
-                made = case.call(m, *operands)
-            except Exception as error:  # it is that of this case alone
-                failed[name] = error
-                continue
+
+def evaluated(cases: Mapping[str, OpCase], subtests: pytest.Subtests) -> dict[str, list[np.ndarray]]:
+    """What the cases give; they are compiled as one program."""
+    m = rlx.Graph.hir("cases")
+    values, arrays, counts = list[Any](), dict[str, Any](), dict[str, int]()
+    for number, (name, case) in enumerate(cases.items()):
+        names = [f"i{number}_{place}" for place in range(len(case.arrays))]
+        operands = [m.input(n, *t) for n, t in zip(names, case.types, strict=True)]
+        arrays |= dict(zip(names, case.operands, strict=True))
+        with subtests.test(name):
+            made = case.call(m, *operands)
             made = made if isinstance(made, tuple) else (made,)
-            counts[name] = len(made)
             values += made
-        m.set_outputs(values)
-        model = rlx.compile(m)
-        found = model(**{i.name: arrays[i.name] for i in model.inputs})  # a case may read none of its operands
-        out = iter(found.values() if isinstance(found, dict) else [found])
-        return {name: tuple(np.asarray(next(out)) for _ in range(count)) for name, count in counts.items()} | failed
-
-    def result(name: str) -> tuple[np.ndarray, ...]:
-        found = run()[name]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    return result
+            counts[name] = len(made)
+    m.set_outputs(values)
+    model = rlx.compile(m)
+    found = iter(model(**{i.name: arrays[i.name] for i in model.inputs}).values())  # a case may read no operand
+    return {name: [np.asarray(next(found)) for _ in range(count)] for name, count in counts.items()}
 
 
 def check(got: Sequence[np.ndarray], case: OpCase) -> None:

@@ -126,8 +126,8 @@ def with_inputs(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda e, x: fn(e, Inputs({name: e.flow_input(name) for name in TYPES}))
 
 
-@functools.cache
-def outputs(policy: str) -> Any:
+@pytest.mark.parametrize("policy", ["direct", "fusable"])
+def test_formula(policy: str, subtests: pytest.Subtests) -> None:
     """Every case in one program."""
 
     def every(emit: Any, i: Any) -> Any:
@@ -135,19 +135,14 @@ def outputs(policy: str) -> Any:
             emit.output(name, fn(emit, i))
         return i.q
 
-    model = rlx.compile(
-        flow().custom(with_inputs(every)), profile=rlx.CompileProfile().replace(fusion={"policy": policy})
-    )
-    return model, model(**{i.name: ARRAYS[i.name] for i in model.inputs})
-
-
-@pytest.mark.parametrize("policy", ["direct", "fusable"])
-@pytest.mark.parametrize("name", CASES)
-def test_formula(name: str, policy: str) -> None:
-    want = CASES[name][1]()
-    got = np.asarray(outputs(policy)[1][name])
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= 3e-5 * np.abs(want).max()
+    profile = rlx.CompileProfile().replace(fusion={"policy": policy})
+    model: Any = rlx.compile(flow().custom(with_inputs(every)), profile=profile)
+    found = model(**{i.name: ARRAYS[i.name] for i in model.inputs})
+    for name, (_, formula_of) in CASES.items():
+        with subtests.test(name):
+            got, want = np.asarray(found[name]), formula_of()
+            assert got.shape == want.shape
+            assert np.abs(got - want).max() <= 3e-5 * np.abs(want).max()
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
@@ -164,6 +159,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "a number as sinks": (lambda e, i: run(e, i, sinks=0.5), GraphError, "sinks is 0.5"),
     "sinks of other heads": (lambda e, i: run(e, i, sinks=i.q[0, 0]), ShapeError, f"one floating score a head, [{N}]"),
     "a scale of text": (lambda e, i: run(e, i, scale="a"), GraphError, "scale is a finite number, got 'a'"),
+    "a cap of 0": (lambda e, i: run(e, i, softcap=0.0), GraphError, "softcap"),
+    "a scale that is no number": (lambda e, i: run(e, i, scale=float("nan")), GraphError, "scale"),
+    "a bias of whole numbers": (lambda e, i: run(e, i, bias=i.row[:, None, None]), RlxError, "no floating one"),
     "a cap of truth": (lambda e, i: run(e, i, softcap=True), GraphError, "or None for no cap; got True"),
     "a mask value alone": (lambda e, i: run(e, i, mask_value=i.row), GraphError, "mask kind; there is none"),
     "an unknown layout": (lambda e, i: run(e, i, layout="bnsd"), GraphError, "packed or heads"),

@@ -67,32 +67,6 @@ def test_constant_ids_out_of_range() -> None:
         rlx.compile(m)
 
 
-def attention(**options: Any) -> Any:
-    m = Graph.hir("a")
-    q = m.input("q", (1, 3, H))
-    if "mask_value" in options:
-        options["mask_value"] = m.input("mask", *options["mask_value"])
-    return m.attention(q, q, q, heads=2, head_dim=4, **options)
-
-
-ATTENTION: dict[str, tuple[dict[str, Any], type[RlxError], str]] = {
-    "cap 0": ({"softcap": 0.0}, GraphError, "softcap"), "cap -1": ({"softcap": -1.0}, GraphError, "softcap"),
-    "cap nan": ({"softcap": float("nan")}, GraphError, "softcap"),
-    "cap inf": ({"softcap": float("inf")}, GraphError, "softcap"),
-    "scale nan": ({"scale": float("nan")}, GraphError, "scale"),
-    "bool bias": ({"mask": "bias", "mask_value": ((1, 2, 3, 3), "bool")}, DTypeError, "bias.*custom"),
-    "int bias": ({"mask": "bias", "mask_value": ((1, 1, 3, 3), "i32")}, DTypeError, "bias.*custom"),
-    "bias of a row": ({"mask": "bias", "mask_value": ((3, 3), "f32")}, ShapeError, "bias"),
-    "complex mask": ({"mask": "custom", "mask_value": ((1, 3), "c64")}, DTypeError, "keep"),
-}  # fmt: skip
-
-
-def test_attention_refuses() -> None:
-    for options, kind, message in ATTENTION.values():
-        with pytest.raises(kind, match=message):
-            attention(**options)
-
-
 def test_a_bias_is_as_long_as_the_product_is_wide() -> None:
     """x `[2, 4]`, w `[4, 3]`: nothing but `[3]`, and under both policies alike."""
     m = Graph.hir("m")

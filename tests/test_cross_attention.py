@@ -163,19 +163,16 @@ def derived(read: Any) -> None:
     rlx.compile(made.lm_head(V, H, True), {"e": WEIGHTS["e"]}, program="extend").text("mir")
 
 
-@pytest.mark.parametrize(
-    ("read", "says"),
-    [
-        (lambda e, x, i: e.attention(x, i, i, heads=2, causal=True), "keys of another sequence, causally"),
-        (lambda e, x, i: e.attention(x, i, i, heads=2, window=2), "keys of another sequence, causally"),
-        (lambda e, x, i: e.attention(x, e.concat([i, x], 1), e.concat([i, x], 1), heads=2), "concat"),
-        (lambda e, x, i: e.attention(i, x, x, heads=2), "mixes positions"),
-        (lambda e, x, i: x + e.last_token(x), "reads the last token of each row beside every token"),
-        (lambda e, x, i: x * e.tanh(e.last_token(x)) + x, "reads the last token of each row beside every token"),
-        (lambda e, x, i: e.attention(x, x, x, heads=2), "mixes positions"),
-        (lambda e, x, i: x + (i - i.mean(0, keepdims=True)).sum(1, keepdims=True), "rows of the batch alone"),
-    ],
-)
+@pytest.mark.parametrize(("read", "says"), [
+    (lambda e, x, i: e.attention(x, i, i, heads=2, causal=True), "keys of another sequence, causally"),
+    (lambda e, x, i: e.attention(x, i, i, heads=2, window=2), "keys of another sequence, causally"),
+    (lambda e, x, i: e.attention(x, e.concat([i, x], 1), e.concat([i, x], 1), heads=2), "concat"),
+    (lambda e, x, i: e.attention(i, x, x, heads=2), "mixes positions"),
+    (lambda e, x, i: x + e.last_token(x), "reads the last token of each row beside every token"),
+    (lambda e, x, i: x * e.tanh(e.last_token(x)) + x, "reads the last token of each row beside every token"),
+    (lambda e, x, i: e.attention(x, x, x, heads=2), "mixes positions"),
+    (lambda e, x, i: x + (i - i.mean(0, keepdims=True)).sum(1, keepdims=True), "rows of the batch alone"),
+])  # fmt: skip
 def test_not_derived(read: Any, says: str) -> None:
     """What hangs on how many tokens there are, or on other rows, is refused by name."""
     with pytest.raises(DeriveError, match="read") as caught:

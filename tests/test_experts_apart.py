@@ -146,16 +146,13 @@ def test_each_device_computes_its_own_choices(name: str) -> None:
     assert sum(used) == sum(-(-n // rows) for n in np.bincount(ids.ravel(), minlength=E))
 
 
-@pytest.mark.parametrize(
-    ("rows", "device", "chosen"),
-    [
-        (1, "cuda", "gathered (16 of 64 experts on each device: 16 choices of 16 experts)"),
-        (4, "cuda", "xla (16 of 64 experts on each device: 16 tokens: reading the experts takes longer"),
-        (512, "cuda", "blocked (16 of 64 experts on each device: 8192 choices of 16 experts)"),
-        (512, "tpu", "ragged (16 of 64 experts on each device: one kernel)"),
-        (512, "cpu", "looped (16 of 64 experts on each device: batches"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "device", "chosen"), [
+    (1, "cuda", "gathered (16 of 64 experts on each device: 16 choices of 16 experts)"),
+    (4, "cuda", "xla (16 of 64 experts on each device: 16 tokens: reading the experts takes longer"),
+    (512, "cuda", "blocked (16 of 64 experts on each device: 8192 choices of 16 experts)"),
+    (512, "tpu", "ragged (16 of 64 experts on each device: one kernel)"),
+    (512, "cpu", "looped (16 of 64 experts on each device: batches"),
+])  # fmt: skip
 def test_the_choice_is_of_what_a_device_has(rows: int, device: str, chosen: str) -> None:
     """Its experts, and the tokens that are brought to it: over `data` 2 and `expert` 4 half of all."""
     op = ExpertFfn(roles=("batch", None))

@@ -126,13 +126,12 @@ def block_flow() -> rlx.ModelFlow:
 
 FLOWS: dict[str, Callable[[], rlx.ModelFlow]] = {
     "layers that fold": lambda: head(llama_layers(tokens_flow(), 2)),
-    "layers that alternate": lambda: head(
-        llama_layers(tokens_flow(), 4, lambda i: MaskKind.sliding_window(3) if i % 2 else "causal")
-    ),
+    "layers that alternate": lambda: head(llama_layers(tokens_flow(), 4, lambda i:
+        MaskKind.sliding_window(3) if i % 2 else "causal")),
     "learned positions": positions_flow,
     "tables of data": tables_flow,
     "attention by the block": block_flow,
-}
+}  # fmt: skip
 
 
 FEW = ("layers that alternate", "tables of data")

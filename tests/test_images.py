@@ -14,7 +14,7 @@ import rlx_jax as rlx
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.ops.order import Sample
 from rlx_jax.ir.ops.pointwise import STE, FakeQuantize
-from tests.op_cases import OpCase, check, evaluated
+from tests.op_cases import OpCase, check_all, evaluated
 from tests.oracles import image_formulas as image
 
 RNG = np.random.default_rng(8)
@@ -252,12 +252,10 @@ CASES: dict[str, OpCase] = {
         lambda x, s: np.where(s == 0, 1, 0.25) * np.abs(x).max((0, 2, 3)) / 7 + 0.75 * s,
     ),
 }
-RESULTS = evaluated(CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_numbers(name: str) -> None:
-    check(RESULTS(name), CASES[name])
+def test_numbers(subtests: pytest.Subtests) -> None:
+    check_all(CASES, subtests)
 
 
 @pytest.mark.parametrize("ste", STE)
@@ -518,16 +516,16 @@ torch_case("prelu", lambda m, x, c: m.prelu(x, m.expand_dims(c, (1, 2))), lambda
 
 
 @pytest.mark.oracle
-def test_as_torch_has_it() -> None:
+def test_as_torch_has_it(subtests: pytest.Subtests) -> None:
     """Every row, in f32 on both sides."""
     import torch
 
-    found = evaluated({name: OpCase(ours, arrays, None) for name, (ours, _, arrays) in TORCH.items()})
+    found = evaluated({name: OpCase(ours, arrays, None) for name, (ours, _, arrays) in TORCH.items()}, subtests)
     wrong = {}
     for name, (_, theirs, arrays) in TORCH.items():
         tensors = [torch.from_numpy(np.asarray(a, np.float32)) for a in arrays]
         want = theirs(torch.nn.functional, *tensors).numpy()
-        (got,) = found(name)
+        (got,) = found[name]
         if got.shape != want.shape or not np.abs(got - want).max() <= 3e-5 * max(1.0, np.abs(want).max()):
             wrong[name] = (got.shape, want.shape, np.abs(got - want).max() if got.shape == want.shape else None)
     assert not wrong and len(TORCH) > 100

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.op_cases import OpCase, check, evaluated
+from tests.op_cases import OpCase, check_all
 from tests.oracles.op_formulas import running
 
 RNG = np.random.default_rng(5)
@@ -164,9 +164,5 @@ def scattered(x: np.ndarray, i: np.ndarray, u: np.ndarray) -> np.ndarray:
     return out
 
 
-RESULTS = evaluated(CASES)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_numbers(name: str) -> None:
-    check(RESULTS(name), CASES[name])
+def test_numbers(subtests: pytest.Subtests) -> None:
+    check_all(CASES, subtests)

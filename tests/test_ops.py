@@ -160,15 +160,6 @@ def test_an_arity_error_says_op_expected_got() -> None:
         TypeCache().infer(o.AttentionOp(2, 2, extra=("keep",)), (operand("f32 1 2 8"),) * 3)
 
 
-@functools.cache
-def evaluated() -> dict[Any, list[Any]]:
-    """What all ops give for their samples; compiled together, which takes a tenth of the time."""
-    classes = list(MIR_OPS.values())
-    together = jax.jit(lambda many: [[s.op.eval(*a) for s, a in zip(*c, strict=True)]  # type: ignore[attr-defined]
-                                     for c in zip(classes, many, strict=True)])  # fmt: skip
-    return dict(zip(MIR_OPS, together([[s.arrays() for s in samples] for samples in classes]), strict=True))
-
-
 def assert_formula(sample: Sample, out: Any) -> None:
     """Against NumPy in float64; bf16 within its rounding, integers and bools exactly."""
     arrays = sample.arrays()
@@ -183,12 +174,15 @@ def assert_formula(sample: Sample, out: Any) -> None:
         assert worst <= bound * max(1.0, np.abs(expected).max(initial=0.0)), (str(sample), worst)
 
 
-@pytest.mark.parametrize("cls", MIR_OPS, ids=lambda c: c.__name__)
-def test_eval_is_the_formula(cls: Any) -> None:
-    for sample, out in zip(MIR_OPS[cls], evaluated()[cls], strict=True):
-        assert_formula(sample, out)
-        types = TypeCache().infer(sample.op, tuple(t.bind(SIZES) for t in sample.types))
-        assert [(y.shape, y.dtype) for y in jax.tree.leaves(out)] == [(t.shape, t.dtype) for t in types], sample
+def test_eval_is_the_formula(subtests: pytest.Subtests) -> None:
+    """And gives what `infer` says. All ops are compiled together, which takes a tenth of the time."""
+    samples = [s for row in MIR_OPS.values() for s in row]
+    together = jax.jit(lambda many: [s.op.eval(*a) for s, a in zip(samples, many, strict=True)])  # type: ignore[attr-defined]
+    for sample, out in zip(samples, together([s.arrays() for s in samples]), strict=True):
+        with subtests.test(str(sample)):
+            assert_formula(sample, out)
+            types = TypeCache().infer(sample.op, tuple(t.bind(SIZES) for t in sample.types))
+            assert [(y.shape, y.dtype) for y in jax.tree.leaves(out)] == [(t.shape, t.dtype) for t in types]
 
 
 def module_of(sample: Sample) -> Any:
@@ -198,24 +192,18 @@ def module_of(sample: Sample) -> Any:
     return m
 
 
-@functools.cache
-def expanded() -> list[Any]:
-    """What all blocks give for their samples; compiled together."""
+def test_a_block_is_its_formula_and_survives_json(subtests: pytest.Subtests) -> None:
+    """Expanded; JSON gives the same block and the same text. A user's step is not stored."""
     functions = [as_function(s.op, s.types, TypeCache()) for s in BLOCKS]
     together = jax.jit(lambda many: [f(*arrays) for f, arrays in zip(functions, many, strict=True)])
-    return list(together([s.arrays() for s in BLOCKS]))
-
-
-@pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda n: type(BLOCKS[n].op).__name__)
-def test_a_block_is_its_formula_and_survives_json(number: int) -> None:
-    """Expanded; JSON gives the same block and the same text. A user's step is not stored."""
-    sample = BLOCKS[number]
-    assert_formula(sample, expanded()[number])
-    if not isinstance(getattr(sample.op, "block", None), hir.Recurrent):
-        module = module_of(sample)
-        back = Graph.from_json(module.to_json())
-        assert back.to_json() == module.to_json() and str(back) == str(module)
-        assert back.builder.nodes[-1].op == sample.op
+    for sample, out in zip(BLOCKS, together([s.arrays() for s in BLOCKS]), strict=True):
+        with subtests.test(str(sample)):
+            assert_formula(sample, out)
+            if not isinstance(getattr(sample.op, "block", None), hir.Recurrent):
+                module = module_of(sample)
+                back = Graph.from_json(module.to_json())
+                assert back.to_json() == module.to_json() and str(back) == str(module)
+                assert back.builder.nodes[-1].op == sample.op
 
 
 NO_SLOPE = {

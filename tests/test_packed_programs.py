@@ -42,21 +42,15 @@ PROGRAMS: list[tuple[Program, Any, str]] = [
     (Transposed(Sliced(N, 1, 0, 32)), lambda s: s["m.1"][:, :32].T, "m.1[:, 0:32].T"),
     (Permuted(A, (2, 0, 1)), lambda s: s["a.w"].transpose(2, 0, 1), "a.w.permute(2,0,1)"),
     (Reshaped(A, (6, 64)), lambda s: s["a.w"].reshape(6, 64), "a.w.reshape(6,64)"),
-    (
-        Joined((Sliced(M, 1, 0, 32), Sliced(N, 1, 0, 32), Sliced(M, 1, 32, 64), Sliced(N, 1, 32, 64)), 1),
-        lambda s: np.concatenate([s[name][:, half] for half in np.s_[:32, 32:] for name in ("m.0", "m.1")], 1),
-        "m.{0..1}",
-    ),
+    (Joined((Sliced(M, 1, 0, 32), Sliced(N, 1, 0, 32), Sliced(M, 1, 32, 64), Sliced(N, 1, 32, 64)), 1), lambda s:
+        np.concatenate([s[name][:, half] for half in np.s_[:32, 32:] for name in ("m.0", "m.1")], 1), "m.{0..1}"),
     (Sliced(Sliced(A, 1, 1, 3), 2, 32, 64), lambda s: s["a.w"][:, 1:3, 32:], "a.w[:, 1:3][:, :, 32:64]"),
     (Joined((M, N), 0), lambda s: np.concatenate([s["m.0"], s["m.1"]], 0), "m.{0..1}"),
     (Joined((A, B), 2), lambda s: np.concatenate([s["a.w"], s["b.w"]], 2), "{a,b}.w"),
     (Stack((M, N)), lambda s: np.stack([s["m.0"], s["m.1"]]), "m.{0..1}"),
-    (
-        Stack((Joined((Sliced(M, 0, 0, 2), Sliced(M, 0, 2, 6)), 0), N)),
-        lambda s: np.stack([s["m.0"], s["m.1"]]),
-        "m.{0..1}",
-    ),
-]
+    (Stack((Joined((Sliced(M, 0, 0, 2), Sliced(M, 0, 2, 6)), 0), N)), lambda s: np.stack([s["m.0"], s["m.1"]]),
+        "m.{0..1}"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("declared", "means", "name"), PROGRAMS, ids=[name for *_, name in PROGRAMS])
@@ -127,54 +121,27 @@ def test_another_logical_dtype(dtype: str) -> None:
 BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (
-            lambda: Dequantized(BYTES, "gguf_q8", F32),
-            WeightError,
-            r"dequantize\(w\): unknown scheme of packing 'gguf_q8'; did you mean",
-        ),
-        (
-            lambda: Dequantized(BYTES, "gguf_q4k", F32),
-            UnsupportedError,
-            r"dequantize\(w\): gguf_q4k is not decoded yet, only gguf_q4_0 and gguf_q8_0 are",
-        ),
-        (
-            lambda: Dequantized(BYTES, "gguf_q4_0", F32),
-            WeightShapeError,
-            r"dequantize\(w, gguf_q4_0\): expected whole blocks, u8\[4,54\] for f32\[4,96\], got u8\[4,68\]",
-        ),
-        (lambda: Dequantized(BYTES, "gguf_q8_0", np.dtype(np.int32)), WeightError, "packs floats, got i32"),
-        (
-            lambda: Dequantized(Key("w", tensor_type((4, 68), "i8", "w")), "gguf_q8_0", F32),
-            WeightShapeError,
-            r"expected whole blocks, u8\[4,68\] for f32\[4,64\], got i8\[4,68\]",
-        ),
-        (lambda: Dequantized(Sliced(BYTES, 1, 3, 37), "gguf_q8_0", F32), WeightShapeError, "expected whole blocks"),
-        (
-            lambda: Dequantized(BYTES, "gguf_q8_0", F32).over(Transposed(BYTES)),
-            WeightShapeError,
-            "a stored tensor is decoded, or a part of one, not transpose",
-        ),
-        (
-            lambda: read_from(Sliced(M, 1, 0, 48), SOURCE),
-            WeightShapeError,
-            r"dequantize\(m.0, gguf_q8_0\): 0:48 of f32\[6,64\] along axis 1 cuts a block of 32; take multiples",
-        ),
-        (lambda: read_from(Sliced(M, 1, 16, 32), SOURCE), WeightShapeError, "16:32 .* cuts a block"),
-        (
-            lambda: read_from(Key("m.0", tensor_type((6, 32), "f32", "m.0")), SOURCE),
-            WeightShapeError,
-            r"weight 'm.0' \(mapping\): expected f32\[6,32\], got f32\[6,64\]",
-        ),
-        (
-            lambda: read_from(Key("m.0", tensor_type((6, 64), "c64", "m.0")), SOURCE),
-            WeightError,
-            r"expected c64\[6,64\], got f32\[6,64\]",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: Dequantized(BYTES, "gguf_q8", F32), WeightError,
+        r"dequantize\(w\): unknown scheme of packing 'gguf_q8'; did you mean"),
+    (lambda: Dequantized(BYTES, "gguf_q4k", F32), UnsupportedError,
+        r"dequantize\(w\): gguf_q4k is not decoded yet, only gguf_q4_0 and gguf_q8_0 are"),
+    (lambda: Dequantized(BYTES, "gguf_q4_0", F32), WeightShapeError,
+        r"dequantize\(w, gguf_q4_0\): expected whole blocks, u8\[4,54\] for f32\[4,96\], got u8\[4,68\]"),
+    (lambda: Dequantized(BYTES, "gguf_q8_0", np.dtype(np.int32)), WeightError, "packs floats, got i32"),
+    (lambda: Dequantized(Key("w", tensor_type((4, 68), "i8", "w")), "gguf_q8_0", F32), WeightShapeError,
+        r"expected whole blocks, u8\[4,68\] for f32\[4,64\], got i8\[4,68\]"),
+    (lambda: Dequantized(Sliced(BYTES, 1, 3, 37), "gguf_q8_0", F32), WeightShapeError, "expected whole blocks"),
+    (lambda: Dequantized(BYTES, "gguf_q8_0", F32).over(Transposed(BYTES)), WeightShapeError,
+        "a stored tensor is decoded, or a part of one, not transpose"),
+    (lambda: read_from(Sliced(M, 1, 0, 48), SOURCE), WeightShapeError,
+        r"dequantize\(m.0, gguf_q8_0\): 0:48 of f32\[6,64\] along axis 1 cuts a block of 32; take multiples"),
+    (lambda: read_from(Sliced(M, 1, 16, 32), SOURCE), WeightShapeError, "16:32 .* cuts a block"),
+    (lambda: read_from(Key("m.0", tensor_type((6, 32), "f32", "m.0")), SOURCE), WeightShapeError,
+        r"weight 'm.0' \(mapping\): expected f32\[6,32\], got f32\[6,64\]"),
+    (lambda: read_from(Key("m.0", tensor_type((6, 64), "c64", "m.0")), SOURCE), WeightError,
+        r"expected c64\[6,64\], got f32\[6,64\]"),
+])  # fmt: skip
 def test_what_is_no_program(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()

@@ -64,42 +64,27 @@ ALONE: dict[str, tuple[Stage, Callable[[Any], Any]]] = {
     "no mask": (read, lambda x: attend(x, x, x)),
     "a window": (lambda emit, x: read(emit, x, window=2), lambda x: attend(x, x, x, abs(placed(len(x))) < 2)),
     "causal": (lambda emit, x: read(emit, x, causal=True), lambda x: attend(x, x, x, placed(len(x)) >= 0)),
-    "a mask of its own": (
-        lambda emit, x: read(emit, x, mask=emit.where(emit.positions(x) == 0, 1.0, x[:, :, 0] + 1.0)),
-        lambda x: attend(x, x, x, (x[:, 0] > -0.5) | (np.arange(len(x)) == 0)),
-    ),
-    "a bias of keys": (
-        lambda emit, x: read(emit, x, bias=x[:, :, 0][:, None, None]),
-        lambda x: attend(x, x, x, bias=x[:, 0]),
-    ),
+    "a mask of its own": (lambda emit, x: read(emit, x, mask=emit.where(emit.positions(x) == 0, 1.0, x[:, :, 0] + 1.0)),
+        lambda x: attend(x, x, x, (x[:, 0] > -0.5) | (np.arange(len(x)) == 0))),
+    "a bias of keys": (lambda emit, x: read(emit, x, bias=x[:, :, 0][:, None, None]), lambda x:
+        attend(x, x, x, bias=x[:, 0])),
     "a state": (decaying, lambda x: np.stack([0.5 ** np.arange(t, -1, -1) @ x[: t + 1] for t in range(len(x))])),
-    "tokens before": (
-        lambda emit, x: emit.causal_window(x, 3).sum(2),
-        lambda x: np.stack([x[max(0, t - 2) : t + 1].sum(0) for t in range(len(x))]),
-    ),
+    "tokens before": (lambda emit, x: emit.causal_window(x, 3).sum(2), lambda x:
+        np.stack([x[max(0, t - 2) : t + 1].sum(0) for t in range(len(x))])),
     "latents": (latents, lambda x: attend(x, *[attend(LATENTS[0], x, x)] * 2)),
-}
+}  # fmt: skip
 """Stages that leave the mask alone, and what they give of one text."""
 
 MIXING: dict[str, tuple[Stage, Callable[[Any], Any], str]] = {
     "mean": (lambda emit, x: x - x.mean(1, keepdims=True), lambda x: x - x.mean(0), "reduces over 'seq'"),
-    "jax": (
-        lambda emit, x: emit.jax(lambda x: jnp.cumsum(x[:, ::-1], 1)[:, ::-1], x),
-        lambda x: np.cumsum(x[::-1], 0)[::-1],
-        "depends on the size",
-    ),
-    "by hand": (
-        lambda emit, x: emit.softmax(emit.einsum("bsd,btd->bst", x, x)) @ x,
-        lambda x: (lambda e: (e / e.sum(-1, keepdims=True)) @ x)(np.exp(x @ x.T)),
-        "crosses positions",
-    ),
+    "jax": (lambda emit, x: emit.jax(lambda x: jnp.cumsum(x[:, ::-1], 1)[:, ::-1], x), lambda x:
+        np.cumsum(x[::-1], 0)[::-1], "depends on the size"),
+    "by hand": (lambda emit, x: emit.softmax(emit.einsum("bsd,btd->bst", x, x)) @ x, lambda x:
+        (lambda e: (e / e.sum(-1, keepdims=True)) @ x)(np.exp(x @ x.T)), "crosses positions"),
     "the last": (lambda emit, x: x + x[:, -1:], lambda x: x + x[-1:], "slice"),
-    "rows too": (
-        lambda emit, x: x - x.mean(1, keepdims=True) * x.mean((0, 2), keepdims=True),
-        lambda x: x - x.mean(0) * x.mean(1, keepdims=True),
-        "reduces over 'seq'",
-    ),
-}
+    "rows too": (lambda emit, x: x - x.mean(1, keepdims=True) * x.mean((0, 2), keepdims=True), lambda x:
+        x - x.mean(0) * x.mean(1, keepdims=True), "reduces over 'seq'"),
+}  # fmt: skip
 """Stages that mix tokens in ways of their own, what they give of one text, and what is said of them."""
 
 

@@ -92,11 +92,10 @@ def test_a_pass_that_cannot_be_switched_off(name: str) -> None:
 STOPS = {
     "merge_linear": ("hir", "unknown pass 'merge_linear'; passes are .*; did you mean 'merge_linears'"),
     "cse": ("hir", "pass 'cse' leaves a program at mir"),
-    "merge_ropes": (
-        "hir",
-        "pass 'merge_ropes' does not run for forward with these settings; those that do are expand, undivided, merge_",
-    ),
-}
+    "merge_ropes":
+        ("hir",
+        "pass 'merge_ropes' does not run for forward with these settings; those that do are expand, undivided, merge_"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STOPS)

@@ -423,26 +423,23 @@ def test_the_report_names_the_reason() -> None:
     assert "heads_first (faster on a CPU)" in " ".join(str(model.report()).split())
 
 
-@pytest.mark.parametrize(
-    ("options", "sizes", "dtype", "reason"),
-    [
-        ({}, (4, 4), "bf16", ""),
-        ({}, (5, 5), "bf16", ""),
-        ({"window": 2, "causal": True}, (4, 4), "f16", ""),
-        ({"causal": False}, (4, 6), "bf16", ""),
-        ({}, (4, 4), "f32", "cuDNN takes bf16 and f16, not f32"),
-        ({"softcap": 3.0}, (4, 4), "bf16", "cuDNN has no softcap"),
-        ({"causal": False, "window": 2, "ahead": 1}, (4, 4), "bf16", "windows that end with the query's own key"),
-        ({"width": 24}, (4, 4), "bf16", "values as wide as keys, not 24 and 16"),
-        ({}, (4, 6), "bf16", "4 queries and 6 keys"),
-        ({"heads": 8}, (4, 4), "bf16", "head widths that 8 divides, up to 128, not 4"),
-        ({"precision": "highest"}, (4, 4), "bf16", "products are pinned to highest"),
-        ({"extra": ("keep",)}, (4, 4), "bf16", "not mean the same with the operands keep"),
-        ({"extra": ("sinks",)}, (4, 4), "bf16", "not mean the same with the operands sinks"),
-        ({"extra": ("positions",)}, (4, 9), "bf16", "4 queries stand at positions of their own"),
-        ({"extra": ("positions",)}, (1, 9), "bf16", ""),
-    ],
-)
+@pytest.mark.parametrize(("options", "sizes", "dtype", "reason"), [
+    ({}, (4, 4), "bf16", ""),
+    ({}, (5, 5), "bf16", ""),
+    ({"window": 2, "causal": True}, (4, 4), "f16", ""),
+    ({"causal": False}, (4, 6), "bf16", ""),
+    ({}, (4, 4), "f32", "cuDNN takes bf16 and f16, not f32"),
+    ({"softcap": 3.0}, (4, 4), "bf16", "cuDNN has no softcap"),
+    ({"causal": False, "window": 2, "ahead": 1}, (4, 4), "bf16", "windows that end with the query's own key"),
+    ({"width": 24}, (4, 4), "bf16", "values as wide as keys, not 24 and 16"),
+    ({}, (4, 6), "bf16", "4 queries and 6 keys"),
+    ({"heads": 8}, (4, 4), "bf16", "head widths that 8 divides, up to 128, not 4"),
+    ({"precision": "highest"}, (4, 4), "bf16", "products are pinned to highest"),
+    ({"extra": ("keep",)}, (4, 4), "bf16", "not mean the same with the operands keep"),
+    ({"extra": ("sinks",)}, (4, 4), "bf16", "not mean the same with the operands sinks"),
+    ({"extra": ("positions",)}, (4, 9), "bf16", "4 queries stand at positions of their own"),
+    ({"extra": ("positions",)}, (1, 9), "bf16", ""),
+])  # fmt: skip
 def test_why_not_cudnn(options: Any, sizes: tuple[int, int], dtype: str, reason: str) -> None:
     heads = options.get("heads", 4)
     fields = {name: value for name, value in options.items() if name != "width"}

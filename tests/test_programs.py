@@ -158,9 +158,8 @@ def stepped(lm: Any) -> None:
 REQUESTS: dict[str, Callable[[Any], Any]] = {
     "generate": lambda lm: lm.generate(PROMPTS, 9),
     "sampled": lambda lm: lm.generate(PROMPTS, 9, SAMPLERS[2], stop=[3], seed=2**40),
-    "biased": lambda lm: lm.generate(PROMPTS[0], 9, SAMPLERS[5]), "stream": lambda lm: list(lm.stream(PROMPTS[1], 9)),
+    "stream": lambda lm: list(lm.stream(PROMPTS[1], 9)),
     "prefill and extend": extended, "logits": lambda lm: lm.logits([[1, 2, 3], [4, 5, 6]]),
-    "padded logits": lambda lm: lm.logits([[1, 2, 3], [0, 5, 6]], attention_mask=[[1, 1, 1], [0, 1, 1]]),
     "a model": lambda lm: lm.model(np.ones((2, 5), np.int64)), "a model with state": stepped,
 }  # fmt: skip
 """What a `CausalLM` is asked."""
@@ -364,8 +363,7 @@ def test_a_state_keeps_its_precision(precision: dict[str, str]) -> None:
     np.testing.assert_allclose(out, 300 * step, rtol=1e-5)
 
 
-@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"mixed": "always_f16"}])
-def test_states_that_carry_each_other_keep_their_precision(precision: dict[str, str]) -> None:
+def test_states_that_carry_each_other_keep_their_precision() -> None:
     """a ← b + x, b ← a; and a leaf in bf16 that is written and read apart stays in bf16."""
     types, t = TypeCache(), TensorType((symbol("batch"), 3), np.dtype(np.float32))
     b, half = Builder("turns", types), t.with_dtype("bf16")
@@ -375,11 +373,11 @@ def test_states_that_carry_each_other_keep_their_precision(precision: dict[str, 
     b.inputs = [Input("x", type=t)]
     b.writes = [(a_leaf, b(Binary("add"), other, x)), (b_leaf, a), (last, b(CastTo(half.dtype), x))]
     flow = rlx.GraphModule.from_hir(b.finish([a, b(CastTo(t.dtype), seen)], ["a", "last"]))
-    m = rlx.compile(flow, {}, profile=rlx.CompileProfile().replace(precision=precision))
+    m = rlx.compile(flow, {}, profile=rlx.CompileProfile().replace(precision={"compute": "bf16"}))
     state, third = m.init_state(1), np.full((1, 3), 1 / 3, np.float32)
     for _ in range(301):
         out, state = m(third, state=state)
-    step = np.float64(third.astype(as_dtype(precision.get("compute", "f32"))))
+    step = np.float64(third.astype(as_dtype("bf16")))
     dtypes = {"a.s": "float32", "b.s": "float32", "last.s": "bfloat16"}
     assert {n: v.dtype.name for n, v in state.leaves.items()} == dtypes
     np.testing.assert_allclose(np.asarray(state.leaves["a.s"]), 151 * step, rtol=1e-5)

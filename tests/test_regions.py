@@ -259,10 +259,10 @@ def test_state_of_a_split_region() -> None:
         state, got = model.init_state(B, context=S), []
         held = {name.removesuffix(".self_attn.k") for name in state.leaves if name.endswith(".k")}
         assert held == set(keys[profile.layers.roll])
-        for at in range(S):
-            y, state = model(X[:, at : at + 1], lengths=np.ones(B, np.int32), state=state)
-            got.append(np.asarray(y))
-        np.testing.assert_allclose(np.concatenate(got, 1), want, rtol=1e-4, atol=1e-5)
+    for at in range(S):
+        y, state = model(X[:, at : at + 1], lengths=np.ones(B, np.int32), state=state)
+        got.append(np.asarray(y))
+    np.testing.assert_allclose(np.concatenate(got, 1), want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_declared_stage_stays_declared_in_a_region() -> None:

@@ -123,11 +123,9 @@ TOKENS = RNG.normal(size=(2, 5, H)).astype("f4")
 LAYERS: dict[str, tuple[Any, Any]] = {
     "llama": (blocks.llama_prefill_layer_fused(0, LLAMA), blocks.LlamaDecodeLayer.layer(0, LLAMA)),
     "qwen": (blocks.qwen3_prefill_layer_fused(0, QWEN), blocks.Qwen3DecodeLayer.layer(0, QWEN)),
-    "gemma": (
-        blocks.gemma_prefill_layer_composed(0, STYLE, GEMMA, 1e-3),
-        blocks.GemmaDecodeLayer.layer(0, blocks.gemma_layer_spec(STYLE, replace(GEMMA, eps=1e-3))),
-    ),
-}
+    "gemma": (blocks.gemma_prefill_layer_composed(0, STYLE, GEMMA, 1e-3),
+        blocks.GemmaDecodeLayer.layer(0, blocks.gemma_layer_spec(STYLE, replace(GEMMA, eps=1e-3)))),
+}  # fmt: skip
 
 
 def layer_weights() -> dict[str, np.ndarray]:
@@ -187,7 +185,7 @@ def tapped_gemma(style: blocks.GemmaStyle = STYLE, **changes: Any) -> tuple[rlx.
 
 OWN_NORMS: dict[str, Any] = {f"{n}_norm_key": f"model.layers.0.self_attn.{n}_norm.weight" for n in "qk"}
 TAPPED = {
-    "llama": tapped_llama(), "llama, biases": tapped_llama(attention_bias=True), "gemma": tapped_gemma(),
+    "llama, biases": tapped_llama(attention_bias=True),
     "gemma, a part of a head rotated": tapped_gemma(n_rot=4),
     "gemma, norms of its own beside those of the style": tapped_gemma(blocks.GemmaStyle.GEMMA3, **OWN_NORMS,
         qk_norm_eps=1.0),

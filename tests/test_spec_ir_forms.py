@@ -26,7 +26,7 @@ from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.traits import ELEMENTWISE
-from tests.op_cases import OpCase, check, evaluated
+from tests.op_cases import OpCase, check_all
 from tests.oracles import image_formulas as image
 from tests.oracles import op_formulas as formulas
 from tests.oracles.gated_delta import causal_conv, gated_delta
@@ -232,12 +232,8 @@ def axial(x: np.ndarray) -> np.ndarray:
     return out
 
 
-RESULTS = evaluated(BUILDERS)
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_builder_in_the_form_of_the_specification(name: str) -> None:
-    check(RESULTS(name), BUILDERS[name])
+def test_builders_in_the_form_of_the_specification(subtests: pytest.Subtests) -> None:
+    check_all(BUILDERS, subtests)
 
 
 BLOCKS = {

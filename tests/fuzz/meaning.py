@@ -354,9 +354,8 @@ MIR: dict[type[Op], Meaning] = {
     o.Expand: lambda op, *arrays: np.broadcast_to(arrays[0], [sizes(t, arrays) for t in op.target]),
     o.Iota: lambda op, x: np.arange(x.shape[op.axis]),
     o.RelativeBuckets: lambda op, x: formula.relative_buckets(x.shape[op.axis], op.buckets, op.max_distance),
-    o.Reduce: lambda op, x: formula.REDUCE_REFERENCE[op.kind](
-        x, axis=op.axes, keepdims=op.keepdims, **({"ddof": op.ddof} if op.ddof else {})
-    ),
+    o.Reduce: lambda op, x: formula.REDUCE_REFERENCE[op.kind](x, axis=op.axes, keepdims=op.keepdims,
+        **({"ddof": op.ddof} if op.ddof else {})),
     o.Softmax: lambda op, x: formula.softmax(x, op.axis),
     o.Cumsum: lambda op, x: formula.cumsum(x, op.axis, op.exclusive, op.reverse),
     o.Parametric: lambda op, x: formula.PARAMETRIC_REFERENCE[op.kind](x, *op.parameters),
@@ -373,12 +372,10 @@ MIR: dict[type[Op], Meaning] = {
     o.GatherNd: lambda op, x, i: formula.gather_nd(x, i, op.batch_dims),
     o.Scatter: lambda op, x, i, u: formula.scatter(x, i, u, op.axis, op.kind),
     o.Conv: lambda op, x, w: image.conv(x, w, op.strides, op.padding, op.dilation, op.groups),
-    o.ConvTranspose: lambda op, x, w: image.conv_transpose(
-        x, w, op.strides, op.padding, op.output_padding, op.dilation, op.groups
-    ),
-    o.Pool: lambda op, x: image.pool(
-        x, op.kind, op.window, op.strides, op.padding, op.dilation, op.ceil, op.count_include_pad, op.p
-    ),
+    o.ConvTranspose: lambda op, x, w: image.conv_transpose(x, w, op.strides, op.padding, op.output_padding, op.dilation,
+        op.groups),
+    o.Pool: lambda op, x: image.pool(x, op.kind, op.window, op.strides, op.padding, op.dilation, op.ceil,
+        op.count_include_pad, op.p),
     o.Resize: lambda op, x: image.resize(x, op),
     o.GridSample: lambda op, x, g: image.grid_sample(x, g, op.method, op.padding, op.align_corners),
     o.Standardize: standardized,
@@ -392,13 +389,11 @@ MIR: dict[type[Op], Meaning] = {
     o.TailRows: lambda op, x, n: np.stack([row[at : at + op.count] for row, at in zip(x, n, strict=True)]),
     o.GatedDeltaOp: delta,
     o.SelectiveScanOp: selective_scan,
-    o.CausalConvOp: lambda op, z, w, *bias: causal_conv(
-        z[:, w.shape[1] - 1 :], w, bias[0] if bias else None, tail=z[:, : w.shape[1] - 1]
-    )[0],
+    o.CausalConvOp: lambda op, z, w, *bias: causal_conv(z[:, w.shape[1] - 1 :], w, bias[0] if bias else None,
+        tail=z[:, : w.shape[1] - 1])[0],
     o.Patches: lambda op, x: formula.patches(x, *op.patch),
-    o.GridPositions: lambda op, table, x: formula.grid_positions(
-        table, x, grid=op.grid, patch=op.patch, antialias=op.antialias
-    ),
+    o.GridPositions: lambda op, table, x: formula.grid_positions(table, x, grid=op.grid, patch=op.patch,
+        antialias=op.antialias),
     o.FakeQuantize: lambda op, x, s=None: image.fake_quantize(x, s, op.bits, op.axis),
     o.Fft: lambda op, x: formula.spectrum(op.kind, x, op.n, op.axis, op.norm),
     o.Solve: lambda op, a, b: np.linalg.solve(a, b),
@@ -414,7 +409,7 @@ MIR: dict[type[Op], Meaning] = {
     o.CacheUpdate: lambda op, *arrays: (formula.cache_fill if op.fresh else formula.cache_update)(*arrays),
     o.RingStep: lambda op, *arrays: formula.ring_step(*arrays),
     o.Overwrite: lambda op, old, new: new,
-}
+}  # fmt: skip
 """What each tensor op means."""
 
 
@@ -596,9 +591,8 @@ HIR: dict[type[Op], Meaning] = {
     hir.Embed: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
     hir.Positions: lambda op, x: np.arange(x.shape[1])[None],
     hir.CountedPositions: lambda op, ids: formula.counted_positions(ids, op.padding),
-    hir.RelativeBias: lambda op, table, x: table[
-        formula.relative_buckets(x.shape[1], op.buckets, op.max_distance)
-    ].transpose(2, 0, 1)[None],
+    hir.RelativeBias: lambda op, table, x: table[formula.relative_buckets(x.shape[1], op.buckets,
+        op.max_distance)].transpose(2, 0, 1)[None],
     hir.RopeAngles: rope_table,
     hir.RopeRows: rope_rows,
     hir.Sinusoids: sinusoids,
@@ -614,15 +608,14 @@ HIR: dict[type[Op], Meaning] = {
     hir.Carried: carried,
     hir.CausalWindow: causal_window,
     hir.TimeSteps: time_steps,
-    hir.Qwen35MtpHead: lambda op, *operands: mtp_head(
-        *operands, heads=op.heads, kv_heads=op.kv_heads, head_dim=op.head_dim, n_rot=op.n_rot, eps=op.eps
-    ),
+    hir.Qwen35MtpHead: lambda op, *operands: mtp_head(*operands, heads=op.heads, kv_heads=op.kv_heads,
+        head_dim=op.head_dim, n_rot=op.n_rot, eps=op.eps),
     hir.CausalConv: causal_conv_block,
     hir.GatedDelta: packed_state,
     hir.SelectiveScan: packed_state,
     hir.Route: formula.route,
     hir.Experts: formula.experts,
-}
+}  # fmt: skip
 """What each block means."""
 
 MEANING: dict[type[Op], Meaning] = {**MIR, **HIR}
