@@ -10,7 +10,7 @@ import pytest
 
 from rlx_jax.errors import UnsupportedError, WeightError, WeightShapeError
 from rlx_jax.ir.packed import Packed
-from rlx_jax.ir.param import Dequantized, Joined, Key, Permuted, Program, Reshaped, Sliced, Stack, Transposed, cast
+from rlx_jax.ir.param import Dequantized, Joined, Key, Program, Sliced, Stack, Transposed, cast
 from rlx_jax.ir.param_keys import keys_of, leaf_name, narrows, packed_keys, stored_keys
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
@@ -40,8 +40,6 @@ PROGRAMS: list[tuple[Program, Any, str]] = [
     (Sliced(A, 1, 1, 3), lambda s: s["a.w"][:, 1:3], "a.w[:, 1:3]"),
     (Sliced(A, 2, 32, 64), lambda s: s["a.w"][..., 32:], "a.w[:, :, 32:64]"),
     (Transposed(Sliced(N, 1, 0, 32)), lambda s: s["m.1"][:, :32].T, "m.1[:, 0:32].T"),
-    (Permuted(A, (2, 0, 1)), lambda s: s["a.w"].transpose(2, 0, 1), "a.w.permute(2,0,1)"),
-    (Reshaped(A, (6, 64)), lambda s: s["a.w"].reshape(6, 64), "a.w.reshape(6,64)"),
     (Joined((Sliced(M, 1, 0, 32), Sliced(N, 1, 0, 32), Sliced(M, 1, 32, 64), Sliced(N, 1, 32, 64)), 1), lambda s:
         np.concatenate([s[name][:, half] for half in np.s_[:32, 32:] for name in ("m.0", "m.1")], 1), "m.{0..1}"),
     (Sliced(Sliced(A, 1, 1, 3), 2, 32, 64), lambda s: s["a.w"][:, 1:3, 32:], "a.w[:, 1:3][:, :, 32:64]"),

@@ -32,7 +32,7 @@ def test_operands_that_do_not_fit() -> None:
         (hir.SharedLinearPair(0), "x up down", ShapeError, "shared_linear_pair"),
         (hir.SwiGLU(), "x up gate up", ShapeError, "swiglu_ffn"),
         (hir.SwiGLU((0, 1, 0)), "x up gate down", ShapeError, "swiglu_ffn"),
-        (hir.ResidualRmsNorm(1e-6), "x g g", ShapeError, "one type"),
+        (hir.ResidualRmsNorm(1e-6), "x g g", ShapeError, "residual is"),
     ):
         with pytest.raises(error, match=text):
             m.add_node(block, *map(values.__getitem__, operands.split()))

@@ -27,9 +27,7 @@ from rlx_jax.ir.param import (
     Joined,
     Key,
     Padded,
-    Permuted,
     Program,
-    Reshaped,
     Stack,
     Strided,
     Transposed,
@@ -116,9 +114,7 @@ DIVIDED: list[tuple[Program, PartitionSpec, dict[str, int], int]] = [
     (Stack((K, K)), P(None, "model"), {"k": 8}, 512),
     (Joined((Strided(Q, 1, 1, 2), Strided(Q, 1, 0, 2)), 1), P("model", "data"), {"q": 8}, 1024),  # each with the others
     (Stack((cast(Strided(Q, 0, 1, 2), BF16), cast(Strided(Q, 0, 0, 2), BF16))), P(None, "model"), {"q": 8}, 1024),
-    (Permuted(IDS, (2, 0, 1)), P("model", None, "data"), {"ids": 8}, 768),
-    (Reshaped(Q, (4, 4, 8)), P("model"), {"q": 4}, 512),
-    (Reshaped(IDS, (24, 8)), P("model", "data"), {"ids": 8}, 768),
+    (IDS, P("model", None, "data"), {"ids": 8}, 768),
     (Padded(K, 0, 12), P("model"), {"k": 3}, 256),  # the last device holds padding alone
     (Transposed(Padded(K, 0, 20)), P(None, "model"), {"k": 2}, 256),
     (key("q8"), P("model"), {"q8": 4}, 4 * 136),
@@ -162,15 +158,6 @@ def programs(draw: st.DrawFn) -> Program:
     return program
 
 
-def reshaped(program: Program, draw: st.DrawFn) -> Program:
-    shape: list[int] = []
-    left = program.type.size
-    while left > 1 and len(shape) < 3:
-        shape.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
-        left //= shape[-1]
-    return Reshaped(program, (*shape, left))
-
-
 def part(program: Program, draw: st.DrawFn) -> Program:
     axis = draw(st.integers(0, program.type.rank - 1))
     start, stop = draw(edges(program.type.shape[axis]))
@@ -196,8 +183,6 @@ def padded_somewhere(program: Program, draw: st.DrawFn) -> Program:
 
 STEPS: list[Any] = [
     lambda p, draw: Transposed(p) if p.type.rank == 2 else p,
-    lambda p, draw: Permuted(p, tuple(draw(st.permutations(range(p.type.rank))))),
-    reshaped,
     lambda p, draw: cast(p, np.dtype(np.float16)) if p.type.dtype.kind != "i" else cast(p, np.dtype(np.int16)),
     lambda p, draw: Joined((p, p, part(p, draw)) if p.type.rank == 1 else (p, p), any_axis(p, draw)),
     lambda p, draw: Stack((p, p)),
@@ -252,7 +237,7 @@ def test_the_host_holds_a_box(tmp_path: Path) -> None:
     safetensors.numpy.save_file({n: np.ones(t.shape, np.float32) for n in names}, tmp_path / "m.safetensors")
     q, k = (Key(name, t) for name in names)
     by_device = Joined(tuple(sliced(p, 0, i, i + 256) for i in range(0, 2048, 256) for p in (q, k)), 0)
-    programs: list[Program] = [q, Transposed(q), cast(q, BF16), by_device, Reshaped(Joined((q, k), 1), (512, 4, 2048))]
+    programs: list[Program] = [q, Transposed(q), cast(q, BF16), by_device, Joined((q, k), 1)]
     with SafetensorsFile(tmp_path / "m.safetensors") as file:
         source = SafetensorsSource([file])
         for program in programs:

@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlx_jax.ir.graph import Graph, Input, Leaf, Node, Param
-from rlx_jax.ir.param import Padded, Program
+from rlx_jax.ir.graph import Graph, Input
 from rlx_jax.ir.paths import LayerIndex, Path, path_text
 from rlx_jax.ir.table import TextTable
+from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.inspect.costs import Cost, total
 from rlx_jax.lowering.inspect.costs import costs as block_costs
@@ -81,8 +81,8 @@ def outline(
 ) -> Outline:
     """The outline of a program with these inputs: `blocks` is its HIR, `mir` the same with sizes, without which there
     are no FLOPs."""
-    found: dict[Path, tuple[str, int]] = {}
-    count = _parameters(blocks, found, set())
+    found = {path: (row.output, row.count) for path, row in block_rows(blocks).items()}
+    count = sum(count for _, count in found.values())
     costs = {} if mir is None else block_costs(mir)
     iterations = _iterations(blocks)
     paths = list(dict.fromkeys([*found, *(path for path in costs if path not in found)]))
@@ -116,27 +116,6 @@ def compact(number: int) -> str:
 
 
 # -- collecting --------------------------------------------------------------------------------
-
-
-def _parameters(graph: Graph, found: dict[Path, tuple[str, int]], counted: set[Program]) -> int:
-    """What leaves each block and how many parameters no block before it has; how many all have."""
-    total = 0
-    for node in graph.nodes:
-        total += sum(_parameters(region, found, counted) for region in node.op.regions())
-        if isinstance(node.op, Leaf) or node.op.regions():
-            continue
-        new = [p for p in _programs(graph, node) if p not in counted]
-        counted.update(new)
-        count = sum((p.of if isinstance(p, Padded) else p).type.size for p in new)
-        total += count
-        output = ", ".join(map(str, node.types))
-        found[node.origin.path] = (output, found.get(node.origin.path, ("", 0))[1] + count)
-    return total
-
-
-def _programs(graph: Graph, node: Node) -> dict[Program, None]:
-    ops = (graph.nodes[value.node].op for value in node.inputs)
-    return dict.fromkeys(program for op in ops if isinstance(op, Param) for program in op.programs)
 
 
 def _iterations(graph: Graph) -> dict[Path, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.errors import DTypeError, GraphError, shown
-from rlx_jax.ir.graph import Builder, Graph, GraphStage, Leaf, Node, Value
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Value
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import is_float
 
@@ -57,7 +57,7 @@ def insert_q_dq(module: GraphModule, record: Mapping[Value, Scale]) -> GraphModu
             chosen = {i: tapped.get(Value(number, i)) for i in range(len(node.types))} if inner is graph else {}
             if not any(chosen.values()):
                 return None
-            made = (b.leaf(node.op),) if isinstance(node.op, Leaf) else b.add(node.op, *inputs)
+            made = b.append(node.op, *inputs)
             writer = GraphModule(module.name, module.stage, b)
             return tuple(v if (s := chosen[i]) is None else _rounded(writer, v, s) for i, v in enumerate(made))
 

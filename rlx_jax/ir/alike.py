@@ -116,7 +116,7 @@ class _Stack:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.kinds = layers, _kinds(layers)
-        self._steady: dict[tuple[int, int], bool] = {}  # whether two layers read alike, wherever their run starts
+        self._other_reads = functools.cache(functools.partial(_other_reads, layers))
 
     def fewest_bodies(self) -> list[Run]:
         """The runs between plain layers, so that there are as few plain layers and layers of periods as can be."""
@@ -151,25 +151,23 @@ class _Stack:
     def longest(self, start: int, period: int) -> tuple[Run, int]:
         """The longest run from `start`, and the layer that ends it."""
         kinds, end = self.kinds, start + period
-        while end < len(kinds) and kinds[end] == kinds[end - period] and self._same_reads(end, start, period):
+        while end < len(kinds) and kinds[end] == kinds[end - period] and not self._misread(end, start, period):
             if end == start + 2 * period - 1 and _entry_conflict(self.layers, start, period):
                 break
             end += 1
         return Run(start, period, (end - start) // period), end
 
-    def _same_reads(self, number: int, start: int, period: int) -> bool:
-        steady = number >= start + 2 * period and min(self.layers[i].reach for i in (number, number - period)) >= start
-        if not steady:
-            return not _other_reads(self.layers, number, start, period)
-        if (number, period) not in self._steady:
-            self._steady[number, period] = not _other_reads(self.layers, number, start, period)
-        return self._steady[number, period]
+    def _misread(self, number: int, start: int, period: int) -> str:
+        """Why layer `number` does not read what the one a period before reads; empty if it does."""
+        # Where neither reads a layer before the run, where that starts makes no difference.
+        steady = min(number - 2 * period, *(self.layers[i].reach for i in (number, number - period)))
+        return self._other_reads(number, max(start, int(steady)), period)
 
     def difference(self, number: int, start: int, period: int) -> str:
         """Why layer `number` ends a run from `start`."""
         if self.kinds[number] != self.kinds[number - period]:
             return _other_ops(self.layers[number - period], self.layers[number], {})
-        return _other_reads(self.layers, number, start, period) or _entry_conflict(self.layers, start, period)
+        return self._misread(number, start, period) or _entry_conflict(self.layers, start, period)
 
 
 # -- the same ops ------------------------------------------------------------------------------

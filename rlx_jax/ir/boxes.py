@@ -6,7 +6,6 @@ where a box of their value comes from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 Box = tuple[tuple[int, int], ...]
@@ -83,51 +82,3 @@ def side_by_side(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
         if lined_up and all(box == along(shape, axis, *box[axis]) for box in boxes):
             return axis
     return None
-
-
-# -- reshapes ----------------------------------------------------------------------------------
-
-
-def before_reshape(inner: Sequence[int], outer: Sequence[int], box: Box) -> tuple[Box, Box]:
-    """Where a box of an array comes from that is `inner` reshaped to `outer`.
-
-    The first result is a box of `inner`, the second the box of `outer` that its elements make. That one holds `box`,
-    and is larger where elements of `box` do not stand together: axes are taken apart in groups of one product, and of
-    each group whole rows are taken.
-
-    >>> before_reshape((6, 4), (3, 2, 4), ((1, 2), (0, 2), (0, 4)))  # the heads of a projection
-    (((2, 4), (0, 4)), ((1, 2), (0, 2), (0, 4)))
-    >>> before_reshape((6, 4), (3, 2, 4), ((0, 3), (0, 1), (0, 4)))  # every other row
-    (((0, 6), (0, 4)), ((0, 3), (0, 2), (0, 4)))
-    """
-    source, covers = list(full(inner)), list(full(outer))
-    if 0 in outer:
-        return tuple(source), tuple(covers)
-    for from_axes, to_axes in _groups(inner, outer):
-        wide = [axis for axis in to_axes if outer[axis] > 1]
-        rows = [axis for axis in from_axes if inner[axis] > 1]
-        if not wide or all(box[axis] == (0, outer[axis]) for axis in wide):
-            continue
-        # Elements to a row, of the first axis of either side; both sides are cut where rows of both begin.
-        to_row = math.prod(outer[axis] for axis in wide[1:])
-        from_row = math.prod(inner[axis] for axis in rows[1:])
-        step = from_row // math.gcd(from_row, to_row)
-        start, stop = box[wide[0]]
-        start, stop = start // step * step, -(-stop // step) * step
-        covers[wide[0]] = (start, stop)
-        source[rows[0]] = (start * to_row // from_row, stop * to_row // from_row)
-    return tuple(source), tuple(covers)
-
-
-def _groups(inner: Sequence[int], outer: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """The axes of two shapes of one size in the smallest groups of the same product."""
-    i = j = 0
-    while i < len(inner) or j < len(outer):
-        first_i, first_j = i, j
-        i, j = min(i + 1, len(inner)), min(j + 1, len(outer))
-        while (left := math.prod(inner[first_i:i])) != (right := math.prod(outer[first_j:j])):
-            if left < right:
-                i += 1
-            else:
-                j += 1
-        yield range(first_i, i), range(first_j, j)

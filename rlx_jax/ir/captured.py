@@ -22,6 +22,8 @@ from rlx_jax.ir.types import TensorType
 
 MAX_CAPTURED = 2**20  # bytes that a function may capture
 
+CAPTURED_LIMIT = f"the limit is {MAX_CAPTURED}: name the array as a weight and read it with emit.param(key)"
+
 Meaning = tuple[str, tuple[bytes, ...]]
 """The text of a jaxpr and the bytes of the arrays that it captured."""
 
@@ -89,19 +91,29 @@ def changed(what: str, fn: Callable[..., Any]) -> str:
 
 def captured_arrays(closed: Any) -> Iterator[Any]:
     """The constant arrays in a closed jaxpr; those of nested jits are not among its own `consts`."""
-    yield from (c for c in closed.consts if hasattr(c, "nbytes"))
-    for inner in _inner(closed.jaxpr):
-        yield from captured_arrays(inner)
+    yield from (c for c in getattr(closed, "consts", ()) if hasattr(c, "nbytes"))
+    for equation in closed.eqns:
+        for inner in inner_jaxprs(equation):
+            yield from captured_arrays(inner)
 
 
-def _inner(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        for value in equation.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(item, "jaxpr") and hasattr(item, "consts"):
-                    yield item
-                elif hasattr(item, "eqns"):
-                    yield from _inner(item)
+def check_captures(what: str, arrays: Sequence[Any]) -> None:
+    """Check the arrays that a function captures.
+
+    Raises:
+        GraphError: an earlier call consumed one, or together they are over `MAX_CAPTURED`; `what` begins the message.
+    """
+    if any(map(is_consumed, arrays)):
+        raise GraphError(f"{what} captures an array that an earlier call consumed: it has no values any more")
+    size = sum(array.nbytes for array in arrays)
+    if size > MAX_CAPTURED:
+        raise GraphError(f"{what} captures {size} bytes of constants, {CAPTURED_LIMIT}")
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The jaxprs of an equation, closed or open: what a call, a loop or a branch does inside."""
+    for value in equation.params.values():
+        yield from (item for item in (value if isinstance(value, tuple | list) else (value,)) if hasattr(item, "eqns"))
 
 
 def is_consumed(array: Any) -> bool:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from rlx_jax.errors import GraphError, RlxError, wrong_arity
+from rlx_jax.errors import GraphError, RlxError, did_you_mean, listing, quote, wrong_arity
 from rlx_jax.ir.inference import arity, as_in_jit, kept_types, misfit, traced_types
+from rlx_jax.ir.operands import check_operands
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits
@@ -74,6 +75,29 @@ class Op:
     ids: ClassVar[tuple[int, int, int] | None] = None
     """(k, table, axis) where operand k numbers entries along `axis` of operand `table`: ids, checked on the host before
     a call."""
+
+    choices: ClassVar[Mapping[str, Collection[str]]] = {}
+    """The values that attributes may have which are names."""
+
+    operands: ClassVar[str] = ""
+    """What operands it takes (`rlx_jax.ir.operands`); empty where nothing is said of them."""
+
+    def declaration(self) -> str:
+        """Return `operands`, which may depend on the attributes."""
+        return self.operands
+
+    def check_declared(self, *operands: TensorType) -> None:
+        """Check attributes and operands against `choices` and `operands`.
+
+        Raises:
+            GraphError: an attribute or an operand is another one; the message says which are expected.
+        """
+        for attribute, choices in self.choices.items():
+            if (value := getattr(self, attribute)) not in choices:
+                known = did_you_mean(str(value), choices) or f"; expected one of {listing(choices, len(choices))}"
+                raise GraphError(f"{self.name().removesuffix('_op')}: {attribute} is {quote(value)}{known}")
+        if declaration := self.declaration():
+            check_operands(self, self.text().partition("(")[0].removesuffix("_op"), declaration, operands)
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """Result types from operand types; raises `ShapeError`, `DTypeError` or `GraphError`."""
@@ -150,10 +174,11 @@ class Mir(Op):
         raise NotImplementedError(type(self).__name__)
 
     def check(self, *operands: TensorType) -> None:
-        """Raise what is wrong with the operands in the op's own words, before `eval` is traced."""
+        """Raise what is wrong beside what `operands` declares, in the op's own words, before `eval` is traced."""
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """The types of `eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
+        self.check_declared(*operands)
         try:
             inspect.signature(self.eval).bind(*operands)
         except TypeError as error:
@@ -196,6 +221,7 @@ class Hir(Op):
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """The types of `expand`, run on a scratch graph."""
+        self.check_declared(*operands)
         self.check(*operands)
         scratch = Builder("scratch", types)
         inputs = [scratch.leaf(BodyInput(i, type=t)) for i, t in enumerate(operands)]
@@ -467,6 +493,10 @@ class Builder:
         if value is None:
             value = self._leaves[op] = self(op)
         return value
+
+    def append(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
+        """Append a node, unless it is a leaf that is there; all of its results."""
+        return (self.leaf(op),) if isinstance(op, Leaf) else self.add(op, *inputs)
 
     def boundary(self, role: str, value: Value) -> Value:
         """Mark a value as the active one of the current block; the value itself where blocks are not marked."""

@@ -8,7 +8,6 @@ A program is *exact* when that round trip loses nothing.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import WeightShapeError
-from rlx_jax.ir.boxes import Box, before_reshape, crossed, full, moved, rows, side_by_side, sizes
+from rlx_jax.ir.boxes import Box, crossed, full, rows, side_by_side, sizes
 from rlx_jax.ir.braces import braced
 from rlx_jax.ir.stored import Conflict as Conflict
 from rlx_jax.ir.stored import Cut as Cut
 from rlx_jax.ir.stored import Dequantized as Dequantized
 from rlx_jax.ir.stored import Key as Key
-from rlx_jax.ir.stored import OverOne, cut_to, part_of
+from rlx_jax.ir.stored import OverOne, part_of
 from rlx_jax.ir.stored import Parts as Parts
 from rlx_jax.ir.stored import Role as Role
 from rlx_jax.ir.stored import Roles as Roles
@@ -63,81 +62,6 @@ class Transposed(OverOne):
 
 
 @dataclass(frozen=True)
-class Permuted(OverOne):
-    """A program with its axes in another order: axis i is axis `axes[i]` of what it is made of."""
-
-    of: Program
-    axes: tuple[int, ...]
-    in_place: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if sorted(self.axes) != list(range(self.of.type.rank)):
-            raise WeightShapeError(f"permute({self.of}): {self.axes} are not the axes of {self.of.type}")
-
-    @property
-    def type(self) -> TensorType:
-        return TensorType(tuple(self.of.type.shape[axis] for axis in self.axes), self.of.type.dtype)
-
-    def __str__(self) -> str:
-        return f"permute({self.of}; {', '.join(map(str, self.axes))})"
-
-    def box(self, box: Box) -> Program:
-        return Permuted(boxed(self.of, tuple(box[self.axes.index(axis)] for axis in range(len(box)))), self.axes)
-
-    def join(self, *values: Any) -> Any:
-        return values[0].transpose(self.axes)
-
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        back = tuple(self.axes.index(axis) for axis in range(len(self.axes)))
-        return (value.transpose(back),)
-
-    def name(self, *names: str) -> str:
-        return f"{names[0]}.permute({','.join(map(str, self.axes))})"
-
-    def roles(self, *parts: Roles) -> Roles:
-        return tuple(parts[0][axis] for axis in self.axes)
-
-
-@dataclass(frozen=True)
-class Reshaped(OverOne):
-    """The elements of a program, in their order, in another shape."""
-
-    of: Program
-    shape: tuple[int, ...]
-    in_place: ClassVar[bool] = False  # what is to be filled may be a part of something larger, which reshape copies
-
-    def __post_init__(self) -> None:
-        if math.prod(self.shape) != self.of.type.size:
-            raise WeightShapeError(f"reshape({self.of}): {self.of.type} has not the elements of {list(self.shape)}")
-
-    @property
-    def type(self) -> TensorType:
-        return TensorType(self.shape, self.of.type.dtype)
-
-    def __str__(self) -> str:
-        return f"reshape({self.of}; {', '.join(map(str, self.shape))})"
-
-    def box(self, box: Box) -> Program:
-        """Of axes that were one or become one, whole rows are read, and cut where the box has less of them."""
-        source, covers = before_reshape(self.of.type.shape, self.shape, box)
-        around = Reshaped(boxed(self.of, source), sizes(covers))
-        found: Program = cut_to(around, moved(box, [-start for start, _ in covers]))
-        return found
-
-    def join(self, *values: Any) -> Any:
-        return values[0].reshape(self.shape)
-
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        return (value.reshape(self.of.type.shape),)
-
-    def name(self, *names: str) -> str:
-        return f"{names[0]}.reshape({','.join(map(str, self.shape))})"
-
-    def roles(self, *parts: Roles) -> Roles:
-        return (None,) * len(self.shape)
-
-
-@dataclass(frozen=True)
 class Cast(OverOne):
     """Another dtype. Widening is exact; narrowing is lossy."""
 
@@ -163,9 +87,6 @@ class Cast(OverOne):
 
     def join(self, *values: Any) -> Any:
         return values[0].astype(self.dtype)
-
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        return (value,)
 
 
 @dataclass(frozen=True)
@@ -228,16 +149,6 @@ class Stack:
     role: Role = None
     lossy: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
-
-    @staticmethod
-    def of_keys(template: str, count: int, type: TensorType) -> Stack:
-        """The keys that a template makes of 0, 1 … `count` − 1, each of this type.
-
-        >>> from rlx_jax.ir.types import tensor_type
-        >>> str(Stack.of_keys("experts.{}.w", 2, tensor_type((2, 2), "f32", "doc")))
-        'stack(experts.0.w, experts.1.w)'
-        """
-        return Stack(tuple(Key(template.format(i), type) for i in range(count)))
 
     @property
     def type(self) -> TensorType:
@@ -347,7 +258,7 @@ class Padded(OverOne):
 
 
 Stored = Key | Sliced | Strided | Dequantized | Cut
-Program = Stored | Transposed | Permuted | Reshaped | Cast | Joined | Stack | Zeros | Padded
+Program = Stored | Transposed | Cast | Joined | Stack | Zeros | Padded
 
 
 def cast(program: Program, dtype: np.dtype[Any]) -> Program:
@@ -383,8 +294,8 @@ def concat(parts: tuple[Program, ...], axis: int) -> Program:
 def boxed(program: Program, box: Box) -> Program:
     """The program of a box of the value of `program`: what one device of several holds of a leaf.
 
-    Run, it gives the same numbers, and reads what they are made of alone; of a packed tensor whole blocks, and of a
-    reshape whole rows. `box` lies inside of the shape.
+    Run, it gives the same numbers, and reads what they are made of alone, of a packed tensor whole blocks. `box` lies
+    inside of the shape.
     """
     return program if box == full(program.type.shape) else program.box(box)
 
@@ -399,7 +310,7 @@ def sliced(program: Program, axis: int, start: int, stop: int) -> Program:
     'transpose(cast(q[0:2], f32))'
 
     Raises:
-        WeightShapeError: there is no such part, or it cuts a packed block or the rows of a reshape.
+        WeightShapeError: there is no such part, or it cuts a packed block.
     """
     found: Program = part_of(program, axis, start, stop)
     return found

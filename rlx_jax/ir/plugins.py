@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, Op, TypeCache, Valu
 from rlx_jax.ir.ops import OPS
 
 GROUP = "rlx_jax.plugins"
+TABLES = ("stages", "families", "derive", "direct", "extensions")
+"""The fields of a `Plugin` that are mappings."""
 
 
 class Opens(Protocol):
@@ -72,10 +74,9 @@ class Plugin:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise PluginError(f"a plugin has a name, got {shown(self.name)}")
-        for f in fields(self)[1:]:
-            given = getattr(self, f.name)
-            if f.name != "ops" and not isinstance(given, Mapping):
-                raise PluginError(f"plugin {quote(self.name)}: {f.name} is a mapping, got {shown(given)}")
+        for table in TABLES:
+            if not isinstance(given := getattr(self, table), Mapping):
+                raise PluginError(f"plugin {quote(self.name)}: {table} is a mapping, got {shown(given)}")
         for kind in ("stages", "families", "extensions"):
             for key, value in getattr(self, kind).items():
                 fits = isinstance(key, str) and key and (kind == "families" or callable(value))
@@ -170,42 +171,21 @@ def known() -> Plugin:
 
 @functools.lru_cache(maxsize=8)
 def _merged(plugins: tuple[Plugin, ...]) -> Plugin:
+    tables: dict[str, dict[Any, Any]] = {name: {} for name in (*TABLES, "ops")}
     givers: dict[tuple[str, Any], Plugin] = {}
-    for plugin in dict.fromkeys(plugins):
-        tables = {f.name: getattr(plugin, f.name) for f in fields(plugin) if f.name not in ("name", "ops")}
-        for what, keys in (*tables.items(), ("ops", plugin.op_classes())):
-            for key in keys:
-                other = givers.setdefault((what, key), plugin)
+    distinct = dict.fromkeys(plugins)
+    for plugin in distinct:
+        for name, table in tables.items():
+            for key, value in (plugin.op_classes() if name == "ops" else getattr(plugin, name)).items():
+                other = givers.setdefault((name, key), plugin)
                 if other is not plugin:
                     raise GraphError(
-                        f"plugins {quote(other.name)} and {quote(plugin.name)} both give {what} {shown(key)}: "
+                        f"plugins {quote(other.name)} and {quote(plugin.name)} both give {name} {shown(key)}: "
                         "uninstall one of them"
                     )
-    given = dict.fromkeys(plugins)
-    return Plugin(
-        ", ".join(plugin.name for plugin in given) or "no plugins",
-        {name: stage for plugin in given for name, stage in plugin.stages.items()},
-        {name: family for plugin in given for name, family in plugin.families.items()},
-        tuple(cls for plugin in given for cls in plugin.ops),
-        {cls: rule for plugin in given for cls, rule in plugin.derive.items()},
-        {cls: rule for plugin in given for cls, rule in plugin.direct.items()},
-        {name: fn for plugin in given for name, fn in plugin.extensions.items()},
-    )
-
-
-def stage_maker(name: str) -> MakeStage:
-    """What makes the stage of that name.
-
-    Raises:
-        PluginError: no plugin gives it.
-    """
-    stages = known().stages
-    if name not in stages:
-        raise PluginError(
-            f"no plugin gives a stage {shown(name)}; known are {listing(stages) or 'none'}"
-            f"{did_you_mean(name, stages) or '; a plugin is a package that is installed, see docs/plugins.md'}"
-        )
-    return stages[name]
+                table[key] = value
+    ops = tuple(tables.pop("ops").values())
+    return Plugin(", ".join(plugin.name for plugin in distinct) or "no plugins", ops=ops, **tables)
 
 
 def stage(name: str, *fields: Any, **options: Any) -> Any:
@@ -214,7 +194,13 @@ def stage(name: str, *fields: Any, **options: Any) -> Any:
     Raises:
         PluginError: no plugin provides a stage of that name.
     """
-    return stage_maker(name)(*fields, **options)
+    stages = known().stages
+    if name not in stages:
+        raise PluginError(
+            f"no plugin gives a stage {shown(name)}; known are {listing(stages) or 'none'}"
+            f"{did_you_mean(name, stages) or '; a plugin is a package that is installed, see docs/plugins.md'}"
+        )
+    return stages[name](*fields, **options)
 
 
 def derive_rule(cls: type[Op]) -> DeriveRule | None:

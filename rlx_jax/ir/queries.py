@@ -108,8 +108,7 @@ def inline_into(
         elif isinstance(op, Leaf):
             new = (b.leaf(op),)
         else:
-            path = (*b.origin.path, *node.origin.path)
-            with b.at(replace(node.origin, path=path)):
+            with b.at(replace(node.origin, path=(*b.origin.path, *node.origin.path))):
                 new = b.add(op, *(mapped[v] for v in node.inputs))
         mapped.update({Value(number, i): v for i, v in enumerate(new)})
     return tuple(mapped[v] for v in graph.outputs)

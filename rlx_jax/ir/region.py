@@ -89,14 +89,13 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
     def copy(number: int) -> None:
         node = graph.nodes[number]
         with b.at(node.origin):
-            inputs = [mapped[v] for v in node.inputs]
-            new = (b.leaf(node.op),) if isinstance(node.op, Leaf) else b.add(node.op, *inputs)
+            new = b.append(node.op, *(mapped[v] for v in node.inputs))
         mapped.update({Value(number, i): v for i, v in enumerate(new)})
 
     for number in range(start):
         copy(number)
     for number in range(start, end):  # leaves made inside the layers may be used after them
-        if isinstance(graph.nodes[number].op, Leaf) and region.used_outside(Value(number)):
+        if isinstance(graph.nodes[number].op, Leaf) and Value(number) in region.outside:
             copy(number)
     operands = []
     for ref in (*region.initial, *region.shared):
@@ -110,15 +109,18 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
     return b.finish([mapped[v] for v in graph.outputs], graph.output_names)
 
 
+Source = tuple[int, int, int]
+"""Where a value comes from: layer within the period, position among its nodes, result."""
+
+
 class _Region:
     """Works out carries, shared operands, side outputs and the body of one Repeat. Layers count from its first."""
 
     def __init__(self, graph: Graph, layers: list[Layer], run: Run, end: int, types: TypeCache) -> None:
         self.graph, self.start, self.period, self.count = graph, run.start, run.period, run.count
         self.layers = layers[run.start : run.stop]
-        self._outside = {v for n in graph.nodes[end:] for v in n.inputs} | set(graph.roots())
-        # A carry is (layer within the period, position, result) of the iteration before.
-        self.carries: dict[tuple[int, int, int], int] = {}
+        self.outside = {v for n in graph.nodes[end:] for v in n.inputs} | set(graph.roots())
+        self.carries: dict[Source, int] = {}  # by what they are in the iteration before
         self.initial: list[Ref] = []
         self.shared: list[Ref] = []
         self._shared_at: dict[Ref, int] = {}
@@ -126,10 +128,7 @@ class _Region:
         self.body, self.body_path = self._make_body(types)
         self.results = self._find_results()
 
-    def used_outside(self, value: Value) -> bool:
-        return value in self._outside
-
-    def _source(self, ref: Ref) -> tuple[int, int, int] | None:
+    def _source(self, ref: Ref) -> Source | None:
         """The carry that a reference of the second iteration means, if it leaves its iteration."""
         layer = ref.layer - self.start
         return (layer, ref.at, ref.index) if 0 <= layer < self.period else None
@@ -177,7 +176,8 @@ class _Region:
                     inputs = [operand(j, ref, position, slot) for slot, ref in enumerate(refs)]
                     made[(j, position)] = b.add(node.op, *inputs)
         outputs = [made[(self.period + j, at)][i] for j, at, i in self.carries]
-        self.sides = self._find_sides()
+        read = self._read_outside()  # and is not the final value of a carry
+        self.sides = list(dict.fromkeys(source for i, source, _ in read if not self._is_final(i, source)))
         outputs += [made[(self.period + j, at)][i] for j, at, i in self.sides]
         path = next((n.origin.path for n in b.nodes if not isinstance(n.op, Leaf)), ())
         return b.finish(outputs), path[: next((i for i, s in enumerate(path) if isinstance(s, LayerIndex)), 0)]
@@ -192,32 +192,26 @@ class _Region:
         programs = tuple(op.programs[0] for op in ops if isinstance(op, Param))
         return first if len(set(programs)) == 1 else replace(first, programs=programs)
 
-    def _find_sides(self) -> list[tuple[int, int, int]]:
-        """What is read after the repeat and is not a final carry."""
-        sides: dict[tuple[int, int, int], None] = {}
+    def _read_outside(self) -> Iterator[tuple[int, Source, Value]]:
+        """Every result of a layer that is read after the repeat: its iteration, where it comes from, the value."""
         for layer in range(self.count * self.period):
-            last = layer >= (self.count - 1) * self.period
             for position, number in enumerate(self.layers[layer].numbers):
                 for i in range(len(self.graph.nodes[number].types)):
-                    source = (layer % self.period, position, i)
-                    if self.used_outside(Value(number, i)) and not (last and source in self.carries):
-                        sides[source] = None
-        return list(sides)
+                    if (value := Value(number, i)) in self.outside:
+                        yield layer // self.period, (layer % self.period, position, i), value
+
+    def _is_final(self, iteration: int, source: Source) -> bool:
+        """Whether a result is what a carry is in the end."""
+        return iteration == self.count - 1 and source in self.carries
 
     def _find_results(self) -> dict[Value, int]:
         """Where each value that is read outside stands among the results of the Repeat node."""
-        found: dict[Value, int] = {}
-        for layer in range(self.count * self.period):
-            iteration = layer // self.period
-            for position, number in enumerate(self.layers[layer].numbers):
-                for i in range(len(self.graph.nodes[number].types)):
-                    source = (layer % self.period, position, i)
-                    if source in self.carries and iteration == self.count - 1:
-                        found[Value(number, i)] = self.carries[source]
-                    elif source in self.sides:
-                        base = len(self.carries) + self.sides.index(source) * self.count
-                        found[Value(number, i)] = base + iteration
-        return found
+        return {
+            value: self.carries[source]
+            if self._is_final(iteration, source)
+            else len(self.carries) + self.sides.index(source) * self.count + iteration
+            for iteration, source, value in self._read_outside()
+        }
 
 
 def indexed(paths: Sequence[Path]) -> Path:
@@ -292,15 +286,11 @@ def _iteration(b: Builder, body: Graph, operands: Sequence[Value], number: int) 
     mapped: dict[Value, Value] = {}
     for i, node in enumerate(body.nodes):
         with b.at(replace(node.origin, path=bind_path(node.origin.path, number))):
-            match node.op:
-                case BodyInput(index=index):
-                    new: tuple[Value, ...] = (operands[index],)
-                case Param() as param:
-                    new = (b.leaf(replace(param, programs=(param.at(number),))),)
-                case Leaf() as leaf:
-                    new = (b.leaf(leaf),)
-                case op:
-                    new = b.add(op, *(mapped[v] for v in node.inputs))
+            op = node.op
+            if isinstance(op, Param):
+                op = replace(op, programs=(op.at(number),))
+            inputs = (mapped[v] for v in node.inputs)
+            new = (operands[op.index],) if isinstance(op, BodyInput) else b.append(op, *inputs)
         mapped.update({Value(i, index): v for index, v in enumerate(new)})
     return tuple(mapped[v] for v in body.outputs)
 

@@ -42,7 +42,7 @@ def _rewrite(
         with b.at(node.origin), located(node.origin):
             new = fn(b, number, replace(node, op=op), inputs)
             if new is None:
-                new = (b.leaf(op),) if isinstance(op, Leaf) else b.add(op, *inputs)
+                new = b.append(op, *inputs)
         _stamp(b, start, node, by)
         if new and len(new) != len(node.types):
             raise GraphError(f"{by or 'rewrite'}: {node.op.text()} has {len(node.types)} results, got {len(new)}")

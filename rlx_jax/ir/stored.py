@@ -115,11 +115,34 @@ class OverOne:
         step: Any = self
         return replace(step, of=parts[0])
 
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
     def name(self, *names: str) -> str:
         return names[0]
 
     def roles(self, *parts: Roles) -> Roles:
         return parts[0]
+
+
+class Indexed(OverOne):
+    """What steps have in common that take `index` of `of`."""
+
+    of: Any
+    index: Any
+
+    @property
+    def type(self) -> TensorType:
+        return TensorType(indexed(self.of.type.shape, self.index), self.of.type.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.of}{index_text(self.index)}"
+
+    def join(self, *values: Any) -> Any:
+        return values[0][self.index]
+
+    def name(self, *names: str) -> str:
+        return f"{names[0]}{index_text(self.index)}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +193,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Sliced(OverOne):
+class Sliced(Indexed):
     """`start` to `stop` along an axis of a stored tensor, or of such a part: one projection of several that are stored
     as one.
 
@@ -204,30 +227,14 @@ class Sliced(OverOne):
         """Where it stands in what it is a part of."""
         return rows(self.axis, self.start, self.stop)
 
-    @property
-    def type(self) -> TensorType:
-        return _indexed(self.of.type, self.index)
-
-    def __str__(self) -> str:
-        return f"{self.of}{index_text(self.index)}"
-
     def over(self, *parts: Any) -> Any:
         (part,) = parts
         if isinstance(part, Key | Sliced):
-            return Sliced(part, self.axis, self.start, self.stop)
+            return super().over(part)
         return part_of(part, self.axis, self.start, self.stop)
 
     def box(self, box: Box) -> Key | Sliced:
         return self.stored.box(moved(box, [start for start, _ in self.place]))
-
-    def join(self, *values: Any) -> Any:
-        return values[0][self.index]
-
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        return (value,)
-
-    def name(self, *names: str) -> str:
-        return str(self)
 
     def roles(self, *parts: Roles) -> Roles:
         (of,) = parts
@@ -289,8 +296,8 @@ class Dequantized(OverOne):
         first, last = start // scheme.elements, -(-stop // scheme.elements)
         blocks = self.over(self.of.box((*before, (first * scheme.bytes, last * scheme.bytes))))
         begins = first * scheme.elements
-        found: Dequantized | Cut = cut_to(blocks, (*full(sizes(tuple(before))), (start - begins, stop - begins)))
-        return found
+        inside = (*full(sizes(tuple(before))), (start - begins, stop - begins))
+        return blocks if inside == full(blocks.type.shape) else Cut(blocks, inside)
 
     def join(self, *values: Any) -> Any:
         return decoded(values[0], self.scheme).astype(self.dtype)
@@ -303,7 +310,7 @@ class Dequantized(OverOne):
 
 
 @dataclass(frozen=True)
-class Strided(OverOne):
+class Strided(Indexed):
     """Every `step`-th row of a program along an axis, from `start` on: one of `step` projections that are stored
     interleaved. `start` lies before `step`, which divides the axis.
 
@@ -326,67 +333,36 @@ class Strided(OverOne):
         """Where it stands in what it is a part of."""
         return rows(self.axis, self.start, None, self.step)
 
-    @property
-    def type(self) -> TensorType:
-        return _indexed(self.of.type, self.index)
-
-    def __str__(self) -> str:
-        return f"{self.of}{index_text(self.index)}"
-
     def box(self, box: Box) -> Strided:
         first, stop = box[self.axis]
         around = (*box[: self.axis], (first * self.step, stop * self.step), *box[self.axis + 1 :])
         found: Strided = self.over(self.of if around == full(self.of.type.shape) else self.of.box(around))
         return found
 
-    def join(self, *values: Any) -> Any:
-        return values[0][self.index]
-
     def cut(self, value: Any) -> tuple[Any, ...]:
         raise UnsupportedError(f"{self}: it is a part of what is stored; `pieces` joins the parts")
 
-    def name(self, *names: str) -> str:
-        return f"{names[0]}{index_text(self.index)}"
-
 
 @dataclass(frozen=True)
-class Cut(OverOne):
-    """A box of a value that is made whole: inside of a packed block, or across the rows of a reshape.
+class Cut(Indexed):
+    """A box of numbers that are decoded as whole blocks: it begins or ends inside of one.
 
     Only `box` makes one, for reading. No leaf is one, as nothing reads it backwards.
     """
 
-    of: ProgramStep
+    of: Dequantized
     inside: Box
 
     @property
-    def type(self) -> TensorType:
-        return _indexed(self.of.type, slices(self.inside))
-
-    def __str__(self) -> str:
-        return f"{self.of}{index_text(slices(self.inside))}"
+    def index(self) -> Index:
+        """Where it stands in what it is a part of."""
+        return slices(self.inside)
 
     def box(self, box: Box) -> Cut:
         return Cut(self.of, moved(box, [start for start, _ in self.inside]))
 
-    def join(self, *values: Any) -> Any:
-        return values[0][slices(self.inside)]
-
     def cut(self, value: Any) -> tuple[Any, ...]:
         raise UnsupportedError(f"{self}: what was cut off is not known, so it cannot be written")
-
-    def name(self, *names: str) -> str:
-        return str(self)
-
-
-def _indexed(whole: TensorType, index: Index) -> TensorType:
-    """The type of what an index takes of a tensor."""
-    return TensorType(indexed(whole.shape, index), whole.dtype)
-
-
-def cut_to(program: Any, box: Box) -> Any:
-    """A box of a program that can only be made whole."""
-    return program if box == full(program.type.shape) else Cut(program, box)
 
 
 def part_of(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
@@ -397,31 +373,17 @@ def part_of(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
     if (start, stop) == (0, shape[axis]):
         return program
     found = program.box(along(shape, axis, start, stop))
-    whole = _made_whole(found)
-    if isinstance(whole, Dequantized):
-        size = SCHEMES[whole.scheme].elements
+    cut = next((step for step in _steps(found) if isinstance(step, Cut)), None)
+    if cut is not None:
+        size = SCHEMES[cut.of.scheme].elements
         raise WeightShapeError(f"{what} cuts a block of {size}; take multiples of {size}, or rows")
-    if whole is not None:
-        raise WeightShapeError(f"{what} cuts rows of a reshape; take whole ones")
-    if _cuts_interleaved(found):
+    interleaved = [step for step in _steps(found) if isinstance(step, Strided)]
+    if any(isinstance(inner, Sliced) for step in interleaved for inner in _steps(step)):
         raise WeightShapeError(f"{what} is a part of one of several that are stored interleaved; take all of that")
     return found
-
-
-def _cuts_interleaved(program: ProgramStep) -> bool:
-    if isinstance(program, Strided) and any(isinstance(part, Sliced) for part in _steps(program)):
-        return True
-    return any(map(_cuts_interleaved, program.parts))
 
 
 def _steps(program: ProgramStep) -> Iterator[ProgramStep]:
     yield program
     for part in program.parts:
         yield from _steps(part)
-
-
-def _made_whole(program: ProgramStep) -> ProgramStep | None:
-    """What a program makes whole and cuts."""
-    if isinstance(program, Cut):
-        return program.of
-    return next((found for part in program.parts if (found := _made_whole(part)) is not None), None)

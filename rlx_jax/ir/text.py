@@ -11,7 +11,6 @@ from rlx_jax.ir.param import Padded, Program, Stack
 from rlx_jax.ir.param_keys import leaf_name
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.table import TextTable
-from rlx_jax.ir.types import TensorType
 
 
 def dump(graph: Graph, level: str, note: str = "") -> str:
@@ -114,8 +113,7 @@ def summary(
 ) -> str:
     """One row for each block path: what leaves it, and the weights it reads. With `placed` also how each weight is
     divided over devices, and the bytes that one of them has. `unread` are inputs that are left out."""
-    rows: dict[str, Row] = {}
-    _collect(graph, rows, set(), 1)
+    rows = block_rows(graph)
     head = ["block", "output", "parameters", *([] if placed is None else ["bytes of one device"]), "weights"]
     table, total, held = list[list[str]](), 0, 0
     for path, row in rows.items():
@@ -126,7 +124,7 @@ def summary(
             here = sum(placed(program)[1] for program in row.new)
             held, bytes_ = held + here, f"{here:,}" if here else ""
         count = f"{row.count:,}" if row.count else ""
-        table.append([path, row.shape, count, *([] if placed is None else [bytes_]), ", ".join(weights)])
+        table.append([path_text(path), row.shape, count, *([] if placed is None else [bytes_]), ", ".join(weights)])
     first = f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs if i.input not in unread)}"
     of_one = "" if placed is None else f", {held:,} bytes of them on one device"
     shown = TextTable(table, head, left=len(head), indent="  ")
@@ -137,22 +135,34 @@ def summary(
 class Row:
     """Of a summary: what leaves a block, its weights by name, those that no row before it has, and their elements."""
 
-    shape: str = ""
+    output: str = ""
+    iterations: int = 1
     weights: dict[str, tuple[Program, ...]] = field(default_factory=dict)
     new: list[Program] = field(default_factory=list)
     count: int = 0
 
+    @property
+    def shape(self) -> str:
+        """What leaves the block in each layer, and how many there are."""
+        return f"{self.output} × {self.iterations}" if self.iterations > 1 else self.output
 
-def _collect(graph: Graph, rows: dict[str, Row], counted: set[Program], iterations: int) -> None:
-    """A weight that two blocks share is named by both and counted once."""
+
+def block_rows(graph: Graph) -> dict[Path, Row]:
+    """Return what leaves each block and the weights that it reads. One that two share is counted in the first."""
+    rows: dict[Path, Row] = {}
+    _collect(graph, rows, set(), 1)
+    return rows
+
+
+def _collect(graph: Graph, rows: dict[Path, Row], counted: set[Program], iterations: int) -> None:
     for node in graph.nodes:
         for region in node.op.regions():
             _collect(region, rows, counted, node.op.iterations())
         if isinstance(node.op, Leaf) or node.op.regions():
             continue
-        row = rows.setdefault(path_text(node.origin.path) or node.op.name(), Row())
-        for value in node.inputs:
-            op = graph.nodes[value.node].op
+        row = rows.setdefault(node.origin.path, Row())
+        row.output, row.iterations = ", ".join(map(str, node.types)), iterations
+        for op in (graph.nodes[value.node].op for value in node.inputs):
             if not isinstance(op, Param):
                 continue
             programs = tuple(dict.fromkeys(op.programs))
@@ -162,9 +172,3 @@ def _collect(graph: Graph, rows: dict[str, Row], counted: set[Program], iteratio
                 row.new += new
                 row.count += sum((p.of if isinstance(p, Padded) else p).type.size for p in new)  # no one's padding
                 counted.update(programs)
-        times = f" × {iterations}" if iterations > 1 else ""
-        row.shape = f"{_types(node.types)}{times}"
-
-
-def _types(types: tuple[TensorType, ...]) -> str:
-    return ", ".join(map(str, types))

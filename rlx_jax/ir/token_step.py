@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from rlx_jax.errors import GraphError, RlxError, first_line
-from rlx_jax.ir.captured import captured_arrays, changed, is_consumed, meaning, trace
+from rlx_jax.ir.captured import captured_arrays, changed, check_captures, inner_jaxprs, meaning, trace
 from rlx_jax.ir.inference import READS_NUMBERS, as_in_jit
 from rlx_jax.ir.types import TensorType
 
@@ -96,13 +96,10 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
         ) from error
     except Exception as error:  # whatever jax raises on shapes that do not fit
         raise GraphError(f"recurrent({label}) on ({', '.join(map(str, given))}): {first_line(error)}") from error
-    for array in captured_arrays(closed):
-        if isinstance(array, jax.core.Tracer):
-            raise GraphError(_of_another_trace(label))
-        if is_consumed(array):
-            raise GraphError(
-                f"recurrent({label}) captures an array that an earlier call consumed: it has no values any more"
-            )
+    arrays = list(captured_arrays(closed))
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        raise GraphError(_of_another_trace(label))
+    check_captures(f"recurrent({label})", arrays)
     outside = sorted({*(type(e).__name__ for e in closed.effects), *callbacks(closed.jaxpr)})
     if outside:
         raise GraphError(
@@ -122,12 +119,7 @@ def callbacks(jaxpr: Any) -> set[str]:
     """The primitives of a jaxpr, those inside of others included, that call Python when they run, or draw anew."""
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
     found = {name for name in names if "callback" in name or name == "rng_uniform"}
-    for eqn in jaxpr.eqns:
-        for value in eqn.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(item, "jaxpr", item)  # closed or open
-                found |= callbacks(inner) if hasattr(inner, "eqns") else set()
-    return found
+    return found.union(*(callbacks(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)))
 
 
 def _of_another_trace(label: str) -> str:

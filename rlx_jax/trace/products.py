@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import ShapeError, shown
-from rlx_jax.ir.ops.linalg import Det, Einsum, Fft, Solve, check_matrices, product
+from rlx_jax.ir.operands import check_operands
+from rlx_jax.ir.ops.linalg import MATRICES, Det, Einsum, Fft, Solve, product
 from rlx_jax.ir.types import as_dtype
 from rlx_jax.trace.indexing import Indexing
 from rlx_jax.trace.writer import V
@@ -97,7 +98,7 @@ class Products(Indexing[V]):
     def inv(self, a: V) -> V:
         """The inverse of each matrix `[..., n, n]`; what it is multiplied with is better given to `solve`."""
         found = self.type_of(a)
-        check_matrices("inv", found)
+        check_operands(self, "inv", MATRICES, [found])
         one = self.constant(np.eye(int(str(found.shape[-1]))), found.dtype)
         return self.solve(a, one if found.rank == 2 else self.broadcast_to(one, found.shape))
 

@@ -18,7 +18,7 @@ from rlx_jax.ir import ops as o
 from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.ops.shape import AxisOf, SizeOf
-from rlx_jax.ir.param import Cast, Cut, Dequantized, Key, Permuted, Program, Reshaped, Sliced, Stack, Transposed, Zeros
+from rlx_jax.ir.param import Cast, Cut, Dequantized, Key, Program, Sliced, Stack, Transposed, Zeros
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
 from tests.oracles import image_formulas as image
@@ -642,10 +642,6 @@ def weight(program: Program, weights: dict[str, Array]) -> Array:
             return weight(program.of, weights)[program.index]
         case Dequantized():
             return weight(program.logical, weights)
-        case Permuted(of=of, axes=axes):
-            return weight(of, weights).transpose(axes)
-        case Reshaped(of=of, shape=shape):
-            return weight(of, weights).reshape(shape)
         case Stack(parts=parts):
             return np.stack([weight(p, weights) for p in parts])
         case Zeros(type=t):

@@ -18,7 +18,7 @@ from rlx_jax.ir.hir.sequence import LastToken, Rope, attention
 from rlx_jax.ir.hir.token_wise import Embed, GatedFfn, Linear, RmsNorm, Split
 from rlx_jax.ir.ops.attention import check_heads
 from rlx_jax.ir.ops.linalg import check_linear
-from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary, check_kind
+from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary
 from rlx_jax.ir.ops.shape import Concat, merge_axes, split_axis
 from rlx_jax.ir.traits import COMPOSITE
 from rlx_jax.ir.types import DimLike, TensorType, is_static
@@ -149,14 +149,13 @@ class LinearFused(Hir):
     long as the product is wide."""
 
     traits = COMPOSITE
+    choices = {"activation": ("", *UNARY)}
+    operands = "x w b"
 
     contract: int = 0
     activation: str = ""
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("linear_fused", len(operands), 3)
-        if self.activation:
-            check_kind(self.activation, UNARY)
         check_linear("linear_fused", operands, self.contract, False)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
@@ -174,12 +173,12 @@ class SharedLinearPair(Hir):
     """
 
     traits = COMPOSITE
+    operands = "x w1 w2"
 
     slot: int
     contracts: tuple[int, int] = (0, 0)
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("shared_linear_pair", len(operands), 3)
         if self.slot not in (0, 1):
             raise GraphError(f"shared_linear_pair: slot is 0 or 1, got {self.slot!r}")
         for place, contract in enumerate(self.contracts, 1):
@@ -200,6 +199,7 @@ class SwiGLU(Hir):
     """
 
     traits = COMPOSITE
+    operands = "x up gate down"
 
     contracts: tuple[int, int, int] = (0, 0, 0)
 
@@ -208,7 +208,6 @@ class SwiGLU(Hir):
         return "swiglu_ffn"
 
     def check(self, *operands: TensorType) -> None:
-        check_arity(self.name(), len(operands), 4)
         x, up, gate, down = operands
         for place in (1, 2):
             _check_weight(self.name(), x, operands, place, self.contracts[place - 1])
@@ -231,15 +230,9 @@ class ResidualRmsNorm(Hir):
     """`rms_norm(x + residual)`. Operands: x and residual `[…, H]` of one type, γ `[H]`, optionally β `[H]`."""
 
     traits = COMPOSITE
+    operands = "x[…L] residual:x[…L] gamma beta?"
 
     eps: float
-
-    def check(self, *operands: TensorType) -> None:
-        check_arity("residual_rms_norm", len(operands), 3, 4)
-        if operands[0] != operands[1]:
-            raise ShapeError(
-                f"residual_rms_norm: x and its residual have one type; got {operands[0]} and {operands[1]}"
-            )
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         x, residual, *weights = operands

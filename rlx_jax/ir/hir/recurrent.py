@@ -219,13 +219,13 @@ class CausalWindow(FromNothing, Hir):
     """
 
     traits = BLOCK
+    operands = "x[_,_,…]"
 
     width: int
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("causal_window", len(operands), 1)
-        if self.width < 1 or operands[0].rank < 2:
-            raise ShapeError(f"causal_window: x is [B, S, …], got {operands[0]}; the width {self.width}")
+        if self.width < 1:
+            raise ShapeError(f"causal_window: a width is at least 1, got {self.width}")
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
         """The tokens before, if a window has more than one."""
@@ -283,15 +283,10 @@ class TimeSteps(Hir):
     computes in."""
 
     traits = TABLES
+    operands = "t[B,S,H] bias[H] a_log[H]"
 
     low: float = 0.0
     high: float | None = None
-
-    def check(self, *operands: TensorType) -> None:
-        check_arity("time_steps", len(operands), 3)
-        t, bias, a_log = operands
-        if t.rank != 3 or bias.shape != t.shape[2:] or a_log.shape != t.shape[2:]:
-            raise ShapeError(f"time_steps: t is [B, S, H], bias and A_log [H]; got {t}, {bias} and {a_log}")
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         t, bias, a_log = (in_dtype(b, v, F32) for v in operands)
@@ -313,15 +308,14 @@ class CausalConv(FromNothing, Hir):
     its channels are (`rlx_jax.ir.roles`)."""
 
     traits = TABLES
+    operands = "x[B,S,C] w[C,…,J!] bias?bias"
 
     bias: bool = False
     role: str | None = None
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("causal_conv", len(operands), 3 if self.bias else 2)
         x, w, *_ = operands
-        fits = w.rank in (2, 3) and is_static(w.shape[-1]) and (w.rank == 2 or w.shape[1] == 1)
-        if x.rank != 3 or not fits or w.shape[0] != x.shape[2]:
+        if w.shape[1:-1] not in ((), (1,)):
             raise ShapeError(f"causal_conv: x is [B, S, C], w [C, J] or [C, 1, J]; got {x} and {w}").of(0, 1)
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
@@ -354,6 +348,7 @@ class GatedDelta(FromNothing, Hir):
     """
 
     traits = TABLES
+    operands = "q k v g beta"
 
     key_heads: int
     value_heads: int
@@ -364,7 +359,6 @@ class GatedDelta(FromNothing, Hir):
         return self.key_heads if place in (0, 1) else self.value_heads
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("gated_delta", len(operands), 5)
         q, k, v, *_ = operands
         if min(self.key_heads, self.value_heads) < 1 or self.value_heads % self.key_heads:
             raise GraphError(f"gated_delta: {self.value_heads} value heads on {self.key_heads} key heads: no multiple")
@@ -404,6 +398,7 @@ class SelectiveScan(FromNothing, Hir):
     `[B,S,H·P]`. See `SelectiveScanOp`. State: `[H,P,N]`. `groups` G divides `heads` H."""
 
     traits = TABLES
+    operands = "x dt a b c"
 
     heads: int
     groups: int = 1
@@ -412,7 +407,6 @@ class SelectiveScan(FromNothing, Hir):
         return {None: self.heads, 0: self.heads, 1: self.heads, 3: self.groups, 4: self.groups}.get(place)
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("selective_scan", len(operands), 5)
         if min(self.heads, self.groups) < 1 or self.heads % self.groups:
             raise GraphError(f"selective_scan: {self.heads} heads in {self.groups} groups: no multiple")
         x, _, _, *gates = operands

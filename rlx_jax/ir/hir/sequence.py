@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import GraphError, ShapeError
@@ -41,7 +40,7 @@ from rlx_jax.ir.ops.shape import (
     split_axis,
 )
 from rlx_jax.ir.traits import BLOCK, TABLES, Initial
-from rlx_jax.ir.types import DimLike, TensorType, is_static, symbol
+from rlx_jax.ir.types import DimLike, TensorType, symbol
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,7 @@ class Positions(Hir):
     """The absolute position of each token of `x` `[B, S, …]`: int32 `[1, S]`, 0 … S−1 in the forward program."""
 
     traits = TABLES
-
-    def check(self, *operands: TensorType) -> None:
-        check_arity("positions", len(operands), 1)
+    operands = "x"
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(Reshape((1, -1)), b(Iota(1), *operands))
@@ -121,13 +118,11 @@ class Rope(Hir):
     See `RopeOp`."""
 
     traits = TABLES
+    operands = "x cos sin"
 
     head_dim: int
     n_rot: int
     style: str = "half"
-
-    def check(self, *operands: TensorType) -> None:
-        check_arity("rope", len(operands), 3)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(RopeOp(self.head_dim, self.n_rot, self.style), *operands)
@@ -254,14 +249,9 @@ class EndToken(Hir):
     """
 
     traits = BLOCK
+    operands = "x[B,S,H] ids:int[B,S]"
 
     end_id: int | None
-
-    def check(self, *operands: TensorType) -> None:
-        check_arity("end_token", len(operands), 2)
-        x, ids = operands
-        if ids.rank != 2 or ids.dtype.kind not in "iu" or x.rank != 3 or x.shape[:2] != ids.shape:
-            raise ShapeError(f"end_token: x is [B, S, H] and ids are integers [B, S], got {x} and {ids}")
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         x, ids = operands
@@ -281,14 +271,11 @@ class CountedPositions(Hir):
     """
 
     traits = TABLES
+    operands = "ids:int[B,S]"
 
     padding: int
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("counted_positions", len(operands), 1)
-        (ids,) = operands
-        if ids.rank != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ShapeError(f"counted_positions: ids are integers [B, S], got {ids}")
         if self.padding < 0:
             raise GraphError(f"counted_positions: padding is an id, at least 0; got {self.padding}")
 
@@ -305,14 +292,14 @@ class RelativeBias(Hir):
     `[1, N, S, S]`, for the `buckets` ≤ R of `RelativeBuckets`."""
 
     traits = TABLES
+    operands = "table[R!,N] x[_,_,…]"
 
     buckets: int = 32
     max_distance: int = 128
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("relative_bias", len(operands), 2)
         table, x = operands
-        if table.rank != 2 or not is_static(table.shape[0]) or int(table.shape[0]) < self.buckets or x.rank < 2:
+        if int(table.shape[0]) < self.buckets:
             raise ShapeError(
                 f"relative_bias: a table of {self.buckets} rows or more, one for each bucket, and [B, S, …]; got "
                 f"{table} and {x}"

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.errors import ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
-from rlx_jax.ir.hir.masks import check_arity
-from rlx_jax.ir.ops.experts import ClampedGate, check_experts, initial_of_expert
+from rlx_jax.ir.ops.experts import ClampedGate, expert_operands, initial_of_expert
 from rlx_jax.ir.ops.index import Gather, TakeAlongAxis
 from rlx_jax.ir.ops.linalg import Einsum, MatMul, check_linear
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.order import TopK
-from rlx_jax.ir.ops.pointwise import UNARY, Binary, Compare, Unary, Where, check_kind, in_dtype
+from rlx_jax.ir.ops.pointwise import UNARY, Binary, Compare, Unary, Where, in_dtype
 from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
 from rlx_jax.ir.traits import BLOCK, TABLES, Initial, Normal
-from rlx_jax.ir.types import TensorType, is_float, is_static
+from rlx_jax.ir.types import TensorType
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,8 @@ class Linear(Hir):
     """`act(x · w [+ b])`. x `[…, in]`; w `[in, out]` (`contract=0`) or `[out, in]` (`contract=1`); b `[out]`."""
 
     traits = BLOCK
+    choices = {"activation": ("", *UNARY)}
+    operands = "x w b?bias"
 
     contract: int = 0
     bias: bool = False
@@ -33,9 +34,6 @@ class Linear(Hir):
     f32_result: bool = False
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("linear", len(operands), 3 if self.bias else 2)
-        if self.activation:
-            check_kind(self.activation, UNARY)
         check_linear("linear", operands, self.contract, self.f32_result)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
@@ -87,12 +85,10 @@ class GatedFfn(Hir):
     """`act(gate) ⊙ up`: the middle of SwiGLU (silu) and GeGLU (gelu_tanh). gate and up `[…, F]`."""
 
     traits = BLOCK
+    choices = {"activation": UNARY}
+    operands = "gate up"
 
     activation: str = "silu"
-
-    def check(self, *operands: TensorType) -> None:
-        check_arity("gated_ffn", len(operands), 2)
-        check_kind(self.activation, UNARY)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         gate, up = operands
@@ -104,12 +100,10 @@ class RmsNorm(Hir):
     """`x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`. x `[…, H]`, γ and β `[H]`; the offset is 1 in Gemma."""
 
     traits = BLOCK
+    operands = RmsNormOp.operands
 
     eps: float
     offset: float = 0.0
-
-    def check(self, *operands: TensorType) -> None:
-        check_arity("rms_norm", len(operands), 2, 3)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(RmsNormOp(self.eps, self.offset), *operands)
@@ -124,13 +118,11 @@ class LayerNorm(Hir):
     """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. x `[…, H]`, γ and β `[H]`. See `LayerNormOp`."""
 
     traits = BLOCK
+    operands = LayerNormOp.operands
 
     eps: float
     scaled: bool = True
     shifted: bool = True
-
-    def check(self, *operands: TensorType) -> None:
-        check_arity("layer_norm", len(operands), 1 + self.scaled + self.shifted)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(LayerNormOp(self.eps, self.scaled, self.shifted), *operands)
@@ -169,6 +161,8 @@ class Route(Hir):
     """
 
     traits = TABLES
+    choices = {"scores": SCORES}
+    operands = "logits:float[…,E!] bias?biased:float[E]"
 
     top_k: int
     scores: str = "softmax"
@@ -177,16 +171,9 @@ class Route(Hir):
     biased: bool = False
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("route", len(operands), 1 + self.biased)
         logits = operands[0]
-        if self.scores not in SCORES:
-            raise GraphError(f"route: scores are {self.scores!r}; expected one of {', '.join(SCORES)}")
-        if not logits.rank or not is_static(logits.shape[-1]) or not 1 <= self.top_k <= logits.shape[-1]:
+        if not 1 <= self.top_k <= logits.shape[-1]:
             raise ShapeError(f"route: top_k is between 1 and the last axis of the logits {logits}, got {self.top_k}")
-        if not all(is_float(t.dtype) for t in operands):
-            raise DTypeError(f"route: logits and bias are floats, got {', '.join(map(str, operands))}")
-        if self.biased and operands[1].shape != logits.shape[-1:]:
-            raise ShapeError(f"route: the bias of logits {logits} is [{logits.shape[-1]}], got {operands[1]}").of(1)
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         wide = [in_dtype(b, v, F32) for v in operands]
@@ -219,6 +206,7 @@ class Experts(Hir):
     op that `direct` lowers to. `expand` computes every expert for every token."""
 
     traits = BLOCK
+    choices = {"activation": UNARY}
     ids = (5, 1, 0)
 
     activation: str = "silu"
@@ -226,9 +214,8 @@ class Experts(Hir):
     biased: bool = False
     clamp: ClampedGate | None = None
 
-    def check(self, *operands: TensorType) -> None:
-        check_kind(self.activation, UNARY)
-        check_experts("experts", operands, self.contract, self.biased)
+    def declaration(self) -> str:
+        return expert_operands(self.contract)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         x, gate, up, down, weights, ids, *biases = operands

@@ -17,12 +17,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError, quote, shown, wrong_arity
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits, results_written
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 Array = jax.Array
+
+
+EXTRA = {
+    "keep": "keep", "bias": "bias[B?,heads?,S?,T?]", "sinks": "sinks:float[heads]", "positions": "positions",
+    "key_positions": "key_positions",
+}  # fmt: skip
+"""The operands of attention behind q, k and v, as `rlx_jax.ir.operands` reads them."""
 
 
 def _scores_and_sums(op: Any, operands: Types, results: Types) -> int:
@@ -65,38 +72,25 @@ class AttentionOp(Mir):
     precision: str = "default"
     ahead: int = 0
 
+    def declaration(self) -> str:
+        return " ".join(["q:float[B,S,Q!] k:q[B,T,K!] v:q[B,T,V!]", *(EXTRA[name] for name in self.extra)])
+
     def check(self, *operands: TensorType) -> None:
-        if len(operands) != 3 + len(self.extra):
-            raise wrong_arity("attention", str(3 + len(self.extra)), len(operands))
-        q, k, v = operands[:3]
+        q, k, v, *extra = operands
         check_heads(self.heads, self.kv_heads)
         check_scores(self.scale, self.softcap)
         check_window(self.causal, self.window, self.ahead)
-        if q.rank != 3 or k.rank != 3 or v.rank != 3 or k.shape[:2] != v.shape[:2]:
-            raise ShapeError(f"attention: q is [B,S,N·D], k is [B,T,K·D], v is [B,T,K·E]; got {q}, {k}, {v}")
-        if not all(is_static(t.shape[2]) for t in (q, k, v)):
-            raise ShapeError(f"attention: the packed head axes must be static; got {q}, {k}, {v}")
         if q.shape[2] % self.heads or k.shape[2] * self.heads != q.shape[2] * self.kv_heads:
             raise ShapeError(f"attention: {self.heads} query and {self.kv_heads} key heads do not fit q {q} and k {k}")
         if v.shape[2] % self.kv_heads:
             raise ShapeError(f"attention: v {v} is not whole in {self.kv_heads} heads")
-        if len({t.dtype for t in (q, k, v)}) > 1 or not is_float(q.dtype):
-            raise DTypeError(f"attention: q, k and v have one floating dtype; got {q}, {k}, {v}")
-        if q.shape[0] != k.shape[0]:
-            raise ShapeError(f"attention: q {q} and k {k} have different batches")
-        self._check_extra(q, k, dict(zip(self.extra, operands[3:], strict=True)))
-
-    def _check_extra(self, q: TensorType, k: TensorType, given: dict[str, TensorType]) -> None:
+        given = dict(zip(self.extra, extra, strict=True))
         keep, bias = given.get("keep"), given.get("bias")
         want = (q.shape[0], self.heads, q.shape[1], k.shape[1])
         if keep is not None and not _is_keep(keep, want):
             raise ShapeError(
                 f"attention: the keep mask is [B,T] for keys {k}, or {list(want)} with 1 on any axis; got {keep}"
             ).of(3)
-        if "sinks" in given and not (given["sinks"].shape == (self.heads,) and is_float(given["sinks"].dtype)):
-            raise ShapeError(
-                f"attention: sinks are one floating score a head, [{self.heads}], got {given['sinks']}"
-            ).of(3 + self.extra.index("sinks"))
         if keep is not None and not (is_float(keep.dtype) or keep.dtype.kind in "biu"):
             raise DTypeError(f"attention: a keep mask holds bools or numbers, got {keep}")
         if bias is not None and not is_float(bias.dtype):
@@ -104,9 +98,6 @@ class AttentionOp(Mir):
                 f"attention: a bias is added to the scores, and {bias} is no floating one; a mask of what to keep goes "
                 'with mask="custom" or "keep"'
             )
-        if bias is not None:
-            if bias.rank != 4 or any(got not in (1, w) for got, w in zip(bias.shape, want, strict=True)):
-                raise ShapeError(f"attention: the bias is {list(want)} or 1 on any axis, got {bias}").of(len(given) + 2)
 
     def eval(self, q: Array, k: Array, v: Array, *rest: Array) -> Array:
         return self.attend(q, k, v, *rest)
@@ -269,11 +260,11 @@ class RopeTable(Mir):
     factor: float = 1.0
     axes: tuple[int, ...] = ()
 
+    def declaration(self) -> str:
+        return "positions:int[B,S,A]" if self.axes else "positions:int[B,S]"
+
     def check(self, *operands: TensorType) -> None:
         (positions,) = operands
-        rank, letters = (3, "[B,S,A]") if self.axes else (2, "[B,S]")
-        if positions.rank != rank or not jnp.issubdtype(positions.dtype, jnp.integer):
-            raise ShapeError(f"rope_table: positions are integers {letters}, got {positions}")
         if self.axes and len(self.axes) != len(self.inv_freq):
             raise ShapeError(f"rope_table: {len(self.axes)} axes for {len(self.inv_freq)} frequencies: one for each")
         count = positions.shape[-1]
@@ -303,15 +294,13 @@ class SinusoidTable(Mir):
     """
 
     traits = replace(TOKENS, bytes=each_once)
+    operands = "t:num[B]"
 
     channels: int
     scale: float = 1.0
     max_period: float = 10000.0
 
     def check(self, *operands: TensorType) -> None:
-        (t,) = operands
-        if t.rank != 1 or t.dtype.kind == "b":
-            raise ShapeError(f"sinusoid_table: times are numbers [B], got {t}")
         if self.channels < 2 or self.max_period <= 0:
             raise GraphError(
                 f"sinusoid_table: {self.channels} channels of periods up to {self.max_period:g}; expected 2 channels "
@@ -343,6 +332,8 @@ class RopeOp(Mir):
     """
 
     traits = replace(TOKENS, narrows=1, bytes=each_once)
+    choices = {"style": ROPE_STYLES}
+    operands = "x[B,S,W!] cos[_,S,R!] sin[_,S,R!]"
 
     head_dim: int
     n_rot: int
@@ -350,13 +341,11 @@ class RopeOp(Mir):
 
     def check(self, *operands: TensorType) -> None:
         x, cos, sin = operands
-        if self.style not in ROPE_STYLES:
-            raise GraphError(f"rope: style is {quote(self.style)}; expected {' or '.join(ROPE_STYLES)}")
         if self.n_rot % 2 or not 0 < self.n_rot <= self.head_dim:
             raise ShapeError(f"rope: n_rot is even and at most head_dim {self.head_dim}, got {self.n_rot}")
-        if x.rank != 3 or not is_static(x.shape[-1]) or x.shape[-1] % self.head_dim:
+        if x.shape[-1] % self.head_dim:
             raise ShapeError(f"rope: x is [B,S,N·{self.head_dim}], whole heads of width head_dim; got {x}")
-        if cos.shape != sin.shape or cos.rank != 3 or cos.shape[1] != x.shape[1] or cos.shape[2] < self.n_rot // 2:
+        if cos.shape != sin.shape or cos.shape[2] < self.n_rot // 2:
             raise ShapeError(f"rope: for x {x} the tables are [B,S,{self.n_rot // 2}], got {cos} and {sin}")
 
     def eval(self, x: Array, cos: Array, sin: Array) -> Array:
@@ -417,16 +406,9 @@ class CacheUpdate(Mir):
     """
 
     traits = replace(STATE, bytes=_rows_written)
+    operands = "cache[B,_,…C] new:cache[B,_,…C] start:int[B] lengths:int[B]"
 
     fresh: bool = False
-
-    def check(self, *operands: TensorType) -> None:
-        cache, new, start, lengths = operands
-        if cache.dtype != new.dtype or cache.shape[2:] != new.shape[2:]:
-            raise ShapeError(f"cache_update: rows {new} do not fit the cache {cache}")
-        rows = cache.shape[:1]
-        if new.shape[:1] != rows or any(t.shape != rows or t.dtype.kind != "i" for t in (start, lengths)):
-            raise ShapeError(f"cache_update: start and lengths are i32[{rows[0]}], got {new}, {start}, {lengths}")
 
     def eval(self, cache: Array, new: Array, start: Array, lengths: Array) -> Array:
         return self.update(cache, new, start, lengths)
@@ -449,11 +431,7 @@ class Overwrite(Mir):
     """Write all of an array of the state: old and new `[…]` → new, in place of old."""
 
     traits = replace(STATE, bytes=results_written)
-
-    def check(self, *operands: TensorType) -> None:
-        old, new = operands
-        if old != new:
-            raise ShapeError(f"overwrite: {new} does not take the place of {old}")
+    operands = "old[…N] new:old[…N]"
 
     def eval(self, old: Array, new: Array) -> Array:
         return old.at[...].set(new)
@@ -480,6 +458,7 @@ class RingStep(Mir):
     """
 
     traits = replace(STATE, bytes=_ring_bytes, writes=((2, 0),))
+    operands = CacheUpdate.operands
 
     window: int | None = None
 
@@ -489,9 +468,6 @@ class RingStep(Mir):
             return False
         window = int(slots) if self.window is None else self.window
         return int(slots) < window or int(slots) >= window + int(new) - 1
-
-    def check(self, *operands: TensorType) -> None:
-        CacheUpdate().check(*operands)
 
     def eval(self, ring: Array, new: Array, start: Array, lengths: Array) -> tuple[Array, Array, Array]:
         return self.update(ring, new, start, lengths)

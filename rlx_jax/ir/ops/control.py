@@ -94,16 +94,14 @@ class Switch(Mir):
     """
 
     traits = LOOP
+    operands = "index:int[] *"
 
     branches: tuple[Graph, ...]
 
     def check(self, *operands: TensorType) -> None:
-        index, *given = operands
         if not self.branches:
             raise GraphError("switch: there are no branches")
-        if index.rank or not jnp.issubdtype(index.dtype, jnp.integer):
-            raise ShapeError(f"switch: the index is an integer of rank 0, got {index}")
-        _check_given(self, self.branches, given, own=1)
+        _check_given(self, self.branches, operands[1:], own=1)
 
     def eval(self, index: Array, *given: Array) -> tuple[Array, ...]:
         return tuple(lax.switch(index, [lambda *a, g=g: run_body(g, a) for g in self.branches], *given))
@@ -251,15 +249,11 @@ class PairBias(Mir):
     """
 
     traits = LOOP
+    operands = "rows:int[_,S] slots:int[_,T] *"
 
     body: Graph
 
     def check(self, *operands: TensorType) -> None:
-        if len(operands) < 2:
-            raise wrong_arity("pair_bias", "2 or more", len(operands))
-        for t in operands[:2]:
-            if t.rank != 2 or not jnp.issubdtype(t.dtype, jnp.integer):
-                raise ShapeError(f"pair_bias: positions are integers [B, S] and [B, T], got {t}")
         _check_given(self, (self.body,), operands)
         if len(self.body.outputs) != 1 or self.body.type(self.body.outputs[0]).rank > 3:
             raise ShapeError("pair_bias: a body gives one value, [N, S, T] or fewer axes")

@@ -43,8 +43,6 @@ def _check_images(op: str, x: TensorType, w: TensorType) -> int:
     """The number of spatial axes."""
     if x.rank != w.rank or not 3 <= x.rank <= 5:
         raise ShapeError(f"{op}: x is [N, C, …] and w as long, with 1 to 3 spatial axes; got {x} and {w}")
-    if x.dtype != w.dtype:
-        raise DTypeError(f"{op}: x is {x}, w is {w}; cast one of them")
     if not all(is_static(d) for d in w.shape):
         raise ShapeError(f"{op}: the sizes of the weight are numbers, got {w}")
     return x.rank - 2
@@ -71,6 +69,7 @@ class Conv(Mir):
     """
 
     traits = product_traits(_flops)
+    operands = "x w:x"
 
     strides: tuple[int, ...]
     padding: str | Pairs
@@ -112,6 +111,7 @@ class ConvTranspose(Mir):
     """
 
     traits = product_traits(_flops)
+    operands = "x w:x"
 
     strides: tuple[int, ...]
     padding: Pairs
@@ -168,6 +168,8 @@ class Pool(Mir):
     """
 
     traits = REDUCTION
+    choices = {"kind": POOLS}
+    operands = "x:num[N,C,…]"
 
     kind: str
     window: tuple[int, ...]
@@ -182,8 +184,6 @@ class Pool(Mir):
         (x,) = operands
         rank = x.rank - 2
         op = f"{self.kind}_pool"
-        if self.kind not in POOLS:
-            raise GraphError(f"unknown pooling {self.kind!r}; known are {', '.join(POOLS)}")
         if not 1 <= rank <= 3:
             raise ShapeError(f"{op}: x is [N, C, …] with 1 to 3 spatial axes, got {x}")
         check_counts(op, "window", self.window, rank)
@@ -192,8 +192,6 @@ class Pool(Mir):
         check_padding(op, self.padding, rank)
         if self.kind in ("mean", "lp") and not is_float(x.dtype):
             raise DTypeError(f"{op}: needs floats, got {x}; cast it")
-        if x.dtype == jnp.bool_:
-            raise DTypeError(f"{op}: needs numbers, got {x}; cast it")
         if self.kind == "argmax" and not all(is_static(d) for d in x.shape[2:]):
             raise ShapeError(f"{op}: places need spatial sizes that are numbers, got {x}")
         if self.kind == "lp" and not self.p >= 1:

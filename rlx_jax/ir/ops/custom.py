@@ -12,16 +12,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, first_line, shown
-from rlx_jax.ir.captured import (
-    MAX_CAPTURED,
-    Meaning,
-    captured_arrays,
-    changed,
-    is_consumed,
-    meaning,
-    trace,
-    trace_anew,
-)
+from rlx_jax.ir import captured
 from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant
 from rlx_jax.ir.inference import types_of
 from rlx_jax.ir.paths import path_text
@@ -29,10 +20,6 @@ from rlx_jax.ir.traits import Types, product_traits
 from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, is_whole, short_name
 
 Array = jax.Array
-
-
-def _limit() -> str:
-    return f"the limit is {MAX_CAPTURED}: name the array as a weight and read it with emit.param(key)"
 
 
 def check_constants(graph: Graph, types: TypeCache) -> None:
@@ -50,10 +37,10 @@ def check_constants(graph: Graph, types: TypeCache) -> None:
             traced = isinstance(array, jax.core.Tracer)
             sizes.setdefault(id(array) if traced else np.asarray(array).tobytes(), (array.nbytes, place))
     total = sum(size for size, _ in sizes.values())
-    if total > MAX_CAPTURED:
+    if total > captured.MAX_CAPTURED:
         largest = sorted(sizes.values(), reverse=True)[:4]
-        told = "; ".join(f"{place}: {size} bytes" for size, place in largest)
-        raise GraphError(f"{graph.name}: {total} bytes of constants in one program, {_limit()}. The largest: {told}")
+        told = f"The largest: {'; '.join(f'{place}: {size} bytes' for size, place in largest)}"
+        raise GraphError(f"{graph.name}: {total} bytes of constants in one program, {captured.CAPTURED_LIMIT}. {told}")
 
 
 def check_captured(graph: Graph) -> None:
@@ -68,8 +55,8 @@ def check_captured(graph: Graph) -> None:
     for _, node in graph.walk():
         if isinstance(node.op, JaxFn):
             for operands, before in node.op.first:
-                if meaning(trace_anew(node.op.fn, operands), precision=False) != before:
-                    raise GraphError(changed(f"{path_text(node.origin.path)}: {node.op.text()}", node.op.fn))
+                if captured.meaning(captured.trace_anew(node.op.fn, operands), precision=False) != before:
+                    raise GraphError(captured.changed(f"{path_text(node.origin.path)}: {node.op.text()}", node.op.fn))
 
 
 def small_constant(value: Any, dtype: Any = None) -> Constant:
@@ -84,8 +71,8 @@ def small_constant(value: Any, dtype: Any = None) -> Constant:
         raise GraphError(f"a constant is a number or an array of them: {first_line(error)}") from error
     if not given.size:
         raise GraphError(f"a constant of shape {list(given.shape)} has no elements; every dimension is at least 1")
-    if given.size * given.itemsize > MAX_CAPTURED:
-        raise GraphError(f"a constant of {given.size * given.itemsize} bytes, {_limit()}")
+    if given.size * given.itemsize > captured.MAX_CAPTURED:
+        raise GraphError(f"a constant of {given.size * given.itemsize} bytes, {captured.CAPTURED_LIMIT}")
     whole = given.dtype == object and all(isinstance(v, int) for v in given.flat)  # beyond 64 bits
     if not (whole or is_float(given.dtype) or given.dtype.kind in "biuc" or is_whole(given.dtype)):
         raise GraphError(f"a constant is a number or an array of them, got {shown(value)}")
@@ -145,9 +132,7 @@ def jaxpr_flops(jaxpr: Any) -> int:
         elif name == "conv_general_dilated":
             features, *summed = (equation.invars[1].aval.shape[i] for i in params["dimension_numbers"].rhs_spec)
             total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(summed)
-        items = (item for v in params.values() for item in (v if isinstance(v, tuple | list) else (v,)))
-        jaxprs = (getattr(item, "jaxpr", item) for item in items)  # closed or open
-        inner = [jaxpr_flops(j) for j in jaxprs if hasattr(j, "eqns")]
+        inner = list(map(jaxpr_flops, captured.inner_jaxprs(equation)))
         total += max(inner, default=0) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)
     return total
 
@@ -165,12 +150,12 @@ class JaxFn(Mir):
     fn: Callable[..., Any]
     label: str = ""
     precision: str = "default"
-    first: list[tuple[Types, Meaning]] = field(default_factory=list, compare=False, repr=False)
+    first: list[tuple[Types, captured.Meaning]] = field(default_factory=list, compare=False, repr=False)
 
     def remember(self, operands: Types) -> Any:
         """Keep what `fn` computes now, as every program has to; return the form of its result."""
-        closed, out = trace(self.fn, operands)
-        self.first.append((operands, meaning(closed, precision=False)))
+        closed, out = captured.trace(self.fn, operands)
+        self.first.append((operands, captured.meaning(closed, precision=False)))
         return out
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -178,14 +163,8 @@ class JaxFn(Mir):
         flat = out if isinstance(out, tuple | list) else (out,)
         if not flat or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in flat):
             raise GraphError(f"{self.text()} returns {type(out).__name__}; expected an array or a tuple of arrays")
-        types.captured[self] = tuple(captured_arrays(closed))
-        if any(is_consumed(c) for c in types.captured[self]):
-            raise GraphError(
-                f"{self.text()} captures an array that an earlier call consumed: it has no values any more"
-            )
-        captured = sum(c.nbytes for c in types.captured[self])
-        if captured > MAX_CAPTURED:
-            raise GraphError(f"{self.text()} captures {captured} bytes of constants, {_limit()}")
+        types.captured[self] = tuple(captured.captured_arrays(closed))
+        captured.check_captures(self.text(), types.captured[self])
         return types_of(closed.out_avals)
 
     def eval(self, *arrays: Array) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown, wrong_arity
+from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.ops.pointwise import UNARY, check_kind, same_rank
+from rlx_jax.ir.ops.pointwise import UNARY, same_rank
 from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
-from rlx_jax.ir.types import TensorType, is_float, is_static
+from rlx_jax.ir.types import TensorType
 
 Array = jax.Array
 
@@ -41,38 +40,19 @@ class ClampedGate:
             )
 
 
-def check_experts(op: str, operands: Sequence[TensorType], contract: int, biased: bool) -> None:
-    """The checks of a mixture: x `[…, H]`, gate and up `[E, F, H]`, down `[E, H, F]`, weights and ids `[…, k]`; gate,
-    up and down with their last two axes turned where `contract` is 0; `biased` with biases `[E, F]`, `[E, F]`,
-    `[E, H]` behind."""
-    names = EXPERT_OPERANDS + EXPERT_BIASES * biased
-    if len(operands) != len(names):
-        raise wrong_arity(op, str(len(names)), len(operands))
-    x, gate, up, down, weights, ids, *biases = operands
+EXPERTS = (
+    "x:float[…L,H] gate:x[E,{wide}] up:x[E,{wide}] down:x[E,{narrow}] weights:float[…L,K!] ids:int[…L,K!] "
+    "gate_bias?biased:float[E,F] up_bias?biased:float[E,F] down_bias?biased:float[E,H]"
+)
+
+
+def expert_operands(contract: int) -> str:
+    """Return the operands of a mixture, as `rlx_jax.ir.operands` reads them. Gate, up and down have their last two axes
+    turned where `contract` is 0."""
     if contract not in (0, 1):
-        raise ShapeError(f"{op}: contract is 0 for experts [E, in, out] and 1 for [E, out, in]; got {contract!r}")
-    if gate.rank != 3 or x.rank < 1:
-        raise ShapeError(f"{op}: gate has rank 3, got {gate}, and x at least 1, got {x}").of(1)
-    count, inner, hidden = (gate.shape[axis] for axis in (0, 2 - contract, 1 + contract))
-    if x.shape[-1] != hidden:
-        raise ShapeError(f"{op}: last axis of x {x} is {x.shape[-1]}, axis {1 + contract} of gate {gate} {hidden}").of(
-            0, 1
-        )
-    wide, narrow = (inner, hidden), (hidden, inner)
-    want = {"up": (up, wide), "down": (down, narrow)}
-    for place, (name, (got, sizes)) in enumerate(want.items(), 2):
-        shape = (count, *(sizes if contract else sizes[::-1]))
-        if got.shape != shape:
-            raise ShapeError(f"{op}: {name} is {got}, expected {list(shape)} beside gate {gate}").of(place)
-    for place, (name, bias, size) in enumerate(zip(EXPERT_BIASES, biases, (inner, inner, hidden), strict=False), 6):
-        if bias.shape != (count, size) or not is_float(bias.dtype):
-            raise ShapeError(f"{op}: {name} is floats {[count, size]} beside gate {gate}, got {bias}").of(place)
-    if len({t.dtype for t in (x, gate, up, down)}) != 1 or not is_float(x.dtype):
-        raise DTypeError(f"{op}: x {x}, gate {gate}, up {up} and down {down} have one floating dtype; cast them")
-    if weights.shape != ids.shape or ids.shape[:-1] != x.shape[:-1] or not ids.rank or not is_static(ids.shape[-1]):
-        raise ShapeError(f"{op}: weights and ids are [{', '.join(map(str, x.shape[:-1]))}, k], got {weights} and {ids}")
-    if not is_float(weights.dtype) or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise DTypeError(f"{op}: weights are floats and ids integers, got {weights} and {ids}")
+        raise ShapeError(f"experts: contract is 0 for experts [E, in, out] and 1 for [E, out, in]; got {contract!r}")
+    wide, narrow = ("F,H", "H,F") if contract else ("H,F", "F,H")
+    return EXPERTS.format(wide=wide, narrow=narrow)
 
 
 def initial_of_expert(place: int, weight: TensorType, contract: int) -> Initial:
@@ -121,6 +101,7 @@ class ExpertFfn(Mir):
     """
 
     traits = replace(product_traits(_flops), narrows=4, bytes=_bytes, workspace=_workspace)
+    choices = {"activation": UNARY}
     ids = (5, 1, 0)
 
     activation: str = "silu"
@@ -130,9 +111,8 @@ class ExpertFfn(Mir):
     biased: bool = False
     clamp: ClampedGate | None = None
 
-    def check(self, *operands: TensorType) -> None:
-        check_kind(self.activation, UNARY)
-        check_experts("experts", operands, self.contract, self.biased)
+    def declaration(self) -> str:
+        return expert_operands(self.contract)
 
     def eval(self, x: Array, gate: Array, up: Array, down: Array, weights: Array, ids: Array, *biases: Array) -> Array:
         wide, narrow = ("efh", "ehf") if self.contract else ("ehf", "efh")

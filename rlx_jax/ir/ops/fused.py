@@ -9,22 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlx_jax.errors import GraphError, ShapeError, did_you_mean, quote, wrong_arity
+from rlx_jax.errors import ShapeError, wrong_arity
 from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.operands import named_operands
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.linalg import MatMul, check_linear, product_text
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, check_norm
-from rlx_jax.ir.ops.pointwise import UNARY, check_kind, same_rank
+from rlx_jax.ir.ops.pointwise import UNARY, same_rank
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.traits import ELEMENTWISE, NORM, Types, product_traits
-from rlx_jax.ir.types import TensorType, is_static
+from rlx_jax.ir.types import TensorType
 
 Array = jax.Array
-
-
-def _check_activation(op: str, activation: str) -> None:
-    if activation and activation not in UNARY:
-        raise GraphError(f"{op}: unknown activation {quote(activation)}{did_you_mean(activation, UNARY)}")
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,8 @@ class FusedMatMulBiasAct(Mir):
     """`act(x · w + b)`: a `MatMul`, a bias `[N]` in the dtype of the product, an activation from `UNARY` ("": none)."""
 
     traits = product_traits(lambda op, operands, results: MatMul.traits.flops(op.product, operands, results))
+
+    choices = {"activation": ("", *UNARY)}
 
     contract: int = 0
     activation: str = ""
@@ -44,7 +42,6 @@ class FusedMatMulBiasAct(Mir):
         return MatMul(self.contract, self.precision, self.f32_result)
 
     def check(self, *operands: TensorType) -> None:
-        _check_activation("linear", self.activation)
         check_linear("linear", operands, self.contract, self.f32_result)
 
     def eval(self, x: Array, w: Array, b: Array) -> Array:
@@ -69,13 +66,15 @@ class FusedSwiGLU(Mir):
 
     traits = replace(ELEMENTWISE, widens=False)
 
+    choices = {"activation": UNARY}
+    operands = "x[…,W!]"
+
     gate_first: bool = True
     activation: str = "silu"
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        _check_activation("fused_swiglu", self.activation)
-        if not x.rank or not is_static(x.shape[-1]) or x.shape[-1] % 2:
+        if x.shape[-1] % 2:
             raise ShapeError(f"fused_swiglu: the last axis is two halves, of even static size; got {x}")
 
     def eval(self, x: Array) -> Array:
@@ -88,11 +87,7 @@ class FusedSwiGLU(Mir):
         return f"fused_swiglu(gate_first={str(self.gate_first).lower()}{activation})"
 
 
-def _check_residual(op: str, operands: Sequence[TensorType]) -> None:
-    x, residual, *weights = operands
-    if residual != x:
-        raise ShapeError(f"{op}: x and its residual have one type; got {x} and {residual}")
-    check_norm(op, x, weights, 2)
+RESIDUAL = "x:float[…L] residual:x[…L] bias?has_bias:x gamma:x"
 
 
 def _residual_sum(has_bias: bool, operands: Sequence[Array]) -> tuple[Array, ...]:
@@ -108,14 +103,13 @@ class FusedResidualLayerNorm(Mir):
     """`layer_norm(x [+ bias] + residual; γ, β)`. x and residual `[…, H]`; bias (where `has_bias`), γ, β `[H]`."""
 
     traits = NORM
+    operands = f"{RESIDUAL} beta:x"
 
     eps: float
     has_bias: bool = False
 
     def check(self, *operands: TensorType) -> None:
-        if len(operands) != 4 + self.has_bias:
-            raise wrong_arity("fused_residual_ln", str(4 + self.has_bias), len(operands))
-        _check_residual("fused_residual_ln", operands)
+        check_norm("fused_residual_ln", operands[0], operands[2:], 2)
 
     def eval(self, *arrays: Array) -> Array:
         return LayerNormOp(self.eps).eval(*_residual_sum(self.has_bias, arrays))
@@ -129,15 +123,14 @@ class FusedResidualRmsNorm(Mir):
     """`rms_norm(x [+ bias] + residual; γ[, β])`. x and residual `[…, H]`; bias (where `has_bias`), γ, β `[H]`."""
 
     traits = NORM
+    operands = f"{RESIDUAL} beta?:x"
 
     eps: float
     has_bias: bool = False
     offset: float = 0.0
 
     def check(self, *operands: TensorType) -> None:
-        if len(operands) - self.has_bias not in (3, 4):
-            raise wrong_arity("fused_residual_rms", f"{3 + self.has_bias} or {4 + self.has_bias}", len(operands))
-        _check_residual("fused_residual_rms", operands)
+        check_norm("fused_residual_rms", operands[0], operands[2:], 2)
 
     def eval(self, *arrays: Array) -> Array:
         return RmsNormOp(self.eps, self.offset).eval(*_residual_sum(self.has_bias, arrays))
@@ -187,7 +180,7 @@ class ElementwiseRegion(Mir):
 
 def _layer_flops(op: Any, operands: Types, results: Types) -> int:
     """Every weight matrix once for each token, and scores and sums over all keys."""
-    hidden, given = operands[0], op.names(operands)
+    hidden, given = operands[0], named_operands(op, operands)
     tokens = int(hidden.shape[0]) * int(hidden.shape[1])
     matrices = sum(2 * tokens * t.size for name, t in given.items() if name.endswith("_w"))
     return int(matrices) + 4 * tokens * int(hidden.shape[1]) * int(op.heads) * int(op.head_dim)
@@ -195,19 +188,6 @@ def _layer_flops(op: Any, operands: Types, results: Types) -> int:
 
 def _product(x: Array, w: Array, b: Array | None) -> Array:
     return MatMul().eval(x, w) if b is None else FusedMatMulBiasAct().eval(x, w, b)
-
-
-def _named(op: str, names: tuple[str, ...], operands: Any) -> dict[str, Any]:
-    if len(operands) != len(names):
-        raise wrong_arity(op, str(len(names)), len(operands), f": {', '.join(names)}")
-    return dict(zip(names, operands, strict=True))
-
-
-def _check_shapes(op: str, named: dict[str, TensorType], want: dict[str, tuple[Any, ...]]) -> None:
-    for place, (name, t) in enumerate(named.items()):
-        if name in want and t.shape != want[name]:
-            said = ", ".join(map(str, want[name]))
-            raise ShapeError(f"{op}: operand {name} is {t}, expected [{said}]").of(place)
 
 
 @dataclass(frozen=True)
@@ -220,35 +200,34 @@ class FusedAttentionBlock(Mir):
     """
 
     traits = replace(product_traits(_layer_flops), narrows=0, pinned=False)
+    operands = (
+        "hidden[B,S,H] qkv_w[H,qkv] out_w[width,H] mask[B,S] qkv_b?has_bias[qkv] out_b?has_bias[H] "
+        "cos?has_rope[_,S,R!] sin?has_rope[_,S,R!]"
+    )
 
     heads: int
     head_dim: int
     has_bias: bool = False
     has_rope: bool = False
 
-    def names(self, operands: Any) -> dict[str, Any]:
-        """The operands by name."""
-        names: tuple[str, ...] = ("hidden", "qkv_w", "out_w", "mask")
-        names += ("qkv_b", "out_b") if self.has_bias else ()
-        names += ("cos", "sin") if self.has_rope else ()
-        return _named("fused_attention_block", names, operands)
+    @property
+    def width(self) -> int:
+        """Columns of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv(self) -> int:
+        """Columns of q, k and v."""
+        return 3 * self.width
 
     def check(self, *operands: TensorType) -> None:
-        t, width = self.names(operands), self.heads * self.head_dim
-        x = t["hidden"]
-        if x.rank != 3:
-            raise ShapeError(f"fused_attention_block: hidden is [B,S,H], got {x}").of(0)
-        want: dict[str, tuple[Any, ...]] = {
-            "qkv_w": (x.shape[2], 3 * width), "out_w": (width, x.shape[2]), "mask": x.shape[:2],
-            "qkv_b": (3 * width,), "out_b": (x.shape[2],),
-        }  # fmt: skip
-        _check_shapes("fused_attention_block", t, want)
+        x = operands[0]
         if self.has_rope:
-            RopeOp(self.head_dim, self.head_dim).check(TensorType((*x.shape[:2], width), x.dtype), t["cos"], t["sin"])
+            RopeOp(self.head_dim, self.head_dim).check(TensorType((*x.shape[:2], self.width), x.dtype), *operands[-2:])
 
     def eval(self, *arrays: Array) -> Array:
-        a, width = self.names(arrays), self.heads * self.head_dim
-        q, k, v = SplitLast((width,) * 3).eval(_product(a["hidden"], a["qkv_w"], a.get("qkv_b")))
+        a = named_operands(self, arrays)
+        q, k, v = SplitLast((self.width,) * 3).eval(_product(a["hidden"], a["qkv_w"], a.get("qkv_b")))
         if self.has_rope:
             q, k = (RopeOp(self.head_dim, self.head_dim).eval(x, a["cos"], a["sin"]) for x in (q, k))
         context = AttentionOp(self.heads, self.heads, extra=("keep",)).eval(q, k, v, a["mask"])
@@ -278,34 +257,16 @@ class FusedTransformerLayer(Mir):
     activation: str = "gelu"
     has_bias: bool = False
 
-    def names(self, operands: Any) -> dict[str, Any]:
-        """The operands by name."""
-        names = (
-            "hidden", "qkv_w", "qkv_b", "out_w", "out_b", "ln1_g", "ln1_b", "fc1_w", "fc1_b", "fc2_w", "fc2_b",
-            "ln2_g", "ln2_b", "mask",
-        )  # fmt: skip
-        biases = ("qkv_b", "out_b", "fc1_b", "fc2_b")
-        kept = names if self.has_bias else tuple(name for name in names if name not in biases)
-        return _named("fused_transformer_layer", kept, operands)
-
-    def check(self, *operands: TensorType) -> None:
-        check_kind(self.activation, UNARY)
-        t = self.names(operands)
-        x, wide = t["hidden"], self.intermediate
-        if x.rank != 3:
-            raise ShapeError(f"fused_transformer_layer: hidden is [B,S,H], got {x}").of(0)
-        width, hidden = self.heads * self.head_dim, x.shape[2]
-        want: dict[str, tuple[Any, ...]] = dict.fromkeys(
-            ("out_b", "fc2_b", "ln1_g", "ln1_b", "ln2_g", "ln2_b"), (hidden,)
-        )
-        want |= {
-            "qkv_w": (hidden, 3 * width), "qkv_b": (3 * width,), "out_w": (width, hidden), "fc1_w": (hidden, wide),
-            "fc1_b": (wide,), "fc2_w": (wide, hidden), "mask": x.shape[:2],
-        }  # fmt: skip
-        _check_shapes("fused_transformer_layer", t, want)
+    choices = {"activation": UNARY}
+    operands = (
+        "hidden[B,S,H] qkv_w[H,qkv] qkv_b?has_bias[qkv] out_w[width,H] out_b?has_bias[H] ln1_g[H] ln1_b[H] "
+        "fc1_w[H,intermediate] fc1_b?has_bias[intermediate] fc2_w[intermediate,H] fc2_b?has_bias[H] ln2_g[H] ln2_b[H] "
+        "mask[B,S]"
+    )
+    qkv, width = FusedAttentionBlock.qkv, FusedAttentionBlock.width
 
     def eval(self, *arrays: Array) -> Array:
-        a = self.names(arrays)
+        a = named_operands(self, arrays)
         attend = FusedAttentionBlock(self.heads, self.head_dim, self.has_bias)
         biases = (a["qkv_b"], a["out_b"]) if self.has_bias else ()
         context = attend.eval(a["hidden"], a["qkv_w"], a["out_w"], a["mask"], *biases)

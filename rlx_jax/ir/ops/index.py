@@ -13,7 +13,6 @@ from jax import lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.ops.shape import check_axis
 from rlx_jax.ir.traits import MOVEMENT, TOKENS, results_written
 from rlx_jax.ir.types import TensorType, is_static
 
@@ -28,14 +27,8 @@ class Gather(Mir):
     """
 
     traits = replace(TOKENS, narrows=0)
+    operands = "table[_,…] ids:int"
     ids = (1, 0, 0)
-
-    def check(self, *operands: TensorType) -> None:
-        table, ids = operands
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise DTypeError(f"gather: ids are integers, got {ids}; an input of ids has dtype='int32'")
-        if not table.rank:
-            raise ShapeError(f"gather: the table has rows, got {table}")
 
     def eval(self, table: Array, ids: Array) -> Array:
         return jnp.take(table, ids, axis=0, mode="clip")
@@ -46,18 +39,8 @@ class TakeRow(Mir):
     """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]` (or `[1, S, …]`, shared by all rows), index `[B]` → `[B, 1, …]`."""
 
     traits = TOKENS
+    operands = "x[B?,S,…] index:int[B]"
     ids = (1, 0, 1)
-
-    def check(self, *operands: TensorType) -> None:
-        x, index = operands
-        shared = x.rank > 1 and is_static(x.shape[0]) and x.shape[0] == 1
-        if (
-            x.rank < 2
-            or index.rank != 1
-            or not (shared or index.shape == x.shape[:1])
-            or not jnp.issubdtype(index.dtype, jnp.integer)
-        ):
-            raise ShapeError(f"take_row: x is [B,S,…] and the index [B] integers, got {x} and {index}")
 
     def eval(self, x: Array, index: Array) -> Array:
         if x.shape[0] is not index.shape[0] and x.shape[0] == 1:
@@ -73,11 +56,9 @@ class Iota(Mir):
     """`0, 1, …` along `axis` of the operand, as int32 of shape `[size]`."""
 
     traits = replace(TOKENS, bytes=results_written)
+    operands = "x@axis"
 
     axis: int
-
-    def check(self, *operands: TensorType) -> None:
-        check_axis("iota", self.axis, operands[0])
 
     def eval(self, x: Array) -> Array:
         return jnp.arange(x.shape[self.axis], dtype=jnp.int32)
@@ -88,25 +69,16 @@ MODES = ("fill", "wrap", "clip")
 least number of a whole dtype). `wrap`: all count round. `clip`: the nearest entry, and negative ones the first."""
 
 
-def _check_indices(op: str, indices: TensorType, mode: str = "fill", modes: tuple[str, ...] = MODES) -> None:
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise DTypeError(f"{op}: indices are integers, got {indices}")
-    if mode not in modes:
-        raise GraphError(f"{op}: mode is {mode!r}; expected one of {', '.join(modes)}")
-
-
 @dataclass(frozen=True)
 class Take(Mir):
     """Entries of one axis: `y[…, i…, …] = x[…, indices[i…], …]`, the axes of `indices` in the place of `axis`."""
 
     traits = replace(TOKENS, narrows=1)
+    choices = {"mode": MODES}
+    operands = "x@axis indices:int"
 
     axis: int
     mode: str = "fill"
-
-    def check(self, *operands: TensorType) -> None:
-        check_axis("take", self.axis, operands[0])
-        _check_indices("take", operands[1], self.mode)
 
     def eval(self, x: Array, indices: Array) -> Array:
         return jnp.take(x, indices, axis=self.axis, mode=self.mode)
@@ -117,14 +89,14 @@ class TakeAlongAxis(Mir):
     """`y[…, i, …] = x[…, indices[…, i, …], …]`: indices as x but for the size of `axis`; other axes may be 1."""
 
     traits = replace(TOKENS, narrows=1)
+    choices = {"mode": ("fill", "clip")}
+    operands = "x@axis indices:int"
 
     axis: int
     mode: str = "fill"
 
     def check(self, *operands: TensorType) -> None:
         x, indices = operands
-        check_axis("take_along_axis", self.axis, x)
-        _check_indices("take_along_axis", indices, self.mode, ("fill", "clip"))
         if x.rank != indices.rank:
             raise ShapeError(f"take_along_axis: x and indices have one rank, got {x} and {indices}")
 
@@ -134,7 +106,6 @@ class TakeAlongAxis(Mir):
 
 def _check_tuples(op: str, x: TensorType, indices: TensorType, batch_dims: int = 0) -> None:
     """The last axis of `indices` has an index for each of the leading axes of x."""
-    _check_indices(op, indices)
     depth = indices.shape[-1] if indices.rank else 0
     if not is_static(depth) or not 1 <= depth <= x.rank - batch_dims or not 0 <= batch_dims < indices.rank:
         raise ShapeError(f"{op}: the last axis of the indices numbers axes of {x} behind {batch_dims}, got {indices}")
@@ -150,6 +121,7 @@ class GatherNd(Mir):
     """
 
     traits = replace(TOKENS, narrows=1)
+    operands = "x indices:int"
 
     batch_dims: int = 0
 
@@ -170,11 +142,7 @@ SCATTER: tuple[str, ...] = ("set", "add", "mul", "min", "max")
 """How a written value joins the one that is there."""
 
 
-def _check_scatter(op: str, kind: str, x: TensorType, updates: TensorType) -> None:
-    if kind not in SCATTER:
-        raise GraphError(f"{op}: unknown kind {kind!r}; known are {', '.join(SCATTER)}")
-    if x.dtype != updates.dtype:
-        raise DTypeError(f"{op}: x is {x}, the updates are {updates}; cast one of them")
+def _check_scatter(op: str, kind: str, x: TensorType) -> None:
     if kind in ("add", "mul") and x.dtype == bool:
         raise DTypeError(f"{op}: {kind} needs numbers, got {x}")
 
@@ -195,17 +163,17 @@ class Scatter(Mir):
 
     traits = replace(MOVEMENT, widens=False)
 
+    choices = {"kind": SCATTER}
+    operands = "x@axis indices:int[…I] updates:x[…I]"
+
     axis: int
     kind: str = "set"
 
     def check(self, *operands: TensorType) -> None:
-        x, indices, updates = operands
-        check_axis("scatter", self.axis, x)
-        _check_indices("scatter", indices)
-        _check_scatter("scatter", self.kind, x, updates)
-        if indices.shape != updates.shape or x.rank != indices.rank:
-            raise ShapeError(f"scatter: indices and updates have one shape, of the rank of {x}; "
-                             f"got {indices} and {updates}")  # fmt: skip
+        x, indices, _ = operands
+        _check_scatter("scatter", self.kind, x)
+        if x.rank != indices.rank:
+            raise ShapeError(f"scatter: indices have the rank of {x}, got {indices}")
         for axis, (size, own) in enumerate(zip(indices.shape, x.shape, strict=True)):
             fits = size == own or (is_static(size) and is_static(own) and size < own)
             if axis != self.axis % x.rank and not fits:
@@ -222,13 +190,15 @@ class ScatterNd(Mir):
     """x with `x[indices[i…, 0], indices[i…, 1], …] ∘ updates[i…]`, ∘ by `kind` as in `Scatter`; `GatherNd` reads so."""
 
     traits = replace(MOVEMENT, widens=False)
+    choices = {"kind": SCATTER}
+    operands = "x indices:int updates:x"
 
     kind: str = "set"
 
     def check(self, *operands: TensorType) -> None:
         x, indices, updates = operands
         _check_tuples("scatter_nd", x, indices)
-        _check_scatter("scatter_nd", self.kind, x, updates)
+        _check_scatter("scatter_nd", self.kind, x)
         want = (*indices.shape[:-1], *x.shape[indices.shape[-1] :])
         if updates.shape != want:
             raise ShapeError(
@@ -247,12 +217,13 @@ class TokenWindows(Mir):
     """`y[b, t, j] = x[b, t + j]` for j < `width`: x `[B, S + width − 1, …]` → `[B, S, width, …]`."""
 
     traits = TOKENS
+    operands = "x[_,_,…]"
 
     width: int
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        if self.width < 1 or x.rank < 2 or (is_static(x.shape[1]) and x.shape[1] < self.width):
+        if self.width < 1 or (is_static(x.shape[1]) and x.shape[1] < self.width):
             raise ShapeError(f"windows: x is [B, S + {self.width - 1}, …], got {x}")
 
     def eval(self, x: Array) -> Array:
@@ -270,14 +241,14 @@ class TailRows(Mir):
     """
 
     traits = TOKENS
+    operands = "x[B,_,…] lengths:int[B]"
 
     count: int
 
     def check(self, *operands: TensorType) -> None:
-        x, lengths = operands
-        short = x.rank < 2 or (is_static(x.shape[1]) and x.shape[1] <= self.count)
-        if self.count < 1 or short or lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-            raise ShapeError(f"tail_rows: x is [B, S + {self.count}, …] and lengths [B] integers, got {x}, {lengths}")
+        x, _ = operands
+        if self.count < 1 or (is_static(x.shape[1]) and x.shape[1] <= self.count):
+            raise ShapeError(f"tail_rows: x is [B, S + {self.count}, …], got {x}")
 
     def eval(self, x: Array, lengths: Array) -> Array:
         if isinstance(x.shape[1], int) and x.shape[1] == self.count + 1:  # one new token, or none
@@ -299,13 +270,13 @@ class RelativeBuckets(Mir):
     """
 
     traits = replace(TOKENS, bytes=results_written)
+    operands = "x@axis"
 
     axis: int
     buckets: int = 32
     max_distance: int = 128
 
     def check(self, *operands: TensorType) -> None:
-        check_axis("relative_buckets", self.axis, operands[0])
         if self.buckets < 4 or self.buckets % 4:
             raise GraphError(f"relative_buckets: buckets is {self.buckets}; expected a multiple of 4")
         if self.max_distance <= self.buckets // 4:

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.custom import traced_flops
 from rlx_jax.ir.ops.pointwise import same_rank
-from rlx_jax.ir.ops.shape import check_axis
 from rlx_jax.ir.traits import REDUCTION, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
@@ -93,13 +92,12 @@ class BatchMatMul(Mir):
     """NumPy's `a @ b`: `[…, M, K] × […, K, N]`, leading axes broadcast."""
 
     traits = product_traits(_contraction)
+    operands = "a b:a"
 
     precision: str = "default"
 
     def check(self, *operands: TensorType) -> None:
         a, b = operands
-        if a.dtype != b.dtype:
-            raise DTypeError(f"matmul: operands are {a} and {b}; cast one of them")
         if min(a.rank, b.rank) < 1 or a.shape[-1] != b.shape[-2 if b.rank > 1 else 0]:
             raise ShapeError(f"matmul: the inner axes of {a} and {b} differ")
 
@@ -160,6 +158,8 @@ class Fft(Mir):
     """
 
     traits = WHOLE
+    choices = {"kind": TRANSFORMS, "norm": NORMS}
+    operands = "x@axis"
 
     kind: str
     n: int | None = None
@@ -168,11 +168,6 @@ class Fft(Mir):
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        if self.kind not in TRANSFORMS:
-            raise GraphError(f"unknown transform {self.kind!r}; known are {', '.join(TRANSFORMS)}")
-        check_axis(self.kind, self.axis, x)
-        if self.norm not in NORMS:
-            raise GraphError(f"{self.kind}: norm is {self.norm!r}; expected one of {', '.join(NORMS)}")
         if not (is_float(x.dtype) or (x.dtype == np.complex64 and self.kind != "rfft")):
             raise DTypeError(f"{self.kind}: needs floats{', or c64' * (self.kind != 'rfft')}, got {x}; cast it")
         if not is_static(x.shape[self.axis]):
@@ -189,12 +184,8 @@ class Fft(Mir):
         return found
 
 
-def check_matrices(what: str, a: TensorType) -> None:
-    """Matrices of as many rows as columns, in floats."""
-    if a.rank < 2 or a.shape[-1] != a.shape[-2] or not is_static(a.shape[-1]):
-        raise ShapeError(f"{what}: matrices [..., n, n] with n a number, got {a}")
-    if not is_float(a.dtype):
-        raise DTypeError(f"{what}: needs floats, got {a}; cast it")
+MATRICES = "a:float[…,N!,N!]"
+"""Matrices of as many rows as columns, in floats."""
 
 
 def eliminations(op: Any, operands: Types, results: Types) -> int:
@@ -217,12 +208,10 @@ class Solve(Mir):
     """
 
     traits = replace(WHOLE, flops=eliminations)
+    operands = f"{MATRICES} b:a"
 
     def check(self, *operands: TensorType) -> None:
         a, b = operands
-        check_matrices("solve", a)
-        if a.dtype != b.dtype:
-            raise DTypeError(f"solve: a and b have one dtype, got {a} and {b}; cast one")
         rows: Sequence[Any] = b.shape if (a.rank, b.rank) == (2, 1) else b.shape[:-1]
         if tuple(rows) != tuple(a.shape[:-1]):
             raise ShapeError(f"solve: b is [..., n, k] beside a [..., n, n], or [n] beside [n, n]; got {a} and {b}")
@@ -237,9 +226,7 @@ class Det(Mir):
     """The determinant of each matrix, in f32: `[..., n, n]` → `[...]`."""
 
     traits = replace(WHOLE, flops=eliminations)
-
-    def check(self, *operands: TensorType) -> None:
-        check_matrices("det", operands[0])
+    operands = MATRICES
 
     def eval(self, a: Array) -> Array:
         found: Array = jnp.linalg.det(a.astype(jnp.float32))

@@ -10,19 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError, wrong_arity
+from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.pointwise import same_rank
 from rlx_jax.ir.traits import NORM
-from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.ir.types import TensorType
 
 Array = jax.Array
 
 
 def check_norm(op: str, x: TensorType, scales: Sequence[TensorType], first: int = 1) -> None:
     """The checks of a norm of `x` over its last axis with weights `scales`, the operands from `first` on."""
-    if not is_float(x.dtype) or any(scale.dtype != x.dtype for scale in scales):
-        raise DTypeError(f"{op}: x and its weights have one floating dtype; got {x} and {', '.join(map(str, scales))}")
     for place, scale in enumerate(scales, first):
         if not 0 < scale.rank <= x.rank or scale.shape != x.shape[-scale.rank :]:
             raise ShapeError(f"{op}: x is {x}, so weights are [{x.shape[-1]}], or its last axes; got {scale}").of(place)
@@ -39,6 +37,7 @@ class RmsNormOp(Mir):
     """
 
     traits = NORM
+    operands = "x:float gamma:x beta?:x"
 
     eps: float
     offset: float = 0.0
@@ -67,15 +66,13 @@ class LayerNormOp(Mir):
     """
 
     traits = NORM
+    operands = "x:float gamma?scaled:x beta?shifted:x"
 
     eps: float
     scaled: bool = True
     shifted: bool = True
 
     def check(self, *operands: TensorType) -> None:
-        expected = 1 + self.scaled + self.shifted
-        if len(operands) != expected:
-            raise wrong_arity("layer_norm", str(expected), len(operands))
         check_norm("layer_norm", operands[0], operands[1:])
 
     def eval(self, x: Array, *weights: Array) -> Array:
@@ -99,6 +96,7 @@ class Standardize(Mir):
     """
 
     traits = NORM
+    operands = "x:float@axes"
 
     axes: tuple[int, ...]
     eps: float
@@ -106,10 +104,8 @@ class Standardize(Mir):
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        if not is_float(x.dtype):
-            raise DTypeError(f"standardize: needs a floating operand, got {x}")
-        if not self.axes or any(not -x.rank <= axis < x.rank for axis in self.axes):
-            raise ShapeError(f"standardize: {x} has no axes {list(self.axes)}")
+        if not self.axes:
+            raise ShapeError(f"standardize: expected one of the axes of {x} or more, got none")
         if not math.isfinite(self.eps) or self.eps < 0:
             raise GraphError(f"standardize: epsilon is a number of at least 0, got {self.eps}")
 

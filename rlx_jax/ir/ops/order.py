@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.ops.shape import check_axis
 from rlx_jax.ir.traits import REDUCTION
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
@@ -28,15 +27,13 @@ class ArgReduce(Mir):
 
     traits = replace(REDUCTION, widens=False)
 
+    choices = {"kind": ("argmax", "argmin")}
+    operands = "x@axis"
+
     kind: str
     axis: int
     keepdims: bool = False
     last: bool = False
-
-    def check(self, *operands: TensorType) -> None:
-        if self.kind not in ("argmax", "argmin"):
-            raise GraphError(f"unknown search {self.kind!r}; known are argmax and argmin")
-        check_axis(self.kind, self.axis, operands[0])
 
     def eval(self, x: Array) -> Array:
         find = jnp.argmax if self.kind == "argmax" else jnp.argmin
@@ -54,13 +51,11 @@ class Sort(Mir):
     """
 
     traits = replace(REDUCTION, widens=False)
+    operands = "x@axis"
 
     axis: int = -1
     descending: bool = False
     indices: bool = False
-
-    def check(self, *operands: TensorType) -> None:
-        check_axis("sort", self.axis, operands[0])
 
     def eval(self, x: Array) -> Array:
         if self.indices:
@@ -77,6 +72,7 @@ class TopK(Mir):
     """
 
     traits = replace(REDUCTION, widens=False)
+    operands = "x:num@axis"
 
     k: int
     axis: int = -1
@@ -85,12 +81,9 @@ class TopK(Mir):
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        check_axis("top_k", self.axis, x)
         size = x.shape[self.axis]
         if isinstance(self.k, bool) or self.k < 1 or (is_static(size) and self.k > size):
             raise ShapeError(f"top_k: k is between 1 and the size of axis {self.axis} of {x}, got {self.k}")
-        if x.dtype == jnp.bool_:
-            raise DTypeError(f"top_k: needs numbers, got {x}; cast it")
 
     def eval(self, x: Array) -> tuple[Array, Array]:
         rows = jnp.moveaxis(x, self.axis, -1)
@@ -112,23 +105,19 @@ class Sample(Mir):
     """
 
     traits = replace(REDUCTION, narrows=0, widens=False)
+    operands = "logits:float[…,V] seed:int[]"
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
 
     def check(self, *operands: TensorType) -> None:
-        logits, seed = operands
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise GraphError(f"sample: temperature is a number of at least 0, got {self.temperature}")
         if self.top_k is not None and (isinstance(self.top_k, bool) or self.top_k < 1):
             raise GraphError(f"sample: top_k is an int of at least 1, or None; got {self.top_k!r}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise GraphError(f"sample: top_p is over 0 and at most 1, or None; got {self.top_p!r}")
-        if not logits.rank or not is_float(logits.dtype):
-            raise DTypeError(f"sample: logits are floats […, V], got {logits}")
-        if seed.rank or not jnp.issubdtype(seed.dtype, jnp.integer):
-            raise ShapeError(f"sample: the seed is an integer of rank 0, got {seed}")
 
     def eval(self, logits: Array, seed: Array) -> Array:
         wide = logits.astype(jnp.float32)

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError, did_you_mean, quote
+from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Mir, Value
-from rlx_jax.ir.ops.shape import check_axis
 from rlx_jax.ir.traits import ELEMENTWISE, MOVEMENT, Initial, Types, results_written
 from rlx_jax.ir.types import TensorType, device_dtype, is_float, short_name
 
@@ -140,17 +139,6 @@ def same_rank(*arrays: Array) -> tuple[Array, ...]:
     return tuple(jnp.expand_dims(a, tuple(range(rank - a.ndim))) for a in arrays)
 
 
-def check_kind(kind: str, known: dict[str, Any]) -> None:
-    """A name that its table has."""
-    if kind not in known:
-        raise GraphError(f"unknown function {quote(kind)}{did_you_mean(kind, known)}")
-
-
-def _same_dtype(op: str, types: tuple[TensorType, ...]) -> None:
-    if len({t.dtype for t in types}) > 1:
-        raise DTypeError(f"{op}: operands have dtypes {', '.join(map(str, types))}; cast one of them")
-
-
 def _check_width(op: str, dtype: np.dtype[Any]) -> None:
     held = device_dtype(dtype)
     if held != dtype:
@@ -164,11 +152,11 @@ class Unary(Mir):
     """`f(x)` element by element, `f` from `UNARY`."""
 
     traits = ELEMENTWISE
+    choices = {"kind": UNARY}
 
     kind: str
 
     def check(self, *operands: TensorType) -> None:
-        check_kind(self.kind, UNARY)
         (x,) = operands
         if self.kind not in OF_NUMBERS and not is_float(x.dtype):
             raise DTypeError(f"{self.kind}: needs a floating operand, got {x}")
@@ -187,17 +175,16 @@ class Parametric(Mir):
     """`f(x; p …)` element by element: f from `PARAMETRIC`, the numbers p its `parameters`."""
 
     traits = ELEMENTWISE
+    choices = {"kind": PARAMETRIC}
+    operands = "x:float"
 
     kind: str
     parameters: tuple[float, ...]
 
     def check(self, *operands: TensorType) -> None:
-        check_kind(self.kind, PARAMETRIC)
         count = PARAMETRIC[self.kind][1]
         if len(self.parameters) != count or not all(math.isfinite(p) for p in self.parameters):
             raise GraphError(f"{self.kind}: takes {count} finite numbers, got {list(self.parameters)}")
-        if not is_float(operands[0].dtype):
-            raise DTypeError(f"{self.kind}: needs a floating operand, got {operands[0]}")
 
     def eval(self, x: Array) -> Array:
         return PARAMETRIC[self.kind][0](x, *self.parameters)
@@ -211,12 +198,12 @@ class Binary(Mir):
     """`a ∘ b` with NumPy broadcasting; both operands have one dtype."""
 
     traits = ELEMENTWISE
+    choices = {"kind": BINARY}
+    operands = "a b:a"
 
     kind: str
 
     def check(self, *operands: TensorType) -> None:
-        check_kind(self.kind, BINARY)
-        _same_dtype(self.kind, operands)
         dtype = operands[0].dtype
         if self.kind in OF_BITS and not (jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_):
             raise DTypeError(f"{self.kind}: needs whole numbers or bools, got {operands[0]} and {operands[1]}")
@@ -242,12 +229,10 @@ class Compare(Mir):
     """`a ∘ b` as bool, with NumPy broadcasting."""
 
     traits = ELEMENTWISE
+    choices = {"kind": COMPARE}
+    operands = "a b:a"
 
     kind: str
-
-    def check(self, *operands: TensorType) -> None:
-        check_kind(self.kind, COMPARE)
-        _same_dtype(self.kind, operands)
 
     def eval(self, a: Array, b: Array) -> Array:
         return COMPARE[self.kind](*same_rank(a, b))
@@ -261,9 +246,7 @@ class Where(Mir):
     """`on_true` where `condition` is not zero, else `on_false`; all three broadcast."""
 
     traits = ELEMENTWISE
-
-    def check(self, *operands: TensorType) -> None:
-        _same_dtype("where", operands[1:])
+    operands = "condition on_true on_false:on_true"
 
     def eval(self, condition: Array, on_true: Array, on_false: Array) -> Array:
         condition, on_true, on_false = same_rank(condition, on_true, on_false)
@@ -351,6 +334,8 @@ class FakeQuantize(Mir):
     """
 
     traits = ELEMENTWISE
+    choices = {"ste": STE}
+    operands = "x:float@axis scale?:x"
 
     bits: int = 8
     axis: int | None = None
@@ -361,16 +346,8 @@ class FakeQuantize(Mir):
         x, *scale = operands
         if isinstance(self.bits, bool) or not 2 <= self.bits <= 16:
             raise GraphError(f"fake_quantize: bits are 2 to 16, got {self.bits!r}")
-        if self.ste not in STE:
-            raise GraphError(f"fake_quantize: ste is {self.ste!r}; expected one of {', '.join(STE)}")
         if self.learned and not scale:
             raise GraphError("fake_quantize: a scale that is learned has to be given")
-        if self.axis is not None:
-            check_axis("fake_quantize", self.axis, x)
-        if not is_float(x.dtype) or any(s.dtype != x.dtype for s in scale):
-            raise DTypeError(
-                f"fake_quantize: x and the scale have one floating dtype, got {', '.join(map(str, operands))}"
-            )
         want = () if self.axis is None else (x.shape[self.axis],)
         if scale and scale[0].shape != want:
             raise ShapeError(f"fake_quantize: the scale of {x} is {TensorType(want, x.dtype)}, got {scale[0]}")

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError, wrong_arity
-from rlx_jax.ir.captured import MAX_CAPTURED
+from rlx_jax.errors import ShapeError, wrong_arity
+from rlx_jax.ir.captured import inner_jaxprs
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.ops.custom import jaxpr_flops
 from rlx_jax.ir.token_step import TokenStep
@@ -31,38 +31,10 @@ CHUNK = 64
 """Tokens that are taken together where there are many."""
 
 
-# -- checks that recurrences share -------------------------------------------------------------
-
-
-def check_count(op: str, operands: Types, names: Sequence[str]) -> None:
-    """There are as many operands as names."""
-    if len(operands) != len(names):
-        raise wrong_arity(op, str(len(names)), len(operands), f": {', '.join(names)}")
-
-
 def check_grouped(op: str, many: Any, few: Any, what: str) -> None:
     """Of two counts of heads the larger is a multiple of the other."""
     if not (is_static(many) and is_static(few)) or int(few) < 1 or int(many) % int(few):
         raise ShapeError(f"{op}: {many} {what} do not divide into {few} groups")
-
-
-def check_like(op: str, name: str, t: TensorType, shape: Sequence[Any], place: int) -> None:
-    """An operand has the shape that the others ask for."""
-    if t.shape != tuple(shape):
-        raise ShapeError(f"{op}: {name} is {list(map(str, shape))} beside the other operands, got {t}").of(place)
-
-
-def check_state(op: str, t: TensorType, shape: Sequence[Any], place: int) -> None:
-    """The state at the start is f32 and fits."""
-    check_like(op, "the state", t, shape, place)
-    if t.dtype != F32:
-        raise DTypeError(f"{op}: a state is float32, got {t}")
-
-
-def check_one_dtype(op: str, operands: Types) -> None:
-    """Operands that are multiplied have one floating dtype."""
-    if len({t.dtype for t in operands}) != 1 or not is_float(operands[0].dtype):
-        raise DTypeError(f"{op}: operands have one floating dtype, got {', '.join(map(str, operands))}; cast them")
 
 
 def time_first(x: Array) -> Array:
@@ -127,26 +99,14 @@ class GatedDeltaOp(Mir):
     """
 
     traits = replace(product_traits(_delta_flops), narrows=3, pinned=False, workspace=_delta_workspace)
+    operands = "q:float[B,S,G,K] k:q[B,S,G,K] v:q[B,S,H,V] g:float[B,S,H] beta:float[B,S,H] state?held:f32[B,H,K,V]"
 
     scale: float | None = None
     held: bool = False
     every: bool = False
 
     def check(self, *operands: TensorType) -> None:
-        check_count("gated_delta", operands, ("q", "k", "v", "g", "beta", *["state"] * self.held))
-        q, k, v, g, beta, *start = operands
-        if min(t.rank for t in (q, k, v)) < 4 or max(t.rank for t in (q, k, v)) > 4:
-            raise ShapeError(f"gated_delta: q, k and v are [B, S, heads, width], got {q}, {k} and {v}")
-        check_one_dtype("gated_delta", (q, k, v))
-        check_like("gated_delta", "k", k, q.shape, 1)
-        check_like("gated_delta", "v", v, (*q.shape[:2], *v.shape[2:]), 2)
-        check_grouped("gated_delta", v.shape[2], k.shape[2], "value heads")
-        for place, (name, t) in enumerate((("g", g), ("beta", beta)), 3):
-            check_like("gated_delta", name, t, v.shape[:3], place)
-            if not is_float(t.dtype):
-                raise DTypeError(f"gated_delta: {name} is a float, got {t}")
-        for state in start:
-            check_state("gated_delta", state, (v.shape[0], v.shape[2], q.shape[3], v.shape[3]), 5)
+        check_grouped("gated_delta", operands[2].shape[2], operands[1].shape[2], "value heads")
 
     def factor(self, width: int) -> float:
         """What the result is multiplied by."""
@@ -204,24 +164,16 @@ class SelectiveScanOp(Mir):
     """
 
     traits = replace(product_traits(_scan_flops), narrows=1, pinned=False, workspace=_scan_workspace)
+    operands = "x:float[B,S,H,P] dt:float[B,S,H] a:float[H,…] b:float[B,S,G,N] c:float[B,S,G,N] state?held:f32[B,H,P,N]"
 
     held: bool = False
     every: bool = False
 
     def check(self, *operands: TensorType) -> None:
-        check_count("selective_scan", operands, ("x", "Δ", "A", "B", "C", *["state"] * self.held))
-        x, dt, a, b, c, *start = operands
-        if min(x.rank, b.rank) < 4 or max(x.rank, b.rank) > 4:
-            raise ShapeError(f"selective_scan: x is [B, S, heads, width], B [B, S, groups, state], got {x} and {b}")
-        check_like("selective_scan", "Δ", dt, x.shape[:3], 1)
-        check_like("selective_scan", "A", a, (x.shape[2], *b.shape[3:][: a.rank - 1]), 2)
-        check_like("selective_scan", "B", b, (*x.shape[:2], *b.shape[2:]), 3)
-        check_like("selective_scan", "C", c, b.shape, 4)
+        x, _, a, b, *_ = operands
         check_grouped("selective_scan", x.shape[2], b.shape[2], "heads")
-        if not all(is_float(t.dtype) for t in operands):
-            raise DTypeError(f"selective_scan: operands are floats, got {', '.join(map(str, operands))}")
-        for state in start:
-            check_state("selective_scan", state, (x.shape[0], *x.shape[2:], b.shape[3]), 5)
+        if a.shape[1:] not in ((), b.shape[3:]):
+            raise ShapeError(f"selective_scan: A is [H], or [H, N] beside B {b}, got {a}").of(2)
 
     def begin(self, x: Array, dt: Array, a: Array, b: Array, c: Array, *start: Array) -> Array:
         """The state at the start."""
@@ -263,20 +215,14 @@ class CausalConvOp(Mir):
     """
 
     traits = replace(product_traits(_conv_flops), pinned=False)
+    operands = "z:float[B,_,C] w:z[C,J!] bias?bias:z[C]"
 
     bias: bool = False
 
     def check(self, *operands: TensorType) -> None:
-        check_count("causal_conv", operands, ("z", "w", *["bias"] * self.bias))
-        z, w, *bias = operands
-        if z.rank != 3 or w.rank != 2 or not is_static(w.shape[1]):
-            raise ShapeError(f"causal_conv: z is [B, S + J − 1, C] and w [C, J], got {z} and {w}").of(0, 1)
+        z, w = operands[:2]
         if is_static(z.shape[1]) and z.shape[1] < w.shape[1]:
             raise ShapeError(f"causal_conv: windows of {w.shape[1]} do not fit {z}").of(0, 1)
-        check_like("causal_conv", "w", w, (z.shape[2], w.shape[1]), 1)
-        check_one_dtype("causal_conv", operands)
-        for t in bias:
-            check_like("causal_conv", "the bias", t, z.shape[2:], 2)
 
     def eval(self, z: Array, w: Array, *bias: Array) -> Array:
         wide, rows, taps = w.astype(jnp.float32), z.astype(jnp.float32), w.shape[1]
@@ -312,10 +258,8 @@ def _computed(jaxpr: Any) -> int:
     """Bytes of all that a jaxpr computes; what its calls and loops do inside counts once."""
     total = 0
     for eqn in jaxpr.eqns:
-        items = (item for v in eqn.params.values() for item in (v if isinstance(v, tuple | list) else (v,)))
-        inner = (getattr(item, "jaxpr", item) for item in items)  # closed or open
         total += sum(int(v.aval.size) * int(v.aval.dtype.itemsize) for v in eqn.outvars)
-        total += sum(_computed(j) for j in inner if hasattr(j, "eqns"))
+        total += sum(map(_computed, inner_jaxprs(eqn)))
     return total
 
 
@@ -359,12 +303,6 @@ class TokenScan(Mir):
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         types.captured[self] = self.step.arrays
-        captured = sum(a.nbytes for a in self.step.arrays)
-        if captured > MAX_CAPTURED:
-            raise GraphError(
-                f"{self.text()} captures {captured} bytes of constants, the limit is {MAX_CAPTURED}: name the array as "
-                "a weight and give it as a parameter of the step"
-            )
         return super().infer(types, *operands)
 
     def eval(self, *arrays: Array) -> tuple[Array, ...]:

@@ -13,7 +13,6 @@ import numpy as np
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.ops.shape import check_axis
 from rlx_jax.ir.traits import REDUCTION
 from rlx_jax.ir.types import TensorType, is_float
 
@@ -54,6 +53,8 @@ class Reduce(Mir):
     """
 
     traits = REDUCTION
+    choices = {"kind": REDUCE}
+    operands = "x@axes"
 
     kind: str
     axes: tuple[int, ...]
@@ -61,10 +62,6 @@ class Reduce(Mir):
     ddof: int = 0
 
     def check(self, *operands: TensorType) -> None:
-        if self.kind not in REDUCE:
-            raise ShapeError(f"unknown reduction {self.kind!r}; known are {', '.join(REDUCE)}")
-        for axis in self.axes:
-            check_axis(f"reduce_{self.kind}", axis, operands[0])
         dtype = operands[0].dtype
         if self.kind in OF_FLOATS and not jnp.issubdtype(dtype, jnp.inexact):
             raise DTypeError(f"reduce_{self.kind}: needs floats, got {operands[0]}; cast it to f32 first")
@@ -94,13 +91,9 @@ class Softmax(Mir):
     """`exp(x − max x) / Σ exp(x − max x)` along `axis`, in f32."""
 
     traits = REDUCTION
+    operands = "x:float@axis"
 
     axis: int = -1
-
-    def check(self, *operands: TensorType) -> None:
-        check_axis("softmax", self.axis, operands[0])
-        if not is_float(operands[0].dtype):
-            raise DTypeError(f"softmax: needs a floating operand, got {operands[0]}")
 
     def eval(self, x: Array) -> Array:
         return jax.nn.softmax(x.astype(jnp.float32), axis=self.axis).astype(x.dtype)
@@ -111,13 +104,9 @@ class LogSoftmax(Mir):
     """`x − max x − ln Σ exp(x − max x)` along `axis`, in f32."""
 
     traits = REDUCTION
+    operands = "x:float@axis"
 
     axis: int = -1
-
-    def check(self, *operands: TensorType) -> None:
-        check_axis("log_softmax", self.axis, operands[0])
-        if not is_float(operands[0].dtype):
-            raise DTypeError(f"log_softmax: needs a floating operand, got {operands[0]}")
 
     def eval(self, x: Array) -> Array:
         return jax.nn.log_softmax(x.astype(jnp.float32), axis=self.axis).astype(x.dtype)
@@ -152,18 +141,13 @@ class Cumulative(Mir):
     """
 
     traits = REDUCTION
+    choices = {"kind": ("prod", "max", "min")}
+    operands = "x:num@axis"
 
     kind: str
     axis: int = -1
     exclusive: bool = False
     reverse: bool = False
-
-    def check(self, *operands: TensorType) -> None:
-        if self.kind == "sum" or self.kind not in CUMULATIVE:
-            raise ShapeError(f"unknown running reduction {self.kind!r}; known are prod, max, min, and cumsum")
-        check_axis(f"cum{self.kind}", self.axis, operands[0])
-        if operands[0].dtype == jnp.bool_:
-            raise DTypeError(f"cum{self.kind}: needs numbers, got {operands[0]}; cast it")
 
     def eval(self, x: Array) -> Array:
         return _running(x, self.kind, self.axis, self.exclusive, self.reverse)
@@ -181,15 +165,11 @@ class Cumsum(Mir):
     """
 
     traits = REDUCTION
+    operands = "x:num@axis"
 
     axis: int = -1
     exclusive: bool = False
     reverse: bool = False
-
-    def check(self, *operands: TensorType) -> None:
-        check_axis("cumsum", self.axis, operands[0])
-        if operands[0].dtype == jnp.bool_:
-            raise DTypeError(f"cumsum: needs numbers, got {operands[0]}; cast it")
 
     def eval(self, x: Array) -> Array:
         wide = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x

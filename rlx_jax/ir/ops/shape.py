@@ -14,16 +14,11 @@ from jax.extend import core as jex
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.operands import check_axes
 from rlx_jax.ir.traits import MOVEMENT, Types, each_once, nothing, results_moved
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 
 Array = jax.Array
-
-
-def check_axis(op: str, axis: int, x: TensorType) -> None:
-    """The operand has that axis."""
-    if not -x.rank <= axis < x.rank:
-        raise ShapeError(f"{op}: {x} has no axis {axis}")
 
 
 @dataclass(frozen=True)
@@ -108,6 +103,13 @@ class SizeOf:
         return f"@{self.operand}.{self.axis}"
 
 
+def _check_lenders(op: str, sizes: Sequence[SizeOf], operands: Types) -> None:
+    for size in sizes:
+        if not 0 <= size.operand < len(operands):
+            raise ShapeError(f"{op}: there is no operand {size.operand} of {len(operands)}")
+        check_axes(op, size.axis, operands[size.operand])
+
+
 def _first_moved(op: Any, operands: Types, results: Types) -> int:
     """The first operand is read; the others lend their sizes alone."""
     return operands[0].nbytes + results[0].nbytes
@@ -129,11 +131,7 @@ class Expand(Mir):
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         x = operands[0]
-        for size in self.target:
-            if isinstance(size, SizeOf):
-                if not 0 <= size.operand < len(operands):
-                    raise ShapeError(f"expand: there is no operand {size.operand} of {len(operands)}")
-                check_axis("expand", size.axis, operands[size.operand])
+        _check_lenders("expand", [size for size in self.target if isinstance(size, SizeOf)], operands)
         dims = self._dims([t.shape for t in operands])
         fits = zip(reversed(x.shape), reversed(dims), strict=False)
         if x.rank > len(dims) or any(not (is_static(have) and have == 1) and have != want for have, want in fits):
@@ -227,6 +225,7 @@ class Narrow(Mir):
     """Elements `start … start+length-1` of one axis. A negative start counts from the end."""
 
     traits = replace(MOVEMENT, bytes=results_moved, view=_leading_rows)
+    operands = "x@axis"
 
     axis: int
     start: int
@@ -234,7 +233,6 @@ class Narrow(Mir):
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        check_axis("narrow", self.axis, x)
         size = x.shape[self.axis]
         if is_static(size):
             start = self.start if self.start >= 0 else size + self.start
@@ -263,12 +261,13 @@ class SplitLast(Mir):
     """
 
     traits = replace(MOVEMENT, bytes=each_once)
+    operands = "x[…,N!]"
 
     sizes: tuple[int, ...]
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        if not x.rank or not is_static(x.shape[-1]) or sum(self.sizes) != x.shape[-1] or min(self.sizes) < 0:
+        if sum(self.sizes) != x.shape[-1] or min(self.sizes) < 0:
             raise ShapeError(f"split: parts of {list(self.sizes)} do not make up the last axis of {x}")
 
     def eval(self, x: Array) -> tuple[Array, ...]:
@@ -320,6 +319,7 @@ class Concat(Mir):
     """Join operands along `axis`."""
 
     traits = MOVEMENT
+    operands = "x@axis *"
 
     axis: int
 
@@ -336,13 +336,14 @@ class RepeatHeads(Mir):
     """Repeat each of `heads` heads of width `head_dim` consecutively `times` times: `[…, K·D]` → `[…, K·times·D]`."""
 
     traits = replace(MOVEMENT, widens=False)
+    operands = "x[…,W!]"
 
     heads: int
     times: int
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        if not x.rank or not is_static(x.shape[-1]) or x.shape[-1] % self.heads:
+        if x.shape[-1] % self.heads:
             raise ShapeError(f"repeat_heads: the last axis of {x} is not a multiple of {self.heads} heads")
 
     def eval(self, x: Array) -> Array:
@@ -362,6 +363,7 @@ class Pad(Mir):
     """
 
     traits = replace(MOVEMENT, widens=False)
+    choices = {"mode": PAD_MODES}
 
     widths: tuple[tuple[int, int], ...]
     mode: str = "constant"
@@ -369,8 +371,6 @@ class Pad(Mir):
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        if self.mode not in PAD_MODES:
-            raise ShapeError(f"pad: mode is {self.mode!r}; expected one of {', '.join(PAD_MODES)}")
         if len(self.widths) != x.rank:
             raise ShapeError(f"pad: {x} has {x.rank} axes, got widths for {len(self.widths)}: {list(self.widths)}")
         if self.value and self.mode != "constant":
@@ -448,11 +448,9 @@ class CutAxis(Mir):
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         x = operands[0]
-        check_axis("cut", self.axis, x)
-        for size in (size for bound in (self.start, self.stop) for size in (*bound.sizes, *bound.minus)):
-            if not 0 <= size.operand < len(operands):
-                raise ShapeError(f"cut: there is no operand {size.operand} of {len(operands)}")
-            check_axis("cut", size.axis, operands[size.operand])
+        check_axes("cut", self.axis, x)
+        bounds = (self.start, self.stop)
+        _check_lenders("cut", [size for bound in bounds for size in (*bound.sizes, *bound.minus)], operands)
         start, stop = self._bounds([t.shape for t in operands])
         if _is_below(start, 0) or _is_below(x.shape[self.axis], stop) or _is_below(stop - start, 1):
             raise ShapeError(

@@ -14,7 +14,6 @@ from jax import lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.ops.shape import check_axis
 from rlx_jax.ir.traits import MOVEMENT, Types
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
@@ -120,6 +119,7 @@ class GridPositions(Mir):
     """
 
     traits = replace(MOVEMENT, narrows=0, widens=False, flops=_of_table, bytes=_table_read)
+    operands = "table:float[_,H] images[B,C,_,_]"
 
     grid: Sides
     patch: Sides
@@ -129,13 +129,11 @@ class GridPositions(Mir):
         table, images = operands
         check_sizes("grid_positions", "the grid", self.grid)
         patches_of("grid_positions", images, self.patch)
-        if table.rank != 2 or table.shape[0] != self.grid[0] * self.grid[1]:
+        if table.shape[0] != self.grid[0] * self.grid[1]:
             raise ShapeError(
                 f"grid_positions: the table has {self.grid[0] * self.grid[1]} rows, a grid of "
                 f"{self.grid[0]} × {self.grid[1]}, got {table}"
             ).of(0)
-        if not is_float(table.dtype):
-            raise DTypeError(f"grid_positions: the table holds floats, got {table}")
 
     def eval(self, table: Array, images: Array) -> Array:
         (height, width), hidden = self.grid, table.shape[1]
@@ -158,11 +156,6 @@ COORDINATES = (
     "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_crop_and_resize",
 )  # fmt: skip
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
-
-
-def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise GraphError(f"{what} is {value!r}; expected one of {', '.join(known)}")
 
 
 def _cubic(d: Any, a: float, xp: Any = np) -> Any:
@@ -189,6 +182,8 @@ class Resize(Mir):
     """
 
     traits = replace(MOVEMENT, widens=False)
+    choices = {"method": METHODS, "coordinates": COORDINATES, "rounding": ROUNDINGS}
+    operands = "x@axes"
 
     axes: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -204,11 +199,7 @@ class Resize(Mir):
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        _one_of("resize: method", self.method, METHODS)
-        _one_of("resize: coordinates", self.coordinates, COORDINATES)
-        _one_of("resize: rounding", self.rounding, ROUNDINGS)
         for axis in self.axes:
-            check_axis("resize", axis, x)
             if not is_static(x.shape[axis]):
                 raise ShapeError(f"resize: axis {axis} of {x} is a symbol; sizes that are resized are numbers")
         for name, given in (("sizes", self.sizes), ("scales", self.scales), ("roi", self.roi)):
@@ -296,6 +287,8 @@ class GridSample(Mir):
     """
 
     traits = replace(MOVEMENT, widens=False)
+    choices = {"method": METHODS, "padding": ("zeros", "border", "reflection")}
+    operands = "x:float[N,C,…] grid:x[N,…,_]"
 
     method: str = "linear"
     padding: str = "zeros"
@@ -303,15 +296,11 @@ class GridSample(Mir):
 
     def check(self, *operands: TensorType) -> None:
         x, grid = operands
-        _one_of("grid_sample: method", self.method, METHODS)
-        _one_of("grid_sample: padding", self.padding, ("zeros", "border", "reflection"))
         spatial = x.rank - 2
-        if not 1 <= spatial <= 3 or grid.rank != x.rank or grid.shape[-1] != spatial or grid.shape[0] != x.shape[0]:
+        if not 1 <= spatial <= 3 or grid.rank != x.rank or grid.shape[-1] != spatial:
             raise ShapeError(f"grid_sample: x is [N, C, S…] and grid [N, O…, d] with d of 1 to 3; got {x} and {grid}")
         if not all(is_static(d) for d in x.shape[2:]):
             raise ShapeError(f"grid_sample: spatial sizes of x are numbers, got {x}")
-        if not is_float(x.dtype) or grid.dtype != x.dtype:
-            raise DTypeError(f"grid_sample: x and grid have one floating dtype, got {x} and {grid}")
 
     def eval(self, x: Array, grid: Array) -> Array:
         wide, at = x.astype(jnp.float32), grid.astype(jnp.float32)
