@@ -11,7 +11,6 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from tests import divided
 from tests.oracles import checkpoints, numpy_reference
 from tests.oracles.numpy_reference import Weights
 
@@ -103,54 +102,39 @@ def test_ends_and_strings(lm: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [0, 9])
-def test_greedy_tokens_and_every_number(k: int, lm: Any, reference: Any) -> None:
+def test_greedy_tokens_and_every_number(lm: Any, reference: Any) -> None:
     """Tokens are those of a plain request, and have the flag of a score."""
     plain = lm.generate(PROMPTS, max_new_tokens=6)
-    answers = lm.generate(PROMPTS, max_new_tokens=6, logprobs=k)
+    answers = lm.generate(PROMPTS, max_new_tokens=6, logprobs=9)
     for prompt, answer, tokens in zip(PROMPTS, answers, plain, strict=True):
         assert list(answer.tokens) == tokens
-        check(prompt, answer, k, reference)
+        check(prompt, answer, 9, reference)
         score = lm.score((prompt, tokens))
         assert score.greedy
         np.testing.assert_allclose(score.token_logprobs, answer.token_logprobs, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba2/groups_v5", "mistral/window_v5"])
-def test_states_are_forked(name: str) -> None:
+def test_states_are_forked() -> None:
     """Keys and values, rings and states of fixed size; prompts that end in different chunks of reading."""
     buckets = {"batch": [2, 8], "prompt": [4], "context": [48]}
-    lm = rlx.load(checkpoints.FIXTURES / name, profile=rlx.CompileProfile().replace(buckets=buckets))
+    lm = rlx.load(checkpoints.FIXTURES / "mamba2" / "groups_v5", profile=rlx.CompileProfile().replace(buckets=buckets))
     prompts, sampler = [[5, 6, 7, 8, 9, 10, 11], [12, 13]], rlx.Sampler(1.0)
     answers = lm.generate(prompts, max_new_tokens=10, sampler=sampler, seed=7, n=3)
     assert sum(answers, []) == lm.generate([p for p in prompts for _ in range(3)], 10, sampler, seed=7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "kinds", "devices"), [("mixtral", "data expert", 4)])
-def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
-    """Answers and what is told of them are those of one device."""
-    here = rlx.CausalLM(divided.recipe(family), divided.weights(family))
-    there = rlx.CausalLM(divided.recipe(family), divided.weights(family), mesh=divided.mesh(kinds, devices))
-    for one, many in zip(
-        *(lm.generate(PROMPTS, 6, rlx.Sampler(0.7), seed=2, n=3, logprobs=2) for lm in (here, there)), strict=True
-    ):
-        assert [a.tokens for a in one] == [a.tokens for a in many]
-        np.testing.assert_allclose([a.token_logprobs for a in one], [a.token_logprobs for a in many], atol=1e-4)
-
-
-@pytest.mark.slow
 def test_warm_up() -> None:
     """Then nothing compiles, whatever prompts there are, answers and tokens to tell of; without it the first is one."""
-    buckets = {"batch": [1, 2, 5], "prompt": [4], "context": [16], "on_recompile": "error"}
+    buckets = {"batch": [1, 4], "prompt": [4], "context": [16], "on_recompile": "error"}
     lm = rlx.load(TIED, profile=rlx.CompileProfile().replace(buckets=buckets))
     sampler = rlx.Sampler(1.0)
     lm.warmup(samplers=sampler)
     with pytest.raises(errors.RequestError):
         lm.generate([5], 4, sampler, logprobs=1)
-    lm.warmup(samplers=sampler, n=5, logprobs=8)
-    for prompts, n, k in ((1, 5, 8), (2, 2, 1), (1, 1, None), (2, 1, 3), (1, 2, None), (1, 3, 2)):
+    lm.warmup(samplers=sampler, n=4, logprobs=8)
+    for prompts, n, k in ((1, 4, 8), (2, 2, 1), (1, 1, None), (2, 1, 3)):
         with jax.transfer_guard("disallow"):
             answers = lm.generate([[5, 6, 7]] * prompts, 4, sampler, n=n, logprobs=k)
         assert [len(of_prompt) for of_prompt in answers] == [n] * prompts

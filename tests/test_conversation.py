@@ -84,12 +84,17 @@ def check_turns(lm: Any, chat: Any, asked: Sequence[str], **options: Any) -> lis
     return reports
 
 
+def families(quick: str, slow: str) -> Any:
+    """One family in the default suite and one in the slow tier; the others are a soak."""
+    others = [f for f in ("llama", "mistral", "gemma2", "mamba2", "qwen35") if f not in (quick, slow)]
+    marked = [pytest.param(slow, marks=pytest.mark.slow), *(pytest.param(f, marks=pytest.mark.soak) for f in others)]
+    return pytest.mark.parametrize("family", [quick, *marked])
+
+
 # -- turns -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family", ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma2", "mamba2", "qwen35"))]
-)
+@families("mistral", slow="qwen35")
 def test_a_turn_reads_what_is_new(family: str, model: Any) -> None:
     """Keys and values, rings, states: the tokens of the message, its role and end, and of the reply before the last
     token, which no step has read."""
@@ -108,9 +113,7 @@ def test_a_turn_reads_what_is_new(family: str, model: Any) -> None:
     assert len(chat.messages) == 1 + 2 * len(ASKED)
 
 
-@pytest.mark.parametrize(
-    "family", ["mamba2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "mistral", "gemma2", "qwen35"))]
-)
+@families("mamba2", slow="llama")
 def test_a_template_that_writes_earlier_replies_otherwise(family: str, model: Any) -> None:
     """The first token that differs, or the place before it where the state was kept, is where reading begins."""
     lm = model(family)
@@ -130,22 +133,21 @@ def test_a_template_that_writes_earlier_replies_otherwise(family: str, model: An
         assert report.cached_tokens == 0 and "cannot be taken back" in report.reread
 
 
-@pytest.mark.parametrize(
-    "family", ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma2", "mamba2", "qwen35"))]
-)
+@families("mistral", slow="llama")
 def test_asking_again_reads_what_begins_a_reply(family: str, model: Any) -> None:
     """As often as one likes, whatever the template puts there, and behind a longer reply; all of it is read again
     where no copy is kept of what cannot be cut back."""
     lm = model(family)
     cut = family == "llama"  # its keys and values stay where they are
-    for template, begins in ((PLAIN, 1), (PLAIN.replace("assistant", ""), 1)):
+    drawn, plain = rlx.Sampler(1.0), rlx.Sampler()
+    for template, samplers in ((PLAIN, (drawn, plain)), (PLAIN.replace("assistant", ""), (plain,))):
         chat = lm.conversation([SYSTEM], chat_template=template)
         check_turns(lm, chat, ASKED[:2])
         *asked, first = chat.messages
-        for sampler in (rlx.Sampler(), rlx.Sampler(1.0), rlx.Sampler()):
+        for sampler in samplers:
             chat.messages.pop()
             reply = chat.send([], REPLY, sampler, seed=3)
-            assert lm.report().request.read_tokens == begins and lm.report().request.reread == ""
+            assert lm.report().request.read_tokens == 1 and lm.report().request.reread == ""
             assert chat.messages == [*asked, {"role": "assistant", "content": reply}]
             assert reply == lm.chat(asked, REPLY, sampler, seed=3, chat_template=template)
         assert reply == first["content"]
@@ -162,11 +164,11 @@ def test_asking_again_reads_what_begins_a_reply(family: str, model: Any) -> None
 def test_asking_again_over_a_window(tokenizer: Tokenizer) -> None:
     """A ring that was not full yet has more slots afterwards, and one that needed no copy then may need one: replies
     are those of reading everything, and a copy that lacks a ring is not gone on from."""
-    recipe = divided.recipe("mistral", sliding_window=100)
+    recipe = divided.recipe("mistral", sliding_window=24)
     lm = rlx.CausalLM(recipe, divided.weights("mistral"), tokenizer=tokenizer, max_positions=256)
     chat = lm.conversation([SYSTEM])
     chat.send(ASKED[0], 4)
-    for budget in (150, 150, 150):
+    for budget in (40, 40):
         asked = chat.messages[:-1]
         chat.messages.pop()
         assert chat.send([], budget) == lm.chat(asked, budget)
@@ -175,16 +177,17 @@ def test_asking_again_over_a_window(tokenizer: Tokenizer) -> None:
     kept = replace(chat._text.kept, arrays={other: chat._text.kept.arrays[other] for other in others})
     chat._text = replace(chat._text, kept=kept)
     chat.messages.pop()
-    reply = chat.send([], 150)
+    reply = chat.send([], 40)
     told = lm.report().request
-    assert told is not None and told.reread and name not in kept.arrays and reply == lm.chat(asked, 150)
+    assert told is not None and told.reread and name not in kept.arrays and reply == lm.chat(asked, 40)
 
 
 def test_forks_streams_and_failures(model: Any) -> None:
     """Ways on from one text do not disturb each other; what is left or fails was not said."""
     lm = model("mistral")
-    chat = lm.conversation([SYSTEM])
+    chat = lm.conversation([SYSTEM], max_len=90)
     check_turns(lm, chat, ASKED[:1])
+    assert chat._text.slots == BUCKETS["context"][1]  # the first turn runs in the cache that the last one needs
     other = chat.fork()
     check_turns(lm, chat, ["w20 w21"])
     check_turns(lm, other, ["w22"])
@@ -266,11 +269,10 @@ def test_refused(model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral", "llama"])
-def test_warmed_up(family: str, tokenizer: Tokenizer) -> None:
+def test_warmed_up(tokenizer: Tokenizer) -> None:
     """Then no turn compiles, whatever the template does to earlier ones, and nothing is sent unasked."""
     profile = rlx.CompileProfile().replace(buckets=BUCKETS | {"on_recompile": "error"})
-    lm = rlx.CausalLM(divided.recipe(family), divided.weights(family), tokenizer=tokenizer, profile=profile)
+    lm = rlx.CausalLM(divided.recipe("mistral"), divided.weights("mistral"), tokenizer=tokenizer, profile=profile)
     lm.warmup(samplers=rlx.Sampler())
     for template in (PLAIN, SHORTENED):
         with jax.transfer_guard("disallow"):
@@ -278,20 +280,11 @@ def test_warmed_up(family: str, tokenizer: Tokenizer) -> None:
     assert lm.report().recompiles == 0
 
 
-def test_max_len_makes_room_at_once(model: Any) -> None:
-    """The first turn runs in the cache that the last one needs."""
-    lm = model("mistral")
-    chat = lm.conversation([SYSTEM], max_len=90)
-    check_turns(lm, chat, ASKED[:1])
-    assert chat._text is not None and chat._text.slots == BUCKETS["context"][1]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral", "qwen35"])
-def test_turns_with_drafts_and_without(family: str, model: Any, tokenizer: Tokenizer) -> None:
+def test_turns_with_drafts_and_without(model: Any, tokenizer: Tokenizer) -> None:
     """Rings have more slots where drafts may be taken back, and the state goes from one to the other; another model
     reads the whole text for its drafts."""
-    lm = model(family)
+    lm = model("mistral")
     other = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), tokenizer=tokenizer)
     chat = lm.conversation([SYSTEM])
     for text, drafts in zip(ASKED, ("prompt", None, other, None), strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,13 +15,11 @@ import rlx_jax as rlx
 from rlx_jax.encode import embedding
 from rlx_jax.encode.packing import COSTS, apart, plan, sizes_for
 from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
-from rlx_jax.errors import DeriveError, RequestError, SequenceLengthError, TokenIdError
-from rlx_jax.models.llama import Llama32Flow
-from tests.divided import mesh
+from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError
 from tests.oracles import checkpoints, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.test_ring import windowed
-from tests.test_serving import CONFIG, VOCAB, compiled, weights
+from tests.test_serving import compiled
 
 BERT = checkpoints.FIXTURES / "bert" / "bare_v5"
 SAME = 1e-6
@@ -76,29 +73,20 @@ def test_every_text_has_its_place(lengths: list[int], kind: str, tokens: int | N
 
 
 @pytest.mark.parametrize("kind", COSTS)
-@pytest.mark.parametrize("longest", [1, 40, 256, 512, 514, 2048, 8192])
+@pytest.mark.parametrize("longest", [1, 512, 514, 8192])
 def test_there_are_at_most_eight_programs(kind: str, longest: int) -> None:
     sizes = sizes_for(COSTS[kind], longest)
     assert len(sizes.blocks) <= 8 and max(sizes.widths) >= longest
 
 
-@pytest.mark.parametrize(("kind", "count", "least"), [("cpu", 600, 0.98), ("cuda", 20_000, 0.95)])
-def test_rows_are_full(kind: str, count: int, least: float) -> None:
-    """Of many texts of all lengths hardly a token is padding."""
-    lengths = np.clip(np.exp(np.random.default_rng(0).normal(3.3, 0.8, count)) + 3, 4, 256).astype(int).tolist()
-    blocks = plan(lengths, sizes_for(COSTS[kind], 512))
-    assert sum(lengths) > least * sum(b.rows * b.width for b in blocks)
-
-
 # -- the vectors -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_pooling_of_segments(mode: str) -> None:
+def test_pooling_of_segments() -> None:
     """Each text of a row has the vector that `pool` gives it by itself; a slot without one holds zeros."""
     hidden = np.random.default_rng(0).standard_normal((2, 9, 5)).astype(np.float32)
     segments = np.array([[1, 1, 1, 2, 2, 3, 0, 0, 0], [1, 1, 2, 2, 2, 2, 2, 2, 2]], np.int32)
-    pipeline = SentencePipeline(pooling=(mode, "mean"), normalize=True)
+    pipeline = SentencePipeline(pooling=MODES, normalize=True)
     got = np.asarray(pool_segments(jnp.asarray(hidden), jnp.asarray(segments), 3, pipeline))
     for row, count in ((0, 3), (1, 2)):
         for number in range(1, count + 1):
@@ -122,10 +110,9 @@ def test_vectors_are_those_of_each_text_alone(bert: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["roberta/bare_v5", "mpnet/bare_v5", "nomic_bert/first_v1"])
-@pytest.mark.filterwarnings("ignore:.*auto_map is ignored")
+@pytest.mark.parametrize("name", ["mpnet/bare_v5", pytest.param("roberta/bare_v5", marks=pytest.mark.soak)])
 def test_families(name: str) -> None:
-    """Positions that are counted over what is no padding, a bias by distance, rotations: as in a row of their own."""
+    """Positions that are counted over what is no padding, a bias by distance: as in a row of their own."""
     packed, rows = (rlx.load(checkpoints.FIXTURES / name) for _ in range(2))
     rows.packing = "asked for"
     padding = 1  # an id inside of a text, that RoBERTa and MPNet count no position for
@@ -148,15 +135,6 @@ def test_rows_of_their_own_give_the_same(bert: Any) -> None:
         assert blocks <= ran
     with pytest.raises(RequestError, match="max_tokens is 0"):
         bert.embed(ids, max_tokens=0)
-
-
-def test_max_tokens_holds_for_rows_of_one_text() -> None:
-    """Calls are cut down to it; at least one row."""
-    encoder = rlx.load(BERT)
-    encoder.packing = "asked for"
-    form = encoder._form(64)
-    assert [(b.rows, b.width) for b in form.apart([3] * 6 + [40])] == [(4, 16), (2, 16), (1, 40)]
-    assert [b.rows for b in encoder._form(None).apart([3] * 6)] == [8]
 
 
 def test_an_iterator_is_read_as_it_goes(bert: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -216,16 +194,6 @@ def test_warm_up_without_buckets() -> None:
     assert encoder.report().compiles == len(sizes_for(COSTS["cpu"], 40).blocks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", ["data", "data fsdp"])
-def test_over_devices(bert: Any, kinds: str) -> None:
-    """Rows are divided; the vectors are those of one device."""
-    ids = texts(40, 40, seed=7)
-    ours = rlx.load(BERT, mesh=mesh(kinds, 4))
-    assert_same(ours.embed(ids), bert.embed(ids))
-    assert ours.packing == "" and {dict(k.binding)["batch"] % 4 for k in ours.model.programs.executables} == {0}
-
-
 # -- the program -------------------------------------------------------------------------------
 
 
@@ -241,16 +209,12 @@ def packed(model: Any, rows: list[list[list[int]]], width: int) -> list[np.ndarr
     return [out[row, segments[row] == n] for row, of in enumerate(rows) for n in range(1, len(of) + 1)]
 
 
-@pytest.mark.parametrize("kind", ["causal", "windowed"])
-def test_a_decoder_packs_too(kind: str) -> None:
+def test_a_decoder_packs_too() -> None:
     """Rotations by places, causality and windows inside each sequence: the logits that it has alone."""
-    if kind == "causal":
-        flow, held = Llama32Flow(CONFIG).assemble(), weights()
-    else:
-        flow, held = windowed(4)
+    flow, held = windowed(4)
     model, plain = (rlx.compile(flow, held, program=program) for program in ("packed", "forward"))
     rng = np.random.default_rng(0)
-    rows = [[rng.integers(0, min(VOCAB, 17), n).tolist() for n in lengths] for lengths in ((3, 9, 2), (12,))]
+    rows = [[rng.integers(0, 17, n).tolist() for n in lengths] for lengths in ((3, 9, 2), (12,))]
     got = packed(model, rows, 14)
     for logits, one in zip(got, (one for row in rows for one in row), strict=True):
         assert_close(logits, np.asarray(plain([one]))[0])
@@ -274,14 +238,6 @@ def test_a_flow_that_mixes_positions_is_not_packed() -> None:
         encoder.embed(rows), [np.cumsum(table[row], axis=0).mean(axis=0) for row in rows], atol=1e-5
     )
     assert "cumsum accumulates along 'seq'" in encoder.packing and "packed" in encoder.packing
-
-
-@pytest.mark.parametrize("name", ["segments", "positions"])
-def test_names_that_packed_needs(name: str) -> None:
-    flow = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32")
-    flow = flow.input(name, ("batch", "seq"), dtype="int32").embed("table")
-    with pytest.raises(DeriveError, match=f"packed adds an input '{name}'"):
-        rlx.compile(flow, {"table": jax.ShapeDtypeStruct((11, 6), "float32")}, program="packed").text("mir")
 
 
 def test_positions_of_packed_rows_are_checked(bert: Any) -> None:

@@ -18,6 +18,7 @@ from tests.oracles.comparing import assert_close
 
 ROWS, WIDTH, CHUNK, SLOTS = 3, 12, 4, 16
 ARCHETYPES = {"grouped heads": "llama", "a window and softcaps": "gemma2", "recurrent": "qwen35", "experts": "mixtral"}
+OTHERS = {"sinks": "gpt_oss", "learned positions": "gpt2"}
 """Two have windows of 5 tokens, so that their rings are shorter than prompts."""
 TOLERANCE = 5e-5
 
@@ -31,7 +32,7 @@ cuts = st.lists(st.tuples(*[st.integers(0, CHUNK)] * ROWS).map(np.array), min_si
 def lm(kind: str, roll: str = "unroll", prompt: int | None = None) -> Any:
     """`prompt`: the one bucket for prompts."""
     profile = rlx.CompileProfile().replace(layers={"roll": roll}, buckets={"prompt": [prompt] if prompt else []})
-    family = ARCHETYPES[kind]
+    family = (ARCHETYPES | OTHERS)[kind]
     return rlx.CausalLM(divided.recipe(family), divided.weights(family), profile=profile)
 
 
@@ -90,22 +91,33 @@ def chunks_do_not_matter(kind: str, tokens: np.ndarray, lengths: np.ndarray) -> 
     assert lm(kind, prompt=CHUNK).generate(prompts, max_new_tokens=5) == lm(kind).generate(prompts, max_new_tokens=5)
 
 
-each = pytest.mark.parametrize("kind", ARCHETYPES)
-few, many = settings(max_examples=3, deadline=None), settings(max_examples=15, deadline=None)
-of_rows, of_cuts = given(tokens=batch, lengths=counts), given(tokens=batch, steps=cuts, roll=st.just("unroll"))
-of_noise, of_scans = (
-    given(tokens=batch, lengths=counts, noise=batch), given(tokens=batch, steps=cuts, roll=st.just("scan")),
-)  # fmt: skip
+Case = tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]
+case = st.tuples(batch, counts, batch, cuts)
+few, many = settings(max_examples=2, deadline=None), settings(max_examples=15, deadline=None)
 
-test_padding = each(few(of_noise(padding_does_not_matter)))
-test_cuts = each(few(of_cuts(cuts_do_not_matter)))
-test_greedy = each(few(of_rows(greedy_is_the_argmax)))
 
-test_padding_often = pytest.mark.slow(each(many(of_noise(padding_does_not_matter))))
-test_cuts_often = pytest.mark.slow(each(many(of_cuts(cuts_do_not_matter))))
-test_greedy_often = pytest.mark.slow(each(many(of_rows(greedy_is_the_argmax))))
-test_chunks = pytest.mark.slow(each(many(of_rows(chunks_do_not_matter))))
-test_scanned = pytest.mark.slow(each(many(of_scans(cuts_do_not_matter))))
+@pytest.mark.parametrize("kind", ARCHETYPES)
+@few
+@given(case=case)
+def test_a_decoder(kind: str, case: Case) -> None:
+    """One model of each archetype, in few programs."""
+    tokens, lengths, noise, steps = case
+    padding_does_not_matter(kind, tokens, lengths, noise)
+    cuts_do_not_matter(kind, tokens, steps, "unroll")
+    greedy_is_the_argmax(kind, tokens, lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*ARCHETYPES, *OTHERS])
+@many
+@given(case=case)
+def test_a_decoder_often(kind: str, case: Case) -> None:
+    """With chunks of prompts and scanned layers, and two families more."""
+    tokens, lengths, noise, steps = case
+    cuts_do_not_matter(kind, tokens, steps, "scan")
+    if kind in ARCHETYPES:
+        padding_does_not_matter(kind, tokens, lengths, noise)
+        chunks_do_not_matter(kind, tokens, lengths)
 
 
 @settings(max_examples=5, deadline=None)

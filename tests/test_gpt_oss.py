@@ -144,17 +144,12 @@ def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_pa
 def test_a_checkpoint_of_mxfp4_is_inspected(
     mxfp4: tuple[Path, dict[str, np.ndarray]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Parameters are numbers, and bytes those that are stored."""
+    """Parameters are numbers, and bytes those that are stored; a recipe compiled with the path reads it too."""
     directory, plain = mxfp4
     assert cli.main(["inspect", str(directory), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["parameters"] == sum(value.size for value in plain.values())
     assert told["weight_bytes"] < told["parameters"] * 4
-
-
-def test_a_recipe_compiled_with_the_path_reads_it_too(mxfp4: tuple[Path, dict[str, np.ndarray]]) -> None:
-    """Of `compile` and of a flow: the same numbers as `load` has, and none of the packed ones."""
-    directory, plain = mxfp4
     recipe = rlx.GptOssFlow.for_prefill(SIZES)
     found = rlx.compile(recipe, directory).weights()
     assert set(found) == set(plain)

@@ -20,7 +20,6 @@ from rlx_jax.errors import RlxWarning
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import read_config
 from rlx_jax.models.mamba2 import Mamba2Config
-from rlx_jax.models.qwen35 import Qwen35Config
 from tests.oracles import checkpoints, hugging_face, hybrid, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.recorded import Case, load_case, load_record
@@ -59,27 +58,6 @@ def test_many_tokens(name: str) -> None:
 # -- equalities --------------------------------------------------------------------------------
 
 
-def test_three_layers_are_one_region() -> None:
-    """Of six layers that repeat in threes the body has three, and it stands twice."""
-    built = rlx.recipe_for(BLOCKS).assemble().build()
-    counts = [node.op.iterations() for _, node in built.hir.walk() if node.op.regions()]
-    assert counts == [2]
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_every_leaf_is_written_in_place(name: str) -> None:
-    """Keys and values, states and the rows of convolutions: all bytes of the state are donated."""
-    lm, tokens = case(name).lm, case(name).record["tokens"]
-    _, state = lm.prefill(tokens[:, :4], max_len=16)
-    leaves = {leaf: array for leaf, array in state.state.arrays().items() if "." in leaf}
-    kinds = {leaf.rpartition(".")[2] for leaf in leaves}
-    assert kinds == ({"conv", "delta", "k", "v"} if name.startswith("qwen") else {"conv", "ssm"})
-    assert all(a.dtype == np.float32 for a in leaves.values())
-    size = sum(a.nbytes for a in state.state.arrays().values())
-    lm.extend(state, tokens[:, 4:5])
-    assert lm.report().program.startswith("extend") and lm.report().donated_bytes == size
-
-
 def test_heads_that_devices_do_not_divide_are_named() -> None:
     recipe = rlx.recipe_for(TIED)
     with pytest.raises(errors.UnsupportedError, match=r"linear_attn: 3 heads with a state cannot be divided"):
@@ -111,15 +89,6 @@ def test_the_text_model_of_one_that_reads_images(tmp_path: Path) -> None:
         lm = rlx.load(with_images(tmp_path / "m"))
     record = load_record(BLOCKS)
     assert_close(lm.logits(record["tokens"]), record["logits"])
-
-
-def test_a_published_config() -> None:
-    """The 0.8B model, as its `text_config` has it."""
-    about = json.loads((checkpoints.FIXTURES / "published" / "Qwen3.5-0.8B.json").read_text("utf-8"))
-    c = Qwen35Config.from_hf(about["config"])
-    assert c.attends == (False, False, False, True) * 6 and len(c.inv_freq) == 32
-    assert c.inv_freq[1] == pytest.approx(1e7 ** (-1 / 32))
-    assert c.delta.widths == (2048, 2048, 2048) and c.layer_spec(3).n_rot == 64
 
 
 def test_no_most_time_step_is_written_in_three_ways(tmp_path: Path) -> None:
@@ -161,7 +130,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
 def test_live(live: tuple[Path, Any, int]) -> None:
-    """Logits of a batch, and of ragged rows, equal those of `transformers`; so do 48 tokens of a ragged batch of 3."""
+    """Logits of a batch, and of ragged rows, equal those of `transformers`; so do 20 tokens of a ragged batch of 3."""
     directory, model, seed = live
     lm, rng = rlx.load(directory), np.random.default_rng(seed)
     tokens = rng.integers(0, model.config.vocab_size, (3, 21)).astype(np.int32)
@@ -169,9 +138,8 @@ def test_live(live: tuple[Path, Any, int]) -> None:
     assert_close(lm.logits(tokens), want)
     lengths = rng.integers(1, 22, 3).astype(np.int32)
     assert_rows_close(lm.logits(tokens, lengths), want, lengths)
-    count = min(48, getattr(model.config, "max_position_embeddings", 64) - 16)
-    prompts, greedy = hugging_face.clear_prompts(model, [5, 2, 16], count, seed, distinct=4)
-    assert lm.generate(prompts, max_new_tokens=count) == greedy
+    prompts, greedy = hugging_face.clear_prompts(model, [5, 2, 16], 20, seed, distinct=4)
+    assert lm.generate(prompts, max_new_tokens=20) == greedy
 
 
 @pytest.mark.oracle

@@ -3,6 +3,7 @@ what is refused."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ LENGTHS = np.array([11, 5, 1, 8])
 LAYERS = SIZES["num_hidden_layers"]
 
 
+@functools.cache
+def plain() -> np.ndarray:
+    """Logits of a Llama on one device."""
+    return np.asarray(rlx.compile(recipe("llama"), weights("llama"))(IDS))
+
+
 def check_resting(model: rlx.CompiledModel, params: Any) -> None:
     """Each leaf is where its division says."""
     division = model.programs.division
@@ -36,16 +43,14 @@ def check_resting(model: rlx.CompiledModel, params: Any) -> None:
 
 # -- training ----------------------------------------------------------------------------------
 
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 TRAINED = [
     ("llama tied", "data fsdp tensor", 8, "scan"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ("llama", "fsdp", 2, "unroll"), ("qwen2", "tensor", 4, "unroll"), ("gemma2", "data tensor", 8, "scan"),
-            ("mixtral", "fsdp expert", 4, "scan"), ("mamba2", "fsdp tensor", 4, "scan"),
-            ("qwen35", "fsdp tensor", 4, "unroll"),
-        )
-    ),
+    pytest.param("mixtral", "fsdp expert", 4, "scan", marks=SLOW),
+    pytest.param("mamba2", "fsdp tensor", 4, "scan", marks=SLOW),
+    pytest.param("llama", "fsdp", 2, "unroll", marks=SOAK), pytest.param("qwen2", "tensor", 4, "unroll", marks=SOAK),
+    pytest.param("gemma2", "data tensor", 8, "scan", marks=SOAK),
+    pytest.param("qwen35", "fsdp tensor", 4, "unroll", marks=SOAK),
 ]  # fmt: skip
 
 
@@ -106,7 +111,7 @@ def test_resting() -> None:
     assert ours.report().leaf_bytes == sum(a.addressable_shards[0].data.nbytes for a in ours.params.values())
 
 
-@pytest.mark.parametrize(("family", "devices"), [("llama tied", 4), pytest.param("llama", 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "devices"), [("llama tied", 4), pytest.param("llama", 8, marks=SOAK)])
 def test_padded_words_are_never_seen(family: str, devices: int, tmp_path: Path) -> None:
     """61 words over 4 or 8 devices: logits, tokens, losses, weights and files have no more, whatever stands behind."""
     ours = rlx.CausalLM(recipe(family), weights(family), mesh=mesh("tensor", devices))
@@ -121,17 +126,15 @@ def test_padded_words_are_never_seen(family: str, devices: int, tmp_path: Path) 
     noisy = rlx.CausalLM(model)
     assert_close(noisy.logits(IDS), np.asarray(one.logits(IDS)))
     sampler = rlx.Sampler(temperature=30.0)
-    assert max(map(max, noisy.generate([[1, 2], [3], [4, 5]], max_new_tokens=40, sampler=sampler, seed=0))) < V
+    assert max(map(max, noisy.generate([[1, 2], [3], [4, 5]], max_new_tokens=8, sampler=sampler, seed=0))) < V
     losses_of = [float(losses.cross_entropy(m, m.require_params("a loss"), IDS)) for m in (model, one.model)]
     np.testing.assert_allclose(losses_of[0], losses_of[1], rtol=3e-6)
     for form in ("safetensors", "orbax"):
         rlx.save(model, tmp_path / form, format=form)
-        again = rlx.compile(recipe(family), tmp_path / form)
+        again = rlx.compile(recipe(family), tmp_path / form, mesh=mesh("fsdp tensor", 4) if form == "orbax" else None)
         for key, want in weights(family).items():
             np.testing.assert_array_equal(model.weights()[key], want)
             np.testing.assert_array_equal(again.weights()[key], want)
-    loaded = rlx.CausalLM(recipe(family), tmp_path / "orbax", mesh=mesh("fsdp tensor", 4))
-    np.testing.assert_array_equal(loaded.model.weights()[name], weights(family)[name])
 
 
 def test_fewer_key_heads_than_devices() -> None:
@@ -139,12 +142,11 @@ def test_fewer_key_heads_than_devices() -> None:
     changes = {"num_key_value_heads": 2}
     made = weights("llama", *changes.items())
     one = rlx.compile(recipe("llama", **changes), made)
-    for devices in (4, 8):
-        ours = rlx.compile(recipe("llama", **changes), made, mesh=mesh("tensor", devices))
-        assert_close(ours(IDS), np.asarray(one(IDS)))
-        assert ours.params is not None and ours.params["model.layers.0.self_attn.k_proj.weight"].is_fully_replicated
-        assert ours.params["model.layers.0.self_attn.q_proj.weight"].sharding.spec == P("tensor")
-        assert "model.layers.1.self_attn.v_proj.weight" in ours.report().whole
+    ours = rlx.compile(recipe("llama", **changes), made, mesh=mesh("tensor", 8))
+    assert_close(ours(IDS), np.asarray(one(IDS)))
+    assert ours.params is not None and ours.params["model.layers.0.self_attn.k_proj.weight"].is_fully_replicated
+    assert ours.params["model.layers.0.self_attn.q_proj.weight"].sharding.spec == P("tensor")
+    assert "model.layers.1.self_attn.v_proj.weight" in ours.report().whole
     merged = rlx.CausalLM(recipe("llama", **changes), made, mesh=mesh("tensor", 8)).model
     assert [n for n in merged.param_specs() if "k_proj" in n] == [
         f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)
@@ -252,7 +254,7 @@ def test_each_field_changes_a_division(field: str) -> None:
     ours = rlx.compile(recipe("llama"), weights("llama"), profile=profile(sharding=tables), mesh=mesh("tensor", 2))
     assert ours.params is not None
     assert {name: ours.params[name].sharding.spec for name in BASE} == BASE | changed
-    assert_close(ours(IDS), np.asarray(rlx.compile(recipe("llama"), weights("llama"))(IDS)))
+    assert_close(ours(IDS), plain())
 
 
 @pytest.mark.parametrize("axes", [["tensor"], []])
@@ -276,9 +278,8 @@ def test_axes_of_other_names() -> None:
     """Rows, tokens and heads over axes that the profile names; several axes for one role."""
     table = {"batch": ["b"], "sequence": ["s"], "heads": ["m"], "kv_heads": ["m"], "ffn": ["m", "s"], "vocab": ["m"]}
     ours = rlx.compile(recipe("llama"), weights("llama"), profile=profile(sharding=table), mesh=mesh("b s m", 8))
-    one = rlx.compile(recipe("llama"), weights("llama"))
     for length in (11, 8):  # tokens that the axis does not divide, and that it does
-        assert_close(ours(IDS[:, :length]), np.asarray(one(IDS[:, :length])))
+        assert_close(ours(IDS[:, :length]), plain()[:, :length])
     assert ours.params is not None
     assert ours.params["model.layers.0.mlp.down_proj.weight"].sharding.spec == P(None, ("m", "s"))
     odd = {"hidden_size": 30}  # what does not divide is whole
@@ -311,19 +312,17 @@ def test_inputs_and_transformations() -> None:
     """Arrays of the host, of one device, of the mesh, of one with explicit axes; `jit`, `grad` and `vmap`."""
     where, explicit = mesh("data tensor", 4), mesh("data tensor", 4, AxisType.Explicit)
     ours = rlx.compile(recipe("llama"), weights("llama"), mesh=explicit)
-    want = np.asarray(rlx.compile(recipe("llama"), weights("llama"))(IDS))
-    params = ours.require_params("the test")
+    want, params = plain(), ours.require_params("the test")
     inputs = [IDS, jnp.asarray(IDS), *(jax.device_put(IDS, NamedSharding(m, P("data"))) for m in (where, explicit))]
     for ids in inputs:
-        for run in (ours, lambda x: ours.apply(params, x), lambda x: jax.jit(ours.apply)(params, x)):
-            assert_close(run(ids), want)
+        assert_close(ours(ids), want)
+        assert_close(ours.apply(params, ids), want)
+    assert_close(jax.jit(ours.apply)(params, IDS), want)
     elsewhere = jax.device_put(IDS, jax.devices()[7])
     assert_close(ours.apply(params, elsewhere), want)
-    assert_close(ours(elsewhere[:, :9]), want[:, :9])  # the first of its size
     assert_close(jax.vmap(lambda row: ours.apply(params, row[None])[0])(IDS), want)
     gradient = jax.grad(lambda p: ours.apply(p, IDS).sum())(params)
     assert all(bool(jnp.isfinite(g).all()) for g in gradient.values())
     for around in (where, explicit):
         with jax.set_mesh(around):
-            assert_close(ours(IDS[:, :7]), want[:, :7])
             assert_close(ours.apply(params, IDS), want)

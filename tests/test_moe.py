@@ -19,13 +19,13 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import TypeCache
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.types import TensorType, as_dtype
-from rlx_jax.lowering.lir.experts import block_rows, choose, sorted_blocks
+from rlx_jax.lowering.lir.experts import choose
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lower import as_function
 from rlx_jax.models.mixtral import MixtralConfig
 from rlx_jax.models.qwen3_moe import Qwen3MoeConfig
 from tests.oracles import checkpoints, op_formulas
-from tests.oracles.comparing import assert_close, assert_rows_close
+from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
 from tests.small import declared
 
@@ -36,13 +36,12 @@ SIZES = {
     "one token": ((1, 1), 2, 7),
     "few": ((3, 3), 3, 4),
     "many": ((2, 40), 2, 3),
-    "all experts": ((5,), 4, 4),
     "one expert": ((2, 3), 1, 1),
 }
 """Tokens, choices of each, experts."""
 
 
-def operands(name: str, contract: int, dtype: str = "f32", seed: int = 0, biased: bool = False) -> list[np.ndarray]:
+def operands(name: str, contract: int, seed: int = 0, biased: bool = False) -> list[np.ndarray]:
     """x, gate, up, down, weights, ids and biases; no expert is chosen twice by one token."""
     lead, top, experts = SIZES[name]
     rng = np.random.default_rng(seed)
@@ -51,7 +50,7 @@ def operands(name: str, contract: int, dtype: str = "f32", seed: int = 0, biased
     ids = np.stack([rng.permutation(experts)[:top] for _ in range(x[..., 0].size)]).reshape(*lead, top)
     if not contract:
         gate, up, down = (w.transpose(0, 2, 1) for w in (gate, up, down))
-    floats = [jnp.asarray(a, as_dtype(dtype)) for a in (x, gate, up, down)]
+    floats = [a.astype(np.float32) for a in (x, gate, up, down)]
     biases = [rng.normal(size=(experts, n)).astype(np.float32) for n in (5, 5, 6)] if biased else []
     return [np.array(a) for a in (*floats, weights.astype(np.float32), ids.astype(np.int32), *biases)]
 
@@ -64,12 +63,12 @@ def operands(name: str, contract: int, dtype: str = "f32", seed: int = 0, biased
     [
         ("few", 1, True), ("many", 0, False),
         *(pytest.param(*case, marks=pytest.mark.slow)
-          for case in (("one token", 0, True), ("all experts", 1, False), ("one expert", 1, True), ("many", 1, True))),
+          for case in (("one token", 0, True), ("one expert", 1, True))),
     ],
 )  # fmt: skip
 def test_every_way_is_the_formula(name: str, contract: int, biased: bool) -> None:
     """All implementations, and the block by its own expansion, against NumPy in float64, with gradients; also with
-    biases and a clamped gate, as gpt-oss has them."""
+    biases and a clamped gate, as gpt-oss has them. Sums of bf16 are taken in f32, and the result is bf16."""
     own: dict[str, Any] = {"biased": True, "clamp": ClampedGate(1.3, 1.7, 0.6)} if biased else {}
     act = "silu" if biased else "gelu_tanh"
     op, arrays = ExpertFfn(act, contract, **own), operands(name, contract, biased=biased)
@@ -89,16 +88,13 @@ def test_every_way_is_the_formula(name: str, contract: int, biased: bool) -> Non
         assert_close(value, want, tolerance=1e-6)
         for slope, other in zip(slopes, found["xla"][1], strict=True):
             assert_close(slope, np.asarray(other), tolerance=3e-6)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_bf16(way: str) -> None:
-    """Sums are taken in f32, whichever way it runs; the result has the dtype of x."""
-    op, arrays = ExpertFfn(biased=True, clamp=ClampedGate(2.0)), operands("few", 1, "bf16", biased=True)
-    got = jax.jit(lambda *a: IMPLEMENTATIONS[way](op, *a))(*arrays)
-    wide = [a.astype(np.float64) if a.dtype != np.int32 else a for a in arrays]
-    assert got.dtype == jnp.bfloat16
-    assert_close(np.asarray(got, np.float32), op_formulas.experts(op, *wide), tolerance=0.02)
+    if name == "few":
+        low = [a.astype(as_dtype("bf16")) if i < 4 else a for i, a in enumerate(arrays)]
+        wide = [a.astype(np.float64) if i != 5 else a for i, a in enumerate(low)]
+        for way in WAYS:
+            got = IMPLEMENTATIONS[way](op, *low)
+            assert got.dtype == jnp.bfloat16
+            assert_close(np.asarray(got, np.float32), op_formulas.experts(op, *wide), tolerance=0.02)
 
 
 @pytest.mark.parametrize("way", [*WAYS, "expanded"])
@@ -128,25 +124,9 @@ def test_which_way() -> None:
         assert choose(call, named_device(device)).implementation == way, (device, tokens)
 
 
-def test_blocks() -> None:
-    """As long as an expert's choices are many, in powers of 2; every choice has a row, and each block one expert."""
-    for choices, experts in ((1, 128), (512, 128), (24, 7)):
-        rows = block_rows(choices, experts)
-        assert rows & (rows - 1) == 0 and max(choices / experts, 1) / 2 < rows < max(choices / experts, 1) * 2
-        ids = np.random.default_rng(0).integers(0, experts, choices).astype(np.int32)
-        cut = sorted_blocks(jnp.asarray(ids), experts, rows)
-        place, owner = np.asarray(cut.place), np.asarray(cut.owner)
-        assert len(set(place.tolist())) == choices and (owner[place // rows] == ids).all()
-        assert int(np.sum(cut.used)) == choices
-
-
 # -- routing -----------------------------------------------------------------------------------
 
-ROUTES = [
-    hir.Route(2), hir.Route(2, normalise=False), hir.Route(3, "chosen", normalise=False), hir.Route(2, "sigmoid"),
-    hir.Route(3, "sigmoid", normalise=False, scale=2.5), hir.Route(2, "sigmoid", biased=True),
-    hir.Route(2, "softmax", scale=0.5, biased=True), hir.Route(5, "chosen"),
-]  # fmt: skip
+ROUTES = [hir.Route(3, "chosen", normalise=False), hir.Route(2, "sigmoid", biased=True, scale=2.5)]
 
 
 @pytest.mark.parametrize("op", ROUTES, ids=str)
@@ -220,75 +200,14 @@ def test_a_mixture_of_ones_own(policy: str, way: str) -> None:
     assert policy != "direct" or f"experts mlp.experts: {told}" in model.text("lir")
 
 
-def test_tokens_alone_and_padded() -> None:
-    """A token gives the same alone, in a batch, and beside padding, be that not a number."""
-    spec = MoeSpec(num_experts=5, top_k=2, inner=4)
-    weights = random_weights(declared(blocks.MoeFfn("l", spec), 6))
-    model: Any = rlx.compile(
-        rlx.ModelFlow("m").input("x", ("batch", "seq", 6)).stage(blocks.MoeFfn("l", spec)), weights
-    )
-    x = np.random.default_rng(2).normal(size=(3, 4, 6)).astype(np.float32)
-    together = np.asarray(model(x))
-    for b in range(3):
-        assert_close(model(x[b : b + 1]), together[b : b + 1], tolerance=1e-6)
-        assert_close(model(x[b : b + 1, :1]), together[b : b + 1, :1], tolerance=1e-6)
-    x[:, 3] = np.nan
-    np.testing.assert_array_equal(np.asarray(model(x))[:, :3], together[:, :3])
-
-
-class Sparse:
-    """A Mixtral from scratch: attention and experts, two layers, as a user writes it."""
-
-    spec = MoeSpec(num_experts=3, top_k=2, inner=7, normalise=True)
-
-    @classmethod
-    def layer(cls, index: int) -> Any:
-        p = f"model.layers.{index}"
-        attend = blocks.SelfAttnPrefillSpec.hf_layer(p, 2, 4, 1)
-        return (
-            rlx.LayerStack.named(f"layer{index}").residual_save().rms_norm(f"{p}.input_layernorm.weight")
-            .self_attn_prefill(attend).linear(f"{p}.self_attn.o_proj.weight").residual_add()
-            .residual_save().rms_norm(f"{p}.post_attention_layernorm.weight")
-            .stage(blocks.MoeFfn(p, cls.spec)).residual_add().build()
-        )  # fmt: skip
-
-    @classmethod
-    def flow(cls) -> rlx.ModelFlow:
-        return (
-            rlx.ModelFlow("sparse").input("input_ids", ("batch", "seq"), dtype="int32")
-            .embed("model.embed_tokens.weight").repeat_layers(2, cls.layer).final_norm().lm_head(11, 6, tied=True)
-        )  # fmt: skip
-
-    @classmethod
-    def weights(cls) -> dict[str, np.ndarray]:
-        layer: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj.weight": (8, 6), "self_attn.k_proj.weight": (4, 6), "self_attn.v_proj.weight": (4, 6),
-            "self_attn.o_proj.weight": (6, 8), "input_layernorm.weight": (6,), "post_attention_layernorm.weight": (6,),
-        }  # fmt: skip
-        shapes = {f"model.layers.{i}.{k}": s for i in range(2) for k, s in layer.items()}
-        for i in range(2):
-            shapes |= declared(blocks.MoeFfn(f"model.layers.{i}", cls.spec), 6)
-        return random_weights(shapes | {"model.embed_tokens.weight": (11, 6), "model.norm.weight": (6,)})
-
-
-def test_a_model_written_from_scratch() -> None:
-    """It generates from a cache what the whole row gives, ragged rows as alone, and rolls its layers."""
-    lm = rlx.CausalLM(Sparse.flow(), Sparse.weights(), max_positions=64)
-    assert lm.model.report().refusals == ()
-    tokens, lengths = np.random.default_rng(3).integers(0, 11, (3, 7)), np.array([7, 2, 5])
-    assert_rows_close(lm.logits(tokens, lengths), np.asarray(lm.logits(tokens)), lengths, tolerance=1e-6)
-    prompts = [tokens[b, :n].tolist() for b, n in enumerate(lengths)]
-    new = lm.generate(prompts, max_new_tokens=6)
-    rows = np.stack([np.resize([*prompt, *said], 13) for prompt, said in zip(prompts, new, strict=True)])
-    told = np.asarray(lm.logits(rows)).argmax(-1)  # what stands behind a token does not change it
-    assert [told[b, n - 1 : n + 5].tolist() for b, n in enumerate(lengths)] == new
+SPARSE = MoeSpec(num_experts=3, top_k=2, inner=7, normalise=True)
 
 
 @pytest.mark.parametrize("style", [GemmaStyle.GEMMA, GemmaStyle.GEMMA2], ids=lambda s: s.name)
 def test_gemma_layers_with_experts(style: GemmaStyle) -> None:
     """`x + after(experts(before(x)))` of norms with 1 + w and experts gated by GELU, where attention gives nothing; the
     decode layer of no cached token is the same."""
-    spec = dataclasses.replace(Sparse.spec, normalise=False)
+    spec = dataclasses.replace(SPARSE, normalise=False)
     attend = blocks.gemma_attn_spec(0, 2, 4, 1, "causal")
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] * (style is GemmaStyle.GEMMA2)
@@ -342,8 +261,7 @@ def stacked(directory: Path, target: Path, prefix: str = "mlp") -> Path:
     return copied
 
 
-@pytest.mark.parametrize("format", ["safetensors", "orbax"])
-@pytest.mark.parametrize("prefix", ["", "block_sparse_moe", "mlp"])
+@pytest.mark.parametrize(("prefix", "format"), [("", "orbax"), ("block_sparse_moe", "safetensors"), ("mlp", "orbax")])
 def test_how_experts_are_stored(prefix: str, format: Any, tmp_path: Path) -> None:
     """One by one, or gate and up of all experts in one tensor and down in another: the same logits from leaves that
     have all experts; saved, they are under their keys again."""
@@ -380,8 +298,8 @@ def test_configs() -> None:
         SMALL | {"num_local_experts": 9}
     )
     for fields, layers in (
-        ({}, [0, 1, 2, 3]), ({"decoder_sparse_step": 2}, [1, 3]), ({"mlp_only_layers": [0, 3]}, [1, 2]),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [3]), ({"mlp_only_layers": None}, [0, 1, 2, 3]),
+        ({"mlp_only_layers": None}, [0, 1, 2, 3]), ({"mlp_only_layers": [0, 3]}, [1, 2]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [3]),
     ):  # fmt: skip
         config = Qwen3MoeConfig.from_hf(SMALL | fields)
         assert [i for i in range(4) if config.layer_spec(i).moe is not None] == layers
@@ -415,15 +333,14 @@ def test_what_makes_no_sense_is_named() -> None:
         lambda: ExpertKeys(gate="mlp.gate_up"), lambda: blocks.WeightStack("mlp.w", 2),
         lambda: ExpertKeys(interleaved=True), lambda: ExpertKeys(biases=("a", "a", "b")),
         lambda: ClampedGate(0.0), lambda: ClampedGate(1.0, alpha=-1.0),
-        lambda: blocks.DecoderLayerSpec(num_heads=1, num_kv_heads=1, head_dim=2, mlp_bias=True, moe=Sparse.spec),
+        lambda: blocks.DecoderLayerSpec(num_heads=1, num_kv_heads=1, head_dim=2, mlp_bias=True, moe=SPARSE),
     ):  # fmt: skip
         with pytest.raises(errors.GraphError, match="got|give one"):
             make()
-    weights = random_weights(declared(MoeFfn("l", Sparse.spec), 6))
+    weights = random_weights(declared(MoeFfn("l", SPARSE), 6))
     odd, bare = "l.mlp.experts.1.up_proj.weight", rlx.ModelFlow("m").input("x", ("batch", 6))
     flow, wrong = (
-        bare.stage(MoeFfn("l", spec))
-        for spec in (Sparse.spec, dataclasses.replace(Sparse.spec, choice_bias="mlp.gate.weight"))
+        bare.stage(MoeFfn("l", spec)) for spec in (SPARSE, dataclasses.replace(SPARSE, choice_bias="mlp.gate.weight"))
     )
     with pytest.raises(errors.WeightShapeError, match=rf"{odd}.*expected \[7, 6\], got f32\[8,6\]"):
         rlx.compile(flow, weights | {odd: np.ones((8, 6), np.float32)})

@@ -14,15 +14,7 @@ from safetensors.numpy import save_file
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.blocks import (
-    LayerNorms,
-    LayerSpec,
-    LlamaDecoderSpec,
-    LogitSoftcap,
-    Qwen3DecoderSpec,
-    RopeTables,
-)
-from rlx_jax.errors import ConfigError, GraphError, ShapeError, UnsupportedError
+from rlx_jax.errors import ConfigError, ShapeError, UnsupportedError
 from rlx_jax.models import families, gemma, llama, mistral, qwen2, qwen3
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow, weight_specs
@@ -49,7 +41,7 @@ class ToyConfig(DecoderConfig):
             cap=c.real("cap", cls.cap),
         )
 
-    def layer_spec(self, index: int) -> LayerSpec:
+    def layer_spec(self, index: int) -> blocks.LayerSpec:
         slides = index % 2 == 1
         return layer_of(
             self,
@@ -60,7 +52,7 @@ class ToyConfig(DecoderConfig):
             qkv_bias=True,
             qk_norm="heads",
             mlp_bias=True,
-            norms=LayerNorms(
+            norms=blocks.LayerNorms(
                 before_attention=None,
                 after_attention="post_attention_layernorm",
                 before_mlp=None,
@@ -69,7 +61,9 @@ class ToyConfig(DecoderConfig):
         )
 
     def ends(self) -> Ends:
-        return Ends(rope=(RopeTables.theta(self.head_dim, 50.0, "local"),), logits=(LogitSoftcap(self.cap),))
+        return Ends(
+            rope=(blocks.RopeTables.theta(self.head_dim, 50.0, "local"),), logits=(blocks.LogitSoftcap(self.cap),)
+        )
 
 
 @dataclass(frozen=True)
@@ -184,44 +178,23 @@ def test_a_recipe_is_a_value_whose_flow_reads_its_weights(kind: str) -> None:
 
 # -- specs ---------------------------------------------------------------------------------------
 
-LAYER = LayerSpec(num_heads=4, num_kv_heads=2, head_dim=6)
-
-
-SPECS = (
-    LlamaDecoderSpec, Qwen3DecoderSpec, LayerSpec,
-    blocks.GemmaDecodeLayerSpec,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_sizes_are_named(spec: Any) -> None:
-    """Three ints in a row say nothing of their order."""
-    with pytest.raises(TypeError, match="positional"):
-        spec(4, 6, 2)
-
 
 def test_names_of_the_specification() -> None:
     """They are LayerSpecs with other defaults, and `dataclasses.replace` takes their own fields too."""
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
-    llama: Any = LlamaDecoderSpec(**sizes, kv_group_size=2)
+    llama: Any = blocks.LlamaDecoderSpec(**sizes, kv_group_size=2)
     assert (llama.eps, llama.kv_group_size, llama.attention_bias, llama.use_custom_mask) == (1e-5, 2, False, False)
     biased = replace(llama, attention_bias=True)
     assert (biased.attention_bias, biased.qkv_bias, biased.output_bias) == (True, True, True)
-    qwen: Any = Qwen3DecoderSpec(**sizes)
+    qwen: Any = blocks.Qwen3DecoderSpec(**sizes)
     qwen = replace(qwen, attention_bias=True, batch=3)
     assert (qwen.qk_norm, qwen.qkv_bias, qwen.output_bias) == ("heads", True, False)
     assert replace(qwen, qk_norm=False, seq="rows").hidden_shape == (3, "rows", None)
     gemma_layer: Any = blocks.GemmaDecodeLayerSpec(style=blocks.GemmaStyle.GEMMA2, **sizes, score_scale=0.5)
-    assert gemma_layer.zero_centred and replace(gemma_layer, score_scale=0.25).norms == LayerNorms.around_both()
+    assert gemma_layer.zero_centred and replace(gemma_layer, score_scale=0.25).norms == blocks.LayerNorms.around_both()
     attention: Any = blocks.SelfAttnPrefillSpec("a", "b", "c", 4, 6, 2, "sliding:3", sinks_key="s")
     assert [attention.weight(name) for name in "qkv"] == ["a", "b", "c"] and attention.sinks
     assert replace(attention, k_key="d").keys.k == "d" and attention.under("p").keys.q == "a"
-
-
-@pytest.mark.parametrize("changes", [{"activation": "relu"}, {"qk_norm": True}])
-def test_choices_are_checked(changes: dict[str, Any]) -> None:
-    with pytest.raises(GraphError, match=f"LayerSpec: {next(iter(changes))} is .*; expected "):
-        replace(LAYER, **changes)
 
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "hidden_shape": ("batch", "seq", 9)}
@@ -230,10 +203,10 @@ SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "hidden_shape": ("bat
 @pytest.mark.parametrize(
     "stage",
     [
-        blocks.decoder_layer(0, LayerSpec(**SIZES)),  # type: ignore[arg-type]
-        blocks.llama_prefill_layer_composed(0, LlamaDecoderSpec(**SIZES)),  # type: ignore[arg-type]
-        blocks.qwen3_prefill_layer_composed(0, Qwen3DecoderSpec(**SIZES)),  # type: ignore[arg-type]
-        blocks.qwen3_prefill_layer_composed(0, Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=6, seq=5)),
+        blocks.decoder_layer(0, blocks.LayerSpec(**SIZES)),  # type: ignore[arg-type]
+        blocks.llama_prefill_layer_composed(0, blocks.LlamaDecoderSpec(**SIZES)),  # type: ignore[arg-type]
+        blocks.qwen3_prefill_layer_composed(0, blocks.Qwen3DecoderSpec(**SIZES)),  # type: ignore[arg-type]
+        blocks.qwen3_prefill_layer_composed(0, blocks.Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=6, seq=5)),
     ],
 )
 def test_hidden_shape_holds_for_layers_from_small_stages(stage: blocks.BlockStage) -> None:
@@ -241,23 +214,3 @@ def test_hidden_shape_holds_for_layers_from_small_stages(stage: blocks.BlockStag
     flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).with_weights(weight_specs(ToyConfig.from_hf(CONFIG)))
     with pytest.raises(ShapeError, match="its spec says"):
         flow.stage(stage).build()
-
-
-def test_sizes_that_contradict_each_other() -> None:
-    with pytest.raises(GraphError, match=r"Qwen3DecoderSpec: batch is 3, and hidden_shape \(2, 'seq', 8\)"):
-        Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=6, batch=3, hidden_shape=(2, "seq", 8))
-
-
-def test_a_whole_layer_leaves_the_residual_register() -> None:
-    """A sum around Qwen's layer adds what was saved before it."""
-    config = {k: v for k, v in CONFIG.items() if k != "sliding_window"}
-    layers = drawn(weight_specs(qwen3.Qwen3Config.from_hf(config)))
-    weights = {key: value for key, value in layers.items() if ".layers.0." in key}
-    layer = blocks.Qwen3Decoder.layer(0, qwen3.Qwen3Flow.for_prefill(config).spec())
-    bare = rlx.ModelFlow("m").input("x", ("batch", "seq", H))
-    x = np.random.default_rng(2).normal(size=(2, 5, H)).astype("f4")
-    once, twice = (
-        np.asarray(rlx.compile(flow, weights)(x))
-        for flow in (bare.stage(layer), bare.residual_save().stage(layer).residual_add())
-    )
-    np.testing.assert_allclose(twice, once + x, rtol=0, atol=1e-6)

@@ -23,7 +23,7 @@ CONFIG = {
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     window=st.sampled_from([1, 3]),  # few shapes: each compiles
     spare=st.integers(0, 2),  # 2: chunks of three tokens are read in place
@@ -87,18 +87,14 @@ def windowed(window: int, everywhere: bool = False) -> tuple[rlx.ModelFlow, dict
     return flow, {k: (v + (v.ndim == 1)).astype("f4") for k, v in normal.items()}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"speculative": "prompt", "draft_tokens": 2}, marks=pytest.mark.slow)],
-    ids=["chunks", "drafts"],
-)
-def test_rings_of_many_rows(options: dict[str, Any]) -> None:
-    """A chunk may copy a ring that it reads as it was; a step that checks drafts reads it in place."""
+@pytest.mark.slow
+def test_rings_of_many_rows() -> None:
+    """A chunk may copy a ring that it reads as it was."""
     flow, weights = windowed(3)
     lm: Any = rlx.CausalLM(flow, weights, profile=rlx.CompileProfile().replace(buckets={"prompt": [4]}))
     prompt, rows = [3, 1, 4, 1, 5, 9, 2], 800  # 75 KB of each ring, which are seen
     want = lm.generate([prompt], max_new_tokens=6)
-    assert lm.generate([prompt] * rows, max_new_tokens=6, **options) == want * rows
+    assert lm.generate([prompt] * rows, max_new_tokens=6) == want * rows
 
 
 def test_a_ring_has_the_size_of_its_window() -> None:

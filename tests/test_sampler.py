@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rlx_jax import errors
 from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, new_rows
-from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, adjusted, choose, finite_rows, keep_likely
+from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, adjusted, choose, keep_likely
 from rlx_jax.runtime.inputs import random_key
 
 VOCAB = 13
@@ -105,6 +105,9 @@ def test_draws_follow_the_softmax() -> None:
     want = np.exp(row / 0.7) / np.exp(row / 0.7).sum()
     got = np.bincount(draw(Sampler(0.7), np.tile(row, (4000, 1)), np.arange(4000)), minlength=VOCAB)
     assert ((got - 4000 * want) ** 2 / (4000 * want)).sum() < 32.9
+    logits = np.random.default_rng(1).normal(0, 30, (8, VOCAB)).astype(np.float32)
+    for sampler in (Sampler(float(np.finfo(np.float32).tiny)), Sampler(1e-30, top_p=0.9, min_p=0.1)):
+        np.testing.assert_array_equal(draw(sampler, logits, np.arange(8)), logits.argmax(-1))  # no quotient overflows
 
 
 def test_penalty_and_bias() -> None:
@@ -188,15 +191,6 @@ def test_a_sampler_keeps_its_bias() -> None:
     assert sampler.knobs(VOCAB).bias[[3, 4]].tolist() == [1.5, -np.inf]
 
 
-def test_rows_without_a_choice() -> None:
-    """NaN anywhere, or no finite largest logit."""
-    logits = np.zeros((4, VOCAB), np.float32)
-    logits[0, 3], logits[1], logits[2, 2] = np.nan, -np.inf, np.inf
-    np.testing.assert_array_equal(finite_rows(jnp.asarray(logits)), [False, False, False, True])
-    greedy = jnp.argmax(jnp.asarray(logits), axis=-1)
-    np.testing.assert_array_equal(finite_rows(jnp.asarray(logits), greedy), [False, False, False, True])
-
-
 def test_a_bias_that_bans_what_the_model_leaves() -> None:
     """No token is made up where none is left; the other row is as it was."""
     logits = np.full((2, 1, VOCAB), -np.inf, np.float32)
@@ -241,14 +235,6 @@ def test_filters_are_those_of_transformers(top_k: int | None, top_p: float | Non
     penalised = np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits)
     got = kept(Sampler(0.8, top_k, top_p, min_p), (penalised / np.float32(0.8)).astype(np.float32))
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [float(np.finfo(np.float32).tiny), 1e-30])
-def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
-    """No quotient overflows, and none hides the largest logit."""
-    logits = np.random.default_rng(1).normal(0, 30, (8, VOCAB)).astype(np.float32)
-    for sampler in (Sampler(temperature), Sampler(temperature, top_p=0.9, min_p=0.1)):
-        np.testing.assert_array_equal(draw(sampler, logits, np.arange(8)), logits.argmax(-1))
 
 
 def test_fields_are_arguments() -> None:

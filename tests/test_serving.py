@@ -23,9 +23,7 @@ from rlx_jax.generate.decode import Sizes
 from rlx_jax.generate.plan import request_sizes
 from rlx_jax.generate.warming import warm_contexts, warm_requests
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
-from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.padding import check_buckets
-from tests.oracles.checkpoints import FIXTURES
 
 VOCAB = 41
 CONFIG = LlamaConfig.from_hf(
@@ -122,8 +120,8 @@ def test_a_long_prompt_is_read_in_chunks(plain: Any, warm: Any) -> None:
 
 @pytest.mark.slow
 def test_warm_up_for_every_sampler(plain: Any) -> None:
-    """Several sizes of each kind, and no word about samplers."""
-    lm = model(prompt=[4, 8], batch=[1, 4], context=[16, 32], on_recompile="error")
+    """Without a word about samplers."""
+    lm = model(prompt=[4], batch=[1, 4], context=[32], on_recompile="error")
     lm.warmup()
     rng = np.random.default_rng(0)
     for n, sampler in enumerate(SAMPLERS):
@@ -158,21 +156,10 @@ def test_a_surprise_is_an_error(warm: Any, request_: Any, message: str) -> None:
 def test_direct_calls_after_warm_up(warm: Any) -> None:
     """`prefill` and `extend` of the last logits, one token included."""
     before = warm.report().compiles
-    for tokens in ([[1]], [[1, 2, 3], [4, 5, 6]], [[7] * 8]):
-        _, state = warm.prefill(tokens, max_len=32, logits="last")
-        for more in (1, 3, 8):
-            _, state = warm.extend(state, np.ones((len(tokens), more), int), logits="last")
+    _, state = warm.prefill([[1, 2, 3], [4, 5, 6]], max_len=32, logits="last")
+    for more in (1, 3, 8):
+        _, state = warm.extend(state, np.ones((2, more), int), logits="last")
     assert warm.report().compiles == before and warm.report().recompiles == 0
-
-
-def test_generation_shares_the_programs_of_direct_calls() -> None:
-    """Where every layer has a window, too: no array of such a program has `context` slots."""
-    lm = rlx.load(FIXTURES / "mistral/window_v5")
-    program = dataclasses.replace(lm.model, program="prefill")
-    state = program.init_state(1, 16)
-    _, key, _ = program._bind((np.ones((1, 4), np.int32),), {"lengths": np.ones(1, np.int32)}, state)
-    bound = program.bound({"batch": 1, "seq": 4, "context": 16}, variant=Variant(last_only=False)).key
-    assert dataclasses.replace(bound, around=None) == key
 
 
 def test_a_surprise_consumes_no_state(warm: Any) -> None:
@@ -188,32 +175,6 @@ def test_a_surprise_consumes_no_state(warm: Any) -> None:
             warm.extend(used, [[4]])
 
 
-def test_warnings() -> None:
-    """`warn` says what is compiled. Sizes in the buckets are no surprise before warm-up."""
-    lm = model(**BUCKETS, on_recompile="warn")
-    lm.logits([[1, 2]])
-    with pytest.warns(rlx.errors.RlxWarning, match="with 4 rows, length 16.*compiling it"):
-        lm.logits([[1] * 9])
-
-
-@pytest.mark.parametrize(
-    ("tables", "want"),
-    [
-        ({"prompt": [8], "batch": [2], "context": [9]}, {(1, 9), (8, 9)}),  # room for one token, or for a loop
-        ({"prompt": [8, 64], "batch": [1, 2], "context": [16, 256]},
-         {(1, 16), (8, 16), (1, 256), (8, 256), (64, 256), (72, 256), (128, 256)}),
-        ({"prompt": [4], "batch": [1], "context": [4]}, {(1, 4), (3, 4)}),
-    ],
-)  # fmt: skip
-def test_what_warm_up_runs(tables: Any, want: set[tuple[int, int]]) -> None:
-    """Prompt lengths and caches; each for every number of rows, and a short prompt for every other sampler."""
-    buckets = Buckets.ordered(**tables, on_recompile="allow")
-    requests = list(warm_requests(buckets, SAMPLERS[:2]))
-    assert {(length, slots) for _, length, slots, _ in requests} == want
-    assert {rows for rows, *_ in requests} == set(tables["batch"])
-    assert {length for _, length, _, sampler in requests if sampler == SAMPLERS[1]} == {1}
-
-
 def programs(sizes: Sizes, budget: int) -> set[tuple[str, int, int, int]]:
     """What a request runs: a program for each chunk of its prompt, and the loop where there is more than one token."""
     first, *rest = sizes.widths
@@ -225,7 +186,7 @@ def programs(sizes: Sizes, budget: int) -> set[tuple[str, int, int, int]]:
 sizes_of = st.lists(st.integers(1, 40), min_size=1, max_size=3)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(sizes_of, sizes_of, st.one_of(st.just([]), sizes_of), st.integers(1, 20), st.data())
 def test_warm_up_runs_what_any_request_needs(
     prompt: list[int], batch: list[int], context: list[int], new: int, data: st.DataObject
@@ -271,18 +232,14 @@ def test_what_compiles_after_warm_up_is_counted() -> None:
     assert len(allowed.generate([1, 2], 100)) == 100 and allowed.report().recompiles == 2
 
 
-LATE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a sampler": (lambda lm: lm.generate([1], 3, temperature=1.0), "samplers=greedy ones, not samplers=those that d"),
-    "its filters": (
-        lambda lm: lm.generate([1], 3, repetition_penalty=1.5), "not samplers=greedy ones with repetition_penalty",
-    ),
-    "logprobs": (lambda lm: lm.generate([1], 3, logprobs=2), "warm-up was with logprobs=None, not logprobs=8"),
-    "drafts": (
-        lambda lm: lm.generate([1], 3, speculative="prompt"), "warm-up was without speculative='prompt', draft_toke",
-    ),
-    "scores": (lambda lm: lm.score([1, 2]), "length 4: warm-up was without scoring=True; warm up for that too"),
-    "logits": (lambda lm: lm.logits([[1]]), "warm-up ran 'extend', 'prefill', not forward, which `logits` runs"),
-}  # fmt: skip
+LATE: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda lm: lm.generate([1], 3, temperature=1.0), "samplers=greedy ones, not samplers=those that d"),
+    (lambda lm: lm.generate([1], 3, repetition_penalty=1.5), "not samplers=greedy ones with repetition_penalty"),
+    (lambda lm: lm.generate([1], 3, logprobs=2), "warm-up was with logprobs=None, not logprobs=8"),
+    (lambda lm: lm.generate([1], 3, speculative="prompt"), "warm-up was without speculative='prompt', draft_toke"),
+    (lambda lm: lm.score([1, 2]), "length 4: warm-up was without scoring=True; warm up for that too"),
+    (lambda lm: lm.logits([[1]]), "warm-up ran 'extend', 'prefill', not forward, which `logits` runs"),
+]
 
 
 def test_what_warm_up_lacked_is_said() -> None:
@@ -290,29 +247,10 @@ def test_what_warm_up_lacked_is_said() -> None:
     closed = model(prompt=[4], batch=[1], context=[8], on_recompile="error")
     closed.warmup(samplers=rlx.Sampler())
     compiles = closed.report().compiles
-    for call, message in LATE.values():
+    for call, message in LATE:
         with pytest.raises(errors.RequestError, match=re.escape(message)):
             call(closed)
     assert closed.report().compiles == compiles
-
-
-@pytest.mark.slow
-def test_programs_of_requests_are_padded(plain: Any) -> None:
-    """The logits of padded programs are those of the bare ones, cut to what was asked for."""
-    lm = model(**BUCKETS)
-    tokens = np.array([[3, 1, 4], [1, 5, 9]])
-    np.testing.assert_allclose(lm.logits(tokens), plain.logits(tokens), atol=1e-6)
-    logits, state = lm.prefill(tokens, [3, 2], max_len=9)
-    want, other = plain.prefill(tokens, [3, 2], max_len=9)
-    np.testing.assert_allclose(logits[0], want[0], atol=1e-6)
-    assert {k.binding for k in lm.model.programs.executables} == {
-        (("batch", 4), ("seq", 4)), (("batch", 4), ("context", 32), ("seq", 4))
-    }  # fmt: skip
-    assert (logits.shape, state.capacity, state.length.tolist()) == ((2, 3, VOCAB), 9, [3, 2])
-    more, _ = lm.extend(state, [[7, 8], [2, 0]], [2, 1])
-    expected, _ = plain.extend(other, [[7, 8], [2, 0]], [2, 1])
-    np.testing.assert_allclose(more[0], expected[0], atol=1e-6)
-    np.testing.assert_allclose(more[1, 0], expected[1, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -320,14 +258,8 @@ def test_programs_of_requests_are_padded(plain: Any) -> None:
     [
         ({"prompt": [129]}, errors.ProfileError, "buckets.prompt: 129 tokens, and the model knows 128"),
         ({"context": [256]}, errors.ProfileError, "buckets.context: 256 tokens"),
-        (
-            {"prompt": [64], "context": [32]},
-            errors.ProfileError,
-            "smallest, 64, is over the largest of buckets.context",
-        ),
+        ({"prompt": [64], "context": [32]}, errors.ProfileError, "64, is over the largest of buckets.context"),
         ({"prompt": [0]}, errors.ProfileError, r"buckets.prompt\[0\]: expected an integer from 1 to 2147483647"),
-        ({"batch": [1.5]}, errors.ProfileError, r"buckets.batch\[0\]: expected an integer"),
-        ({"batch": 4}, errors.ProfileError, "buckets.batch: expected an array"),
     ],
 )
 def test_buckets_are_checked(buckets: Any, error: type[Exception], message: str) -> None:
@@ -358,30 +290,6 @@ def test_requests_with_64_bits(plain: Any) -> None:
 
 
 # -- padding on the left -----------------------------------------------------------------------
-
-
-def test_left_padding_is_right_padding_is_none(plain: Any) -> None:
-    """Logits at valid tokens, the state after a prompt, and what is generated."""
-    width = 8
-    left, right = np.full((3, width), 7), np.full((3, width), 7)
-    for row, prompt in enumerate(PROMPTS):
-        left[row, width - len(prompt) :] = prompt
-        right[row, : len(prompt)] = prompt
-    lengths = [len(p) for p in PROMPTS]
-    keep = np.arange(width)[None] < np.array(lengths)[:, None]
-    alone = np.asarray(plain.logits([PROMPTS[1]]))[0]
-    flipped = np.asarray(plain.logits(left, attention_mask=keep[:, ::-1].astype(np.int64)))
-    straight = np.asarray(plain.logits(right, attention_mask=keep))
-    _, a = plain.prefill(left, attention_mask=keep[:, ::-1], max_len=16)
-    _, b = plain.prefill(right, lengths, max_len=16)
-    for row, n in enumerate(lengths):
-        np.testing.assert_allclose(flipped[row, width - n :], straight[row, :n], atol=1e-6)
-    np.testing.assert_allclose(straight[1, : lengths[1]], alone, atol=1e-5)
-    assert a.lengths.tolist() == b.lengths.tolist() == lengths
-    want = plain.generate(PROMPTS, max_new_tokens=9)
-    assert plain.generate(left, max_new_tokens=9, attention_mask=keep[:, ::-1]) == want
-    after = [np.asarray(plain.extend(state, [[1], [2], [3]])[0]) for state in (a, b)]
-    np.testing.assert_allclose(after[0], after[1], atol=1e-6)
 
 
 def test_what_stands_at_padding_is_not_read(plain: Any) -> None:
@@ -440,7 +348,7 @@ def test_end_tokens_may_be_any_integers(plain: Any) -> None:
 # -- interrupts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", range(4))
+@pytest.mark.parametrize("call", [0, 2])
 def test_an_interrupt_leaves_the_model_as_it_was(plain: Any, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the prompt is read or a block is computed; the next request is right."""
     want = plain.generate(PROMPTS, max_new_tokens=14)
@@ -484,27 +392,4 @@ def test_an_interrupted_extend(plain: Any, monkeypatch: pytest.MonkeyPatch) -> N
         plain.extend(state, [[3]])
 
 
-def test_a_stream_that_is_dropped(plain: Any) -> None:
-    want = plain.generate(PROMPTS[0], max_new_tokens=20)
-    stream = plain.stream(PROMPTS[0], max_new_tokens=20)
-    assert [next(stream), next(stream)] == want[:2]
-    stream.close()
-    assert plain.generate(PROMPTS[0], max_new_tokens=20) == want
-
-
 # -- families ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral/window_v5", "qwen3/window_bias_v5", "gemma2/caps_v5"])
-def test_families_in_buckets(name: str) -> None:
-    """Windows, biases and caps: prompts in chunks, warmed up, against a model without buckets."""
-    profile = rlx.CompileProfile().replace(
-        buckets={"prompt": [4, 8], "batch": [4], "context": [32], "on_recompile": "error"}
-    )
-    bare, served = (rlx.load(FIXTURES / name, profile=p) for p in (None, profile))
-    served.warmup(samplers=rlx.Sampler())
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, bare.vocab_size, n).tolist() for n in (3, 11, 14)]
-    assert served.generate(prompts, max_new_tokens=12) == bare.generate(prompts, max_new_tokens=12)
-    assert served.report().recompiles == 0

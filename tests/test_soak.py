@@ -29,7 +29,7 @@ def on_device() -> int:
     return sum(a.nbytes for a in jax.live_arrays())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_many_requests() -> None:
     """Sessions of all lengths, batches and samplers, some dropped on the way; each again and again with one answer."""
     lm = model(prompt=[4, 8], batch=[1, 4], context=[64], on_recompile="error")

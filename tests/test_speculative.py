@@ -56,16 +56,13 @@ def common_end(one: np.ndarray, other: np.ndarray) -> int:
     return n
 
 
-SAMPLERS = [
-    rlx.Sampler(),
-    rlx.Sampler(repetition_penalty=1.3, logit_bias={3: 1.0}),
-    rlx.Sampler(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01),
-]
+SAMPLERS = [rlx.Sampler(), rlx.Sampler(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1)]
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=["greedy", "penalty", "drawn"])
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=["greedy", "drawn"])
 def test_drafts_of_the_prompt_change_no_token(sampler: rlx.Sampler) -> None:
-    """A ragged batch over rings and a whole cache; of certain drafts a drawn row has the same draws, too."""
+    """A ragged batch over rings and a whole cache; of certain drafts a drawn row has the same draws, too. The stream is
+    the same: several ids may come of one step."""
     lm = rings()
     want = lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler, seed=3)
     got = lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler, seed=3, speculative="prompt")
@@ -74,6 +71,8 @@ def test_drafts_of_the_prompt_change_no_token(sampler: rlx.Sampler) -> None:
     assert 0 < counts.accepted < counts.drafted
     assert counts.steps < 50  # a step gives each row one token at least
     assert "drafts accepted" in str(lm.report())
+    one = lm.generate(PROMPTS[0], max_new_tokens=20, sampler=sampler, seed=3)
+    assert [*lm.stream(PROMPTS[0], 20, sampler, seed=3, speculative="prompt")] == one
 
 
 def stacked_means(count: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
@@ -87,9 +86,8 @@ def stacked_means(count: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
     [
         ((test_recurrent.flow_of("fast", "rnn"), test_recurrent.weights_of("fast", "rnn")), "unroll"),
         pytest.param(stacked_means(3), "scan", marks=pytest.mark.slow),
-        pytest.param(stacked_means(3), "unroll", marks=pytest.mark.slow),
     ],
-    ids=["steps", "scan", "unroll"],
+    ids=["steps", "scan"],
 )
 def test_states_of_steps_are_taken_back(flow: Any, roll: str) -> None:
     """A state that every token changes is that after the tokens which were taken, whatever was read behind them."""
@@ -119,34 +117,16 @@ def cut(row: list[int], stop: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", ["windows", "states"])
-def test_drafts_of_requests_of_other_sizes(kept: str) -> None:
+def test_drafts_of_requests_of_other_sizes() -> None:
     """No array of the state has slots for all tokens, and the text that drafts come of has."""
-    flow, weights = windowed(3, everywhere=True)
-    lm: Any = rlx.CausalLM(flow, weights) if kept == "windows" else load_case(FIXTURES / "mamba2" / "groups_v5").lm
+    lm: Any = rlx.CausalLM(*windowed(3, everywhere=True))
     for count in (20, 100, 30):
         prompt = [[5, 7, 5, 7] * (count // 4)]
         assert lm.generate(prompt, 8, speculative="prompt") == lm.generate(prompt, 8)
 
 
-def test_the_stream_is_generate() -> None:
-    """Ids one by one; several may come of one step."""
-    lm = rings()
-    want = lm.generate(PROMPTS[0], max_new_tokens=30)
-    assert list(lm.stream(PROMPTS[0], max_new_tokens=30, speculative="prompt")) == want
-
-
-@pytest.mark.parametrize(
-    "directory",
-    [
-        "mistral/window_v5",
-        pytest.param("gemma3_text/pattern_v4", marks=pytest.mark.slow),
-        pytest.param("gpt2/bare_v4", marks=pytest.mark.slow),
-        pytest.param("gemma2/caps_v5", marks=pytest.mark.slow),
-        pytest.param("qwen3_5_text/blocks_v5", marks=pytest.mark.slow),
-        pytest.param("qwen3_moe/mixed_v5", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("directory", ["mistral/window_v5", "qwen3_5_text/blocks_v5"])
 def test_tokens_are_those_of_transformers(directory: str) -> None:
     """The recorded greedy tokens of each row of a ragged batch, by drafts of the text and of the model itself."""
     case = load_case(FIXTURES / directory)
@@ -183,17 +163,14 @@ def perturbed(share: float = 0.1) -> Any:
     return rlx.CausalLM(replace(flow, name="drafts"), noise)
 
 
-@pytest.mark.parametrize(
-    "sampler", [SAMPLERS[0], pytest.param(SAMPLERS[1], marks=pytest.mark.slow)], ids=["greedy", "penalty"]
-)
-def test_drafts_of_another_model_change_no_token(sampler: rlx.Sampler) -> None:
+def test_drafts_of_another_model_change_no_token() -> None:
     """Its state is taken back alike, rings too. Drafts of the model itself are all kept."""
     lm = rings()
-    want = lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler)
-    assert lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler, speculative=perturbed()) == want
+    want = lm.generate(PROMPTS, max_new_tokens=50)
+    assert lm.generate(PROMPTS, max_new_tokens=50, speculative=perturbed()) == want
     counts = lm.report().speculative
     assert 0 < counts.accepted < counts.drafted and counts.steps < 50
-    assert lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler, speculative=lm, draft_tokens=5) == want
+    assert lm.generate(PROMPTS, max_new_tokens=50, speculative=lm, draft_tokens=5) == want
     counts = lm.report().speculative
     assert counts.accepted == counts.drafted and counts.steps == 9  # 49 tokens behind the first, 6 a step
 
@@ -201,7 +178,7 @@ def test_drafts_of_another_model_change_no_token(sampler: rlx.Sampler) -> None:
 @pytest.mark.slow
 def test_a_drawn_text_of_its_own_drafts() -> None:
     """Where both distributions are one every draft is kept, and the same seed draws the same tokens again."""
-    lm, sampler = rings(), SAMPLERS[2]
+    lm, sampler = rings(), SAMPLERS[1]
     first, again = (lm.generate(PROMPTS, 30, sampler=sampler, seed=4, speculative=lm) for _ in range(2))
     counts = lm.report().speculative
     assert first == again
@@ -239,6 +216,7 @@ def test_models_that_cannot_draft() -> None:
         seeing.generate(PROMPTS[1], inputs=ONE, speculative=seeing)
 
 
+@pytest.mark.slow
 def test_a_source_that_knows_fewer_positions() -> None:
     """Its cache is no larger than what it knows, though that of the model alone would be."""
     flow, weights = windowed(WINDOW)
@@ -280,6 +258,7 @@ def test_beside_what_a_request_brings() -> None:
     assert lm.generate([[3, 1, 3, 1]], max_new_tokens=16, inputs=ONE, speculative="prompt") == want
 
 
+@pytest.mark.slow
 def test_warmed_up() -> None:
     """Behind it nothing compiles and nothing goes to the device unasked."""
     flow, weights = windowed(WINDOW)
@@ -296,7 +275,7 @@ def test_warmed_up() -> None:
         lm.generate(PROMPTS, max_new_tokens=40, speculative="prompt", draft_tokens=4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("source", ["rings", "mistral/window_v5", "gemma3_text/pattern_v4"])
 @pytest.mark.parametrize("count", [2, 7])
 def test_greedy_texts_of_many_models(source: str, count: int) -> None:
@@ -315,32 +294,12 @@ def test_greedy_texts_of_many_models(source: str, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "kinds", "devices"),
-    [
-        ("mistral", "data fsdp tensor", 8),
-        ("llama", "data fsdp tensor", 8),
-        ("qwen35", "data tensor", 4),
-        ("mamba2", "data tensor", 4),
-    ],
-)
-def test_drafts_over_a_mesh(family: str, kinds: str, devices: int) -> None:
+@pytest.mark.parametrize("family", ["mistral", "qwen35"])
+def test_drafts_over_a_mesh(family: str) -> None:
     """The tokens of one device, rings and states of fixed size too."""
-    ours: Any = test_mesh.lm(family, kinds, devices)
-    assert ours.generate(test_mesh.PROMPTS[:3], max_new_tokens=32, speculative="prompt") == test_mesh.greedy(family)
-    assert ours.report().speculative.accepted > 0
-
-
-@pytest.mark.slow
-def test_draft_models_over_a_mesh() -> None:
-    """Both on the same devices: the drawn tokens of one device, and as many drafts taken."""
-    asked: dict[str, Any] = {"max_new_tokens": 12, "draft_tokens": 3, "sampler": rlx.Sampler(temperature=1.0)}
-    found = []
-    for place in ((), ("data tensor", 4)):
-        ours, drafts = (cast(Any, test_mesh.lm(family, *place)) for family in ("llama", "mamba2"))
-        tokens = ours.generate(test_mesh.PROMPTS[:3], speculative=drafts, seed=3, **asked)
-        found.append((tokens, ours.report().speculative))
-    assert found[0] == found[1] and found[0][1].accepted > 0
+    ours: Any = test_mesh.lm(family, "data tensor", 4)
+    assert ours.generate(test_mesh.PROMPTS[:3], 12, speculative="prompt") == test_mesh.greedy(family)
+    assert ours.report().speculative.drafted > 0
 
 
 def test_models_on_other_devices_cannot_draft() -> None:

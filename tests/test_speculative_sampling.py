@@ -51,7 +51,7 @@ SAMPLERS = [rlx.Sampler(temperature=0.8), rlx.Sampler(temperature=1.3, top_k=5, 
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=["temperature", "filters"])
-@pytest.mark.parametrize("rows", [20_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [20_000, pytest.param(200_000, marks=pytest.mark.soak)])
 def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler, rows: int) -> None:
     """Of two drafts a row, at all three places: the first, one behind a draft that was kept, and the one for free."""
     vocab, k = 7, 2
@@ -87,9 +87,12 @@ def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler, rows:
             assert abs(drafted - wanted[place]).max() > 0.05  # drafts alone would be found out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("source", "prompt"), [("prompt", [4, 9, 6, 4, 16, 15, 2, 17]), ("model", [1, 2, 3])], ids=["prompt", "model"]
+    ("source", "prompt"),
+    [
+        pytest.param("prompt", [4, 9, 6, 4, 16, 15, 2, 17], marks=pytest.mark.soak, id="prompt"),
+        pytest.param("model", [1, 2, 3], marks=pytest.mark.slow, id="model"),
+    ],
 )
 def test_generated_texts_have_the_targets_distribution(source: str, prompt: list[int]) -> None:
     """Texts of three tokens, of which the second is drafted, against the probabilities of the logits.

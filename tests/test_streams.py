@@ -12,7 +12,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.blocks import LlamaDecoderSpec, RopeTables, SelfAttnPrefillSpec, stream_id
+from rlx_jax.blocks import stream_id
 from rlx_jax.errors import GraphError, RlxError, UnboundInputError
 
 X = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
@@ -157,50 +157,6 @@ def test_chosen_outputs() -> None:
     np.testing.assert_array_equal(chosen(X), 3 * X)
 
 
-DOUBLE = times(2)
-SPEC = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=2)
-ATTENTION = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
-BERT = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2)
-TABLES = RopeTables.theta(4)
-METHODS: dict[str, tuple[tuple[Any, ...], blocks.BlockStage]] = {
-    "embed": (("e",), blocks.Embed("e")), "token_embed": ((), blocks.Embed("model.embed_tokens.weight")),
-    "gather_from_input": (("ids", "e"), blocks.GatherFromInput("ids", "e")),
-    "gather_add": (("ids", "e"), blocks.GatherAdd("ids", "e")), "rope_tables": ((TABLES,), TABLES),
-    "zero_beta": ((8,), blocks.ZeroBeta(8, "zero_beta")),
-    "zero_beta_named": (("zero_beta.head", 4), blocks.ZeroBeta(4, "zero_beta.head")),
-    "attn_mask_ones": ((2, 3), blocks.AttnMask.ones(2, 3)),
-    "named_layer": (("a", blocks.ResidualSave()), blocks.Named("a", blocks.ResidualSave())),
-    "llama_prefill_layer": ((1, SPEC), blocks.llama_prefill_layer_fused(1, SPEC)),
-    "llama_decoder_layer": ((1, SPEC), blocks.Named("layer1", blocks.LlamaDecoder.layer(1, SPEC))),
-    "llama_prefill_layer_composed": ((1, SPEC), blocks.llama_prefill_layer_composed(1, SPEC)),
-    "linear": (("w", False), blocks.Linear("w", False)), "residual_save": ((), blocks.ResidualSave()),
-    "residual_add": ((), blocks.ResidualAdd()), "swiglu": (("g", "u", "d"), blocks.SwiGlu("g", "u", "d")),
-    "swiglu_hf_mlp": (("model.layers.0",), blocks.SwiGlu.hf_mlp("model.layers.0.mlp")),
-    "self_attn_prefill": ((ATTENTION,), blocks.SelfAttnPrefill(ATTENTION)),
-    "layer_norm": (("g", "b", 1e-6), blocks.LayerNorm("g", "b", 1e-6)),
-    "rms_norm": (("g", 1e-6), blocks.RmsNorm("g", 1e-6)),
-    "final_norm": ((1e-6,), blocks.RmsNorm("model.norm.weight", 1e-6)),
-    "gelu_ffn": (("p",), blocks.GeluFfn.hf_bert("p")), "bert_encoder_layer": ((BERT,), blocks.BertEncoderLayer(BERT)),
-    "cls_token_pool": ((2, 8), blocks.ClsTokenPool(2, 8)),
-    "gather_last_token_dynamic": ((2,), blocks.GatherLastToken.dynamic(2)),
-    "gather_last_token_at": ((2, 3), blocks.GatherLastToken.static_last(2, 3)),
-    "lm_head": ((11, 8), blocks.LmHead.separate("lm_head.weight", 11, 8)),
-    "store_stream": (("a",), blocks.StoreStream("a")), "load_stream": (("a",), blocks.LoadStream("a")),
-    "dual_stream": (("d", "a", "b", one_value), blocks.DualStream("d", "a", "b", one_value)),
-    "custom": ((DOUBLE,), blocks.Custom(DOUBLE)), "plugin": ((DOUBLE,), blocks.Custom(DOUBLE)),
-    "custom_named": (("n", DOUBLE), blocks.Custom(DOUBLE, "n")),
-    "plugin_named": (("n", DOUBLE), blocks.Custom(DOUBLE, "n")),
-    "stage": ((blocks.ResidualSave(),), blocks.ResidualSave()),
-    "raw_stage": ((blocks.ResidualSave(),), blocks.ResidualSave()),
-    "sequence": (([blocks.ResidualSave()],), blocks.Sequence([blocks.ResidualSave()])),
-}  # fmt: skip
-
-
-def test_a_method_appends_its_stage() -> None:
-    for method, (arguments, stage) in METHODS.items():
-        assert getattr(x_flow(), method)(*arguments)._stages == (stage,), method
-
-
 def test_the_page_lists_every_stage() -> None:
     """And the methods that it names exist."""
     page = (Path(__file__).parents[1] / "docs" / "blocks.md").read_text("utf-8")
@@ -210,16 +166,3 @@ def test_the_page_lists_every_stage() -> None:
     table = [row for row in rows if len(row) == 6 and "emit" not in row[2]]
     methods = {name for row in table for name in re.findall(r"`(\w+)`", row[2])}
     assert len(methods) > 30 and all(hasattr(rlx.ModelFlow, name) for name in methods)
-
-
-def test_repeated_nomic_layers() -> None:
-    (stage,) = x_flow().repeat_nomic_layers(2, 8, 2, 4, 1e-6)._stages
-    spec = blocks.NomicEncoderLayerSpec("encoder.layers.1", 8, 2, 4, 1e-6)
-    assert isinstance(stage, blocks.Repeat) and stage.stage_for_index(1) == blocks.NomicEncoderLayer(spec)
-
-
-@pytest.mark.parametrize("prefix, key", [("", "encoder.layer.1"), ("bert", "bert.encoder.layer.1")])
-def test_repeated_bert_layers(prefix: str, key: str) -> None:
-    (stage,) = x_flow().repeat_bert_layers(2, prefix, "bert", 8, 2)._stages
-    assert isinstance(stage, blocks.Repeat)
-    assert stage.stage_for_index(1) == blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf(key, 8, 2))

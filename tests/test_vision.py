@@ -69,42 +69,13 @@ def test_images_of_another_size(name: str) -> None:
     assert_close(vision(name).hidden_states(record(name)["other_pixels"]), record(name)["other_hidden"])
 
 
-def test_no_registers(tmp_path: Path) -> None:
-    """A model with registers that has none of them stores an empty tensor."""
-    directory = checkpoints.copy(VISION / "dinov2", tmp_path / "dinov2")
-    changes = {"model_type": "dinov2_with_registers", "architectures": ["Dinov2WithRegistersModel"]}
-    checkpoints.edit_json(directory / "config.json", changes | {"num_register_tokens": 0})
-    empty = {"embeddings.register_tokens": np.zeros((1, 0, 18), np.float32)}
-    checkpoints.edit_tensors(directory, lambda tensors: tensors | empty)
-    assert_close(rlx.load(directory).hidden_states(record("dinov2")["pixels"]), record("dinov2")["hidden"])
-
-
-def test_what_differs_between_families_shows() -> None:
-    """The numbers would be others without layer scale, the registers, or with positions where they are."""
-    scale, registers, positions = (
-        "encoder.layer.1.layer_scale2.lambda1", "embeddings.register_tokens", "embeddings.position_embeddings"
-    )  # fmt: skip
-    for name, key in (("dinov2", scale), ("dinov2_registers", registers), ("dinov2", positions)):
-        model: Any = rlx.compile(rlx.recipe_for(VISION / name))
-        changed = {**model.params, key: np.asarray(model.params[key])[..., ::-1]}
-        got = np.asarray(model.replace(params=changed)(record(name)["pixels"])["hidden_states"])
-        assert np.abs(got - record(name)["hidden"]).max() > 1e-2 * np.abs(record(name)["hidden"]).max()
-
-
 # -- the layout of DINOv2's authors ------------------------------------------------------------
 
 TO_ORIGINAL = {
-    "embeddings.patch_embeddings.projection.": "patch_embed.proj.",
-    "embeddings.position_embeddings": "pos_embed",
-    "embeddings.": "",
-    "encoder.layer.": "blocks.",
-    "attention.output.dense": "attn.proj",
-    "layer_scale1.lambda1": "ls1.gamma",
-    "layer_scale2.lambda1": "ls2.gamma",
-    "weights_in": "w12",
-    "weights_out": "w3",
-    "layernorm.": "norm.",
-}
+    "embeddings.patch_embeddings.projection.": "patch_embed.proj.", "embeddings.position_embeddings": "pos_embed",
+    "embeddings.": "", "encoder.layer.": "blocks.", "attention.output.dense": "attn.proj",
+    "layer_scale1.lambda1": "ls1.gamma", "layer_scale2.lambda1": "ls2.gamma", "layernorm.": "norm.",
+}  # fmt: skip
 
 
 def as_original(tensors: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
@@ -122,21 +93,15 @@ def as_original(tensors: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[A
     return found
 
 
-@pytest.mark.parametrize("name", ["dinov2", pytest.param("dinov2_swiglu", marks=pytest.mark.slow)])
-def test_original_keys(name: str, tmp_path: Path) -> None:
-    """The same numbers; weights are read and written under their own keys, whole."""
-    directory = checkpoints.copy(VISION / name, tmp_path / name)
-    checkpoints.edit_tensors(directory, as_original)
-    loaded = rlx.load(directory)
-    assert_close(loaded.hidden_states(record(name)["pixels"]), record(name)["hidden"])
-    keys = set(loaded.model.weights())
-    assert {"blocks.1.attn.qkv.weight", "norm.bias", "pos_embed"} <= keys and not any("query" in key for key in keys)
-
-
-def test_small_stages_are_the_layers(tmp_path: Path) -> None:
-    """`repeat_dinov2_layers` behind VisionEmbed is the recipe; a mask of ones changes nothing, one with a 0 does."""
+def test_the_layout_of_its_authors(tmp_path: Path) -> None:
+    """Weights are read and written under their own keys, whole. `repeat_dinov2_layers` behind VisionEmbed is the
+    recipe; a mask of ones changes nothing, one with a 0 does."""
     directory = checkpoints.copy(VISION / "dinov2", tmp_path / "dinov2")
     checkpoints.edit_tensors(directory, as_original)
+    loaded = rlx.load(directory)
+    assert_close(loaded.hidden_states(record("dinov2")["pixels"]), record("dinov2")["hidden"])
+    keys = set(loaded.model.weights())
+    assert {"blocks.1.attn.qkv.weight", "norm.bias", "pos_embed"} <= keys and not any("query" in key for key in keys)
     embed = blocks.VisionEmbed(
         "patch_embed.proj.weight", "patch_embed.proj.bias", "pos_embed", 18, (5, 5), (6, 6), "cls_token"
     )
@@ -280,15 +245,12 @@ def test_pixel_values_of_no_picture() -> None:
         ([PLAIN[:, :, :2]], "1, 3 or 4 channels"),
         ([PLAIN[None]], r"got \[1, 6, 5, 3\]"),
         ("cat.png", "expected uint8 arrays"),
-        (None, "expected uint8 arrays"),
         ([np.broadcast_to(np.uint8(0), (2**15, 2**14, 3))], "the limit limits.MAX_IMAGE_PIXELS"),
         ([np.zeros((1, 2**16, 3), np.uint8)], "1 × 65536 pixels become 34 × 2228224; the limit"),
         (np.zeros((1, 3, 30), np.float32), r"pixel_values: expected \[batch, 3, height, width\], got \[1, 3, 30\]"),
-        (np.zeros((1, 4, 30, 30), np.float32), r"got \[1, 4, 30, 30\]"),
         ([Deep("I;16", 0, 256)], r"images\[0\]: mode 'I;16' with values from 0 to 256; expected 0 to 255: .* by 257"),
         ([Deep("I;16B", 0, 256)], r"mode 'I;16B' with values from 0 to 256"),
         ([Deep("I", -1, 9)], r"mode 'I' with values from -1 to 9"),
-        ([Deep("F", 0, 0.5)], r"mode 'F' with values from 0 to 0.5"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -321,10 +283,7 @@ def test_requests_that_are_refused() -> None:
         ({"size": {"shortest_edge": 0}}, "expected at least 1"),
         ({"size": {"height": 2**20, "width": 1}}, "the limit is"),
         ({"resample": 6}, "the limit is 5"),
-        (
-            {"resample": 5, "image_processor_type": "BitImageProcessorFast"},
-            "resample is 5, hamming, which torch does not have",
-        ),
+        ({"resample": 5, "image_processor_type": "BitImageProcessorFast"}, "5, hamming, which torch does not have"),
         ({"image_mean": [0.5, 0.5]}, "expected 3 finite numbers"),
         ({"image_std": [0.5, 0, 0.5]}, "expected 3 finite numbers over 0"),
         ({"crop_size": {"height": 3}}, "field 'width' is missing"),
@@ -370,15 +329,6 @@ def test_every_setting_shows(tmp_path: Path) -> None:
     assert load_processor(Folder(VISION / "vit_classifier"), "ViT") is None
 
 
-def test_resized_to_the_same_size() -> None:
-    """No pass is made, whatever the filter; one pixel may become many."""
-    picture = pictures("vit")[0]
-    kinds: tuple[tuple[Resizer, range], ...] = (("pillow", range(6)), ("torch", range(4)))
-    for resizer, resample in ((resizer, number) for resizer, numbers in kinds for number in numbers):
-        np.testing.assert_array_equal(resize(picture, len(picture), picture.shape[1], resample, resizer), picture)
-        assert (resize(picture[:1, :1], 4, 3, resample, resizer) == picture[0, 0]).all()
-
-
 # -- flows of one's own ------------------------------------------------------------------------
 
 
@@ -393,16 +343,13 @@ def test_flow_of_your_own() -> None:
     weights = {"p.weight": rng.normal(size=(4, 3, 2, 2)).astype("f4"), "pos": rng.normal(size=(6, 4)).astype("f4")}
     flow = rlx.ModelFlow("own").input("pixels", ("batch", 3, "height", "width"))
     flow = flow.stage(blocks.VisionEmbed("p.weight", None, "pos", 4, (2, 2), (2, 3)))
-    encoder: Any = rlx.VisionEncoder(
-        flow.custom(pooled), weights, processor=ImageProcessor(size=(4, 6), rescale=1 / 100)
-    )
+    processor = ImageProcessor(size=(4, 6), rescale=1 / 100)
+    encoder: Any = rlx.VisionEncoder(flow.custom(pooled), weights, processor=processor)
     picture = rng.integers(0, 256, (4, 6, 3), dtype=np.uint8)
     cut = picture.reshape(2, 2, 3, 2, 3).transpose(0, 2, 4, 1, 3).reshape(6, 12) / 100
     want = cut @ weights["p.weight"].reshape(4, 12).T + weights["pos"]
     assert_close(encoder.embed([picture])[0], want.mean(0).astype(np.float32))
     assert_close(encoder.hidden_states(encoder.processor([picture]))[0], want.astype(np.float32))
-    shared = rlx.VisionEncoder(encoder.model, processor=encoder.processor)
-    assert shared.model is encoder.model
     with pytest.raises(errors.GraphError, match="embed needs an output 'pooled'"):
         rlx.VisionEncoder(flow, weights).embed([picture])
     with pytest.raises(errors.GraphError, match="first input of a VisionEncoder's flow is pixel values"):
@@ -437,39 +384,15 @@ def test_few_programs() -> None:
         (Dinov2Config, {"hidden_size": 10, "num_attention_heads": 3}, "is not a multiple of num_attention_heads"),
         (Dinov2Config, {"image_size": 5, "patch_size": 6}, "is smaller than patch_size"),
         (Dinov2Config, {"image_size": [5, 6, 7]}, "expected one integer or two"),
-        (Dinov2Config, {"image_size": "large"}, "expected an integer"),
         (Dinov2Config, {"hidden_act": "tanhshrink"}, "supported are gelu"),
         (Dinov2Config, {"mlp_ratio": -1}, "expected over 0"),
         (ViTConfig, {"rotary": True}, "field 'rotary' is 'True'; it may change the computation"),
-        (ViTConfig, {"patch_size": 2**20}, "the limit is"),
     ],
 )
 def test_configs_that_are_refused(config: Any, changes: dict[str, Any], match: str) -> None:
     """By field, with the value."""
     with pytest.raises(REFUSED, match=match):
         config.from_hf(changes)
-
-
-def test_from_a_config_alone() -> None:
-    """Random weights, of what `config.json` holds; a number of rows is compiled for ahead."""
-    config = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 8, "patch_size": 4}
-    families: tuple[Any, ...] = (rlx.ViTFlow, rlx.Dinov2Flow)
-    for flow in families:
-        recipe = flow.for_prefill(config, batch=2)
-        assert recipe == flow.for_prefill(flow.config_type.from_hf(config), 2) and recipe.assemble()._binding == {
-            "batch": 2
-        }
-        model: Any = rlx.compile(recipe)
-        assert model.apply(model.init(0), np.zeros((2, 3, 8, 8), np.float32))["pooled"].shape == (2, 12)
-
-
-def test_positions_of_another_count(tmp_path: Path) -> None:
-    """A table that does not fit the config is an error that names both."""
-    directory = checkpoints.edited(VISION / "dinov2", tmp_path / "dinov2", {"image_size": 35})
-    with pytest.raises(
-        errors.WeightShapeError, match=r"position_embeddings.*expected \[1, 50, 18\].*got \[1, 37, 18\]"
-    ):
-        rlx.load(directory)
 
 
 # -- live --------------------------------------------------------------------------------------
@@ -497,20 +420,15 @@ LIVE: dict[str, dict[str, Any]] = {
     "clip oldest": {"feature_extractor_type": "CLIPFeatureExtractor", "size": 24, "crop_size": 20, "resample": 3},
     "siglip": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 30, "width": 21}},
     "siglip fast": {
-        "image_processor_type": "SiglipImageProcessorFast",
-        "size": {"height": 30, "width": 21},
-        "resample": 2,
+        "image_processor_type": "SiglipImageProcessorFast", "size": {"height": 30, "width": 21}, "resample": 2,
     },
     "vit": {"image_processor_type": "ViTImageProcessor", "size": 24, "resample": 1},
     "vit unscaled": {"image_processor_type": "ViTImageProcessorFast", "size": 24, "do_normalize": False},
     "bit padded": {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 17}, "crop_size": 20},
     "nearest": {
-        "image_processor_type": "BitImageProcessor",
-        "size": {"shortest_edge": 17},
-        "crop_size": 17,
-        "resample": 0,
+        "image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 17}, "crop_size": 17, "resample": 0,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.oracle

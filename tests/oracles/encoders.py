@@ -1,4 +1,4 @@
-"""RoBERTa, MPNet and NomicBERT: tiny checkpoints, what `transformers` computes from them, and the formulas in NumPy."""
+"""BERT, RoBERTa, MPNet and NomicBERT: tiny checkpoints, what `transformers` computes from them, and formulas."""
 
 from __future__ import annotations
 
@@ -20,45 +20,69 @@ from tests.oracles.op_formulas import counted_positions, relative_buckets
 
 SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
 
+
+def tiny(architecture: str, seed: int, config: dict[str, Any], **storage: Any) -> Checkpoint:
+    """A checkpoint with SIZES but for what its config says."""
+    return Checkpoint(architecture, SIZES | config, seed=seed, **storage)
+
+
+def bert(architecture: str, seed: int, *sizes: Any, **storage: Any) -> Checkpoint:
+    """A BERT: its words, sizes, heads, positions, types and epsilon."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "max_position_embeddings", "type_vocab_size", "layer_norm_eps",
+    )  # fmt: skip
+    config = dict(zip(names, sizes, strict=True))
+    config |= {"num_labels": storage.pop("labels")} if "labels" in storage else {}
+    return Checkpoint(architecture, config, seed=seed, **storage)
+
+
 CHECKPOINTS: dict[str, dict[str, Checkpoint]] = {
+    "bert": {
+        # the bare encoder, with its pooler
+        "bare_v5": bert("BertModel", 11, 97, 40, 56, 2, 5, 40, 2, 1e-12),
+        # keys under `bert.`, an MLM head beside them, three types, shards, transformers 4 spelling
+        "masked_lm_v4": bert("BertForMaskedLM", 12, 89, 36, 50, 3, 3, 33, 3, 1e-5, spelling="v4", shard="50kB"),
+        # a classifier with one token type, an eps that shows, and the position buffer of old files
+        "classifier_v4": bert(
+            "BertForSequenceClassification", 13, 71, 42, 45, 2, 7, 24, 1, 1e-2, labels=3, spelling="v4",
+            buffers={"bert.embeddings.position_ids": list(range(24))},
+        ),
+        # stored in bfloat16, one head, two heads to leave aside
+        "bf16_pretraining_v5": bert("BertForPreTraining", 14, 101, 30, 64, 2, 1, 30, 2, 1e-7, dtype="bfloat16"),
+    },
     "roberta": {
         # the bare encoder, one token type, an eps that shows
-        "bare_v5": Checkpoint(
-            "RobertaModel",
-            SIZES | {"vocab_size": 89, "max_position_embeddings": 45, "type_vocab_size": 1, "layer_norm_eps": 1e-2},
-            seed=71,
+        "bare_v5": tiny(
+            "RobertaModel", 71,
+            {"vocab_size": 89, "max_position_embeddings": 45, "type_vocab_size": 1, "layer_norm_eps": 1e-2},
         ),
         # the multilingual one in a task checkpoint, another padding, the position buffer of old files
-        "xlm_v4": Checkpoint(
-            "XLMRobertaForMaskedLM",
-            SIZES | {"vocab_size": 77, "max_position_embeddings": 47, "pad_token_id": 3},
-            seed=72,
-            spelling="v4",
-            buffers={"roberta.embeddings.position_ids": list(range(47))},
+        "xlm_v4": tiny(
+            "XLMRobertaForMaskedLM", 72, {"vocab_size": 77, "max_position_embeddings": 47, "pad_token_id": 3},
+            spelling="v4", buffers={"roberta.embeddings.position_ids": list(range(47))},
         ),
     },
     "mpnet": {
-        "bare_v5": Checkpoint("MPNetModel", SIZES | {"vocab_size": 83, "max_position_embeddings": 44}, seed=73),
+        "bare_v5": tiny("MPNetModel", 73, {"vocab_size": 83, "max_position_embeddings": 44}),
         # a table with rows that no bucket reads, in a task checkpoint, another activation
-        "masked_lm_v4": Checkpoint(
-            "MPNetForMaskedLM",
-            SIZES | {"vocab_size": 91, "max_position_embeddings": 48, "relative_attention_num_buckets": 34}
-            | {"hidden_act": "relu"},
-            seed=74,
+        "masked_lm_v4": tiny(
+            "MPNetForMaskedLM", 74,
+            {"vocab_size": 91, "max_position_embeddings": 48, "relative_attention_num_buckets": 34,
+             "hidden_act": "relu"},
             spelling="v4",
         ),
     },
     "nomic_bert": {
         # heads of their own width, another base and activation
-        "bare_v5": Checkpoint(
-            "NomicBertModel",
-            SIZES | {"vocab_size": 79, "max_position_embeddings": 44, "head_dim": 6, "type_vocab_size": 3}
-            | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "hidden_act": "gelu"},
-            seed=75,
+        "bare_v5": tiny(
+            "NomicBertModel", 75,
+            {"vocab_size": 79, "max_position_embeddings": 44, "head_dim": 6, "type_vocab_size": 3, "hidden_act": "gelu",
+             "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
         ),
         # the first spelling, whose vocabulary is rounded up to a multiple of 4
-        "first_v1": Checkpoint(
-            "NomicBertForMaskedLM", SIZES | {"vocab_size": 88, "max_position_embeddings": 64}, seed=76, spelling="v4"
+        "first_v1": tiny(
+            "NomicBertForMaskedLM", 76, {"vocab_size": 88, "max_position_embeddings": 64}, spelling="v4"
         ),
     },
 }  # fmt: skip
@@ -95,7 +119,9 @@ def written(checkpoint: Checkpoint, directory: Path) -> Any:
 
 
 def drawn_inputs(config: Any, rng: np.random.Generator, size: int) -> dict[str, npt.NDArray[np.int32]]:
-    """Three rows of `size` tokens with padding among them, their `lengths`, and every optional input."""
+    """Three rows of `size` tokens, or of as many as there are positions, with padding among them, their `lengths`, and
+    every optional input."""
+    size = min(size, config.max_position_embeddings)
     tokens = rng.integers(0, config.vocab_size, (3, size)).astype(np.int32)
     tokens[1, [2, size // 2]] = config.pad_token_id
     found = {"tokens": tokens, "lengths": np.array([size, 1, size - 7], np.int32)}
@@ -116,6 +142,8 @@ CLASSES = {"roberta": ("Roberta", "XLMRoberta", "Camembert"), "mpnet": ("MPNet",
 
 def random_encoder(family: str, seed: int) -> Checkpoint:
     """A configuration of a family drawn from `seed`."""
+    if family == "bert":
+        return hugging_face.random_bert(seed)
     draw = random.Random(seed)
     heads = draw.choice([1, 3, 4])
     config: dict[str, Any] = {

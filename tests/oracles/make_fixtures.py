@@ -7,7 +7,7 @@ Run by hand, with the `oracle` extra installed, from the root of the repository:
 The same versions give the same bytes. Layout:
 
 - `<family>/<name>/`: a checkpoint directory exactly as Hugging Face lays it out;
-- `<family>/<name>.npz`: the numbers (`record_causal`, `record_bert`, `encoders.record` say which);
+- `<family>/<name>.npz`: the numbers (`record_causal` and `encoders.record` say which);
 - `llama/chat.json`: strings in and strings out for the checkpoint that has a tokenizer;
 - `sentence/base/`, `sentence.npz`, `sentence.json`: a tiny sentence encoder and its embeddings by variant;
 - `minilm50.json`, `minilm50.npz`: 50 texts and their embeddings by the real MiniLM.
@@ -268,25 +268,6 @@ CAUSAL: dict[str, dict[str, Checkpoint]] = {
 }  # fmt: skip
 """The checkpoints of the decoder-only families, by directory."""
 
-BERT: dict[str, Checkpoint] = {
-    # the bare encoder, with its pooler
-    "bare_v5": tiny("BertModel", 11, 97, 40, 56, 2, 5, context=40, type_vocab_size=2, layer_norm_eps=1e-12),
-    # keys under `bert.`, an MLM head beside them, three types, shards, transformers 4 spelling
-    "masked_lm_v4": tiny(
-        "BertForMaskedLM", 12, 89, 36, 50, 3, 3, context=33, type_vocab_size=3, layer_norm_eps=1e-5, spelling="v4",
-        shard="50kB",
-    ),
-    # a classifier with one token type, an eps that shows, and the position buffer of old files
-    "classifier_v4": tiny(
-        "BertForSequenceClassification", 13, 71, 42, 45, 2, 7, context=24, type_vocab_size=1, layer_norm_eps=1e-2,
-        num_labels=3, spelling="v4", buffers={"bert.embeddings.position_ids": list(range(24))},
-    ),
-    # stored in bfloat16, one head, two heads to leave aside
-    "bf16_pretraining_v5": tiny(
-        "BertForPreTraining", 14, 101, 30, 64, 2, 1, context=30, type_vocab_size=2, layer_norm_eps=1e-7,
-        dtype="bfloat16",
-    ),
-}  # fmt: skip
 SENTENCE = tiny("BertModel", 21, 120, 24, 40, 2, 4, context=40, layer_norm_eps=1e-12)
 SENTENCE_TEXTS = [
     "",
@@ -346,37 +327,6 @@ def record_causal(name: str, checkpoint: Checkpoint, directory: Path, file: Path
             full[b, : len(row)] = row
         record[key] = full
     np.savez_compressed(file, **record)  # type: ignore[arg-type]
-
-
-def record_bert(checkpoint: Checkpoint, directory: Path, file: Path) -> None:
-    """Write the checkpoint; record last hidden states with and without the optional inputs.
-
-    `tokens` `[3, S]` with `lengths` and `types`; `plain`: no optional input; `ragged`: a mask from the lengths;
-    `typed`: mask and types; `holes`, `holes_mask`: a mask with holes and types; `shuffled`: `positions` given.
-    """
-    hugging_face.write(checkpoint, directory)
-    model = hugging_face.load(directory, "AutoModel")
-    rng = np.random.default_rng(checkpoint.seed + 100)
-    tokens = rng.integers(0, model.config.vocab_size, (3, 12)).astype(np.int32)
-    lengths = np.array([12, 1, 7], np.int32)
-    mask = (np.arange(12)[None] < lengths[:, None]).astype(np.int32)
-    types = rng.integers(0, model.config.type_vocab_size, (3, 12)).astype(np.int32)
-    holes = (rng.random((3, 12)) < 0.6).astype(np.int32)
-    holes[:, 5] = 1
-    positions = rng.permuted(np.tile(np.arange(12, dtype=np.int32), (3, 1)), axis=1)
-    np.savez_compressed(
-        file,
-        tokens=tokens,
-        lengths=lengths,
-        types=types,
-        holes_mask=holes,
-        positions=positions,
-        plain=hugging_face.bert_hidden(model, tokens),
-        ragged=hugging_face.bert_hidden(model, tokens, attention_mask=mask),
-        typed=hugging_face.bert_hidden(model, tokens, attention_mask=mask, token_type_ids=types),
-        holes=hugging_face.bert_hidden(model, tokens, attention_mask=holes, token_type_ids=types),
-        shuffled=hugging_face.bert_hidden(model, tokens, attention_mask=mask, position_ids=positions),
-    )
 
 
 def record_flux2(directory: Path, file: Path) -> None:
@@ -497,9 +447,6 @@ def record_family(root: Path, family: str) -> None:
             record_causal(name, checkpoint, root / family / name, file, count)
     if family == "llama":
         record_chat(root / "llama" / "gqa_tied_llama3_v5", root / "llama" / "chat.json")
-    if family == "bert":
-        for name, checkpoint in BERT.items():
-            record_bert(checkpoint, root / "bert" / name, root / "bert" / f"{name}.npz")
     if family == "flux2":
         record_flux2(root / "flux2" / "sharded_bf16", root / "flux2" / "sharded_bf16.npz")
     for name, checkpoint in encoders.CHECKPOINTS.get(family, {}).items():
@@ -511,7 +458,7 @@ def record_family(root: Path, family: str) -> None:
 def main(families: Sequence[str]) -> None:
     """Make the fixtures of some families anew, or of all."""
     root = checkpoints.FIXTURES
-    for family in families or (*CAUSAL, "bert", *encoders.CHECKPOINTS, "flux2", "sentence"):
+    for family in families or (*CAUSAL, *encoders.CHECKPOINTS, "flux2", "sentence"):
         record_family(root, family)
     if not families:
         record_minilm(root)
