@@ -49,9 +49,9 @@ GROUPS = checkpoints.FIXTURES / "mamba2" / "groups_v5"
 SINKS = checkpoints.FIXTURES / "gpt_oss" / "window_v5"
 REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
 QUICK = {
-    "llama/mqa_llama3_v4": False, "mistral/window_v5": False, "qwen2/window_v4": False, "qwen3/window_bias_v5": True,
-    "gemma/tied_v4": False, "gemma2/caps_v5": False, "gemma3_text/pattern_v4": True, "gpt2/bare_v4": True,
-    "gpt2/scaled_v5": False, "mixtral/window_v5": False, "qwen3_moe/mixed_v5": True, "gpt_oss/window_v5": True,
+    "llama/mqa_llama3_v4": False, "mistral/window_v5": False, "qwen2/window_v4": False, "qwen3/window_bias_v5": False,
+    "gemma/tied_v4": False, "gemma2/caps_v5": False, "gemma3_text/pattern_v4": True, "gpt2/bare_v4": False,
+    "gpt2/scaled_v5": False, "mixtral/window_v5": False, "qwen3_moe/mixed_v5": False, "gpt_oss/window_v5": True,
     "qwen3_5_text/blocks_v5": True, "mamba2/groups_v5": True,
 }  # fmt: skip
 """The fixtures of the default suite, and of which it looks at new tokens too; the slow tier has the others."""
@@ -279,31 +279,6 @@ def test_positions_that_gpt2_knows() -> None:
         lm.logits(np.ones((1, 49), np.int32))
     with pytest.raises(errors.SequenceLengthError, match="48"):
         lm.generate([[1] * 40], max_new_tokens=9)
-
-
-@pytest.mark.parametrize(
-    "directory, key, block",
-    [
-        (ODD, "model.layers.2.self_attn.q_norm.weight", r"layers\.2\.self_attn\.q_norm"),
-        (CAPS, "model.layers.2.pre_feedforward_layernorm.weight", r"2\.pre_feedforward_layernorm"),
-    ],
-)
-def test_weights_that_are_missing_or_have_another_shape(directory: Path, key: str, block: str, tmp_path: Path) -> None:
-    """The error names block and key."""
-    source = rlx.open_weights(directory)
-    weights = {k: source.read(k) for k in source.keys()}
-    recipe = rlx.recipe_for(directory)
-    without = {k: v for k, v in weights.items() if k != key}
-    with pytest.raises(errors.MissingWeightError, match=f"{block}.*{key}"):
-        rlx.compile(dataclasses.replace(recipe, weights=rlx.open_weights(without)))
-    longer = weights | {key: np.ones(len(weights[key]) + 1, np.float32)}
-    with pytest.raises(errors.ShapeError, match=block):
-        rlx.compile(dataclasses.replace(recipe, weights=rlx.open_weights(longer)))
-    saved = checkpoints.copy(directory, tmp_path / "less")
-    if (saved / "model.safetensors").exists():
-        checkpoints.edit_tensors(saved, lambda t: {k: v for k, v in t.items() if k != key})
-        with pytest.raises(errors.MissingWeightError, match=f"{key}.*{block}"):
-            rlx.load(saved)
 
 
 # -- live --------------------------------------------------------------------------------------
