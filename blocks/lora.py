@@ -11,8 +11,7 @@ import jax
 from rlx_jax.errors import GraphError, MissingWeightError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Param
-from rlx_jax.ir.param import Conflict, Parts
-from rlx_jax.ir.param_keys import stored_keys
+from rlx_jax.ir.param import Conflict, Parts, stored_keys
 from rlx_jax.trace.editing import Inner
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightPart, part_read

@@ -22,8 +22,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shape import Shard
-from rlx_jax.ir.param import Program, Role, Roles, Stack
-from rlx_jax.ir.param_keys import leaf_name
+from rlx_jax.ir.param import Program, Role, Roles, Stack, leaf_name
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.roles import of_dims, of_program

@@ -37,9 +37,10 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.extensions import FlowExtensionPlan
-from rlx_jax.ir.graph import Builder, Origin, TypeCache
+from rlx_jax.ir.graph import Builder, TypeCache
 from rlx_jax.ir.inits import Init
-from rlx_jax.ir.param_keys import keys_of
+from rlx_jax.ir.param import keys_of
+from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.rewrite import bind_params

@@ -11,8 +11,7 @@ import jax
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
 from rlx_jax.ir.inits import Init
-from rlx_jax.ir.param import Roles
-from rlx_jax.ir.param_keys import keys_of, stored_keys
+from rlx_jax.ir.param import Roles, keys_of, stored_keys
 from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType

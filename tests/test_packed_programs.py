@@ -10,8 +10,21 @@ import pytest
 
 from rlx_jax.errors import UnsupportedError, WeightError, WeightShapeError
 from rlx_jax.ir.packed import Packed
-from rlx_jax.ir.param import Dequantized, Joined, Key, Program, Sliced, Stack, Transposed, cast
-from rlx_jax.ir.param_keys import keys_of, leaf_name, narrows, packed_keys, stored_keys
+from rlx_jax.ir.param import (
+    Dequantized,
+    Joined,
+    Key,
+    Program,
+    Sliced,
+    Stack,
+    Transposed,
+    cast,
+    keys_of,
+    leaf_name,
+    narrows,
+    packed_keys,
+    stored_keys,
+)
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.weights.execute import bytes_to_fill, fill, load_leaf, pieces

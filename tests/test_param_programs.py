@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import WeightError, WeightShapeError
-from rlx_jax.ir.graph import Graph, Node, Origin, Param
+from rlx_jax.ir.graph import Graph, Node, Param
 from rlx_jax.ir.param import (
     Cast,
     Joined,
@@ -25,11 +25,13 @@ from rlx_jax.ir.param import (
     Strided,
     Transposed,
     cast,
+    leaf_name,
+    narrows,
     padded,
     sliced,
     strided,
 )
-from rlx_jax.ir.param_keys import leaf_name, narrows
+from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.lowering.lir.plan import layout_of

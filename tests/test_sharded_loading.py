@@ -33,9 +33,10 @@ from rlx_jax.ir.param import (
     Transposed,
     boxed,
     cast,
+    leaf_name,
+    narrows,
     sliced,
 )
-from rlx_jax.ir.param_keys import leaf_name, narrows
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.weights.execute import by_key, bytes_to_fill, fill, load_leaf, load_leaves

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec
-from rlx_jax.ir.param_keys import stored_keys
+from rlx_jax.ir.param import stored_keys
 from tests.small import llama_weights
 
 H = 4

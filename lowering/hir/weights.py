@@ -8,8 +8,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Node, Param, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import CastTo, Unary
 from rlx_jax.ir.ops.shape import Narrow, Shard
-from rlx_jax.ir.param import Parts, Program, Role, Transposed, padded, sliced
-from rlx_jax.ir.param_keys import keys_of
+from rlx_jax.ir.param import Parts, Program, Role, Transposed, keys_of, padded, sliced
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import of_dims, of_program
 from rlx_jax.lowering.division import Division

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
-from rlx_jax.ir.param import Stack
-from rlx_jax.ir.param_keys import leaf_name
+from rlx_jax.ir.param import Stack, leaf_name
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
 from rlx_jax.ir.text import bytes_text, dump_graph
 from rlx_jax.ir.traits import nothing

@@ -19,8 +19,7 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
-from rlx_jax.ir.param import Program, Roles, Stack
-from rlx_jax.ir.param_keys import leaf_name, stored_keys
+from rlx_jax.ir.param import Program, Roles, Stack, leaf_name, stored_keys
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import TensorType, short_name
 

@@ -18,7 +18,7 @@ from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, TypeCache, Value
 from rlx_jax.ir.packed import PackedSpec, packed_types
-from rlx_jax.ir.param_keys import keys_of
+from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.text import block_paths, dump

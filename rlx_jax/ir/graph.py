@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -20,12 +21,12 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from rlx_jax.errors import GraphError, RlxError, did_you_mean, listing, quote, wrong_arity
+from rlx_jax.errors import RlxError, wrong_arity
 from rlx_jax.ir.inference import arity, as_in_jit, kept_types, misfit, traced_types
-from rlx_jax.ir.operands import check_operands
+from rlx_jax.ir.operands import check_declared
 from rlx_jax.ir.param import Program, Roles
-from rlx_jax.ir.paths import Path, bind_path, path_text
-from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits
+from rlx_jax.ir.paths import Origin, Path, bind_path, path_text
+from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits, check_traits
 from rlx_jax.ir.types import TensorType, check_elements
 
 T = TypeVar("T")
@@ -48,24 +49,6 @@ class Value:
     owner: Builder | None = field(default=None, compare=False, repr=False)
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a node comes from: the block path in the user's model, and the pass that made it."""
-
-    path: Path = ()
-    label: str = ""
-    by: str = ""
-    token_wise: bool = False  # the author of the stage says so; checked by slicing where the proof gives up
-
-    def __str__(self) -> str:
-        parts = [path_text(self.path) or "—"]
-        if self.label:
-            parts.append(f'"{self.label}"')
-        if self.by:
-            parts.append(f"pass={self.by}")
-        return ", ".join(parts)
-
-
 class Op:
     """What a node does. A frozen dataclass: attributes are fields and never hold a symbolic dimension.
 
@@ -86,18 +69,8 @@ class Op:
         """Return `operands`, which may depend on the attributes."""
         return self.operands
 
-    def check_declared(self, *operands: TensorType) -> None:
-        """Check attributes and operands against `choices` and `operands`.
-
-        Raises:
-            GraphError: an attribute or an operand is another one; the message says which are expected.
-        """
-        for attribute, choices in self.choices.items():
-            if (value := getattr(self, attribute)) not in choices:
-                known = did_you_mean(str(value), choices) or f"; expected one of {listing(choices, len(choices))}"
-                raise GraphError(f"{self.name().removesuffix('_op')}: {attribute} is {quote(value)}{known}")
-        if declaration := self.declaration():
-            check_operands(self, self.text().partition("(")[0].removesuffix("_op"), declaration, operands)
+    def check(self, *operands: TensorType) -> None:
+        """Raise what is wrong beside what is declared, in the op's own words, before types are inferred."""
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """Result types from operand types; raises `ShapeError`, `DTypeError` or `GraphError`."""
@@ -105,22 +78,16 @@ class Op:
 
     def text(self) -> str:
         """How dumps print the op: its name and the attributes that are not at their default."""
-        shown = []
-        for name, f in getattr(self, "__dataclass_fields__", {}).items():
-            value = getattr(self, name)
-            if not callable(value) and value != f.default:
-                shown.append(f"{name}={_attribute(value)}")
-        return self.name() + (f"({', '.join(shown)})" if shown else "")
+        fields = getattr(self, "__dataclass_fields__", {})
+        values = {name: getattr(self, name) for name in fields}
+        changed = {name: v for name, v in values.items() if not callable(v) and v != fields[name].default}
+        shown = ", ".join(f"{name}={f'{v:g}' if isinstance(v, float) else v}" for name, v in changed.items())
+        return f"{self.name()}({shown})" if shown else self.name()
 
     @classmethod
     def name(cls) -> str:
         """`RmsNorm` is printed `rms_norm`."""
-        out = []
-        for i, c in enumerate(cls.__name__):
-            if c.isupper() and i and not cls.__name__[i - 1].isupper():
-                out.append("_")
-            out.append(c.lower())
-        return "".join(out)
+        return re.sub(r"(?<=[^A-Z])(?=[A-Z])", "_", cls.__name__).lower()
 
     def initial(self, place: int, weight: TensorType) -> Initial:
         """How `init` draws a weight that the op reads as operand number `place`: in general a vector is ones, and a
@@ -144,23 +111,6 @@ class Op:
         return 0
 
 
-def _attribute(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def check_traits(cls: type[Op], kind: type[Any], example: str) -> None:
-    """A class says what is true of its ops.
-
-    Raises:
-        GraphError: it does not; raised where the class is defined.
-    """
-    if not isinstance(cls.__dict__.get("traits"), kind):
-        raise GraphError(
-            f"{cls.__module__}.{cls.__qualname__}: an op says what is true of it, and leaves nothing open: "
-            f"traits = {kind.__name__}(…), or one of those in rlx_jax/ir/traits.py, such as {example}"
-        )
-
-
 class Mir(Op):
     """A tensor op. `eval` is its meaning: shape-polymorphic, device-free `jax.numpy`."""
 
@@ -173,12 +123,9 @@ class Mir(Op):
     def eval(self, *arrays: Any) -> Any:
         raise NotImplementedError(type(self).__name__)
 
-    def check(self, *operands: TensorType) -> None:
-        """Raise what is wrong beside what `operands` declares, in the op's own words, before `eval` is traced."""
-
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """The types of `eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
-        self.check_declared(*operands)
+        check_declared(self, operands)
         try:
             inspect.signature(self.eval).bind(*operands)
         except TypeError as error:
@@ -216,12 +163,9 @@ class Hir(Op):
         """How many heads stand side by side on the last axis of operand `place`, of the result for None; None: none."""
         return None
 
-    def check(self, *operands: TensorType) -> None:
-        """Raise what is wrong with the operands in the block's own words."""
-
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """The types of `expand`, run on a scratch graph."""
-        self.check_declared(*operands)
+        check_declared(self, operands)
         self.check(*operands)
         scratch = Builder("scratch", types)
         inputs = [scratch.leaf(BodyInput(i, type=t)) for i, t in enumerate(operands)]
@@ -455,8 +399,8 @@ class TypeCache:
 class Builder:
     """Appends nodes, infers their types, and stamps them with the current block path."""
 
-    def __init__(self, name: str, types: TypeCache, origin: Origin = Origin()) -> None:
-        self.name, self.types, self.origin = name, types, origin
+    def __init__(self, name: str, types: TypeCache, origin: Origin | None = None) -> None:
+        self.name, self.types, self.origin = name, types, origin or Origin()
         self.nodes: list[Node] = []
         self.inputs: list[Input] = []
         self.writes: list[tuple[StateLeaf, Value]] = []

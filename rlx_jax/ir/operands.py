@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlx_jax.errors import DTypeError, ShapeError, wrong_arity
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, did_you_mean, listing, quote, wrong_arity
 from rlx_jax.ir.types import DTYPE_NAMES, DimLike, TensorType, as_dtype, is_float, is_static, is_whole
 
 T = TypeVar("T")
@@ -73,6 +73,20 @@ def operands_of(op: Any, declaration: str) -> list[Operand]:
 def named_operands(op: Any, operands: Sequence[T]) -> dict[str, T]:
     """Return operands by the names that they are declared by."""
     return {w.name: operand for w, operand in zip(operands_of(op, op.operands), operands, strict=True)}
+
+
+def check_declared(op: Any, operands: Sequence[TensorType]) -> None:
+    """Check the attributes and the operands of an op against its `choices` and its declaration.
+
+    Raises:
+        GraphError: an attribute or an operand is another one; the message says which are expected.
+    """
+    for attribute, choices in op.choices.items():
+        if (value := getattr(op, attribute)) not in choices:
+            known = did_you_mean(str(value), choices) or f"; expected one of {listing(choices, len(choices))}"
+            raise GraphError(f"{op.name().removesuffix('_op')}: {attribute} is {quote(value)}{known}")
+    if declaration := op.declaration():
+        check_operands(op, op.text().partition("(")[0].removesuffix("_op"), declaration, operands)
 
 
 def check_operands(op: Any, name: str, declaration: str, given: Sequence[TensorType]) -> None:

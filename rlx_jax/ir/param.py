@@ -8,6 +8,7 @@ A program is *exact* when that round trip loses nothing.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +18,6 @@ import numpy as np
 
 from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.boxes import Box, crossed, full, rows, side_by_side, sizes
-from rlx_jax.ir.braces import braced
 from rlx_jax.ir.stored import Conflict as Conflict
 from rlx_jax.ir.stored import Cut as Cut
 from rlx_jax.ir.stored import Dequantized as Dequantized
@@ -351,3 +351,76 @@ def _slices(program: Program) -> Iterator[Sliced]:
 def _is_whole(key: Key, cuts: Sequence[Sliced]) -> bool:
     """Whether parts of keys have all of `key` among them, none of it twice."""
     return side_by_side(key.type.shape, [cut.place for cut in cuts if cut.stored == key]) is not None
+
+
+# -- what is asked of programs -------------------------------------------------------------------
+
+
+def stored_keys(program: Program) -> Iterator[Key]:
+    """The stored tensors a program reads, in order. Of a packed one the type is the logical one."""
+    if isinstance(program, Dequantized):
+        program = program.logical
+    if isinstance(program, Key):
+        yield program
+    for part in program.parts:
+        yield from stored_keys(part)
+
+
+def keys_of(program: Program) -> Iterator[str]:
+    """The checkpoint keys a program reads, in order."""
+    return (stored.key for stored in stored_keys(program))
+
+
+def packed_keys(program: Program) -> Iterator[tuple[str, str]]:
+    """The packed tensors a program reads, in order: the key and the scheme of each."""
+    if isinstance(program, Dequantized):
+        yield from ((key, program.scheme) for key in keys_of(program))
+    for part in program.parts:
+        yield from packed_keys(part)
+
+
+def key_kinds(program: Program) -> Iterator[tuple[str, str]]:
+    """The keys that a program reads, and in words what each is: `f32[8,4]`, and how it is packed."""
+    packed = dict(packed_keys(program))
+    for stored in stored_keys(program):
+        yield stored.key, f"{stored.type} packed as {packed[stored.key]}" if stored.key in packed else str(stored.type)
+
+
+def narrows(program: Program) -> bool:
+    """Whether running `program` may lose bits of a float."""
+    return program.lossy or any(narrows(part) for part in program.parts)
+
+
+def leaf_name(program: Program) -> str:
+    """The printed name of a leaf: `model.layers.{0..3}.self_attn.{q,k,v}_proj.weight`. Never parsed.
+
+    >>> from rlx_jax.ir.types import tensor_type
+    >>> t = tensor_type((2, 2), "f32", "doc")
+    >>> leaf_name(Joined((Key("a.q_proj.weight", t), Key("a.k_proj.weight", t)), 0))
+    'a.{q,k}_proj.weight'
+    """
+    return program.name(*map(leaf_name, program.parts))
+
+
+def braced(names: list[str]) -> str:
+    """Fold names that differ in one place into `prefix{a,b}suffix`; whole runs of numbers become `{0..3}`.
+
+    >>> braced(["layers.0.q_proj", "layers.1.q_proj"]), braced(["a.q_proj", "a.k_proj"])
+    ('layers.{0..1}.q_proj', 'a.{q,k}_proj')
+    """
+    if len(set(names)) == 1:
+        return names[0]
+    tokens = [re.findall(r"\w+|\W", name.replace("_", " _ ").replace(" ", "\0")) for name in names]
+    if len({len(t) for t in tokens}) != 1:
+        return "{" + ",".join(names) + "}"
+    columns = list(zip(*tokens, strict=True))
+    varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    if len(varying) != 1:
+        return "{" + ",".join(names) + "}"
+    values = list(columns[varying[0]])
+    run = all(v.isdigit() for v in values) and [int(v) for v in values] == list(
+        range(int(values[0]), int(values[0]) + len(values))
+    )
+    inner = f"{values[0]}..{values[-1]}" if run else ",".join(values)
+    parts = [f"{{{inner}}}" if i == varying[0] else column[0] for i, column in enumerate(columns)]
+    return "".join(parts).replace("\0", "")

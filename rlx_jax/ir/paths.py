@@ -47,3 +47,21 @@ def bind_path(path: Path, iteration: int | None) -> Path:
     if iteration is None:
         return path
     return tuple(s.at(iteration) if isinstance(s, LayerIndex) else s for s in path)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a node comes from: the block path in the user's model, and the pass that made it."""
+
+    path: Path = ()
+    label: str = ""
+    by: str = ""
+    token_wise: bool = False  # the author of the stage says so; checked by slicing where the proof gives up
+
+    def __str__(self) -> str:
+        parts = [path_text(self.path) or "—"]
+        if self.label:
+            parts.append(f'"{self.label}"')
+        if self.by:
+            parts.append(f"pass={self.by}")
+        return ", ".join(parts)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, quote
 from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Node, Param, StateRead, TypeCache, Value
-from rlx_jax.ir.param import Key
-from rlx_jax.ir.param_keys import keys_of
+from rlx_jax.ir.param import Key, keys_of
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.types import TensorType
 

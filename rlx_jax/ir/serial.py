@@ -39,7 +39,6 @@ from rlx_jax.ir.graph import (
     Mir,
     Node,
     Op,
-    Origin,
     Param,
     StateLeaf,
     StateRead,
@@ -48,7 +47,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops import OPS, custom
 from rlx_jax.ir.ops.recurrent import TokenScan
-from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.paths import Origin, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, short_name, spelled, tensor_type
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
-from rlx_jax.ir.param import Padded, Program, Stack
-from rlx_jax.ir.param_keys import leaf_name
+from rlx_jax.ir.param import Padded, Program, Stack, leaf_name
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.table import TextTable
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from rlx_jax.errors import GraphError
 from rlx_jax.ir.types import TensorType
 
 Types = Sequence[TensorType]
@@ -123,3 +124,16 @@ class Normal:
 
 Initial = float | Normal
 """How a random weight is drawn: every entry the same number, or normal."""
+
+
+def check_traits(cls: type[Any], kind: type[Any], example: str) -> None:
+    """A class says what is true of its ops.
+
+    Raises:
+        GraphError: it does not; raised where the class is defined.
+    """
+    if not isinstance(cls.__dict__.get("traits"), kind):
+        raise GraphError(
+            f"{cls.__module__}.{cls.__qualname__}: an op says what is true of it, and leaves nothing open: "
+            f"traits = {kind.__name__}(…), or one of those in rlx_jax/ir/traits.py, such as {example}"
+        )

@@ -12,7 +12,7 @@ from rlx_jax.errors import (
     UnboundInputError,
 )
 from rlx_jax.ir.graph import BodyInput, Graph, Hir, Input, Leaf, Mir, Node, Param, StateRead, TypeCache, Value
-from rlx_jax.ir.param_keys import stored_keys
+from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType

@@ -16,7 +16,7 @@ from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.graph import Leaf, Param, TypeCache
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param_keys import stored_keys
+from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import unroll

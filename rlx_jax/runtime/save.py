@@ -22,8 +22,7 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.ir.param import Key, Program
-from rlx_jax.ir.param_keys import narrows, packed_keys
+from rlx_jax.ir.param import Key, Program, narrows, packed_keys
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
 from rlx_jax.runtime.arguments import check_params

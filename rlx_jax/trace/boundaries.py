@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rlx_jax.errors import MissingWeightError
-from rlx_jax.ir.graph import Boundary, Constant, Node, Origin, Param, Value
-from rlx_jax.ir.paths import Path
+from rlx_jax.ir.graph import Boundary, Constant, Node, Param, Value
+from rlx_jax.ir.paths import Origin, Path
 from rlx_jax.trace.emit import Emit, FlowState, FlowValue
 
 INPUT, OUTPUT = "input", "output"

@@ -16,10 +16,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from rlx_jax.errors import GraphError, MissingWeightError, ShapeError, listing, quote, shown
-from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Origin, Value, located
+from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Value, located
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.paths import Path, path_text
+from rlx_jax.ir.paths import Origin, Path, path_text
 from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, Ports
 from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowState

@@ -31,8 +31,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, located
 from rlx_jax.ir.inits import Init
-from rlx_jax.ir.param import Role, Roles
-from rlx_jax.ir.param_keys import stored_keys
+from rlx_jax.ir.param import Role, Roles, stored_keys
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rlx_jax.errors import GraphError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Boundary, Node, Param
-from rlx_jax.ir.param_keys import keys_of
+from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.paths import Path, path_text
 
 

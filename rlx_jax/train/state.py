@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.errors import RequestError, WeightError, did_you_mean, listing, quote, shown
-from rlx_jax.ir.param_keys import keys_of
+from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.runtime.arguments import check_params, refuse_consumed
 from rlx_jax.runtime.model import CompiledModel

@@ -12,8 +12,7 @@ import numpy as np
 from rlx_jax.errors import quote
 from rlx_jax.ir.graph import Graph, Node, Param
 from rlx_jax.ir.inits import Init, drawn
-from rlx_jax.ir.param import Dequantized, Key, Program
-from rlx_jax.ir.param_keys import keys_of, stored_keys
+from rlx_jax.ir.param import Dequantized, Key, Program, keys_of, stored_keys
 from rlx_jax.ir.traits import Normal
 from rlx_jax.ir.types import TensorType
 

@@ -25,7 +25,6 @@ from rlx_jax.ir.graph import (
     Leaf,
     Mir,
     Op,
-    Origin,
     Param,
     StateLeaf,
     StateRead,
@@ -34,7 +33,7 @@ from rlx_jax.ir.graph import (
     constant,
 )
 from rlx_jax.ir.param import Key
-from rlx_jax.ir.paths import LayerIndex, Path
+from rlx_jax.ir.paths import LayerIndex, Origin, Path
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, is_static, symbol

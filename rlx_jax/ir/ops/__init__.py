@@ -3,26 +3,14 @@
 Every op class is a name of this package too: `rlx_jax.ops.MatMul`.
 """
 
+import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.ops import (  # noqa: F401, I001  # noqa: F401
-    attention,
-    control,
-    conv,
-    custom,
-    experts,
-    fused,
-    index,
-    linalg,
-    norm,
-    order,
-    pointwise,
-    recurrent,
-    reduce,
-    shape,
-    vision,
-)
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")
 
 OPS: tuple[type[Mir], ...] = tuple(cls for cls in Mir.__subclasses__() if cls.__module__.startswith(__name__))
 """Every tensor op. A new one is a class in a file of this folder."""
