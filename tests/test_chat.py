@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -214,31 +212,6 @@ def test_honest_messages_are_not_suspected(tokenizers: dict[str, Tokenizer], cas
     if case == "turns":
         thought = tokenizer.added_tokens["</think>"].id
         assert thought in prompt(tokenizer, "Why? /no_think", chat_template=asked)
-
-
-def test_signals_of_the_caller_do_not_lift_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller that ignores and blocks the timer's signal, as profilers do; what it starts inherits both."""
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
-    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
-    try:
-        with pytest.raises(errors.LimitError, match="RENDER_SECONDS = 0.3 s"):
-            render(LOOPS, {})
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        signal.signal(signal.SIGPROF, before)
-
-
-def test_a_token_that_cannot_be_spelt(tmp_path: Path) -> None:
-    """A control token that the vocabulary holds as an ordinary piece, too."""
-    directory = formats.checkpoint(tmp_path / "m", [], settings={"chat_template": "{{ messages[0].content }}the"})
-    file = directory / "tokenizer.json"
-    document = json.loads(file.read_text("utf-8"))
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    document["added_tokens"].append({"id": document["model"]["vocab"]["the"], "content": "the", **plain})
-    file.write_text(json.dumps(document), "utf-8")
-    with pytest.raises(errors.RequestError, match=r"'the' is a control token .* allow_special"):
-        prompt(load_tokenizer(directory), "the end")
 
 
 # -- where templates are -----------------------------------------------------------------------

@@ -26,7 +26,7 @@ from rlx_jax.io import limits as weight_limits
 from tests import refusal_names, refusals
 from tests.oracles.checkpoints import copy
 from tests.refusal_names import IDS, LLAMA, W, World, X, mlp, tokens
-from tests.refusals import Row
+from tests.refusals import Case, Row
 
 MISSPELT: dict[str, tuple[Callable[[World], Any], str]] = {
     "generate": (lambda t: t.lm.generate([1], max_token=3), "CausalLM.generate.*did you mean 'max_new_tokens'"),
@@ -155,18 +155,6 @@ def test_messages_are_printable_and_short(text: str) -> None:
     assert errors.quote(10**5000) == "'an integer of 16610 bits'"
 
 
-def test_a_block_path_is_named_once() -> None:
-    """The innermost; and the message stays short."""
-    error = RlxError("x" * 3000)
-    error.locate("")
-    error.locate("layers.1")
-    error.locate("layers")
-    assert str(error).startswith("layers.1: xxx") and len(str(error)) == 2048
-    inner = RlxError("layers.1.attn: no")
-    inner.locate("layers.1")
-    assert str(inner) == "layers.1.attn: no"
-
-
 # -- docs/errors.md ----------------------------------------------------------------------------
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text("utf-8")
@@ -202,3 +190,27 @@ def test_the_page_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, namespace)
         assert printed.getvalue() == text
+
+
+# -- the pages of `tests/golden/refusals` --------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", refusals.cases(), ids=lambda c: f"{c.page.stem}: {c.name}")
+def test_a_mistake_is_refused(case: Case) -> None:
+    message = refusals.told(case)
+    assert case.fits(message), f"expected\n{case.told}got\n{message}"
+
+
+def test_the_pages_are_whole() -> None:
+    """Every heading is a case with a name of its own, every row has a fragment, and the sample stays a sample."""
+    cases = refusals.cases()
+    assert len({(case.page, case.name) for case in cases}) == len(cases) >= 400
+    assert sum(case.exact for case in cases) <= 60
+    for page in refusals.PAGES:
+        assert page.read_text("utf-8").count("\n## ") == len(list(refusals.cases_of(page))), page
+    assert all(" | " in row or not row.endswith("Error") for case in cases for row in case.told.splitlines())
+
+
+def test_the_page_of_errors_lists_them() -> None:
+    """`python -m tests.refusals --write` renews it."""
+    assert refusals.ERRORS_PAGE.read_text("utf-8") == refusals.errors_page()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,13 +25,12 @@ from rlx_jax.errors import (
     IntegrityError,
     LimitError,
     NoSpaceError,
-    PathEscapeError,
     RlxError,
     RlxWarning,
     SafetensorsError,
     StorageError,
 )
-from rlx_jax.io import files, limits
+from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.weights.source import open_headers
 from tests.hub_server import COMMIT, LLAMA, Handler, Hub, refusing
@@ -184,34 +181,6 @@ def test_parts_that_go_wrong(server: Hub, hub_home: Path, case: str) -> None:
     assert [p for p in hub_home.rglob("*") if "safetensors" in p.name or p.parent.name == "blobs"] == []
 
 
-def test_one_that_fails_ends_the_others(server: Hub, hub_home: Path) -> None:
-    """At once, by its own error; nothing is left, and the next time what came is not asked for again."""
-    names = [f"model-{i}.safetensors" for i in range(9)]
-    server.files["org/m"] = {name: bytes([i]) * 60_000 for i, name in enumerate(names)}
-
-    def waits(handler: Handler, content: bytes) -> None:
-        handler.begin(200, {"Content-Length": str(len(content)), "Connection": "close"})
-        with contextlib.suppress(OSError):
-            for at in range(0, len(content), 100):  # a second for all of it
-                handler.wfile.write(content[at : at + 100])
-                time.sleep(1 / 600)
-        handler.close_connection = True
-
-    def fails(handler: Handler, content: bytes) -> None:
-        time.sleep(0.2)
-        changed(handler, content)
-
-    server.faults |= {"model-0.safetensors": waits, "model-1.safetensors": fails}
-    with pytest.raises(IntegrityError, match="'org/m/model-1.safetensors': what came has the digest"):
-        open_folder("org/m").bring_all(names)
-    assert list(hub_home.rglob("*.incomplete")) == []
-    server.faults.clear()
-    before = server.fetched()
-    there = {p.name for p in hub_home.rglob("model-*.safetensors")}
-    open_folder("org/m").bring_all(names)
-    assert sorted([*server.fetched()[len(before) :], *there]) == names
-
-
 def test_sizes_are_looked_at_before_anything_comes(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the limits of files that are read whole, and the room on the disk. Without a length, as it comes."""
     monkeypatch.setattr(limits, "MAX_CONFIG_BYTES", 100)
@@ -323,25 +292,3 @@ def test_many_at_once(server: Hub) -> None:
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: weights_of(open_folder("org/m")), range(8)))
     assert {path.read_bytes() for path in paths} == {(LLAMA / "model.safetensors").read_bytes()}
-
-
-def test_links_of_the_cache(tmp_path: Path) -> None:
-    """Lead to the blobs of the model, and to those that all models share where the cache says that it has such."""
-    cache = tmp_path / "hub"
-    snapshot, blobs, shared = (
-        cache / "models--o--m" / "snapshots" / "a",
-        cache / "models--o--m" / "blobs",
-        cache / "blobs",
-    )
-    for folder in (snapshot, blobs, shared / "ab"):
-        folder.mkdir(parents=True)
-    (shared / "ab" / "x").write_text("{}")
-    (blobs / "y").symlink_to("../../blobs/ab/x")
-    (snapshot / "config.json").symlink_to("../../blobs/y")
-    with pytest.raises(PathEscapeError):
-        files.resolve(str(snapshot), "config.json")
-    (shared / ".huggingface-shared-blobs").write_text("1\n")
-    assert files.resolve(str(snapshot), "config.json") == str(shared / "ab" / "x")
-    (snapshot / "out.json").symlink_to("../../../models--o--n/blobs/z")
-    with pytest.raises(PathEscapeError):
-        files.resolve(str(snapshot), "out.json")

@@ -225,23 +225,3 @@ def test_init_of_every_stage() -> None:
     assert len(drawn) == 31
     for key, value in drawn.items():
         assert (np.asarray(value) == (0 if key.endswith("bias") else 2)).all(), key
-
-
-def test_a_table_under_its_key() -> None:
-    """Its rows, of a source or drawn as `init` says; sizes are held against it, and are of a key alone."""
-    flow = rlx.ModelFlow("m").input("ids", ("batch",), "int32")
-    ids, misfit = np.array([3, 0, 3]), r"weight 'w' \(mapping\): expected \[5, 8\], got f32\[6,8\]"
-    for name in ("gather", "embed"):
-        table = flow.custom(lambda emit, x, name=name: getattr(emit, name)("w", x, shape=(6, 8), init=TWOS))  # type: ignore[misc]
-        np.testing.assert_array_equal(np.asarray(rlx.compile(table, {"w": W})(ids)), W[ids])
-        assert (np.asarray(rlx.compile(table, missing="init", key=0)(ids)) == 2).all()
-        other = flow.custom(lambda emit, x, name=name: getattr(emit, name)("w", x, shape=(5, 8)))  # type: ignore[misc]
-        with pytest.raises(errors.WeightShapeError, match=misfit):
-            other.build({"w": W})
-        value = flow.custom(lambda emit, x, name=name: getattr(emit, name)(emit.param("w"), x, shape=(6, 8)))  # type: ignore[misc]
-        with pytest.raises(errors.GraphError, match="shape and init are those of a weight under a key"):
-            value.build({"w": W})
-    with pytest.raises(errors.GraphError, match=r"'w' is a key; m\.param\('w', shape\) declares the weight"):
-        rlx.GraphModule.define("m", lambda m: m.gather("w", m.input("ids", (3,), "int32")))
-    with pytest.raises(errors.GraphError, match=r"got 'w'; the weight of that key is emit\.param\('w'\)"):
-        flow.custom(lambda emit, x: emit.take("w", x, 0)).build({"w": W})  # type: ignore[arg-type]

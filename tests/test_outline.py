@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
@@ -75,36 +73,3 @@ def test_a_flow_that_cannot_be_built_prints_its_stages() -> None:
     )
     assert flow._repr_html_().startswith("<pre>ModelFlow(m&lt;1&gt;")
     assert repr(rlx.ModelFlow("empty")) == "ModelFlow(empty: no inputs; 0 stages)"
-
-
-class Cells(HTMLParser):
-    """The cells of a table, row by row; every tag is closed."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self.open: list[str] = []
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1] in ("td", "th"):
-            self.rows[-1].append(data)
-
-
-def test_a_table_for_notebooks(model: rlx.CompiledModel) -> None:
-    """The rows of the text, with whole block paths; names are escaped."""
-    rows = Cells(model._repr_html_()).rows
-    assert rows[0] == ["block", "output", "params", "FLOPs", "bytes"]
-    assert [row[0] for row in rows[1:-1]] == [".".join(map(str, row.path)) for row in model.outline().rows]
-    assert rows[-1][0] == "total"
-    evil = rlx.ModelFlow("a<b>").input("x", ("batch", 2)).named_layer("<script>", blocks.Activation("relu"))
-    assert "<script>" not in evil._repr_html_() and "&lt;script&gt;" in evil._repr_html_()

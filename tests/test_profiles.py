@@ -361,22 +361,6 @@ def test_beside_the_weights(tmp_path: Path) -> None:
         CompileProfile.near(tmp_path, "../llama")
 
 
-def test_the_profile_of_a_flow(tmp_path: Path) -> None:
-    """From a file, from beside the weights, by preset; `default` counts only where no path is given."""
-    flow, path = rlx.ModelFlow("m"), tmp_path / "m.rlx.toml"
-    path.write_text("layers.roll = 'scan'")
-    read_from = (flow.profile_file(path), flow.with_profile(CompileProfile.near(tmp_path, "m")))
-    for made in (*read_from, flow.profile_file(path, CompileProfile.encoder)):
-        assert made.profile is not None and made.profile.layers.roll == "scan"
-    assert flow.profile_file(None).profile == CompileProfile.auto()
-    assert flow.profile_file(None, CompileProfile.encoder).profile == CompileProfile.encoder()
-    assert flow.profile_file(None, CompileProfile.encoder()).profile == CompileProfile.encoder()
-    with pytest.raises(MissingFileError):
-        flow.profile_file(tmp_path / "none.rlx.toml", CompileProfile.encoder)
-    presets = (flow.profile_prefill(), flow.profile_decode(), flow.profile_encoder())
-    assert [f.profile.name for f in presets if f.profile] == ["llama32_prefill", "llama32_decode", "encoder"]
-
-
 def test_a_profile_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever a profile is taken: it is the preset of that name, else the file at that path, and the program's own."""
     path, weights = tmp_path / "encoder", {"w": np.ones((2, 2), "f4")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html.parser
+import html
 import math
 import re
 from types import SimpleNamespace
@@ -258,24 +258,6 @@ def test_a_trace_of_a_gpu() -> None:
 # -- the flame graph ---------------------------------------------------------------------------
 
 
-class Page(html.parser.HTMLParser):
-    """The frames of a page with their widths, and all tags and their attributes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.titles: list[str] = []
-        self.widths: list[float] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        told = dict(attrs)
-        self.tags.append(tag)
-        self.titles += [told["title"]] if "title" in told else []
-        self.widths += [float(told["style"][6:-1])] if tag == "div" else []
-        assert set(told) <= {"class", "style", "title", "lang", "charset"}
-
-
 def test_the_flame_graph(tmp_path: Any) -> None:
     """One page that loads nothing; names are text, and parts are as wide as their time."""
     rows = (
@@ -285,15 +267,16 @@ def test_the_flame_graph(tmp_path: Any) -> None:
     )
     times = BlockTimes(0.01, 1, "cpu", rows)
     text = times.flame_graph()
-    page = Page(text)
-    assert set(page.tags) <= {"html", "head", "meta", "title", "style", "body", "p", "div"}
+    titles = [html.unescape(title) for title in re.findall(r'title="([^"]*)"', text)]
+    widths = [float(width) for width in re.findall(r'<div[^>]* style="width:([\d.]+)%"', text)]
+    assert set(re.findall(r"<(\w+)", text)) <= {"html", "head", "meta", "title", "style", "body", "p", "div"}
     assert "<b>" not in text and not re.search(r"https?:|url\(|@import", text)
-    assert page.titles[:4] == [
+    assert titles[:4] == [
         "a run of 10.000 ms on cpu: 10.000 ms, 100.0 %", "forward: 8.000 ms, 80.0 %", "layers: 8.000 ms, 80.0 %",
         "0: 6.000 ms, 60.0 %",
     ]  # fmt: skip
-    assert page.widths[:4] == [100, 80, 100, 75] and page.titles[4] == "<b>x</b>: 6.000 ms, 60.0 %"
-    assert page.titles[-1] == f"{IDLE}: 2.000 ms, 20.0 %"
+    assert widths[:4] == [100, 80, 100, 75] and titles[4] == "<b>x</b>: 6.000 ms, 60.0 %"
+    assert titles[-1] == f"{IDLE}: 2.000 ms, 20.0 %"
     times.save_flame_graph(tmp_path / "flame.html")
     assert (tmp_path / "flame.html").read_text("utf-8") == text
     with pytest.raises(SaveFailedError, match="flame graph .* not written: No such file"):
