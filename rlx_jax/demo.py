@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,13 +91,7 @@ def nearest(vectors: np.ndarray[Any, Any], question: np.ndarray[Any, Any], count
 
 def best_seconds(call: Callable[[], Any], times: int) -> float:
     """The shortest time that a call took, after one that is not counted."""
-    jax.block_until_ready(call())
-    taken = []
-    for _ in range(times):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    return min(timeit.repeat(lambda: jax.block_until_ready(call()), number=1, repeat=times + 1)[1:])
 
 
 # -- the acts ----------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class CausalLM:
         self.max_positions = known_positions(self.model)
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
-        self._first_input, self._inputs = self.model.first_input, declared(self.model)
+        self._inputs = declared(self.model)
         self._captures = self.model.built.captures  # until it is said that requests do not return them
         self._drafted: NewTokens | None = None
         self._last: tuple[Request, NewTokens] | RequestReport | None = None
@@ -446,7 +446,7 @@ class CausalLM:
     def _lm(self) -> LanguageModel:
         return LanguageModel(
             self.model, self.vocab_size, self.tokenizer, self.max_positions, self.buckets, self.bos_id, self._eos_ids,
-            self._first_input, self._inputs,
+            self._inputs,
         )  # fmt: skip
 
     def _request(

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggests
 from rlx_jax.generate.generation import Generation, NewTokens, answered, pieces
-from rlx_jax.generate.held import Continued, KeptArrays, TextState, after, continued, copied, kept_at_mark
+from rlx_jax.generate.held import KeptArrays, TextState, after, continued, copied, kept_at_mark
 from rlx_jax.generate.request import Mark, Request, StopLike, TurnOptions, common
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.runtime.inputs import whole_number
@@ -155,24 +155,27 @@ class Conversation:
         self._number += 1
         model, request, text = self.talker._lm.model, taken.request, self._text
         self._text = None
-        found = continued(model, text, taken.ids)
+        before, why, kept = continued(model, text, taken.ids)
         if text is not None and request.drafter is not None and request.drafter.hidden:
-            found = Continued(None, "the module for drafts reads hidden states of all tokens, which no state has")
-        leaves = self._leaves(taken)
-        mark = self._mark(taken, 0 if found.before is None else found.before.lengths[0], leaves)
-        before, ours = found.kept, self._number
-        lacking = before is None or not set(leaves) <= set(before.arrays)  # a text may grow over a window
-        if mark is None and lacking and leaves and found.before is not None:
-            before = KeptArrays(found.before.lengths[0], copied({name: found.before.arrays[name] for name in leaves}))
+            before, why, kept = (
+                None,
+                "the module for drafts reads hidden states of all tokens, which no state has",
+                None,
+            )
+        leaves, ours = self._leaves(taken), self._number
+        mark = self._mark(taken, 0 if before is None else before.lengths[0], leaves)
+        lacking = kept is None or not set(leaves) <= set(kept.arrays)  # a text may grow over a window
+        if mark is None and lacking and leaves and before is not None:
+            kept = KeptArrays(before.lengths[0], copied({name: before.arrays[name] for name in leaves}))
 
         def ended(generation: Generation) -> None:
-            kept = before
+            copy = kept
             if mark is not None:  # which may not have been read
-                kept = None if generation.marked is None else KeptArrays(mark.at, generation.marked)
+                copy = None if generation.marked is None else KeptArrays(mark.at, generation.marked)
             if self._number == ours:
-                self._text = after(generation, taken.ids, kept)
+                self._text = after(generation, taken.ids, copy)
 
-        return replace(request, before=found.before, mark=mark, room=self.max_len or 0, reread=found.why, ended=ended)
+        return replace(request, before=before, mark=mark, room=self.max_len or 0, reread=why, ended=ended)
 
     def _leaves(self, taken: TurnTaken) -> tuple[str, ...]:
         """The arrays to keep a copy of, as they are before the reply: those that cannot be cut back."""

@@ -47,35 +47,27 @@ class TextState:
         return TextState(self.ids, copied(self.arrays), self.slots, kept)
 
 
-@dataclass(frozen=True)
-class Continued:
-    """What a next text has of one before it: the state, if any of it is of use, why no more, and the copy that is still
-    there."""
-
-    before: Before | None
-    why: str = ""
-    kept: KeptArrays | None = None
-
-
 def copied(arrays: StateArrays) -> StateArrays:
     """In buffers of their own."""
     return {name: jnp.copy(array) for name, array in arrays.items()}
 
 
-def continued(model: CompiledModel, text: TextState | None, ids: Sequence[int]) -> Continued:
-    """What the text `ids` can go on from. At least its last token is read: a state tells no logits."""
+def continued(
+    model: CompiledModel, text: TextState | None, ids: Sequence[int]
+) -> tuple[Before | None, str, KeptArrays | None]:
+    """What the text `ids` can go on from: the state, if any of it is of use, why no more, and the copy that is still
+    there. At least its last token is read: a state tells no logits."""
     if text is None:
-        return Continued(None)
+        return None, "", None
     same, held = common(text.ids, ids), len(text.ids)
     at = wanted = min(same, len(ids) - 1)
     if at == 0:
-        return Continued(None, f"the text differs from its first token on, and all {held} tokens held were dropped")
+        return None, f"the text differs from its first token on, and all {held} tokens held were dropped", None
     arrays, why, kept = text.arrays, "", text.kept
     if at < held and not can_cut(model, text, at):
         if text.kept is None or not 0 < text.kept.at <= at or not can_cut(model, text, text.kept.at, text.kept.arrays):
-            return Continued(
-                None, f"the text differs at token {same} of {held} that were held, and its state cannot be taken back"
-            )
+            why = f"the text differs at token {same} of {held} that were held, and its state cannot be taken back"
+            return None, why, None
         at = text.kept.at
         arrays = {**arrays, **copied(text.kept.arrays)}  # the request writes into these, and may be asked for again
     if at < held:  # what moves a state to other slots goes by its length
@@ -86,7 +78,7 @@ def continued(model: CompiledModel, text: TextState | None, ids: Sequence[int]) 
     if same < min(held, len(ids)):
         why = f"the text differs at token {same} of {held} that were held" + (f"; {why}" if why else "")
     before = Before(arrays, (0,), (at,), text.slots, consumed=True)
-    return Continued(before, why, kept if kept is not None and kept.at <= at else None)
+    return before, why, kept if kept is not None and kept.at <= at else None
 
 
 def can_cut(model: CompiledModel, text: TextState, at: int, besides: Collection[str] = ()) -> bool:

@@ -33,12 +33,8 @@ class PromptPart(NamedTuple):
     tokens: int
 
 
-class PlanKeys(NamedTuple):
-    """The programs of a plan: those that read the prompts, those that read what all begin with, and the loop."""
-
-    parts: tuple[ProgramKey, ...]
-    shared: tuple[ProgramKey, ...]
-    loop: ProgramKey
+PlanKeys = tuple[tuple[ProgramKey, ...], tuple[ProgramKey, ...], ProgramKey]
+"""The programs of a plan: those that read the prompts, those that read what all begin with, and the loop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +94,13 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     parts = parts_of(buckets, limit, max(lengths) - fresh, max(lengths), request.mark)
     shared = parts_of(buckets, limit, 0, request.shared) if request.shared else ()
     keys = plan_keys(lm, request, method, top, sizes, (read, alone), (parts, shared))
-    for key in (keys.loop, *keys.parts, *keys.shared):
+    for key in (keys[2], *keys[0], *keys[1]):
         lm.model.programs.check_compiled(key)
     runner = lm.model.as_program("extend")
     readers, shared_readers = (tuple(BoundProgram(runner, key) for key in part) for part in keys[:2])
     return RequestPlan(
         request, method, request.sampler.knobs(lm.vocab_size, method.biased), top, ends, sizes, read, alone, parts,
-        shared, readers, shared_readers, BoundProgram(runner, keys.loop),
+        shared, readers, shared_readers, BoundProgram(runner, keys[2]),
     )  # fmt: skip
 
 
@@ -125,17 +121,17 @@ def plan_keys(
         state = {**inputs.sizes, **sizes.state}
         variant = Variant(True, logits, inputs.given)
         if drafter is None:
-            around: Any = DecodeLoop(method, lm.first_input, loop.steps, loop.early, top)
+            around: Any = DecodeLoop(method, model.first_input, loop.steps, loop.early, top)
             key = model.as_program("extend").sized({**state, "seq": 1}, variant)
         else:
             verify = model.as_program("verify")
             variant = replace(variant, spare=drafter.tokens, hidden=drafter.hidden)
             back = model.programs.template(verify.key(inputs.given, logits)).taken_back
-            around = VerifyLoop(method, lm.first_input, loop.steps, drafter.bound(sizes.state), back)
+            around = VerifyLoop(method, model.first_input, loop.steps, drafter.bound(sizes.state), back)
             key = verify.sized({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
         readers = reader_keys(model, widths, {**state, "batch": rows[0]}, variant, behind)
         alone = reader_keys(model, shared, {**state, "batch": rows[1]}, replace(variant, hidden=False))
-        return PlanKeys(readers, alone, replace(key, around=around))
+        return readers, alone, replace(key, around=around)
 
     if drafter is not None:
         return find()

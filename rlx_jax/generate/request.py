@@ -56,7 +56,7 @@ class GenerateOptions(StreamOptions, total=False):
 class LanguageModel:
     """A model that generates, with what a request needs to know of it; fields as in `CausalLM`.
 
-    `first_input` is the name of its token ids; `inputs` are the inputs that a request brings with them, by name.
+    `inputs` are the inputs that a request brings beside its token ids, by name.
     """
 
     model: CompiledModel
@@ -66,7 +66,6 @@ class LanguageModel:
     buckets: Buckets
     bos_id: int | None
     eos_ids: tuple[int, ...]
-    first_input: str
     inputs: Mapping[str, InputDecl]
 
     @property
