@@ -157,11 +157,8 @@ class Conversation:
         self._text = None
         before, why, kept = continued(model, text, taken.ids)
         if text is not None and request.drafter is not None and request.drafter.hidden:
-            before, why, kept = (
-                None,
-                "the module for drafts reads hidden states of all tokens, which no state has",
-                None,
-            )
+            before = kept = None
+            why = "the module for drafts reads hidden states of all tokens, which no state has"
         leaves, ours = self._leaves(taken), self._number
         mark = self._mark(taken, 0 if before is None else before.lengths[0], leaves)
         lacking = kept is None or not set(leaves) <= set(kept.arrays)  # a text may grow over a window

@@ -100,7 +100,7 @@ class DraftModel(ProgramDrafter):
         start = (dict(own.state), rows.ids, rows.seen, rows.running)
         (state, *_), (*steps, after) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
         before = {name: own.state[name] for name, _ in self.carried}
-        return Drafts.of_steps(*steps, count), replace(own, kept=(before, after), state=state)
+        return Drafts.of_steps(count, *steps), replace(own, kept=(before, after), state=state)
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
         """The state after the tokens that were taken."""

@@ -96,7 +96,7 @@ class MtpModule(ProgramDrafter):
         begin: Any = (state, ids, hidden, seen, fine)
         (state, *_), others = lax.scan(step, begin, jnp.arange(1, self.tokens, dtype=jnp.int32))
         steps: Any = jax.tree.map(lambda a, more: jnp.concatenate([a[None], more]), (ids, fine, wanted), others)
-        return Drafts.of_steps(*steps, self.tokens), replace(own, state=state | {LENGTH: held})
+        return Drafts.of_steps(self.tokens, *steps), replace(own, state=state | {LENGTH: held})
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
         """Each token that was taken, with what the model's head read for it."""

@@ -47,7 +47,7 @@ class Drafts:
     logits: Any = None
 
     @staticmethod
-    def of_steps(ids: Array, fine: Array, logits: Array | None, steps: int) -> Drafts:
+    def of_steps(steps: int, ids: Array, fine: Array, logits: Array | None) -> Drafts:
         """Those of the first `steps`: ids `[n, B]`, whether they are drafts, `[n, B]` bool, and logits `[n, B, V]`."""
         logits = None if logits is None else logits[:steps].swapaxes(0, 1)
         return Drafts(ids[:steps].T, fine[:steps].sum(axis=0, dtype=jnp.int32), logits)

@@ -114,8 +114,7 @@ class BlockTimes:
             SaveFailedError: it cannot be written.
         """
         try:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(self.flame_graph())
+            Path(path).write_text(self.flame_graph(), encoding="utf-8")
         except OSError as error:
             raise SaveFailedError(f"flame graph {quote(os.fspath(path))}: not written: {error.strerror}") from error
 
