@@ -75,10 +75,8 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
             f"score: a text of {longest} tokens, and buckets.prompt = {list(buckets.prompt)}; score less at once, or "
             "add a bucket to the profile"
         )
-    if max_positions is None or max_positions > SHORT[-1]:
-        widths = list(buckets.prompt or LONG)
-    else:
-        widths = list(buckets.prompt or SHORT)
+    is_long = max_positions is None or max_positions > SHORT[-1]
+    widths = list(buckets.prompt or (LONG if is_long else SHORT))
     if max_positions is not None and not buckets.prompt:
         widths = [w for w in widths if w < max_positions]
         widths = [*widths[: 6 if max_positions > LONG[-1] else None], max_positions]

@@ -65,9 +65,7 @@ def bind_names(
         if name in given:
             raise UnboundInputError(f"{flow}: input {quote(name)} is given by position and by name")
         given[name] = value
-    given = {n: v for n, v in given.items() if v is not None}
-    check_all_given([d.name for d in decls if not d.optional], given, flow)
-    return given
+    return {n: v for n, v in given.items() if v is not None}
 
 
 def check_all_given(names: Iterable[str], given: Collection[str], flow: str) -> None:

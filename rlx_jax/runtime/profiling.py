@@ -98,12 +98,7 @@ def profile_calls(
         return jax.numpy.copy(value) if name in consumed and isinstance(value, jax.Array) else value
 
     copies = [
-        ({name: fresh(name, value) for name, value in given.items()}, None if state is None else state.copy())
+        {name: fresh(name, value) for name, value in given.items()} | ({} if state is None else {"state": state.copy()})
         for _ in range(runs + 1)
     ]
-
-    def run() -> Any:
-        values, held = copies.pop()
-        return call(**values) if held is None else call(**values, state=held)
-
-    return profile_run([programs], run, runs)
+    return profile_run([programs], lambda: call(**copies.pop()), runs)
