@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -18,17 +18,16 @@ from rlx_jax.ir.types import is_float
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import finish_models
-from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report
-from rlx_jax.text.opening import TokenizerLike, open_tokenizer, refuse_call
+from rlx_jax.text.opening import OpenedModel, TokenizerLike, open_tokenizer
 from rlx_jax.text.padding import padded_to
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 
-class DualEncoder:
+class DualEncoder(OpenedModel):
     """Two towers over one set of parameters.
 
     Args:
@@ -41,7 +40,7 @@ class DualEncoder:
             have them.
     """
 
-    loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
+    _methods = "embed(texts), embed_images(images) and similarity(texts, images) give vectors and how alike they are"
 
     @suggests(*CompileOptions.__annotations__)
     def __init__(
@@ -64,12 +63,6 @@ class DualEncoder:
         pooled_width(first)  # or it says what is missing
         self.images = VisionEncoder(second, processor=processor)
         self.compare = third[0] if third else None
-
-    def __call__(self, *args: Any, **named: Any) -> NoReturn:
-        """Refuse the call: several methods may be meant, and the RequestError names them."""
-        refuse_call(
-            self, "embed(texts), embed_images(images) and similarity(texts, images) give vectors and how alike they are"
-        )
 
     def __repr__(self) -> str:
         return f"DualEncoder({self.texts!r}, {self.images!r})"

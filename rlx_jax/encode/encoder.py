@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -24,10 +24,10 @@ from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.inputs import as_host_array, check_input_names, whole_number
-from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import (
+    OpenedModel,
     TokenizerLike,
     check_hidden,
     check_positions,
@@ -36,7 +36,6 @@ from rlx_jax.text.opening import (
     open_token_model,
     open_tokenizer,
     primary,
-    refuse_call,
 )
 from rlx_jax.text.padding import check_buckets, check_sizes, cropped
 from rlx_jax.text.requests import NO_TOKENIZER, Ids, id_list, keep_mask, row_lengths, split_prompts, token_block
@@ -53,7 +52,7 @@ _BUCKETS = (
 )
 
 
-class Encoder:
+class Encoder(OpenedModel):
     """`flow` maps ids `[batch, seq]` to hidden states `[batch, seq, hidden]`; a decoder is one without its head, as
     `dataclasses.replace(recipe, hidden_only=True)` makes it. A text has those that it has alone: where
     rows are padded, the flow is proved to read no padding, or else they run at their own lengths; see `packing` and
@@ -71,7 +70,9 @@ class Encoder:
             loading and compiling are: see `rlx_jax.compiler.executable.Progress`.
     """
 
-    loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
+    _methods = (
+        "embed(texts) gives vectors, hidden_states(tokens) those of every token, model(tokens) every output of the flow"
+    )
 
     @suggests(*CompileOptions.__annotations__)
     def __init__(
@@ -101,22 +102,8 @@ class Encoder:
         self.width = int(self.model.template().built.primary_shape[-1])
         self._read: RequestReport | None = None
 
-    def __call__(self, *args: Any, **named: Any) -> NoReturn:
-        """Refuse the call: several methods may be meant, and the RequestError names them."""
-        refuse_call(
-            self,
-            "embed(texts) gives vectors, hidden_states(tokens) those of every token, "
-            "model(tokens) every output of the flow",
-        )
-
     def __repr__(self) -> str:
         return in_one_line("Encoder", self.model, self.vocab_size, self.max_positions)
-
-    def __str__(self) -> str:
-        return str(self.model)
-
-    def _repr_html_(self) -> str:
-        return self.model._repr_html_()
 
     def hidden_states(self, tokens: Any, lengths: Any = None, **inputs: Any) -> jax.Array:
         """The last hidden state: tokens `[B, S]` ints → `[B, S, H]` float32.

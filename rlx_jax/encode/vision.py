@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NoReturn, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -20,17 +20,16 @@ from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import open_model
 from rlx_jax.runtime.inputs import as_host_array
-from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.opening import primary, refuse_call
+from rlx_jax.text.opening import OpenedModel, primary
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 BATCH = 32
 
 
-class VisionEncoder:
+class VisionEncoder(OpenedModel):
     """`flow` maps pixel values `[batch, channels, height, width]` to hidden states `[batch, tokens, hidden]`; its side
     output `pooled` is one vector for each image.
 
@@ -42,7 +41,10 @@ class VisionEncoder:
             loading and compiling are: see `rlx_jax.compiler.executable.Progress`.
     """
 
-    loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
+    _methods = (
+        "embed(images) gives vectors, hidden_states(pixel_values) those of every patch, model(pixel_values) every "
+        "output of the flow"
+    )
 
     @suggests(*CompileOptions.__annotations__)
     def __init__(
@@ -60,22 +62,8 @@ class VisionEncoder:
         self.channels = check_images(self.model)
         self._read: RequestReport | None = None
 
-    def __call__(self, *args: Any, **named: Any) -> NoReturn:
-        """Refuse the call: several methods may be meant, and the RequestError names them."""
-        refuse_call(
-            self,
-            "embed(images) gives vectors, hidden_states(pixel_values) those of every "
-            "patch, model(pixel_values) every output of the flow",
-        )
-
     def __repr__(self) -> str:
         return f"VisionEncoder({self.model.name}: {self.channels} channels, target {self.model.settings.target})"
-
-    def __str__(self) -> str:
-        return str(self.model)
-
-    def _repr_html_(self) -> str:
-        return self.model._repr_html_()
 
     @suggests()
     def hidden_states(self, pixel_values: Any) -> jax.Array:

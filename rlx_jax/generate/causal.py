@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -40,18 +40,17 @@ from rlx_jax.generate.warming import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
-from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.opening import (
+    OpenedModel,
     TokenizerLike,
     check_logits,
     in_one_line,
     known_positions,
     open_token_model,
     open_tokenizer,
-    refuse_call,
 )
 from rlx_jax.text.padding import check_buckets
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
@@ -62,7 +61,7 @@ PromptLike = TypeVar("PromptLike", str, list[str], list[int], list[list[int]])
 """Prompts whose answers have their type."""
 
 
-class CausalLM:
+class CausalLM(OpenedModel):
     """A causal language model: `flow` maps token ids `[batch, seq]` to logits `[batch, seq, vocab]`.
 
     Args:
@@ -74,7 +73,9 @@ class CausalLM:
         options: also `progress`, told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
 
-    loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
+    _methods = (
+        "logits(tokens) gives logits, generate(prompts) text or token ids, model(tokens) every output of the flow"
+    )
 
     @suggests(*CompileOptions.__annotations__)
     def __init__(
@@ -110,21 +111,8 @@ class CausalLM:
     def eos_ids(self, ids: int | Sequence[int]) -> None:
         self._eos_ids = tuple(id_list([ids] if isinstance(ids, int | np.integer) else ids, self.vocab_size, "eos_ids"))
 
-    def __call__(self, *args: Any, **named: Any) -> NoReturn:
-        """Refuse the call: several methods may be meant, and the RequestError names them."""
-        refuse_call(
-            self,
-            "logits(tokens) gives logits, generate(prompts) text or token ids, model(tokens) every output of the flow",
-        )
-
     def __repr__(self) -> str:
         return in_one_line("CausalLM", self.model, self.vocab_size, self.max_positions)
-
-    def __str__(self) -> str:
-        return str(self.model)
-
-    def _repr_html_(self) -> str:
-        return self.model._repr_html_()
 
     # -- programs ----------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
 from rlx_jax.runtime.compiling import open_model
 from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from rlx_jax.weights.format import OpenOptions
@@ -118,13 +119,23 @@ def check_hidden(model: CompiledModel, vocab_size: int) -> None:
         )
 
 
-def refuse_call(what: object, instead: str) -> NoReturn:
-    """Refuse `lm(tokens)`, which may mean logits, text or all outputs.
+class OpenedModel:
+    """What `CausalLM`, `Encoder` and their like have in common: they are printed as the blocks of their model, and are
+    no functions, as `lm(tokens)` may mean logits, text or all outputs."""
 
-    Raises:
-        RequestError: names the methods to use `instead`.
-    """
-    raise RequestError(f"{type(what).__name__}: call one of its methods: {instead}")
+    model: CompiledModel
+    loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
+    _methods: str
+
+    def __call__(self, *args: Any, **named: Any) -> NoReturn:
+        """Refuse the call: several methods may be meant, and the RequestError names them."""
+        raise RequestError(f"{type(self).__name__}: call one of its methods: {self._methods}")
+
+    def __str__(self) -> str:
+        return str(self.model)
+
+    def _repr_html_(self) -> str:
+        return self.model._repr_html_()
 
 
 @runtime_checkable
