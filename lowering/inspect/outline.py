@@ -1,23 +1,67 @@
-"""What a model is, as a table: each block with what leaves it, its parameters, FLOPs and bytes."""
+"""What a program takes, counted on its ops, and the table of its blocks: output, parameters, FLOPs and bytes."""
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlx_jax.ir.graph import Graph, Input
+from rlx_jax.ir.graph import Graph, Input, Mir
 from rlx_jax.ir.paths import LayerIndex, Path, path_text
 from rlx_jax.ir.table import TextTable
 from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.inspect.costs import Cost, total
-from rlx_jax.lowering.inspect.costs import costs as block_costs
+from rlx_jax.lowering.mir.small import live
 
 HEAD = ("block", "output", "params", "FLOPs", "bytes")
 WIDTHS = (29, 22, 7, 7, 7)
 """Of the columns; with what stands between them no line is longer than 80 characters."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one run of a program, layers as often as they run (XLA counts a scan's body once).
+
+    flops: multiply-adds × 2 of all contractions. bytes: what its ops read and write, each as if it ran alone: a bound
+    from above, as XLA fuses. workspace: scratch memory of the op that needs most.
+    """
+
+    flops: int = 0
+    bytes: int = 0
+    workspace: int = 0
+
+    def then(self, other: Cost, times: int = 1) -> Cost:
+        """This, and `times` that after it."""
+        return Cost(
+            self.flops + times * other.flops, self.bytes + times * other.bytes, max(self.workspace, other.workspace)
+        )
+
+
+def costs(graph: Graph, times: int = 1) -> dict[Path, Cost]:
+    """The cost of each block of a MIR program of static sizes, as often as it runs: of the nodes that something
+    needs."""
+    found: dict[Path, Cost] = {}
+    for node in (graph.nodes[number] for number in sorted(live(graph))):
+        op, operands = node.op, [graph.type(v) for v in node.inputs]
+        parts = [part for region in op.regions() for part in costs(region, op.iterations()).items()]
+        if isinstance(op, Mir):
+            counts = (count(operands, node.types) for count in (op.flops, op.bytes, op.workspace))
+            parts.append((node.origin.path, Cost(*counts)))
+        for path, each in parts:
+            found[path] = found.get(path, Cost()).then(each, times)
+    return found
+
+
+def total(parts: Iterable[Cost]) -> Cost:
+    """One after the other."""
+    return functools.reduce(Cost.then, parts, Cost())
+
+
+def cost(graph: Graph) -> Cost:
+    """The cost of a MIR program of static sizes."""
+    return total(costs(graph).values())
 
 
 @dataclass(frozen=True)
@@ -83,21 +127,23 @@ def outline(
     are no FLOPs."""
     found = {path: (row.output, row.count) for path, row in block_rows(blocks).items()}
     count = sum(count for _, count in found.values())
-    costs = {} if mir is None else block_costs(mir)
+    of_blocks = {} if mir is None else costs(mir)
     iterations = _iterations(blocks)
-    paths = list(dict.fromkeys([*found, *(path for path in costs if path not in found)]))
+    paths = list(dict.fromkeys([*found, *(path for path in of_blocks if path not in found)]))
     rows: list[OutlineRow] = []
     for around, inside in _groups(paths):
-        parts = [OutlineRow(p, *found.get(p, ("", 0)), None if mir is None else costs.get(p, Cost())) for p in inside]
+        parts = [
+            OutlineRow(p, *found.get(p, ("", 0)), None if mir is None else of_blocks.get(p, Cost())) for p in inside
+        ]
         if around:
-            of_layer = None if mir is None else total(costs.get(p, Cost()) for p in inside)
+            of_layer = None if mir is None else total(of_blocks.get(p, Cost()) for p in inside)
             output = next((part.output for part in reversed(parts) if part.path == around), "")
             parts = [part for part in parts if part.path != around]
             params = sum(found.get(p, ("", 0))[1] for p in inside)
             rows.append(OutlineRow(around, output, params, of_layer, iterations.get(around, 1)))
         rows += parts
     outputs = dict(zip(blocks.output_names, (blocks.type(v) for v in blocks.outputs), strict=True))
-    whole = None if mir is None else total(costs.values())
+    whole = None if mir is None else total(of_blocks.values())
     return Outline(name, inputs, outputs, tuple(rows), count, whole, dict(sizes))
 
 

@@ -27,7 +27,7 @@ from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.division import on_one
 from rlx_jax.lowering.inspect.buffers import activation_bytes
-from rlx_jax.lowering.inspect.costs import cost
+from rlx_jax.lowering.inspect.outline import cost
 from rlx_jax.lowering.lir.plan import Lir, state_types
 
 SLACK = 2**16  # bytes: alignment and small constants

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from rlx_jax.compiler.compile_cache import compile_lowered
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import GraphError, ProfileError, first_line
-from rlx_jax.lowering.inspect.costs import Cost, cost
+from rlx_jax.lowering.inspect.outline import Cost, cost
 from rlx_jax.lowering.lir.donation import DonationProof, examine
 from rlx_jax.lowering.lir.implementations import without_deprecation
 from rlx_jax.lowering.lir.plan import Lir

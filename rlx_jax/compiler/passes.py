@@ -23,8 +23,7 @@ from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.division import divide, undivided
 from rlx_jax.lowering.fusion import Fused, Place
 from rlx_jax.lowering.hir.derive import derive
-from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
-from rlx_jax.lowering.hir.weights import orient, pad_vocabulary, unpack
+from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.head import up_to_head
 from rlx_jax.lowering.mir.small import (

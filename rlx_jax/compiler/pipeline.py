@@ -49,8 +49,7 @@ from rlx_jax.lowering.hir import explicit, rows
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.hir.rules import ring_sizes
 from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of, packed_rows
-from rlx_jax.lowering.inspect.costs import Cost, cost
-from rlx_jax.lowering.inspect.outline import Outline, outline
+from rlx_jax.lowering.inspect.outline import Cost, Outline, cost, outline
 from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_all, has_triton, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
@@ -70,14 +69,22 @@ class Template:
     hir: Graph
     mir: Graph
     bounds: Bounds
-    state: Mapping[str, TensorType]
     scan: bool
-    rings: Mapping[str, int]
     optional: tuple[Input, ...]
     types: TypeCache
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
     fusion: FusionReport
+
+    @functools.cached_property
+    def state(self) -> Mapping[str, TensorType]:
+        """The arrays of its state."""
+        return state_types(self.mir, self.scan)
+
+    @functools.cached_property
+    def rings(self) -> Mapping[str, int]:
+        """The dimensions of its rings; see `ring_sizes`."""
+        return ring_sizes(self.hir)
 
     @functools.cached_property
     def symbols(self) -> frozenset[str]:
@@ -173,7 +180,6 @@ def make_template(
     fusion = fusion_report(ran.lowered, ran.graph, ran.places, left)
     if settings.profile.fusion.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
-    state, rings = state_types(ran.graph, settings.plan.scan), ring_sizes(ran.blocks)
     seconds = {"build": build_s, **ran.seconds}
     read = without_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
     bounds = bounds_of(read, settings.max_positions or built.max_positions)
@@ -184,18 +190,7 @@ def make_template(
     adds = {"explicit": explicit.optional_inputs, "padded": rows.optional_inputs}.get(job.program)
     optional = () if adds is None else adds(built.hir)
     return Template(
-        built,
-        ran.blocks,
-        ran.graph,
-        bounds,
-        state,
-        settings.plan.scan,
-        rings,
-        optional,
-        built.types,
-        seconds,
-        ran.nodes,
-        fusion,
+        built, ran.blocks, ran.graph, bounds, settings.plan.scan, optional, built.types, seconds, ran.nodes, fusion
     )
 
 

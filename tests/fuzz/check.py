@@ -17,7 +17,7 @@ from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Pa
 from rlx_jax.ir.paths import bind_path
 from rlx_jax.ir.region import Repeat, roll
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
+from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.plan import programs_of, state_types
 from rlx_jax.lowering.lower import expand_composites, lower

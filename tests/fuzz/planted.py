@@ -16,7 +16,7 @@ from rlx_jax.ir import hir, region, rewrite
 from rlx_jax.ir.ops import attention, fused, linalg, norm, pointwise, reduce
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.lowering import lower
-from rlx_jax.lowering.hir import merge
+from rlx_jax.lowering.hir import weights
 from rlx_jax.lowering.lir import interpret
 from rlx_jax.lowering.mir import small
 from tests.fuzz import check
@@ -97,13 +97,13 @@ PASS_FAULTS = (
 """In passes, in the rewriting that they share, and in rolling."""
 
 LOWERING_FAULTS = (
-    Fault("pieces of a merged Linear come in reverse order", merge, "_merge", "hir.Split(sizes, shards)",
+    Fault("pieces of a merged Linear come in reverse order", weights, "_merge", "hir.Split(sizes, shards)",
         "hir.Split(sizes[::-1], shards)", "block"),
-    Fault("merged biases come in reverse order", merge, "_merge", "_param(graph, n.inputs[2]) for n in nodes]",
+    Fault("merged biases come in reverse order", weights, "_merge", "_param(graph, n.inputs[2]) for n in nodes]",
         "_param(graph, n.inputs[2]) for n in nodes[::-1]]", "block"),
-    Fault("Linears with and without a bias merge", merge, "_groups", "(node.inputs[0], node.op,",
+    Fault("Linears with and without a bias merge", weights, "_groups", "(node.inputs[0], node.op,",
         "(node.inputs[0], node.op.contract,", "block"),
-    Fault("Linears of different values merge", merge, "_groups", "(node.inputs[0], node.op,", "(node.op,", "block"),
+    Fault("Linears of different values merge", weights, "_groups", "(node.inputs[0], node.op,", "(node.op,", "block"),
     Fault("k and v change places", lower, "attention", "*inputs)", "inputs[0], inputs[2], inputs[1], *inputs[3:])",
         "block"),
     Fault("zero β takes the offset along", lower, "rms_norm", "op.eps, op.offset", "op.eps", "block"),
