@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from rlx_jax.ir import hir
@@ -42,11 +42,16 @@ def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:
         weight = b.nodes[inputs[1].node].op
         if not isinstance(weight, Param) or not free.issuperset(weight.programs):
             return None
-        programs = tuple(transposed(p) for p in weight.programs)
-        turned = b.leaf(Param(programs, type=programs[0].type))
+        turned = b.leaf(param_of(map(transposed, weight.programs)))
         return b.add(replace(node.op, contract=contract), inputs[0], turned, *inputs[2:])
 
     return dce(rewrite(graph, everywhere(fn), types, f"orient_{layout}"), types)
+
+
+def param_of(programs: Iterable[Program]) -> Param:
+    """The parameter that has one of these programs in each layer."""
+    first, *others = programs
+    return Param((first, *others), type=first.type)
 
 
 def transposed(program: Program) -> Program:
@@ -83,11 +88,7 @@ def pad_vocabulary(graph: Graph, division: Division, types: TypeCache) -> Graph:
         return None
 
     def with_padding(b: Builder, param: Param) -> Value:
-        programs = []
-        for program in param.programs:
-            found = wanted(program)
-            programs.append(program if found is None else padded(program, *found))
-        return b.leaf(Param(tuple(programs), type=programs[0].type))
+        return b.leaf(param_of(padded(p, *found) if (found := wanted(p)) else p for p in param.programs))
 
     def enter(inner: Graph) -> Rewrite:
         def param(value: Value) -> Param | None:
@@ -164,7 +165,11 @@ def columns(
     if len(params) < len(node.inputs) - 1 or not all(is_packed(p.programs[0], division) for p in params):
         return None
     across = 1 - node.op.contract if isinstance(node.op, hir.Linear) else 0
-    parts = [_part(p, 0 if number else across, start, stop) for number, p in enumerate(params)]
+    axes = [across, *[0] * len(params)]
+    parts = [
+        param_of(sliced(p, axis, start, stop) for p in param.programs)
+        for param, axis in zip(params, axes, strict=False)
+    ]
     role = of_program(parts[0].programs[0], division.roles)[across]
     if isinstance(node.op, hir.Linear):
         with b.at(node.origin):
@@ -180,11 +185,6 @@ def is_packed(program: Program, division: Division) -> bool:
     """Whether an axis of a parameter is several parts, of which devices divide one."""
     axes = (role for role in of_program(program, division.roles) if isinstance(role, Parts))
     return any(division.parts(role) > 1 for axis in axes for _, role in axis.of)
-
-
-def _part(param: Param, axis: int, start: int, stop: int) -> Param:
-    programs = tuple(sliced(program, axis, start, stop) for program in param.programs)
-    return Param(programs, type=programs[0].type)
 
 
 def _read(graph: Graph) -> list[Program]:
@@ -314,8 +314,7 @@ def _concat(params: list[Param], axis: int, shards: int) -> Param:
         )
         return concat(tuple(pieces), axis)
 
-    programs = tuple(map(merged, zip(*(p.programs for p in params), strict=True)))
-    return Param(programs, type=programs[0].type)
+    return param_of(map(merged, zip(*(p.programs for p in params), strict=True)))
 
 
 def merge_ropes(graph: Graph, types: TypeCache) -> Fused:

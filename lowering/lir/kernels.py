@@ -67,7 +67,6 @@ def with_gradient_of(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]]
     return with_gradient
 
 
-AnyArray = Any
 PROGRAMS = 128
 """Programs of a kernel that one Hopper runs at once, about."""
 
@@ -146,7 +145,6 @@ def following_states(ready: Any, start: AnyArray) -> tuple[AnyArray, AnyArray, A
     return *apart, last.reshape(start.shape)
 
 
-AnyArray = Any
 COMPARED = 2048
 """Choices that are sorted by comparing each with each, in 10 µs; sorting takes 50."""
 

@@ -12,7 +12,7 @@ from rlx_jax.compiler import module_json
 from rlx_jax.compiler.module_builder import ModuleBuilder
 from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
-from rlx_jax.compiler.settings import FUSION_POLICIES, own_policy, plain
+from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, plain
 from rlx_jax.errors import GraphError, did_you_mean, quote, shown
 from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
@@ -391,7 +391,7 @@ class BuiltModel(Built):
         Raises:
             DeriveError: it asks to be `explicit` and cannot.
         """
-        policy, graph = own_policy(self), self.hir
+        policy, graph = choose_profile(self, None).fusion.policy, self.hir
         if self.program != "forward":
             graph = run_passes(graph, Job(plain(policy), self.types, self.program), stop="derive").graph
         return GraphModule.of(graph, self.stage, self.types, policy=policy, plan=self.plan)

@@ -36,9 +36,10 @@ DIMENSIONS = {"prompt": "seq", "batch": "batch", "context": "context"}
 
 @dataclass(frozen=True)
 class Buckets:
-    """Sizes in rising order; an empty list allows every size. `on_recompile` is allow, warn or error; `programs` are
-    the compiled programs that are kept, `spare` the slots of a ring beside its window. Over a mesh `share` is how many
-    parts the rows are divided into.
+    """Sizes, which are put in rising order; an empty list allows every size.
+
+    `on_recompile` is allow, warn or error; `programs` are the compiled programs that are kept, `spare` the slots of a
+    ring beside its window. Over a mesh `share` is how many parts the rows are divided into.
 
     `prompt` counts tokens of a prompt, `batch` rows, `context` slots of a cache.
     """
@@ -51,13 +52,9 @@ class Buckets:
     spare: int = 0
     share: int = 1
 
-    @classmethod
-    def ordered(
-        cls, prompt: Iterable[int], batch: Iterable[int], context: Iterable[int], on_recompile: str, **others: int
-    ) -> Buckets:
-        """Each list in order, without repetitions."""
-        first, second, third = (tuple(sorted(set(sizes))) for sizes in (prompt, batch, context))
-        return cls(first, second, third, on_recompile, **others)
+    def __post_init__(self) -> None:
+        for name in DIMENSIONS:
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
 
     @property
     def largest_chunk(self) -> int | None:
@@ -171,17 +168,13 @@ def choose_settings(built: Built, profile: CompileProfile | None, merge: bool, p
         return settings_for(choose_profile(built, profile), built.source, built.keys_read, merge, program)
     if profile is not None:
         raise GraphError(f"{built.name}: a module at lir is planned and takes no profile; compile its into_mir()")
-    return settings_of(built.plan)
+    # Nothing is left to choose: it runs as its plan says.
+    return replace(plain(target=built.plan.target), plan=replace(built.plan, choices={}, unread=()))
 
 
 def choose_profile(built: Built, profile: CompileProfile | None) -> CompileProfile:
     """The given profile, else the flow's own, else `auto`."""
     return profile or built.profile or CompileProfile.auto()
-
-
-def own_policy(built: Built) -> str:
-    """How blocks become tensor ops, as the flow's own profile says."""
-    return choose_profile(built, None).fusion.policy
 
 
 def settings_for(
@@ -225,8 +218,11 @@ def settings_for(
             compiler_options=dict(sorted(backend.compiler_options.items())),
         ),
         kv=None if precision.kv == "auto" else as_dtype(precision.kv),
-        buckets=Buckets.ordered(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
-        loop=choose_loop(backend, target),
+        buckets=Buckets(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
+        loop=Loop(
+            STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch,
+            target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early),
+        ),
     )
 
 
@@ -244,12 +240,6 @@ def differences(first: Settings, other: Settings) -> list[str]:
     return [*places, *(name for name in names if getattr(first, name) != getattr(other, name))]
 
 
-def choose_loop(backend: Backend, target: str) -> Loop:
-    """As the table of the backend says."""
-    steps = STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch
-    return Loop(steps, target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early))
-
-
 @functools.cache
 def plain(policy: str = "direct", target: str = "cpu") -> Settings:
     """Settings that change nothing: no pass runs but those that make a program what it is."""
@@ -259,11 +249,6 @@ def plain(policy: str = "direct", target: str = "cpu") -> Settings:
         without=frozenset({"layout", "fusion", "cleaning"}),
         plan=Plan(target, scan=False, donate_state=False),
     )
-
-
-def settings_of(plan: Plan) -> Settings:
-    """What is left to choose for a program at LIR: nothing. It runs as its plan says."""
-    return replace(plain(target=plan.target), plan=replace(plan, choices={}, unread=()))
 
 
 def supported(device: Device) -> str:

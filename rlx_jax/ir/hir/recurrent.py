@@ -273,9 +273,6 @@ def rows_behind(b: Builder, x: Value, width: int, start: Sequence[Value] | None,
     return RowsBehind(rows, in_dtype(b, tail, F32 if is_float(kind.dtype) else kind.dtype), past)
 
 
-F32 = np.dtype(np.float32)
-
-
 @dataclass(frozen=True)
 class TimeSteps(Hir):
     """How far a recurrence goes at each token, and how fast each head forgets: t `[B,S,H]`, bias `[H]`, A_log `[H]` →
