@@ -234,7 +234,7 @@ class GraphModule(ModuleBuilder):
 
     def topo_order(self) -> tuple[Value, ...]:
         """The first result of every node, operands before those that read them."""
-        return tuple(self.wrap(Value(n)) for n in queries.topo_order(self._snapshot()))
+        return tuple(self.wrap(Value(n)) for n in range(len(self._snapshot().nodes)))
 
     def reverse_topo(self) -> tuple[Value, ...]:
         """The same, readers first."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,26 +44,18 @@ def types_of(result: Any) -> tuple[TensorType, ...]:
     return tuple(TensorType(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
 
 
-class Formula(Protocol):
-    """An op as far as its types go."""
-
-    def eval(self, *arrays: Any) -> Any: ...
-
-    def __hash__(self) -> int: ...
-
-
 def as_in_jit() -> AbstractContextManager[None]:
     """Return a context that traces loops as loops, whatever `jax_disable_jit` is: symbolic sizes have no numbers."""
     return jax.disable_jit(False)
 
 
-def traced_types(op: Formula, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+def traced_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     """The types of `op.eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         return types_of(jax.eval_shape(op.eval, *(t.spec for t in operands)))
 
 
-def kept_types(op: Formula, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+def kept_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     """`traced_types` of an op whose attributes are values, kept for all builds of a process: tracing one op takes
     longer than everything else that is done for it."""
     names = getattr(op, "__dataclass_fields__", ())
@@ -74,7 +66,7 @@ def kept_types(op: Formula, operands: tuple[TensorType, ...]) -> tuple[TensorTyp
 
 @functools.lru_cache(2**14)
 def _kept(
-    op: Formula, operands: tuple[TensorType, ...], kinds: tuple[type, ...], formula: Callable[..., Any], wide: bool
+    op: Any, operands: tuple[TensorType, ...], kinds: tuple[type, ...], formula: Callable[..., Any], wide: bool
 ) -> tuple[TensorType, ...]:
     """`kinds`, `formula` and `wide` tell apart what has other types."""
     return traced_types(op, operands)

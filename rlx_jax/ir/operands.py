@@ -134,8 +134,10 @@ def _has_shape(op: Any, shape: tuple[DimLike, ...], dims: tuple[str, ...], sizes
     lead = next((i for i, dim in enumerate(dims) if dim.startswith("…")), None)
     if lead is not None:
         count = len(shape) - len(dims) + 1
-        axes = shape[lead : lead + max(count, 0)]
-        if count < 0 or (dims[lead] != "…" and sizes.setdefault(dims[lead], axes) != axes):
+        axes, name = shape[lead : lead + max(count, 0)], dims[lead].rstrip("!")
+        if count < 0 or (name != "…" and sizes.setdefault(name, axes) != axes):
+            return False
+        if dims[lead].endswith("!") and not all(map(is_static, axes)):
             return False
         dims = (*dims[:lead], *("_",) * count, *dims[lead + 1 :])
     return len(dims) == len(shape) and all(_has_size(op, s, d, sizes) for s, d in zip(shape, dims, strict=True))

@@ -25,24 +25,9 @@ def use_count(graph: Graph, node: int) -> int:
     return sum(v.node == node for v in reads)
 
 
-def topo_order(graph: Graph) -> tuple[int, ...]:
-    """The numbers of all nodes, operands before those that read them: the order in which they stand."""
-    return tuple(range(len(graph.nodes)))
-
-
-def reverse_topo(graph: Graph) -> tuple[int, ...]:
-    """The same from the end, readers first."""
-    return topo_order(graph)[::-1]
-
-
 def dynamic_symbols(graph: Graph) -> tuple[str, ...]:
     """The names of all sizes that are no numbers yet, sorted; those inside of regions included."""
     return tuple(sorted({s for _, node in graph.walk() for t in node.types for s in t.symbols}))
-
-
-def has_dynamic_dims(graph: Graph) -> bool:
-    """Whether any size is open."""
-    return bool(dynamic_symbols(graph))
 
 
 def bind(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:

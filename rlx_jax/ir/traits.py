@@ -42,6 +42,11 @@ def results_written(op: Any, operands: Types, results: Types) -> int:
     return sum(t.nbytes for t in results)
 
 
+def first_moved(op: Any, operands: Types, results: Types) -> int:
+    """The first operand is read; the others lend their sizes alone."""
+    return operands[0].nbytes + results[0].nbytes
+
+
 ViewOffset = Callable[[Any, Types, Types], int | None]
 
 

@@ -24,10 +24,11 @@ PADDINGS = ("VALID", "SAME", "SAME_LOWER")
 """No padding; as many results as ⌈size / stride⌉, what is odd in the padding behind or (SAME_LOWER) before."""
 
 
-def check_counts(op: str, name: str, counts: Sequence[int], rank: int, least: int = 1) -> None:
-    """A whole number of at least `least` for each spatial axis."""
-    if len(counts) != rank or any(isinstance(c, bool) or not isinstance(c, int) or c < least for c in counts):
-        raise ShapeError(f"{op}: {name} is an int of at least {least} for each of {rank} axes, got {list(counts)}")
+def check_counts(op: str, rank: int, least: int = 1, **counts: Sequence[int]) -> None:
+    """Check that each of `counts` is a whole number of at least `least` for each spatial axis."""
+    for name, given in counts.items():
+        if len(given) != rank or any(isinstance(c, bool) or not isinstance(c, int) or c < least for c in given):
+            raise ShapeError(f"{op}: {name} is an int of at least {least} for each of {rank} axes, got {list(given)}")
 
 
 def check_padding(op: str, padding: str | Pairs, rank: int) -> None:
@@ -39,12 +40,18 @@ def check_padding(op: str, padding: str | Pairs, rank: int) -> None:
         raise ShapeError(f"{op}: padding is (before, after) for each of {rank} axes, got {list(padding)}")
 
 
+def check_windows(op: str, x: TensorType, window: Sequence[int], dilation: Sequence[int], padding: Pairs) -> None:
+    """Check that a window fits each spatial axis of x with its padding."""
+    for axis, (k, step, (low, high)) in enumerate(zip(window, dilation, padding, strict=True), 2):
+        size, reach = x.shape[axis], step * (k - 1) + 1
+        if is_static(size) and size + low + high < reach:
+            raise ShapeError(f"{op}: a window of {reach} does not fit axis {axis} of {x} padded by {low}, {high}")
+
+
 def _check_images(op: str, x: TensorType, w: TensorType) -> int:
     """The number of spatial axes."""
     if x.rank != w.rank or not 3 <= x.rank <= 5:
         raise ShapeError(f"{op}: x is [N, C, …] and w as long, with 1 to 3 spatial axes; got {x} and {w}")
-    if not all(is_static(d) for d in w.shape):
-        raise ShapeError(f"{op}: the sizes of the weight are numbers, got {w}")
     return x.rank - 2
 
 
@@ -69,7 +76,7 @@ class Conv(Mir):
     """
 
     traits = product_traits(_flops)
-    operands = "x w:x"
+    operands = "x w:x[…!]"
 
     strides: tuple[int, ...]
     padding: str | Pairs
@@ -80,18 +87,11 @@ class Conv(Mir):
     def check(self, *operands: TensorType) -> None:
         x, w = operands
         rank = _check_images("conv", x, w)
-        check_counts("conv", "strides", self.strides, rank)
-        check_counts("conv", "dilation", self.dilation, rank)
+        check_counts("conv", rank, strides=self.strides, dilation=self.dilation)
         check_padding("conv", self.padding, rank)
         _check_groups("conv", self.groups, x, w, w.shape[1] * self.groups)
-        if isinstance(self.padding, str):
-            return
-        for axis, (low, high) in enumerate(self.padding):
-            size, reach = x.shape[2 + axis], self.dilation[axis] * (w.shape[2 + axis] - 1) + 1
-            if is_static(size) and size + low + high < reach:
-                raise ShapeError(
-                    f"conv: a window of {reach} does not fit axis {2 + axis} of {x} padded by {low}, {high}"
-                )
+        if not isinstance(self.padding, str):
+            check_windows("conv", x, w.shape[2:], self.dilation, self.padding)
 
     def eval(self, x: Array, w: Array) -> Array:
         return lax.conv_general_dilated(
@@ -111,7 +111,7 @@ class ConvTranspose(Mir):
     """
 
     traits = product_traits(_flops)
-    operands = "x w:x"
+    operands = "x w:x[…!]"
 
     strides: tuple[int, ...]
     padding: Pairs
@@ -123,9 +123,8 @@ class ConvTranspose(Mir):
     def check(self, *operands: TensorType) -> None:
         x, w = operands
         rank = _check_images("conv_transpose", x, w)
-        check_counts("conv_transpose", "strides", self.strides, rank)
-        check_counts("conv_transpose", "dilation", self.dilation, rank)
-        check_counts("conv_transpose", "output_padding", self.output_padding, rank, least=0)
+        check_counts("conv_transpose", rank, strides=self.strides, dilation=self.dilation)
+        check_counts("conv_transpose", rank, 0, output_padding=self.output_padding)
         if isinstance(self.padding, str):
             raise ShapeError(f"conv_transpose: padding is (before, after) for each axis, got {self.padding!r}")
         check_padding("conv_transpose", self.padding, rank)
@@ -186,32 +185,21 @@ class Pool(Mir):
         op = f"{self.kind}_pool"
         if not 1 <= rank <= 3:
             raise ShapeError(f"{op}: x is [N, C, …] with 1 to 3 spatial axes, got {x}")
-        check_counts(op, "window", self.window, rank)
-        check_counts(op, "strides", self.strides, rank)
-        check_counts(op, "dilation", self.dilation, rank)
+        check_counts(op, rank, window=self.window, strides=self.strides, dilation=self.dilation)
         check_padding(op, self.padding, rank)
         if self.kind in ("mean", "lp") and not is_float(x.dtype):
             raise DTypeError(f"{op}: needs floats, got {x}; cast it")
-        if self.kind == "argmax" and not all(is_static(d) for d in x.shape[2:]):
-            raise ShapeError(f"{op}: places need spatial sizes that are numbers, got {x}")
+        if (self.ceil or self.kind == "argmax") and not all(map(is_static, x.shape[2:])):
+            raise ShapeError(f"{op}: {'ceil' if self.ceil else 'places'} needs spatial sizes that are numbers, got {x}")
         if self.kind == "lp" and not self.p >= 1:
             raise GraphError(f"lp_pool: p is at least 1, got {self.p:g}")
         if self.ceil and isinstance(self.padding, str):
             raise ShapeError(f"{op}: ceil needs padding as pairs, got {self.padding!r}")
-        if self.ceil and not all(is_static(d) for d in x.shape[2:]):
-            raise ShapeError(f"{op}: ceil needs spatial sizes that are numbers, got {x}")
         if not isinstance(self.padding, str):
-            self._check_windows(op, x, self.padding)
-
-    def _check_windows(self, op: str, x: TensorType, padding: Pairs) -> None:
-        for axis, (low, high) in enumerate(padding):
-            size, reach = x.shape[2 + axis], self.dilation[axis] * (self.window[axis] - 1) + 1
-            if low < 0 or high < 0 or low >= reach or high >= reach:
-                raise ShapeError(f"{op}: padding is at least 0 and less than the window's {reach}, got {low}, {high}")
-            if is_static(size) and size + low + high < reach:
-                raise ShapeError(
-                    f"{op}: a window of {reach} does not fit axis {2 + axis} of {x} padded by {low}, {high}"
-                )
+            for k, step, pair in zip(self.window, self.dilation, self.padding, strict=True):
+                if not 0 <= min(pair) <= max(pair) <= step * (k - 1):
+                    raise ShapeError(f"{op}: padding is at least 0 and less than the window's reach, got {list(pair)}")
+            check_windows(op, x, self.window, self.dilation, self.padding)
 
     def _pairs(self, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
         """(before, after) of each axis, with what `ceil` adds behind."""

@@ -110,11 +110,6 @@ def _misfits(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[An
     return np.asarray(~((wide >= low) & (wide <= high) & (wide == np.trunc(wide))))
 
 
-def _products(op: Any, operands: Types, results: Types) -> int:
-    """Of the matrix products that the function traces to."""
-    return jaxpr_flops(jax.make_jaxpr(op.fn)(*(t.spec for t in operands)).jaxpr)
-
-
 def traced_flops(op: Any, operands: Types, results: Types) -> int:
     """Of the products and convolutions that an op's `eval` traces to."""
     return jaxpr_flops(jax.make_jaxpr(op.eval)(*(t.spec for t in operands)).jaxpr)
@@ -145,7 +140,7 @@ class JaxFn(Mir):
         first: what `fn` computed when the model was built, and on which operands; see `remember`.
     """
 
-    traits = replace(product_traits(_products), widens=True, stored=False)
+    traits = replace(product_traits(traced_flops), widens=True, stored=False)
 
     fn: Callable[..., Any]
     label: str = ""

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.operands import check_axes
-from rlx_jax.ir.traits import MOVEMENT, Types, each_once, nothing, results_moved
+from rlx_jax.ir.traits import MOVEMENT, Types, each_once, first_moved, nothing, results_moved
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 
 Array = jax.Array
@@ -110,11 +110,6 @@ def _check_lenders(op: str, sizes: Sequence[SizeOf], operands: Types) -> None:
         check_axes(op, size.axis, operands[size.operand])
 
 
-def _first_moved(op: Any, operands: Types, results: Types) -> int:
-    """The first operand is read; the others lend their sizes alone."""
-    return operands[0].nbytes + results[0].nbytes
-
-
 @dataclass(frozen=True)
 class Expand(Mir):
     """`x` broadcast to `target` as NumPy does it. Operands: x, then values that only lend the sizes of their axes.
@@ -122,7 +117,7 @@ class Expand(Mir):
     A target never names a symbol, so that binding symbols needs no substitution.
     """
 
-    traits = replace(MOVEMENT, narrows=1, bytes=_first_moved)
+    traits = replace(MOVEMENT, narrows=1, bytes=first_moved)
 
     target: tuple[int | SizeOf, ...]
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import MOVEMENT, Types
+from rlx_jax.ir.traits import MOVEMENT, Types, first_moved
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 Array = jax.Array
@@ -35,8 +35,6 @@ def patches_of(op: str, images: TensorType, patch: Sides) -> tuple[DimLike, DimL
         ShapeError: another rank, or an image smaller than a patch.
     """
     check_sizes(op, "the patch", patch)
-    if images.rank != 4:
-        raise ShapeError(f"{op}: images are [B, C, H, W], got {images}")
     for name, size, side in zip(("height", "width"), images.shape[2:], patch, strict=True):
         if is_static(size) and size < side:
             raise ShapeError(f"{op}: the {name} of {images} is {size}, less than that of a patch, {side}")
@@ -53,6 +51,7 @@ class Patches(Mir):
     """
 
     traits = MOVEMENT
+    operands = "images[B,C,_,_]"
 
     patch: Sides
 
@@ -104,11 +103,6 @@ def _of_table(op: GridPositions, operands: Types, results: Types) -> int:
     return 2 * int(table.shape[1]) * (rows * height * width + rows * columns * width)
 
 
-def _table_read(op: Any, operands: Types, results: Types) -> int:
-    """The images lend their sizes alone."""
-    return operands[0].nbytes + results[0].nbytes
-
-
 @dataclass(frozen=True)
 class GridPositions(Mir):
     """Position embeddings of a `grid` of patches, for the patches that images have: table `[G·K, H]` and images
@@ -118,7 +112,7 @@ class GridPositions(Mir):
     rows and one for columns. See `resampling`. The arithmetic is f32.
     """
 
-    traits = replace(MOVEMENT, narrows=0, widens=False, flops=_of_table, bytes=_table_read)
+    traits = replace(MOVEMENT, narrows=0, widens=False, flops=_of_table, bytes=first_moved)
     operands = "table:float[_,H] images[B,C,_,_]"
 
     grid: Sides
@@ -288,7 +282,7 @@ class GridSample(Mir):
 
     traits = replace(MOVEMENT, widens=False)
     choices = {"method": METHODS, "padding": ("zeros", "border", "reflection")}
-    operands = "x:float[N,C,…] grid:x[N,…,_]"
+    operands = "x:float[N,C,…!] grid:x[N,…,_]"
 
     method: str = "linear"
     padding: str = "zeros"
@@ -299,8 +293,6 @@ class GridSample(Mir):
         spatial = x.rank - 2
         if not 1 <= spatial <= 3 or grid.rank != x.rank or grid.shape[-1] != spatial:
             raise ShapeError(f"grid_sample: x is [N, C, S…] and grid [N, O…, d] with d of 1 to 3; got {x} and {grid}")
-        if not all(is_static(d) for d in x.shape[2:]):
-            raise ShapeError(f"grid_sample: spatial sizes of x are numbers, got {x}")
 
     def eval(self, x: Array, grid: Array) -> Array:
         wide, at = x.astype(jnp.float32), grid.astype(jnp.float32)
