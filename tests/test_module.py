@@ -124,7 +124,7 @@ def test_the_policy_of_a_module_is_used() -> None:
 
 def test_hir_mir_and_declared_shapes() -> None:
     """A tensor op at HIR; a declared shape is checked; names of symbols stand for themselves."""
-    m = Graph.hir("m")
+    m: Any = Graph.hir("m")
     x = m.input("x", ("batch", "seq", 8))
     y = m.hir_mir(Unary("relu"), [x], ("batch", "seq", 8))
     assert str(m.shape(m.reshape_(y, ("batch", "seq", 2, 4)))) == "f32[batch,seq,2,4]"

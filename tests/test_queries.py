@@ -39,7 +39,7 @@ def test_operands_that_do_not_fit() -> None:
 
 
 def test_out_shape_is_checked_on_every_block() -> None:
-    m = Graph.hir("m")
+    m: Any = Graph.hir("m")
     x, cos = m.input("x", ("batch", "seq", 8)), m.input("cos", (1, "seq", 2))
     g, sq, wide = m.param("g", (8,)), m.param("sq", (8, 8)), m.param("wide", (8, 24))
     keep, both = m.input("keep", ("batch", "seq")), m.concat([x, x])

@@ -10,6 +10,7 @@ from rlx_jax.ir.ops.order import ArgReduce, Sample, Sort, TopK
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.trace.pointwise import Pointwise
+from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Axes, V, is_number
 
 
@@ -20,37 +21,14 @@ class Along(Pointwise[V]):
         """A reduction of `REDUCE` over one axis, several, or all (None): each is a method too. The dtype stays."""
         return self.add_node(Reduce(kind, self._axes(x, axis), keepdims), x)
 
-    def sum(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """The sum over `axis`."""
-        return self.reduce("sum", x, axis, keepdims=keepdims)
-
-    def mean(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """The mean over `axis`."""
-        return self.reduce("mean", x, axis, keepdims=keepdims)
-
-    def max(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """The largest along `axis`; `maximum` is that of two values."""
-        return self.reduce("max", x, axis, keepdims=keepdims)
-
-    def min(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """The smallest along `axis`; `minimum` is that of two values."""
-        return self.reduce("min", x, axis, keepdims=keepdims)
-
-    def prod(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """The product over `axis`."""
-        return self.reduce("prod", x, axis, keepdims=keepdims)
-
-    def any(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """Whether some entry along `axis` is not 0, as bool."""
-        return self.reduce("any", x, axis, keepdims=keepdims)
-
-    def all(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """Whether no entry along `axis` is 0, as bool."""
-        return self.reduce("all", x, axis, keepdims=keepdims)
-
-    def logsumexp(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """ln Σ eˣ over `axis`, in f32."""
-        return self.reduce("logsumexp", x, axis, keepdims=keepdims)
+    sum = of_kind(reduce, "sum", "The sum over `axis`.")
+    mean = of_kind(reduce, "mean", "The mean over `axis`.")
+    max = of_kind(reduce, "max", "The largest along `axis`; `maximum` is that of two values.")
+    min = of_kind(reduce, "min", "The smallest along `axis`; `minimum` is that of two values.")
+    prod = of_kind(reduce, "prod", "The product over `axis`.")
+    any = of_kind(reduce, "any", "Whether some entry along `axis` is not 0, as bool.")
+    all = of_kind(reduce, "all", "Whether no entry along `axis` is 0, as bool.")
+    logsumexp = of_kind(reduce, "logsumexp", "ln Σ eˣ over `axis`, in f32.")
 
     def var(self, x: V, axis: Axes = None, *, ddof: int = 0, keepdims: bool = False) -> V:
         """Σ(x − mean x)² / (n − ddof) over `axis`, in f32."""
@@ -82,36 +60,27 @@ class Along(Pointwise[V]):
         """The running sum along `axis`: `exclusive` leaves each entry out of its own, `reverse` starts at the end."""
         return self.add_node(Cumsum(self._axis(x, axis), exclusive, reverse), x)
 
-    def cumprod(self, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
-        """The running product along `axis`; see `cumsum`."""
-        return self.add_node(Cumulative("prod", self._axis(x, axis), exclusive, reverse), x)
+    def _cumulative(self, kind: str, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
+        return self.add_node(Cumulative(kind, self._axis(x, axis), exclusive, reverse), x)
 
-    def cummax(self, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
-        """The running maximum along `axis`; see `cumsum`."""
-        return self.add_node(Cumulative("max", self._axis(x, axis), exclusive, reverse), x)
-
-    def cummin(self, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
-        """The running minimum along `axis`; see `cumsum`."""
-        return self.add_node(Cumulative("min", self._axis(x, axis), exclusive, reverse), x)
-
+    cumprod = of_kind(_cumulative, "prod", "The running product along `axis`; see `cumsum`.")
+    cummax = of_kind(_cumulative, "max", "The running maximum along `axis`; see `cumsum`.")
+    cummin = of_kind(_cumulative, "min", "The running minimum along `axis`; see `cumsum`.")
     # -- the largest, and where --------------------------------------------------------------
 
-    def _search(self, kind: str, x: V, axis: int | None, keepdims: bool, last: bool) -> V:
+    def _search(self, kind: str, x: V, axis: int | None = None, *, keepdims: bool = False, last: bool = False) -> V:
         if axis is not None:
             return self.add_node(ArgReduce(kind, self._axis(x, axis), keepdims, last), x)
         found = self.add_node(ArgReduce(kind, 0, False, last), self.add_node(Reshape((-1,)), x))
         return self.add_node(Reshape((1,) * self.type_of(x).rank), found) if keepdims else found
 
-    def argmax(self, x: V, axis: int | None = None, *, keepdims: bool = False, last: bool = False) -> V:
-        """Where the largest entry along `axis` stands, i32: the first of equal ones, or the `last`.
-
-        Without an axis, that of all entries in order.
-        """
-        return self._search("argmax", x, axis, keepdims, last)
-
-    def argmin(self, x: V, axis: int | None = None, *, keepdims: bool = False, last: bool = False) -> V:
-        """Where the smallest entry stands; see `argmax`."""
-        return self._search("argmin", x, axis, keepdims, last)
+    argmax = of_kind(
+        _search,
+        "argmax",
+        "Where the largest entry along `axis` stands, i32: the first of equal ones, or the `last`. Without an axis, "
+        "that of all entries in order.",
+    )
+    argmin = of_kind(_search, "argmin", "Where the smallest entry stands; see `argmax`.")
 
     def sort(self, x: V, axis: int = -1, *, descending: bool = False) -> V:
         """The entries along `axis` in order."""

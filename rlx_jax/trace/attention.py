@@ -19,7 +19,7 @@ from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.control import Control
 from rlx_jax.trace.frequencies import Frequencies, axial_frequencies, frequencies
 from rlx_jax.trace.weight_part import WeightKey
-from rlx_jax.trace.writer import Shape, V, is_number
+from rlx_jax.trace.writer import V, is_number
 
 I32 = np.dtype(np.int32)
 LAYOUTS = ("packed", "heads")
@@ -106,7 +106,6 @@ class Attending(Control[V]):
         n_rot: int | None = None,
         style: str | None = None,
         scaling: Callable[[Frequencies], Frequencies] | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """Rotary embedding of heads: x `[B, S, N·D]`, or `[B, S, N, D]`.
 
@@ -120,7 +119,7 @@ class Attending(Control[V]):
         else:
             base = 10000.0 if theta is None else theta
             made = self.rotary(at, head_dim=head_dim, theta=base, n_rot=n_rot, style=style or "half", scaling=scaling)
-        return self._rotated(x, made, head_dim, out_shape)
+        return self._rotated(x, made, head_dim)
 
     def _given_tables(
         self, at: V | Rotary[V], sin: V | None, head_dim: int, n_rot: int | None, style: str | None, *made_of: object
@@ -135,10 +134,10 @@ class Attending(Control[V]):
             raise GraphError(f"{self.path}: rope: what rotary made has its sin, style and n_rot; leave these out")
         return at
 
-    def _rotated(self, x: V, at: Rotary[V], head_dim: int, out_shape: Shape | None = None) -> V:
+    def _rotated(self, x: V, at: Rotary[V], head_dim: int) -> V:
         packed = self._packed("rope", x, head_dim)
         cos, sin = (self._table_of_tokens(packed, table) for table in (at.cos, at.sin))
-        done = self.add_node(hir.Rope(head_dim, at.n_rot, at.style), packed, cos, sin, out_shape=out_shape)
+        done = self.add_node(hir.Rope(head_dim, at.n_rot, at.style), packed, cos, sin)
         return done if self.type_of(x).rank == 3 else self._unpacked(done, head_dim)
 
     def _table_of_tokens(self, x: V, table: V) -> V:
@@ -168,7 +167,6 @@ class Attending(Control[V]):
         head_dim: int,
         theta: float = 10000.0,
         repeat_factor: int = 1,
-        out_shape: Shape | None = None,
     ) -> V:
         """Rotate the heads of an image's tokens by column and row: x `[B, end_x·end_y·repeat_factor, N·D]`.
 
@@ -191,7 +189,7 @@ class Attending(Control[V]):
         inv_freq, axes = axial_frequencies((head_dim // 2, head_dim // 2), theta)
         positions = self.constant(np.stack([cell % end_x, cell // end_x], axis=-1)[None])
         tables = self.rope_angles(positions, inv_freq, axes=axes)
-        return self.rope(x, *tables, head_dim=head_dim, style="interleaved", out_shape=out_shape)
+        return self.rope(x, *tables, head_dim=head_dim, style="interleaved")
 
     # -- attention ---------------------------------------------------------------------------
 
@@ -214,7 +212,6 @@ class Attending(Control[V]):
         rope: Rotary[V] | tuple[V, V] | None = None,
         sinks: V | WeightKey | None = None,
         layout: str = "packed",
-        out_shape: Shape | None = None,
     ) -> V:
         """`softmax(mask(cap(scale · q kᵀ) + bias)) v` for each head, in f32: q `[B, S, N·D]`, k `[B, T, K·D]`,
         v `[B, T, K·E]` → `[B, S, N·E]`.
@@ -249,7 +246,6 @@ class Attending(Control[V]):
             width = self._head_width(q, heads) if head_dim is None else head_dim
             return self.attention_kind(
                 q, k, v, heads=heads, head_dim=width, mask=mask, mask_value=mask_value, scale=scale, softcap=softcap,
-                out_shape=out_shape,
             )  # fmt: skip
         q, k, v = (self._laid_out(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         width = self._head_width(q, heads) if head_dim is None else head_dim
@@ -262,7 +258,7 @@ class Attending(Control[V]):
             heads, groups, bool(causal), before, scale, softcap, extra, ahead=ahead, bias_of=of_places,
             sinks=sinks is not None,
         )  # fmt: skip
-        done = self.add_node(op, q, k, v, *operands, out_shape=out_shape if layout == "packed" else None)
+        done = self.add_node(op, q, k, v, *operands)
         return done if layout == "packed" else self._unpacked(done, self.type_of(done).shape[-1] // heads)
 
     def cross_attention(
@@ -278,7 +274,6 @@ class Attending(Control[V]):
         softcap: float | None = None,
         scale: float | None = None,
         layout: str = "packed",
-        out_shape: Shape | None = None,
     ) -> V:
         """`attention` over the keys of another sequence: all of them, or those that `mask` keeps.
 
@@ -286,7 +281,7 @@ class Attending(Control[V]):
         """
         return self.attention(
             q, k, v, heads=heads, kv_heads=kv_heads, causal=False, mask=mask, bias=bias, softcap=softcap, scale=scale,
-            layout=layout, out_shape=out_shape,
+            layout=layout,
         )  # fmt: skip
 
     def attention_kind(
@@ -301,7 +296,6 @@ class Attending(Control[V]):
         mask_value: V | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """`attention` by the name of a mask kind: q `[B, S, N·D]`, k and v `[B, T, K·D]`.
 
@@ -315,7 +309,7 @@ class Attending(Control[V]):
         if not whole or not width or not is_static(width[0]) or width[0] % head_dim:
             raise ShapeError(f"{self.path}: attention: k is [B, T, K·{head_dim}], got {found}")
         op = hir.attention(heads, width[0] // head_dim, kind, scale=scale, softcap=softcap)
-        return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]), out_shape=out_shape)
+        return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]))
 
     # -- what attention is given -------------------------------------------------------------
 

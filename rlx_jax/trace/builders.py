@@ -59,9 +59,9 @@ class Builders(Recurring[V]):
 
     # -- products ----------------------------------------------------------------------------
 
-    def mm(self, a: V, b: V, *, out_shape: Shape | None = None) -> V:
+    def mm(self, a: V, b: V) -> V:
         """`a @ b`: `[…, M, K] × […, K, N]`."""
-        return self.add_node(product(self.type_of(a), self.type_of(b)), a, b, out_shape=out_shape)
+        return self.add_node(product(self.type_of(a), self.type_of(b)), a, b)
 
     def linear(
         self,
@@ -71,7 +71,6 @@ class Builders(Recurring[V]):
         *,
         activation: str = "",
         transpose: bool | None = None,
-        out_shape: Shape | None = None,
         roles: Roles | None = None,
         columns: int | None = None,
         init: Init | None = None,
@@ -91,17 +90,17 @@ class Builders(Recurring[V]):
                     f"{self.path}: roles, columns and init are those of a weight under a key; emit.param(key, roles=…) "
                     "takes them"
                 )
-            return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
+            return self.add_node(op, x, *self._weights(w, bias))
         wide = self.type_of(x).shape[-1:] or (None,)
         with weight_of_linear(self.type_of(x), bool(contract)):
             weight = self.weight(w, roles, shape=(columns, *wide) if contract else (*wide, columns), init=init)
         if bias is None:
-            return self.add_node(op, x, weight, out_shape=out_shape)
+            return self.add_node(op, x, weight)
         if is_number(bias):
             self._weights(bias)
         of_bias = None if roles is None else roles_of_bias(roles[1 - contract])
         added = self.weight(bias, of_bias, shape=(self.type_of(weight).shape[1 - contract],))
-        return self.add_node(op, x, weight, added, out_shape=out_shape)
+        return self.add_node(op, x, weight, added)
 
     def _contract(self, w: V | WeightKey, transpose: bool | None) -> int:
         """The axis of w that is summed over."""
@@ -117,11 +116,10 @@ class Builders(Recurring[V]):
         *,
         activation: str = "",
         transpose: bool | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """`act(x · w + bias)` as one block: w is `[in, out]` as a value, and `[out, in]` as a key; see `linear`."""
         op = hir.LinearFused(self._contract(w, transpose), activation)
-        return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
+        return self.add_node(op, x, *self._weights(w, bias))
 
     def shared_linear_pair(
         self,
@@ -130,15 +128,11 @@ class Builders(Recurring[V]):
         w2: V | str,
         *,
         transpose: bool | None = None,
-        out_shapes: tuple[Shape | None, Shape | None] = (None, None),
     ) -> tuple[V, V]:
         """`x · w₁` and `x · w₂`, each of its own width: `[in, out]` as values, `[out, in]` as keys; see `linear`."""
         contracts = (self._contract(w1, transpose), self._contract(w2, transpose))
         weights = self._weights(w1, w2)
-        first, second = (
-            self.add_node(hir.SharedLinearPair(slot, contracts), x, *weights, out_shape=out_shapes[slot])
-            for slot in (0, 1)
-        )
+        first, second = (self.add_node(hir.SharedLinearPair(slot, contracts), x, *weights) for slot in (0, 1))
         return first, second
 
     def fused_matmul_bias_act(
@@ -149,11 +143,10 @@ class Builders(Recurring[V]):
         *,
         activation: str = "",
         transpose: bool | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """`act(x · w + bias)` as one tensor op: w is `[in, out]` as a value, and `[out, in]` as a key; see `linear`."""
         op = FusedMatMulBiasAct(self._contract(w, transpose), activation)
-        return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
+        return self.add_node(op, x, *self._weights(w, bias))
 
     # -- norms: over the last axis -----------------------------------------------------------
 
@@ -165,15 +158,14 @@ class Builders(Recurring[V]):
         eps: float = 1e-5,
         *,
         offset: float = 0.0,
-        out_shape: Shape | None = None,
     ) -> V:
         """`x · (mean(x²) + ε)^(−1/2) [⊙ (offset + γ) [+ β]]`: γ and β `[H]`, or `[N, H]`. The offset is 1 in Gemma."""
         if gamma is None:
             if beta is not None or offset:
                 raise GraphError(f"{self.path}: rms_norm: beta and offset go with a gamma")
-            return self.add_node(Standardize((-1,), eps, centre=False), x, out_shape=out_shape)
+            return self.add_node(Standardize((-1,), eps, centre=False), x)
         op = hir.RmsNorm(eps, offset)
-        return self.add_node(op, x, *self._weights(gamma, beta, like=x), out_shape=out_shape)
+        return self.add_node(op, x, *self._weights(gamma, beta, like=x))
 
     def layer_norm(
         self,
@@ -181,13 +173,11 @@ class Builders(Recurring[V]):
         gamma: V | str | None = None,
         beta: V | str | None = None,
         eps: float = 1e-5,
-        *,
-        out_shape: Shape | None = None,
     ) -> V:
         """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`: γ and β `[H]`, either of which may be missing."""
         there = (gamma is not None, beta is not None)
         op = hir.LayerNorm(eps, *there) if self.level == GraphStage.HIR else LayerNormOp(eps, *there)
-        return self.add_node(op, x, *self._weights(gamma, beta, like=x), out_shape=out_shape)
+        return self.add_node(op, x, *self._weights(gamma, beta, like=x))
 
     def residual_rms_norm(
         self,
@@ -196,12 +186,10 @@ class Builders(Recurring[V]):
         gamma: V | str,
         beta: V | str | None = None,
         eps: float = 1e-5,
-        *,
-        out_shape: Shape | None = None,
     ) -> V:
         """`rms_norm(x + residual)` as one block: x and residual of one type."""
         op = hir.ResidualRmsNorm(eps)
-        return self.add_node(op, x, residual, *self._weights(gamma, beta, like=x), out_shape=out_shape)
+        return self.add_node(op, x, residual, *self._weights(gamma, beta, like=x))
 
     def fused_residual_rms_norm(
         self,
@@ -213,11 +201,10 @@ class Builders(Recurring[V]):
         *,
         bias: V | str | None = None,
         offset: float = 0.0,
-        out_shape: Shape | None = None,
     ) -> V:
         """`rms_norm(x [+ bias] + residual)` as one tensor op."""
         op = FusedResidualRmsNorm(eps, bias is not None, offset)
-        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta), out_shape=out_shape)
+        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
 
     def fused_residual_ln(
         self,
@@ -228,17 +215,16 @@ class Builders(Recurring[V]):
         eps: float = 1e-5,
         *,
         bias: V | str | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """`layer_norm(x [+ bias] + residual)` as one tensor op."""
         op = FusedResidualLayerNorm(eps, bias is not None)
-        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta), out_shape=out_shape)
+        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
 
     # -- feed-forward ------------------------------------------------------------------------
 
-    def gated_ffn(self, *, gate: V, up: V, activation: str = "silu", out_shape: Shape | None = None) -> V:
+    def gated_ffn(self, *, gate: V, up: V, activation: str = "silu") -> V:
         """`act(gate) ⊙ up`: both `[…, F]`. The middle of SwiGLU (silu) and GeGLU (gelu_tanh)."""
-        return self.add_node(hir.GatedFfn(activation), gate, up, out_shape=out_shape)
+        return self.add_node(hir.GatedFfn(activation), gate, up)
 
     def swiglu_ffn(
         self,
@@ -248,20 +234,17 @@ class Builders(Recurring[V]):
         gate: V | str,
         down: V | str,
         transpose: bool | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """`(silu(x · gate) ⊙ (x · up)) · down` as one block: as values gate and up are `[H, F]` and down `[F, H]`, as
         keys turned. See `linear`, also for `transpose`.
         """
         up_turned, gate_turned, down_turned = (self._contract(w, transpose) for w in (up, gate, down))
         op = hir.SwiGLU((up_turned, gate_turned, down_turned))
-        return self.add_node(op, x, *self._weights(up, gate, down), out_shape=out_shape)
+        return self.add_node(op, x, *self._weights(up, gate, down))
 
-    def fused_swiglu(
-        self, x: V, *, gate_first: bool = True, activation: str = "silu", out_shape: Shape | None = None
-    ) -> V:
+    def fused_swiglu(self, x: V, *, gate_first: bool = True, activation: str = "silu") -> V:
         """`act(gate) ⊙ up` of the two halves of `[…, 2F]`, as one tensor op."""
-        return self.add_node(FusedSwiGLU(gate_first, activation), x, out_shape=out_shape)
+        return self.add_node(FusedSwiGLU(gate_first, activation), x)
 
     def route(
         self,
@@ -296,7 +279,6 @@ class Builders(Recurring[V]):
         transpose: bool | None = None,
         biases: Sequence[V | WeightKey | WeightStack] | None = None,
         clamp: ClampedGate | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """`Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ, as one block: x `[…, H]`, weights and ids `[…, k]`.
 
@@ -318,7 +300,7 @@ class Builders(Recurring[V]):
         beside = [self.weight(w, ("experts", role)) for w, role in zip(added, ("ffn", "ffn", "hidden"), strict=False)]
         contract = int(keys[0] if transpose is None else transpose)
         op = hir.Experts(activation, contract, biased=bool(beside), clamp=clamp)
-        return self.add_node(op, x, *operands, weights, ids, *beside, out_shape=out_shape)
+        return self.add_node(op, x, *operands, weights, ids, *beside)
 
     # -- tokens ------------------------------------------------------------------------------
 
@@ -329,19 +311,18 @@ class Builders(Recurring[V]):
         *,
         shape: Sequence[int] | None = None,
         init: Init | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`; `shape` and `init` as in `gather`."""
         rows = self._table(table, ("embedding", "hidden"), shape, init)
-        return self.add_node(hir.Embed(), rows, ids, out_shape=out_shape)
+        return self.add_node(hir.Embed(), rows, ids)
 
-    def last_token(self, x: V, index: V | None = None, *, out_shape: Shape | None = None) -> V:
+    def last_token(self, x: V, index: V | None = None) -> V:
         """The last token of each row, or row `index[b]`: x `[B, S, …]` → `[B, 1, …]`."""
-        return self.add_node(hir.LastToken(), x, *([] if index is None else [index]), out_shape=out_shape)
+        return self.add_node(hir.LastToken(), x, *([] if index is None else [index]))
 
-    def first_token(self, x: V, *, out_shape: Shape | None = None) -> V:
+    def first_token(self, x: V) -> V:
         """The first token of each row: x `[B, S, H]` → `[B, H]`."""
-        return self.add_node(hir.FirstToken(), x, out_shape=out_shape)
+        return self.add_node(hir.FirstToken(), x)
 
     def split(self, x: V, sizes: int | Sequence[int], axis: int = -1) -> tuple[V, ...]:
         """Cut `axis` into consecutive `sizes`, or into that many equal parts."""
@@ -369,7 +350,6 @@ class Builders(Recurring[V]):
         eps: float = 1e-5,
         mask: hir.MaskKind | str = "causal",
         biases: Mapping[str, V] | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """One Llama layer: the 14 operands of `hir.DECODER_OPERANDS`, weights `[in, out]`, then the mask's own.
 
@@ -378,7 +358,7 @@ class Builders(Recurring[V]):
         """
         given = dict(biases or {})
         op = hir.LlamaDecoderBlock(heads, head_dim, kv_heads, eps, hir.mask_kind(mask), biases=tuple(given))
-        return self.add_node(op, *self._with_tables(operands, 12), *given.values(), out_shape=out_shape)
+        return self.add_node(op, *self._with_tables(operands, 12), *given.values())
 
     def qwen35_mtp_head(
         self,
@@ -412,14 +392,13 @@ class Builders(Recurring[V]):
         head_dim: int,
         biases: tuple[V, V] | None = None,
         rope: tuple[V, V] | None = None,
-        out_shape: Shape | None = None,
     ) -> V:
         """Bidirectional attention of hidden `[B, S, H]` with its projections as one tensor op; see
         `rlx_jax.ops.FusedAttentionBlock`: qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, a keep mask `[B, S]`, the biases of
         both, cos and sin `[B|1, S, D/2]`."""
         op = FusedAttentionBlock(heads, head_dim, biases is not None, rope is not None)
         tables = [self._table_of_tokens(hidden, table) for table in rope or ()]
-        return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *tables, out_shape=out_shape)
+        return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *tables)
 
     def fused_transformer_layer(
         self,
@@ -431,11 +410,10 @@ class Builders(Recurring[V]):
         eps2: float = 1e-12,
         activation: str = "gelu",
         has_bias: bool = True,
-        out_shape: Shape | None = None,
     ) -> V:
         """BERT's layer as one tensor op: the 14 operands of `rlx_jax.ops.FusedTransformerLayer`, 10 without biases."""
         op = FusedTransformerLayer(heads, head_dim, intermediate, eps1, eps2, activation, has_bias)
-        return self.add_node(op, *operands, out_shape=out_shape)
+        return self.add_node(op, *operands)
 
     def hir_mir(self, op: Mir, inputs: Sequence[V], shape: Shape | None = None) -> V:
         """A tensor op in a HIR module, labelled as one."""

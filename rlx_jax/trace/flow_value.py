@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,17 @@ from rlx_jax.ir.graph import Value
 from rlx_jax.ir.types import Dim, TensorType, ValueType, is_static
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.writer import Axes
+
+
+def _operator(name: str, *, turned: bool = False) -> Callable[[Any, Any], FlowValue]:
+    """Return the operator that the builder `name` writes, with its operands `turned` where the value is the second."""
+
+    def write(value: Any, other: Any) -> FlowValue:
+        operands = (other, value) if turned else (value, other)
+        result: FlowValue = getattr(value.emit, name)(*operands)
+        return result
+
+    return write
 
 
 class FlowValue:
@@ -50,59 +61,29 @@ class FlowValue:
     def __repr__(self) -> str:
         return f"FlowValue({self.type})"
 
-    def __add__(self, other: Any) -> FlowValue:
-        return self.emit.add(self, other)
-
-    def __sub__(self, other: Any) -> FlowValue:
-        return self.emit.sub(self, other)
-
-    def __mul__(self, other: Any) -> FlowValue:
-        return self.emit.mul(self, other)
-
-    def __truediv__(self, other: Any) -> FlowValue:
-        return self.emit.div(self, other)
-
-    def __pow__(self, other: Any) -> FlowValue:
-        return self.emit.pow(self, other)
-
-    def __radd__(self, other: Any) -> FlowValue:
-        return self.emit.add(other, self)
-
-    def __rsub__(self, other: Any) -> FlowValue:
-        return self.emit.sub(other, self)
-
-    def __rmul__(self, other: Any) -> FlowValue:
-        return self.emit.mul(other, self)
-
-    def __rtruediv__(self, other: Any) -> FlowValue:
-        return self.emit.div(other, self)
-
-    def __rpow__(self, other: Any) -> FlowValue:
-        return self.emit.pow(other, self)
+    __add__ = _operator("add")
+    __radd__ = _operator("add", turned=True)
+    __sub__ = _operator("sub")
+    __rsub__ = _operator("sub", turned=True)
+    __mul__ = _operator("mul")
+    __rmul__ = _operator("mul", turned=True)
+    __truediv__ = _operator("div")
+    __rtruediv__ = _operator("div", turned=True)
+    __pow__ = _operator("pow")
+    __rpow__ = _operator("pow", turned=True)
+    __matmul__ = _operator("mm")
+    __lt__ = _operator("lt")
+    __le__ = _operator("le")
+    __gt__ = _operator("gt")
+    __ge__ = _operator("ge")
+    __eq__ = _operator("eq")  # type: ignore[assignment]
+    __ne__ = _operator("ne")  # type: ignore[assignment]
 
     def __neg__(self) -> FlowValue:
         return self.emit.neg(self)
 
     def __abs__(self) -> FlowValue:
         return self.emit.abs(self)
-
-    def __lt__(self, other: Any) -> FlowValue:
-        return self.emit.lt(self, other)
-
-    def __le__(self, other: Any) -> FlowValue:
-        return self.emit.le(self, other)
-
-    def __gt__(self, other: Any) -> FlowValue:
-        return self.emit.gt(self, other)
-
-    def __ge__(self, other: Any) -> FlowValue:
-        return self.emit.ge(self, other)
-
-    def __eq__(self, other: Any) -> FlowValue:  # type: ignore[override]
-        return self.emit.eq(self, other)
-
-    def __ne__(self, other: Any) -> FlowValue:  # type: ignore[override]
-        return self.emit.ne(self, other)
 
     __hash__ = object.__hash__
 
@@ -124,9 +105,6 @@ class FlowValue:
         if not self.ndim or not is_static(size):
             raise GraphError(f"{self.emit.path}: cannot iterate over {self.type}")
         return iter([self[i] for i in range(size)])
-
-    def __matmul__(self, other: Any) -> FlowValue:
-        return self.emit.mm(self, other)
 
     def __getitem__(self, key: Any) -> FlowValue:
         return self.emit.slice(self, key)

@@ -15,6 +15,7 @@ from rlx_jax.ir.ops.vision import GridSample, Resize
 from rlx_jax.ir.types import as_dim, is_static
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.products import Products
+from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
 Counts = int | Sequence[int]
@@ -128,8 +129,9 @@ class Images(Products[V]):
             ), x,
         )  # fmt: skip
 
-    def max_pool(
+    def _extreme(
         self,
+        kind: str,
         x: V,
         window_dimensions: Counts,
         *,
@@ -138,22 +140,19 @@ class Images(Products[V]):
         window_dilation: Counts = 1,
         ceil_mode: bool = False,
     ) -> V:
-        """The largest entry of each window: x `[N, C, S…]`. With `ceil_mode` a last window may reach over the end."""
-        return self._pool("max", x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
+        return self._pool(kind, x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
 
-    def argmax_pool(
-        self,
-        x: V,
-        window_dimensions: Counts,
-        *,
-        window_strides: Counts = 1,
-        padding: Padding = "VALID",
-        window_dilation: Counts = 1,
-        ceil_mode: bool = False,
-    ) -> V:
-        """Where the largest entry of each window stands, i32: an index into the flat spatial axes, as torch's
-        `return_indices`; the first of equal ones."""
-        return self._pool("argmax", x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
+    max_pool = of_kind(
+        _extreme,
+        "max",
+        "The largest entry of each window: x `[N, C, S…]`. With `ceil_mode` a last window may reach over the end.",
+    )
+    argmax_pool = of_kind(
+        _extreme,
+        "argmax",
+        "Where the largest entry of each window stands, i32: an index into the flat spatial axes, as torch's "
+        "`return_indices`; the first of equal ones.",
+    )
 
     def avg_pool(
         self,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,21 +12,8 @@ from rlx_jax.errors import GraphError, shown
 from rlx_jax.ir.graph import Op
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Parametric, Unary, Where
 from rlx_jax.ir.types import as_dtype
-from rlx_jax.trace.writer import Shape, V, Writer, is_number
-
-T = TypeVar("T")
-
-
-def _function(kind: str, formula: str) -> Callable[[Any, T], T]:
-    """The method of a function of one value in `UNARY`."""
-
-    def method(writer: Any, x: T) -> T:
-        made: T = writer.activation(kind, x)
-        return made
-
-    method.__name__ = method.__qualname__ = kind
-    method.__doc__ = formula
-    return method
+from rlx_jax.trace.spec_calls import of_kind
+from rlx_jax.trace.writer import V, Writer, is_number
 
 
 class Pointwise(Writer[V]):
@@ -35,9 +21,9 @@ class Pointwise(Writer[V]):
 
     # -- arithmetic: NumPy's broadcasting, one dtype -----------------------------------------
 
-    def binary(self, kind: str, a: V | float, b: V | float, *, out_shape: Shape | None = None) -> V:
+    def binary(self, kind: str, a: V | float, b: V | float) -> V:
         """A function of two values, by its name in `BINARY`: each of them is a method too."""
-        return self.add_node(Binary(kind), *self._pair(kind, a, b), out_shape=out_shape)
+        return self.add_node(Binary(kind), *self._pair(kind, a, b))
 
     def add(self, a: V | float, b: V | float) -> V:
         """a + b."""
@@ -45,63 +31,22 @@ class Pointwise(Writer[V]):
             raise GraphError(f"{self.path}: add(a, b) is the sum of two values; add_node({a.name()}, …) appends an op")
         return self.binary("add", a, b)
 
-    def sub(self, a: V | float, b: V | float) -> V:
-        """a − b."""
-        return self.binary("sub", a, b)
-
-    def mul(self, a: V | float, b: V | float) -> V:
-        """a · b, element by element."""
-        return self.binary("mul", a, b)
-
-    def div(self, a: V | float, b: V | float) -> V:
-        """a / b."""
-        return self.binary("div", a, b)
-
-    def pow(self, a: V | float, b: V | float) -> V:
-        """aᵇ."""
-        return self.binary("pow", a, b)
-
-    def maximum(self, a: V | float, b: V | float) -> V:
-        """The larger of two, element by element."""
-        return self.binary("max", a, b)
-
-    def minimum(self, a: V | float, b: V | float) -> V:
-        """The smaller of two, element by element."""
-        return self.binary("min", a, b)
-
-    def floor_divide(self, a: V | float, b: V | float) -> V:
-        """⌊a / b⌋. Whole numbers stay whole; divided by 0 they give what XLA gives, and so in the next three."""
-        return self.binary("floor_div", a, b)
-
-    def trunc_divide(self, a: V | float, b: V | float) -> V:
-        """a / b rounded towards 0: `lax.div` of whole numbers."""
-        return self.binary("trunc_div", a, b)
-
-    def mod(self, a: V | float, b: V | float) -> V:
-        """a − b ⌊a / b⌋, which has the sign of b."""
-        return self.binary("mod", a, b)
-
-    def fmod(self, a: V | float, b: V | float) -> V:
-        """a − b · trunc(a / b), which has the sign of a."""
-        return self.binary("rem", a, b)
-
+    sub = of_kind(binary, "sub", "a − b.")
+    mul = of_kind(binary, "mul", "a · b, element by element.")
+    div = of_kind(binary, "div", "a / b.")
+    pow = of_kind(binary, "pow", "aᵇ.")
+    maximum = of_kind(binary, "max", "The larger of two, element by element.")
+    minimum = of_kind(binary, "min", "The smaller of two, element by element.")
+    floor_divide = of_kind(binary, "floor_div", "⌊a / b⌋. Integers divided by 0 give what XLA gives, as in the next 3.")
+    trunc_divide = of_kind(binary, "trunc_div", "a / b rounded towards 0: `lax.div` of whole numbers.")
+    mod = of_kind(binary, "mod", "a − b ⌊a / b⌋, which has the sign of b.")
+    fmod = of_kind(binary, "rem", "a − b · trunc(a / b), which has the sign of a.")
     rem = fmod
 
-    def atan2(self, a: V | float, b: V | float) -> V:
-        """The angle of the point (b, a), in (−π, π]."""
-        return self.binary("atan2", a, b)
-
-    def bitwise_and(self, a: V | int, b: V | int) -> V:
-        """The bits that both have; of bools whether both are True."""
-        return self.binary("and", a, b)
-
-    def bitwise_or(self, a: V | int, b: V | int) -> V:
-        """The bits that one of them has."""
-        return self.binary("or", a, b)
-
-    def bitwise_xor(self, a: V | int, b: V | int) -> V:
-        """The bits that one of them alone has."""
-        return self.binary("xor", a, b)
+    atan2 = of_kind(binary, "atan2", "The angle of the point (b, a), in (−π, π].")
+    bitwise_and = of_kind(binary, "and", "The bits that both have; of bools whether both are True.")
+    bitwise_or = of_kind(binary, "or", "The bits that one of them has.")
+    bitwise_xor = of_kind(binary, "xor", "The bits that one of them alone has.")
 
     def bitwise_not(self, x: V) -> V:
         """The bits that x does not have."""
@@ -109,13 +54,8 @@ class Pointwise(Writer[V]):
         unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
         return self.bitwise_xor(x, int(jnp.iinfo(dtype).max) if unsigned else True if dtype == np.bool_ else -1)
 
-    def left_shift(self, a: V | int, b: V | int) -> V:
-        """a · 2ᵇ, the higher bits dropped."""
-        return self.binary("shift_left", a, b)
-
-    def right_shift(self, a: V | int, b: V | int) -> V:
-        """⌊a / 2ᵇ⌋: the sign is kept."""
-        return self.binary("shift_right", a, b)
+    left_shift = of_kind(binary, "shift_left", "a · 2ᵇ, the higher bits dropped.")
+    right_shift = of_kind(binary, "shift_right", "⌊a / 2ᵇ⌋: the sign is kept.")
 
     def _truth(self, x: V | bool) -> V | bool:
         """Whether x is not 0."""
@@ -141,29 +81,12 @@ class Pointwise(Writer[V]):
         """`eq`, `ne`, `lt`, `le`, `gt` or `ge`, as bool."""
         return self.add_node(Compare(kind), *self._pair(kind, a, b))
 
-    def eq(self, a: V | float, b: V | float) -> V:
-        """a = b, as bool."""
-        return self.compare("eq", a, b)
-
-    def ne(self, a: V | float, b: V | float) -> V:
-        """a ≠ b, as bool."""
-        return self.compare("ne", a, b)
-
-    def lt(self, a: V | float, b: V | float) -> V:
-        """a < b, as bool."""
-        return self.compare("lt", a, b)
-
-    def le(self, a: V | float, b: V | float) -> V:
-        """a ≤ b, as bool."""
-        return self.compare("le", a, b)
-
-    def gt(self, a: V | float, b: V | float) -> V:
-        """a > b, as bool."""
-        return self.compare("gt", a, b)
-
-    def ge(self, a: V | float, b: V | float) -> V:
-        """a ≥ b, as bool."""
-        return self.compare("ge", a, b)
+    eq = of_kind(compare, "eq", "a = b, as bool.")
+    ne = of_kind(compare, "ne", "a ≠ b, as bool.")
+    lt = of_kind(compare, "lt", "a < b, as bool.")
+    le = of_kind(compare, "le", "a ≤ b, as bool.")
+    gt = of_kind(compare, "gt", "a > b, as bool.")
+    ge = of_kind(compare, "ge", "a ≥ b, as bool.")
 
     def where(self, condition: V, on_true: V | float, on_false: V | float) -> V:
         """`on_true` where `condition` is not zero, else `on_false`; each of these may be a number."""
@@ -177,53 +100,53 @@ class Pointwise(Writer[V]):
         """A function of one value, by its name in `UNARY`: each of them is a method too."""
         return self.add_node(Unary(kind), x)
 
-    sigmoid = _function("sigmoid", "σ(x).")
-    silu = _function("silu", "x σ(x).")
-    gelu = _function("gelu", "½x(1 + erf(x/√2)).")
-    gelu_tanh = _function("gelu_tanh", "½x(1 + tanh(√(2/π)(x + 0.044715x³))).")
-    quick_gelu = _function("quick_gelu", "x σ(1.702x).")
-    relu = _function("relu", "max(x, 0).")
-    softplus = _function("softplus", "ln(1 + eˣ).")
-    tanh = _function("tanh", "tanh x.")
-    exp = _function("exp", "eˣ.")
-    log = _function("log", "ln x.")
-    sqrt = _function("sqrt", "√x.")
-    rsqrt = _function("rsqrt", "1/√x.")
-    neg = _function("neg", "−x.")
-    abs = _function("abs", "|x|.")
-    sin = _function("sin", "sin x.")
-    cos = _function("cos", "cos x.")
-    tan = _function("tan", "tan x.")
-    atan = _function("atan", "arctan x.")
-    round = _function("round", "The nearest whole number, halves to the even one.")
-    floor = _function("floor", "The largest whole number ≤ x.")
-    ceil = _function("ceil", "The smallest whole number ≥ x.")
-    trunc = _function("trunc", "The whole number next to x towards 0.")
-    sign = _function("sign", "−1, 0 or 1.")
-    square = _function("square", "x².")
-    reciprocal = _function("reciprocal", "1/x.")
-    cbrt = _function("cbrt", "∛x.")
-    expm1 = _function("expm1", "eˣ − 1, exact near 0.")
-    log1p = _function("log1p", "ln(1 + x), exact near 0.")
-    exp2 = _function("exp2", "2ˣ.")
-    log2 = _function("log2", "log₂ x.")
-    asin = _function("asin", "arcsin x.")
-    acos = _function("acos", "arccos x.")
-    sinh = _function("sinh", "sinh x.")
-    cosh = _function("cosh", "cosh x.")
-    asinh = _function("asinh", "arsinh x.")
-    acosh = _function("acosh", "arcosh x.")
-    atanh = _function("atanh", "artanh x.")
-    erf = _function("erf", "The error function.")
-    erfc = _function("erfc", "1 − erf x.")
-    relu6 = _function("relu6", "min(max(x, 0), 6).")
-    selu = _function("selu", "1.0507 elu(x, 1.6733).")
-    mish = _function("mish", "x tanh(softplus x).")
-    log_sigmoid = _function("log_sigmoid", "ln σ(x).")
-    soft_sign = _function("soft_sign", "x / (1 + |x|).")
-    hard_sigmoid = _function("hard_sigmoid", "relu6(x + 3) / 6.")
-    hard_silu = _function("hard_silu", "x hard_sigmoid(x).")
-    hard_tanh = _function("hard_tanh", "min(max(x, −1), 1).")
+    sigmoid = of_kind(activation, "sigmoid", "σ(x).")
+    silu = of_kind(activation, "silu", "x σ(x).")
+    gelu = of_kind(activation, "gelu", "½x(1 + erf(x/√2)).")
+    gelu_tanh = of_kind(activation, "gelu_tanh", "½x(1 + tanh(√(2/π)(x + 0.044715x³))).")
+    quick_gelu = of_kind(activation, "quick_gelu", "x σ(1.702x).")
+    relu = of_kind(activation, "relu", "max(x, 0).")
+    softplus = of_kind(activation, "softplus", "ln(1 + eˣ).")
+    tanh = of_kind(activation, "tanh", "tanh x.")
+    exp = of_kind(activation, "exp", "eˣ.")
+    log = of_kind(activation, "log", "ln x.")
+    sqrt = of_kind(activation, "sqrt", "√x.")
+    rsqrt = of_kind(activation, "rsqrt", "1/√x.")
+    neg = of_kind(activation, "neg", "−x.")
+    abs = of_kind(activation, "abs", "|x|.")
+    sin = of_kind(activation, "sin", "sin x.")
+    cos = of_kind(activation, "cos", "cos x.")
+    tan = of_kind(activation, "tan", "tan x.")
+    atan = of_kind(activation, "atan", "arctan x.")
+    round = of_kind(activation, "round", "The nearest whole number, halves to the even one.")
+    floor = of_kind(activation, "floor", "The largest whole number ≤ x.")
+    ceil = of_kind(activation, "ceil", "The smallest whole number ≥ x.")
+    trunc = of_kind(activation, "trunc", "The whole number next to x towards 0.")
+    sign = of_kind(activation, "sign", "−1, 0 or 1.")
+    square = of_kind(activation, "square", "x².")
+    reciprocal = of_kind(activation, "reciprocal", "1/x.")
+    cbrt = of_kind(activation, "cbrt", "∛x.")
+    expm1 = of_kind(activation, "expm1", "eˣ − 1, exact near 0.")
+    log1p = of_kind(activation, "log1p", "ln(1 + x), exact near 0.")
+    exp2 = of_kind(activation, "exp2", "2ˣ.")
+    log2 = of_kind(activation, "log2", "log₂ x.")
+    asin = of_kind(activation, "asin", "arcsin x.")
+    acos = of_kind(activation, "acos", "arccos x.")
+    sinh = of_kind(activation, "sinh", "sinh x.")
+    cosh = of_kind(activation, "cosh", "cosh x.")
+    asinh = of_kind(activation, "asinh", "arsinh x.")
+    acosh = of_kind(activation, "acosh", "arcosh x.")
+    atanh = of_kind(activation, "atanh", "artanh x.")
+    erf = of_kind(activation, "erf", "The error function.")
+    erfc = of_kind(activation, "erfc", "1 − erf x.")
+    relu6 = of_kind(activation, "relu6", "min(max(x, 0), 6).")
+    selu = of_kind(activation, "selu", "1.0507 elu(x, 1.6733).")
+    mish = of_kind(activation, "mish", "x tanh(softplus x).")
+    log_sigmoid = of_kind(activation, "log_sigmoid", "ln σ(x).")
+    soft_sign = of_kind(activation, "soft_sign", "x / (1 + |x|).")
+    hard_sigmoid = of_kind(activation, "hard_sigmoid", "relu6(x + 3) / 6.")
+    hard_silu = of_kind(activation, "hard_silu", "x hard_sigmoid(x).")
+    hard_tanh = of_kind(activation, "hard_tanh", "min(max(x, −1), 1).")
 
     hard_swish = hard_silu
     swish = silu

@@ -12,6 +12,7 @@ from rlx_jax.ir.operands import check_operands
 from rlx_jax.ir.ops.linalg import MATRICES, Det, Einsum, Fft, Solve, product
 from rlx_jax.ir.types import as_dtype
 from rlx_jax.trace.indexing import Indexing
+from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import V
 
 
@@ -75,21 +76,13 @@ class Products(Indexing[V]):
 
     # -- spectra and systems: `jax.numpy.fft`, `jax.numpy.linalg` ----------------------------
 
-    def fft(self, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
-        """The discrete Fourier transform along `axis`, c64, of floats or c64; see `Fft`."""
-        return self.add_node(Fft("fft", n, self._axis(x, axis), norm), x)
+    def _transform(self, kind: str, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
+        return self.add_node(Fft(kind, n, self._axis(x, axis), norm), x)
 
-    def ifft(self, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
-        """The inverse of `fft`, c64."""
-        return self.add_node(Fft("ifft", n, self._axis(x, axis), norm), x)
-
-    def rfft(self, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
-        """The first ⌊n/2⌋ + 1 entries of the transform of floats, c64: the others mirror them."""
-        return self.add_node(Fft("rfft", n, self._axis(x, axis), norm), x)
-
-    def irfft(self, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
-        """The inverse of `rfft`: n floats, 2(m − 1) of m entries unless given."""
-        return self.add_node(Fft("irfft", n, self._axis(x, axis), norm), x)
+    fft = of_kind(_transform, "fft", "The discrete Fourier transform along `axis`, c64, of floats or c64; see `Fft`.")
+    ifft = of_kind(_transform, "ifft", "The inverse of `fft`, c64.")
+    rfft = of_kind(_transform, "rfft", "The first ⌊n/2⌋ + 1 entries of `fft` of floats, c64: the others mirror them.")
+    irfft = of_kind(_transform, "irfft", "The inverse of `rfft`: n floats, 2(m − 1) of m entries unless given.")
 
     def solve(self, a: V, b: V) -> V:
         """The x with `a x = b`: a `[..., n, n]`, b `[..., n, k]`, or `[n]` beside one matrix."""

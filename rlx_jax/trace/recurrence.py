@@ -18,7 +18,7 @@ from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.trace.attention import Attending
 from rlx_jax.trace.user_step import UsersStep
 from rlx_jax.trace.weight_part import WeightKey
-from rlx_jax.trace.writer import Shape, V, is_number
+from rlx_jax.trace.writer import V, is_number
 
 F32 = np.dtype(np.float32)
 
@@ -117,7 +117,7 @@ class Recurring(Attending[V]):
         step, rate = self.add_all(hir.TimeSteps(low, high), t, bias, a_log)
         return step, rate
 
-    def causal_window(self, x: V, width: int, *, out_shape: Shape | None = None) -> V:
+    def causal_window(self, x: V, width: int) -> V:
         """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
 
         Raises:
@@ -125,7 +125,7 @@ class Recurring(Attending[V]):
         """
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise GraphError(f"{self.path}: width is an int of at least 1, got {shown(width)}")
-        return self.add_node(hir.CausalWindow(width), x, out_shape=out_shape)
+        return self.add_node(hir.CausalWindow(width), x)
 
     def _check_tokens(self, where: str, xs: Sequence[Any]) -> None:
         """What is read is values `[B, S, …]` of one batch and as many tokens."""

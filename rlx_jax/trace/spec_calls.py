@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, shown
 from rlx_jax.ir.types import TensorType, as_dim, is_static
@@ -127,6 +127,9 @@ CHECKED: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = {
 
 # -- one call ------------------------------------------------------------------------------------
 
+SHAPES = ("out_shape", "out_shapes")
+"""What every builder takes besides: the shape that its result is held against, or one for each of its results."""
+
 INTERNAL = ("own", "wrap", "weight", "type_of", "inside", "lift")
 """Methods of writers that builders call and users do not."""
 
@@ -139,23 +142,41 @@ def check_calls(cls: type[Any]) -> None:
             setattr(cls, name, checked_call(name, own))
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def of_kind(method: Callable[Concatenate[Any, str, P], R], kind: str, doc: str) -> Callable[Concatenate[Any, P], R]:
+    """Return the builder that is `method` for one kind: `add(a, b)` is `binary("add", a, b)`."""
+
+    def call(m: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(m, kind, *args, **kwargs)
+
+    call.__doc__, call.of = doc, (method, (kind,))  # type: ignore[attr-defined]  # functions take attributes
+    return call
+
+
 def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return `method` of a `Writer`, callable in the form of the specification too, and with `out_shape=`.
 
     Raises:
         GraphError: a call fits no form. ShapeError: the results are not of `out_shape`.
     """
-    signature, form = inspect.signature(method), SPEC_FORMS.get(name)
+    form, (body, kind) = SPEC_FORMS.get(name), getattr(method, "of", (method, ()))
+    whole = inspect.signature(body)
+    first, *others = whole.parameters.values()
+    signature = whole.replace(parameters=[first, *others[len(kind) :]])
 
     @functools.wraps(method)
     def call(m: Any, *args: Any, **kwargs: Any) -> Any:
-        if "out_shape" in kwargs and "out_shape" not in signature.parameters:
-            out_shape = kwargs.pop("out_shape")
-            return _of_shape(m, name, call(m, *args, **kwargs), out_shape)
+        declared = next((key for key in SHAPES if key in kwargs and key not in signature.parameters), None)
+        if declared is not None:
+            out_shape = kwargs.pop(declared)
+            return of_shape(m, name, call(m, *args, **kwargs), out_shape)
         reason: TypeError | None = None
         if form is None or not form.is_meant(args):
             try:
-                return method(m, *args, **kwargs)
+                return body(m, *kind, *args, **kwargs)
             except TypeError as error:
                 # Raised by the call itself, not by a line of the method: the arguments do not fit.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
@@ -167,9 +188,9 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError as error:
             reason = reason or error
             raise GraphError(_refusal(m, name, signature, kwargs, reason)) from reason
-        return method(*bound.args, **bound.kwargs)
+        return body(m, *kind, *bound.args[1:], **bound.kwargs)
 
-    call.unchecked = method  # type: ignore[attr-defined]  # functions take attributes
+    call.__name__, call.__signature__, call.unchecked = name, signature, method  # type: ignore[attr-defined]
     return call
 
 
@@ -221,7 +242,7 @@ def _refusal(m: Any, name: str, signature: inspect.Signature, kwargs: Mapping[st
 # -- out_shape -----------------------------------------------------------------------------------
 
 
-def _of_shape(m: Any, name: str, result: Any, out_shape: Any) -> Any:
+def of_shape(m: Any, name: str, result: Any, out_shape: Any) -> Any:
     """Return the result of a builder if it has the shape; of several results each has its own, or all have one."""
     if out_shape is None:
         return result

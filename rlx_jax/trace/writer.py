@@ -41,10 +41,10 @@ from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, as_dim, is_static
-from rlx_jax.trace.checks import check_attributes, items_of
+from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, is_static
+from rlx_jax.trace.checks import check_attributes
 from rlx_jax.trace.checks import is_number as is_number
-from rlx_jax.trace.spec_calls import check_calls
+from rlx_jax.trace.spec_calls import check_calls, of_shape
 from rlx_jax.trace.weight_part import WeightKey, WeightStack
 
 V = TypeVar("V")
@@ -190,13 +190,7 @@ class Writer(Generic[V]):
         if len(results) != 1:
             del self.builder.nodes[before:]
             raise GraphError(f"{self.path}: {op.text()} has {len(results)} results: add_all gives all of them")
-        if out_shape is not None:
-            found = self.type_of(results[0])
-            where = f"{self.path}: {op.name()}"
-            dims = tuple(as_dim(d, where) for d in items_of(out_shape, where, "a list of sizes as out_shape"))
-            if dims != found.shape:
-                declared = TensorType(dims, found.dtype)
-                raise ShapeError(f"{self.path}: {op.name()}: declared {declared}, inferred {found}")
+        of_shape(self, op.name(), results[0], out_shape)
         return results[0]
 
     def constant(self, value: Any, dtype: Any = None) -> V:
