@@ -108,8 +108,8 @@ class StageContract:
     eps: float | None = None
 
 
-class AnyStage(Protocol):
-    """What `run_stage` runs."""
+class BlockStage(Protocol):
+    """What a stage is: it writes HIR and says what the active value is next (None: unchanged kinds say so)."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None: ...
 
@@ -117,7 +117,7 @@ class AnyStage(Protocol):
 # -- holding it to that --------------------------------------------------------------------------
 
 
-def emit_layer(stage: AnyStage, emit: Emit, value: FlowValue) -> tuple[FlowValue, StageArtifacts]:
+def emit_layer(stage: BlockStage, emit: Emit, value: FlowValue) -> tuple[FlowValue, StageArtifacts]:
     """Run a stage as a layer: its value, or its input where it returns none, and what it leaves.
 
     The side outputs are those that it gave to `emit.output`.
@@ -125,10 +125,8 @@ def emit_layer(stage: AnyStage, emit: Emit, value: FlowValue) -> tuple[FlowValue
     before = set(emit.state.outputs)
     out = stage.emit(emit, value)
     found = value if out is None else out
-    artifacts = StageArtifacts.hidden_only(found.type)
-    for name, side in emit.state.outputs.items():
-        artifacts = artifacts if name in before else artifacts.with_side(name, side.type)
-    return found, artifacts
+    sides = tuple((name, side.type) for name, side in emit.state.outputs.items() if name not in before)
+    return found, StageArtifacts(found.type, sides)
 
 
 def emit_attention(
@@ -139,7 +137,7 @@ def emit_attention(
     return *emit_layer(layer, emit, value), stage.cache_contract(emit, value.type)
 
 
-def run_stage(stage: AnyStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+def run_stage(stage: BlockStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:
     """Run a stage of a flow, and hold it to what it promises.
 
     Raises:
@@ -148,7 +146,7 @@ def run_stage(stage: AnyStage, emit: Emit, value: FlowValue | None) -> FlowValue
     return run_as_block(emit, lambda active: _run(stage, emit, active), value)
 
 
-def _run(stage: AnyStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+def _run(stage: BlockStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:
     """Run a stage and compare what it writes with what it promises."""
     promises = isinstance(stage, AttentionStage | FfnStage | NormStage) and value is not None
     start, listed = len(emit.builder.nodes), len(emit.state.contracts)
@@ -164,7 +162,9 @@ def _run(stage: AnyStage, emit: Emit, value: FlowValue | None) -> FlowValue | No
     if cache is not None:
         found = list(kept(emit, written))
         if cache not in found:
-            raise GraphError(f"{_path(written)}: {name} promises a cache {_said(cache)}, and writes {_all(found)}")
+            promised, *others = (f"{c.k}, {c.v}" for c in (cache, *found))
+            writes = " and ".join(others) or "no attention"
+            raise GraphError(f"{_path(written)}: {name} promises a cache {promised}, and writes {writes}")
     if inside is not None and not any(t.shape == inside for node in written for t in node.types):
         raise GraphError(f"{_path(written)}: {name} promises to be {list(inside)} inside, and writes no such value")
     if cache is not None and any(inner.cache for inner in emit.state.contracts[listed:]):
@@ -196,19 +196,11 @@ def _path(nodes: list[Node]) -> str:
     return path_text(shared)
 
 
-def _said(cache: KvCacheContract) -> str:
-    return f"{cache.k}, {cache.v}"
-
-
-def _all(found: list[KvCacheContract]) -> str:
-    return " and ".join(map(_said, found)) or "no attention"
-
-
 @dataclass(frozen=True)
 class BlockAsLayer:
     """Any stage under the interface of a layer: `name` is `block`, and `emit_layer` says what it leaves."""
 
-    block: AnyStage
+    block: BlockStage
     name: str = "block"
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:

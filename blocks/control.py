@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from rlx_jax.blocks.contracts import BlockStage as BlockStage
 from rlx_jax.blocks.contracts import run_stage
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.trace.boundaries import run_as_block
 from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowValue
-
-
-class BlockStage(Protocol):
-    """What a stage is: it writes HIR and says what the active value is next (None: unchanged kinds say so)."""
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None: ...
 
 
 def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, ...]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.ffn import INTO, OUT_OF
+from rlx_jax.blocks.linear import dense
+from rlx_jax.blocks.norm import norm_under
 from rlx_jax.blocks.positions import POSITION_BIAS
-from rlx_jax.errors import GraphError, UnsupportedError
+from rlx_jax.blocks.self_attention import head_width
+from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
-from rlx_jax.ir.param import Roles
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -70,11 +72,9 @@ class BertEncoderLayerSpec:
         intermediate_size: int | None = None,
     ) -> BertEncoderLayerSpec:
         """Head width hidden / heads; MPNet's style has its bias."""
-        if num_heads < 1 or hidden_size % num_heads:
-            raise GraphError(f"{prefix}: hidden size {hidden_size} is not a multiple of {num_heads} heads")
-        style = known_style(qkv_style)
+        style, width = known_style(qkv_style), head_width(prefix, hidden_size, num_heads)
         return BertEncoderLayerSpec(
-            prefix, hidden_size, num_heads, hidden_size // num_heads, eps, activation=activation, qkv_style=style,
+            prefix, hidden_size, num_heads, width, eps, activation=activation, qkv_style=style,
             position_bias=POSITION_BIAS if style == "mpnet" else None, intermediate_size=intermediate_size,
         )  # fmt: skip
 
@@ -114,29 +114,11 @@ class BertEncoderLayer:
 # -- what encoder layers are made of -------------------------------------------------------------
 
 
-def dense(
-    emit: Emit,
-    prefix: str,
-    name: str,
-    x: FlowValue,
-    roles: Roles,
-    columns: int | None,
-    activation: str = "",
-    bias: bool = True,
-) -> FlowValue:
-    """`act(x W [+ b])`, `columns` wide, under `{prefix}.{name}`, whose block path is `name`."""
-    weight, added = f"{prefix}.{name}.weight", f"{prefix}.{name}.bias" if bias else None
-    with emit.scope(*name.split(".")):
-        return emit.linear(x, weight, added, activation=activation, roles=roles, columns=columns)
-
-
 def add_norm(emit: Emit, prefix: str, name: str, x: FlowValue, residual: FlowValue, eps: float) -> FlowValue:
     """`ln(x + residual)` under `{prefix}.{name}`; the sum is part of the block around the norm."""
-    *around, norm = name.split(".")
-    with emit.scope(*around):
+    with emit.scope(*name.split(".")[:-1]):
         total = emit.add_node(Binary("add"), x, residual)
-    with emit.scope(*around, norm):
-        return emit.layer_norm(total, f"{prefix}.{name}.weight", f"{prefix}.{name}.bias", eps)
+    return norm_under(emit, prefix, name, total, eps)
 
 
 def attend(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+from rlx_jax.blocks.linear import pair
 from rlx_jax.ir import hir
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.types import DimLike, TensorType
@@ -89,23 +90,6 @@ class GeGlu(SwiGlu):
     activation = "gelu_tanh"
 
 
-def two_linears(
-    emit: Emit,
-    x: FlowValue,
-    blocks: tuple[str, str],
-    weights: tuple[WeightKey, WeightKey, WeightKey, WeightKey],
-    activation: str,
-    inner: int | None,
-    init: Init | None,
-) -> FlowValue:
-    """Write `act(x W₁ + b₁) W₂ + b₂`, `inner` wide inside; `blocks` are the names of both products."""
-    up_w, up_b, down_w, down_b = weights
-    with emit.scope(blocks[0]):
-        wide = emit.linear(x, up_w, up_b, activation=activation, roles=INTO, columns=inner, init=init)
-    with emit.scope(blocks[1]):
-        return emit.linear(wide, down_w, down_b, roles=OUT_OF, columns=x.type.shape[-1], init=init)
-
-
 @dataclass(frozen=True)
 class Mlp:
     """`act(x W₁ + b₁) W₂ + b₂`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`; `activation` is a name in `UNARY`; `inner`
@@ -120,9 +104,19 @@ class Mlp:
     init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, weights = emit.require(value, "Mlp"), (self.up_w, self.up_b, self.down_w, self.down_b)
+        x = emit.require(value, "Mlp")
         with emit.scope("mlp"):
-            return two_linears(emit, x, ("fc1", "fc2"), weights, self.activation, self.inner, self.init)
+            return self.write(emit, x, "fc1", "fc2")
+
+    def write(self, emit: Emit, x: FlowValue, first: str, last: str) -> FlowValue:
+        """Write both products as blocks of these names."""
+        with emit.scope(first):
+            wide = emit.linear(
+                x, self.up_w, self.up_b, activation=self.activation, roles=INTO, columns=self.inner, init=self.init
+            )  # fmt: skip
+        with emit.scope(last):
+            hidden = x.type.shape[-1]
+            return emit.linear(wide, self.down_w, self.down_b, roles=OUT_OF, columns=hidden, init=self.init)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""
@@ -150,20 +144,18 @@ class GeluFfn:
     @staticmethod
     def hf_bert(prefix: str) -> GeluFfn:
         """`{prefix}.intermediate.dense.*` and `{prefix}.output.dense.*`."""
-        inner, outer = f"{prefix}.intermediate.dense", f"{prefix}.output.dense"
-        return GeluFfn(f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
+        return GeluFfn(*pair(f"{prefix}.intermediate.dense"), *pair(f"{prefix}.output.dense"))
 
     @staticmethod
     def dinov2(prefix: str) -> GeluFfn:
         """`{prefix}.mlp.fc1.*` and `{prefix}.mlp.fc2.*`; exact, as DINOv2 has it."""
-        inner, outer = f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"
-        return GeluFfn(f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
+        return GeluFfn(*pair(f"{prefix}.mlp.fc1"), *pair(f"{prefix}.mlp.fc2"))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GeluFfn")
         weights = (self.intermediate_w, self.intermediate_b, self.output_w, self.output_b)
-        act = "gelu_tanh" if self.approx_gelu else "gelu"
-        return two_linears(emit, x, ("intermediate", "output"), weights, act, self.inner, self.init)
+        mlp = Mlp(*weights, "gelu_tanh" if self.approx_gelu else "gelu", self.inner, self.init)
+        return mlp.write(emit, x, "intermediate", "output")
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""

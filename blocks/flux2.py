@@ -13,6 +13,7 @@ from typing import Literal
 
 from rlx_jax.blocks import stream_id
 from rlx_jax.blocks.ffn import INTO, OUT_OF
+from rlx_jax.blocks.linear import dense
 from rlx_jax.blocks.norm import head_norm
 from rlx_jax.blocks.streams import DualStream
 from rlx_jax.errors import ShapeError
@@ -165,22 +166,21 @@ class Flux2DoubleBlock:
         """Both streams after the block."""
         p, s = f"{self.prefix}.attn", self.spec
 
-        def linear(key: str, x: FlowValue, roles: tuple[str, str] = HEADS_IN, columns: int = s.hidden) -> FlowValue:
-            with emit.scope(*key.removeprefix(f"{self.prefix}.").split(".")):
-                return emit.linear(x, f"{key}.weight", roles=roles, columns=columns)
+        def linear(name: str, x: FlowValue, roles: tuple[str, str] = HEADS_IN, columns: int = s.hidden) -> FlowValue:
+            return dense(emit, self.prefix, name, x, roles, columns, bias=False)
 
         def heads(x: FlowValue, names: Sequence[str], norms: Sequence[str]) -> list[FlowValue]:
-            q, k, v = (linear(f"{p}.{name}", x) for name in names)
+            q, k, v = (linear(f"attn.{name}", x) for name in names)
             q, k = (
                 head_norm(emit, a, f"{p}.{n}.weight", s.head_dim, s.eps) for a, n in zip((q, k), norms, strict=True)
             )
             return [q, k, v]
 
         def fed(x: FlowValue, name: str, key: str) -> FlowValue:
-            inner = linear(f"{self.prefix}.{key}.linear_in", modulated(emit, x, name, 3, s.eps), INTO, 2 * s.ffn)
+            inner = linear(f"{key}.linear_in", modulated(emit, x, name, 3, s.eps), INTO, 2 * s.ffn)
             with emit.scope(key):
                 inner = swiglu(emit, inner, s.ffn)
-            return x + gated(emit, linear(f"{self.prefix}.{key}.linear_out", inner, OUT_OF), name, 5)
+            return x + gated(emit, linear(f"{key}.linear_out", inner, OUT_OF), name, 5)
 
         of_img = heads(modulated(emit, img, "double_img", 0, s.eps), ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
         of_txt = heads(
@@ -191,8 +191,8 @@ class Flux2DoubleBlock:
         q, k, v = (joined(emit, b, a) for a, b in zip(of_img, of_txt, strict=True))
         context = attend(emit, q, k, v, s)
         text = txt.shape[1]
-        img = img + gated(emit, linear(f"{p}.to_out.0", context[:, text:], HEADS_OUT), "double_img", 2)
-        txt = txt + gated(emit, linear(f"{p}.to_add_out", context[:, :text], HEADS_OUT), "double_txt", 2)
+        img = img + gated(emit, linear("attn.to_out.0", context[:, text:], HEADS_OUT), "double_img", 2)
+        txt = txt + gated(emit, linear("attn.to_add_out", context[:, :text], HEADS_OUT), "double_txt", 2)
         return fed(img, "double_img", "ff"), fed(txt, "double_txt", "ff_context")
 
 

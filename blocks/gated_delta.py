@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from rlx_jax.blocks.control import Named, check_hidden
 from rlx_jax.blocks.decoder import layer_around
 from rlx_jax.blocks.layer import HiddenShape, LayerSpec
+from rlx_jax.blocks.linear import dense
 from rlx_jax.blocks.norm import rms_norm
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
-from rlx_jax.ir.param import Parts, Role
+from rlx_jax.ir.param import Parts
 from rlx_jax.ir.types import DimLike
 from rlx_jax.trace.emit import Emit, FlowValue
 
@@ -80,7 +81,10 @@ class GatedDeltaNet:
         heads, mixed = (s.value_heads,), sum(s.widths)
         with emit.scope(self.prefix.rpartition(".")[2] or "linear_attn"):
             columns = {"qkv": mixed, "z": s.widths[2], "b": s.value_heads, "a": s.value_heads}
-            packed, z, b, a = (self._projected(emit, x, name, wide) for name, wide in columns.items())
+            packed, z, b, a = (
+                dense(emit, self.prefix, f"in_proj_{name}", x, (role, "hidden"), wide, bias=False)
+                for (name, wide), role in zip(columns.items(), (s.mixed, "heads", "heads", "heads"), strict=True)
+            )
             with emit.scope("conv1d"):
                 w = emit.param(f"{self.prefix}.conv1d.weight", (mixed, 1, s.kernel), (s.mixed, None, None))
                 packed = emit.add_node(Unary("silu"), emit.add_node(hir.CausalConv(), packed, w))
@@ -91,19 +95,13 @@ class GatedDeltaNet:
             out = emit.add_node(block, q, k, v, step * rate, emit.add_node(Unary("sigmoid"), b))
             return self._output(emit, out, z, x.type.shape[-1])
 
-    def _projected(self, emit: Emit, x: FlowValue, name: str, columns: int) -> FlowValue:
-        with emit.scope(f"in_proj_{name}"):
-            roles: tuple[Role, Role] = (self.spec.mixed if name == "qkv" else "heads", "hidden")
-            return emit.linear(x, f"{self.prefix}.in_proj_{name}.weight", roles=roles, columns=columns)
-
     def _output(self, emit: Emit, out: FlowValue, z: FlowValue, hidden: DimLike) -> FlowValue:
         """The gated norm of each head, and the projection behind it."""
         heads = out.reshape(*out.shape[:-1], self.spec.value_heads, self.spec.value_dim)
         with emit.scope("norm"):
             normed = rms_norm(emit, emit.block_input(heads), f"{self.prefix}.norm.weight", self.spec.eps)
             gated = normed.reshape(out.shape) * emit.add_node(Unary("silu"), z)
-        with emit.scope("out_proj"):
-            return emit.linear(gated, f"{self.prefix}.out_proj.weight", roles=("hidden", "heads"), columns=hidden)
+        return dense(emit, self.prefix, "out_proj", gated, ("hidden", "heads"), hidden, bias=False)
 
 
 def gated_delta_layer(index: int, layer: LayerSpec, spec: GatedDeltaSpec, prefix: str = "model.layers") -> Named:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.contracts import KvCacheContract
+from rlx_jax.blocks.ffn import INTO, OUT_OF
+from rlx_jax.blocks.linear import dense
+from rlx_jax.blocks.norm import norm_under
 from rlx_jax.blocks.self_attention import SelfAttention, three_parts
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
-
-LINEARS: dict[str, tuple[str, str]] = {
-    "mlp.c_fc": ("hidden", "ffn"),
-    "mlp.c_proj": ("ffn", "hidden"),
-}
-"""What the axes of the projections behind attention are, as stored: `[in, out]`."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +46,17 @@ class Gpt2Layer:
         return KvCacheContract.packed(hidden, self.spec.hidden_size)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "Gpt2Layer")
-        s = self.spec
-
-        def linear(name: str, x: FlowValue, columns: int | None, activation: str = "") -> FlowValue:
-            p = f"{s.layer_prefix}.{name}"
-            with emit.scope(*name.split(".")):
-                return emit.linear(
-                    x, f"{p}.weight", f"{p}.bias", transpose=False, activation=activation, roles=LINEARS[name],
-                    columns=columns,
-                )  # fmt: skip
-
-        def norm(name: str, x: FlowValue) -> FlowValue:
-            p = f"{s.layer_prefix}.{name}"
-            with emit.scope(name):
-                return emit.layer_norm(x, f"{p}.weight", f"{p}.bias", s.eps)
-
-        p = f"{s.layer_prefix}.attn"
+        x, s = emit.require(value, "Gpt2Layer"), self.spec
+        p = s.layer_prefix
         attention = SelfAttention(
-            three_parts(f"{p}.c_attn.weight", axis=1), f"{p}.c_proj.weight", s.num_heads,
-            qkv_bias=three_parts(f"{p}.c_attn.bias"), out_bias=f"{p}.c_proj.bias", transpose=False, causal=True,
-            scale=s.score_scale, name="attn",
+            three_parts(f"{p}.attn.c_attn.weight", axis=1), f"{p}.attn.c_proj.weight", s.num_heads,
+            qkv_bias=three_parts(f"{p}.attn.c_attn.bias"), out_bias=f"{p}.attn.c_proj.bias", transpose=False,
+            causal=True, scale=s.score_scale, name="attn",
         )  # fmt: skip
-        h = emit.add_node(Binary("add"), x, attention.emit(emit, norm("ln_1", x)))
-        inner = linear("mlp.c_fc", norm("ln_2", h), s.intermediate_size, s.activation)
-        return emit.add_node(Binary("add"), h, linear("mlp.c_proj", inner, s.hidden_size))
+        h = emit.add_node(Binary("add"), x, attention.emit(emit, norm_under(emit, p, "ln_1", x, s.eps)))
+        normed = norm_under(emit, p, "ln_2", h, s.eps)
+        wide = dense(
+            emit, p, "mlp.c_fc", normed, INTO[::-1], s.intermediate_size, s.activation, transpose=False
+        )  # fmt: skip
+        fed = dense(emit, p, "mlp.c_proj", wide, OUT_OF[::-1], s.hidden_size, transpose=False)
+        return emit.add_node(Binary("add"), h, fed)

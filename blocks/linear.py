@@ -82,26 +82,20 @@ class GatherFromInput:
     init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        emit.require(value, "GatherFromInput")
+        emit.require(value, type(self).__name__)
         with emit.scope(self.input_name):
             table = emit.param(self.weight_key, self.shape, TABLE, self.init)
             return emit.add_node(hir.Embed(), table, emit.flow_input(self.input_name))
 
 
 @dataclass(frozen=True)
-class GatherAdd:
+class GatherAdd(GatherFromInput):
     """`x + E[input]`: `weight_key` `[V, H]`. An optional input that is absent counts as its default."""
 
-    input_name: str
-    weight_key: str
-    shape: tuple[int, int] | None = None
-    init: Init | None = None
-
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "GatherAdd")
+        rows = super().emit(emit, value)
         with emit.scope(self.input_name):
-            table = emit.param(self.weight_key, self.shape, TABLE, self.init)
-            return x + emit.add_node(hir.Embed(), table, emit.flow_input(self.input_name))
+            return emit.require(value, "GatherAdd") + rows
 
 
 @dataclass(frozen=True)
@@ -131,6 +125,31 @@ class Linear:
             roles = None if self.roles is None else roles_of_bias(self.roles[at])
             bias = [emit.param(self.bias_key, w.type.shape[at : at + 1], roles)] if self.bias_key else []
             return emit.add_node(hir.Linear(int(self.transpose), bias=bool(bias)), x, w, *bias)
+
+
+def pair(name: str) -> tuple[str, str]:
+    """The keys of a weight and its bias."""
+    return f"{name}.weight", f"{name}.bias"
+
+
+def dense(
+    emit: Emit,
+    prefix: str,
+    name: str,
+    x: FlowValue,
+    roles: Roles,
+    columns: int | None,
+    activation: str = "",
+    *,
+    bias: bool = True,
+    transpose: bool = True,
+) -> FlowValue:
+    """Write `act(x W [+ b])`, `columns` wide, under the keys `{prefix}.{name}` and in the block `name`."""
+    weight, added = pair(f"{prefix}.{name}")
+    with emit.scope(*name.split(".")):
+        return emit.linear(
+            x, weight, added if bias else None, activation=activation, transpose=transpose, roles=roles, columns=columns
+        )
 
 
 def block_of(key: str) -> str:

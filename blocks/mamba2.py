@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.control import Named, Sequence
-from rlx_jax.blocks.linear import ResidualAdd, ResidualSave
+from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, dense
 from rlx_jax.blocks.norm import RmsNorm
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.param import Parts, Role
-from rlx_jax.ir.types import DimLike
+from rlx_jax.ir.param import Parts
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -87,7 +86,7 @@ class Mamba2Mixer:
         with emit.scope(self.prefix.rpartition(".")[2] or "mixer"):
             packed = Parts(((s.inner, "heads"), *s.mixed.of, (s.heads, "heads")))
             columns = (s.inner, sum(s.widths), s.heads)
-            projected = self._linear(emit, x, "in_proj", (packed, "hidden"), sum(columns))
+            projected = dense(emit, self.prefix, "in_proj", x, (packed, "hidden"), sum(columns), bias=s.bias)
             z, mixed, t = emit.split(projected, columns)
             values, b, c = emit.split(self._convolved(emit, mixed), s.widths)
             biases = (emit.param(f"{self.prefix}.{name}", heads, ("heads",)) for name in ("dt_bias", "A_log"))
@@ -96,12 +95,8 @@ class Mamba2Mixer:
             out = emit.add_node(hir.SelectiveScan(s.heads, s.groups), values, step, rate, b, c)
             skip = emit.param(f"{self.prefix}.D", heads, ("heads",)).reshape(s.heads, 1)
             out = out + (values.reshape(*values.shape[:-1], s.heads, s.head_dim) * skip).reshape(values.shape)
-            return self._linear(emit, self._normed(emit, out, z), "out_proj", ("hidden", "heads"), x.type.shape[-1])
-
-    def _linear(self, emit: Emit, x: FlowValue, name: str, roles: tuple[Role, Role], columns: DimLike) -> FlowValue:
-        with emit.scope(name):
-            bias = f"{self.prefix}.{name}.bias" if self.spec.bias else None
-            return emit.linear(x, f"{self.prefix}.{name}.weight", bias, roles=roles, columns=columns)
+            normed, hidden = self._normed(emit, out, z), x.type.shape[-1]
+            return dense(emit, self.prefix, "out_proj", normed, ("hidden", "heads"), hidden, bias=s.bias)
 
     def _convolved(self, emit: Emit, mixed: FlowValue) -> FlowValue:
         s, p, columns = self.spec, f"{self.prefix}.conv1d", sum(self.spec.widths)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx_jax.blocks.encoder import add_norm, attend, dense
+from rlx_jax.blocks.encoder import add_norm, attend
 from rlx_jax.blocks.ffn import INTO, OUT_OF, SwiGlu
+from rlx_jax.blocks.linear import dense, pair
 from rlx_jax.blocks.rope import rope_tables_for
 from rlx_jax.blocks.self_attention import Three, three_parts
 from rlx_jax.blocks.vision import read_by_query
@@ -121,13 +122,9 @@ class NomicSelector:
             weights, biases = (_reading(f"{p}.attn", kind) for kind in ("weight", "bias"))
             out = f"{p}.attn.out_proj"
             pooled = read_by_query(emit, x, f"{p}.attn.latent", weights, biases, out, self.num_heads)
-            normed = emit.layer_norm(pooled, f"{p}.norm1.weight", f"{p}.norm1.bias", self.eps)
-            gate, up, down = (f"{p}.mlp.{name}" for name in ("fc12", "fc11", "fc2"))
-            mlp = SwiGlu(
-                f"{gate}.weight", f"{up}.weight", f"{down}.weight", (f"{gate}.bias", f"{up}.bias", f"{down}.bias"),
-                self.inner,
-            )  # fmt: skip
-            return x + mlp.emit(emit, normed)
+            normed = emit.layer_norm(pooled, *pair(f"{p}.norm1"), self.eps)
+            weights, biases = zip(*(pair(f"{p}.mlp.{name}") for name in ("fc12", "fc11", "fc2")), strict=True)
+            return x + SwiGlu(*weights, biases, self.inner).emit(emit, normed)
 
 
 def _projected(emit: Emit, x: FlowValue, name: str, key: WeightKey, columns: int) -> FlowValue:

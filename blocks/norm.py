@@ -29,39 +29,33 @@ class RmsNorm:
     """`x (mean(x²) + ε)^(−1/2) ⊙ γ`. Weight: `weight_key` `[H]`; where no source has it, `init` draws it, or 1."""
 
     norm: ClassVar[str] = "rms"
+    offset: ClassVar[float] = 0.0
+    """What is added to the weight."""
 
     weight_key: str
     eps: float = 1e-5
     init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "RmsNorm")
+        x = emit.require(value, type(self).__name__)
         with emit.scope(_norm_name(self.weight_key)):
             gamma = emit.weight(self.weight_key, shape=x.type.shape[-1:], init=self.init)
-            return rms_norm(emit, x, gamma, self.eps)
+            return rms_norm(emit, x, gamma, self.eps, self.offset)
 
 
 @dataclass(frozen=True)
-class GemmaRmsNorm:
+class GemmaRmsNorm(RmsNorm):
     """`x (mean(x²) + ε)^(−1/2) ⊙ (1 + w)`, rounded once. Weight: `weight_key` `[H]`, which starts at 0, or
     as `init` says."""
 
-    norm: ClassVar[str] = "rms"
+    offset = 1.0
 
-    weight_key: str
     eps: float = 1e-6
-    init: Init | None = None
 
     @staticmethod
     def hf_layer(prefix: str, eps: float = 1e-6) -> GemmaRmsNorm:
         """`{prefix}.weight`."""
         return GemmaRmsNorm(f"{prefix}.weight", eps)
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "GemmaRmsNorm")
-        with emit.scope(_norm_name(self.weight_key)):
-            gamma = emit.weight(self.weight_key, shape=x.type.shape[-1:], init=self.init)
-            return rms_norm(emit, x, gamma, self.eps, 1.0)
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,12 @@ class LayerNorm:
             if self.gamma_key is not None:
                 gamma = emit.weight(self.gamma_key, shape=x.type.shape[-1:], init=self.init)
             return emit.layer_norm(x, gamma, self.beta_key, self.eps)
+
+
+def norm_under(emit: Emit, prefix: str, name: str, x: FlowValue, eps: float) -> FlowValue:
+    """Write a LayerNorm by the weights `{prefix}.{name}.{weight,bias}` in the block `name`."""
+    with emit.scope(*name.split(".")):
+        return emit.layer_norm(x, f"{prefix}.{name}.weight", f"{prefix}.{name}.bias", eps)
 
 
 def rms_norm(emit: Emit, x: FlowValue, key: str | FlowValue, eps: float, offset: float = 0.0) -> FlowValue:

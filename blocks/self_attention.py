@@ -210,6 +210,13 @@ class SelfAttention:
         return Rotary(cos, sin, width if self.n_rot is None else self.n_rot, self.rope_style)
 
 
+def head_width(where: str, hidden_size: int, num_heads: int) -> int:
+    """Hidden / heads."""
+    if num_heads < 1 or hidden_size % num_heads:
+        raise GraphError(f"{where}: hidden size {hidden_size} is not a multiple of {num_heads} heads")
+    return hidden_size // num_heads
+
+
 def three_parts(key: str, axis: int = 0) -> Three:
     """Of queries, keys and values that are stored as one, along an axis."""
     q, k, v = WeightPart.split(key, 3, axis)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
-from rlx_jax.blocks.linear import ResidualAdd, ResidualSave
-from rlx_jax.blocks.norm import LayerNorm
-from rlx_jax.blocks.self_attention import SelfAttention, Three, three_parts
+from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, dense, pair
+from rlx_jax.blocks.norm import LayerNorm, norm_under
+from rlx_jax.blocks.self_attention import SelfAttention, Three, head_width, three_parts
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.ops.vision import GridPositions, Patches
-from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightPart
@@ -130,18 +129,9 @@ class VitSelfAttn:
         return attention.emit(emit, x)
 
 
-def head_width(where: str, hidden_size: int, num_heads: int) -> int:
-    """Hidden / heads."""
-    if num_heads < 1 or hidden_size % num_heads:
-        raise GraphError(f"{where}: hidden size {hidden_size} is not a multiple of {num_heads} heads")
-    return hidden_size // num_heads
-
-
 def _fused(prefix: str, qkv: str, out: str, hidden_size: int, num_heads: int) -> VitSelfAttnSpec:
-    return VitSelfAttnSpec(
-        f"{prefix}.{qkv}.weight", f"{prefix}.{qkv}.bias", f"{prefix}.{out}.weight", f"{prefix}.{out}.bias",
-        hidden_size, num_heads, head_width(prefix, hidden_size, num_heads),
-    )  # fmt: skip
+    width = head_width(prefix, hidden_size, num_heads)
+    return VitSelfAttnSpec(*pair(f"{prefix}.{qkv}"), *pair(f"{prefix}.{out}"), hidden_size, num_heads, width)
 
 
 @dataclass(frozen=True)
@@ -171,17 +161,11 @@ class VisionSwiGluFfn:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, p = emit.require(value, "VisionSwiGluFfn"), f"{self.layer_prefix}.mlp"
 
-        def linear(name: str, x: FlowValue, roles: Roles, columns: DimLike | None) -> FlowValue:
-            with emit.scope(name):
-                return emit.linear(x, f"{p}.{name}.weight", f"{p}.{name}.bias", roles=roles, columns=columns)
-
         with emit.scope("mlp"):
-            up = linear("fc11", x, INTO, self.inner)
-            gate = linear("fc12", x, INTO, up.type.shape[-1])
+            up = dense(emit, p, "fc11", x, INTO, self.inner)
+            gate = dense(emit, p, "fc12", x, INTO, up.type.shape[-1])
             inner = emit.add_node(hir.GatedFfn("silu"), gate, up)
-            with emit.scope("norm"):
-                inner = emit.layer_norm(inner, f"{p}.norm.weight", f"{p}.norm.bias", self.eps)
-            return linear("fc2", inner, OUT_OF, x.type.shape[-1])
+            return dense(emit, p, "fc2", norm_under(emit, p, "norm", inner, self.eps), OUT_OF, x.type.shape[-1])
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""
@@ -282,16 +266,11 @@ class PreNormLayerSpec:
         if k.inner:
             return VisionSwiGluFfn(self.prefix, self.inner_eps, inner)
         names = (k.gated1, k.gated2) if self.gated else (k.fc1, k.fc2)
-        fc1, fc2 = ([self.key(name, kind) for kind in ("weight", "bias")] for name in names)
+        fc1, fc2 = (pair(f"{self.prefix}.{name}") for name in names)
         if not self.gated:
-            return Mlp(fc1[0], fc1[1], fc2[0], fc2[1], self.activation, inner)
-        gate, up = WeightPart.split(fc1[0], 2)
-        return SwiGlu(gate, up, fc2[0], (*_pair(fc1[1]), fc2[1]), inner)
-
-
-def _pair(key: str) -> tuple[WeightPart, WeightPart]:
-    first, second = WeightPart.split(key, 2)
-    return first, second
+            return Mlp(*fc1, *fc2, self.activation, inner)
+        (gate, up), (gate_bias, up_bias) = (WeightPart.split(key, 2) for key in fc1)
+        return SwiGlu(gate, up, fc2[0], (gate_bias, up_bias, fc2[1]), inner)
 
 
 def pre_norm_layer(spec: PreNormLayerSpec) -> BlockStage:
@@ -303,7 +282,7 @@ def pre_norm_layer(spec: PreNormLayerSpec) -> BlockStage:
 
 def _half(prefix: str, norm: str, eps: float, inner: BlockStage, scale: str = "") -> tuple[BlockStage, ...]:
     """`x + inner(ln(x)) [⊙ γ]`."""
-    before = LayerNorm(f"{prefix}.{norm}.weight", f"{prefix}.{norm}.bias", eps)
+    before = LayerNorm(*pair(f"{prefix}.{norm}"), eps)
     scales = (LayerScale(f"{prefix}.{scale}"),) if scale else ()
     return ResidualSave(), before, inner, *scales, ResidualAdd()
 
@@ -355,9 +334,8 @@ class AttentionPool:
             weights = three_parts(f"{p}.attention.in_proj_weight")
             biases = three_parts(f"{p}.attention.in_proj_bias")
             pooled = read_by_query(emit, x, f"{p}.probe", weights, biases, f"{p}.attention.out_proj", self.num_heads)
-            normed = emit.layer_norm(pooled, f"{p}.layernorm.weight", f"{p}.layernorm.bias", self.eps)
-            fc1, fc2 = f"{p}.mlp.fc1", f"{p}.mlp.fc2"
-            mlp = Mlp(f"{fc1}.weight", f"{fc1}.bias", f"{fc2}.weight", f"{fc2}.bias", self.activation, self.inner)
+            normed = emit.layer_norm(pooled, *pair(f"{p}.layernorm"), self.eps)
+            mlp = Mlp(*pair(f"{p}.mlp.fc1"), *pair(f"{p}.mlp.fc2"), self.activation, self.inner)
             return emit.first_token(pooled + mlp.emit(emit, normed))
 
 
@@ -373,7 +351,7 @@ def read_by_query(
         for source, w, b in zip((probe, x, x), weights, biases, strict=True)
     )
     context = emit.add_node(hir.attention(heads, heads, MaskKind.NONE), q, k, v)
-    return emit.linear(context, f"{out}.weight", f"{out}.bias", roles=("hidden", "heads"), columns=hidden)
+    return emit.linear(context, *pair(out), roles=("hidden", "heads"), columns=hidden)
 
 
 @dataclass(frozen=True)

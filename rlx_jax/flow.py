@@ -31,10 +31,10 @@ from rlx_jax.errors import (
     ShapeError,
     UnsupportedError,
     did_you_mean,
-    listing,
     quote,
     shown,
 )
+from rlx_jax.flow_outputs import FlowOutputs, names_of
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.extensions import FlowExtensionPlan
 from rlx_jax.ir.graph import Builder, TypeCache
@@ -45,10 +45,9 @@ from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.text import summary
-from rlx_jax.ir.types import as_dim, as_name, as_names, is_float, is_static
+from rlx_jax.ir.types import as_dim, as_name, is_float, is_static
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import Stages
-from rlx_jax.lowering.hir.explicit import caches_of
 from rlx_jax.lowering.hir.weights import pad_vocabulary
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.lowering.mir.small import unread_inputs
@@ -83,15 +82,12 @@ class ModelFlow(Stages):
     name: str
     _inputs: tuple[InputDecl, ...] = ()
     _stages: tuple[BlockStage, ...] = ()
-    _output_name: str = "output"
-    _side_names: tuple[str, ...] | None = None
-    _choose_primary: bool = False
+    _outputs: FlowOutputs = FlowOutputs()
     profile: CompileProfile | None = None
     _weights: WeightSource | None = None
     _left_keys: tuple[str, ...] = ()
     _binding: Mapping[str, int] = field(default_factory=dict, hash=False)
     _program: str = "forward"
-    _taps: bool = False
     _extensions: FlowExtensionPlan = FlowExtensionPlan()
     _block_edits: tuple[BlockEdit, ...] = ()
     _declared: tuple[WeightDecl, ...] = ()
@@ -240,7 +236,10 @@ class ModelFlow(Stages):
 
     def output(self, name: str) -> ModelFlow:
         """Name the primary output, which is the last active value."""
-        return replace(self, _output_name=as_name(name, f"{self.name}: output"), _choose_primary=False)
+        return self._with_outputs(primary=as_name(name, f"{self.name}: output"), chooses_primary=False)
+
+    def _with_outputs(self, **fields: Any) -> ModelFlow:
+        return replace(self, _outputs=replace(self._outputs, **fields))
 
     def outputs(self, names: Iterable[str]) -> ModelFlow:
         """Choose the outputs by name: no others are computed, and inputs that none of them reads are not asked for.
@@ -248,10 +247,10 @@ class ModelFlow(Stages):
         The first is the primary one: the side output, stream or register of that name, or, if there is none, the last
         active value under that name. The others are as in `with_extra_outputs`.
         """
-        found = _names(names, f"{self.name}: outputs")
+        found = names_of(names, f"{self.name}: outputs")
         if not found:
             raise GraphError(f"{self.name}: outputs needs a name for the primary output")
-        return replace(self.output(found[0]), _choose_primary=True).with_extra_outputs(found[1:])
+        return self._with_outputs(primary=found[0], chooses_primary=True, side=found[1:])
 
     def with_extra_outputs(self, names: Iterable[str]) -> ModelFlow:
         """The side outputs, by name, in this order: what a stage gave to `emit.output`, a stream, or a register.
@@ -259,13 +258,13 @@ class ModelFlow(Stages):
         Without this call the side outputs are all that stages give to `emit.output`. Those of `export_kv`
         follow, unless some of them are named.
         """
-        return replace(self, _side_names=_names(names, f"{self.name}: with_extra_outputs"))
+        return self._with_outputs(side=names_of(names, f"{self.name}: with_extra_outputs"))
 
     def export_kv(self) -> ModelFlow:
         """Side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every causal attention, whatever stage writes
         it, counted in the order of the flow: the keys (rotated) and the values that it reads. Of every block that
         carries a state, such as a causal convolution, also `state.{i}.{slot}` `[batch, …]` after the last token."""
-        return replace(self, _taps=True)
+        return self._with_outputs(taps_caches=True)
 
     def explicit(self, past: int | None = None, custom_mask: bool = False) -> ModelFlow:
         """Compile to the program `explicit`: the tokens stand behind cached ones, which are inputs and outputs.
@@ -349,7 +348,8 @@ class ModelFlow(Stages):
         types = TypeCache()
         emit = Emit(Builder(self.name, types), source, captured, self._binding, self._declared, self.profile)
         emit.parameters.draws_missing = self._missing == "init"
-        emit.flat, emit.state.program = self._taps or bool(self._block_edits), self._program
+        emit.flat = self._outputs.taps_caches or bool(self._block_edits)
+        emit.state.program = self._program
         if self._block_edits:
             emit.builder.marks_blocks, emit.parameters.defers_missing = True, source is not None
             emit.stand_in = partial(run_stand_in, emit, self._block_edits)
@@ -360,11 +360,8 @@ class ModelFlow(Stages):
         if emit.parameters.deferred:
             emit.parameters.refuse_missing(emit.hir_and_params()[1])
         captured_blocks = tuple(name for name in emit.state.outputs if name not in own)
-        taps = self._tap_caches(emit) if self._taps else ()
-        side = self._side_outputs(emit, (*captured_blocks, *taps))
-        if self._output_name in side:
-            raise GraphError(f"{self.name}: the output and a side output are both {quote(self._output_name)}")
-        outputs = {self._output_name: emit.own(self._primary(emit, value))} | {n: emit.own(v) for n, v in side.items()}
+        values = self._outputs.values(emit, value, captured_blocks, self.name)
+        outputs = {name: emit.own(output) for name, output in values.items()}
         emit.captured.closed = True
         rolled = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)
@@ -408,54 +405,6 @@ class ModelFlow(Stages):
                 "mapping with rlx_jax.Packed"
             )
         return self.build(weights)
-
-    def _tap_caches(self, emit: Emit) -> tuple[str, ...]:
-        """Make what later tokens read of earlier ones side outputs, as `export_kv` describes; return their names."""
-        taps, states = caches_of(emit.builder)
-        if states:
-            emit.state.repeats.clear()  # cse merges a state with its block's own ops where layers are no region
-            taps |= states
-        if not taps:
-            raise GraphError(
-                f"{self.name}: export_kv: no stage writes causal attention, and none carries a state: there are no "
-                "keys to give"
-            )
-        for name, value in taps.items():
-            known = emit.state.outputs.setdefault(name, emit.wrap(value))  # a layer may give its own
-            if known.value != value:
-                raise GraphError(
-                    f"{self.name}: export_kv gives {quote(name)}, and a stage has a side output of that name and of "
-                    "another value: leave out export_kv, or the stage that taps them"
-                )
-        return tuple(taps)
-
-    def _primary(self, emit: Emit, last: FlowValue) -> FlowValue:
-        """The value that the name of the primary output stands for."""
-        name = self._output_name
-        named = _known(emit).get(name)
-        if named is None or self._choose_primary:
-            return last if named is None else named
-        if named.value != last.value:
-            raise GraphError(
-                f"{self.name}: {quote(name)} would name the last value, and it is a stream, register or side output of "
-                f"another one: outputs([{name!r}]) chooses that, another name keeps both"
-            )
-        return last
-
-    def _side_outputs(self, emit: Emit, taps: tuple[str, ...]) -> dict[str, FlowValue]:
-        """Those that stages emitted, or those that the flow names; where it names none of `taps`, they follow."""
-        if self._side_names is None:
-            return emit.state.outputs
-        known, names = _known(emit), self._side_names
-        names = names if any(name in taps for name in names) else (*names, *taps)
-        for name in names:
-            if name not in known:
-                raise GraphError(
-                    f"{self.name}: output {quote(name)} is no side output, register or stream; "
-                    f"known are {listing(known) or 'none'}"
-                    f"{did_you_mean(name, known) or '; emit.output(name, value) and store_stream(name) make one'}"
-                )
-        return {name: known[name] for name in names}
 
     def _declare(self, emit: Emit, given: set[str]) -> FlowValue:
         """Declare the inputs, or put the defaults of absent ones in their place; returns the first."""
@@ -551,18 +500,8 @@ def declared_shapes(flow: ModelFlow, dtype: Any = np.float32) -> dict[str, jax.S
     return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in parameters.declared_shapes().items()}
 
 
-def _known(emit: Emit) -> dict[str, FlowValue]:
-    """What an output may be called after, beside the last value."""
-    return {**emit.state.streams, **emit.state.named, **emit.state.outputs}
-
-
 def _flow(made: object, where: str) -> ModelFlow:
     """What a function of the user returned, if it is a flow."""
     if not isinstance(made, ModelFlow):
         raise GraphError(f"{where}: the function returns a ModelFlow, got {type(made).__name__}")
     return made
-
-
-def _names(names: str | Iterable[str], where: str) -> tuple[str, ...]:
-    """Names of outputs; one may stand alone."""
-    return as_names((names,) if isinstance(names, str) else names, where)

@@ -248,7 +248,7 @@ def test_lm_head() -> None:
     """Tied, separate, or under a key; the output is called logits and the widths are checked."""
     e, head = w(V, H), w(V, H, seed=1)
     both = {"model.embed_tokens.weight": e, "lm_head.weight": head}
-    assert ids_flow().token_embed().lm_head(V, H, tied=True)._output_name == "logits"
+    assert ids_flow().token_embed().lm_head(V, H, tied=True)._outputs.primary == "logits"
     stage = blocks.LmHead.separate("h", V, H)
     for flow, weights, table in (
         (ids_flow().token_embed().lm_head(V, H, tied=True), {"model.embed_tokens.weight": e}, e),
@@ -301,7 +301,7 @@ def test_outputs_and_names() -> None:
         emit.output("doubled", x + x)
         return x
 
-    assert x_flow().hidden_states()._output_name == "hidden"
+    assert x_flow().hidden_states()._outputs.primary == "hidden"
     built = x_flow().custom(side).output("mine").build()
     assert built.output_names == ("mine", "doubled")
     assert [str(d) for d in built.primary_shape] == ["batch", "seq", str(H)]

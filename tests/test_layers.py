@@ -16,7 +16,7 @@ ROOMS = (
 """From the ground up: a module imports its own room and those before it."""
 
 SURFACE = ("", "__main__", "cli", "demo", "eval", "nnx")
-SHARED = {"at": "flow", "layer_stack": "flow", **dict.fromkeys(SURFACE, "surface")}
+SHARED = {"at": "flow", "flow_outputs": "flow", "layer_stack": "flow", **dict.fromkeys(SURFACE, "surface")}
 """Files at the package's root that are no room of their own. "" is the package itself."""
 
 STRANGERS = {"lowering": {"trace", "blocks"}, "trace": {"profiles", "weights"}, "blocks": {"profiles", "weights"}}

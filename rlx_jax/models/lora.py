@@ -251,5 +251,5 @@ def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite
     if base_model is not None and not isinstance(base_model, str):
         raise RequestError(f"save_lora: base_model is {shown(base_model)}; expected a path or 'org/name'")
     base = base_of(model.programs.source) if base_model is None else BaseModel(base_model)
-    output = getattr(model.flow, "_output_name", "")
+    output = model.flow._outputs.primary if isinstance(model.flow, ModelFlow) else ""
     write_adapter(path, AdapterSizes(ranks, scales, turned), arrays, overwrite, replace(base, task=TASKS.get(output)))

@@ -219,6 +219,9 @@ class Attending(Control[V]):
         Query head h reads key head h // (N/K); K follows from the widths, and so does D, which are checked where they
         are given. What limits the keys of a query holds together; a query without any key gives zeros.
 
+        Called `cross_attention` too, over the keys of another sequence: in a model that generates, keys and values that
+        depend on no token of its text are computed once, in prefill.
+
         Args:
             causal: none behind the query; of more keys than queries, the queries are the last. Without it, and without
                 the name of a mask kind that says so, a query reads all keys.
@@ -261,28 +264,7 @@ class Attending(Control[V]):
         done = self.add_node(op, q, k, v, *operands)
         return done if layout == "packed" else self._unpacked(done, self.type_of(done).shape[-1] // heads)
 
-    def cross_attention(
-        self,
-        q: V,
-        k: V,
-        v: V,
-        *,
-        heads: int,
-        kv_heads: int | None = None,
-        mask: V | None = None,
-        bias: V | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        layout: str = "packed",
-    ) -> V:
-        """`attention` over the keys of another sequence: all of them, or those that `mask` keeps.
-
-        In a model that generates, keys and values that depend on no token of its text are computed once, in prefill.
-        """
-        return self.attention(
-            q, k, v, heads=heads, kv_heads=kv_heads, causal=False, mask=mask, bias=bias, softcap=softcap, scale=scale,
-            layout=layout,
-        )  # fmt: skip
+    cross_attention = attention
 
     def attention_kind(
         self,

@@ -34,6 +34,7 @@ class SpecBuilders(Builders[V]):
     transpose_ = Builders.transpose
     narrow_ = Builders.narrow
     concat_ = Builders.concat
+    rope_n = Builders.rope
     conv_transpose2d = Builders.conv_transpose
     attention_kind_opts = Builders.attention_kind
     transformer_block = Builders.llama_decoder_block
@@ -62,16 +63,14 @@ class SpecBuilders(Builders[V]):
 
     # -- products ----------------------------------------------------------------------------
 
-    def linear_bias(self, x: V, w: V | WeightKey, bias: V | WeightKey) -> V:
-        """Return `x · w + bias`: a block at HIR, tensor ops below."""
-        return self.linear_bias_act(x, w, bias, "")
-
-    def linear_bias_act(self, x: V, w: V | WeightKey, bias: V | WeightKey, activation: str) -> V:
+    def linear_bias_act(self, x: V, w: V | WeightKey, bias: V | WeightKey, activation: str = "") -> V:
         """Return `act(x · w + bias)`: a block at HIR, tensor ops below."""
         if self.level == GraphStage.HIR:
             return self.linear(x, w, bias, activation=activation)
         y = self.add(self.mm(x, self.weight(w)), self.weight(bias))
         return self.activation(activation, y) if activation else y
+
+    linear_bias = linear_bias_act
 
     def shared_matmul_pair(self, x: V, w1: V, w2: V) -> tuple[V, V]:
         """Return `x · w₁` and `x · w₂` as tensor ops."""
@@ -90,10 +89,6 @@ class SpecBuilders(Builders[V]):
 
     # -- attention and rotations -------------------------------------------------------------
 
-    def attention_(self, q: V, k: V, v: V, mask_value: V, heads: int, head_dim: int) -> V:
-        """Return `attention` with a keep mask `[B, T]` alone: it is not causal."""
-        return self.attention_opts(q, k, v, mask_value, heads, head_dim)
-
     def attention_opts(
         self,
         q: V,
@@ -105,20 +100,18 @@ class SpecBuilders(Builders[V]):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> V:
-        """Return `attention_` with a scale and a softcap."""
+        """Return `attention` with a keep mask `[B, T]` alone: it is not causal."""
         return self.attention_kind(
             q, k, v, heads=heads, head_dim=head_dim, mask="keep", mask_value=mask_value, scale=scale, softcap=softcap
         )
+
+    attention_ = attention_opts
 
     def attention_bias(self, q: V, k: V, v: V, bias: V, heads: int, head_dim: int, scale: float | None = None) -> V:
         """Return `attention` over all keys with a bias `[B, N, S, T]` added to the scaled scores."""
         return self.attention_kind(
             q, k, v, heads=heads, head_dim=head_dim, mask="bias", mask_value=bias, scale=scale
         )  # fmt: skip
-
-    def rope_n(self, x: V, cos: V, sin: V, head_dim: int, n_rot: int, *, style: str = "half") -> V:
-        """Return `rope` of the first `n_rot` columns of each head."""
-        return self.rope(x, cos, sin, head_dim=head_dim, n_rot=n_rot, style=style)
 
     # -- recurrences -------------------------------------------------------------------------
 

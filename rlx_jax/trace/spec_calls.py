@@ -75,7 +75,7 @@ SPEC_FORMS: dict[str, SpecForm] = {
     "reduce": SpecForm("x kind axis keepdims", 0),
     "activation": SpecForm("x kind", 0),
     "swiglu_ffn": SpecForm("x up gate down"),
-    "rope": SpecForm("x at sin head_dim n_rot"),
+    **dict.fromkeys(("rope", "rope_n"), SpecForm("x at sin head_dim n_rot")),
     "axial_rope_2d": SpecForm("x end_x end_y head_dim num_heads theta repeat_factor"),
     "group_norm": SpecForm("x gamma beta groups eps", 1, _NUMBER),
     "conv2d": SpecForm("x w kernel window_strides padding rhs_dilation feature_group_count"),

@@ -1,0 +1,102 @@
+"""`FlowOutputs`: which values of a flow its programs return, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlx_jax.errors import GraphError, did_you_mean, listing, quote
+from rlx_jax.ir.types import as_names
+from rlx_jax.lowering.hir.explicit import caches_of
+from rlx_jax.trace.emit import Emit, FlowValue
+
+
+@dataclass(frozen=True)
+class FlowOutputs:
+    """The outputs of a flow by name.
+
+    Attributes:
+        primary: the name of the first output, by default the last active value.
+        side: the names of the others; None for all that stages give to `emit.output`.
+        chooses_primary: the first output is whatever has its name, else the last active value.
+        taps_caches: what later tokens read of earlier ones is returned too; see `ModelFlow.export_kv`.
+    """
+
+    primary: str = "output"
+    side: tuple[str, ...] | None = None
+    chooses_primary: bool = False
+    taps_caches: bool = False
+
+    def values(self, emit: Emit, last: FlowValue, captured: tuple[str, ...], where: str) -> dict[str, FlowValue]:
+        """Return the outputs of a flow that is written, the primary one first.
+
+        Args:
+            last: its last active value.
+            captured: the side outputs that edits added.
+            where: what errors call the flow.
+
+        Raises:
+            GraphError: there is no value of a name, or there are two.
+        """
+        taps = _tap_caches(emit, where) if self.taps_caches else ()
+        side = self._side(emit, (*captured, *taps), where)
+        if self.primary in side:
+            raise GraphError(f"{where}: the output and a side output are both {quote(self.primary)}")
+        return {self.primary: self._primary(emit, last, where)} | side
+
+    def _primary(self, emit: Emit, last: FlowValue, where: str) -> FlowValue:
+        """The value that the name of the primary output stands for."""
+        named = _named_values(emit).get(self.primary)
+        if named is None or self.chooses_primary:
+            return last if named is None else named
+        if named.value != last.value:
+            raise GraphError(
+                f"{where}: {quote(self.primary)} would name the last value, and it is a stream, register or side "
+                f"output of another one: outputs([{self.primary!r}]) chooses that, another name keeps both"
+            )
+        return last
+
+    def _side(self, emit: Emit, taps: tuple[str, ...], where: str) -> dict[str, FlowValue]:
+        """Those that stages emitted, or those that the flow names; where it names none of `taps`, they follow."""
+        if self.side is None:
+            return emit.state.outputs
+        known = _named_values(emit)
+        names = self.side if any(name in taps for name in self.side) else (*self.side, *taps)
+        for name in names:
+            if name not in known:
+                raise GraphError(
+                    f"{where}: output {quote(name)} is no side output, register or stream; "
+                    f"known are {listing(known) or 'none'}"
+                    f"{did_you_mean(name, known) or '; emit.output(name, value) and store_stream(name) make one'}"
+                )
+        return {name: known[name] for name in names}
+
+
+def _named_values(emit: Emit) -> dict[str, FlowValue]:
+    """What an output may be called after, beside the last value."""
+    return {**emit.state.streams, **emit.state.named, **emit.state.outputs}
+
+
+def _tap_caches(emit: Emit, where: str) -> tuple[str, ...]:
+    """Make what later tokens read of earlier ones side outputs; return their names."""
+    taps, states = caches_of(emit.builder)
+    if states:
+        emit.state.repeats.clear()  # cse merges a state with its block's own ops where layers are no region
+        taps |= states
+    if not taps:
+        raise GraphError(
+            f"{where}: export_kv: no stage writes causal attention, and none carries a state: there are no keys to give"
+        )
+    for name, value in taps.items():
+        known = emit.state.outputs.setdefault(name, emit.wrap(value))  # a layer may give its own
+        if known.value != value:
+            raise GraphError(
+                f"{where}: export_kv gives {quote(name)}, and a stage has a side output of that name and of another "
+                "value: leave out export_kv, or the stage that taps them"
+            )
+    return tuple(taps)
+
+
+def names_of(names: str | Iterable[str], where: str) -> tuple[str, ...]:
+    """Return names of outputs; one may stand alone."""
+    return as_names((names,) if isinstance(names, str) else names, where)
