@@ -15,9 +15,9 @@ from rlx_jax.blocks.control import BlockStage, Custom, Named
 from rlx_jax.blocks.decoder import (
     DecodeLayer,
     DecoderLayer,
+    LayerAround,
     LlamaDecoder,
     decoder_layer,
-    layer_around,
     norm_beta,
 )
 from rlx_jax.blocks.gemma import GemmaStyle, gemma_layer_spec
@@ -272,7 +272,7 @@ def gemma_prefill_layer_kv(index: int, style: GemmaStyle, attention: LayerSpec, 
     """Return `gemma_prefill_layer_composed` with a GemmaKvTap: side outputs `kv.{index}.k` and `kv.{index}.v`."""
     prefix, spec = f"model.layers.{index}", _gemma(style, attention, eps)
     tap, attend = GemmaKvTap.layer(index, style, attention, eps), SelfAttnPrefill(spec.under(prefix))
-    return Named(f"layer{index}", layer_around(prefix, spec, (tap, attend), output=True))
+    return Named(f"layer{index}", LayerAround(prefix, spec, (tap, attend), output=True))
 
 
 def _gemma(style: GemmaStyle, attention: LayerSpec, eps: float, moe: MoeSpec | None = None) -> LayerSpec:

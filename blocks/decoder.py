@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -38,7 +37,7 @@ class LayerAround:
     prefix: str
     spec: LayerSpec
     mixer: tuple[BlockStage, ...]
-    stage: str
+    stage: str = "decoder_layer"
     output: bool = False
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -72,14 +71,6 @@ class LayerAround:
         return Named("self_attn", output, again=True)
 
 
-def layer_around(
-    prefix: str, spec: LayerSpec, mixer: Iterable[BlockStage], stage: str = "decoder_layer", output: bool = False
-) -> LayerAround:
-    """The layer under `prefix` with `mixer` in the place of attention and its output projection, or with `output` in
-    the place of attention, whose context is `[B,S,N·D]`, alone."""
-    return LayerAround(prefix, spec, tuple(mixer), stage, output)
-
-
 @dataclass(frozen=True)
 class DecoderLayer:
     """One decoder layer: `[B,S,H]` → same. Weights: those of the spec's keys, with `layer_prefix` for `{}`.
@@ -111,7 +102,7 @@ class DecoderLayer:
         stage, spec, p = type(self).__name__, self.spec, self.layer_prefix
         name = kv_name(p, None) if self.kv_sink is not None and self.kv_name is None else self.kv_name
         attention = SelfAttnPrefill(spec.under(p, self.mask_input), name, stage, self.kv_sink)
-        return layer_around(p, spec, [attention], stage, output=True).emit(emit, value)
+        return LayerAround(p, spec, (attention,), stage, output=True).emit(emit, value)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Keys and values `[B, S, K·D]`."""
@@ -204,7 +195,7 @@ class DecodeLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         stage, p = type(self).__name__, self.layer_prefix
         check_cached(emit, self.layer_idx, stage)
-        return layer_around(p, self.spec, [self.attention()], stage, output=True).emit(emit, value)
+        return LayerAround(p, self.spec, (self.attention(),), stage, output=True).emit(emit, value)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """That of the attention in the middle."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlx_jax.blocks.control import Named, check_hidden
-from rlx_jax.blocks.decoder import layer_around
+from rlx_jax.blocks.decoder import LayerAround
 from rlx_jax.blocks.layer import HiddenShape, LayerSpec
 from rlx_jax.blocks.linear import dense
 from rlx_jax.blocks.norm import rms_norm
@@ -108,7 +108,7 @@ def gated_delta_layer(index: int, layer: LayerSpec, spec: GatedDeltaSpec, prefix
     """Layer `index` with a Gated DeltaNet where others have attention; `layer` says what is around it."""
     p = f"{prefix}.{index}"
     mixer = GatedDeltaNet(f"{p}.linear_attn", spec)
-    return Named(f"layer{index}", layer_around(p, layer, [mixer], "gated_delta_layer"))
+    return Named(f"layer{index}", LayerAround(p, layer, (mixer,), "gated_delta_layer"))
 
 
 # -- the recurrence alone ------------------------------------------------------------------------

@@ -100,9 +100,7 @@ class Built:
         """The declared inputs."""
         return self.flow._inputs
 
-    @property
-    def _inputs(self) -> tuple[InputDecl, ...]:
-        return self.inputs
+    _inputs = inputs
 
     @property
     def _binding(self) -> Mapping[str, int]:

@@ -52,12 +52,6 @@ def says_shape(declared: Sequence[WeightDecl], key: str) -> WeightDecl | None:
     return next((d for d in reversed(declared) if d.shape is not None and d.matches(key)), None)
 
 
-def declared_shape(declared: Sequence[WeightDecl], key: str) -> tuple[int, ...] | None:
-    """What the last that knows it says."""
-    found = says_shape(declared, key)
-    return None if found is None else found.shape
-
-
 def declared_init(declared: Sequence[WeightDecl], key: str) -> Init | None:
     """What the last that knows it says."""
     return next((d.init for d in reversed(declared) if d.init is not None and d.matches(key)), None)

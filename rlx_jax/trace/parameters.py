@@ -15,7 +15,7 @@ from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
 from rlx_jax.trace.checks import check_init
-from rlx_jax.trace.declared import WeightDecl, declared_init, declared_shape, says_shape
+from rlx_jax.trace.declared import WeightDecl, declared_init, says_shape
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 
 F32 = np.dtype(np.float32)
@@ -134,10 +134,11 @@ class Parameters:
 
     def _stored(self, key: str, sizes: tuple[int | None, ...] | None, path: str) -> Key | Dequantized:
         """A key as the source has it; where it has none, of the shape that is declared."""
-        said = declared_shape(self.declared, key)
+        decl = says_shape(self.declared, key)
+        said = None if decl is None else decl.shape
         if said is not None and sizes is not None and not _agree(sizes, said):
             raise WeightShapeError(
-                f"{path}: weight {quote(key)}, of the shape that {says_shape(self.declared, key)} says: "
+                f"{path}: weight {quote(key)}, of the shape that {decl} says: "
                 f"expected {size_text(sizes)}, as stored, got {list(said)}"
             )
         if self.source is not None and self.source.has(key):
