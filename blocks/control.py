@@ -12,7 +12,7 @@ from rlx_jax.blocks.contracts import run_stage
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.trace.boundaries import run_as_block
-from rlx_jax.trace.checks import check_takes
+from rlx_jax.trace.checks import check_count, check_takes
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -84,10 +84,7 @@ class Repeat:
     name: str = "layers"
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
-            raise GraphError(
-                f"{emit.path}: Repeat of {shown(self.count)} layers; expected a whole number, before the layer"
-            )
+        check_count(self.count, f"{emit.path}: Repeat: the number of layers, before the layer,", 0)
         if not callable(self.stage_for_index):
             found = type(self.stage_for_index).__name__
             raise GraphError(f"{emit.path}: Repeat takes a function index → stage, got {found}: lambda i: ...")

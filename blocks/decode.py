@@ -20,6 +20,7 @@ from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
 from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.flow_state import DecodeBindings
 
@@ -49,8 +50,7 @@ class BindDecodeInputs:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "BindDecodeInputs")
-        if isinstance(self.num_layers, bool) or not isinstance(self.num_layers, int) or self.num_layers < 1:
-            raise GraphError(f"{emit.path}: BindDecodeInputs of {self.num_layers!r} layers; expected at least 1")
+        check_count(self.num_layers, f"{emit.path}: BindDecodeInputs: num_layers")
         with emit.scope("decode_inputs"):
             emit.state.program = "explicit"
             _bind_tables(emit)

@@ -16,6 +16,7 @@ from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.ir.param import Parts
 from rlx_jax.ir.types import DimLike
+from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 
 UNIT = 1e-6
@@ -40,9 +41,7 @@ class GatedDeltaSpec:
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise GraphError(f"GatedDeltaSpec: {name} is {size!r}; expected an integer of at least 1")
+            check_count(getattr(self, name), f"GatedDeltaSpec: {name}")
         if self.value_heads % self.key_heads:
             raise GraphError(
                 f"GatedDeltaSpec: {self.value_heads} value heads are no multiple of {self.key_heads} key heads"

@@ -12,6 +12,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.param import Parts
+from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -42,9 +43,7 @@ class Mamba2Spec:
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim", "state_size", "groups", "kernel"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise GraphError(f"Mamba2Spec: {name} is {size!r}; expected an integer of at least 1")
+            check_count(getattr(self, name), f"Mamba2Spec: {name}")
         if self.heads % self.groups:
             raise GraphError(f"Mamba2Spec: {self.heads} heads are no multiple of {self.groups} groups")
 

@@ -9,9 +9,9 @@ from rlx_jax.blocks.rope import positions_of, registers
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 from rlx_jax.trace.attention import Rotary, Window
+from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
 
@@ -90,8 +90,7 @@ class SelfAttention:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SelfAttention")
         with emit.scope(self.name):
-            if self.kv_heads is not None and self.kv_heads < 1:
-                raise GraphError(f"{emit.path}: SelfAttention: kv_heads is {self.kv_heads}; expected at least 1")
+            check_count(self.key_heads, f"{emit.path}: SelfAttention: kv_heads")
             x = emit.block_input(x)
             width = self._width(emit, x.type)
             q, k, v = self._projections(emit, x, width)
@@ -154,14 +153,13 @@ class SelfAttention:
         """A product with a stored weight, `columns` wide; `roles` are those of `[out, in]`. `inner` is its block inside
         of that of the weight, where it is one of several that are stored as one: `c_attn.q`."""
         with emit.scope(_part(stored_key(key)), *inner):
-            turn = 1 if self.transpose else -1
-            shape = (columns, x.type.shape[-1])
+            stored = roles if self.transpose else roles[::-1]
             try:
-                weight = emit.param(key, shape[::turn], roles[::turn], self.init)
+                return emit.linear(
+                    x, key, bias, transpose=self.transpose, roles=stored, columns=columns, init=self.init
+                )  # fmt: skip
             except WeightShapeError as error:
                 raise WeightShapeError(f"{error}{self._heads_text(emit, key, x, columns)}") from error
-            added = None if bias is None else emit.param(bias, shape[:1], roles_of_bias(roles[0]))
-            return emit.linear(x, weight, added, transpose=self.transpose)
 
     def _heads_text(self, emit: Emit, key: WeightKey, x: FlowValue, columns: DimLike) -> str:
         """What to say of a weight of another width than the heads have, and of one as wide as fewer key heads are.

@@ -22,6 +22,17 @@ def is_number(value: object) -> bool:
     return isinstance(value, bool | int | float | np.number | np.bool_)
 
 
+def check_count(value: Any, what: str, least: int = 1, error: type[RlxError] = GraphError) -> int:
+    """Return a whole number of at least `least`; `what` says where it stands and what it is called.
+
+    Raises:
+        GraphError, or what `error` says: it is none.
+    """
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
+        raise error(f"{what} is {shown(value)}; expected an int of at least {least}")
+    return int(value)
+
+
 PLAIN = {bool: bool, int: int, float: int | float, str: str, type(None): type(None)}
 """What an attribute of one of these types may be."""
 

@@ -13,7 +13,7 @@ from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, merge_axes, split_axis
 from rlx_jax.ir.ops.vision import GridSample, Resize
 from rlx_jax.ir.types import as_dim, is_static
-from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.checks import check_count, items_of
 from rlx_jax.trace.products import Products
 from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
@@ -295,8 +295,7 @@ class Images(Products[V]):
         return self.add_node(merge_axes(5, 1), self.add_node(merge_axes(6, 1), laid))
 
     def _checked_block(self, what: str, x: V, block: int) -> int:
-        if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-            raise ShapeError(f"{self.path}: {what}: a block is an int of at least 1, got {shown(block)}")
+        check_count(block, f"{self.path}: {what}: block", error=ShapeError)
         if self.type_of(x).rank != 4:
             raise ShapeError(f"{self.path}: {what}: expected [N, C, H, W], got {self.type_of(x)}")
         return block
@@ -316,9 +315,8 @@ class Images(Products[V]):
         """
         found = self.type_of(x)
         channels = found.shape[1] if found.rank > 1 else 0
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or not is_static(channels):
-            raise ShapeError(f"{self.path}: group_norm: groups are an int that divides the channels of {found}")
-        if not channels or channels % groups:
+        check_count(groups, f"{self.path}: group_norm: groups", error=ShapeError)
+        if not is_static(channels) or not channels or channels % groups:
             raise ShapeError(f"{self.path}: group_norm: {groups} groups do not divide the channels of {found}")
         rest = tuple(AxisOf(i) for i in range(2, found.rank))
         split = self.add_node(Reshape((AxisOf(0), groups, channels // groups, *rest)), x)
@@ -354,9 +352,9 @@ class Images(Products[V]):
         Of an even size the channel has ⌊(size − 1)/2⌋ before it and one more behind: ONNX's LRN.
         """
         found = self.type_of(x)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or found.rank < 3:
-            raise ShapeError(f"{self.path}: local_response_norm: a size of at least 1 and x [N, C, S…], "
-                             f"got {shown(size)} and {found}")  # fmt: skip
+        check_count(size, f"{self.path}: local_response_norm: size", error=ShapeError)
+        if found.rank < 3:
+            raise ShapeError(f"{self.path}: local_response_norm: x is [N, C, S…], got {found}")
         before = (size - 1) // 2
         flat = self.add_node(Reshape((AxisOf(0), 1, AxisOf(1), -1)), self.square(x))
         op = Pool("sum", (size, 1), (1, 1), ((before, size - 1 - before), (0, 0)), (1, 1))

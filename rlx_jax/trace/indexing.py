@@ -15,7 +15,7 @@ from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Tak
 from rlx_jax.ir.ops.pointwise import FullLike
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import as_dim, as_dtype, is_static
-from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.checks import check_count, items_of
 from rlx_jax.trace.shapes import Shapes
 from rlx_jax.trace.weight_part import WeightKey, WeightPart
 from rlx_jax.trace.writer import Shape, V, is_number
@@ -99,8 +99,7 @@ class Indexing(Shapes[V]):
         """1 where x is the index along the new `axis` of `num_classes`, else 0: no 1 where x is out of range."""
         if not np.issubdtype(self.type_of(x).dtype, np.integer):
             raise DTypeError(f"{self.path}: one_hot: classes are integers, got {self.type_of(x)}")
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int | np.integer) or num_classes < 1:
-            raise ShapeError(f"{self.path}: one_hot: num_classes is an int of at least 1, got {shown(num_classes)}")
+        check_count(num_classes, f"{self.path}: one_hot: num_classes", error=ShapeError)
         rank = self.type_of(x).rank + 1
         (at,) = self._new_axes(x, axis, 1)
         classes = np.arange(num_classes, dtype=np.int32).reshape([-1 if i == at else 1 for i in range(rank)])

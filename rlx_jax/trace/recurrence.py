@@ -16,6 +16,7 @@ from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.trace.attention import Attending
+from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.user_step import UsersStep
 from rlx_jax.trace.weight_part import WeightKey
 from rlx_jax.trace.writer import V, is_number
@@ -61,8 +62,8 @@ class Recurring(Attending[V]):
         where = f"{self.path}: recurrent({name})"
         if not callable(step):
             raise GraphError(f"{self.path}: recurrent takes a function step(state, x_t, *params), got {shown(step)}")
-        if unroll is not None and (isinstance(unroll, bool) or not isinstance(unroll, int) or unroll < 1):
-            raise GraphError(f"{where}: unroll is an int of at least 1, or None, got {shown(unroll)}")
+        if unroll is not None:
+            check_count(unroll, f"{where}: unroll")
         xs, x_form = jax.tree.flatten(x)
         weights, weights_form = jax.tree.flatten(params)
         starts, state_form = jax.tree_util.tree_flatten_with_path(init)
@@ -123,9 +124,7 @@ class Recurring(Attending[V]):
         Raises:
             GraphError: the width is no int of at least 1. ShapeError: x is not `[B, S, …]`.
         """
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-            raise GraphError(f"{self.path}: width is an int of at least 1, got {shown(width)}")
-        return self.add_node(hir.CausalWindow(width), x)
+        return self.add_node(hir.CausalWindow(check_count(width, f"{self.path}: width")), x)
 
     def _check_tokens(self, where: str, xs: Sequence[Any]) -> None:
         """What is read is values `[B, S, …]` of one batch and as many tokens."""
