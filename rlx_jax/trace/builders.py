@@ -32,6 +32,7 @@ from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import is_static
 from rlx_jax.trace.checks import items_of, weight_of_linear
 from rlx_jax.trace.recurrence import Recurring
+from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
 from rlx_jax.trace.writer import Shape, V, is_number
 
@@ -108,8 +109,9 @@ class Builders(Recurring[V]):
             raise GraphError(f"{self.path}: transpose is {shown(transpose)}; expected True, False or None")
         return int(isinstance(w, str | WeightPart) if transpose is None else transpose)
 
-    def linear_fused(
+    def _biased_product(
         self,
+        kind: str,
         x: V,
         w: V | str,
         bias: V | str,
@@ -117,9 +119,15 @@ class Builders(Recurring[V]):
         activation: str = "",
         transpose: bool | None = None,
     ) -> V:
-        """`act(x · w + bias)` as one block: w is `[in, out]` as a value, and `[out, in]` as a key; see `linear`."""
-        op = hir.LinearFused(self._contract(w, transpose), activation)
+        op = (hir.LinearFused if kind == "block" else FusedMatMulBiasAct)(self._contract(w, transpose), activation)
         return self.add_node(op, x, *self._weights(w, bias))
+
+    linear_fused = of_kind(
+        _biased_product, "block", "`act(x · w + bias)` as one block: w is `[in, out]`, or a key; see `linear`."
+    )  # fmt: skip
+    fused_matmul_bias_act = of_kind(
+        _biased_product, "op", "`act(x · w + bias)` as one tensor op: w is `[in, out]`, or a key; see `linear`."
+    )  # fmt: skip
 
     def shared_linear_pair(
         self,
@@ -134,19 +142,6 @@ class Builders(Recurring[V]):
         weights = self._weights(w1, w2)
         first, second = (self.add_node(hir.SharedLinearPair(slot, contracts), x, *weights) for slot in (0, 1))
         return first, second
-
-    def fused_matmul_bias_act(
-        self,
-        x: V,
-        w: V | str,
-        bias: V | str,
-        *,
-        activation: str = "",
-        transpose: bool | None = None,
-    ) -> V:
-        """`act(x · w + bias)` as one tensor op: w is `[in, out]` as a value, and `[out, in]` as a key; see `linear`."""
-        op = FusedMatMulBiasAct(self._contract(w, transpose), activation)
-        return self.add_node(op, x, *self._weights(w, bias))
 
     # -- norms: over the last axis -----------------------------------------------------------
 

@@ -114,49 +114,6 @@ class Images(Products[V]):
         self,
         kind: str,
         x: V,
-        window: Counts,
-        strides: Counts,
-        padding: Padding,
-        dilation: Counts,
-        ceil: bool,
-        **more: Any,
-    ) -> V:
-        rank = self.type_of(x).rank - 2
-        return self.add_node(
-            Pool(
-                kind, self._each("window_dimensions", window, rank), self._each("window_strides", strides, rank),
-                self._pairs(padding, rank), self._each("window_dilation", dilation, rank), ceil, **more,
-            ), x,
-        )  # fmt: skip
-
-    def _extreme(
-        self,
-        kind: str,
-        x: V,
-        window_dimensions: Counts,
-        *,
-        window_strides: Counts = 1,
-        padding: Padding = "VALID",
-        window_dilation: Counts = 1,
-        ceil_mode: bool = False,
-    ) -> V:
-        return self._pool(kind, x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
-
-    max_pool = of_kind(
-        _extreme,
-        "max",
-        "The largest entry of each window: x `[N, C, S…]`. With `ceil_mode` a last window may reach over the end.",
-    )
-    argmax_pool = of_kind(
-        _extreme,
-        "argmax",
-        "Where the largest entry of each window stands, i32: an index into the flat spatial axes, as torch's "
-        "`return_indices`; the first of equal ones.",
-    )
-
-    def avg_pool(
-        self,
-        x: V,
         window_dimensions: Counts,
         *,
         window_strides: Counts = 1,
@@ -164,28 +121,38 @@ class Images(Products[V]):
         window_dilation: Counts = 1,
         ceil_mode: bool = False,
         count_include_pad: bool = False,
-    ) -> V:
-        """The mean of each window: of what it reads, or with `count_include_pad` of the padding's zeros too."""
-        return self._pool(
-            "mean", x, window_dimensions, window_strides, padding, window_dilation, ceil_mode,
-            count_include_pad=count_include_pad,
-        )  # fmt: skip
-
-    def lp_pool(
-        self,
-        x: V,
-        window_dimensions: Counts,
-        *,
         p: float = 2,
-        window_strides: Counts = 1,
-        padding: Padding = "VALID",
-        window_dilation: Counts = 1,
-        ceil_mode: bool = False,
     ) -> V:
-        """(Σ|x|ᵖ)^(1/p) of each window."""
+        for option, given, of in (("count_include_pad", count_include_pad, "mean"), ("p", p != 2, "lp")):
+            if given and kind != of:
+                raise GraphError(f"{self.path}: {kind}_pool has no {option}; it belongs to the kind {of}")
         if not is_number(p):
             raise GraphError(f"{self.path}: lp_pool: p is a number, got {shown(p)}")
-        return self._pool("lp", x, window_dimensions, window_strides, padding, window_dilation, ceil_mode, p=float(p))
+        rank = self.type_of(x).rank - 2
+        op = Pool(
+            kind, self._each("window_dimensions", window_dimensions, rank),
+            self._each("window_strides", window_strides, rank), self._pairs(padding, rank),
+            self._each("window_dilation", window_dilation, rank), ceil_mode, count_include_pad, float(p),
+        )  # fmt: skip
+        return self.add_node(op, x)
+
+    max_pool = of_kind(
+        _pool,
+        "max",
+        "The largest entry of each window: x `[N, C, S…]`. With `ceil_mode` a last window may reach over the end.",
+    )
+    argmax_pool = of_kind(
+        _pool,
+        "argmax",
+        "Where the largest entry of each window stands, i32: an index into the flat spatial axes, as torch's "
+        "`return_indices`; the first of equal ones.",
+    )
+    avg_pool = of_kind(
+        _pool,
+        "mean",
+        "The mean of each window: of what it reads, or with `count_include_pad` of the padding's zeros too.",
+    )
+    lp_pool = of_kind(_pool, "lp", "(Σ|x|ᵖ)^(1/p) of each window.")
 
     def _spatial(self, x: V) -> tuple[int, ...]:
         rank = self.type_of(x).rank

@@ -61,17 +61,12 @@ class Pointwise(Writer[V]):
         """Whether x is not 0."""
         return bool(x) if is_number(x) else x if self.type_of(x).dtype == np.bool_ else self.ne(x, 0)  # type: ignore[arg-type]
 
-    def logical_and(self, a: V | bool, b: V | bool) -> V:
-        """Whether neither is 0, as bool."""
-        return self.bitwise_and(self._truth(a), self._truth(b))
+    def _logical(self, kind: str, a: V | bool, b: V | bool) -> V:
+        return self.binary(kind, self._truth(a), self._truth(b))
 
-    def logical_or(self, a: V | bool, b: V | bool) -> V:
-        """Whether one of them is not 0, as bool."""
-        return self.bitwise_or(self._truth(a), self._truth(b))
-
-    def logical_xor(self, a: V | bool, b: V | bool) -> V:
-        """Whether one of them alone is not 0, as bool."""
-        return self.bitwise_xor(self._truth(a), self._truth(b))
+    logical_and = of_kind(_logical, "and", "Whether neither is 0, as bool.")
+    logical_or = of_kind(_logical, "or", "Whether one of them is not 0, as bool.")
+    logical_xor = of_kind(_logical, "xor", "Whether one of them alone is not 0, as bool.")
 
     def logical_not(self, x: V) -> V:
         """Whether x is 0, as bool."""

@@ -32,6 +32,7 @@ from rlx_jax.ir.types import Dim, as_dim, is_static
 from rlx_jax.trace.along import Along
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.cuts import cut_of, is_cut, narrowed, places_of
+from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
 
@@ -245,21 +246,16 @@ class Shapes(Along[V]):
         wide = self.tile(self.expand_dims(x, at + 1), [repeats if i == at + 1 else 1 for i in range(rank + 1)])
         return self.add_node(merge_axes(rank + 1, at), wide)
 
-    def _triangle(self, x: V, k: V | int, lower: bool) -> V:
+    def _triangle(self, kind: str, x: V, k: V | int = 0) -> V:
         if self.type_of(x).rank < 2:
             raise ShapeError(f"{self.path}: a triangle of {self.type_of(x)}: expected 2 axes or more")
         rows, columns = (self.add_node(Iota(self._axis(x, axis)), x) for axis in (-2, -1))
         ahead = self.sub(self.expand_dims(columns, 0), self.expand_dims(rows, 1))
         zero = False if self.type_of(x).dtype == np.bool_ else 0
-        return self.where(self.le(ahead, k) if lower else self.ge(ahead, k), x, zero)
+        return self.where(self.le(ahead, k) if kind == "tril" else self.ge(ahead, k), x, zero)
 
-    def tril(self, x: V, k: V | int = 0) -> V:
-        """x `[…, R, C]` with 0 above diagonal `k`: a number, or an i32 value of rank 0."""
-        return self._triangle(x, k, True)
-
-    def triu(self, x: V, k: V | int = 0) -> V:
-        """x `[…, R, C]` with 0 below diagonal `k`: a number, or an i32 value of rank 0."""
-        return self._triangle(x, k, False)
+    tril = of_kind(_triangle, "tril", "x `[…, R, C]` with 0 above diagonal `k`: a number, or an i32 value of rank 0.")
+    triu = of_kind(_triangle, "triu", "x `[…, R, C]` with 0 below diagonal `k`: a number, or an i32 value of rank 0.")
 
     def repeat_heads(self, x: V, *, heads: int, times: int) -> V:
         """Each of `heads` heads `times` times: `[…, K·D]` → `[…, K·times·D]`."""
