@@ -100,8 +100,10 @@ class BertEncoderLayer:
         x = emit.block_input(x, "attention")
         read = emit.block_input(x, *block)
         q, k, v = (dense(emit, p, n, read, ("heads", "hidden"), heads) for n in (keys.query, keys.key, keys.value))
+        extra = {name: value for name, value in (("keep", keep), ("bias", bias)) if value is not None}
+        op = hir.Attention(s.num_heads, s.num_heads, extra=tuple(extra), by_distance=bias is not None)
         with emit.scope(*block):
-            context = attend(emit, s.num_heads, q, k, v, keep, bias)
+            context = emit.add_node(op, q, k, v, *extra.values())
         context = context if output == block else emit.block_input(context, *output)
         attended = dense(emit, p, keys.output, context, ("hidden", "heads"), s.hidden_size)
         h = add_norm(emit, p, keys.norm, attended, x, s.eps)
@@ -119,22 +121,6 @@ def add_norm(emit: Emit, prefix: str, name: str, x: FlowValue, residual: FlowVal
     with emit.scope(*name.split(".")[:-1]):
         total = emit.add_node(Binary("add"), x, residual)
     return norm_under(emit, prefix, name, total, eps)
-
-
-def attend(
-    emit: Emit,
-    heads: int,
-    q: FlowValue,
-    k: FlowValue,
-    v: FlowValue,
-    keep: FlowValue | None = None,
-    bias: FlowValue | None = None,
-) -> FlowValue:
-    """Attention in both directions over packed heads `[B,S,N·D]`; `keep` and `bias` as in `AttentionOp`; the bias
-    depends on distances alone."""
-    extra = {name: value for name, value in (("keep", keep), ("bias", bias)) if value is not None}
-    op = hir.Attention(heads, heads, extra=tuple(extra), by_distance=bias is not None)
-    return emit.add_node(op, q, k, v, *extra.values())
 
 
 def bert_layer_prefix(prefix: str, index: int) -> str:

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx_jax.blocks.encoder import add_norm, attend
+from rlx_jax.blocks.encoder import add_norm
 from rlx_jax.blocks.ffn import INTO, OUT_OF, SwiGlu
 from rlx_jax.blocks.linear import dense, pair
-from rlx_jax.blocks.rope import rope_tables_for
-from rlx_jax.blocks.self_attention import Three, three_parts
+from rlx_jax.blocks.self_attention import SelfAttention, Three, three_parts
 from rlx_jax.blocks.vision import read_by_query
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
-from rlx_jax.trace.weight_part import WeightKey, WeightPart
+from rlx_jax.trace.weight_part import WeightPart
 
 
 @dataclass(frozen=True)
@@ -52,17 +51,13 @@ class NomicEncoderLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "NomicEncoderLayer")
         s, p = self.spec, self.spec.layer_prefix
-        hidden, heads = s.hidden_size, s.num_heads * s.head_dim
-        keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
-        cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
-        read = emit.block_input(x, "attn")
-        with emit.scope("attn"):
-            packed = three_parts(f"{p}.attn.Wqkv.weight")
-            q, k, v = (_projected(emit, read, name, key, heads) for name, key in zip("qkv", packed, strict=True))
-            rope = hir.Rope(s.head_dim, s.head_dim)
-            q, k = (emit.add_node(rope, t, cos, sin) for t in (q, k))
-            context = attend(emit, s.num_heads, q, k, v, keep)
-        output = dense(emit, p, "attn.out_proj", context, ("hidden", "heads"), hidden, bias=False)
+        hidden, own_tables = s.hidden_size, emit.state.rope_cos is None
+        attention = SelfAttention(
+            three_parts(f"{p}.attn.Wqkv.weight"), f"{p}.attn.out_proj.weight", s.num_heads, head_dim=s.head_dim,
+            mask_input=s.attention_mask_input, name="attn", rope=None if own_tables else "",
+            rope_theta=s.rope_theta if own_tables else None,
+        )  # fmt: skip
+        output = attention.emit(emit, x)
         h = add_norm(emit, p, "norm1", output, x, s.eps)
         up = dense(emit, p, "mlp.fc11", h, INTO, s.intermediate_size, bias=False)
         gate = dense(emit, p, "mlp.fc12", h, INTO, int(up.type.shape[-1]), bias=False)
@@ -125,12 +120,6 @@ class NomicSelector:
             normed = emit.layer_norm(pooled, *pair(f"{p}.norm1"), self.eps)
             weights, biases = zip(*(pair(f"{p}.mlp.{name}") for name in ("fc12", "fc11", "fc2")), strict=True)
             return x + SwiGlu(*weights, biases, self.inner).emit(emit, normed)
-
-
-def _projected(emit: Emit, x: FlowValue, name: str, key: WeightKey, columns: int) -> FlowValue:
-    """One of q, k and v."""
-    with emit.scope("Wqkv", name):
-        return emit.linear(x, key, roles=("heads", "hidden"), columns=columns)
 
 
 def _reading(prefix: str, kind: str) -> Three:

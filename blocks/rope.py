@@ -100,6 +100,20 @@ def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
     return emit.positions(value)
 
 
+def check_tables(emit: Emit, cos: FlowValue, head_dim: int) -> None:
+    """The tables of a RopeTables stage are of heads that are no wider than these.
+
+    Raises:
+        ShapeError: they are of wider ones, whose frequencies are others.
+    """
+    made = emit.builder.nodes[cos.value.node].op
+    if isinstance(made, hir.RopeAngles) and 2 * len(made.inv_freq) > head_dim:
+        raise ShapeError(
+            f"{emit.path}: the tables of the stage RopeTables are of heads of width {2 * len(made.inv_freq)}, and "
+            f"these heads have width {head_dim}"
+        )
+
+
 def rope_tables_for(
     emit: Emit, x: FlowValue, n_rot: int, theta: float, name: str = "", head_dim: int | None = None
 ) -> tuple[FlowValue, FlowValue]:
@@ -114,12 +128,7 @@ def rope_tables_for(
     cos, sin = emit.state.rope_cos, emit.state.rope_sin
     if cos is not None and sin is not None:
         cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))  # a custom stage's [S, D/2]
-        made, width = emit.builder.nodes[cos.value.node].op, n_rot if head_dim is None else head_dim
-        if isinstance(made, hir.RopeAngles) and 2 * len(made.inv_freq) > width:
-            raise ShapeError(
-                f"{emit.path}: the tables of the stage RopeTables are of heads of width {2 * len(made.inv_freq)}, and "
-                f"these heads have width {width}"
-            )
+        check_tables(emit, cos, n_rot if head_dim is None else head_dim)
         return cos, sin
     if emit.state.decode is not None:
         raise UnboundInputError(

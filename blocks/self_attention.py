@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.contracts import KvCacheContract
-from rlx_jax.blocks.rope import positions_of, registers
+from rlx_jax.blocks.rope import check_tables, positions_of, registers
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Unary
@@ -203,6 +203,7 @@ class SelfAttention:
             cos, sin = (emit.named(register) for register in registers(self.rope))
         elif emit.state.rope_cos is not None and emit.state.rope_sin is not None:
             cos, sin = emit.state.rope_cos, emit.state.rope_sin
+            check_tables(emit, cos, width)
         else:
             raise GraphError(f'{emit.path}: SelfAttention: rope="" reads a RopeTables stage, and none ran before')
         return Rotary(cos, sin, width if self.n_rot is None else self.n_rot, self.rope_style)
