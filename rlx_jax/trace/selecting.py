@@ -176,33 +176,27 @@ BlockSelector = BlockPattern | BlocksReading | ProductsIn
 """What blocks are selected by."""
 
 
+WILDCARDS = {"**": ".+", "*": "[^.]*", "?": "[^.]"}
+
+
 @functools.lru_cache(maxsize=256)
 def _compiled(text: str, method: str) -> re.Pattern[str]:
     """The pattern as a regular expression."""
-    parts: list[str] = []
-    at, depth = 0, 0
-    while at < len(text):
-        rest, char = text[at:], text[at]
-        closed = re.match(r"\[[^\[\].]+\]", rest)
-        if rest.startswith("**"):
-            parts.append(".+")
-            at += 1
-        elif char == "[" and closed is not None:
-            inner = closed.group()[1:-1]
-            parts.append(
-                f"[{'^' if inner[0] == '!' else ''}{re.escape(inner.lstrip('!')).replace(chr(92) + '-', '-')}]"
-            )
-            at += len(closed.group()) - 1
-        elif char in "*?":
-            parts.append("[^.]*" if char == "*" else "[^.]")
-        elif char == "{" or (char in ",}" and depth):
-            depth += {"{": 1, "}": -1}.get(char, 0)
-            parts.append({"{": "(?:", "}": ")", ",": "|"}[char])
-        elif char in "[]}":
-            raise GraphError(f"{method}: {text!r}: the {char!r} has no partner")
+    parts, depth = list[str](), 0
+    for piece in re.findall(r"(?s)\*\*|\[[^\[\].]+\]|.", text):
+        if piece in WILDCARDS:
+            parts.append(WILDCARDS[piece])
+        elif len(piece) > 1:
+            inner = piece[1:-1]
+            characters = re.escape(inner.lstrip("!")).replace("\\-", "-")
+            parts.append(f"[{'^' if inner[0] == '!' else ''}{characters}]")
+        elif piece == "{" or (piece in ",}" and depth):
+            depth += {"{": 1, "}": -1}.get(piece, 0)
+            parts.append({"{": "(?:", "}": ")", ",": "|"}[piece])
+        elif piece in "[]}":
+            raise GraphError(f"{method}: {text!r}: the {piece!r} has no partner")
         else:
-            parts.append(re.escape(char))
-        at += 1
+            parts.append(re.escape(piece))
     if depth:
         raise GraphError(f"{method}: {text!r}: a '{{' has no partner")
     try:
