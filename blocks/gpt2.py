@@ -8,7 +8,7 @@ from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.ffn import INTO, OUT_OF
 from rlx_jax.blocks.linear import dense
 from rlx_jax.blocks.norm import norm_under
-from rlx_jax.blocks.self_attention import SelfAttention, three_parts
+from rlx_jax.blocks.self_attention import SelfAttention
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -49,9 +49,8 @@ class Gpt2Layer:
         x, s = emit.require(value, "Gpt2Layer"), self.spec
         p = s.layer_prefix
         attention = SelfAttention(
-            three_parts(f"{p}.attn.c_attn.weight", axis=1), f"{p}.attn.c_proj.weight", s.num_heads,
-            qkv_bias=three_parts(f"{p}.attn.c_attn.bias"), out_bias=f"{p}.attn.c_proj.bias", transpose=False,
-            causal=True, scale=s.score_scale, name="attn",
+            f"{p}.attn.c_attn.weight", f"{p}.attn.c_proj.weight", s.num_heads, qkv_bias=f"{p}.attn.c_attn.bias",
+            out_bias=f"{p}.attn.c_proj.bias", transpose=False, causal=True, scale=s.score_scale, name="attn",
         )  # fmt: skip
         h = emit.add_node(Binary("add"), x, attention.emit(emit, norm_under(emit, p, "ln_1", x, s.eps)))
         normed = norm_under(emit, p, "ln_2", h, s.eps)

@@ -10,7 +10,7 @@ import numpy as np
 from rlx_jax.blocks.encoder import add_norm
 from rlx_jax.blocks.ffn import INTO, OUT_OF, SwiGlu
 from rlx_jax.blocks.linear import dense, pair
-from rlx_jax.blocks.self_attention import SelfAttention, Three, three_parts
+from rlx_jax.blocks.self_attention import SelfAttention
 from rlx_jax.blocks.vision import read_by_query
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
@@ -53,7 +53,7 @@ class NomicEncoderLayer:
         s, p = self.spec, self.spec.layer_prefix
         hidden, own_tables = s.hidden_size, emit.state.rope_cos is None
         attention = SelfAttention(
-            three_parts(f"{p}.attn.Wqkv.weight"), f"{p}.attn.out_proj.weight", s.num_heads, head_dim=s.head_dim,
+            f"{p}.attn.Wqkv.weight", f"{p}.attn.out_proj.weight", s.num_heads, head_dim=s.head_dim,
             mask_input=s.attention_mask_input, name="attn", rope=None if own_tables else "",
             rope_theta=s.rope_theta if own_tables else None,
         )  # fmt: skip
@@ -114,15 +114,11 @@ class NomicSelector:
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
         with emit.scope("selector"):
-            weights, biases = (_reading(f"{p}.attn", kind) for kind in ("weight", "bias"))
+            weights, biases = (
+                (f"{p}.attn.Wq.{kind}", *WeightPart.split(f"{p}.attn.Wkv.{kind}", 2)) for kind in ("weight", "bias")
+            )
             out = f"{p}.attn.out_proj"
             pooled = read_by_query(emit, x, f"{p}.attn.latent", weights, biases, out, self.num_heads)
             normed = emit.layer_norm(pooled, *pair(f"{p}.norm1"), self.eps)
             weights, biases = zip(*(pair(f"{p}.mlp.{name}") for name in ("fc12", "fc11", "fc2")), strict=True)
             return x + SwiGlu(*weights, biases, self.inner).emit(emit, normed)
-
-
-def _reading(prefix: str, kind: str) -> Three:
-    """The projections of a query of its own, and of keys and values that are stored as one."""
-    k, v = WeightPart.split(f"{prefix}.Wkv.{kind}", 2)
-    return f"{prefix}.Wq.{kind}", k, v

@@ -9,6 +9,7 @@ from rlx_jax.blocks.rope import check_tables, positions_of, registers
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.param import Parts, Role
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 from rlx_jax.trace.attention import Rotary, Window
 from rlx_jax.trace.checks import check_count
@@ -26,8 +27,7 @@ class SelfAttention:
     Weights are `[out, in]`, or `[in, out]` without `transpose`: q `[N·D, H]`, k and v `[K·D, H]`, `out` `[H, N·D]`.
 
     Args:
-        qkv: their keys, or one key of all three, one behind the other. `qkv_bias` alike, if there is one. As three
-            parts of that key (`WeightPart.split(key, 3)`) several devices can divide them by heads.
+        qkv: their keys, or one key of all three, one behind the other. `qkv_bias` alike, if there is one.
         out: the projection behind; None leaves the context `[B,S,N·D]`. `out_bias`: its bias.
         heads: N. `kv_heads`: K, N by default: it is not read from the weights. `head_dim`: D, by default H / N.
         causal: a token reads those up to its own; else all.
@@ -122,23 +122,26 @@ class SelfAttention:
         return int(size) // self.heads
 
     def _projections(self, emit: Emit, x: FlowValue, width: int) -> tuple[FlowValue, ...]:
-        kv = self.key_heads * width
-        columns = (self.heads * width, kv, kv)
+        columns = (self.heads * width, *(self.key_heads * width,) * 2)
         one = isinstance(self.qkv, str)
         if self.qkv_bias is not None and isinstance(self.qkv_bias, str) != one:
             what = f"one weight {quote(self.qkv)} has one bias" if one else "three weights have three biases"
             raise GraphError(f"{emit.path}: SelfAttention: {what}, got {shown(self.qkv_bias)}")
-        if isinstance(self.qkv, str):
-            bias = self.qkv_bias if isinstance(self.qkv_bias, str) else None
-            return emit.split(self._linear(emit, x, self.qkv, bias, ("heads", "hidden"), sum(columns)), columns)
-        shared = "heads" if self.kv_heads is None else "kv_heads"
-        made = zip(
-            "qkv", self.qkv, self.qkv_bias or (None, None, None), ("heads", shared, shared), columns, strict=True
-        )
+        shared = "heads" if self.kv_heads is None or (one and self.key_heads == self.heads) else "kv_heads"
+        roles: tuple[Role, ...] = ("heads", shared, shared)
+        if one and shared == "kv_heads":  # the axis of the stored weight is several
+            roles = (Parts(tuple(zip(columns, ("heads", shared, shared), strict=True))),) * 3
+        keys = self._three(self.qkv, columns, 0 if self.transpose else 1)
+        biases = (None, None, None) if self.qkv_bias is None else self._three(self.qkv_bias, columns)
         return tuple(
             self._linear(emit, x, key, bias, (role, "hidden"), wide, (name,) if isinstance(key, WeightPart) else ())
-            for name, key, bias, role, wide in made
+            for name, key, bias, role, wide in zip("qkv", keys, biases, roles, columns, strict=True)
         )
+
+    def _three(self, keys: str | Three, columns: tuple[int, ...], axis: int = 0) -> tuple[WeightKey, ...]:
+        """Keys of q, k and v: of one that has all three, its parts along an axis."""
+        parts = columns if self.key_heads != self.heads else 3
+        return WeightPart.split(keys, parts, axis) if isinstance(keys, str) else keys
 
     def _linear(
         self,
@@ -146,7 +149,7 @@ class SelfAttention:
         x: FlowValue,
         key: WeightKey,
         bias: WeightKey | None,
-        roles: tuple[str, str],
+        roles: tuple[Role, Role],
         columns: DimLike,
         inner: tuple[str, ...] = (),
     ) -> FlowValue:
@@ -214,12 +217,6 @@ def head_width(where: str, hidden_size: int, num_heads: int) -> int:
     if num_heads < 1 or hidden_size % num_heads:
         raise GraphError(f"{where}: hidden size {hidden_size} is not a multiple of {num_heads} heads")
     return hidden_size // num_heads
-
-
-def three_parts(key: str, axis: int = 0) -> Three:
-    """Of queries, keys and values that are stored as one, along an axis."""
-    q, k, v = WeightPart.split(key, 3, axis)
-    return q, k, v
 
 
 def _keys(keys: list[str]) -> str | Three:

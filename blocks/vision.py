@@ -9,14 +9,14 @@ from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, dense, pair
 from rlx_jax.blocks.norm import LayerNorm, norm_under
-from rlx_jax.blocks.self_attention import SelfAttention, Three, head_width, three_parts
+from rlx_jax.blocks.self_attention import SelfAttention, Three, head_width
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.weight_part import WeightPart
+from rlx_jax.trace.weight_part import WeightKey, WeightPart
 
 # -- from images to tokens ---------------------------------------------------------------------
 
@@ -121,10 +121,9 @@ class VitSelfAttn:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         s, x = self.spec, emit.require(value, "VitSelfAttn")
         check_hidden(emit, x, (None, None, s.hidden_size), "VitSelfAttn")
-        bias = None if s.qkv_bias is None else three_parts(s.qkv_bias)
         attention = SelfAttention(
-            three_parts(s.qkv_weight), s.out_weight, s.num_heads, head_dim=s.head_dim, qkv_bias=bias,
-            out_bias=s.out_bias, name="attn",
+            s.qkv_weight, s.out_weight, s.num_heads, head_dim=s.head_dim, qkv_bias=s.qkv_bias, out_bias=s.out_bias,
+            name="attn",
         )  # fmt: skip
         return attention.emit(emit, x)
 
@@ -245,9 +244,9 @@ class PreNormLayerSpec:
     def attention(self) -> SelfAttention:
         """The first half."""
 
-        def three(kind: str) -> Three:
+        def three(kind: str) -> str | Three:
             if isinstance(self.keys.qkv, str):
-                return three_parts(self.key(self.keys.qkv, kind))
+                return self.key(self.keys.qkv, kind)
             q, k, v = (self.key(name, kind) for name in self.keys.qkv)
             return q, k, v
 
@@ -331,17 +330,17 @@ class AttentionPool:
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: AttentionPool needs [B, S, H], got {x.type}")
         with emit.scope("head"):
-            weights = three_parts(f"{p}.attention.in_proj_weight")
-            biases = three_parts(f"{p}.attention.in_proj_bias")
+            weights, biases = (WeightPart.split(f"{p}.attention.in_proj_{kind}", 3) for kind in ("weight", "bias"))
             pooled = read_by_query(emit, x, f"{p}.probe", weights, biases, f"{p}.attention.out_proj", self.num_heads)
             normed = emit.layer_norm(pooled, *pair(f"{p}.layernorm"), self.eps)
             mlp = Mlp(*pair(f"{p}.mlp.fc1"), *pair(f"{p}.mlp.fc2"), self.activation, self.inner)
             return emit.first_token(pooled + mlp.emit(emit, normed))
 
 
-def read_by_query(
-    emit: Emit, x: FlowValue, query: str, weights: Three, biases: Three, out: str, heads: int
-) -> FlowValue:
+Keys = tuple[WeightKey, ...]
+
+
+def read_by_query(emit: Emit, x: FlowValue, query: str, weights: Keys, biases: Keys, out: str, heads: int) -> FlowValue:
     """What a learned query, the weight `query` `[1, 1, H]`, reads of all tokens: `[B,S,H]` → `[B,1,H]`."""
     hidden = int(x.type.shape[-1])
     head_width(query, hidden, heads)
