@@ -298,7 +298,7 @@ WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[errors.RlxError], str]]
         lambda: attention_flow(blocks.DecodeRopeParams(np.ones(4), np.ones(4), DIM // 2)), errors.ShapeError,
         r"DecodeRopeParams: cos has shape \[4\], expected \[S, 3\]",
     ),
-    "no layers": (lambda: two_layers().bind_decode_inputs(0), errors.GraphError, r"BindDecodeInputs of 0 layers"),
+    "no layers": (lambda: two_layers().bind_decode_inputs(0), errors.GraphError, "BindDecodeInputs: num_layers is 0"),
 }  # fmt: skip
 LAYER = {f"model.layers.{i}.{key}": value for i in range(3) for key, value in {
     "self_attn.q_proj.weight": (24, 24), "self_attn.k_proj.weight": (12, 24), "self_attn.v_proj.weight": (12, 24),

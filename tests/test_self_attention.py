@@ -149,9 +149,9 @@ A = ("a.q.weight", "a.k.weight", "a.v.weight")
 @pytest.mark.parametrize(("stage", "says"), [
     (SelfAttention(A, None, 7), "not whole in 7 heads; give head_dim="),
     (SelfAttention(A, None, N, head_dim=D),
-        "'a.k.weight' (mapping): expected [32, 24], got f32[16,24]; 32 columns for 8 query and 8 key heads of 4; "
-        "of fewer key heads say so: kv_heads=4"),
-    (SelfAttention("a.q.weight", None, N, head_dim=D), "expected [96, 24], got f32[32,24]; 96 columns for 8 query"),
+        "'a.k.weight' (mapping): expected [32, 24], got f32[16,24]; linear reads it with transpose=True, and x is "
+        "f32[batch,seq,24]; 32 columns for 8 query and 8 key heads of 4; of fewer key heads say so: kv_heads=4"),
+    (SelfAttention("a.q.weight", None, N, head_dim=D), "expected [96, 24], got f32[32,24]"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, out_bias="a.o.bias"), "out_bias='a.o.bias' and no out="),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, qkv_bias="a.q.bias"), "three weights have three biases"),
     (SelfAttention("a.q.weight", None, N, head_dim=D, qkv_bias=A), "has one bias"),
@@ -159,7 +159,7 @@ A = ("a.q.weight", "a.k.weight", "a.v.weight")
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope="far"), "nothing is registered as 'rope.far.cos'"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope="", rope_theta=1.0), "one"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, n_rot=2), "go with rope_theta or rope"),
-    (SelfAttention(A, None, N, kv_heads=0, head_dim=D), "kv_heads is 0; expected at least 1"),
+    (SelfAttention(A, None, N, kv_heads=0, head_dim=D), "kv_heads is 0; expected an int of at least 1"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, mask_input="mine"), "no input 'mine'"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, bias="mine"), "nothing is registered as 'mine'"),
 ])  # fmt: skip
