@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from rlx_jax.io import files, limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.io.strict_json import parse
 from rlx_jax.ir.types import short_name
+from rlx_jax.models.config import Fields
 from rlx_jax.text.tokenizer import model_max_length
 
 _PACKAGE = "sentence_transformers"
@@ -64,10 +64,7 @@ _TRANSFORMER_FILES = tuple(
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 # What sentence-transformers writes where nothing is special. Anything else needs code that is not here.
-_TRANSFORMER_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "transformer_task": (None, "feature-extraction"),
-    "module_output_name": (None, "token_embeddings"),
-}
+_TRANSFORMER_ONLY = {"transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",)}
 _TRANSFORMER_EMPTY = (
     "model_args",
     "model_kwargs",
@@ -76,16 +73,7 @@ _TRANSFORMER_EMPTY = (
     "config_args",
     "config_kwargs",
 )
-_TRANSFORMER_IGNORED = ("unpad_inputs", "query_length", "document_length", "query_expansion")  # not for `encode`
-_TRANSFORMER_KEYS = {
-    *_TRANSFORMER_DEFAULTS,
-    *_TRANSFORMER_EMPTY,
-    *_TRANSFORMER_IGNORED,
-    "max_seq_length",
-    "do_lower_case",
-    "modality_config",
-    "processing_kwargs",
-}
+_TRANSFORMER_INERT = ("unpad_inputs", "query_length", "document_length", "query_expansion")  # not for `encode`
 _TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 
@@ -301,7 +289,7 @@ def _read_modules(folder: Folder) -> list[tuple[str, str]] | None:
     entries = parse(raw, where, ConfigError, limits.MAX_JSON_VALUES, "limits.MAX_JSON_VALUES")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{where}: expected an array of objects")
-    modules = [_module(entry, i, where) for i, entry in enumerate(entries)]
+    modules = [_module(Fields(entry, f"{where}: module {i}"), i) for i, entry in enumerate(entries)]
     names = [str(entry.get("name", i)) for i, entry in enumerate(entries)]
     if len(set(names)) < len(names):
         raise ConfigError(f"{where}: two modules have one name: {listing(names)}")
@@ -316,17 +304,15 @@ def _bring(folder: Folder, paths: Sequence[str]) -> None:
     folder.bring_small([*names, "config_sentence_transformers.json", *([] if own is None else [own])])
 
 
-def _module(entry: Mapping[str, Any], place: int, where: str) -> tuple[str, str]:
-    path, kind = entry.get("path"), entry.get("type")
-    if not isinstance(path, str) or not isinstance(kind, str):
-        raise ConfigError(f"{where}: module {place}: expected 'path' and 'type', both str")
+def _module(c: Fields, place: int) -> tuple[str, str]:
+    path, kind = c.text("path"), c.text("type")
     if path:
         files.check_name(path)
-    if entry.get("idx", place) != place:
-        raise ConfigError(f"{where}: module {place} has idx {quote(entry['idx'])}; the modules run in the listed order")
+    if c.raw("idx", place) != place:
+        raise ConfigError(f"{c.where} has idx {quote(c.raw('idx'))}; the modules run in the listed order")
     if kind not in _MODULE_TYPES:
         raise UnsupportedError(
-            f"{where}: module {place}: type {quote(kind)}; supported are {_PACKAGE}'s Transformer, Pooling, Normalize"
+            f"{c.where}: type {quote(kind)}; supported are {_PACKAGE}'s Transformer, Pooling, Normalize"
         )
     return _MODULE_TYPES[kind], path
 
@@ -335,121 +321,74 @@ def _inside(path: str, name: str) -> str:
     return f"{path}/{name}" if path else name
 
 
+def _fields(folder: Folder, path: str, name: str) -> Fields:
+    """The fields of a file of a module; none if it is not there."""
+    name = _inside(path, name)
+    return Fields(folder.json(name), folder.where(name))
+
+
 def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
     """`max_seq_length` and `do_lower_case`."""
-    name, settings = "", {}
-    for file in _TRANSFORMER_FILES:
-        name = _inside(path, file)
-        settings = folder.json(name)
-        if settings:
-            break
-    where = folder.where(name)
-    for key, value in settings.items():
-        if key not in _TRANSFORMER_KEYS:
-            raise UnsupportedError(f"{where}: unknown setting {quote(key)}{did_you_mean(key, _TRANSFORMER_KEYS)}")
-        if key in _TRANSFORMER_DEFAULTS and value not in _TRANSFORMER_DEFAULTS[key]:
-            raise UnsupportedError(f"{where}: {key} is {quote(value)}; supported is {_TRANSFORMER_DEFAULTS[key][-1]}")
-        if key in _TRANSFORMER_EMPTY and _without(value, "trust_remote_code", key, where):
-            raise UnsupportedError(f"{where}: {key} is {quote(value)}; supported is an empty one")
-    _check_modalities(settings, where)
-    lower = settings.get("do_lower_case", False)
-    if not isinstance(lower, bool):
-        raise ConfigError(f"{where}: do_lower_case: expected true or false, found {quote(lower)}")
-    length = settings.get("max_seq_length")
+    candidates = (_fields(folder, path, file) for file in _TRANSFORMER_FILES)
+    c = next((c for c in candidates if c.values), Fields({}, ""))
+    for name in _TRANSFORMER_EMPTY:
+        if group := c.group(name):
+            group.finish(("trust_remote_code",))
+    if processing := c.group("processing_kwargs"):
+        texts = {name for name in ("text", "common") if processing.values.get(name)}
+        processing.finish(processing.values.keys() - texts)
+    modalities = c.raw("modality_config", {"text": _TEXT_MODALITY})
+    if not isinstance(modalities, dict) or modalities.get("text") != _TEXT_MODALITY or "message" in modalities:
+        raise UnsupportedError(
+            f"{c.where}: modality_config is {quote(modalities)}; supported is text by {_TEXT_MODALITY}, and no "
+            "'message', which is a chat template"
+        )
+    lower, length = c.flag("do_lower_case", False), c.whole_or_null("max_seq_length", None, high=2**31 - 1)
+    c.finish(_TRANSFORMER_INERT, _TRANSFORMER_ONLY)
     if length is not None:
-        return _positive(length, "max_seq_length", where), lower
-    # Newer releases leave the length to the tokenizer, and hold it to the positions that the model has.
-    tokenizer = _inside(path, "tokenizer_config.json")
-    length = model_max_length(folder.json(tokenizer), folder.where(tokenizer))
-    config = _inside(path, "config.json")
-    positions = folder.json(config).get("max_position_embeddings")
-    if positions in (None, -1):  # -1 is XLNet's "any"
         return length, lower
-    positions = _positive(positions, "max_position_embeddings", folder.where(config))
+    # Newer releases leave the length to the tokenizer, and hold it to the positions that the model has.
+    tokenizer, config = (_fields(folder, path, name) for name in ("tokenizer_config.json", "config.json"))
+    length = model_max_length(tokenizer.values, tokenizer.where)
+    if config.raw("max_position_embeddings", -1) == -1:  # -1 is XLNet's "any"
+        return length, lower
+    positions = config.whole("max_position_embeddings", high=2**31 - 1)
     return positions if length is None else min(length, positions), lower
-
-
-def _check_modalities(settings: Mapping[str, Any], where: str) -> None:
-    """Text must go through the model's forward, without a chat template and without settings of its own."""
-    modalities = settings.get("modality_config")
-    if modalities is not None and (not isinstance(modalities, dict) or modalities.get("text") != _TEXT_MODALITY):
-        raise UnsupportedError(f"{where}: modality_config: supported is text by {_TEXT_MODALITY}")
-    if modalities and "message" in modalities:
-        raise UnsupportedError(f"{where}: modality_config: 'message', hence a chat template, is not supported")
-    processing = _without(settings.get("processing_kwargs"), "chat_template", "processing_kwargs", where)
-    if any(processing.get(name) for name in ("text", "common")):
-        raise UnsupportedError(f"{where}: processing_kwargs is {quote(processing)}; supported is an empty one")
 
 
 def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int | None, bool]:
     """The modes, the size of a token vector, and `include_prompt`."""
     if not path:
         raise ConfigError(f"{folder.where('modules.json')}: the pooling module needs a path of its own")
-    name = _inside(path, "config.json")
-    where = folder.where(name)
-    settings = folder.needed(name)  # the mode must be known
-    flags = {key: settings[key] for key in settings if key.startswith("pooling_mode_")}
-    for key, value in flags.items():
-        if key not in _POOLING_FLAGS:
-            raise UnsupportedError(f"{where}: unknown setting {quote(key)}{did_you_mean(key, _POOLING_FLAGS)}")
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where}: {key}: expected true or false, found {quote(value)}")
-    modes = settings.get("pooling_mode", [mode for key, mode in _POOLING_FLAGS.items() if flags.get(key)] or None)
-    if modes is None and not flags:
-        modes = "mean"  # sentence-transformers' own default, for a file that says nothing
+    folder.needed(_inside(path, "config.json"))  # the mode must be known
+    c = _fields(folder, path, "config.json")
+    says = any(name.startswith("pooling_mode_") for name in c.values)  # else it is sentence-transformers' own default
+    flagged = [mode for name, mode in _POOLING_FLAGS.items() if c.flag(name, False)]
+    c.finish(name for name in c.values if not name.startswith("pooling_mode_"))
+    modes = c.raw("pooling_mode", flagged if says else "mean")
     listed = [modes] if isinstance(modes, str) else modes
     if not isinstance(listed, list) or not listed or not all(isinstance(mode, str) for mode in listed):
-        raise ConfigError(f"{where}: expected a pooling mode, found {quote(modes)}; known: {listing(_POOLING_NAMES)}")
+        raise ConfigError(f"{c.where}: expected a pooling mode, found {quote(modes)}; known: {listing(_POOLING_NAMES)}")
     for mode in listed:
         if mode not in _POOLING_NAMES:
-            raise UnsupportedError(f"{where}: pooling mode {quote(mode)}; supported are {listing(_POOLING_NAMES)}")
-    width = settings.get("embedding_dimension", settings.get("word_embedding_dimension"))
-    include_prompt = settings.get("include_prompt", True)
-    if not isinstance(include_prompt, bool):
-        raise ConfigError(f"{where}: include_prompt: expected true or false, found {quote(include_prompt)}")
-    return (
-        tuple(_POOLING_NAMES[mode] for mode in listed),
-        None if width is None else _positive(width, "embedding_dimension", where),
-        include_prompt,
-    )
+            raise UnsupportedError(f"{c.where}: pooling mode {quote(mode)}; supported are {listing(_POOLING_NAMES)}")
+    width = c.whole_or_null("embedding_dimension", c.whole_or_null("word_embedding_dimension", None))
+    include_prompt = c.flag("include_prompt", True)
+    return tuple(_POOLING_NAMES[mode] for mode in listed), width, include_prompt
 
 
 def _check_normalize(folder: Folder, path: str) -> None:
-    if not path:
-        return  # the config.json there would be the transformer's
-    name = _inside(path, "config.json")
-    where, settings = folder.where(name), folder.json(name)
-    for key in ("module_input_name", "module_output_name"):
-        if settings.get(key) not in (None, "sentence_embedding"):
-            raise UnsupportedError(f"{where}: {key} is {quote(settings[key])}; supported is sentence_embedding")
+    if path:  # else the config.json there is the transformer's
+        c, names = _fields(folder, path, "config.json"), {"module_input_name", "module_output_name"}
+        c.finish(c.values.keys() - names, dict.fromkeys(names, ("sentence_embedding",)))
 
 
 def _prompts(folder: Folder) -> tuple[dict[str, str], str | None]:
     """The prompts by name, a null one being empty, and the name of the default one."""
-    settings = folder.json("config_sentence_transformers.json")
-    where = folder.where("config_sentence_transformers.json")
-    kind = settings.get("model_type", "SentenceTransformer")
-    if kind != "SentenceTransformer":
-        raise UnsupportedError(f"{where}: model_type is {quote(kind)}; supported is SentenceTransformer")
-    default, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
-    if not isinstance(prompts, dict):
-        raise ConfigError(f"{where}: prompts: expected an object, found {quote(prompts)}")
-    for name, prompt in prompts.items():
-        if not isinstance(prompt, str | None):
-            raise ConfigError(f"{where}: prompts[{quote(name)}]: expected a str, found {quote(prompt)}")
+    c = _fields(folder, "", "config_sentence_transformers.json")
+    c.choice("model_type", "SentenceTransformer", {"SentenceTransformer": ""})
+    default, group = c.raw("default_prompt_name"), c.group("prompts") or Fields({}, c.where)
+    prompts = {name: "" if text is None else group.text(name) for name, text in group.values.items()}
     if default is not None and (not isinstance(default, str) or default not in prompts):
-        raise ConfigError(f"{where}: default_prompt_name is {quote(default)}; prompts has {listing(prompts)}")
-    return {name: prompt or "" for name, prompt in prompts.items()}, default
-
-
-def _without(value: Any, name: str, key: str, where: str) -> dict[str, Any]:
-    """The object `value` less one member; None is an empty one."""
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{where}: {key}: expected an object, found {quote(value)}")
-    return {k: v for k, v in (value or {}).items() if k != name}
-
-
-def _positive(value: Any, key: str, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise ConfigError(f"{where}: {key}: expected a positive int, found {quote(value)}")
-    return value
+        raise ConfigError(f"{c.where}: default_prompt_name is {quote(default)}; prompts has {listing(prompts)}")
+    return prompts, default

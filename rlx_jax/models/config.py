@@ -317,7 +317,7 @@ class Fields:
         also = f"; nor {'is' if len(others) == 1 else 'are'} {listing(others)}" if others else ""
         said = (
             f"{self.where}: field {quote(first)} is {quote(self.values[first])}; it may change the computation and is "
-            f"not handled{also}"
+            f"not handled{also}{did_you_mean(first, self.seen - self.values.keys(), alike=0.85)}"
         )
         if first == "quantization_config":
             return f"{said}: take the checkpoint that is not quantised"
