@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypedDict
+from typing import Any, ClassVar, Self, TypedDict, TypeVar
 
 from rlx_jax.errors import (
     ConfigError,
@@ -26,6 +26,8 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io.folder import CONFIG, Folder
+
+T = TypeVar("T")
 
 MAX_LAYERS = 1024
 MAX_VOCABULARY = 2**24
@@ -173,8 +175,13 @@ class Fields:
     def _given(self, name: str, default: Any) -> Any:
         """As `raw`, but null is only a value where the reference writes it."""
         if name in self.values and self.values[name] is None and name not in NULLABLE:
-            raise ConfigError(f"{self.where}: field {quote(name)} is null; expected a value")
+            raise self.wrong(name, "a value", "null")
         return self.raw(name, default)
+
+    def wrong(self, name: str, expected: str, value: Any) -> ConfigError:
+        """The error of a field with another value than those that are `expected`."""
+        text = value if value == "null" else quote(value)
+        return ConfigError(f"{self.where}: field {quote(name)} is {text}; expected {expected}")
 
     def _near(self, name: str) -> str:
         """A field that nobody asked for, if it may be a misspelt `name`."""
@@ -186,9 +193,9 @@ class Fields:
         if value is None:
             raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected an integer{self._near(name)}")
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected an integer")
+            raise self.wrong(name, "an integer", value)
         if value < low:
-            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected at least {low}")
+            raise self.wrong(name, f"at least {low}", value)
         if value > high:
             raise LimitError(f"{self.where}: field {quote(name)} is {quote(value)}; the limit is {high}")
         return value
@@ -206,7 +213,7 @@ class Fields:
             side = self.whole(name, default, high=high)
             return side, side
         if len(value) != 2:
-            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected one integer or two")
+            raise self.wrong(name, "one integer or two", value)
         height, width = (Fields({name: side}, self.where).whole(name, high=high) for side in value)
         return height, width
 
@@ -216,11 +223,9 @@ class Fields:
         if value is None:
             raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected a number{self._near(name)}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected a finite number")
+            raise self.wrong(name, "a finite number", value)
         if value < low or (above and value == low):
-            raise ConfigError(
-                f"{self.where}: field {quote(name)} is {value}; expected {'over' if above else '≥'} {low}"
-            )
+            raise self.wrong(name, f"{'over' if above else '≥'} {low}", value)
         return float(value)
 
     def real_or_null(self, name: str, default: float | None) -> float | None:
@@ -233,14 +238,14 @@ class Fields:
         """true or false."""
         value = self._given(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected true or false")
+            raise self.wrong(name, "true or false", value)
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
         """A string."""
         value = self._given(name, default)
         if not isinstance(value, str):
-            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected a string")
+            raise self.wrong(name, "a string", value)
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
@@ -256,13 +261,38 @@ class Fields:
             )
         return choices[value]
 
+    def items(
+        self, name: str, default: Sequence[Any], what: str, fits: Callable[[Any], bool], count: int | None = None
+    ) -> list[Any]:
+        """A list of `what`, which all fit; of `count` items if that is given."""
+        values = self.raw(name, default)
+        whole = isinstance(values, list | tuple) and count in (None, len(values))
+        if not whole or not all(map(fits, values)):
+            raise self.wrong(name, f"a list of {what}", values)
+        return list(values)
+
+    def kinds(self, name: str, default: Sequence[str], choices: Mapping[str, T]) -> tuple[T, ...]:
+        """A list of as many of `choices` as the default has, one a layer, mapped.
+
+        Raises:
+            UnsupportedError: another one.
+        """
+        count = len(default)
+        kinds = self.items(name, default, f"{count}, one a layer", lambda kind: True, count)
+        for kind in kinds:
+            if kind not in list(choices):
+                raise UnsupportedError(
+                    f"{self.where}: field {quote(name)} has {quote(kind)}; supported are {', '.join(choices)}"
+                )
+        return tuple(choices[kind] for kind in kinds)
+
     def group(self, name: str) -> Fields | None:
         """A nested object."""
         value = self.raw(name)
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected an object")
+            raise self.wrong(name, "an object", value)
         return Fields(value, f"{self.where}, {name}", ignored=self.ignored, inside=f"{self.inside}{name}.")
 
     def finish_model(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
@@ -492,7 +522,5 @@ def architecture(config: Fields) -> tuple[str, str]:
     if "model_type" not in config.values:
         raise ConfigError(f"{config.where}: field 'model_type' is missing; expected the name of a family")
     kind = config.text("model_type", "")
-    names = config.raw("architectures", [])
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise ConfigError(f"{config.where}: field 'architectures' is {quote(names)}; expected a list of strings")
+    names = config.items("architectures", [], "strings", lambda name: isinstance(name, str))
     return kind, names[0] if names else ""

@@ -24,14 +24,13 @@ from rlx_jax.blocks import (
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import CausalConfig
 from rlx_jax.models.decoder_config import DecoderConfig
-from rlx_jax.models.hooks import Hooked
 from rlx_jax.models.recipe import Recipe
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-R = TypeVar("R", bound=Hooked)
+R = TypeVar("R", bound="CausalFlow[Any]")
 C = TypeVar("C", bound=DecoderConfig)
 A = TypeVar("A", bound="CausalConfig")
 

@@ -209,17 +209,11 @@ def layer_windows(c: Fields, layers: int, window: int | None, sliding: Callable[
     Raises:
         ConfigError: another number of layers, or layers that slide without a window. UnsupportedError: another type.
     """
-    kinds = c.raw("layer_types", ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)])
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ConfigError(f"{c.where}: field 'layer_types' is {quote(kinds)}; expected a list of {layers}, one a layer")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedError(
-                f"{c.where}: field 'layer_types' has {quote(kind)}; supported are full_attention, sliding_attention"
-            )
-    if window is None and "sliding_attention" in kinds:
+    usual = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
+    slides = c.kinds("layer_types", usual, {"full_attention": False, "sliding_attention": True})
+    if window is None and any(slides):
         raise ConfigError(f"{c.where}: field 'layer_types' has sliding_attention, and there is no sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if slide else None for slide in slides)
 
 
 def window_at(windows: Windows, index: int) -> int | None:

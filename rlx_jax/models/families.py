@@ -45,7 +45,7 @@ from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
-from rlx_jax.models.hooks import WithIgnored, add_patch
+from rlx_jax.models.hooks import WithIgnored
 from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
@@ -268,4 +268,4 @@ def with_ignored(recipe: Any, names: tuple[str, ...]) -> Any:
     edit = WithIgnored(names)
     if not names or not hasattr(recipe, "hooks") or edit in recipe.hooks.edits:
         return recipe
-    return add_patch(recipe, edit)
+    return recipe.patch_flow(edit)

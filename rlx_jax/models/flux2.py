@@ -20,7 +20,7 @@ from rlx_jax.blocks.flux2 import (
     Flux2Rope,
     Flux2SingleBlock,
 )
-from rlx_jax.errors import ConfigError, quote
+from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig
 from rlx_jax.models.hooks import HookedLayers
@@ -93,11 +93,11 @@ class Flux2Config(ModelConfig):
 
 
 def _axes(c: Fields) -> tuple[int, ...]:
-    given = c.raw("axes_dims_rope", list(Flux2Config.axes_dims_rope))
-    even = isinstance(given, list | tuple) and all(type(n) is int and n > 0 and n % 2 == 0 for n in given)
-    if not even or not given or len(given) > 16:
-        raise ConfigError(f"{c.where}: field 'axes_dims_rope' is {quote(given)}; expected a list of even numbers")
-    return tuple(given)
+    default = Flux2Config.axes_dims_rope
+    axes = c.items("axes_dims_rope", default, "even numbers", lambda n: type(n) is int and n > 0 and n % 2 == 0)
+    if not 0 < len(axes) <= 16:
+        raise c.wrong("axes_dims_rope", "1 to 16 even numbers", axes)
+    return tuple(axes)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from rlx_jax.at import SelectedBlocks
 from rlx_jax.blocks import BlockStage, Repeat
@@ -26,7 +26,6 @@ from rlx_jax.trace.editing import BlockEdit
 from rlx_jax.trace.selecting import BlockPattern
 
 Spec = TypeVar("Spec")
-R = TypeVar("R", bound="Hooked")
 
 
 class LayerNumber(int):
@@ -99,67 +98,12 @@ class HookedLayers:
         return self.hooks.stage(index, self.spec(index), self.default)
 
 
-class Hooked(Protocol):
-    """A recipe that holds hooks: a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def hooks(self) -> Hooks: ...
-
-
-# -- the methods of every recipe ---------------------------------------------------------------
-
-
-def on_layer(recipe: R, fn: LayerHook) -> R:
-    """Make every layer by `fn(ctx)`; `ctx` has `index`, `spec` and `default_stage()`, the family's own stage.
-
-    Hooks chain: the default stage of a second one is what the first returned.
-    """
-    if not callable(fn):
-        raise GraphError(f"layer: expected a function of a LayerContext, got {type(fn).__name__}")
-    return replace(recipe, hooks=replace(recipe.hooks, layers=(*recipe.hooks.layers, fn)))
-
-
-def add_before(recipe: R, stages: Iterable[BlockStage]) -> R:
-    """Put stages between the embedding and the layers, behind those of earlier calls."""
-    before = check_stages(stages, "before_layers")
-    return replace(recipe, hooks=replace(recipe.hooks, before=(*recipe.hooks.before, *before)))
-
-
-def add_after(recipe: R, stages: Iterable[BlockStage]) -> R:
-    """Put stages between the layers and what follows them (last-token gather, final norm)."""
-    after = check_stages(stages, "after_layers")
-    return replace(recipe, hooks=replace(recipe.hooks, after=(*recipe.hooks.after, *after)))
-
-
-def add_patch(recipe: R, edit: Edit) -> R:
-    """Run `edit(flow) → flow` on the assembled flow, before its head is appended."""
-    if not callable(edit):
-        raise GraphError(f"patch_flow: expected a function ModelFlow → ModelFlow, got {type(edit).__name__}")
-    return replace(recipe, hooks=replace(recipe.hooks, edits=(*recipe.hooks.edits, edit)))
-
-
-def set_profile(recipe: R, profile: ProfileLike) -> R:
-    """Compile with `profile` (one, the name of a preset, or a path) unless `compile` or `load` gets another."""
-    return replace(recipe, hooks=replace(recipe.hooks, profile=CompileProfile.of(profile)))
-
-
-def set_profile_near(recipe: R, weights: str | os.PathLike[str], family: str | None = None) -> R:
-    """Compile with `<family>.rlx.toml` beside the weights; without that file, with the profile set before, or `auto`.
-
-    `family` is the recipe's name unless given. Raises as `CompileProfile.near`.
-    """
-    near = CompileProfile.near(weights, family or recipe.name, recipe.hooks.profile or "auto")
-    return set_profile(recipe, near)
+# -- edits of flows: classes, so that a recipe with them can be pickled ------------------------
 
 
 @dataclass(frozen=True)
 class WithBlocks:
-    """The edit of a flow that changes blocks by their paths. A class, so that a recipe with it can be pickled."""
+    """Changes blocks by their paths."""
 
     edit: BlockEdit
 
@@ -167,15 +111,9 @@ class WithBlocks:
         return replace(flow, _block_edits=(*flow._block_edits, self.edit))
 
 
-def select_blocks(recipe: R, pattern: str) -> SelectedBlocks[R]:
-    """The blocks whose paths match a glob, `layers.*.self_attn.{q,v}_proj`, those of the head too, to be wrapped,
-    replaced, captured or scaled: see `SelectedBlocks`."""
-    return SelectedBlocks(BlockPattern(pattern), lambda edit: add_patch(recipe, WithBlocks(edit)))
-
-
 @dataclass(frozen=True)
 class WithIgnored:
-    """The edit of a flow that records for its report which fields of the config the caller ignored."""
+    """Records for the report which fields of the config the caller ignored."""
 
     names: tuple[str, ...]
 
@@ -185,8 +123,7 @@ class WithIgnored:
 
 @dataclass(frozen=True)
 class WithParam:
-    """The edit of a flow that says of weights what their stages do not. A class, so that a recipe with it can be
-    pickled."""
+    """Says of weights what their stages do not."""
 
     decl: WeightDecl
 
@@ -194,21 +131,56 @@ class WithParam:
         return replace(flow, _declared=(*flow._declared, self.decl))
 
 
-def declare_param(recipe: R, pattern: str, *, shape: Sequence[int] | None = None, init: Init | None = None) -> R:
-    """Say of the weights whose checkpoint keys match a glob their shape, how they are drawn, or both: see
-    `ModelFlow.param`."""
-    return add_patch(recipe, WithParam(WeightDecl.of(pattern, shape, init)))
-
-
 class HookMethods:
-    """The methods of every recipe that holds `hooks`. One more hook is one more row here; recipes stay as they are."""
+    """The methods of every recipe that holds `hooks`, which is a frozen dataclass."""
 
-    layer = on_layer
-    before_layers = add_before
-    after_layers = add_after
-    after = add_after
-    patch_flow = add_patch
-    profile = set_profile
-    profile_near = set_profile_near
-    at = select_blocks
-    param = declare_param
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    name: str
+    hooks: Hooks
+
+    def _hooked(self, **changes: Any) -> Self:
+        return replace(self, hooks=replace(self.hooks, **changes))
+
+    def layer(self, fn: LayerHook) -> Self:
+        """Make every layer by `fn(ctx)`; `ctx` has `index`, `spec` and `default_stage()`, the family's own stage.
+
+        Hooks chain: the default stage of a second one is what the first returned.
+        """
+        if not callable(fn):
+            raise GraphError(f"layer: expected a function of a LayerContext, got {type(fn).__name__}")
+        return self._hooked(layers=(*self.hooks.layers, fn))
+
+    def before_layers(self, stages: Iterable[BlockStage]) -> Self:
+        """Put stages between the embedding and the layers, behind those of earlier calls."""
+        return self._hooked(before=(*self.hooks.before, *check_stages(stages, "before_layers")))
+
+    def after_layers(self, stages: Iterable[BlockStage]) -> Self:
+        """Put stages between the layers and what follows them (last-token gather, final norm)."""
+        return self._hooked(after=(*self.hooks.after, *check_stages(stages, "after_layers")))
+
+    after = after_layers
+
+    def patch_flow(self, edit: Edit) -> Self:
+        """Run `edit(flow) → flow` on the assembled flow, before its head is appended."""
+        if not callable(edit):
+            raise GraphError(f"patch_flow: expected a function ModelFlow → ModelFlow, got {type(edit).__name__}")
+        return self._hooked(edits=(*self.hooks.edits, edit))
+
+    def profile(self, profile: ProfileLike) -> Self:
+        """Compile with `profile` (one, the name of a preset, or a path) unless `compile` or `load` gets another."""
+        return self._hooked(profile=CompileProfile.of(profile))
+
+    def profile_near(self, weights: str | os.PathLike[str], family: str | None = None) -> Self:
+        """Compile with `<family>.rlx.toml` beside the weights; without that file, with the profile set before, or
+        `auto`. `family` is the recipe's name unless given. Raises as `CompileProfile.near`."""
+        return self.profile(CompileProfile.near(weights, family or self.name, self.hooks.profile or "auto"))
+
+    def at(self, pattern: str) -> SelectedBlocks[Self]:
+        """The blocks whose paths match a glob, `layers.*.self_attn.{q,v}_proj`, those of the head too, to be wrapped,
+        replaced, captured or scaled: see `SelectedBlocks`."""
+        return SelectedBlocks(BlockPattern(pattern), lambda edit: self.patch_flow(WithBlocks(edit)))
+
+    def param(self, pattern: str, *, shape: Sequence[int] | None = None, init: Init | None = None) -> Self:
+        """Say of the weights whose checkpoint keys match a glob their shape, how they are drawn, or both: see
+        `ModelFlow.param`."""
+        return self.patch_flow(WithParam(WeightDecl.of(pattern, shape, init)))

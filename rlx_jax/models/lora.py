@@ -19,7 +19,7 @@ import numpy as np
 from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
 from rlx_jax.errors import RequestError, UnsupportedError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.hooks import Edit, WithBlocks, add_patch
+from rlx_jax.models.hooks import Edit, WithBlocks
 from rlx_jax.models.lora_files import (
     PARTS,
     TASKS,
@@ -134,7 +134,7 @@ def lora(
 
 def _patched(recipe: R, edit: Edit) -> R:
     made: Any = recipe
-    found: Any = edit(made) if isinstance(made, ModelFlow) else add_patch(made, edit)
+    found: Any = edit(made) if isinstance(made, ModelFlow) else made.patch_flow(edit)
     changed: R = found
     return changed
 

@@ -95,12 +95,10 @@ def _mixer(c: Fields, hidden: int) -> Mamba2Spec:
 
 def _limits(c: Fields) -> tuple[float, float | None]:
     """The least and the most of a time step. No most is infinity, which JSON has not, written in one of two ways."""
-    given = c.raw("time_step_limit", [0.0, math.inf])
-    if not isinstance(given, list | tuple) or len(given) != 2:
-        raise ConfigError(f"{c.where}: field 'time_step_limit' is {quote(given)}; expected two numbers")
+    given = c.items("time_step_limit", [0.0, math.inf], "two numbers", lambda value: True, 2)
     low, high = (_number(c, value) for value in given)
     if not 0 <= low <= high or math.isinf(low):
-        raise ConfigError(f"{c.where}: field 'time_step_limit' is {quote(given)}; expected 0 ≤ least ≤ most")
+        raise c.wrong("time_step_limit", "0 ≤ least ≤ most", given)
     return low, None if math.isinf(high) else high
 
 

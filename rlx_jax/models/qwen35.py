@@ -201,18 +201,8 @@ class Qwen35MtpFlow:
 def _attends(c: Fields, layers: int) -> tuple[bool, ...]:
     """By `layer_types`, or without it every `full_attention_interval`-th layer."""
     interval = c.whole("full_attention_interval", 4)
-    known = {"full_attention": True, "linear_attention": False}
     usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    kinds = c.raw("layer_types", usual)
-    kinds = usual if kinds is None else kinds
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ConfigError(f"{c.where}: field 'layer_types' is {quote(kinds)}; expected a list of {layers}, one a layer")
-    for kind in kinds:
-        if kind not in known:
-            raise UnsupportedError(
-                f"{c.where}: field 'layer_types' has {quote(kind)}; supported are {', '.join(known)}"
-            )
-    return tuple(known[kind] for kind in kinds)
+    return c.kinds("layer_types", usual, {"full_attention": True, "linear_attention": False})
 
 
 def _delta(c: Fields, eps: float) -> GatedDeltaSpec:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from rlx_jax.blocks import LayerSpec, MoeSpec
-from rlx_jax.errors import ConfigError, quote
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
@@ -36,6 +35,8 @@ class Qwen3MoeConfig(DecoderConfig):
     def read(cls, c: Fields) -> Self:
         experts, top_k = experts_of(c, experts=cls.num_experts, top_k=cls.num_experts_per_tok)
         plain = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=4)
+        count = plain["num_hidden_layers"]
+        dense = c.items("mlp_only_layers", [], f"layers in [0, {count})", lambda i: type(i) is int and 0 <= i < count)
         window = c.whole_or_null("sliding_window", 4096)
         c.seen.add("max_window_layers")  # the reference has one window for all layers
         return cls(
@@ -47,7 +48,7 @@ class Qwen3MoeConfig(DecoderConfig):
             num_experts_per_tok=top_k,
             norm_topk_prob=c.flag("norm_topk_prob", cls.norm_topk_prob),
             decoder_sparse_step=c.whole("decoder_sparse_step", cls.decoder_sparse_step),
-            mlp_only_layers=_layers(c, plain["num_hidden_layers"]),
+            mlp_only_layers=tuple(sorted(set(dense))),
         )
 
     def has_experts(self, index: int) -> bool:
@@ -62,18 +63,6 @@ class Qwen3MoeConfig(DecoderConfig):
                 normalise=self.norm_topk_prob,
             )  # fmt: skip
         return layer_of(self, window=self.sliding_window, qkv_bias=bias, output_bias=bias, qk_norm="heads", moe=moe)
-
-
-def _layers(c: Fields, count: int) -> tuple[int, ...]:
-    """The layers that have an MLP whatever their number."""
-    found = c.raw("mlp_only_layers", None)
-    if found is None:
-        return ()
-    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < count for i in found):
-        raise ConfigError(
-            f"{c.where}: field 'mlp_only_layers' is {quote(found)}; expected a list of layers in [0, {count})"
-        )
-    return tuple(sorted(set(found)))
 
 
 @dataclass(frozen=True)
