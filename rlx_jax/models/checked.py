@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import jax.numpy as jnp
+
 from rlx_jax.errors import MissingWeightError, WeightError, WeightShapeError, listing
 from rlx_jax.flow import ModelRecipe, read_weights
-from rlx_jax.ir.param import Dequantized, Key
-from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.trace.parameters import Parameters
 from rlx_jax.weights.beside import may_lack
 from rlx_jax.weights.safetensors import close_names
-from rlx_jax.weights.source import WeightSource
+from rlx_jax.weights.source import WeightSource, short_name
 
 MAX_MISSING = 300
 """Missing weights after which the check stops: a config with a thousand layers may be a lie."""
@@ -49,14 +49,14 @@ class _Check(Parameters):
             f"first is read by {self.paths[first] or self.recipe.name}{close_names(first, self.stored.keys())}"
         )
 
-    def _without_source(self, key: str, shape: tuple[int, ...], path: str) -> Key:
+    def _without_source(self, key: str, shape: tuple[int, ...], path: str) -> Any:
         if not self.may_lack:
             self.paths.setdefault(key, path)
             if len(self.paths) > MAX_MISSING:
                 self.refuse("at least ")
         return super()._without_source(key, shape, path)
 
-    def _of_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Key | Dequantized:
+    def _of_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Any:
         try:
             stored = super()._of_source(key, sizes, path)
         except WeightShapeError as error:
@@ -65,6 +65,6 @@ class _Check(Parameters):
             fields = {name: value for name, value in fields.items() if value in wrong} or fields
             told = ", ".join(f"{name} {value}" for name, value in fields.items())
             raise WeightShapeError(f"{error}; by config.json: {told}") from None
-        if not is_float(stored.type.dtype):
+        if not jnp.issubdtype(stored.type.dtype, jnp.floating):
             raise WeightError(f"{path}: {self.at(key)}: expected floats, got {short_name(stored.type.dtype)}")
         return stored

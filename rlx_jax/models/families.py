@@ -52,7 +52,7 @@ from rlx_jax.models.vision import VisionFlow
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource
 
-Kind = Literal["causal", "encoder", "denoiser", "vision", "dual"]
+ModelKind = Literal["causal", "encoder", "denoiser", "vision", "dual"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Pretrained:
     config that the caller ignored."""
 
     recipe: ModelRecipe
-    kind: Kind
+    kind: ModelKind
     vocab_size: int = 0
     max_positions: int | None = None
     images: str = ""
@@ -99,7 +99,7 @@ class Family:
         return Family(opener, architectures, Family(without_head, architectures))
 
     @staticmethod
-    def of(recipe: type[Recipe[Any]], kind: Kind, images: str, *architectures: str) -> Family:
+    def of(recipe: type[Recipe[Any]], kind: ModelKind, images: str, *architectures: str) -> Family:
         """A family of recipes for models of a kind. `images`: see `Pretrained`."""
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
@@ -146,7 +146,7 @@ class Family:
         return Family(opener, tuple(name for f in families for name in f.architectures))
 
 
-def opened(made: Recipe[Any], source: WeightSource, kind: Kind, images: str = "") -> Pretrained:
+def opened(made: Recipe[Any], source: WeightSource, kind: ModelKind, images: str = "") -> Pretrained:
     """A recipe bound to the weights of a checkpoint, which were held against its config."""
     made = made.stored_in(source)
     bound = replace(made, weights=checked(made, made.reads(source)))
