@@ -17,6 +17,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir import ops as o
 from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
+from rlx_jax.ir.operands import named_operands
 from rlx_jax.ir.ops.shape import AxisOf, SizeOf
 from rlx_jax.ir.param import Cast, Cut, Dequantized, Key, Program, Sliced, Stack, Transposed, Zeros
 from rlx_jax.ir.region import Repeat
@@ -337,8 +338,8 @@ MIR: dict[type[Op], Meaning] = {
     o.FusedResidualLayerNorm: residual,
     o.FusedResidualRmsNorm: residual,
     o.ElementwiseRegion: region,
-    o.FusedAttentionBlock: lambda op, *arrays: formula.attention_block(op, **op.names(arrays)),
-    o.FusedTransformerLayer: lambda op, *arrays: formula.transformer_layer(op, **op.names(arrays)),
+    o.FusedAttentionBlock: lambda op, *arrays: formula.attention_block(op, **named_operands(op, arrays)),
+    o.FusedTransformerLayer: lambda op, *arrays: formula.transformer_layer(op, **named_operands(op, arrays)),
     o.RmsNormOp: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
     o.LayerNormOp: normed,
     o.Reshape: reshape,

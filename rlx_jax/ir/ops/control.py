@@ -94,13 +94,15 @@ class Switch(Mir):
     """
 
     traits = LOOP
-    operands = "index:int[] *"
 
     branches: tuple[Graph, ...]
 
-    def check(self, *operands: TensorType) -> None:
+    def declaration(self) -> str:
         if not self.branches:
             raise GraphError("switch: there are no branches")
+        return "index:int[] *"
+
+    def check(self, *operands: TensorType) -> None:
         _check_given(self, self.branches, operands[1:], own=1)
 
     def eval(self, index: Array, *given: Array) -> tuple[Array, ...]:
