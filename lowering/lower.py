@@ -89,11 +89,6 @@ def attention(op: hir.Attention, b: Builder, inputs: tuple[Value, ...]) -> tuple
     return (op.over(b, 1, *inputs),)
 
 
-def cached_attention(op: hir.CachedAttention, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
-    """As `attention`."""
-    return op.grouped(b, 1, *inputs)
-
-
 def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
     """rms_norm(x, γ, zeros) → rms_norm(x, γ)."""
     if len(inputs) == 3:
@@ -103,17 +98,15 @@ def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Va
     return None
 
 
-def experts(op: hir.Experts, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
-    """experts(x, …) → the one op, which computes those that were chosen."""
-    return b.add(ExpertFfn(op.activation, op.contract, biased=op.biased, clamp=op.clamp), *inputs)
-
-
 DIRECT: dict[type[Hir], LowerRule] = {
     hir.Linear: linear,
     hir.Attention: attention,
-    hir.CachedAttention: cached_attention,
+    hir.CachedAttention: lambda op, b, inputs: op.grouped(b, 1, *inputs),
     hir.RmsNorm: rms_norm,
-    hir.Experts: experts,
+    # The one op, which computes the experts that were chosen.
+    hir.Experts: lambda op, b, inputs: b.add(
+        ExpertFfn(op.activation, op.contract, biased=op.biased, clamp=op.clamp), *inputs
+    ),
 }
 """Better lowerings than `expand`, by block. Plugins have more, for blocks of their own."""
 

@@ -65,9 +65,7 @@ class BufferPlan:
     slots: tuple[Slot, ...]
     views: Mapping[Value, View]
     phases: tuple[str, ...]
-    inputs: tuple[tuple[str, Value], ...]
-    params: tuple[tuple[str, Value], ...]
-    outputs: tuple[tuple[str, Value], ...]
+    io: Mapping[str, tuple[tuple[str, Value], ...]]
     dynamic_symbols: tuple[str, ...]
     alignment: int = ALIGNMENT
 
@@ -111,9 +109,11 @@ def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False) -> Buf
         slots=tuple(sorted(slots, key=lambda s: (s.offset, s.life.born, s.life.value.node, s.life.value.index))),
         views=found,
         phases=_phases(graph),
-        inputs=tuple((op.input, v) for op, v in leaves if isinstance(op, Input)),
-        params=tuple((leaf_name(Stack(op.programs)), v) for op, v in leaves if isinstance(op, Param)),
-        outputs=tuple(zip(graph.output_names, graph.outputs, strict=False)),
+        io={
+            "inputs": tuple((op.input, v) for op, v in leaves if isinstance(op, Input)),
+            "params": tuple((leaf_name(Stack(op.programs)), v) for op, v in leaves if isinstance(op, Param)),
+            "outputs": tuple(zip(graph.output_names, graph.outputs, strict=False)),
+        },
         dynamic_symbols=tuple(sorted(symbols)),
     )
 
@@ -241,7 +241,7 @@ def dump_lir(lir: Lir) -> str:
         f"  dynamic symbols: {', '.join(buffers.dynamic_symbols) or 'none'}",
         *_table(buffers),
         *(f"  {phase}: {_numbers(buffers.nodes_in_phase(phase))}" for phase in PHASES),
-        *(f"  {name}: {_named(pairs)}" for name, pairs in _io(buffers).items()),
+        *(f"  {name}: {_named(pairs)}" for name, pairs in buffers.io.items()),
         "--- mir ---",
         dump_graph(lir.graph),
         "}",
@@ -259,10 +259,6 @@ def _table(buffers: BufferPlan) -> Iterator[str]:
         yield f"  {slot.offset:>10} {life.size:>10}  {what}  ({steps})"
     for value, view in buffers.views.items():
         yield f"  {'view':>10} {'':>10}  {_name(value)} = {_name(view.root)} + {view.byte_offset}"
-
-
-def _io(buffers: BufferPlan) -> dict[str, tuple[tuple[str, Value], ...]]:
-    return {"inputs": buffers.inputs, "params": buffers.params, "outputs": buffers.outputs}
 
 
 def _named(pairs: tuple[tuple[str, Value], ...]) -> str:

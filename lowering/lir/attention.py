@@ -51,25 +51,15 @@ def choose(call: Call, device: Device, wanted: str) -> Choice:
             f"attention.implementation = '{wanted}' cannot be had: {refusal}; 'auto' takes another implementation "
             "where it must"
         )
-    if (scores := score_bytes(call)) > MAX_SCORES:
-        return Choice("query_chunks", f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
-    if device.kind == "cpu" and all_against_all(call):
-        return Choice("heads_first", "faster on a CPU")
-    return Choice("xla", refusal)
-
-
-def score_bytes(call: Call) -> int:
-    """Bytes of the f32 scores `[B,N,S,T]` of one attention; 0 for a single query, which has no chunks."""
     op, (q, k, *_) = call
     assert isinstance(op, AttentionOp)
     batch, queries, keys = int(q.shape[0]), int(q.shape[1]), int(k.shape[1])
-    return 4 * batch * op.heads * queries * keys if queries > 1 else 0
-
-
-def all_against_all(call: Call) -> bool:
-    """Whether it has as many queries as keys, and more than one: there is no cache, which is not to be copied."""
-    _, (q, k, *_) = call
-    return q.shape[1] == k.shape[1] and int(q.shape[1]) > 1
+    scores = 4 * batch * op.heads * queries * keys
+    if queries > 1 and scores > MAX_SCORES:
+        return Choice("query_chunks", f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
+    if device.kind == "cpu" and 1 < queries == keys:  # else there is a cache, which is not to be copied
+        return Choice("heads_first", "faster on a CPU")
+    return Choice("xla", refusal)
 
 
 def why_not_cudnn(call: Call, device: Device) -> str:
@@ -102,11 +92,6 @@ def why_not_cudnn(call: Call, device: Device) -> str:
     if not op.extra and queries != keys and (op.causal or op.window is not None):
         return f"cuDNN aligns a causal mask top-left; there are {queries} queries and {keys} keys"
     return ""
-
-
-def heads_first(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:
-    """The op over operands that are laid out head by head: XLA's products on a CPU want them so."""
-    return op.attend(q, k, v, *rest, heads_first=True)
 
 
 def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:

@@ -25,7 +25,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.attention import choose as choose_attention
-from rlx_jax.lowering.lir.attention import cudnn, heads_first, query_chunks
+from rlx_jax.lowering.lir.attention import cudnn, query_chunks
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOSEN, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
@@ -123,7 +123,8 @@ KERNELS = ("grouped", "one_pass", "states_in_one")
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
     "cudnn": cudnn,
-    "heads_first": heads_first,
+    # Operands laid out head by head, as XLA's products on a CPU want them.
+    "heads_first": lambda op, *arrays: op.attend(*arrays, heads_first=True),
     "query_chunks": query_chunks,
     "row": row,
     "one_token": one_token,

@@ -67,10 +67,8 @@ def _facts(
         yield from ((f"buckets.{f.name}", _written(getattr(settings.buckets, f.name))) for f in fields(Buckets))
     if sizes is not None:
         lir = make_lir(template, sizes, settings)
-        yield "runs attention", "; ".join(lir.attention())
-        yield "runs products", "; ".join(lir.products())
-        yield "runs experts", "; ".join(lir.experts())
-        yield "runs recurrences", "; ".join(lir.recurrences())
+        for what in ("attention", "products", "experts", "recurrences"):
+            yield f"runs {what}", "; ".join(getattr(lir, what)())
 
 
 def _counted(template: Template) -> Iterator[tuple[str, str]]:
