@@ -140,7 +140,8 @@ class LMEval(TemplateLM):  # type: ignore[misc]
             RequestError: arguments of generation that a `Sampler` does not have.
         """
         items = [(self.tok_encode(request.args[0]), request.args[1], request.args) for request in requests]
-        order = Collator(items, sort_fn=lambda item: -len(item[0]), group_by="gen_kwargs")
+        # Grouped by their repr: the harness takes "ab" and ["a", "b"] for the same.
+        order = Collator(items, lambda item: -len(item[0]), lambda item: {"repr": repr(item[1])}, "gen_kwargs")
         answers: list[str] = []
         for batch in order.get_batched(n=self.batch_size):
             prompts, (wanted, *_), keys = zip(*batch, strict=True)
