@@ -105,10 +105,10 @@ def check_trainable(model: Any, optimizer: Any) -> None:
 def optimizer_state(optimizer: Optimizer, params: Arrays) -> Any:
     """`optimizer.init(params)`, each array made where it belongs."""
     with promoting():
-        if not divided(params):
-            return from_cache(jax.jit(optimizer.init), (params,))[0](params)
-        shapes = jax.eval_shape(optimizer.init, params)
-        places = jax.tree_util.tree_map_with_path(lambda path, leaf: _place(path, leaf, params), shapes)
+        places = None
+        if divided(params):
+            shapes = jax.eval_shape(optimizer.init, params)
+            places = jax.tree_util.tree_map_with_path(lambda path, leaf: _place(path, leaf, params), shapes)
         return from_cache(jax.jit(optimizer.init, out_shardings=places), (params,), places)[0](params)
 
 
@@ -150,23 +150,22 @@ def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
     Raises:
         RequestError: a pattern matches no key, or some keys of a leaf and not the others, as where layers are stacked.
     """
-    found, seen = {}, set[str]()
+    found, seen, every = {}, set[str](), list[str]()
     globs = [BlockPattern(pattern, "mask") for pattern in patterns]
     if not globs:
         raise RequestError("mask: a pattern of keys is needed, such as '**.lora_{A,B}.weight'")
     for name, program in model.programs.layout.leaves.items():
-        keys = list(keys_of(program))
-        matched = {key for key in keys for glob in globs if glob.matches(tuple(key.split(".")))}
-        seen |= {glob.text for glob in globs for key in keys if glob.matches(tuple(key.split(".")))}
-        if matched and len(matched) < len(set(keys)):
-            others = sorted(set(keys) - matched)
+        hits = {k: [glob.text for glob in globs if glob.matches(tuple(k.split(".")))] for k in keys_of(program)}
+        others = sorted(key for key, matching in hits.items() if not matching)
+        if others and any(hits.values()):
             raise RequestError(
                 f"mask: leaf {quote(name)} has weights that match and others, {listing(others, 3)}, and is trained "
                 "whole: take a pattern of all, or layers.roll = 'unroll'"
             )
-        found[name] = bool(matched)
+        found[name] = any(hits.values())
+        seen.update(*hits.values())
+        every += hits
     if idle := [glob.text for glob in globs if glob.text not in seen]:
-        keys = [key for program in model.programs.layout.leaves.values() for key in keys_of(program)]
-        close = did_you_mean(idle[0], keys, alike=0.7) or f"; weights are {listing(keys, 3)}"
+        close = did_you_mean(idle[0], every, alike=0.7) or f"; weights are {listing(every, 3)}"
         raise RequestError(f"mask: {quote(idle[0])} matches no weight{close}")
     return found
