@@ -54,7 +54,6 @@ def warm_all(
         warm_generation(lm, chosen, drafter, logprobs)
         warm_answers(lm, chosen[0], n or 1)
         warm_reading(lm)
-        warm_longer(lm)
         if scoring:
             warm_scores(lm.model, given, lm.max_positions)
     return lm.buckets
@@ -88,7 +87,8 @@ def warm_answers(lm: LanguageModel, sampler: Sampler, most: int) -> None:
 
 
 def warm_reading(lm: LanguageModel) -> None:
-    """The programs of `CausalLM.prefill` and `extend` with the logits of the last tokens."""
+    """The programs of `CausalLM.prefill` and `extend` with the logits of the last tokens, and what moves the state of a
+    conversation, which is one row, to a larger cache."""
     buckets = lm.buckets
 
     def read(block: Ids, lengths: Any, slots: int) -> DecodeState:
@@ -103,17 +103,11 @@ def warm_reading(lm: LanguageModel) -> None:
             _, state = extend(lm, state, more, np.zeros(rows, int), "last")
     for rows in range(1, buckets.batch[-1]):  # how many rows there are decides how an answer is cut
         read(np.zeros((rows, 1), np.int32), None, buckets.context[0])
-
-
-def warm_longer(lm: LanguageModel) -> None:
-    """What moves the state of a conversation, which is one row, to a larger cache."""
-    rows, contexts = lm.buckets.rows(1), lm.buckets.context
-    for small, large in combinations(contexts, 2):
-        state = prefill(lm, np.zeros((1, 1), np.int32), None, small, "last", None, None)[1]
-        extend = lm.model.as_program("extend").bound(
-            {"batch": rows, "context": large, "seq": 1}, variant=Variant(outputs=lm.model.output_names[:1])
-        )
-        state_behind(extend, Before(state.take(lm.owner).arrays(), (0,), (1,), small))
+    variant = Variant(outputs=lm.model.output_names[:1])
+    for small, large in combinations(buckets.context, 2):
+        arrays = read(np.zeros((1, 1), np.int32), None, small).take(lm.owner).arrays()
+        sizes = {"batch": buckets.rows(1), "context": large, "seq": 1}
+        state_behind(lm.model.as_program("extend").bound(sizes, variant=variant), Before(arrays, (0,), (1,), small))
 
 
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:
