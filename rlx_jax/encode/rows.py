@@ -31,14 +31,9 @@ def masks_of(model: CompiledModel) -> frozenset[str]:
     return mask.difference(model.programs.unread(model.name, mask)) if mask else mask
 
 
-@dataclass(frozen=True)
-class Pooled:
+def pooled(pipeline: SentencePipeline, hidden: jax.Array, keep: jax.Array, skip: jax.Array | int = 0) -> jax.Array:
     """`pool` by one pipeline."""
-
-    pipeline: SentencePipeline
-
-    def __call__(self, hidden: jax.Array, keep: jax.Array, skip: jax.Array | int = 0) -> jax.Array:
-        return pool(hidden, keep, self.pipeline, skip)
+    return pool(hidden, keep, pipeline, skip)
 
 
 @dataclass(frozen=True)
@@ -116,20 +111,15 @@ class RowForm:
         if self.pipeline is None:
             return pooled_of(outputs)  # type: ignore[no-any-return]
         kept, skip = padded_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
-        return self.model.programs.call(Pooled(self.pipeline), primary(outputs), kept, *skip)  # type: ignore[no-any-return]
+        vectors: jax.Array = self.model.programs.call(pooled, primary(outputs), kept, *skip, static=(self.pipeline,))
+        return vectors
 
 
-@dataclass(frozen=True)
-class Restored:
+def restored(width: int, order: tuple[int, ...], *hidden: jax.Array) -> jax.Array:
     """Hidden states of blocks of rows, `[rows, width, H]` each, as one `[B, S, H]` in the order of the rows: row i
     stands at `order[i]` of them all. What no block has is 0."""
-
-    width: int
-    order: tuple[int, ...]
-
-    def __call__(self, *hidden: jax.Array) -> jax.Array:
-        wide = [jnp.pad(x, ((0, 0), (0, self.width - x.shape[1]), (0, 0))) for x in hidden]
-        return jnp.concatenate(wide)[np.array(self.order)]
+    wide = [jnp.pad(x, ((0, 0), (0, width - x.shape[1]), (0, 0))) for x in hidden]
+    return jnp.concatenate(wide)[np.array(order)]
 
 
 def exact_rows(form: RowForm, block: Ids, inputs: Mapping[str, Any], lengths: Sequence[int]) -> jax.Array:
@@ -141,5 +131,5 @@ def exact_rows(form: RowForm, block: Ids, inputs: Mapping[str, Any], lengths: Se
         made.append(primary(form.outputs(block[chosen, :width], cut, rows, width)))
         place |= {row: at + i for i, row in enumerate(chosen)}
         at += rows
-    restored = Restored(block.shape[1], tuple(place[row] for row in range(len(block))))
-    return form.model.programs.call(restored, *made)  # type: ignore[no-any-return]
+    static = block.shape[1], tuple(place[row] for row in range(len(block)))
+    return form.model.programs.call(restored, *made, static=static)  # type: ignore[no-any-return]
