@@ -29,7 +29,7 @@ def check_count(value: Any, what: str, least: int = 1, error: type[RlxError] = G
         GraphError, or what `error` says: it is none.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
-        raise error(f"{what} is {shown(value)}; expected an int of at least {least}")
+        raise error(f"{what} is {shown(value)}; expected an integer of at least {least}")
     return int(value)
 
 

@@ -18,6 +18,7 @@ from rlx_jax.ir.plugins import known
 from rlx_jax.ir.types import is_static
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.weight_part import WeightKey
 from rlx_jax.trace.writer import V
 
@@ -29,7 +30,7 @@ class SpecBuilders(Builders[V]):
 
     sm = Builders.softmax
     ln = Builders.layer_norm
-    gelu_approx = Builders.gelu_tanh
+    gelu_approx = of_kind(Builders.activation, "gelu_tanh", "½x(1 + tanh(√(2/π)(x + 0.044715x³))).")
     reshape_ = Builders.reshape
     transpose_ = Builders.transpose
     narrow_ = Builders.narrow

@@ -186,7 +186,7 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             bound = _bound(m, in_order, signature, args, kwargs)
         except TypeError as error:
-            reason = reason or error
+            reason = error if kind or reason is None else reason  # Python's own counts the kind
             raise GraphError(_refusal(m, name, signature, kwargs, reason)) from reason
         return body(m, *kind, *bound.args[1:], **bound.kwargs)
 
