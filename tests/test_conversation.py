@@ -84,7 +84,7 @@ def check_turns(lm: Any, chat: Any, asked: Sequence[str], **options: Any) -> lis
     return reports
 
 
-def families(quick: str, slow: str) -> Any:
+def families(quick: str, slow: str) -> pytest.MarkDecorator:
     """One family in the default suite and one in the slow tier; the others are a soak."""
     others = [f for f in ("llama", "mistral", "gemma2", "mamba2", "qwen35") if f not in (quick, slow)]
     marked = [pytest.param(slow, marks=pytest.mark.slow), *(pytest.param(f, marks=pytest.mark.soak) for f in others)]
@@ -216,7 +216,7 @@ def test_forks_streams_and_failures(model: Any) -> None:
     check_turns(lm, chat, ["w37"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_samplers_seeds_stops_and_log_probabilities(model: Any) -> None:
     """All of a request's arguments, as `chat` has them."""
     lm = model("mistral")

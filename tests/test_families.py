@@ -54,6 +54,7 @@ QUICK = {
     "gpt2/scaled_v5": False, "mixtral/window_v5": False, "qwen3_moe/mixed_v5": False, "gpt_oss/window_v5": True,
     "qwen3_5_text/blocks_v5": True, "mamba2/groups_v5": True,
 }  # fmt: skip
+SLOW = ("llama/mqa", "mistral/window", "gemma2/caps", "qwen3_moe/mixed")
 """The fixtures of the default suite, and of which it looks at new tokens too; the slow tier has the others."""
 ARCHETYPES = {"dense": ODD, "window and softcap": CAPS, "recurrent": BLOCKS, "experts": MIXED, "sinks": SINKS}
 """The kinds of decoders that all equalities are held for; of the other families logits and greedy tokens."""
@@ -70,18 +71,24 @@ def case(name: str) -> Case:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in NAMES])
 def test_logits(name: str) -> None:
-    """Rows of different lengths, padded on the right, as if each were alone; and their 24 or 48 greedy tokens."""
+    """Rows of different lengths, padded on the right, as if each were alone; of some their 24 or 48 greedy tokens."""
     record = case(name).record
     lengths, greedy = record["ragged_lengths"], record["greedy"]
     assert_rows_close(case(name).lm.logits(record["ragged_tokens"], lengths), record["ragged_logits"], lengths)
-    if QUICK.get(name, True):
+    if QUICK.get(name):
         assert case(name).lm.generate(case(name).prompts, max_new_tokens=greedy.shape[1]) == greedy.tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, greedy in QUICK.items() if not greedy])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.startswith(SLOW) else pytest.mark.soak)
+        for name in NAMES
+        if not QUICK.get(name)
+    ],
+)
 def test_greedy_tokens(name: str) -> None:
-    """Of the fixtures whose logits the default suite has."""
+    """Of all other fixtures: of some families in the slow tier, of the rest in a soak."""
     greedy = case(name).record["greedy"]
     assert case(name).lm.generate(case(name).prompts, max_new_tokens=greedy.shape[1]) == greedy.tolist()
 
@@ -104,7 +111,7 @@ def test_layers_of_small_stages(policy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
-@pytest.mark.parametrize("directory", ARCHETYPES.values(), ids=ARCHETYPES)
+@pytest.mark.parametrize("directory", [CAPS, BLOCKS], ids=lambda d: d.parent.name)
 def test_scanned_layers(directory: Path) -> None:
     """Layers of single ops that are rolled give the same numbers and tokens."""
     profile = rlx.CompileProfile().replace(fusion={"policy": "fusable"}, layers={"roll": "scan"})

@@ -80,24 +80,6 @@ def test_every_weight_counts(model: Any, record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes, error, text",
     [
-        ({"guidance": None}, errors.UnboundInputError, "input 'guidance' is not given"),
-        ({"img_ids": np.zeros((7, 3), np.int32)}, errors.ShapeError, "axis 2 is 3, not 4"),
-        (
-            {"img_ids": np.zeros((6, 4), np.int32)},
-            errors.ShapeError,
-            "dimension image is 7 in hidden_states and 6 in img_ids",
-        ),
-        ({"timestep": np.zeros(3, np.float32)}, errors.ShapeError, "dimension batch is 2 .* and 3 in timestep"),
-    ],
-)
-def test_calls_that_do_not_fit(model: Any, record: dict[str, Any], changes: Any, error: Any, text: str) -> None:
-    with pytest.raises(error, match=text):
-        model(**given(record, **changes))
-
-
-@pytest.mark.parametrize(
-    "changes, error, text",
-    [
         (
             {"axes_dims_rope": [2, 4, 2]},
             errors.ConfigError,

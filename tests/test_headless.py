@@ -35,7 +35,7 @@ DECODERS = {
     "gemma3_text": FIXTURES / "gemma3_text" / "pattern_v4", "gpt_oss": FIXTURES / "gpt_oss" / "window_v5",
     "gpt2": FIXTURES / "gpt2" / "scaled_v5",
 }  # fmt: skip
-MARKS = {"llama": (), "gpt2": pytest.mark.slow, "qwen3_5_text": pytest.mark.slow}
+MARKS: dict[str, Any] = {"llama": (), "gpt2": pytest.mark.slow}
 EVERY = [pytest.param(name, marks=MARKS.get(name, pytest.mark.soak)) for name in DECODERS]
 PROMPTS = {"prompts": {"query": "Find: ", "document": None}, "default_prompt_name": "query"}
 

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.encode import embedding as embedding_module
 from tests.oracles import checkpoints, texts
 
 FIXTURES = checkpoints.FIXTURES
@@ -73,14 +72,6 @@ def test_lists_of_ids(minilm: Any, recorded: npt.NDArray[np.float32]) -> None:
     assert_embeddings(minilm.embed(ids), recorded[chosen])
     with pytest.raises(errors.TokenIdError):
         minilm.embed([[101, 30522, 102]])
-
-
-def test_a_bad_text_of_a_later_chunk(minilm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is named by its number among all."""
-    monkeypatch.setattr(embedding_module, "CHUNK", 2)
-    for source in (list, iter):
-        with pytest.raises(errors.RequestError, match=r"texts\[3\]: half of a surrogate pair"):
-            minilm.embed(source(["one", "two", "three", "lone \ud800 surrogate"]))
 
 
 # -- the files around an encoder ---------------------------------------------------------------

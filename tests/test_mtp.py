@@ -113,7 +113,7 @@ def test_the_model_and_its_module_share_arrays(lm: Any) -> None:
     assert not any(key.startswith("mtp.") for key in own) and drafter.programs.layout.types().keys() == shared.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_warmed_up(lm: Any, directory: Path) -> None:
     """Behind it nothing compiles, with drafts or without, and the tokens are the same."""
     profile = rlx.CompileProfile().replace(buckets=TABLES | {"on_recompile": "error"})
@@ -260,7 +260,7 @@ def test_a_module_that_does_not_fit(directory: Path) -> None:
 
 def test_operands_that_do_not_fit_the_block_of_the_specification() -> None:
     """By name, when types are inferred; the batch is a number, and there are 29 operands."""
-    (sample,) = (s for s in BLOCKS if isinstance(s.op, hir.Qwen35MtpHead))
+    sample: Any = next(s for s in BLOCKS if isinstance(s.op, hir.Qwen35MtpHead))
     fields: list[tuple[dict[str, int], str]] = [
         ({"n_ff": 6}, "gate_w"), ({"mtp_vocab": 12}, "lm_head_w"), ({"n_embd": 12}, "h_pre_norm"),
         ({"n_rot": 3}, "n_rot"), ({"n_rot": 8}, "n_rot"),

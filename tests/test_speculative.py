@@ -294,7 +294,7 @@ def test_greedy_texts_of_many_models(source: str, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral", "qwen35"])
+@pytest.mark.parametrize("family", ["mistral", pytest.param("qwen35", marks=pytest.mark.soak)])
 def test_drafts_over_a_mesh(family: str) -> None:
     """The tokens of one device, rings and states of fixed size too."""
     ours: Any = test_mesh.lm(family, "data tensor", 4)

@@ -137,26 +137,6 @@ def test_misuse() -> None:
             edit(x_flow()).build()
 
 
-def test_chosen_outputs() -> None:
-    """`outputs` names the primary and picks side outputs in its own order: emitted, registered or stored."""
-
-    def side(emit: Any, x: Any) -> Any:
-        emit.output("twice", x + x)
-        emit.output("heavy", emit.exp(x))
-        emit.set_named("half", x / 2)
-        return x
-
-    flow = x_flow().store_stream("raw").custom(side).custom(times(3))
-    assert flow.build().output_names == ("output", "twice", "heavy")
-    out = run(flow.outputs(["mine", "twice", "raw", "half"]), X)
-    assert list(out) == ["mine", "twice", "raw", "half"]
-    for name, factor in {"mine": 3, "half": 0.5, "raw": 1, "twice": 2}.items():
-        np.testing.assert_array_equal(out[name], factor * X)
-    chosen = rlx.compile(flow.outputs(["mine"]))
-    assert "exp" not in chosen.text("mir")
-    np.testing.assert_array_equal(chosen(X), 3 * X)
-
-
 def test_the_page_lists_every_stage() -> None:
     """And the methods that it names exist."""
     page = (Path(__file__).parents[1] / "docs" / "blocks.md").read_text("utf-8")
