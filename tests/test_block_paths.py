@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +15,6 @@ from rlx_jax.ir.paths import path_text
 from tests.small import w
 
 H = 4
-X = np.random.default_rng(0).standard_normal((2, 3, H)).astype(np.float32)
 
 
 def x_flow() -> rlx.ModelFlow:

@@ -31,14 +31,6 @@ TOPICS = [c for c in SpecBuilders.__mro__ if issubclass(c, Writer)]
 """The classes that define ops, each with a topic of its own."""
 
 
-def test_a_method_is_written_once() -> None:
-    """Topics stand on each other: a helper of one name in two of them would be taken for the other."""
-    for topic in TOPICS:
-        below = [c for c in topic.__mro__[1:] if c in TOPICS and c is not Writer]
-        for name in (n for n in vars(topic) if not n.startswith("__") and topic is not Writer):
-            assert not [c for c in below if name in vars(c)], f"{topic.__name__}.{name}"
-
-
 def as_tuple(made: Any) -> tuple[Any, ...]:
     """The values that a call made."""
     return tuple(v for part in made for v in as_tuple(part)) if isinstance(made, tuple) else (made,)

@@ -26,7 +26,6 @@ from rlx_jax import train
 from rlx_jax.compiler import compile_cache
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError
 from rlx_jax.io.entries import EntryStore
-from tests.environment import environment_of_tests
 from tests.hub_server import LLAMA
 from tests.small import compiled, w
 
@@ -310,17 +309,6 @@ def test_the_default_directory(cache: Path, tmp_path: Path, monkeypatch: Any) ->
         assert rlx.compile_cache() == compile_cache.CacheSettings(f"{directory}/rlx_jax/programs", 2**31)
 
 
-def test_tests_run_in_an_environment_of_their_own() -> None:
-    """What a developer has set reaches no test, but what `RLX_TEST_KEEP_ENV` names."""
-    here = {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cuda", "XLA_FLAGS": "-", "XDG_CACHE_HOME": "/", "LC_ALL": "C"}
-    here |= {"RLX_JAX_CACHE_MAX_BYTES": "1", "PATH": "/bin", "RLX_FUZZ_SEED": "2"}
-    clean = {"PATH": "/bin", "RLX_FUZZ_SEED": "2", "JAX_PLATFORMS": "cpu", "LANG": "C.UTF-8", "RLX_JAX_CACHE": "off"}
-    assert environment_of_tests(here) == clean
-    keep = {"RLX_TEST_KEEP_ENV": "JAX_PLATFORMS, XLA_FLAGS"}
-    assert environment_of_tests(here | keep) == clean | keep | {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": "-"}
-    assert os.environ["RLX_JAX_CACHE"] == "off" and "HF_HUB_OFFLINE" not in os.environ
-
-
 # -- models ------------------------------------------------------------------------------------------
 
 
@@ -439,20 +427,6 @@ def test_processes_at_once_on_an_empty_directory(tmp_path: Path) -> None:
     assert damaged["answers"] == want and damaged["compiles"] > 0 and 0 < len(damaged["warnings"]) <= len(files)
     (healed,) = children(tmp_path / "cache", 1)
     assert (healed["answers"], healed["compiles"], healed["warnings"]) == (want, 0, [])
-
-
-@pytest.mark.soak
-def test_a_hundred_damaged_programs(cache: Path) -> None:
-    """Right results and at most one warning each; the next run of each is a hit."""
-    rng = np.random.default_rng(0)
-    for number in range(100):
-        program(2.0 + number)
-        (path,) = (entry for entry in entries(cache) if entry.name.endswith(".entry"))
-        DAMAGES[list(DAMAGES)[number % len(DAMAGES)]](path, float(rng.random()))
-        with pytest.warns(RlxCacheWarning) as warned:
-            assert not program(2.0 + number)[1]
-        assert len(warned) == 1 and program(2.0 + number)[1]
-        path.unlink()
 
 
 @pytest.mark.slow

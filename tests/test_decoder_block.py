@@ -114,13 +114,6 @@ def test_a_wrong_operand_is_a_shape_error(number: int) -> None:
         TypeCache().infer(block_of(), tuple(types))
 
 
-def test_weights_in_the_orientation_of_checkpoints() -> None:
-    """`[out, in]` with `contract=1`."""
-    types = operand_types(block_of())
-    turned = [TensorType(t.shape[::-1], t.dtype) if i in (3, 4, 5, 6, 9, 10, 11) else t for i, t in enumerate(types)]
-    assert TypeCache().infer(block_of(contract=1), tuple(turned)) == (types[0],)
-
-
 # -- numbers -----------------------------------------------------------------------------------
 
 
@@ -245,22 +238,6 @@ def test_the_norm_of_one_side_and_its_offset() -> None:
     shifted = context(replace(spec, q_norm_key=key, qk_norm_eps=1e-3, qk_norm_offset=1.0), **{key: weights[key] - 1})
     np.testing.assert_allclose(shifted, normed, rtol=0, atol=1e-6)
     assert np.abs(context(spec) - normed).max() > 1e-2
-
-
-def test_mask_kinds_by_text() -> None:
-    """`sliding:2` is `MaskKind.sliding_window(2)`."""
-    one, other = (
-        flow_of(LlamaDecoder.layer(0, replace(LLAMA, mask=m))).build(weights_of(LLAMA)).hir.nodes
-        for m in ("sliding:2", MaskKind.sliding_window(2))
-    )
-    assert one == other
-
-
-def test_sizes_that_fit() -> None:
-    """`hidden_shape`, `batch` and `seq` are checks, and change nothing."""
-    spec = replace(QWEN, hidden_shape=("batch", "seq", HIDDEN), batch="batch", seq="seq")
-    one, other = (flow_of(Qwen3Decoder.layer(0, s)).build(weights_of(QWEN)).hir.nodes for s in (spec, QWEN))
-    assert one == other
 
 
 # -- errors ------------------------------------------------------------------------------------

@@ -96,20 +96,12 @@ TOKEN_WISE: dict[str, Callable[[Any, Any], Any]] = {
     "operators": lambda e, x: x * e.sigmoid(x) + 1, "weights": lambda e, x: x @ e.param("a") + e.param("b"),
     "norms": lambda e, x: e.rms_norm(x, "b", eps=1e-5) + e.layer_norm(x, "b", "b", 1e-5),
     "heads": lambda e, x: x.reshape(x.shape[0], x.shape[1], 2, 4).transpose(0, 1, 3, 2).reshape(*x.shape),
-    "hidden mean": lambda e, x: x - x.mean(-1, keepdims=True),
-    "slices of hidden": lambda e, x: e.concat([x[..., 4:], x[..., :4]]),
-    "there and back": lambda e, x: e.tanh(x.transpose(1, 0, 2)).transpose(1, 0, 2),
     "hidden first": lambda e, x: (x.transpose(2, 0, 1) * 2).transpose(1, 2, 0), "jax": lambda e, x: e.jax(jnp.tanh, x),
-    "jax softmax": lambda e, x: e.jax(lambda t: jax.nn.softmax(t, -1), x),
     "jax einsum": lambda e, x: e.jax(lambda t, a: jnp.einsum("bsh,hf->bsf", t, a), x, e.param("a")),
-    "jax cumsum over hidden": lambda e, x: e.jax(lambda t: jnp.cumsum(t, -1), x) * 0.1,
     "jax sort over hidden": lambda e, x: e.jax(lambda t: jnp.sort(t, -1), x),
     "jax flattened": lambda e, x: e.jax(lambda t: jnp.tanh(t.reshape(-1, H) * 2).reshape(t.shape), x),
-    "jax vmap": lambda e, x: e.jax(jax.vmap(jax.vmap(lambda t: t / (1 + jnp.abs(t).sum()))), x),
-    "jax where": lambda e, x: e.jax(lambda t: jnp.where(t > t.mean(-1, keepdims=True), t, 0.0), x),
     "gate of the embedding": lambda e, x: x * e.sigmoid(e.add_node(hir.Embed(), e.param("e"), e.flow_input("tokens"))),
     "swiglu": lambda e, x: x + blocks.SwiGlu("g", "g", "d").emit(e, x),
-    "geglu": lambda e, x: x + blocks.GeGlu("g", "g", "d").emit(e, blocks.GemmaRmsNorm("b").emit(e, x)),
     "scaled and capped": lambda e, x: blocks.LogitSoftcap(2.0).emit(e, blocks.EmbedScale(H).emit(e, x)),
 }  # fmt: skip
 TOKEN_WISE_WEIGHTS = {"a": w(H, H), "b": w(H), "g": w(F, H), "d": w(H, F)}
@@ -378,40 +370,14 @@ def test_the_forward_program_has_no_state() -> None:
         model(TOKENS, state=other_state())
 
 
-def attend(t: Any, a: Any) -> Any:
-    """Causal attention by hand."""
-    q, k, v = (t @ a for _ in "qkv")
-    scores = jnp.einsum("bsh,bth->bst", q, k)
-    keep = jnp.tril(jnp.ones(scores.shape[1:], bool))
-    return jax.nn.softmax(jnp.where(keep[None], scores, -jnp.inf), -1) @ v
-
-
-def convolve(t: Any) -> Any:
-    """A causal depthwise convolution of width 3."""
-    return jax.lax.conv_general_dilated(
-        t, jnp.ones((3, 1, H), t.dtype), (1,), [(2, 0)], dimension_numbers=("NHC", "HIO", "NHC"), feature_group_count=H
-    )
-
-
 MIXERS: dict[str, Callable[[Any, Any], Any]] = {
     "centre over positions": lambda e, x: x - x.mean(1, keepdims=True),
-    "maximum over positions": lambda e, x: x / x.max(1, keepdims=True), "reverse": lambda e, x: x[:, ::-1],
     "shift": lambda e, x: e.concat([x[:, :1], x[:, :-1]], 1), "first token": lambda e, x: x + x[:, :1],
-    "last token": lambda e, x: x + x[:, -1:], "every second": lambda e, x: x[:, ::2],
-    "softmax over positions": lambda e, x: e.softmax(x, 1),
     "attention by operators": lambda e, x: e.softmax(x @ x.transpose(0, 2, 1)) @ x,
-    "attention by jax": lambda e, x: e.jax(attend, x, e.param("a")),
     "cumsum": lambda e, x: e.jax(lambda t: jnp.cumsum(t, 1), x),
-    "sort": lambda e, x: e.jax(lambda t: jnp.sort(t, 1), x), "roll": lambda e, x: e.jax(lambda t: jnp.roll(t, 1, 1), x),
-    "scan": lambda e, x: e.jax(lambda t: jax.lax.scan(lambda c, y: (c + y, c), t[:, 0],
-        t.transpose(1, 0, 2))[1].transpose(1, 0, 2), x),
-    "convolution": lambda e, x: e.jax(convolve, x),
     "positions by iota": lambda e, x: e.jax(lambda t: t + jnp.arange(t.shape[1], dtype=t.dtype)[None, :, None], x),
-    "the number of positions": lambda e, x: e.jax(lambda t: t / t.shape[1], x),
     "mean over all": lambda e, x: x - x.mean(),
-    "reshape that mixes": lambda e, x: e.jax(lambda t: t.transpose(0, 2, 1).reshape(t.shape), x),
     "mix of the batch": lambda e, x: x - x.mean(0, keepdims=True),
-    "batch as a feature": lambda e, x: e.jax(lambda t: jnp.cumsum(t, 0), x),
     "reverse of the batch": lambda e, x: x[::-1],
 }  # fmt: skip
 

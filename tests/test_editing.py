@@ -150,8 +150,6 @@ def test_a_block_replaced() -> None:
 
 # -- the active value ---------------------------------------------------------------------------
 
-X, SQUARE = RNG.normal(size=(2, 3, 4)).astype("f4"), RNG.normal(size=(4, 4)).astype("f4")
-
 
 def test_numbers_scale_and_a_block_is_written_twice() -> None:
     """A flow of one's own: 3 · (f(f(x)) with f a product, the second under a path of its own."""

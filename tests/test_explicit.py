@@ -92,16 +92,6 @@ def test_a_layer_hook_has_its_cache(name: str) -> None:
         close(of(outputs, output), of(want, output))
 
 
-def test_a_hook_that_mixes_is_refused() -> None:
-    """A stage in a decode flow is proved like any other."""
-    recipe = rlx.Llama32Flow.for_decode(CONFIG)
-    mixing = recipe.layer(
-        lambda ctx: blocks.Sequence([ctx.default_stage(), Custom(lambda e, x: x - x.mean(1, keepdims=True), "c")])
-    )
-    with pytest.raises(DeriveError, match=r"layers\.(\{i\}|0)\.c.*no explicit rule"):
-        compiled(mixing)
-
-
 # -- flows of one's own ------------------------------------------------------------------------------
 
 

@@ -28,7 +28,6 @@ from tests.small import compiled, profile, w
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
 
 CLEANING = [p.name for p in PIPELINE if p.kind == "cleaning"]
-OPTIONAL = [p.name for p in PIPELINE if p.kind in ("layout", "fusion")]
 H, F, V = 8, 12, 13
 B, S = 2, 3
 X = np.random.default_rng(0).standard_normal((B, S, H)).astype(np.float32)

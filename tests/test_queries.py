@@ -151,24 +151,6 @@ def test_weights_that_calls_give() -> None:
         clash.promote_params_to_inputs(["x"])
 
 
-def test_made_up_numbers_are_no_parameters() -> None:
-    """They are registered, and stay out of the weights."""
-    seen = []
-
-    def stage(emit: Any, x: Any) -> Any:
-        emit.synth_param("table", [0.5, 1.0, 1.5, 2.0], (2, 2))
-        y = emit.linear(x, "w") + emit.named("table")[1] + emit.synth_zeros("none", 2)
-        graph, params = emit.hir_and_params()
-        seen.append((emit.node_shape(y), graph.outputs, {key: spec.shape for key, spec in params.items()}))
-        assert emit.has_param("w") and not emit.has_param("table")
-        return y
-
-    w, x = RNG.normal(size=(2, 4)).astype("f4"), RNG.normal(size=(3, 4)).astype("f4")
-    model: Any = rlx.compile(rlx.ModelFlow("f").input("x", (3, 4)).custom(stage), {"w": w})
-    assert_close(model(x), (x.astype("f8") @ w.T + [1.5, 2.0]).astype("f4"))
-    assert set(model.params) == {"w"} and seen[0] == ((3, 2), (), {"w": (2, 4)})
-
-
 def test_made_up_numbers_that_are_refused() -> None:
     calls: list[tuple[Any, Any, str]] = [
         (lambda e, x: e.synth_param("a", [1.0, 2.0], (3,)), ShapeError, r"2 numbers are no \[3\]"),

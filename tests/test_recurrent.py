@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError, TokenIdError
@@ -27,7 +25,6 @@ from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.traits import BLOCK
 from rlx_jax.ir.types import TensorType, tensor_type
 from rlx_jax.lowering.hir import rules, trials
-from rlx_jax.lowering.lower import as_function
 from tests.fuzz import meaning as formulas
 from tests.small import compiled, w
 from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, head, tokens_flow
@@ -208,41 +205,6 @@ def test_stages() -> None:
         h = np.tanh(x[:, t] + h @ WEIGHTS["rnn.h"])
         want.append(h)
     close(got, np.stack(want, 1))
-
-
-TOTAL = 6
-PIECES = st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 3), min_size=3, max_size=3)), min_size=1)
-"""Their widths, and how many tokens of each every row takes."""
-
-
-@functools.cache
-def pieces_of(name: str, width: int, fresh: bool) -> Any:
-    """A block behind a state, for three rows of so many tokens."""
-    shapes = [(3, width, 4), (), (4,)][: {"a window": 1, "from an operand": 3}.get(name, 2)]
-    leaf = (3, 2, 4) if name == "a window" else (3, 4)
-    types = [tensor_type(shape, "f32", "t") for shape in (*shapes, leaf)] + [tensor_type((3,), "i32", "t")] * 2
-    return jax.jit(as_function(hir.Carried(BLOCKS[name], 1, fresh=fresh), tuple(types), TypeCache()))
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.sampled_from(sorted(BLOCKS)), PIECES)
-def test_any_pieces_are_the_whole(name: str, pieces: list[tuple[int, list[int]]]) -> None:
-    """However rows are cut, each gives what it gives whole, and whole what it gives alone, in float64 by NumPy."""
-    rng = np.random.default_rng(0)
-    x, more = rng.normal(size=(3, TOTAL, 4)), [np.float32(0.7), rng.normal(size=4).astype(np.float32)]
-    more = more[: {"a window": 0, "from an operand": 2}.get(name, 1)]
-    wide = [np.asarray(a, np.float64) for a in more]
-    alone = [formulas.HIR[type(BLOCKS[name])](BLOCKS[name], x[b : b + 1], *wide)[0][0] for b in range(3)]
-    at, leaf, fresh = np.zeros(3, np.int32), np.zeros((3, 2, 4) if name == "a window" else (3, 4), np.float32), True
-    for width, counts in pieces:
-        new = [min(count, width, TOTAL - int(n)) for count, n in zip(counts, at, strict=True)]
-        block = rng.normal(size=(3, width, 4)).astype(np.float32)  # padding is noise
-        for b, n in enumerate(new):
-            block[b, :n] = x[b, at[b] : at[b] + n]
-        y, leaf = pieces_of(name, width, fresh)(block, *more, leaf, at, np.array(new, np.int32))
-        for b, n in enumerate(new):
-            np.testing.assert_allclose(np.asarray(y)[b, :n], alone[b][at[b] : at[b] + n], atol=2e-5, rtol=2e-5)
-        at, fresh = at + np.array(new, np.int32), False
 
 
 ALL_OF = (None, None, None)

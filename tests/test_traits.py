@@ -12,13 +12,12 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import GraphError
-from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Hir, Mir, TypeCache
 from rlx_jax.ir.hir import BLOCKS
 from rlx_jax.ir.ops import OPS
 from rlx_jax.ir.ops.custom import JaxFn
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Unary
-from rlx_jax.ir.traits import ELEMENTWISE, Normal, Traits
+from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.traits import ELEMENTWISE, Traits
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig
 from tests.test_json import op_classes
@@ -48,25 +47,6 @@ def test_nothing_is_left_open() -> None:
         Traits("compute")  # type: ignore[call-arg]
 
 
-VECTOR, MATRIX = TensorType((8,), as_dtype("f32")), TensorType((6, 8), as_dtype("f32"))
-INITIAL: dict[str, tuple[Any, int, TensorType, Any]] = {
-    "a matrix [out, in]": (hir.Linear(contract=1), 1, MATRIX, Normal(8)),
-    "a matrix [in, out]": (hir.Linear(contract=0), 1, MATRIX, Normal(6)),
-    "a bias": (hir.Linear(bias=True), 2, VECTOR, 0.0), "a norm": (hir.RmsNorm(1e-5), 1, VECTOR, 1.0),
-    "a norm with an offset": (hir.RmsNorm(1e-5, offset=1.0), 1, VECTOR, 0.0),
-    "a norm of heads": (hir.RmsNorm(1e-5), 1, MATRIX, 1.0), "the bias of a norm": (hir.RmsNorm(1e-5), 2, VECTOR, 0.0),
-    "a layer norm": (hir.LayerNorm(1e-5), 1, VECTOR, 1.0),
-    "the bias of a layer norm": (hir.LayerNorm(1e-5), 2, VECTOR, 0.0), "a table": (hir.Embed(), 0, MATRIX, Normal(8)),
-    "what is added": (Binary("add"), 1, VECTOR, 0.0), "what is multiplied": (Binary("mul"), 1, VECTOR, 1.0),
-    "a matrix that is added": (Binary("add"), 1, MATRIX, Normal(8)),
-}  # fmt: skip
-
-
-def test_initial() -> None:
-    for case, (op, place, t, want) in INITIAL.items():
-        assert op.initial(place, t) == want, case
-
-
 def types(*texts: str) -> list[TensorType]:
     """`f32 2 8` is `f32[2,8]`."""
     split = [text.split() for text in texts]
@@ -89,13 +69,6 @@ def test_products_of_a_users_function_count() -> None:
     for case, (fn, want) in FUNCTIONS.items():
         op = JaxFn(fn)
         assert op.flops([x], TypeCache().infer(op, (x,))) == want, case
-
-
-def test_a_cast_to_the_same_type_is_a_view() -> None:
-    """And one to another is not."""
-    x = types("f32 2 8")
-    assert CastTo(as_dtype("f32")).traits.view(CastTo(as_dtype("f32")), x, x) == 0
-    assert CastTo(as_dtype("bf16")).traits.view(CastTo(as_dtype("bf16")), x, types("bf16 2 8")) is None
 
 
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, tuple(5e5 ** (-2 * i / 128) for i in range(64)), 1e-5, 8192)

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
+from tests.oracles.op_formulas import UNARY_REFERENCE, erf  # noqa: F401 -- a formula of many references
+
 Array = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 Weights = dict[str, Array]
@@ -49,30 +51,12 @@ def softmax(x: Array) -> Array:
     return out
 
 
-def erf(x: Array) -> Array:
-    """The error function, elementwise."""
-    out: Array = np.vectorize(math.erf, otypes=[np.float64])(x)
-    return out
-
-
+# The constant √(2/π) to ten places, or the same formula in other words.
+TANH = ("gelu_new", "gelu_accurate", "gelu_fast", "gelu_python_tanh", "gelu_pytorch_tanh")
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": lambda x: x / (1 + np.exp(-x)),
-    "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
-    "gelu_new": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "relu": lambda x: np.maximum(x, 0),
-    "relu6": lambda x: np.clip(x, 0, 6),
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "tanh": np.tanh,
-    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
-    "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
-    "hardswish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
-}
-ACTIVATIONS |= {
-    "swish": ACTIVATIONS["silu"],
-    "gelu_python": ACTIVATIONS["gelu"],
-    # the constant √(2/π) to ten places, or the same formula in other words
-    **dict.fromkeys(("gelu_accurate", "gelu_fast", "gelu_python_tanh", "gelu_pytorch_tanh"), ACTIVATIONS["gelu_new"]),
-}
+    **UNARY_REFERENCE, "hardswish": UNARY_REFERENCE["hard_silu"], "swish": UNARY_REFERENCE["silu"],
+    "gelu_python": UNARY_REFERENCE["gelu"], **dict.fromkeys(TANH, UNARY_REFERENCE["gelu_tanh"]),
+}  # fmt: skip
 
 
 def linear(w: Weights, name: str, x: Array) -> Array:

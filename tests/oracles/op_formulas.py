@@ -412,12 +412,6 @@ def spectrum(kind: str, x: np.ndarray, n: int | None, axis: int, norm: str) -> n
     return np.moveaxis(out, -1, axis)
 
 
-GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "silu": lambda x: x * sigmoid(x),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-}  # fmt: skip
-
-
 def experts(op: Any, *operands: np.ndarray) -> np.ndarray:
     """Each token through each of its experts, one after the other."""
     x, gate, up, down, weights, ids, *biases = operands
@@ -428,10 +422,10 @@ def experts(op: Any, *operands: np.ndarray) -> np.ndarray:
         e, token = ids[place], x[place[:-1]].astype(np.float64)
         g, u = turn(gate[e]) @ token + gate_bias[e], turn(up[e]) @ token + up_bias[e]
         if op.clamp is None:
-            inner = GATES[op.activation](g) * u
+            inner = UNARY_REFERENCE[op.activation](g) * u
         else:
             g, u = np.where(g > op.clamp.limit, op.clamp.limit, g), np.clip(u, -op.clamp.limit, op.clamp.limit)
-            inner = GATES[op.activation](op.clamp.alpha * g) / op.clamp.alpha * (u + op.clamp.offset)
+            inner = UNARY_REFERENCE[op.activation](op.clamp.alpha * g) / op.clamp.alpha * (u + op.clamp.offset)
         out[place[:-1]] += weights[place] * (turn(down[e]) @ inner + down_bias[e])
     return out
 
