@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.extend as jex
 import numpy as np
 
 import rlx_jax as rlx
@@ -64,3 +66,42 @@ class Own:
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> Any:
         return self.array if index is None else self.array[index]
+
+
+def read_by(flow: Any, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights that the flow reads: the others would be an error."""
+    return {key: weights[key] for key in flow.build(weights).keys_read}
+
+
+def relative(got: Any, want: Any) -> float:
+    """The largest difference, relative to the largest value."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation, those of nested jaxprs included."""
+
+    def nested(value: Any) -> bool:
+        return isinstance(value, jex.core.Jaxpr | jex.core.ClosedJaxpr)
+
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=nested):
+            if nested(inner):
+                yield from equations(inner.jaxpr if isinstance(inner, jex.core.ClosedJaxpr) else inner)
+
+
+def compiles_of(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call returns, and the names of the programs that XLA compiled for it."""
+    names: list[str] = []
+
+    def listen(event: str, duration_secs: float, **named: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(str(named.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        return run(), names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

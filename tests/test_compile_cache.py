@@ -27,7 +27,7 @@ from rlx_jax.compiler import compile_cache
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError
 from rlx_jax.io.entries import EntryStore
 from tests.hub_server import LLAMA
-from tests.small import compiled, w
+from tests.small import compiled, compiles_of, w
 
 ROOT = Path(__file__).parents[1]
 KEY = "0" * 64
@@ -310,21 +310,6 @@ def test_the_default_directory(cache: Path, tmp_path: Path, monkeypatch: Any) ->
 
 
 # -- models ------------------------------------------------------------------------------------------
-
-
-def compiles_of(run: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What a call returns, and the names of the programs that XLA compiled for it."""
-    names: list[str] = []
-
-    def listen(event: str, duration_secs: float, **named: Any) -> None:
-        if event.endswith("backend_compile_duration"):
-            names.append(str(named.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        return run(), names
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_a_second_model_compiles_nothing(cache: Path) -> None:

@@ -26,6 +26,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.paths import path_text
 from rlx_jax.weights.mapping import MappingSource
+from tests import small
 from tests.opening import opened
 from tests.oracles import numpy_reference
 from tests.oracles.numpy_reference import ACTIVATIONS
@@ -315,24 +316,15 @@ def test_outputs_and_names() -> None:
 # -- the flow of the README --------------------------------------------------------------------
 
 
-def llama_weights(layers: int) -> dict[str, np.ndarray]:
+def tied_llama(layers: int) -> dict[str, np.ndarray]:
     """A tied Llama of width 8 with two heads of width 4."""
-    out = {"model.embed_tokens.weight": w(V, H), "model.norm.weight": 1 + w(H) / 4}
-    for i in range(layers):
-        p = f"model.layers.{i}"
-        for n, shape in (("q", (8, H)), ("k", (4, H)), ("v", (4, H)), ("o", (H, 8))):
-            out[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i) / 3
-        for n, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F))):
-            out[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i + 9) / 3
-        for n in ("input_layernorm", "post_attention_layernorm"):
-            out[f"{p}.{n}.weight"] = 1 + w(H, seed=i) / 4
-    return out
+    return {"model.embed_tokens.weight": w(V, H), "model.norm.weight": w(H)} | small.llama_weights(layers, H, 8, 4, F)
 
 
 def test_the_flow_of_the_documentation_runs_as_written() -> None:
     """Build, then compile the result: no zero_beta stage, no rope tables, a tied head."""
     n, vocab, hidden = 2, V, H
-    weights = llama_weights(n)
+    weights = tied_llama(n)
     spec = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
     built = (
         rlx.ModelFlow("model").profile_prefill().input("tokens", ("batch","seq"), dtype="int32").token_embed()
@@ -671,11 +663,11 @@ class CountingSource(MappingSource):
 
 def test_build_and_lowering_read_no_data() -> None:
     """Shapes alone; then each weight is read once."""
-    source, spec = CountingSource(llama_weights(3)), LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
+    source, spec = CountingSource(tied_llama(3)), LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
     flow = ids_flow().token_embed().repeat_layers(3, lambda i: blocks.llama_prefill_layer_fused(i, spec))
     flow = flow.final_norm().lm_head(V, H, tied=True)
     flow.build(source)
-    assert f"{sum(a.size for a in llama_weights(3).values()):,} parameters" in flow.summary(source)
+    assert f"{sum(a.size for a in tied_llama(3).values()):,} parameters" in flow.summary(source)
     model = opened(flow, source)
     for program in ("forward", "prefill", "extend"):
         model.template(program)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlx_jax.ir.graph import Constant, Graph, Leaf
 from rlx_jax.ir.types import TensorType
 from tests import small
 from tests.opening import opened
-from tests.small import compiled, profile, w
+from tests.small import compiled, equations, profile, read_by, relative, w
 
 # Settings vary here over programs that have nothing for some of them to act on.
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
@@ -43,11 +43,6 @@ WEIGHTS = {
 def x_flow() -> rlx.ModelFlow:
     """A flow over `x` `[batch, seq, 8]`."""
     return rlx.ModelFlow("m").input("x", ("batch", "seq", H))
-
-
-def read_by(flow: rlx.ModelFlow, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The weights that the flow reads: the others would be an error."""
-    return {key: weights[key] for key in flow.build(weights).keys_read}
 
 
 def llama_flow(layers: int = 2, biased: bool = False) -> rlx.ModelFlow:
@@ -266,23 +261,6 @@ def test_the_verifier_runs_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> 
 # -- compute dtype -----------------------------------------------------------------------------
 
 
-def jaxprs(jaxpr: Any) -> Iterator[Any]:
-    """A jaxpr and all inside it."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for value in equation.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                item = getattr(item, "jaxpr", item)
-                if hasattr(item, "eqns"):
-                    yield from jaxprs(item)
-
-
-def relative(got: Any, want: Any) -> float:
-    """The largest difference over the largest value."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.abs(got - want).max() / np.abs(want).max())
-
-
 @pytest.mark.parametrize(("name", "tolerance"), [("bf16", 0.04), ("f16", 0.005)])
 def test_low_precision_encoder_stages(name: str, tolerance: float) -> None:
     """Norms, GELU, masks, pooling and a side output; integers are left alone."""
@@ -320,36 +298,30 @@ BEFORE: dict[str, Callable[[Any, Any], Any]] = {
     "where": lambda e, x: e.where(x > 0, x, 0.0),
 }
 AFTER: dict[str, Callable[[Any, Any], Any]] = {
-    "a number after the head": lambda e, x: x * 0.5,
-    "softcap after the head": lambda e, x: e.tanh(x / 30.0) * 30.0,
-    "a constant after the head": lambda e, x: x + e.constant(np.arange(V), "f32"),
-    "a weight after the head": lambda e, x: x + e.param("bias"),
-    "a rope table": lambda e, x: x + e.state.rope_cos[..., :1],
-    "a mask": lambda e, x: x * e.named("attn_mask").reshape(*x.shape[:2], 1),
-    "astype f32": lambda e, x: x + e.flow_input("tokens").astype("f32").sum(),
-    "jax in f32": lambda e, x: x + e.jax(lambda t: jnp.sin(t.astype(jnp.float32)), x),
-    "where": lambda e, x: e.where(x > 0, x, 0.0),
-}
+    name: BEFORE[name] for name in ("numbers", "a rope table", "a mask", "jax in f32", "where")
+} | {
+    "softcap": lambda e, x: e.tanh(x / 30.0) * 30.0, "a constant": lambda e, x: x + e.constant(np.arange(V), "f32"),
+    "a weight": lambda e, x: x + e.param("wide"),
+}  # fmt: skip
 
 
-CUSTOM = [*(("before", name) for name in BEFORE), *(("after", name) for name in AFTER)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("where", "name"), CUSTOM, ids=lambda v: v.replace(" ", "_"))
-def test_a_custom_stage_that_works_in_f32_works_in_bf16(where: str, name: str) -> None:
+def test_custom_stages_that_work_in_f32_work_in_bf16() -> None:
     """Before the head and after it: logits, tables and masks are f32 in every precision, the rest is not."""
+
+    def stages(where: str, table: dict[str, Callable[[Any, Any], Any]]) -> Callable[[Any, Any], Any]:
+        return lambda e, x: [x, *(e.output(f"{name} {where}", fn(e, x)) for name, fn in table.items())][0]
+
     flow = (
         rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").token_embed()
-        .rope_tables(RopeTables.theta(4)).attn_mask_ones()
-        .when(where == "before", lambda f: f.custom(BEFORE[name])).lm_head(V, H, tied=True)
-        .when(where == "after", lambda f: f.custom(AFTER[name]))
+        .rope_tables(RopeTables.theta(4)).attn_mask_ones().custom(stages("before", BEFORE))
+        .lm_head(V, H, tied=True).custom(stages("after", AFTER))
     )  # fmt: skip
-    width = H if where == "before" else V
-    weights = {"model.embed_tokens.weight": w(V, H)} | ({"bias": w(width)} if "weight" in name else {})
+    weights = {"model.embed_tokens.weight": w(V, H), "bias": w(H), "wide": w(V)}
     want = compiled(flow, weights)(IDS)
     got = compiled(flow, weights, profile=profile(precision={"compute": "bf16"}))(IDS)
-    assert got.dtype == np.float32 and relative(got, want) < 0.04
+    assert list(got) == list(want) and len(got) == 1 + len(BEFORE) + len(AFTER)
+    for name, value in got.items():
+        assert value.dtype == np.float32 and relative(value, want[name]) < 0.04, name
 
 
 # -- precision of products ---------------------------------------------------------------------
@@ -358,7 +330,7 @@ def test_a_custom_stage_that_works_in_f32_works_in_bf16(where: str, name: str) -
 def precisions(model: Any, *inputs: Any, **named: Any) -> set[Any]:
     """The `precision` of every dot in the jaxpr of a model."""
     closed = jax.make_jaxpr(lambda p: model.apply(p, *inputs, **named))(model.params)
-    dots = [e for j in jaxprs(closed.jaxpr) for e in j.eqns if e.primitive.name == "dot_general"]
+    dots = [e for e in equations(closed.jaxpr) if e.primitive.name == "dot_general"]
     assert dots
     return {e.params["precision"] for e in dots}
 

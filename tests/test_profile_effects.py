@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.extend as jex
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -30,7 +28,7 @@ from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles import PRESETS, NumericClasses, effects
 from rlx_jax.profiles.check import rows
 from tests.oracles.checkpoints import FIXTURES
-from tests.small import profile
+from tests.small import equations, profile, relative
 
 LLAMA = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -79,19 +77,6 @@ def small(**tables: Any) -> Any:
 X = np.random.default_rng(1).normal(size=(3, 8)).astype(np.float32)
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation, those of nested jaxprs included."""
-
-    def nested(value: Any) -> bool:
-        return isinstance(value, jex.core.Jaxpr | jex.core.ClosedJaxpr)
-
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=nested):
-            if nested(inner):
-                yield from equations(inner.jaxpr if isinstance(inner, jex.core.ClosedJaxpr) else inner)
-
-
 def traced(model: Any, *inputs: Any) -> list[Any]:
     """The equations of the forward pass."""
     return list(equations(jax.make_jaxpr(model.apply)(model.param_specs(), *inputs).jaxpr))
@@ -100,12 +85,6 @@ def traced(model: Any, *inputs: Any) -> list[Any]:
 def dtypes_of(name: str, eqns: list[Any]) -> set[str]:
     """The dtypes of the first operand of every equation of one primitive."""
     return {str(eqn.invars[0].aval.dtype) for eqn in eqns if eqn.primitive.name == name}
-
-
-def relative(got: Any, want: Any) -> float:
-    """Largest difference, relative to the largest value."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.abs(got - want).max() / np.abs(want).max())
 
 
 # -- fusion ------------------------------------------------------------------------------------

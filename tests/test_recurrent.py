@@ -26,6 +26,7 @@ from rlx_jax.ir.traits import BLOCK
 from rlx_jax.ir.types import TensorType, tensor_type
 from rlx_jax.lowering.hir import rules, trials
 from tests.fuzz import meaning as formulas
+from tests.oracles.comparing import assert_close
 from tests.small import compiled, w
 from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, head, tokens_flow
 
@@ -128,16 +129,11 @@ def weights_of(*names: str) -> dict[str, np.ndarray]:
     return {key: value for key, value in WEIGHTS.items() if key == "e" or key.partition(".")[0] in names}
 
 
-def close(got: Any, want: np.ndarray, tolerance: float = 3e-5) -> None:
-    """To so many parts of the largest entry."""
-    assert np.abs(np.asarray(got) - want).max() <= tolerance * np.abs(want).max()
-
-
 ALL = ("rnn", "fast", "window", "mean")
 
 
 def test_forward_is_a_loop_over_tokens() -> None:
-    close(compiled(flow_of(*ALL), WEIGHTS)(TOKENS), meaning(TOKENS, ALL))
+    assert_close(compiled(flow_of(*ALL), WEIGHTS)(TOKENS), meaning(TOKENS, ALL))
 
 
 def test_prefill_and_extend_are_forward() -> None:
@@ -177,7 +173,7 @@ def test_forms_of_steps_and_states(name: str) -> None:
     for t in range(3):
         out, state = extend(x[:, t : t + 1], lengths=np.array([1, 1]), state=state)
         parts.append(np.asarray(out))
-    close(np.concatenate(parts, 1), np.asarray(forward(x)))
+    assert_close(np.concatenate(parts, 1), np.asarray(forward(x)))
 
 
 STEP = traced_step("decay", formulas.decay, [tensor_type(s, "f32", "t") for s in ((4,), (4,), ())])
@@ -204,7 +200,7 @@ def test_stages() -> None:
     for t in range(x.shape[1]):
         h = np.tanh(x[:, t] + h @ WEIGHTS["rnn.h"])
         want.append(h)
-    close(got, np.stack(want, 1))
+    assert_close(got, np.stack(want, 1))
 
 
 ALL_OF = (None, None, None)
@@ -245,7 +241,7 @@ def test_ids_in_a_window_are_ids() -> None:
     model = rlx.compile(flow.custom(lambda emit, x: emit.embed("e", emit.causal_window(x, 3)).sum(2)), EMBEDDING)
     ids = np.array([[2, V - 1]], np.int32)
     table = EMBEDDING["e"].astype(np.float64)
-    close(model(ids)[0], np.stack([table[2] + 2 * table[0], table[V - 1] + table[2] + table[0]]))
+    assert_close(model(ids)[0], np.stack([table[2] + 2 * table[0], table[V - 1] + table[2] + table[0]]))
     with pytest.raises(TokenIdError, match=rf"id {V} .* is not in \[0, {V}\)"):
         model(ids + 1)
 
@@ -258,9 +254,9 @@ def test_a_block_of_a_plugin_is_tried() -> None:
             head(tokens_flow().custom_named("sum", adds(op))) for op in (RunningTotal(), RunningTotal(True))
         )
         logits, held = rlx.CausalLM(right, EMBEDDING).prefill([[3, 1, 4], [2, 0, 0]], lengths=[3, 1])
-        close(logits[0, -1], EMBEDDING["e"] @ EMBEDDING["e"][[3, 1, 4]].sum(0))
+        assert_close(logits[0, -1], EMBEDDING["e"] @ EMBEDDING["e"][[3, 1, 4]].sum(0))
         assert held.state is not None
-        close(held.state.leaves["sum.total"][1], EMBEDDING["e"][2])
+        assert_close(held.state.leaves["sum.total"][1], EMBEDDING["e"][2])
         compiled(wrong, EMBEDDING)
         with pytest.raises(DeriveError, match="^sum: .*result 0 of tokens 2 to 2 of a row read in pieces"):
             compiled(wrong, EMBEDDING, program="prefill").text("mir")

@@ -21,7 +21,7 @@ from rlx_jax.ir.graph import Graph, Node, Param
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.region import Repeat, peel_last
 from rlx_jax.ir.verify import verify
-from tests.small import compiled, llama_weights, w
+from tests.small import compiled, llama_weights, read_by, w
 
 H = 6
 B, S = 2, 3
@@ -41,11 +41,6 @@ def weights_of(count: int, *names: str) -> dict[str, np.ndarray]:
     """`{name}{i}` for every layer: matrices, and vectors where the name starts with g."""
     shapes = {name: (H,) if name.startswith("g") else (H, H) for name in names}
     return {f"{name}{i}": w(*shape, seed=i) for i in range(count) for name, shape in shapes.items()}
-
-
-def read_by(flow: rlx.ModelFlow, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The weights that the flow reads: the others would be an error."""
-    return {key: weights[key] for key in flow.build(weights).keys_read}
 
 
 def nodes_of(built: BuiltModel | Any) -> list[Node]:

@@ -13,6 +13,7 @@ from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.trace.frequencies import axial_frequencies
 from tests.oracles import hugging_face, numpy_reference
 from tests.oracles import op_formulas as formula
+from tests.oracles.comparing import assert_close
 
 RNG = np.random.default_rng(7)
 
@@ -23,10 +24,6 @@ def module(build: Any, **shapes: Any) -> Any:
         "m", lambda m: build(m, *(m.input(n, s, "int32" if n == "at" else "float32") for n, s in shapes.items()))
     )
     return rlx.compile(made)
-
-
-def close(got: Any, want: np.ndarray) -> None:
-    assert np.abs(np.asarray(got) - want).max() <= 3e-5 * np.abs(want).max()
 
 
 @pytest.mark.parametrize(("end_x", "end_y", "repeat", "theta"), [(3, 2, 1, 10000.0), (1, 5, 2, 50.0)])
@@ -49,7 +46,7 @@ def test_axial_rope_2d(end_x: int, end_y: int, repeat: int, theta: float) -> Non
         a, b = x[:, t, at].astype(np.float64), x[:, t, at + 1].astype(np.float64)
         want[:, t, at] = a * np.cos(angle) - b * np.sin(angle)
         want[:, t, at + 1] = b * np.cos(angle) + a * np.sin(angle)
-    close(run(x), want)
+    assert_close(run(x), want)
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
@@ -67,7 +64,7 @@ def test_four_coordinates(style: str) -> None:
     coordinates = [a for a, w in enumerate(widths) for _ in range(w // 2)]
     tables = formula.rope_table(at, found, axes=coordinates)
     want = formula.rope(x.astype(np.float64), *tables, head_dim=dim, n_rot=dim, style=style)
-    close(module(build, x=("batch", "seq", 2 * dim), at=("batch", "seq", 4))(x, at), want)
+    assert_close(module(build, x=("batch", "seq", 2 * dim), at=("batch", "seq", 4))(x, at), want)
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
@@ -175,7 +172,7 @@ def test_factors_of_tables() -> None:
 
     flow = flow.custom(cosines)
     want = 1.5 * np.cos(np.arange(3)[:, None] * np.array([0.5, 0.25]))
-    close(rlx.compile(flow)(np.zeros((1, 3, 4), np.float32)), want[None])
+    assert_close(rlx.compile(flow)(np.zeros((1, 3, 4), np.float32)), want[None])
     with pytest.raises(ShapeError, match="given tables have theirs"):
         blocks.RopeTables(cos_data=np.ones((3, 2)), sin_data=np.ones((3, 2)), factor=2.0)
     null = {"factor": None, "original_max_position_embeddings": 160}
