@@ -261,8 +261,8 @@ def test_wrong_ids_of_special_tokens(tmp_path: Path) -> None:
             TokenizerError,
             "not so in tokenizer.json: 'hello = 1'",
         ),
-        ({"truncation_side": "middle"}, ConfigError, "truncation_side: expected 'left' or 'right', found 'middle'"),
-        ({"model_max_length": 0}, ConfigError, "model_max_length: expected a positive int, found '0'"),
+        ({"truncation_side": "middle"}, ConfigError, "'truncation_side' is 'middle'; expected left or right"),
+        ({"model_max_length": 0}, ConfigError, "'model_max_length' is '0'; expected at least 1"),
         ("[]", ConfigError, "expected a JSON object"),
     ],
 )
@@ -606,7 +606,7 @@ def test_normalize_of_something_else(tmp_path: Path) -> None:
     write(tmp_path / "2_Normalize", config={"module_input_name": "sentence_embedding"})
     assert load_pipeline(sentence(tmp_path)) is not None
     write(tmp_path / "2_Normalize", config={"module_input_name": "token_embeddings"})
-    with pytest.raises(UnsupportedError, match="2_Normalize/config.json.*module_input_name is 'token_embeddings'"):
+    with pytest.raises(UnsupportedError, match="2_Normalize/config.json.*'module_input_name' is 'token_embeddings'"):
         load_pipeline(tmp_path)
 
 

@@ -349,7 +349,7 @@ def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
         return length, lower
     # Newer releases leave the length to the tokenizer, and hold it to the positions that the model has.
     tokenizer, config = (_fields(folder, path, name) for name in ("tokenizer_config.json", "config.json"))
-    length = model_max_length(tokenizer.values, tokenizer.where)
+    length = model_max_length(tokenizer)
     if config.raw("max_position_embeddings", -1) == -1:  # -1 is XLNet's "any"
         return length, lower
     positions = config.whole("max_position_embeddings", high=2**31 - 1)

@@ -30,6 +30,7 @@ from rlx_jax.errors import (
 from rlx_jax.io.folder import Folder, json_bound
 from rlx_jax.io.hub import SizeBound
 from rlx_jax.io.strict_json import parse
+from rlx_jax.models.config import Fields
 from rlx_jax.text.chat_template import load_templates, template_bounds
 from rlx_jax.text.tokenizer_checks import refuse_panics
 
@@ -236,7 +237,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     native = _guard(lambda: _native_tokenizer(raw), where)
     words, vocab_size = _vocabulary(native, by_place, document, where)
 
-    tokenizer_config, special_tokens_map = (_Source(folder.where(name), folder.json(name)) for name in _SIDE_FILES)
+    tokenizer_config, special_tokens_map = (Fields(folder.json(name), folder.where(name)) for name in _SIDE_FILES)
     settings = tokenizer_config.values
     _check_declared(words, tokenizer_config)
     names = {role: _token_name((tokenizer_config, special_tokens_map), role, words) for role in _ROLES}
@@ -252,7 +253,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         eos_ids=eos,
         bos_id=bos[0] if bos else None,
         pad_id=pad[0] if pad else None,
-        model_max_length=model_max_length(settings, tokenizer_config.where),
+        model_max_length=model_max_length(tokenizer_config),
         truncation_side=_truncation_side(tokenizer_config, document),
         special_count=special_count,
         special_tokens={f"{role}_token": name for role, name in names.items() if name is not None},
@@ -273,14 +274,6 @@ def _bring(folder: Folder) -> None:
         bounds |= dict.fromkeys(beside, json_bound())
         bounds |= template_bounds(folder)
         folder.bring_all(bounds, bounds)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A JSON file beside `tokenizer.json`: its name for messages and its values, none if it is not there."""
-
-    where: str
-    values: Mapping[str, Any]
 
 
 # -- native code -------------------------------------------------------------------------------
@@ -352,13 +345,10 @@ def _vocabulary(native: Any, by_place: bool, document: Mapping[str, Any], where:
     return words, largest + 1
 
 
-def _check_declared(words: Mapping[str, int], source: _Source) -> None:
+def _check_declared(words: Mapping[str, int], source: Fields) -> None:
     """Tokens that `tokenizer_config.json` lists must be those of `tokenizer.json`."""
-    declared = source.values.get("added_tokens_decoder") or {}
-    if not isinstance(declared, dict):
-        raise ConfigError(f"{source.where}: added_tokens_decoder: expected an object, found {quote(declared)}")
-    wrong = []
-    for stated, entry in declared.items():
+    declared, wrong = source.group("added_tokens_decoder"), []
+    for stated, entry in ({} if declared is None else declared.values).items():
         content = entry.get("content") if isinstance(entry, dict) else None
         if not isinstance(content, str):
             raise ConfigError(f"{source.where}: added_tokens_decoder: {quote(stated)} has no 'content' that is a str")
@@ -389,7 +379,7 @@ def _check_works(native: Any, words: Mapping[str, int], where: str) -> int:
 # -- special tokens ----------------------------------------------------------------------------
 
 
-def _token_name(sources: Sequence[_Source], role: str, words: Mapping[str, int]) -> str | None:
+def _token_name(sources: Sequence[Fields], role: str, words: Mapping[str, int]) -> str | None:
     """The token of this role (`eos`) in the first file that has one, as text or as an object with its text."""
     for source in sources:
         value = source.values.get(f"{role}_token")
@@ -421,28 +411,23 @@ def configured_ids(folder: Folder, role: str) -> tuple[int, ...]:
     return ()
 
 
-def _truncation_side(source: _Source, document: Mapping[str, Any]) -> Literal["left", "right"]:
+def _truncation_side(source: Fields, document: Mapping[str, Any]) -> Literal["left", "right"]:
     baked = document.get("truncation") or {}
-    side = source.values.get("truncation_side") or str(baked.get("direction", "right")).lower()
-    if side == "left":
-        return "left"
-    if side == "right":
-        return "right"
-    raise ConfigError(f"{source.where}: truncation_side: expected 'left' or 'right', found {quote(side)}")
+    side = source.raw("truncation_side") or str(baked.get("direction", "right")).lower()
+    if side not in ("left", "right"):
+        raise source.wrong("truncation_side", "left or right", side)
+    return "left" if side == "left" else "right"
 
 
-def model_max_length(settings: Mapping[str, Any], where: str) -> int | None:
+def model_max_length(config: Fields) -> int | None:
     """`model_max_length` of a `tokenizer_config.json`: tokens, or None if it names no real length.
 
     Raises:
         ConfigError: not a positive whole number.
     """
-    value = settings.get("model_max_length")
-    if value is None or (isinstance(value, int | float) and value >= _NO_MAX_LENGTH):
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{where}: model_max_length: expected a positive int, found {quote(value)}")
-    return value
+    value = config.raw("model_max_length")
+    none = value is None or (isinstance(value, int | float) and value >= _NO_MAX_LENGTH)
+    return None if none else config.whole("model_max_length", high=_NO_MAX_LENGTH)
 
 
 # -- requests ----------------------------------------------------------------------------------

@@ -185,14 +185,19 @@ def check_files(directory: str, files: Mapping[str, FileEntry], links: Links = "
     """
     for name in files:
         resolve(directory, name, links)
-    try:
-        found = file_digests(directory, list(files))
-    except OSError as cause:
-        raise storage_error(cause, quote(cause.filename)) from cause
-    wrong = [name for name, entry in files.items() if found[name] != entry]
-    if wrong:
+    if wrong := _differing(directory, files):
         where = f"{quote(directory)}: {len(wrong)} files differ from their digests in {NAME}"
         raise IntegrityError(f"{where}: {listing(wrong)}; {_ADVICE}")
+
+
+def _differing(directory: str, files: Mapping[str, FileEntry]) -> list[str]:
+    """The files that are not there or differ from their digests; all of them are read."""
+    there = [name for name in files if os.path.isfile(os.path.join(directory, name))]
+    try:
+        found = file_digests(directory, there)
+    except OSError as cause:
+        raise storage_error(cause, quote(cause.filename)) from cause
+    return [name for name, entry in files.items() if found.get(name) != entry]
 
 
 @contextmanager
@@ -203,14 +208,7 @@ def explained(directory: str, manifest: Manifest | None) -> Iterator[None]:
     except IntegrityError:
         raise
     except (FormatError, StorageError, NonFiniteWeightError) as cause:
-        files = {} if manifest is None else manifest.files
-        paths = {name: os.path.join(directory, name) for name in files}
-        try:
-            wrong = [
-                name for name, path in paths.items() if not os.path.isfile(path) or file_digest(path) != files[name]
-            ]
-        except OSError as refused:
-            raise storage_error(refused, quote(refused.filename)) from cause
+        wrong = [] if manifest is None else _differing(directory, manifest.files)
         if not wrong:
             raise
         raise IntegrityError(f"{cause}; files that differ from {NAME}: {listing(wrong)}; {_ADVICE}") from cause
