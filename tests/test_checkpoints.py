@@ -195,6 +195,7 @@ checkpoints.save(1, {"w": jnp.zeros((512, 512))})
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_close(tmp_path: Path) -> None:
     """The step is whole, or it is absent and stderr says so: Python starts no threads any more at its end."""
     done = subprocess.run(

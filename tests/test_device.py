@@ -169,19 +169,16 @@ def test_products(asked: str, target: str, found: set[str]) -> None:
     assert set(model.report().products) == found
 
 
-@pytest.mark.parametrize(
-    ("table", "steps", "early"),
-    [({}, 4, True), pytest.param({"steps_per_dispatch": 2, "stop_early": False}, 2, False, marks=pytest.mark.slow)],
-)
-def test_the_generating_loop(table: dict[str, Any], steps: int, early: bool) -> None:
+def test_the_generating_loop() -> None:
     """So many tokens a dispatch, and the same tokens."""
-    profile = rlx.CompileProfile().replace(backend={"cpu": table})
+    profile = rlx.CompileProfile().replace(backend={"cpu": {"steps_per_dispatch": 2, "stop_early": False}})
     lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
     plain: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights())
     assert lm.generate([[1, 2, 3]], max_new_tokens=7) == plain.generate([[1, 2, 3]], max_new_tokens=7)
-    loops = [k.around for k in lm.model.programs.executables if k.program == "extend"]
-    assert [(loop.steps, loop.early) for loop in loops] == [(steps, early)]
-    assert f"{steps} steps a dispatch" in str(lm.report())
+    for model, steps, early in ((lm, 2, False), (plain, 4, True)):
+        loops = [k.around for k in model.model.programs.executables if k.program == "extend"]
+        assert [(loop.steps, loop.early) for loop in loops] == [(steps, early)]
+        assert f"{steps} steps a dispatch" in str(model.report())
 
 
 # -- where arguments stand ---------------------------------------------------------------------

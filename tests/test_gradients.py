@@ -223,7 +223,10 @@ def check_gradients(case: Case, **tables: Any) -> None:
     assert abs(float(forward) - total) <= 1e-3 * size
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+LONG = {"states of fixed size", "experts", "decode", *SLOW}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
 def test_gradients(name: str) -> None:
     """The `train` program as it is by default."""
     check_gradients(CASES[name])

@@ -94,10 +94,14 @@ def test_typed() -> None:
 
 
 def test_what_is_public_and_imported() -> None:
-    """`dir` has the public names alone, which are all there; what imports slowly is imported when it is used."""
+    """`dir` has the public names alone, which are all there; what imports slowly is imported when it is used. And no
+    backend starts: with a platform that does not exist, whatever asks jax for a device fails."""
+    nowhere = {"JAX_PLATFORMS": "no_such_platform"}
+    control = python("-c", "import jax; jax.devices()", **nowhere)
+    assert control.returncode != 0 and "no_such_platform" in control.stderr, "the probe sees a backend start"
     used = "rlx_jax.train.Checkpoints; import rlx_jax.encode.sentence"
     code = f"import rlx_jax, sys; print(*dir(rlx_jax)); print(*sys.modules); {used}; print(*sys.modules)"
-    done = python("-X", "importtime", "-c", code)
+    done = python("-X", "importtime", "-c", code, **nowhere)
     assert done.returncode == 0, done.stderr
     listed, loaded, later = (line.split() for line in done.stdout.splitlines())
     assert not {f"rlx_jax.{name}" for name in ("train", "nnx", "eval")} & set(loaded)
@@ -112,12 +116,3 @@ def test_what_is_public_and_imported() -> None:
     assert modules == {"blocks", "errors", "losses", "models", "nnx", "ops", "plugins", "profiles", "train"}
     with pytest.raises(AttributeError, match="no_such_name"):
         rlx_jax.no_such_name  # type: ignore[attr-defined] # noqa: B018
-
-
-def test_import_starts_no_backend() -> None:
-    """With a platform that does not exist, whatever asks jax for a device fails; the import does not."""
-    nowhere = {"JAX_PLATFORMS": "no_such_platform"}
-    control = python("-c", "import jax; jax.devices()", **nowhere)
-    assert control.returncode != 0 and "no_such_platform" in control.stderr, "the probe sees a backend start"
-    done = python("-c", "import rlx_jax", **nowhere)
-    assert done.returncode == 0, done.stderr
