@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 
-import numpy as np
 import pytest
 
 from rlx_jax import demo
@@ -21,32 +19,9 @@ def test_passages_are_the_first_paragraphs() -> None:
     assert demo.passages({"topic": text, "other": long}, 1) == [first, demo.Passage("other", long.strip())]
 
 
-def test_nearest_are_the_largest_cosines() -> None:
-    """In order, with their cosines."""
-    vectors = np.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
-    assert demo.nearest(vectors, np.array([0.0, 1.0]), 2) == [(2, 1.0), (1, 0.8)]
-
-
 def test_a_line_is_cut() -> None:
     assert all(len(line) <= 80 for line in demo.NEXT.splitlines())
     assert demo.cut("a" * 80) == "a" * 80 and demo.cut("b" * 81) == "b" * 78 + " …"
-
-
-@pytest.mark.parametrize(
-    ("terminal", "no_color", "coloured"), [(True, False, True), (True, True, False), (False, False, False)]
-)
-def test_titles_are_coloured_on_terminals(
-    terminal: bool, no_color: bool, coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And with NO_COLOR nothing is, nor in a file."""
-    monkeypatch.setattr(demo, "acts", lambda each: iter([("a title", iter([f"a line of {each}"]))]))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_color:
-        monkeypatch.setenv("NO_COLOR", "1")
-    assert demo.main(5) == 0
-    title = "\x1b[1;36ma title\x1b[0m" if coloured else "a title"
-    assert capsys.readouterr().out == f"\n{title}\na line of 5\n"
 
 
 @pytest.mark.slow

@@ -41,12 +41,6 @@ def python_blocks(page: str) -> Iterator[str]:
             yield "\n" * page.count("\n", 0, block.start(2)) + block[2]
 
 
-def test_blocks_are_found() -> None:
-    """Indentation and other languages: what counts as a block."""
-    page = "a\n```python\nx = 1\n```\n```sh\nls\n```\n\n```python\ny = '''\n'''\n```\n```\nplain\n```\n"
-    assert list(python_blocks(page)) == ["\n\nx = 1\n", "\n" * 9 + "y = '''\n'''\n"]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_fences_are_known(page: Path) -> None:
     """A misspelt fence would hide code from the test below."""

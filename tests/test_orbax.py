@@ -157,15 +157,6 @@ def part_source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, np.ndarr
     return rlx.open_weights(path, verify="metadata"), values
 
 
-def test_nan_and_max_bytes(tmp_path: Path) -> None:
-    path = save_standard(tmp_path / "a", {"w": np.array([1, np.nan], np.float32)})
-    with pytest.raises(errors.NonFiniteWeightError, match="1 NaN of 2 values"):
-        read(path)
-    assert np.isnan(read(path, on_nonfinite="ignore")["w"][1])
-    with pytest.raises(errors.LimitError, match="max_bytes = 7"):
-        read(path, max_bytes=7)
-
-
 # -- unfinished checkpoints --------------------------------------------------------------------
 
 
@@ -271,12 +262,10 @@ def leaf(name: str, kind: str = "np.ndarray") -> dict[str, Any]:
 BAD_TREES: list[tuple[Any, type[errors.RlxError], str]] = [
     ({"tree_metadata": []}, errors.CheckpointFormatError, "tree_metadata: expected an object"),
     ({"tree_metadata": {"a": 3}}, errors.CheckpointFormatError, "expected key_metadata with names"),
-    ({"tree_metadata": {"a": leaf("")}}, errors.CheckpointFormatError, "expected key_metadata with names"),
     ({"tree_metadata": {"a": leaf("n" * 2000)}}, errors.LimitError, "limits.MAX_NAME_BYTES"),
     ({"tree_metadata": {"a": leaf("x"), "b": leaf("x")}}, errors.DuplicateWeightError, "two leaves have the key 'x'"),
     ({"tree_metadata": {"a": leaf("k", "jax.random.key")}}, errors.UnsupportedError, "'k' is a 'jax.random.key'"),
     ({"tree_metadata": {"a": leaf("../b/w")}}, errors.PathEscapeError, "'../b/w' leads out of the directory"),
-    ({"tree_metadata": {"a": leaf("/b/w")}}, errors.PathEscapeError, "leads out of the directory"),
     ({"use_zarr3": "yes"}, errors.CheckpointFormatError, "use_zarr3: expected true or false"),
 ]
 
@@ -303,17 +292,6 @@ def test_links(tmp_path: Path) -> None:
     assert_equal(read(whole), {"w": W})
     with pytest.raises(errors.PathEscapeError, match="links are refused"):
         read(whole, links="refuse")
-
-
-def test_old_and_foreign_directories(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "checkpoint").write_bytes(b"\x80")
-    with pytest.raises(errors.UnsupportedError, match="a checkpoint of before 2023"):
-        read(tmp_path / "old")
-    path = save_standard(tmp_path / "a")
-    (path / "_METADATA").write_text("{")
-    with pytest.raises(errors.CheckpointFormatError, match="_METADATA': not JSON"):
-        read(path)
 
 
 # -- other device counts -----------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 import rlx_jax as rlx
@@ -73,22 +72,6 @@ def test_the_text_is_read_in_80_columns(lm: Any) -> None:
     table = lines[lines.index("") + 1 :]
     assert table[0].split() == ["programs", "prove", "lower", "trace", "compile", "FLOPs", "peak", "cache"]
     assert [line.split()[0] for line in table[1:]] == [r.program.split()[0] for r in report.programs]
-
-
-def test_programs_of_other_sizes_share_what_has_none() -> None:
-    """Only one of them has it, so that all seconds are those that were spent; the rest is one line of the text."""
-    flow = rlx.ModelFlow("m").input("x", ("n", 4)).linear("w")
-    model = rlx.compile(flow, {"w": np.ones((4, 4), np.float32)})
-    for n in range(1, 19):
-        model.lower(jax.ShapeDtypeStruct((n, 4), np.float32))
-    report = model.report()
-    assert len(report.programs) == 18 and report.cache_bytes == 0
-    shared = sum(model.programs.template(model.key()).seconds.values())
-    spent = sum(sum(e.seconds.values()) for e in model.programs.executables.values())
-    assert sum(r.seconds for r in report.programs) == pytest.approx(shared + spent)
-    assert [r.seconds for r in report.programs] == sorted((r.seconds for r in report.programs), reverse=True)
-    assert str(report).splitlines()[-1].startswith("2 others, ")
-    assert {r.flops for r in report.programs} == {2 * n * 16 for n in range(1, 19)}
 
 
 def test_encoders() -> None:

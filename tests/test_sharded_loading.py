@@ -204,13 +204,6 @@ def test_a_box_of_any_program(program: Program, data: st.DataObject) -> None:
     np.testing.assert_array_equal(value(boxed(found, inner)), value(program)[slices(box)][slices(inner)])
 
 
-def test_a_box_of_padding_alone() -> None:
-    """Reads nothing, in a narrower dtype too: the last device's part of a padded vocabulary may be such a one."""
-    program = cast(Padded(key("ids"), 2, 9), np.dtype(np.int16))
-    found = boxed(program, ((0, 1), (0, 1), (8, 9)))
-    np.testing.assert_array_equal(value(found), np.zeros((1, 1, 1), np.int16))
-
-
 @given(st.data(), st.sampled_from([("q", "h"), ("k",), ("q8", "q4")]), st.integers(0, 1))
 def test_merges_in_any_order_read_backwards(data: st.DataObject, names: tuple[str, ...], axis: int) -> None:
     """Are whole tensors again, however they were cut, turned, cast and padded."""

@@ -244,13 +244,6 @@ def test_ids_of_special_tokens(tmp_path: Path) -> None:
     assert ids("generation", tokenizer_config=own, config=config, generation_config=generation) == (5, (9, 8), None)
 
 
-def test_wrong_ids_of_special_tokens(tmp_path: Path) -> None:
-    values: list[Any] = [-1, 1.0, "2", True, [], [1, -1], {}, 2**31]
-    for value in values:
-        with pytest.raises(ConfigError, match="generation_config.json.*eos_token_id: expected token ids"):
-            loaded(tmp_path, KINDS["word_level"], generation_config={"eos_token_id": value})
-
-
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
@@ -301,19 +294,14 @@ def trie(*units: int) -> bytes:
 PANICS = {
     "merge without a token": changed("byte_level", "model", "merges", 0, to=["hello", "wo"]),
     "merge as text": changed("byte_level", "model", "merges", to=["hello wo"]),
-    "merge of one text": changed("byte_level", "model", "merges", to=["hello"]),
-    "merge of one": changed("byte_level", "model", "merges", 0, to=["h"]),
     "merge of numbers": changed("byte_level", "model", "merges", 0, to=[[1], [2]]),
     "prefix longer than a token": changed("byte_level", "model", "continuing_subword_prefix", to="####"),
     "charsmap not ASCII": with_charsmap("é"),
     "charsmap not base64": with_charsmap("A"),
-    "charsmap a number": with_charsmap(7),
     "charsmap missing": changed("unigram", "normalizer", to={"type": "Precompiled"}),
     "charsmap empty": with_charsmap(b""),
     "charsmap without a trie": with_charsmap(bytes(4)),
-    "charsmap with half a unit": with_charsmap(struct.pack("<I", 1026) + bytes(1030)),
     "charsmap with a short trie": with_charsmap(struct.pack("<I", 512) + bytes(512)),
-    "charsmap longer than itself": with_charsmap(struct.pack("<I", 1024) + bytes(1023)),
     "charsmap not UTF-8": with_charsmap(struct.pack("<I", 1024) + bytes(1024) + b"\xff"),
     "charsmap that leads out": with_charsmap(trie(1 << 18)),
     "charsmap that leads far out": with_charsmap(trie(1 << 10 | 512)),
