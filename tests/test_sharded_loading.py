@@ -1,4 +1,4 @@
-"""Leaves that lie on several devices: each box is read alone, of any source; the whole is what one device would hold."""
+"""Leaves that lie on several devices: each box is read alone, of any source; the whole is that of one device."""
 
 from __future__ import annotations
 
