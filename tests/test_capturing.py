@@ -70,6 +70,7 @@ def test_one_prompt_and_prompts_of_one_length() -> None:
     assert not any("lm_head" in path for path in paths)
 
 
+@pytest.mark.slow
 def test_numbers_of_experts_and_side_outputs_of_stages() -> None:
     """Integers after the end of a prompt are -1; what a stage gives to `emit.output` is there too."""
 

@@ -88,7 +88,8 @@ def read_all(descriptor: int) -> str:
         text += part
 
 
-@pytest.mark.parametrize("source", ["prompt", pytest.param(str(BASE), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["prompt", str(BASE)])
 def test_drafts(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The same text, by drafts from itself or of another checkpoint."""
     words = ["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24"]
@@ -118,6 +119,7 @@ def screen(written: str) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_text_and_progress_share_a_terminal() -> None:
     """The recorded text, and progress with bytes and programs that is wiped: the loop compiles after the first token is
     out, and what it tells must not take that token away."""
@@ -225,6 +227,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return models
 
 
+@pytest.mark.slow
 def test_generate_over_devices(opened: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     """The text of one device, from a model that is divided."""
     words = ["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24"]
@@ -363,6 +366,7 @@ def test_embed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "there is no directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     """Rates are what was read, and what was generated, over the time of it; on the device that was asked for."""
     words = ["--prompt-tokens", 8, "--batch", 2, "--runs", 1]
@@ -422,6 +426,7 @@ def test_inspect_says_what_is_needed(
     assert most["needs"]["fits"] is False and most["needs"]["batch_that_fits"] < 10**7
 
 
+@pytest.mark.slow
 def test_inspect_counts_the_state_that_is_made(
     language_model: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

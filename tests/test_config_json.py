@@ -163,6 +163,7 @@ def test_size_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read_json(path)["a"]) == limits.MAX_JSON_VALUES // 2 + 1
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """At most 64 MiB and eight times the file, on the densest text that is let through."""
     pairs = b",".join(b'"%x":{}' % i for i in range(limits.MAX_JSON_VALUES // 2 - 2))

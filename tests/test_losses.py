@@ -122,6 +122,7 @@ def test_a_head_with_a_bias_in_either_orientation(transpose: bool, tail: Any) ->
     check(lambda p: losses.cross_entropy(model, p, IDS, chunk=3), lambda p: whole(model, p, IDS, real), model.params)
 
 
+@pytest.mark.slow
 def test_narrow_products() -> None:
     """The head's products are of bf16 and summed in f32; a gradient has the dtype of its leaf."""
     profile = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "f32"})

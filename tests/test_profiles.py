@@ -170,7 +170,7 @@ changes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(changes)
 def test_round_trip(change: dict[str, Any]) -> None:
     profile = CompileProfile().replace(**change)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline, pool
@@ -160,6 +160,7 @@ def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return loaded(tmp_path_factory.mktemp("bytes"), KINDS["byte_level"])
 
 
+@settings(max_examples=30)
 @given(text=st.text(max_size=60))
 def test_byte_level_round_trip(text: str, bytes_tokenizer: Tokenizer) -> None:
     ids = bytes_tokenizer.encode(text, add_special_tokens=False)
