@@ -281,18 +281,16 @@ def _option(value: object, at: At) -> Scalar:
 
 def _described(value: object) -> str:
     """What `value` is, for a message. Never calls the repr of a foreign type, and never prints a huge integer."""
-    if type(value) is bool:
-        return f"the boolean {str(value).lower()}"
-    if type(value) is int:
-        return f"the integer {value}" if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
-    if type(value) is float:
-        return f"the number {value}"
+    if type(value) is int and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
     if type(value) is str:
         return f"the string {quote(value)}"
-    if isinstance(value, Mapping):
-        return "a table"
-    if isinstance(value, (list, tuple)):
-        return "an array"
-    if isinstance(value, (datetime.date, datetime.time)):
-        return "a date or time"
-    return f"a value of type {type(value).__name__}"
+    if type(value) in _SCALARS:
+        return f"the {_SCALARS[type(value)]} {str(value).lower()}"
+    return next((words for kind, words in _KINDS if isinstance(value, kind)), f"a value of type {type(value).__name__}")
+
+
+_SCALARS = {bool: "boolean", int: "integer", float: "number"}
+_KINDS: tuple[tuple[Any, str], ...] = (
+    (Mapping, "a table"), (list | tuple, "an array"), (datetime.date | datetime.time, "a date or time"),
+)  # fmt: skip

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from rlx_jax.errors import GraphError, ShapeError, wrong_arity
+from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value
-from rlx_jax.ir.hir.masks import MASK_KINDS, MaskKind, check_arity
+from rlx_jax.ir.hir.masks import MASK_KINDS, MaskKind
 from rlx_jax.ir.hir.sequence import LastToken, Rope, attention
 from rlx_jax.ir.hir.token_wise import Embed, GatedFfn, Linear, RmsNorm, Split
 from rlx_jax.ir.ops.attention import check_heads
@@ -21,7 +21,7 @@ from rlx_jax.ir.ops.linalg import check_linear
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary
 from rlx_jax.ir.ops.shape import Concat, merge_axes, split_axis
 from rlx_jax.ir.traits import COMPOSITE
-from rlx_jax.ir.types import DimLike, TensorType, is_static
+from rlx_jax.ir.types import TensorType, is_static
 
 DECODER_OPERANDS = ("x", "ln1_g", "ln1_b", "q", "k", "v", "o", "ln2_g", "ln2_b", "gate", "up", "down", "cos", "sin")
 
@@ -57,40 +57,22 @@ class LlamaDecoderBlock(Hir):
     contract: int = 0
     biases: tuple[str, ...] = ()
 
-    def check(self, *operands: TensorType) -> None:
-        expected = 14 + bool(self.mask.operand)
-        if len(operands) != expected + len(self.biases):
-            detail = f" (mask {self.mask}{f', biases {list(self.biases)}' if self.biases else ''})"
-            raise wrong_arity("llama_decoder_block", str(expected + len(self.biases)), len(operands), detail)
-        unknown = [n for n in self.biases if n not in DECODER_BIASES]
-        if unknown:
+    def declaration(self) -> str:
+        """Return what operands it takes, of the sizes of the block."""
+        if unknown := [n for n in self.biases if n not in DECODER_BIASES]:
             raise GraphError(f"llama_decoder_block: unknown biases {unknown}, known are {list(DECODER_BIASES)}")
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = dict.fromkeys(PROJECTIONS, "H") | {"o": q, "down": "F"}
+        columns = {"q": q, "k": kv, "v": kv, "o": "H", "gate": "F", "up": "F", "down": "H"}
+        sizes = {"x": "…,H", **dict.fromkeys(("ln1_g", "ln1_b", "ln2_g", "ln2_b"), "H")}
+        for name, size in columns.items():
+            sizes[name] = f"{rows[name]},{size}" if self.contract == 0 else f"{size},{rows[name]}"
+            sizes[f"{name}_bias"] = str(size)
+        names = (*DECODER_OPERANDS, *["mask"] * bool(self.mask.operand), *self.biases)
+        return " ".join(f"{name}[{sizes[name]}]" if name in sizes else name for name in names)
+
+    def check(self, *operands: TensorType) -> None:
         check_heads(self.heads, self.kv_heads)
-        self._check_weights(operands)
-
-    def _check_weights(self, operands: tuple[TensorType, ...]) -> None:
-        """Hold every weight against x and the sizes of the block, so that the one that does not fit is named."""
-        named = dict(zip((*DECODER_OPERANDS, *["mask"] * bool(self.mask.operand), *self.biases), operands, strict=True))
-        hidden, q, kv = named["x"].shape[-1], self.heads * self.head_dim, self.kv_heads * self.head_dim
-        ffn = self._ffn([named[n].shape for n in ("gate", "up")], named["down"].shape)
-        out = {"q": q, "k": kv, "v": kv, "o": hidden, "gate": ffn, "up": ffn, "down": hidden}
-        want: dict[str, tuple[DimLike, ...]] = dict.fromkeys(("ln1_g", "ln1_b", "ln2_g", "ln2_b"), (hidden,))
-        for name, columns in out.items():
-            rows = {"o": q, "down": ffn}.get(name, hidden)
-            want[name] = (rows, columns) if self.contract == 0 else (columns, rows)
-            want[f"{name}_bias"] = (columns,)
-        for place, (name, got) in enumerate(named.items()):
-            if name in want and got.shape != want[name]:
-                raise ShapeError(
-                    f"llama_decoder_block: operand {name} is {got}, expected {list(want[name])} "
-                    f"for {self.heads}/{self.kv_heads} heads of width {self.head_dim} and x {named['x']}"
-                ).of(place)
-
-    def _ffn(self, wide: list[tuple[DimLike, ...]], down: tuple[DimLike, ...]) -> DimLike:
-        """The feed-forward width that most of gate, up and down agree on."""
-        sizes = [shape[1 - self.contract] for shape in wide if len(shape) == 2]
-        sizes += [down[self.contract]] if len(down) == 2 else []
-        return max(sizes, key=sizes.count, default=0)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         v = dict(zip(DECODER_OPERANDS, operands, strict=False))
@@ -282,38 +264,27 @@ class Qwen35MtpHead(Hir):
     mtp_vocab: int
     eps: float = 1e-6
 
+    def declaration(self) -> str:
+        """Return what operands it takes, of the sizes of the head."""
+        e, d, f = self.n_embd, self.head_dim, self.n_ff
+        q, kv = self.heads * d, self.kv_heads * d
+        return (
+            f"h_pre_norm[B,S,{e}] input_ids[B,S] cos sin last_token_idx[B] embed_w[V,{e}] hnorm_w[{e}] hnorm_b[{e}] "
+            f"enorm_w[{e}] enorm_b[{e}] eh_w[{2 * e},{e}] attn_norm_w[{e}] attn_norm_b[{e}] q_gate_w[{e},{2 * q}] "
+            f"k_w[{e},{kv}] v_w[{e},{kv}] q_norm_w[{d}] q_norm_b[{d}] k_norm_w[{d}] k_norm_b[{d}] o_w[{q},{e}] "
+            f"post_norm_w[{e}] post_norm_b[{e}] gate_w[{e},{f}] up_w[{e},{f}] down_w[{f},{e}] head_norm_w[{e}] "
+            f"head_norm_b[{e}] lm_head_w[{e},{self.mtp_vocab}]"
+        )
+
     def check(self, *operands: TensorType) -> None:
-        check_arity("qwen35_mtp_head", len(operands), len(MTP_OPERANDS))
         check_heads(self.heads, self.kv_heads)
         if self.n_rot % 2 or not 2 <= self.n_rot <= self.head_dim:
             raise GraphError(f"qwen35_mtp_head: n_rot is even and at most head_dim {self.head_dim}, got {self.n_rot}")
-        named = dict(zip(MTP_OPERANDS, operands, strict=True))
-        h = named["h_pre_norm"]
-        if h.rank != 3 or not is_static(h.shape[0]):
+        if not is_static(operands[0].shape[0]):
             raise ShapeError(
-                f"qwen35_mtp_head: h_pre_norm is [B, S, {self.n_embd}] with a number of rows that is known, got {h}: "
-                "give the batch as a number"
+                f"qwen35_mtp_head: h_pre_norm is {operands[0]}; expected a number of rows that is known: give the "
+                "batch as a number"
             ).of(0)
-        rows, tokens, _ = h.shape
-        for place, (name, want) in enumerate(zip(MTP_OPERANDS, self._shapes(rows, tokens), strict=True)):
-            got = named[name].shape
-            if want is not None and got != want:
-                raise ShapeError(
-                    f"qwen35_mtp_head: {name} is {named[name]}; expected {list(map(str, want))} for {self.text()}"
-                ).of(place)
-        if named["embed_w"].rank != 2 or named["embed_w"].shape[1] != self.n_embd:
-            raise ShapeError(f"qwen35_mtp_head: embed_w is [V, {self.n_embd}], got {named['embed_w']}").of(5)
-
-    def _shapes(self, rows: DimLike, tokens: DimLike) -> list[tuple[DimLike, ...] | None]:
-        """Of every operand; None where others check."""
-        e, d, f = self.n_embd, self.head_dim, self.n_ff
-        q, kv = self.heads * d, self.kv_heads * d
-        norm: list[tuple[DimLike, ...] | None] = [(e,), (e,)]
-        head: list[tuple[DimLike, ...] | None] = [(d,)] * 4
-        return [
-            (rows, tokens, e), (rows, tokens), None, None, (rows,), None, *norm, *norm, (2 * e, e), *norm,
-            (e, 2 * q), (e, kv), (e, kv), *head, (q, e), *norm, (e, f), (e, f), (f, e), *norm, (e, self.mtp_vocab),
-        ]  # fmt: skip
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         at = dict(zip(MTP_OPERANDS, operands, strict=True))
