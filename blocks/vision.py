@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, dense, pair
 from rlx_jax.blocks.norm import LayerNorm, norm_under
-from rlx_jax.blocks.self_attention import SelfAttention, Three, head_width
+from rlx_jax.blocks.self_attention import SelfAttention, head_width
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
@@ -236,27 +237,17 @@ class PreNormLayerSpec:
         if self.gated and not (self.keys.gated1 and self.keys.gated2):
             raise GraphError(f"{self.prefix}: a gated layer needs the names gated1 and gated2 among its keys")
 
-    def key(self, name: str, kind: str) -> str:
-        """The key of a weight."""
-        return f"{self.prefix}.{name}.{kind}"
-
     @property
     def attention(self) -> SelfAttention:
         """The first half."""
-
-        def three(kind: str) -> str | Three:
-            if isinstance(self.keys.qkv, str):
-                return self.key(self.keys.qkv, kind)
-            q, k, v = (self.key(name, kind) for name in self.keys.qkv)
-            return q, k, v
-
-        out, width = self.keys.out, head_width(self.prefix, self.hidden_size, self.num_heads)
-        return SelfAttention(
-            three("weight"), self.key(out, "weight"), self.num_heads, head_dim=width,
-            qkv_bias=three("bias") if self.qkv_bias else None, out_bias=self.key(out, "bias"), causal=self.causal,
-            mask_input=self.mask_input, rope="" if self.turned else None,
-            rope_style="interleaved" if self.turned else "half", name="attn",
+        k, width = self.keys, head_width(self.prefix, self.hidden_size, self.num_heads)
+        names = (k.qkv,) if isinstance(k.qkv, str) else k.qkv
+        attention = SelfAttention.hf(
+            self.prefix, self.num_heads, names=(*names, k.out), bias=self.qkv_bias, head_dim=width, causal=self.causal,
+            mask_input=self.mask_input,
         )  # fmt: skip
+        rotation: dict[str, Any] = {"rope": "", "rope_style": "interleaved"} if self.turned else {}
+        return replace(attention, out_bias=f"{self.prefix}.{k.out}.bias", name="attn", **rotation)
 
     @property
     def ffn(self) -> BlockStage:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 from rlx_jax import blocks
@@ -201,23 +202,16 @@ class Stages:
 
         `style` is `bert`, or `mpnet`, whose layers read the bias of a `RelativeBias` stage before them.
         """
-        style = known_style(style)
-
-        def layer(i: int) -> BlockStage:
-            p = bert_layer_prefix(prefix, i)
-            return blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf(p, hidden, heads, eps, activation, style))
-
-        return self.repeat_layers(count, layer)
+        spec = partial(
+            blocks.BertEncoderLayerSpec.hf, hidden_size=hidden, num_heads=heads, eps=eps, activation=activation,
+            qkv_style=known_style(style),
+        )  # fmt: skip
+        return self.repeat_layers(count, lambda i: blocks.BertEncoderLayer(spec(bert_layer_prefix(prefix, i))))
 
     def repeat_nomic_layers(self, count: int, hidden: int, heads: int, head_dim: int, eps: float = 1e-12) -> Self:
         """NomicBERT layers under `encoder.layers.{i}`."""
-
-        def layer(i: int) -> BlockStage:
-            return blocks.NomicEncoderLayer(
-                blocks.NomicEncoderLayerSpec(f"encoder.layers.{i}", hidden, heads, head_dim, eps)
-            )
-
-        return self.repeat_layers(count, layer)
+        spec = partial(blocks.NomicEncoderLayerSpec, hidden_size=hidden, num_heads=heads, head_dim=head_dim, eps=eps)
+        return self.repeat_layers(count, lambda i: blocks.NomicEncoderLayer(spec(f"encoder.layers.{i}")))
 
     def repeat_dinov2_layers(self, count: int, hidden: int, heads: int, eps: float = 1e-6) -> Self:
         """DINOv2's layers under `blocks.{i}`, as its authors store them."""

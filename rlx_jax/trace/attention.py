@@ -219,9 +219,6 @@ class Attending(Control[V]):
         Query head h reads key head h // (N/K); K follows from the widths, and so does D, which are checked where they
         are given. What limits the keys of a query holds together; a query without any key gives zeros.
 
-        Called `cross_attention` too, over the keys of another sequence: in a model that generates, keys and values that
-        depend on no token of its text are computed once, in prefill.
-
         Args:
             causal: none behind the query; of more keys than queries, the queries are the last. Without it, and without
                 the name of a mask kind that says so, a query reads all keys.
@@ -245,7 +242,10 @@ class Attending(Control[V]):
         """
         self._check_form(causal, mask, mask_value)
         if isinstance(mask, hir.MaskKind | str):
-            self._refuse_beside_kind(causal, bias, window, rope, sinks, kv_heads, layout)
+            self._refuse_beside_kind(
+                causal=causal, bias=bias, window=window, rope=rope, sinks=sinks, kv_heads=kv_heads,
+                layout=None if layout == "packed" else layout,
+            )  # fmt: skip
             width = self._head_width(q, heads) if head_dim is None else head_dim
             return self.attention_kind(
                 q, k, v, heads=heads, head_dim=width, mask=mask, mask_value=mask_value, scale=scale, softcap=softcap,
@@ -265,6 +265,8 @@ class Attending(Control[V]):
         return done if layout == "packed" else self._unpacked(done, self.type_of(done).shape[-1] // heads)
 
     cross_attention = attention
+    """`attention` over the keys of another sequence. In a model that generates, keys and values that depend on no token
+    of its text are computed once, in prefill."""
 
     def attention_kind(
         self,
@@ -320,11 +322,7 @@ class Attending(Control[V]):
         own = [] if sinks is None else [self._sinks(sinks, heads)]
         return tuple(extra), of_places, [*extra.values(), *own, *read]
 
-    def _refuse_beside_kind(
-        self, causal: object, bias: object, window: object, rope: object, sinks: object, kv_heads: object, layout: str
-    ) -> None:
-        given = {"causal": causal, "bias": bias, "window": window, "rope": rope, "sinks": sinks, "kv_heads": kv_heads}
-        given["layout"] = None if layout == "packed" else layout
+    def _refuse_beside_kind(self, **given: object) -> None:
         for name, value in given.items():
             if value is not None:
                 raise GraphError(
