@@ -161,6 +161,7 @@ def test_asking_again_reads_what_begins_a_reply(family: str, model: Any) -> None
     assert (told.read_tokens, bool(told.reread)) == ((1, False) if cut else (told.prompt_tokens, True))
 
 
+@pytest.mark.slow
 def test_asking_again_over_a_window(tokenizer: Tokenizer) -> None:
     """A ring that was not full yet has more slots afterwards, and one that needed no copy then may need one: replies
     are those of reading everything, and a copy that lacks a ring is not gone on from."""

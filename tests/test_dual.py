@@ -123,9 +123,8 @@ def test_a_path_of_no_tower_is_told() -> None:
                 opened(recipe.at(pattern).scale(0.3))
 
 
-@pytest.mark.parametrize(
-    "pattern", ["text.layers.*.mlp.fc1", pytest.param("*.layers.*.attn.q_proj", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["text.layers.*.mlp.fc1", "*.layers.*.attn.q_proj"])
 def test_adapters_of_towers(pattern: str, tmp_path: Path) -> None:
     """New ones and those of files, in one flow and in one for each tower: merged the same model."""
     recipe = rlx.recipe_for(DUAL / "clip")

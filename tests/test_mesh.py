@@ -110,7 +110,11 @@ def test_images(family: str, kinds: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "devices"), [("data tensor", 4), *(pytest.param(*mesh, marks=SOAK) for mesh in (*MIXED[:2], *EACH))]
+    ("kinds", "devices"),
+    [
+        pytest.param("data tensor", 4, marks=SLOW),
+        *(pytest.param(*mesh, marks=SOAK) for mesh in (*MIXED[:2], *EACH)),
+    ],
 )
 def test_requests(kinds: str, devices: int) -> None:
     """Five rows, of which the devices have no equal parts, and one alone; drawn tokens. All is served where JAX refuses

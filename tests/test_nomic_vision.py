@@ -59,7 +59,7 @@ def write(name: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["scaled", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "unturned"))])
 def test_hidden_states_and_vectors(name: str, tmp_path: Path) -> None:
     """Of a checkpoint, images in a batch and alone."""
     encoder = rlx.load(write(name, tmp_path))

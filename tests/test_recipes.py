@@ -195,7 +195,7 @@ def test_hooks_chain_and_recipes_are_values() -> None:
 # -- options of recipes ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("directory", [LLAMA, TIED], ids=["head", "tied"])
+@pytest.mark.parametrize("directory", [LLAMA, pytest.param(TIED, marks=pytest.mark.slow)], ids=["head", "tied"])
 def test_options(directory: Path) -> None:
     """No head; the head of the last token of each row; embeddings in place of ids, with a tied head too."""
     recipe, want = rlx.recipe_for(directory), load_record(directory)
