@@ -29,45 +29,45 @@ _OPERAND = re.compile(r"(?P<name>\w+)(?P<given>\?\w*)?(?::(?P<kind>\w+))?(?:@(?P
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of a declaration; `dims` are None where it may have any shape. `given` is "" where there always is
-    one, "?" where it may be left out, else "?" and the attribute that says whether there is one."""
+    """One operand of a declaration, as it is written.
+
+    Attributes:
+        given: None where there always is one, "?" where it may be left out, else "?" and an attribute that says whether
+            there is one.
+        kind, axis: None where any is right.
+        dims: the sizes between the brackets; None where it may have any shape.
+    """
 
     name: str
-    kind: str
-    dims: tuple[str, ...] | None
-    given: str
-    axis: str
+    given: str | None
+    kind: str | None
+    axis: str | None
+    dims: str | None
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """What its sizes are."""
+        return tuple(filter(None, (self.dims or "").split(",")))
 
     def text(self, op: Any) -> str:
         """Return it as messages show it, attributes of the op as numbers."""
-        kind = KINDS[self.kind][0] if self.kind in KINDS else self.kind
-        kind = kind if kind in ("", *DTYPE_NAMES) or self.kind in KINDS else f"of the dtype of {kind}"
-        dims = self.dims and [str(getattr(op, d.rstrip("?"))) if d[0].islower() else d.rstrip("!") for d in self.dims]
-        return " ".join(part for part in (self.name, kind, "" if dims is None else f"[{', '.join(dims)}]") if part)
+        kind = KINDS[self.kind][0] if self.kind in KINDS else self.kind or ""
+        kind = kind if self.kind in (None, *KINDS, *DTYPE_NAMES) else f"of the dtype of {kind}"
+        sizes = [str(getattr(op, d.rstrip("?"))) if d[0].islower() else d.rstrip("!") for d in self.sizes]
+        return " ".join(part for part in (self.name, kind, f"[{', '.join(sizes)}]" * (self.dims is not None)) if part)
 
 
 @functools.cache
 def parse_operands(declaration: str) -> tuple[Operand, ...]:
     """Return the operands that a text declares, without a `*` at its end."""
-    parsed = []
-    for match in map(_OPERAND.fullmatch, declaration.removesuffix("*").split()):
-        assert match, declaration
-        dims = match["dims"]
-        parsed.append(
-            Operand(
-                match["name"],
-                match["kind"] or "",
-                None if dims is None else tuple(filter(None, dims.split(","))),
-                match["given"] or "",
-                match["axis"] or "",
-            )
-        )
-    return tuple(parsed)
+    matches = [_OPERAND.fullmatch(text) for text in declaration.removesuffix("*").split()]
+    assert all(matches), declaration
+    return tuple(Operand(**match.groupdict()) for match in matches if match)
 
 
 def operands_of(op: Any, declaration: str) -> list[Operand]:
     """Return the operands that an op of these attributes has."""
-    return [w for w in parse_operands(declaration) if len(w.given) < 2 or getattr(op, w.given[1:])]
+    return [w for w in parse_operands(declaration) if w.given in (None, "?") or getattr(op, w.given[1:])]
 
 
 def named_operands(op: Any, operands: Sequence[T]) -> dict[str, T]:
@@ -105,7 +105,7 @@ def check_operands(op: Any, name: str, declaration: str, given: Sequence[TensorT
     for place, (w, t) in enumerate(zip(wanted, given, strict=False)):
         check_axes(name, getattr(op, w.axis) if w.axis else None, t)
         dtype_fits = _has_kind(t.dtype, w.kind, dtypes)
-        if dtype_fits and (w.dims is None or _has_shape(op, t.shape, w.dims, sizes)):
+        if dtype_fits and (w.dims is None or _has_shape(op, t.shape, w.sizes, sizes)):
             continue
         problem = (
             f"{name}: {w.name} is {t}; expected {', '.join(w.text(op) for w in wanted)}; got "
@@ -123,10 +123,10 @@ def check_axes(op: str, axes: int | Sequence[int] | None, x: TensorType) -> None
             raise ShapeError(f"{op}: {x} has no axis {axis}")
 
 
-def _has_kind(dtype: np.dtype[Any], kind: str, dtypes: dict[str, np.dtype[Any]]) -> bool:
-    if kind in KINDS:
-        return bool(KINDS[kind][1](dtype))
-    return not kind or dtype == (dtypes[kind] if kind in dtypes else as_dtype(kind))
+def _has_kind(dtype: np.dtype[Any], kind: str | None, dtypes: dict[str, np.dtype[Any]]) -> bool:
+    if kind is None or kind in KINDS:
+        return kind is None or bool(KINDS[kind][1](dtype))
+    return bool(dtype == (dtypes[kind] if kind in dtypes else as_dtype(kind)))
 
 
 def _has_shape(op: Any, shape: tuple[DimLike, ...], dims: tuple[str, ...], sizes: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from rlx_jax.ir.stored import Conflict as Conflict
 from rlx_jax.ir.stored import Cut as Cut
 from rlx_jax.ir.stored import Dequantized as Dequantized
 from rlx_jax.ir.stored import Key as Key
-from rlx_jax.ir.stored import OverOne, part_of
+from rlx_jax.ir.stored import NoParts, OverOne, part_of
 from rlx_jax.ir.stored import Parts as Parts
 from rlx_jax.ir.stored import Role as Role
 from rlx_jax.ir.stored import Roles as Roles
@@ -179,19 +179,14 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Zeros:
+class Zeros(NoParts):
     """Zeros that stand in no checkpoint."""
 
     type: TensorType
-    parts: ClassVar[tuple[Program, ...]] = ()
-    lossy: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"zeros({self.type})"
-
-    def over(self, *parts: Program) -> Program:
-        return self
 
     def box(self, box: Box) -> Program:
         return Zeros(TensorType(sizes(box), self.type.dtype))
@@ -199,14 +194,8 @@ class Zeros:
     def join(self, *values: Any) -> Any:
         return np.zeros(self.type.shape, self.type.dtype)
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        return ()
-
     def name(self, *names: str) -> str:
         return str(self)
-
-    def roles(self, *parts: Roles) -> Roles:
-        return (None,) * self.type.rank
 
 
 @dataclass(frozen=True)

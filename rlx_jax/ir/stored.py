@@ -125,6 +125,23 @@ class OverOne:
         return parts[0]
 
 
+class NoParts:
+    """What steps have in common that begin a program."""
+
+    type: TensorType
+    parts: ClassVar[tuple[Any, ...]] = ()
+    lossy: ClassVar[bool] = False
+
+    def over(self, *parts: Any) -> Any:
+        return self
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return ()
+
+    def roles(self, *parts: Roles) -> Roles:
+        return (None,) * self.type.rank
+
+
 class Indexed(OverOne):
     """What steps have in common that take `index` of `of`."""
 
@@ -146,13 +163,11 @@ class Indexed(OverOne):
 
 
 @dataclass(frozen=True)
-class Key:
+class Key(NoParts):
     """The tensor stored under a checkpoint key, as it is."""
 
     key: str
     type: TensorType
-    parts: ClassVar[tuple[Any, ...]] = ()
-    lossy: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
 
     def __hash__(self) -> int:  # the generated one would hash the type too, and builds hash keys by the thousand
@@ -170,9 +185,6 @@ class Key:
         """Where it stands in the stored tensor: all of it."""
         return full(self.type.shape)
 
-    def over(self, *parts: Any) -> Key:
-        return self
-
     def box(self, box: Box) -> Key | Sliced:
         found: Key | Sliced = self
         for axis, (edges, size) in enumerate(zip(box, self.type.shape, strict=True)):
@@ -182,14 +194,8 @@ class Key:
     def join(self, *values: Any) -> Any:
         return values[0]  # what is stored is the value
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        return ()
-
     def name(self, *names: str) -> str:
         return self.key
-
-    def roles(self, *parts: Roles) -> Roles:
-        return (None,) * self.type.rank
 
 
 @dataclass(frozen=True)

@@ -49,27 +49,11 @@ _DimMethod = Callable[["Dim", Any], "Dim | int"]
 
 # Short names are what dumps print and profiles accept; the long ones are NumPy's.
 DTYPE_NAMES: dict[str, str] = {
-    "bool": "bool",
-    "u8": "uint8",
-    "i8": "int8",
-    "i16": "int16",
-    "u16": "uint16",
-    "i32": "int32",
-    "u32": "uint32",
-    "i64": "int64",
-    "u64": "uint64",
-    "i4": "int4",
-    "u4": "uint4",
-    "f8_e4m3": "float8_e4m3fn",
-    "f8_e5m2": "float8_e5m2",
-    "f8_e4m3fnuz": "float8_e4m3fnuz",
-    "f8_e5m2fnuz": "float8_e5m2fnuz",
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "f64": "float64",
-    "c64": "complex64",
-}
+    "bool": "bool", "u8": "uint8", "i8": "int8", "i16": "int16", "u16": "uint16", "i32": "int32", "u32": "uint32",
+    "i64": "int64", "u64": "uint64", "i4": "int4", "u4": "uint4", "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2", "f8_e4m3fnuz": "float8_e4m3fnuz", "f8_e5m2fnuz": "float8_e5m2fnuz", "bf16": "bfloat16",
+    "f16": "float16", "f32": "float32", "f64": "float64", "c64": "complex64",
+}  # fmt: skip
 FROM_ML_DTYPES = ("bfloat", "float8", "int4", "uint4")
 _SHORT = {long: short for short, long in DTYPE_NAMES.items()}
 _BY_NAME = {**DTYPE_NAMES, **{long: long for long in DTYPE_NAMES.values()}}
