@@ -159,7 +159,7 @@ def test_messages_are_printable_and_short(text: str) -> None:
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text("utf-8")
 LIMITED = [
-    "generate.drafting", "generate.request", "io.limits", "ir.ops.custom", "ir.types", "models.config",
+    "generate.drafting", "generate.request", "io.limits", "ir.captured", "ir.types", "models.config",
     "profiles.check", "profiles.text", "text.chat", "text.chat_template", "text.tokenizer",
 ]  # fmt: skip
 

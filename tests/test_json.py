@@ -151,7 +151,7 @@ def damaged() -> Iterator[tuple[str, Any, type[Exception], str]]:
     yield edit("attribute type", "graph.nodes.2.op", {"Linear": {"bias": 1}}, wrong, "expected bool, found '1'")
     yield edit("attribute type", "graph.nodes.2.op", {"Linear": {"contract": True}}, wrong, "expected int")
     yield edit("missing attribute", "graph.nodes.4.op", "Binary", wrong, "needs kind")
-    yield edit("unknown function", "graph.nodes.4.op", {"Binary": {"kind": "system"}}, GraphError, "unknown function")
+    yield edit("unknown function", "graph.nodes.4.op", {"Binary": {"kind": "system"}}, GraphError, "kind is 'system'")
     yield edit("itself", "graph.nodes.4.inputs.0", [4, 0], wrong, "no result of the 4 nodes before it")
     yield edit("dangling", "graph.nodes.2.inputs.0", [0, 1], wrong, "no result")
     yield edit("arity", "graph.nodes.2.inputs", [[0, 0]], GraphError, "operands")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError, did_you_mean, listing, quote, wrong_arity
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, did_you_mean, quote, wrong_arity
 from rlx_jax.ir.types import DTYPE_NAMES, DimLike, TensorType, as_dtype, is_float, is_static, is_whole
 
 T = TypeVar("T")
@@ -83,8 +83,9 @@ def check_declared(op: Any, operands: Sequence[TensorType]) -> None:
     """
     for attribute, choices in op.choices.items():
         if (value := getattr(op, attribute)) not in choices:
-            known = did_you_mean(str(value), choices) or f"; expected one of {listing(choices, len(choices))}"
-            raise GraphError(f"{op.name().removesuffix('_op')}: {attribute} is {quote(value)}{known}")
+            close = did_you_mean(str(value), choices)
+            known = "" if close and len(choices) > 9 else f"; expected one of {', '.join(choices)}"
+            raise GraphError(f"{op.name().removesuffix('_op')}: {attribute} is {quote(value)}{known}{close}")
     if declaration := op.declaration():
         check_operands(op, op.text().partition("(")[0].removesuffix("_op"), declaration, operands)
 

@@ -198,7 +198,8 @@ class Pool(Mir):
         if not isinstance(self.padding, str):
             for k, step, pair in zip(self.window, self.dilation, self.padding, strict=True):
                 if not 0 <= min(pair) <= max(pair) <= step * (k - 1):
-                    raise ShapeError(f"{op}: padding is at least 0 and less than the window's reach, got {list(pair)}")
+                    reach = step * (k - 1) + 1
+                    raise ShapeError(f"{op}: padding is at least 0 and less than the window's {reach}, got {pair}")
             check_windows(op, x, self.window, self.dilation, self.padding)
 
     def _pairs(self, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
