@@ -256,7 +256,7 @@ def test_query_chunks_equal_eval(options: dict[str, Any], queries: int, monkeypa
             out = run(q, k, v, *operands[3:])
             return (out * weights).sum(), out
 
-        return jax.value_and_grad(weighted, (0, 1, 2), has_aux=True)(*operands[:3])
+        return jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(*operands[:3])
 
     chunked, direct = (
         value_and_gradients(functools.partial(IMPLEMENTATIONS["query_chunks"], op)),

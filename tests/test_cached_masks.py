@@ -26,7 +26,6 @@ def own(emit: Any, x: Any) -> Any:
 
 MASKS: dict[str, tuple[Any, Any]] = {
     "of tokens": (own, lambda x, row: x[:, 0] >= 0),
-    "with axes of 1": (lambda e, x: own(e, x)[:, None, None], lambda x, row: x[:, 0] >= 0),
     "of positions": (lambda e, x: e.ne(e.positions(x), 1), lambda x, row: PLACES[: len(x)] != 1),
     "an input": (lambda e, x: e.flow_input("kept"), lambda x, row: GIVEN[row, : len(x)] == 1),
 }  # fmt: skip

@@ -147,7 +147,7 @@ OPTIONS: dict[str, LayerSpec] = {
     "stored as one": replace(LLAMA, keys=FUSED),
     "stored as one, biases, norms": replace(QWEN, keys=FUSED, **BIASES),
 }
-QUICK = ("all biases", "norms of heads, a window", "norms over all heads", "stored as one, biases, norms")
+QUICK = ("norms of heads, a window", "norms over all heads", "stored as one, biases, norms")
 
 
 def joined(spec: LayerSpec, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -147,7 +147,6 @@ def test_last_token_of_each_row() -> None:
 
 SUFFIXES: dict[str, Callable[[Any, Any], Any]] = {
     "flattened tokens": lambda e, x: e.jax(lambda t: jnp.tanh(t.reshape(-1, H)).reshape(t.shape), x),
-    "a gate from the tokens": lambda e, x: x * e.flow_input("tokens").astype("f32").reshape(*x.shape[:2], 1),
     "positions": lambda e, x: blocks.GatherAdd("at", "p").emit(e, x),
 }  # fmt: skip
 

@@ -124,7 +124,7 @@ FLOWS: dict[str, Callable[[], rlx.ModelFlow]] = {
 }  # fmt: skip
 
 
-FEW = ("layers that alternate", "tables of data")
+FEW = ("layers that alternate",)
 
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in FLOWS])

@@ -74,7 +74,7 @@ def damaged(types: tuple[TensorType, ...]) -> Iterator[tuple[str, tuple[TensorTy
         def swapped(shape: Any, dtype: Any = t.dtype, i: int = i) -> tuple[TensorType, ...]:
             return (*types[:i], TensorType(shape, dtype), *types[i + 1 :])
 
-        for dtype in (F32, BF16, I32, np.dtype(bool)):
+        for dtype in (BF16, I32):
             yield f"operand {i} as {dtype}", swapped(t.shape, dtype)
         yield f"operand {i} with an axis more", swapped((3, *t.shape))
         if t.rank:
@@ -88,7 +88,7 @@ def damaged(types: tuple[TensorType, ...]) -> Iterator[tuple[str, tuple[TensorTy
 def test_infer_refuses_what_eval_cannot_do(cls: Any) -> None:
     """Where tracing `eval` fails or gives other types, `infer` raises an RlxError, and so does the verifier."""
     passed, samples = list[str](), MIR_OPS[cls]
-    for sample in samples[:: -(-len(samples) // 3)]:
+    for sample in samples[:: -(-len(samples) // 2)]:
         for what, types in damaged(tuple(t.bind(SIZES) for t in sample.types)):
             try:
                 got = TypeCache().infer(sample.op, types)

@@ -156,8 +156,7 @@ def stepped(lm: Any) -> None:
 
 
 REQUESTS: dict[str, Callable[[Any], Any]] = {
-    "generate": lambda lm: lm.generate(PROMPTS, 9),
-    "sampled": lambda lm: lm.generate(PROMPTS, 9, SAMPLERS[2], stop=[3], seed=2**40),
+    "generate": lambda lm: lm.generate(PROMPTS, 9, SAMPLERS[2], stop=[3], seed=2**40),
     "stream": lambda lm: list(lm.stream(PROMPTS[1], 9)),
     "prefill and extend": extended, "logits": lambda lm: lm.logits([[1, 2, 3], [4, 5, 6]]),
     "a model": lambda lm: lm.model(np.ones((2, 5), np.int64)), "a model with state": stepped,

@@ -19,7 +19,7 @@ from rlx_jax import blocks
 from rlx_jax.ir.paths import Path, path_text
 from tests.small import compiled, w
 
-H, EDITS, FLOWS, QUICK = 4, 4, 80, 6
+H, EDITS, FLOWS, QUICK = 4, 4, 80, 4
 BY = np.array([0.5, -1.0, 2.0, 1.0], "f4")
 Array = Any
 Block = Callable[[Array], Array]

@@ -80,8 +80,7 @@ A, B, C = ([f"{name}.{i}" for i in range(6)] for name in "abc")
 SHARED: dict[str, tuple[Keys, str]] = {
     "blocks of layers": ([(A[i // 2], B[i // 2], C[i // 2]) for i in range(4)], ""),
     "a cycle": ([(A[i % 2], B[i % 3], C[i]) for i in range(6)], ""),
-    "a chain": ([(A[i], B[i], A[i + 1]) for i in range(4)], ""),
-    "one key twice in a layer": ([(A[i], A[i], A[i]) for i in range(3)], ""),
+    "a chain": ([(A[i], B[i], A[i + 1]) for i in range(3)], ""),
     "in other places": ([(A[i], A[2 - i], C[i]) for i in range(3)], ""),
     "read by the head, and shared": ([(A[i // 2], B[i], C[i]) for i in range(4)], A[1]),
     "by a layer that is left over": ([(A[i % 2], B[i], C[i]) for i in range(5)], B[4]),

@@ -340,7 +340,7 @@ STEPS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
 }  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 3)), min_size=1, max_size=4),
     dim=st.sampled_from(sorted(SIZES)),
