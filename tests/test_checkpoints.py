@@ -375,7 +375,7 @@ def test_killed_before_any_operation(tmp_path: Path) -> None:
     for path in sorted(snapshots.iterdir()):
         with Checkpoints(path, keep=1) as found:
             newest = bits(found.restore(ones(0)))
-            assert newest == bits(ones(found.newest()))
+            assert newest == bits(ones(found.newest() or 0))
             newer.append(newest == bits(ones(2)))
     assert len(newer) > 20 and {*newer} == {True, False} and sorted(newer) == newer
     for path in sorted(snapshots.iterdir())[::10]:

@@ -269,11 +269,11 @@ def test_only_the_rows_are_read(tmp_path: Path) -> None:
     assert file.bytes_read == 32 + 20, "the columns between two short runs, no more"
     file.read("a")
     assert file.bytes_read == 32 + 20 + 16000
-    array = np.arange(2 * 3 * 4_000, dtype=np.float32).reshape(2, 3, 4_000)
-    file = open_raw(tmp_path, safetensors.numpy.save({"a": array}))
+    wide = np.arange(2 * 3 * 4_000, dtype=np.float32).reshape(2, 3, 4_000)
+    file = open_raw(tmp_path, safetensors.numpy.save({"a": wide}))
     index = (slice(0, 2), slice(1, 3), slice(1_000, 3_000))
-    np.testing.assert_array_equal(file.read("a", index), array[index])
-    assert file.bytes_read == array[index].nbytes, "long runs are read alone"
+    np.testing.assert_array_equal(file.read("a", index), wide[index])
+    assert file.bytes_read == wide[index].nbytes, "long runs are read alone"
 
 
 @pytest.mark.parametrize(

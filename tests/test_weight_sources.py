@@ -222,7 +222,12 @@ def test_one_file(tmp_path: Path) -> None:
 def test_shards(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_shards(tmp_path / "model")
     monkeypatch.chdir(directory)
-    paths = {"directory": directory, "index": directory / INDEX, "str": str(directory), "relative": INDEX}
+    paths: dict[str, Any] = {
+        "directory": directory,
+        "index": directory / INDEX,
+        "str": str(directory),
+        "relative": INDEX,
+    }
     source = open_weights(paths[form])
     assert_shards(source)
     assert source.where("c") == "model-2-of-2.safetensors"
