@@ -9,7 +9,6 @@ from rlx_jax.blocks import GPT_OSS_KEYS, ClampedGate, LayerSpec, MoeSpec
 from rlx_jax.errors import UnsupportedError, quote
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
-from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import (
     CommonFields,
     DecoderConfig,

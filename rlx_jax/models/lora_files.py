@@ -111,15 +111,11 @@ def as_stored(
 def _pattern(fields: Fields, name: str) -> dict[str, float]:
     """Numbers by the names of modules, or the ends of names."""
     found: dict[str, float] = {}
-    given = fields.raw(name, {})
-    if not isinstance(given, dict):
-        raise ConfigError(f"{fields.where}: field {quote(name)} is {shown(given)}; expected numbers by modules' names")
-    for key, value in given.items():
+    group = fields.group(name) or Fields({}, fields.where)
+    for key in group.values:
         if not re.fullmatch(r"\^?[\w.-]+", key):
-            raise UnsupportedError(
-                f"{fields.where}: {name}: {quote(key)} is a regular expression; expected a module's name"
-            )
-        found[key] = Fields({key: value}, f"{fields.where}, {name}").real(key)
+            raise UnsupportedError(f"{group.where}: {quote(key)} is a regular expression; expected a module's name")
+        found[key] = group.real(key)
     return found
 
 

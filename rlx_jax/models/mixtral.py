@@ -7,7 +7,6 @@ from typing import Self
 
 from rlx_jax.blocks import MIXTRAL_KEYS, LayerSpec, MoeSpec
 from rlx_jax.models.config import Fields
-from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
 from rlx_jax.models.mixture import MixtureFlow, experts_of
 

@@ -8,7 +8,6 @@ from typing import Self
 from rlx_jax.blocks import LayerSpec
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
-from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, plain_fields, qwen_windows, window_at
 
 

@@ -48,12 +48,10 @@ class TextPart:
             )
         head = {"tie_word_embeddings": config.flag("tie_word_embeddings", self.tied)}  # the outer model has the head
         config.finish_model(self.others)
-        names = {}
-        for key in source.keys():
-            for stored, own in self.keys.items():
-                if key.startswith(stored):
-                    names[own + key.removeprefix(stored)] = key
-                    break
+        names = {
+            own + key.removeprefix(stored): key
+            for key in source.keys() for stored, own in self.keys.items() if key.startswith(stored)
+        }  # fmt: skip
         warnings.warn(
             f"{config.where}: model_type {quote(self.outer)} reads images too; the text model alone is built, and "
             f"{len(source.keys()) - len(names)} weights of the others are left",

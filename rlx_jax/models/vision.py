@@ -184,8 +184,7 @@ class VisionFlow(TowerFlow[C]):
 
     def leave(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose."""
-        none = (
-            () if self.config.registers or not self.layout.registers else (self.layout.registers,)
-        )  # stored all the same
+        spare = not self.config.registers and self.layout.registers  # stored all the same
+        none = (self.layout.registers,) if spare else ()
         keys = self.layout.left + self.layout.heads + none
         return tuple(self.prefix + key for key in keys) + keys
