@@ -38,6 +38,11 @@ NORMS = {
 """Where each norm of `write_layer` that there is stands, and its operands."""
 
 
+def matrix(name: str, rows: object, columns: object, contract: int) -> str:
+    """Return the declaration of a weight `[in, out]`, or `[out, in]` where `contract` is 1."""
+    return f"{name}[{columns},{rows}]" if contract else f"{name}[{rows},{columns}]"
+
+
 @dataclass(frozen=True)
 class LlamaDecoderBlock(Hir):
     """One pre-norm Llama layer (Touvron et al. 2023): h = x + attn(rms(x))·Wo, y = h + swiglu(rms(h)).
@@ -64,12 +69,12 @@ class LlamaDecoderBlock(Hir):
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = dict.fromkeys(PROJECTIONS, "H") | {"o": q, "down": "F"}
         columns = {"q": q, "k": kv, "v": kv, "o": "H", "gate": "F", "up": "F", "down": "H"}
-        sizes = {"x": "…,H", **dict.fromkeys(("ln1_g", "ln1_b", "ln2_g", "ln2_b"), "H")}
+        declared = {"x": "x[…,H]", **{name: f"{name}[H]" for _, names in NORMS.values() for name in names}}
         for name, size in columns.items():
-            sizes[name] = f"{rows[name]},{size}" if self.contract == 0 else f"{size},{rows[name]}"
-            sizes[f"{name}_bias"] = str(size)
+            declared[name] = matrix(name, rows[name], size, self.contract)
+            declared[f"{name}_bias"] = f"{name}_bias[{size}]"
         names = (*DECODER_OPERANDS, *["mask"] * bool(self.mask.operand), *self.biases)
-        return " ".join(f"{name}[{sizes[name]}]" if name in sizes else name for name in names)
+        return " ".join(declared.get(name, name) for name in names)
 
     def check(self, *operands: TensorType) -> None:
         check_heads(self.heads, self.kv_heads)
@@ -155,16 +160,18 @@ class SharedLinearPair(Hir):
     """
 
     traits = COMPOSITE
-    operands = "x w1 w2"
 
     slot: int
     contracts: tuple[int, int] = (0, 0)
 
+    def declaration(self) -> str:
+        """Return what operands it takes."""
+        first, second = self.contracts
+        return f"x[…,H] {matrix('w1', 'H', '_', first)} {matrix('w2', 'H', '_', second)}"
+
     def check(self, *operands: TensorType) -> None:
         if self.slot not in (0, 1):
             raise GraphError(f"shared_linear_pair: slot is 0 or 1, got {self.slot!r}")
-        for place, contract in enumerate(self.contracts, 1):
-            _check_weight("shared_linear_pair", operands[0], operands, place, contract)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(Linear(self.contracts[self.slot]), operands[0], operands[1 + self.slot])
@@ -181,7 +188,6 @@ class SwiGLU(Hir):
     """
 
     traits = COMPOSITE
-    operands = "x up gate down"
 
     contracts: tuple[int, int, int] = (0, 0, 0)
 
@@ -189,14 +195,10 @@ class SwiGLU(Hir):
     def name(cls) -> str:
         return "swiglu_ffn"
 
-    def check(self, *operands: TensorType) -> None:
-        x, up, gate, down = operands
-        for place in (1, 2):
-            _check_weight(self.name(), x, operands, place, self.contracts[place - 1])
-        wide = up.shape[1 - self.contracts[0]]
-        if gate.shape[1 - self.contracts[1]] != wide:
-            raise ShapeError(f"{self.name()}: gate {gate} and up {up} are not equally wide").of(2)
-        _check_weight(self.name(), TensorType((*x.shape[:-1], wide), x.dtype), operands, 3, self.contracts[2])
+    def declaration(self) -> str:
+        """Return what operands it takes."""
+        up, gate, down = self.contracts
+        return f"x[…,H] {matrix('up', 'H', 'F', up)} {matrix('gate', 'H', 'F', gate)} {matrix('down', 'F', '_', down)}"
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         x, up, gate, down = operands
@@ -222,14 +224,6 @@ class ResidualRmsNorm(Hir):
 
     def text(self) -> str:
         return f"residual_rms_norm(eps={self.eps:g})"
-
-
-def _check_weight(op: str, x: TensorType, operands: tuple[TensorType, ...], place: int, contract: int) -> None:
-    """The product of x with the operand at `place`, which an error names."""
-    try:
-        check_linear(op, (x, operands[place]), contract, False)
-    except ShapeError as error:
-        raise error.of(place) from error
 
 
 MTP_OPERANDS = (
