@@ -170,17 +170,13 @@ class SelfAttention:
         fit, and the numbers others."""
         if key == self.out:
             return ""
-        heads, width = f"{self.heads} query and {self.key_heads} key heads", self._width(emit, x.type)
-        return f"; {columns} columns for {heads} of {width}{self._fewer_heads(emit, key, width)}"
-
-    def _fewer_heads(self, emit: Emit, key: WeightKey, width: int) -> str:
-        """What to say of a weight that is as wide as fewer key heads are."""
+        width = self._width(emit, x.type)
+        text = f"; {columns} columns for {self.heads} query and {self.key_heads} key heads of {width}"
         if self.kv_heads is not None or isinstance(self.qkv, str) or key not in self.qkv[1:] or emit.weights is None:
-            return ""
-        part, stored = key if isinstance(key, WeightPart) else None, emit.weights.spec(stored_key(key)).shape
-        size = stored[0 if self.transpose else -1] // (1 if part is None else part.count)
-        kv, rest = divmod(size, width)
-        return "" if rest or not kv or self.heads % kv else f"; of fewer key heads say so: kv_heads={kv}"
+            return text
+        stored = emit.weights.spec(stored_key(key)).shape[0 if self.transpose else -1]
+        kv, rest = divmod(stored // (key.count if isinstance(key, WeightPart) else 1), width)
+        return text if rest or not kv or self.heads % kv else f"{text}; of fewer key heads say so: kv_heads={kv}"
 
     def _mask(self, emit: Emit) -> FlowValue | None:
         if self.mask_input is not None:

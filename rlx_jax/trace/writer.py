@@ -5,9 +5,9 @@ The methods are one class, cut into files by topic, each of which extends the on
 constants, any JAX function) → `pointwise` → `along` (reductions) → `shapes` → `indexing` → `products` → `images` →
 `rounding` → `control`, which are the tensor ops; → `attention` → `recurrence` → `builders` (blocks) → `compat`, names
 of the specification. So a topic calls the earlier ones on `self`, whatever the values are, mypy holds it to their
-types, and an editor offers all of them after `emit.`; functions that a table binds to the class would say each of two
-hundred names twice for that. Nothing is overridden but what this file leaves open, and `add_all` and `_write`, by
-`Emit`.
+types, and an editor offers all of them after `emit.`. Those that are one method for one of its kinds, such as `add` and
+`max`, are `of_kind(method, kind, doc)`, which keeps their signatures. Nothing is overridden but what this file leaves
+open, and `add_all` and `_write`, by `Emit`.
 
 The rules that hold for all tensor ops, and for the blocks of `rlx_jax.trace.builders`:
 
