@@ -168,3 +168,21 @@ def test_refused(stage: SelfAttention, says: str) -> None:
     with pytest.raises(RlxError) as caught:
         made.build(WEIGHTS)
     assert says in str(caught.value) and "self_attn" in str(caught.value)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_fewer_key_heads_under_one_key(transpose: bool) -> None:
+    """q, k and v of unequal widths that are stored as one are the three weights; heads over devices are the same."""
+    joined = {kind: np.concatenate([WEIGHTS[f"a.{n}.{kind}"] for n in "qkv"]) for kind in ("weight", "bias")}
+    own = {"qkv.weight": joined["weight"], "o.weight": WEIGHTS["a.o.weight"]}
+    weights = {key: w if transpose else w.T.copy() for key, w in own.items()} | {"qkv.bias": joined["bias"]}
+    biases = ("a.q.bias", "a.k.bias", "a.v.bias")
+    three = SelfAttention(A, "a.o.weight", N, kv_heads=K, head_dim=D, qkv_bias=biases)
+    options: dict[str, Any] = {"kv_heads": K, "head_dim": D, "qkv_bias": "qkv.bias", "transpose": transpose}
+    one = SelfAttention("qkv.weight", "o.weight", N, **options)
+    plain = rlx.ModelFlow("m").input("x", ("batch", "seq", H))
+    separate = {key: WEIGHTS[key] for key in (*A, *biases, "a.o.weight")}
+    want = np.asarray(rlx.compile(plain.stage(three), separate)(x=X))
+    for over in (None, mesh("tensor", 4)):
+        got = rlx.compile(plain.stage(one), weights, mesh=over)(x=X)
+        np.testing.assert_allclose(got, want, atol=3e-5 * np.abs(want).max())
