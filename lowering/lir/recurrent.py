@@ -58,7 +58,7 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
 
 
 def fits_kernels(call: Call) -> bool:
-    """Whether the kernels of `delta.py` take it: widths that are powers of two, of 16 at least."""
+    """Whether the kernels of `kernels.py` take it: widths that are powers of two, of 16 at least."""
     op, operands = call
     if not isinstance(op, GatedDeltaOp):
         return False
