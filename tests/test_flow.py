@@ -434,7 +434,7 @@ def test_operators_and_methods(subtests: pytest.Subtests) -> None:
             close(got[f"of {name}"], np.asarray(want(X.astype(np.float64))), 1e-5)
 
 
-SLICES = [
+SLICES: list[Any] = [
     slice(1, None), slice(None, 5), slice(2, 5), slice(-3, None), slice(1, -1), slice(None, None, -2),
     slice(None, None, 3), slice(-4, -1), slice(4, 1, -1), slice(None, -2), -1, 0,
 ]  # fmt: skip

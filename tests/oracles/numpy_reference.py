@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from tests.oracles.op_formulas import UNARY_REFERENCE, erf  # noqa: F401 -- a formula of many references
+from tests.oracles.op_formulas import UNARY_REFERENCE
 
 Array = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
