@@ -263,7 +263,7 @@ class Qwen35MtpHead(Hir):
         e, d, f = self.n_embd, self.head_dim, self.n_ff
         q, kv = self.heads * d, self.kv_heads * d
         return (
-            f"h_pre_norm[B,S,{e}] input_ids[B,S] cos sin last_token_idx[B] embed_w[V,{e}] hnorm_w[{e}] hnorm_b[{e}] "
+            f"h_pre_norm[_,S,{e}] input_ids[_,S] cos sin last_token_idx[_] embed_w[V,{e}] hnorm_w[{e}] hnorm_b[{e}] "
             f"enorm_w[{e}] enorm_b[{e}] eh_w[{2 * e},{e}] attn_norm_w[{e}] attn_norm_b[{e}] q_gate_w[{e},{2 * q}] "
             f"k_w[{e},{kv}] v_w[{e},{kv}] q_norm_w[{d}] q_norm_b[{d}] k_norm_w[{d}] k_norm_b[{d}] o_w[{q},{e}] "
             f"post_norm_w[{e}] post_norm_b[{e}] gate_w[{e},{f}] up_w[{e},{f}] down_w[{f},{e}] head_norm_w[{e}] "
@@ -274,10 +274,11 @@ class Qwen35MtpHead(Hir):
         check_heads(self.heads, self.kv_heads)
         if self.n_rot % 2 or not 2 <= self.n_rot <= self.head_dim:
             raise GraphError(f"qwen35_mtp_head: n_rot is even and at most head_dim {self.head_dim}, got {self.n_rot}")
-        if not is_static(operands[0].shape[0]):
+        h, ids, last = operands[0], operands[1], operands[4]
+        if not is_static(h.shape[0]) or not h.shape[0] == ids.shape[0] == last.shape[0]:
             raise ShapeError(
-                f"qwen35_mtp_head: h_pre_norm is {operands[0]}; expected a number of rows that is known: give the "
-                "batch as a number"
+                f"qwen35_mtp_head: h_pre_norm is {h}, input_ids {ids} and last_token_idx {last}; expected one "
+                "number of rows that is known: give the batch as a number"
             ).of(0)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
