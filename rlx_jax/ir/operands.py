@@ -53,7 +53,9 @@ class Operand:
         """Return it as messages show it, attributes of the op as numbers."""
         kind = KINDS[self.kind][0] if self.kind in KINDS else self.kind or ""
         kind = kind if self.kind in (None, *KINDS, *DTYPE_NAMES) else f"of the dtype of {kind}"
-        sizes = [str(getattr(op, d.rstrip("?"))) if d[0].islower() else d.rstrip("!") for d in self.sizes]
+        sizes = [
+            str(getattr(op, d.rstrip("?"))) if d[0].islower() else d.replace("!", " (a number)") for d in self.sizes
+        ]
         return " ".join(part for part in (self.name, kind, f"[{', '.join(sizes)}]" * (self.dims is not None)) if part)
 
 
