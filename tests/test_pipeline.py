@@ -71,10 +71,11 @@ def test_every_pass_of_a_program_is_timed_counted_and_printed() -> None:
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_each_pass_can_be_switched_off(name: str) -> None:
     """By its name; the numbers stay."""
-    x = np.ones((2, 8), "f4")
+    x = np.ones((2, 8))
     model = compiled(disable=[name])
     assert name not in model.report().nodes
-    np.testing.assert_allclose(model(x), compiled()(x), rtol=1e-6, atol=1e-6)
+    q, k, v = (x @ W[n].T.astype("f8") for n in "qkv")
+    np.testing.assert_allclose(model(x), np.tanh(q) * k + v, rtol=1e-5, atol=1e-5)
 
 
 WRONG = {

@@ -117,8 +117,7 @@ def test_explicit_counts_kept_keys() -> None:
     assert_close(np.asarray(step(ids[:, 4:], mask=mask, **padded)["logits"])[0], want[4:])
 
 
-@pytest.mark.parametrize("kind", ["alibi", "learned"])
-def test_an_encoder_packs_and_pads(kind: str) -> None:
+def test_an_encoder_packs_and_pads(kind: str = "learned") -> None:
     """Texts in one row, and rows that are padded: positions are those in a text."""
     bias, added = BIASES[kind]
     texts = [RNG.integers(0, VOCAB, n).tolist() for n in (3, 7, 1, 5)]

@@ -217,7 +217,7 @@ def test_weights_of_a_narrow_checkpoint() -> None:
     assert relative(bf16(IDS), keep(IDS)) < 2e-6
 
 
-@pytest.mark.parametrize(("kv", "compute"), [("bf16", "f32"), ("f32", "bf16"), ("f16", "f32")])
+@pytest.mark.parametrize(("kv", "compute"), [("f32", "bf16"), ("f16", "f32")])
 def test_kv(kv: str, compute: str) -> None:
     """The dtype of the cache, whatever the program computes in."""
     model = llama("extend", precision={"kv": kv, "compute": compute})
