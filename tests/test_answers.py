@@ -15,7 +15,6 @@ from tests.oracles import checkpoints, numpy_reference
 from tests.oracles.numpy_reference import Weights
 
 TIED = checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
-V = 389
 SAMPLER = rlx.Sampler(0.8, top_k=30, repetition_penalty=1.3, logit_bias={7: 2.0, 9: -np.inf})
 PROMPTS = [[5, 6, 7, 8, 9], [11]]
 

@@ -225,18 +225,6 @@ def test_a_tokenizer_of_transformers(chat: Any) -> None:
 # -- the cached programs -----------------------------------------------------------------------
 
 
-def test_decoding_by_hand(plain: Case) -> None:
-    """Prefill and one-token extends, the argmax fed back, give what `generate` gives."""
-    logits, state = plain.lm.prefill(plain.record["ragged_tokens"], plain.record["ragged_lengths"], max_len=40)
-    last = np.asarray(logits)[np.arange(3), plain.record["ragged_lengths"] - 1].argmax(-1)
-    out = [last]
-    for _ in range(23):
-        logits, state = plain.lm.extend(state, last[:, None].astype(np.int32))
-        last = np.asarray(logits)[:, 0].argmax(-1)
-        out.append(last)
-    assert np.stack(out, axis=1).tolist() == plain.greedy
-
-
 # -- errors ------------------------------------------------------------------------------------
 
 

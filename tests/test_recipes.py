@@ -14,7 +14,6 @@ from rlx_jax import blocks, errors
 from rlx_jax.blocks import BlockStage, LlamaDecoderSpec
 from rlx_jax.models.bert import BertConfig
 from rlx_jax.models.hooks import LayerContext
-from rlx_jax.models.llama import LlamaConfig
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -24,7 +23,6 @@ TIED = checkpoints.FIXTURES / "llama" / "mha_tied_sparse"
 SINGLE = checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
 BERT = checkpoints.FIXTURES / "bert" / "masked_lm_v4"
 LAYERS = 3
-CONFIG = LlamaConfig(17, 8, 12, 2, 2, 1, 4, (1.0, 0.1))
 NAMES = [f"hidden.{i}" for i in range(LAYERS + 1)]
 
 

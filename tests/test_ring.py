@@ -15,7 +15,7 @@ from rlx_jax.blocks import LlamaDecoderSpec, RopeTables, llama_prefill_layer_fus
 from rlx_jax.ir.ops.attention import AttentionOp, RingStep
 from rlx_jax.models.llama import LlamaConfig, weight_specs
 
-HEADS, KV, DIM, VOCAB, CONTEXT = 4, 2, 4, 19, 24
+HEADS, KV, DIM, VOCAB = 4, 2, 4, 19
 CONFIG = {
     "vocab_size": VOCAB, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3, "hidden_act": "silu",
     "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": DIM, "max_position_embeddings": 64,
