@@ -14,7 +14,7 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
-from rlx_jax.ir.param import Parts
+from rlx_jax.ir.param import Parts, Role
 from rlx_jax.ir.types import DimLike
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -79,10 +79,13 @@ class GatedDeltaNet:
         x, s = emit.require(value, "GatedDeltaNet"), self.spec
         heads, mixed = (s.value_heads,), sum(s.widths)
         with emit.scope(self.prefix.rpartition(".")[2] or "linear_attn"):
-            columns = {"qkv": mixed, "z": s.widths[2], "b": s.value_heads, "a": s.value_heads}
+            columns: dict[str, tuple[int, Role]] = {
+                "qkv": (mixed, s.mixed), "z": (s.widths[2], "heads"), "b": (s.value_heads, "heads"),
+                "a": (s.value_heads, "heads"),
+            }  # fmt: skip
             packed, z, b, a = (
                 dense(emit, self.prefix, f"in_proj_{name}", x, (role, "hidden"), wide, bias=False)
-                for (name, wide), role in zip(columns.items(), (s.mixed, "heads", "heads", "heads"), strict=True)
+                for name, (wide, role) in columns.items()
             )
             with emit.scope("conv1d"):
                 w = emit.param(f"{self.prefix}.conv1d.weight", (mixed, 1, s.kernel), (s.mixed, None, None))

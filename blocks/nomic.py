@@ -16,7 +16,7 @@ from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
-from rlx_jax.trace.weight_part import WeightPart
+from rlx_jax.trace.weight_part import WeightKey, WeightPart
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class NomicSelector:
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
         with emit.scope("selector"):
-            weights, biases = (
-                (f"{p}.attn.Wq.{kind}", *WeightPart.split(f"{p}.attn.Wkv.{kind}", 2)) for kind in ("weight", "bias")
-            )
+            weights: list[WeightKey] = [f"{p}.attn.Wq.weight", *WeightPart.split(f"{p}.attn.Wkv.weight", 2)]
+            biases: list[WeightKey] = [f"{p}.attn.Wq.bias", *WeightPart.split(f"{p}.attn.Wkv.bias", 2)]
             out = f"{p}.attn.out_proj"
             pooled = read_by_query(emit, x, f"{p}.attn.latent", weights, biases, out, self.num_heads)
             normed = emit.layer_norm(pooled, *pair(f"{p}.norm1"), self.eps)
-            weights, biases = zip(*(pair(f"{p}.mlp.{name}") for name in ("fc12", "fc11", "fc2")), strict=True)
-            return x + SwiGlu(*weights, biases, self.inner).emit(emit, normed)
+            gate, up, down = (pair(f"{p}.mlp.{name}") for name in ("fc12", "fc11", "fc2"))
+            mlp = SwiGlu(gate[0], up[0], down[0], (gate[1], up[1], down[1]), self.inner)
+            return x + mlp.emit(emit, normed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -328,10 +329,15 @@ class AttentionPool:
             return emit.first_token(pooled + mlp.emit(emit, normed))
 
 
-Keys = tuple[WeightKey, ...]
-
-
-def read_by_query(emit: Emit, x: FlowValue, query: str, weights: Keys, biases: Keys, out: str, heads: int) -> FlowValue:
+def read_by_query(
+    emit: Emit,
+    x: FlowValue,
+    query: str,
+    weights: Iterable[WeightKey],
+    biases: Iterable[WeightKey],
+    out: str,
+    heads: int,
+) -> FlowValue:
     """What a learned query, the weight `query` `[1, 1, H]`, reads of all tokens: `[B,S,H]` → `[B,1,H]`."""
     hidden = int(x.type.shape[-1])
     head_width(query, hidden, heads)

@@ -149,7 +149,7 @@ R = TypeVar("R")
 def of_kind(method: Callable[Concatenate[Any, str, P], R], kind: str, doc: str) -> Callable[Concatenate[Any, P], R]:
     """Return the builder that is `method` for one kind: `add(a, b)` is `binary("add", a, b)`."""
 
-    def call(m: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(m: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(m, kind, *args, **kwargs)
 
     call.__doc__, call.of = doc, (method, (kind,))  # type: ignore[attr-defined]  # functions take attributes
