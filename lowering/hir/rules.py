@@ -18,12 +18,12 @@ from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
 from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import Path, path_text
-from rlx_jax.ir.plugins import derive_rule
+from rlx_jax.ir.plugins import derive_rule, is_ours
 from rlx_jax.ir.types import TensorType, symbol
 from rlx_jax.lowering.hir import rows
 from rlx_jax.lowering.hir.explicit import Behind
 from rlx_jax.lowering.hir.rows import TokenMask
-from rlx_jax.lowering.hir.trials import is_foreign, pieces_differ, prove
+from rlx_jax.lowering.hir.trials import pieces_differ, prove
 
 I32 = np.dtype(np.int32)
 PER_ROW = TensorType((symbol("batch"),), I32)
@@ -180,7 +180,7 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
     block: Any = node.op  # what `hir.CarriesState` says
     from_the_left(d, b, node, inputs)
     operands = tuple(b.type(v) for v in inputs)
-    if is_foreign(block) and (reason := d.types.ask(pieces_differ, block, operands)):
+    if not is_ours(type(block)) and (reason := d.types.ask(pieces_differ, block, operands)):
         raise DeriveError(f"{block.text()} carries a state, and {reason}: {d.program} would give other numbers")
     slots = block.slots(*operands)
     if d.behind is not None:

@@ -175,11 +175,6 @@ PIECES = ((3, (3, 2)), (1, (1, 1)), (2, (1, 2)))
 """The width of each piece, and how many of its tokens each row has."""
 
 
-def is_foreign(op: Any) -> bool:
-    """Whether it is a plugin's."""
-    return not is_ours(type(op))
-
-
 def try_blocks(graph: Graph, types: TypeCache, is_carried: Callable[[Op], bool]) -> None:
     """Try together those that carry a state, as far as it is not known of them yet."""
     try_together(
@@ -187,7 +182,7 @@ def try_blocks(graph: Graph, types: TypeCache, is_carried: Callable[[Op], bool])
         types,
         pieces_differ,
         _tried_in_pieces,
-        lambda node, _: is_carried(node.op) and is_foreign(node.op),
+        lambda node, _: is_carried(node.op) and not is_ours(type(node.op)),
     )
 
 
