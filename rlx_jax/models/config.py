@@ -172,26 +172,24 @@ class Fields:
         value = self.values.get(name)
         return default if value is None else value
 
-    def _given(self, name: str, default: Any) -> Any:
-        """As `raw`, but null is only a value where the reference writes it."""
+    def _given(self, name: str, default: Any, kind: str) -> Any:
+        """As `raw`, but null is only a value where the reference writes it, and there has to be one."""
         if name in self.values and self.values[name] is None and name not in NULLABLE:
             raise self.wrong(name, "a value", "null")
-        return self.raw(name, default)
+        value = self.raw(name, default)
+        if value is None:
+            near = did_you_mean(name, [str(k) for k in self.values if k not in self.seen], alike=0.85)
+            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected {kind}{near}")
+        return value
 
     def wrong(self, name: str, expected: str, value: Any) -> ConfigError:
         """The error of a field with another value than those that are `expected`."""
         text = value if value == "null" else quote(value)
         return ConfigError(f"{self.where}: field {quote(name)} is {text}; expected {expected}")
 
-    def _near(self, name: str) -> str:
-        """A field that nobody asked for, if it may be a misspelt `name`."""
-        return did_you_mean(name, [str(k) for k in self.values if k not in self.seen], alike=0.85)
-
     def whole(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:
         """An integer in `[low, high]`."""
-        value = self._given(name, default)
-        if value is None:
-            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected an integer{self._near(name)}")
+        value = self._given(name, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(name, "an integer", value)
         if value < low:
@@ -208,7 +206,7 @@ class Fields:
 
     def pair(self, name: str, default: int | None = None, high: int = 2**16) -> tuple[int, int]:
         """Height and width: one integer in `[1, high]` for both, or a list of two."""
-        value = self._given(name, default)
+        value = self._given(name, default, "an integer")
         if not isinstance(value, list | tuple):
             side = self.whole(name, default, high=high)
             return side, side
@@ -219,9 +217,7 @@ class Fields:
 
     def real(self, name: str, default: float | None = None, low: float = 0.0, above: bool = True) -> float:
         """A finite number over `low`, or from `low` on if not `above`."""
-        value = self._given(name, default)
-        if value is None:
-            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected a number{self._near(name)}")
+        value = self._given(name, default, "a number")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.wrong(name, "a finite number", value)
         if value < low or (above and value == low):
@@ -236,14 +232,14 @@ class Fields:
 
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""
-        value = self._given(name, default)
+        value = self._given(name, default, "true or false")
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false", value)
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
         """A string."""
-        value = self._given(name, default)
+        value = self._given(name, default, "a string")
         if not isinstance(value, str):
             raise self.wrong(name, "a string", value)
         return value
