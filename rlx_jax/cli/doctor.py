@@ -30,7 +30,10 @@ def doctor(args: argparse.Namespace, session: Session) -> Iterator[str]:
         for d in jax.devices()
     ]
     lacking = {extra: [n for n in names if installed(n) is None] for extra, names in extras.items()}
-    advice = [*accelerator_advice(), *(base_advice(name) for name in base if installed(name) is None)]
+    advice = [
+        *accelerator_advice(),
+        *(f"{name} is missing: pip install {name}" for name in base if installed(name) is None),
+    ]
     if args.json:
         yield as_line({"versions": versions, "devices": devices, "missing": lacking, "advice": advice})
         return
@@ -80,11 +83,6 @@ def accelerator_advice() -> list[str]:
     if glob.glob("/dev/accel[0-9]*"):
         return ["This machine has a TPU, and JAX runs on the CPU: pip install 'jax[tpu]'"]
     return []
-
-
-def base_advice(name: str) -> str:
-    """How to get a package that is needed."""
-    return f"{name} is missing: pip install {name}"
 
 
 DOCTOR = Command("doctor", "what is installed, and what is missing", add_json, doctor)

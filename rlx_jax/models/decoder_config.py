@@ -93,7 +93,8 @@ def layer_of(config: DecoderConfig, *, window: int | None = None, **differences:
     c, turned = config, 2 * len(config.inv_freq)
     return LayerSpec(
         num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
-        mask=mask_of(window), intermediate_size=c.intermediate_size,
+        mask=MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window),
+        intermediate_size=c.intermediate_size,
         **{"n_rot": None if turned == c.head_dim else turned} | differences,
     )  # fmt: skip
 
@@ -219,11 +220,6 @@ def layer_windows(c: Fields, layers: int, window: int | None, sliding: Callable[
 def window_at(windows: Windows, index: int) -> int | None:
     """How many keys layer `index` reads, None for all."""
     return windows[index] if windows else None
-
-
-def mask_of(window: int | None) -> MaskKind:
-    """Causal, within `window` keys if there is one."""
-    return MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
 
 
 def rope_of(
