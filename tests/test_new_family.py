@@ -132,7 +132,7 @@ def test_a_row_in_the_table_is_all_that_loading_needs(tmp_path: Path, monkeypatc
     "changes, error, text",
     [
         ({"head_dim": 5}, ConfigError, "head_dim is 5; rotary embeddings need an even one"),
-        ({"cap": 0}, ConfigError, "field 'cap' is 0; expected over 0"),
+        ({"cap": 0}, ConfigError, "field 'cap' is '0'; expected over 0"),
         ({"hidden_act": "relu"}, UnsupportedError, "field 'hidden_act' is 'relu'; supported are silu, swish"),
         ({"residual_multiplier": 0.2}, UnsupportedError, "field 'residual_multiplier' is '0.2'; it may change"),
     ],

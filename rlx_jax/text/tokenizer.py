@@ -223,15 +223,10 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     folder = Folder.at(directory)
     _bring(folder)
     where = folder.where(TOKENIZER)
-    raw = folder.read(TOKENIZER, MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES", TokenizerError)
-    if raw is None:
+    found = _read_document(folder, where)
+    if found is None:
         return None
-    document = parse(raw, where, TokenizerError, MAX_TOKENIZER_VALUES, "MAX_TOKENIZER_VALUES")
-    if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
-        raise TokenizerError(f"{where}: expected an object with an object 'model'")
-    if document["model"].get("dropout"):
-        raise UnsupportedError(f"{where}: model.dropout makes a text's tokens random; set it to null")
-    refuse_panics(document, where)
+    raw, document = found
     # The native object parses the file again; until then, its large part need not stay.
     by_place = isinstance(document.pop("model").get("vocab"), list)
     native = _guard(lambda: _native_tokenizer(raw), where)
@@ -264,6 +259,20 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         chat_templates=load_templates(folder, settings, tokenizer_config.where),
         _native=native,
     )
+
+
+def _read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] | None:
+    """The bytes of `tokenizer.json` and what they say, after it was checked; None if there is no such file."""
+    raw = folder.read(TOKENIZER, MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES", TokenizerError)
+    if raw is None:
+        return None
+    document = parse(raw, where, TokenizerError, MAX_TOKENIZER_VALUES, "MAX_TOKENIZER_VALUES")
+    if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
+        raise TokenizerError(f"{where}: expected an object with an object 'model'")
+    if document["model"].get("dropout"):
+        raise UnsupportedError(f"{where}: model.dropout makes a text's tokens random; set it to null")
+    refuse_panics(document, where)
+    return raw, document
 
 
 def _bring(folder: Folder) -> None:
