@@ -25,15 +25,7 @@ from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.compiler.meshes import divide_model
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.compiler.settings import choose_settings
-from rlx_jax.errors import (
-    GraphError,
-    RlxError,
-    ShapeError,
-    UnsupportedError,
-    did_you_mean,
-    quote,
-    shown,
-)
+from rlx_jax.errors import GraphError, RlxError, ShapeError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.flow_outputs import FlowOutputs, names_of
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.extensions import FlowExtensionPlan
