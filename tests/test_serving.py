@@ -192,7 +192,7 @@ def test_warm_up_runs_what_any_request_needs(
     prompt: list[int], batch: list[int], context: list[int], new: int, data: st.DataObject
 ) -> None:
     """Whatever the buckets; requests that no cache of theirs holds are refused, all others find their programs."""
-    buckets = Buckets(prompt, batch, context, "error")
+    buckets = Buckets(tuple(prompt), tuple(batch), tuple(context), "error")
     try:
         check_buckets(buckets, 64)
     except errors.ProfileError:

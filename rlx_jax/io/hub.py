@@ -200,7 +200,9 @@ class Snapshot:
         with typed(where, self.remote):
             from huggingface_hub import hf_hub_download
 
-            if os.path.lexists(path):  # cut after it was fetched; huggingface_hub would take it as it is
+            # Cut after it was fetched: huggingface_hub would take it as it is. One that is whole now came from another
+            # thread or process, which may be reading it.
+            if os.path.lexists(path) and not self.is_here(name):
                 _remove(path)
             hf_hub_download(
                 self.name, name, revision=self.commit, cache_dir=self.remote.cache, endpoint=self.remote.endpoint,
