@@ -328,7 +328,7 @@ def test_live_greedy(live: tuple[Path, Any, int]) -> None:
     """16 greedy tokens of a ragged batch of 3, past every window, equal those of `transformers`, row by row."""
     directory, model, seed = live
     count = 16
-    prompts, tokens = hugging_face.clear_prompts(model, [5, 2, 9], count, seed, distinct=4)
+    prompts, tokens = hugging_face.clear_prompts(model, [5, 2, 9], count, seed, distinct=3)
     assert loaded(directory).generate(prompts, max_new_tokens=count) == tokens
 
 
