@@ -128,7 +128,7 @@ class CausalLM(OpenedModel):
                 `lengths`. Positions count valid tokens.
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each of the tokens.
         """
-        self._warn_of_captures("logits")
+        self._warn_of_captures()
         return logits_of(self._lm, tokens, lengths, attention_mask, inputs)
 
     @suggests()
@@ -144,7 +144,7 @@ class CausalLM(OpenedModel):
             attention_mask: as in `logits`, for rows padded on the left.
             inputs: as in `logits`; what is computed of them alone is kept in the state, and `extend` needs none.
         """
-        self._warn_of_captures("prefill")
+        self._warn_of_captures()
         return prefill(self._lm, tokens, lengths, max_len, logits, attention_mask, inputs)
 
     @suggests()
@@ -181,11 +181,11 @@ class CausalLM(OpenedModel):
         """
         return capture(self._lm, prompts, inputs)
 
-    def _warn_of_captures(self, what: str) -> None:
+    def _warn_of_captures(self, stacklevel: int = 4) -> None:
         """Warn that requests return no captures, once."""
         if self._captures:
-            told = f"{what} returns nothing of what the flow captures, {listing(self._captures, 4)}"
-            warnings.warn(f"{told}: lm.capture(prompts) returns it", RlxWarning, stacklevel=4)
+            told = f"nothing is returned of what the flow captures, {listing(self._captures, 4)}"
+            warnings.warn(f"{told}: lm.capture(prompts) returns it", RlxWarning, stacklevel=stacklevel)
         self._captures = ()
 
     # -- generation --------------------------------------------------------------------------
@@ -239,7 +239,6 @@ class CausalLM(OpenedModel):
             RequestError: see `rlx_jax.errors`.
             NumericsError: logits of a row are not finite. The other rows were generated, and are in its `outputs`.
         """
-        self._warn_of_captures("generate")
         if attention_mask is not None:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:length].tolist() for row, length in zip(block, lengths, strict=True)]
@@ -263,7 +262,6 @@ class CausalLM(OpenedModel):
             RequestError: `n` or `logprobs` are given, which pieces of one answer have no place for. Others as
                 `generate`.
         """
-        self._warn_of_captures("stream")
         refuse_in_stream("stream", n, logprobs)
         asked = split_prompts(prompt)
         if not asked.single:
@@ -345,7 +343,6 @@ class CausalLM(OpenedModel):
         Raises:
             RequestError, TokenizerError, LimitError: as `apply_chat_template` and `generate`.
         """
-        self._warn_of_captures("chat")
         if not isinstance(stream, bool):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
         if stream:
@@ -443,8 +440,11 @@ class CausalLM(OpenedModel):
     ) -> tuple[Request, NewTokens]:  # fmt: skip
         """A checked request, and where its new tokens go; nothing has run yet. `options`: the fields of a sampler, and
         as in `check_request`."""
+        if self._captures:
+            self._warn_of_captures(5)
         chosen = one_sampler(sampler, {name: options.pop(name) for name in SAMPLING if name in options})
-        drafter = self._drafter(speculative, draft_tokens)
+        drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
+        drafter = self._drafter(speculative, draft_tokens) if drafts else None
         request = check_request(self._lm, prompts, max_new_tokens, chosen, stop, seed, drafter=drafter, **options)
         new = NewTokens([[] for _ in range(len(request.rows) * (request.n or 1))])
         self._last = request, new

@@ -229,6 +229,7 @@ class Sampling(TypedDict, total=False):
 SAMPLING = tuple(f.name for f in fields(Sampler))
 OPTIONS: dict[str, SamplerOption] = {f.name: f.metadata["option"] for f in fields(Sampler) if f.metadata}
 """The fields that the command line has: all but the bias."""
+GREEDY = Sampler()
 
 
 def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
@@ -242,7 +243,7 @@ def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
         raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
     if sampler is not None and sampling:
         raise RequestError(f"sampler= and {listing(sampling)} say how to choose tokens; give one of them")
-    chosen: Sampler = sampler or Sampler(**sampling)
+    chosen: Sampler = sampler or (Sampler(**sampling) if sampling else GREEDY)
     filters = [name for name, rule in OPTIONS.items() if rule.draws and sampling.get(name) is not None]
     if filters and not chosen.temperature:
         raise RequestError(
