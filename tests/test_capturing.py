@@ -141,7 +141,7 @@ def test_requests_that_return_no_captures_warn_once() -> None:
         "logits": lambda lm: lm.logits([[1, 2]]), "prefill": lambda lm: lm.prefill([[1, 2]]),
         "generate": lambda lm: lm.generate([[1, 2]], max_new_tokens=1),
     }  # fmt: skip
-    for name, request in requests.items():
+    for request in requests.values():
         lm: Any = rlx.CausalLM(llama().model)
         with pytest.warns(errors.RlxWarning, match="^nothing is returned of .*'layers.0'.*lm.capture") as told:
             request(lm)
