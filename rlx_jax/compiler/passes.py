@@ -115,11 +115,6 @@ def over_devices(job: Job) -> Any:
     return job.settings.division
 
 
-def few_tokens(job: Job) -> bool:
-    """For programs whose kernels are as short as their launch; a prompt's are not."""
-    return job.settings.merge and job.program in ("extend", "verify")
-
-
 def unless(value: Any, default: Any) -> Any:
     """A setting that is not its default; for that, the pass does not run."""
     return None if value == default else value

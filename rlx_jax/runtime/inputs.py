@@ -34,6 +34,7 @@ from rlx_jax.ir.types import MAX_DIM, TensorType, bound, check_elements, is_floa
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.program import InputDecl
 from rlx_jax.runtime.arguments import refuse_consumed
+from rlx_jax.trace.checks import check_count
 
 IN_HOST_MEMORY = ("cpu",)
 """Platforms whose arrays NumPy reads without a copy."""
@@ -425,7 +426,9 @@ def random_key(what: str, seed: Any) -> jax.Array:
 
 
 def whole_number(name: str, value: Any, low: int) -> int:
-    """An integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
-        raise RequestError(f"{name} is {shown(value)}; expected an integer of at least {low}")
-    return int(value)
+    """Return an integer of at least `low` that a request gave.
+
+    Raises:
+        RequestError: it is none.
+    """
+    return check_count(value, name, low, RequestError)
