@@ -122,7 +122,7 @@ def test_killed_during_a_save(tmp_path: Path, rounds: int) -> None:
                 for process in range(2):
                     half = digest(state, jax.devices()[4 * process : 4 * process + 4])
                     assert state["step"] == step and half == told[process, step], f"step {step} is not right"
-    assert newest > rounds
+    assert newest >= rounds  # a step starts when the save before the last one is whole
 
 
 # -- what they say -----------------------------------------------------------------------------

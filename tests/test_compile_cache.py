@@ -421,14 +421,14 @@ def test_writers_that_are_killed(tmp_path: Path) -> None:
 import itertools
 from rlx_jax.io.entries import EntryStore
 store = EntryStore({str(tmp_path / "cache")!r}, 10**8)
-print("ready", flush=True)
 for i in itertools.count():
     store.write("0" * 64, bytes([i % 256]) * 2_000_000)
+    print("written", flush=True)
 """
     store = EntryStore(str(tmp_path / "cache"), 10**8)
     for number in range(3):
         with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            assert process.stdout is not None and process.stdout.readline() == "written\n"
             time.sleep(0.05 + number / 200)
             process.send_signal(signal.SIGKILL)
         payload = store.read(KEY)

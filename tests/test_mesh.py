@@ -287,7 +287,7 @@ def test_an_encoder_sends_two_sums_a_layer() -> None:
 def test_blocks_with_a_state(family: str, devices: int, sums: int, whole: list[str]) -> None:
     """What a checkpoint stores as one is divided part by part, and so are convolutions and their states: as few sums as
     of attention, and nothing is brought together for a step but logits."""
-    ours, want = lm(family, "tensor", devices), logits(family)
+    ours, want = rlx.CausalLM(recipe(family), weights(family), mesh=mesh("tensor", devices)), logits(family)
     first, state = ours.prefill(IDS[:, :9])
     assert_close(first, want[:, :9], tolerance=2 * TOLERANCE)
     for at in (9, 10):
