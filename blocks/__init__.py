@@ -164,9 +164,10 @@ from rlx_jax.trace.frequencies import yarn_scaling as yarn_scaling
 from rlx_jax.trace.weight_part import WeightPart as WeightPart
 from rlx_jax.trace.weight_part import WeightStack as WeightStack
 
+# The first name of LayerSpec.
 DecoderLayerSpec = LayerSpec
-"""The first name of LayerSpec."""
 
+# Every stage.
 FlowStage = (
     Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm
     | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | SelfAttention | Custom
@@ -179,4 +180,3 @@ FlowStage = (
     | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan | Mamba2Mixer | MoeFfn | Recurrent
     | CausalWindow | MtpMerge | BlockAsLayer | Multiply
 )  # fmt: skip
-"""Every stage."""

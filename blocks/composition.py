@@ -9,8 +9,8 @@ from functools import partial
 
 from rlx_jax.blocks.control import BlockStage, Repeat, Sequence
 
+# The stage of a layer, from its name and its number among the layers of that name.
 Build = Callable[[str, int], BlockStage]
-"""The stage of a layer, from its name and its number among the layers of that name."""
 
 
 def structural_hash(composition: LayerComposition) -> int:

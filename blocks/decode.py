@@ -24,8 +24,8 @@ from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.flow_state import DecodeBindings
 
+# The inputs that may hold rope tables.
 TABLES = {"rope_cos", "rope_sin"}
-"""The inputs that may hold rope tables."""
 
 # -- the inputs ----------------------------------------------------------------------------------
 

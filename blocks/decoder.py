@@ -20,11 +20,11 @@ from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey
 
+# What `LlamaDecoderBlock` has of a layer, and what only its stages read.
 IN_BLOCK = frozenset(
     "num_heads num_kv_heads head_dim eps mask mask_input rope_theta qkv_bias output_bias mlp_bias hidden_shape "
     "use_custom_mask intermediate_size".split()
 )
-"""What `LlamaDecoderBlock` has of a layer, and what only its stages read."""
 
 # -- from small stages ---------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class AttentionKeys:
     norm: str
 
 
+# The keys by style.
 STYLES: dict[str, AttentionKeys] = {
     "bert": AttentionKeys(
         "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
@@ -35,7 +36,6 @@ STYLES: dict[str, AttentionKeys] = {
         "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o", "attention.LayerNorm"
     ),
 }  # fmt: skip
-"""The keys by style."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ def mlp_prefix(prefix: str) -> str:
     return prefix if prefix.split(".")[-1] == "mlp" else f"{prefix}.mlp"
 
 
+# What the axes of the first and of the last weights are.
 INTO, OUT_OF = ("ffn", "hidden"), ("hidden", "ffn")
-"""What the axes of the first and of the last weights are."""
 
+# Of gate, up and down.
 Keys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
-"""Of gate, up and down."""
 
 
 def mlp_keys(prefix: str, kind: str = "weight") -> tuple[str, str, str]:

@@ -20,19 +20,19 @@ from rlx_jax.errors import ShapeError
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
 
+# Registers: the embedding of time and guidance `[B, H]`; the tables of the joint sequence `[1, T+I, D/2]`.
 TEMB, COS, SIN = "flux2.temb", "flux2.cos", "flux2.sin"
-"""Registers: the embedding of time and guidance `[B, H]`; the tables of the joint sequence `[1, T+I, D/2]`."""
 
+# The keys of the modulations, and how many vectors `[B, 1, H]` each gives; register `flux2.{name}.{i}`.
 MODULATIONS = {
     "double_img": ("double_stream_modulation_img", 6),
     "double_txt": ("double_stream_modulation_txt", 6),
     "single": ("single_stream_modulation", 3),
 }
-"""The keys of the modulations, and how many vectors `[B, 1, H]` each gives; register `flux2.{name}.{i}`."""
 
+# What the axes of weights are.
 HEADS_IN, HEADS_OUT = ("heads", "hidden"), ("hidden", "heads")
 FROM_HIDDEN = (None, "hidden")
-"""What the axes of weights are."""
 
 
 @dataclass(frozen=True, kw_only=True)

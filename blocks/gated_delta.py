@@ -19,8 +19,8 @@ from rlx_jax.ir.types import DimLike
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 
+# What is added to the sum of squares of a query or key head before its root.
 UNIT = 1e-6
-"""What is added to the sum of squares of a query or key head before its root."""
 
 
 @dataclass(frozen=True, kw_only=True)

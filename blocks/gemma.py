@@ -25,12 +25,12 @@ class GemmaStyle(Enum):
     GEMMA4 = "gemma4"
 
 
+# The norms of a layer by its style.
 NORMS = {
     GemmaStyle.GEMMA: LayerNorms(),
     GemmaStyle.GEMMA2: LayerNorms.around_both(),
     GemmaStyle.GEMMA3: LayerNorms.around_both(),
 }
-"""The norms of a layer by its style."""
 
 
 def gemma_layer_spec(style: GemmaStyle, layer: LayerSpec) -> LayerSpec:

@@ -15,13 +15,13 @@ from rlx_jax.ir.param import Parts, Role
 from rlx_jax.ir.types import DimLike
 from rlx_jax.trace.weight_part import WeightKey, WeightPart
 
+# The MLP by the activation of its gate.
 GATES: dict[str, type[SwiGlu]] = {"silu": SwiGlu, "gelu_tanh": GeGlu}
-"""The MLP by the activation of its gate."""
 
 QK_NORMS = (None, "heads", "width")
 
+# Of the input `[B, S, H]` of a layer, to be checked; None is any size.
 HiddenShape = tuple[int | str | None, ...] | None
-"""Of the input `[B, S, H]` of a layer, to be checked; None is any size."""
 
 QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
 

@@ -17,8 +17,8 @@ from rlx_jax.trace.checks import weight_of_linear
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey
 
+# What the axes of tables are.
 TABLE, HEAD = ("embedding", "hidden"), ("vocab", "hidden")
-"""What the axes of tables are."""
 
 
 @dataclass(frozen=True)

@@ -68,27 +68,27 @@ class ExpertKeys:
         return (*WeightPart.split(gate, 2, axis, self.interleaved), down) if gate == up else (gate, up, down)
 
 
+# As Mixtral's checkpoints have it; `ExpertKeys()` is what most others have.
 MIXTRAL_KEYS = ExpertKeys(
     "block_sparse_moe.gate.weight",
     "block_sparse_moe.experts.{}.w1.weight",
     "block_sparse_moe.experts.{}.w3.weight",
     "block_sparse_moe.experts.{}.w2.weight",
 )
-"""As Mixtral's checkpoints have it; `ExpertKeys()` is what most others have."""
 
+# As transformers 5 holds experts in memory, and saves them where it is told to keep them so.
 STACKED_KEYS = ExpertKeys(
     "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 )
-"""As transformers 5 holds experts in memory, and saves them where it is told to keep them so."""
 
 
+# As gpt-oss has it.
 GPT_OSS_KEYS = ExpertKeys(
     "mlp.router.weight", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj",
     router_bias="mlp.router.bias",
     biases=("mlp.experts.gate_up_proj_bias", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"),
     interleaved=True, transpose=False,
 )  # fmt: skip
-"""As gpt-oss has it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,8 +42,8 @@ class LearnedPositions:
         return emit.add_node(hir.CountedPositions(self.padding), emit.flow_input(self.ids_input))
 
 
+# The register of the bias that a RelativeBias stage makes.
 POSITION_BIAS = "position_bias"
-"""The register of the bias that a RelativeBias stage makes."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
 
+# Keys of q, k and v.
 Three = tuple[WeightKey, WeightKey, WeightKey]
-"""Keys of q, k and v."""
 
 
 @dataclass(frozen=True)

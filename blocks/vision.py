@@ -196,6 +196,7 @@ class LayerKeys:
     inner: str = ""
 
 
+# Of ViT as Hugging Face stores it, of DINOv2 as its authors do, of CLIP and SigLIP, and of Nomic's tower.
 HF_QKV = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
 VIT_KEYS = LayerKeys(
     "layernorm_before", "layernorm_after", HF_QKV, "attention.output.dense", "intermediate.dense", "output.dense"
@@ -210,7 +211,6 @@ CLIP_KEYS = LayerKeys(
 NOMIC_KEYS = LayerKeys(
     "norm1", "norm2", "attn.Wqkv", "attn.out_proj", "mlp.fc11", "mlp.fc2", gate="mlp.fc12", inner="mlp.norm"
 )
-"""Of ViT as Hugging Face stores it, of DINOv2 as its authors do, of CLIP and SigLIP, and of Nomic's tower."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Va
     return None
 
 
+# Better lowerings than `expand`, by block. Plugins have more, for blocks of their own.
 DIRECT: dict[type[Hir], LowerRule] = {
     hir.Linear: linear,
     hir.Attention: attention,
@@ -108,7 +109,6 @@ DIRECT: dict[type[Hir], LowerRule] = {
         ExpertFfn(op.activation, op.contract, biased=op.biased, clamp=op.clamp), *inputs
     ),
 }
-"""Better lowerings than `expand`, by block. Plugins have more, for blocks of their own."""
 
 
 # -- an op as a plain function -----------------------------------------------------------------

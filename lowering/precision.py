@@ -177,14 +177,14 @@ def pin_matmul(graph: Graph, precision: str, types: TypeCache) -> Graph:
     return rewrite(graph, everywhere(fn), types, "pin_matmul")
 
 
+# The dtype of each class of ops. Norms and softmax take their statistics in f32 by their own definition, so
+# `always_f16` and `auto_mixed` are the same program here.
 POLICIES: dict[str, Mapping[str, np.dtype[Any]]] = {
     "always_f16": {"compute": F16, "reduction": F16, "elementwise": F16, "movement": F16},
     "auto_mixed_conservative": {"compute": F16, "reduction": F32, "elementwise": F16, "movement": F16},
     "auto_mixed": {"compute": F16, "reduction": F16, "elementwise": F16, "movement": F16},
     "auto_mixed_bf16": {"compute": BF16, "reduction": BF16, "elementwise": BF16, "movement": BF16},
 }
-"""The dtype of each class of ops. Norms and softmax take their statistics in f32 by their own definition, so
-`always_f16` and `auto_mixed` are the same program here."""
 
 
 def mixed(graph: Graph, policy: str, types: TypeCache, classes: Mapping[str, np.dtype[Any]] | None = None) -> Graph:

@@ -22,18 +22,18 @@ from rlx_jax.errors import ProfileError, UnsupportedError, did_you_mean, quote
 
 Scalar = str | bool | int | float
 
+# Characters of one string in a profile.
 MAX_STRING = 1024
-"""Characters of one string in a profile."""
 
+# The largest size in a profile, that of a dimension.
 MAX_SIZE = 2**31 - 1
-"""The largest size in a profile, that of a dimension."""
 
 _OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 _GPU = "; did you mean 'cuda' (NVIDIA) or 'rocm' (AMD)?"
 
+# Platforms that the specification names and nothing is compiled for: an `UnsupportedError`.
 OTHER_PLATFORMS = ("metal", "mlx", "wgpu")
-"""Platforms that the specification names and nothing is compiled for: an `UnsupportedError`."""
 
 
 class At(NamedTuple):
@@ -150,8 +150,8 @@ def _field_types(table: type[Any]) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(table)}
 
 
+# Field name → resolved type of a `Table`, in the order of the dataclass.
 field_types: Callable[[Any], dict[str, Any]] = cache(_field_types)
-"""Field name → resolved type of a `Table`, in the order of the dataclass."""
 
 
 def is_table(hint: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from rlx_jax.errors import RlxWarning, listing
 from rlx_jax.profiles.check import Options, rows
 
+# Why a setting that needs something has no effect in a program without it.
 REASONS = {
     "floats": "nothing is computed in floating point",
     "float parameters": "there is no floating parameter",
@@ -22,7 +23,6 @@ REASONS = {
     "blocks": "no block has a better rule than its own expansion",
     "merged": "no two projections of one input can be merged",
 }
-"""Why a setting that needs something has no effect in a program without it."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Facts:
         return f"this model runs {', '.join(self.programs)}"
 
 
+# Why a value of a setting has nothing to act on; empty if it has.
 Idle = Callable[[Any, Facts], str]
-"""Why a value of a setting has nothing to act on; empty if it has."""
 
 
 def always(value: Any, facts: Facts) -> str:

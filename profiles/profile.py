@@ -29,14 +29,14 @@ from rlx_jax.profiles.schema import (
 )
 
 _FOLDER = files("rlx_jax.profiles")
+# Presets, a file each in this folder, with what was measured.
 PRESETS = tuple(sorted(f.name.removesuffix(".rlx.toml") for f in _FOLDER.iterdir() if f.name.endswith(".rlx.toml")))
-"""Presets, a file each in this folder, with what was measured."""
 
+# Presets of the specification whose families are not built: an `UnsupportedError`, for there is nothing to measure.
 UNMEASURED = ("llada2_diffusion", "sam2", "sam2_memory_attention", "sam3", "sam_encoder")
-"""Presets of the specification whose families are not built: an `UnsupportedError`, for there is nothing to measure."""
 
+# What `profile=` takes: a profile, the name of a preset, or the path of a file; see `CompileProfile.of`.
 ProfileLike = Union["CompileProfile", str, os.PathLike[str]]
-"""What `profile=` takes: a profile, the name of a preset, or the path of a file; see `CompileProfile.of`."""
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from rlx_jax.profiles.effects import always, needs
 __all__ = ["AttentionTable", "Backend", "Backends", "BucketTable", "Checks", "Donation", "Fusion", "Layers",
            "NumericClasses", "Passes", "Precision", "Sharding"]  # fmt: skip
 
+# Platforms, and the devices of `rlx_jax.device.DEVICES` by name.
 Target = Literal[
     "auto", "cpu", "cuda", "rocm", "tpu",
     "a100", "l4", "h100", "h200", "b200", "mi300x", "tpu_v5e", "tpu_v5p", "tpu_v6e",
 ]  # fmt: skip
-"""Platforms, and the devices of `rlx_jax.device.DEVICES` by name."""
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from typing import Any
 from rlx_jax.errors import MissingFileError, ProfileError, StorageError, quote
 from rlx_jax.profiles.check import Scalar
 
+# Bytes of one profile.
 MAX_BYTES = 64 * 1024
-"""Bytes of one profile."""
 
+# Nested brackets of a profile. The parser recurses, so this is checked before it runs.
 MAX_DEPTH = 32
-"""Nested brackets of a profile. The parser recurses, so this is checked before it runs."""
 
+# Dots in one key of a profile. The parser takes quadratic time in them, so this is checked before it runs.
 MAX_DOTS = 16
-"""Dots in one key of a profile. The parser takes quadratic time in them, so this is checked before it runs."""
 
 # What decides about nesting and dots: strings and comments (skipped), brackets, dots, and what ends a key.
 # Possessive quantifiers keep this linear. A closing run of three to five quotes is TOML's rule: up to two of

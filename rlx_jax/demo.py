@@ -35,8 +35,8 @@ QUESTIONS = (
     "What happens when two names refer to the same object?",
     "Why does my function remember its default list?",
 )
+# Of the block that is timed, and of the matrices beside it.
 ROWS, TOKENS, SIDE = 8, 128, 1024
-"""Of the block that is timed, and of the matrices beside it."""
 
 
 @dataclass(frozen=True)

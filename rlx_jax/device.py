@@ -66,12 +66,12 @@ class Device:
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
 
+# The compute capability that cuDNN's flash attention begins with.
 FLASH = (8, 0)
-"""The compute capability that cuDNN's flash attention begins with."""
 
 
+# That of an H100 and an H200.
 HOPPER = (9, 0)
-"""That of an H100 and an H200."""
 
 
 def _cudnn(capability: tuple[int, int] | None) -> Cudnn | None:
@@ -81,6 +81,7 @@ def _cudnn(capability: tuple[int, int] | None) -> Cudnn | None:
     return Cudnn(width=256) if capability == HOPPER else Cudnn()
 
 
+# Kinds, and products as their makers publish them: of a GPU the form with the most memory (SXM, 80 GB of an A100).
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -99,8 +100,8 @@ DEVICES: dict[str, Device] = {
         Device("tpu_v6e", "tpu", 32 * 10**9, 1.64e12, 918e12),
     )
 }
-"""Kinds, and products as their makers publish them: of a GPU the form with the most memory (SXM, 80 GB of an A100)."""
 
+# The words that JAX's name of a device has, by product; the first that fits.
 SEEN = {
     **{name: (name,) for name in ("l4", "h200", "b200", "mi300x")},
     "h100": ("h100", "hbm3"),
@@ -109,7 +110,6 @@ SEEN = {
     "tpu_v5p": ("tpu", "v5"),
     "tpu_v6e": ("tpu", "v6", "lite"),
 }
-"""The words that JAX's name of a device has, by product; the first that fits."""
 
 
 def named_device(name: str) -> Device:

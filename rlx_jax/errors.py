@@ -330,10 +330,10 @@ def listing(names: Iterable[object], limit: int = 20) -> str:
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
+# Arguments of transformers whose name is not like ours: what is meant by them here.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "max_length": ("max_new_tokens", "max_tokens", "max_len"), "do_sample": ("temperature",), "device_map": ("mesh",),
 }  # fmt: skip
-"""Arguments of transformers whose name is not like ours: what is meant by them here."""
 
 
 def check_keywords(caller: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -25,8 +25,8 @@ except ModuleNotFoundError as error:  # told where it is used, as tools that lis
         raise
     MISSING, TemplateLM = error, object
 
+# Tokens of a row where the model knows no limit, as in the `hf` model.
 MAX_LENGTH = 2048
-"""Tokens of a row where the model knows no limit, as in the `hf` model."""
 
 
 class LMEval(TemplateLM):  # type: ignore[misc]

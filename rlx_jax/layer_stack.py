@@ -19,8 +19,8 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.trace.emit import Emit
 from rlx_jax.trace.flow_value import FlowValue
 
+# A size that a stage checks: a number, the name of a symbolic size, or None for whatever the value has.
 Size = int | str | None
-"""A size that a stage checks: a number, the name of a symbolic size, or None for whatever the value has."""
 
 
 class Stages:

@@ -42,9 +42,9 @@ from rlx_jax.runtime.model import CompiledModel
 
 AnyArray = Any
 
+# What the f32 logits of a piece may take on a device where the caller does not say how long it is. One H200, 1B shape,
+# 8 x 2048, `benchmarks/train.py`: pieces of 0.98, 1.96 and 3.9 GiB take the same time, and 15.2, 16.7 and 19.6 GiB.
 PIECE_BYTES = 2**30
-"""What the f32 logits of a piece may take on a device where the caller does not say how long it is. One H200, 1B shape,
-8 x 2048, `benchmarks/train.py`: pieces of 0.98, 1.96 and 3.9 GiB take the same time, and 15.2, 16.7 and 19.6 GiB."""
 
 
 def cross_entropy(

@@ -18,8 +18,8 @@ from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.profiles import CompileProfile
 
+# A mapping of arrays or `jax.ShapeDtypeStruct`, a WeightSource, or a path.
 Weights = Any
-"""A mapping of arrays or `jax.ShapeDtypeStruct`, a WeightSource, or a path."""
 
 REQUIRED = "required"
 POSITIONS = "positions"
@@ -58,8 +58,8 @@ class Buildable(Protocol):
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built: ...
 
 
+# Makes the flow of a module that drafts, over the weights of the model it drafts for: see `ModelFlow.with_mtp`.
 MakesMtp = Callable[[WeightSource | None], Buildable]
-"""Makes the flow of a module that drafts, over the weights of the model it drafts for: see `ModelFlow.with_mtp`."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Deri
 from rlx_jax.lowering.hir.trials import prove, try_blocks, try_slices, why_not_alone
 
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
+# Inputs that programs have beside those of the flow.
 ADDED = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (SEGMENTS, POSITIONS)}
-"""Inputs that programs have beside those of the flow."""
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
 
 

@@ -36,14 +36,14 @@ from rlx_jax.ir.paths import Path
 from rlx_jax.ir.rewrite import rewrite
 from rlx_jax.ir.types import TensorType, is_static, terms_of
 
+# How a leaf of the state is made: `Derivation.state`.
 Keep = Callable[[Builder, Path, str, TensorType, Roles], tuple[StateLeaf, Value]]
-"""How a leaf of the state is made: `Derivation.state`."""
 
+# What a value depends on: weights alone, inputs without tokens too, tokens.
 WEIGHTS, REQUEST, MOVES = range(3)
-"""What a value depends on: weights alone, inputs without tokens too, tokens."""
 
+# Of each node of a graph, by number.
 Levels = Mapping[int, int]
-"""Of each node of a graph, by number."""
 
 
 @dataclass(frozen=True)

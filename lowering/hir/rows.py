@@ -86,8 +86,8 @@ def counted_positions(b: Builder, op: hir.CountedPositions, ids: Value) -> tuple
 
 
 MASK = "attention_mask"
+# The input where the flow declares none.
 ADDED = Input(MASK, type=EACH)
-"""The input where the flow declares none."""
 
 
 @dataclass(frozen=True)

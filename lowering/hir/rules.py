@@ -239,6 +239,7 @@ def unpacked(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -
     )
 
 
+# The blocks that know the sequence. Nothing else mentions a cache.
 RULES: dict[type[Op], Rule] = {
     hir.Positions: positions,
     hir.RopeAngles: keep,
@@ -253,7 +254,6 @@ RULES: dict[type[Op], Rule] = {
     hir.GatedDelta: carried,
     hir.SelectiveScan: carried,
 }
-"""The blocks that know the sequence. Nothing else mentions a cache."""
 
 
 def packed_attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -263,6 +263,7 @@ def packed_attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value,
     return rows.packed_attention(b, node, inputs)
 
 
+# The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused.
 PACKED: dict[type[Op], Rule] = {
     hir.Positions: lambda d, b, node, inputs: (b.leaf(rows.POSITIONS),),
     hir.RopeAngles: keep,
@@ -271,16 +272,15 @@ PACKED: dict[type[Op], Rule] = {
     hir.CountedPositions: lambda d, b, node, inputs: rows.counted_positions(b, cast(Any, node.op), *inputs),
     hir.RelativeBias: keep,
 }
-"""The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused."""
 
 
+# The same for rows that are padded: these look at no later token. `beside_padding` has the others.
 PADDED: dict[type[Op], Rule] = {
     **dict.fromkeys(
         (hir.Positions, hir.RopeAngles, hir.RopeRows, hir.CountedPositions, hir.RelativeBias, hir.FirstToken), keep
     ),
     **{block: from_the_left for block, rule in RULES.items() if rule is carried},
 }
-"""The same for rows that are padded: these look at no later token. `beside_padding` has the others."""
 
 
 def rule_of(op: Op, program: str = "") -> Rule | None:

@@ -26,11 +26,11 @@ from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
 from rlx_jax.lowering.lower import as_function
 
+# What the dims are where a function is tried; every other is 2.
 SIZES = {"batch": 4, "seq": 5}
-"""What the dims are where a function is tried; every other is 2."""
 
+# A program that runs once, on a few numbers: what it takes is its compile.
 QUICK = {"xla_backend_optimization_level": 0}
-"""A program that runs once, on a few numbers: what it takes is its compile."""
 
 T = TypeVar("T")
 Asked = tuple[Op, tuple[TensorType, ...]]
@@ -171,8 +171,8 @@ def try_slices(graph: Graph, types: TypeCache, ruled: Callable[[Op], object]) ->
 
 
 ROWS, TOKENS = 2, 5
+# The width of each piece, and how many of its tokens each row has.
 PIECES = ((3, (3, 2)), (1, (1, 1)), (2, (1, 2)))
-"""The width of each piece, and how many of its tokens each row has."""
 
 
 def try_blocks(graph: Graph, types: TypeCache, is_carried: Callable[[Op], bool]) -> None:

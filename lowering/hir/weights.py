@@ -71,8 +71,8 @@ def _to_turn(graph: Graph, contract: int) -> set[Program]:
     return {program for group in tied(graph.params()) if fixed.isdisjoint(group) for program in group}
 
 
+# The roles of axes that are padded. Heads and columns of a feed-forward block are not: they are refused.
 PADDED = ("vocab", "embedding")
-"""The roles of axes that are padded. Heads and columns of a feed-forward block are not: they are refused."""
 
 
 def pad_vocabulary(graph: Graph, division: Division, types: TypeCache) -> Graph:
@@ -191,8 +191,8 @@ def _read(graph: Graph) -> list[Program]:
     return [program for _, node in graph.walk() if isinstance(node.op, Param) for program in node.op.programs]
 
 
+# From the numbers of a group's nodes and the inputs of the first: one value for each node.
 Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...]]
-"""From the numbers of a group's nodes and the inputs of the first: one value for each node."""
 
 
 ADVICE = "a Linear with the same bias, orientation and no activation"

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from rlx_jax.ir.graph import Graph, Leaf
 from rlx_jax.ir.paths import bind_path, path_text
 
+# Instructions that run others: their time is that of the ones inside.
 CONTAINERS = frozenset({"while", "conditional", "call"})
-"""Instructions that run others: their time is that of the ones inside."""
 
+# Scopes around what a loop that generates does beside its program: choose tokens, and propose drafts, which may run a
+# program of its own.
 SAMPLER, DRAFTING = "sampler", "draft"
-"""Scopes around what a loop that generates does beside its program: choose tokens, and propose drafts, which may run a
-program of its own."""
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(")

@@ -16,8 +16,8 @@ from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.mir.small import live
 
 HEAD = ("block", "output", "params", "FLOPs", "bytes")
+# Of the columns; with what stands between them no line is longer than 80 characters.
 WIDTHS = (29, 22, 7, 7, 7)
-"""Of the columns; with what stands between them no line is longer than 80 characters."""
 
 
 @dataclass(frozen=True)

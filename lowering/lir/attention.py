@@ -23,16 +23,16 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.plan import Call, Choice
 
 AnyArray = Any
+# Rows times keys up to which XLA is faster for one new token and heads over 128 wide.
 FEW_KEYS = 1 << 16
-"""Rows times keys up to which XLA is faster for one new token and heads over 128 wide."""
 
+# Bytes of f32 scores `[B,N,S,T]` above which attention without cuDNN runs over chunks of the queries.
 MAX_SCORES = 2**29
-"""Bytes of f32 scores `[B,N,S,T]` above which attention without cuDNN runs over chunks of the queries."""
 
+# Bytes of the f32 scores of a chunk. One H200, f32, causal, 8 x 2048 tokens, 32 query heads on 8 of width 64, ms and
+# GiB of temporaries with the gradient: all scores 33.6 and 12.0, chunks of 2**26 bytes 32.4 and 0.4, of 2**28 25.6 and
+# 1.0, of 2**30 23.9 and 3.3.
 CHUNK_SCORES = 2**28
-"""Bytes of the f32 scores of a chunk. One H200, f32, causal, 8 x 2048 tokens, 32 query heads on 8 of width 64, ms and
-GiB of temporaries with the gradient: all scores 33.6 and 12.0, chunks of 2**26 bytes 32.4 and 0.4, of 2**28 25.6 and
-1.0, of 2**30 23.9 and 3.3."""
 
 
 def choose(call: Call, device: Device, wanted: str) -> Choice:

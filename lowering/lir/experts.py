@@ -37,14 +37,14 @@ from rlx_jax.lowering.lir.plan import Call, Choice
 
 AnyArray = Any
 
+# Of experts without biases.
 NONE = (None, None, None)
-"""Of experts without biases."""
 
 IN_KERNELS = ("silu", "relu", "gelu_tanh")
 
+# Operations for each byte of weights up to which computing every expert hides behind reading it, where the device does
+# not say.
 WORK = 200.0
-"""Operations for each byte of weights up to which computing every expert hides behind reading it, where the device does
-not say."""
 
 
 def choose_experts(

@@ -117,9 +117,10 @@ def in_kernels(name: str) -> Callable[..., Any]:
     return run
 
 
+# Kernels of our own.
 KERNELS = ("grouped", "one_pass", "states_in_one")
-"""Kernels of our own."""
 
+# How to run an op, by the name of the implementation; each equals `eval`.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
     "cudnn": cudnn,
@@ -137,10 +138,9 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "in_loop": in_loop,
     **{name: in_kernels(name) for name in KERNELS},
 }
-"""How to run an op, by the name of the implementation; each equals `eval`."""
 
+# Held while the filters of warnings, which are the whole process's, are others.
 LOWERING = threading.Lock()
-"""Held while the filters of warnings, which are the whole process's, are others."""
 
 
 def has_kernels(device: Device) -> bool:

@@ -39,13 +39,13 @@ def products(primitive: Any, *types: Any, **options: Any) -> Any:
     return primitive.name.startswith("dot_product_attention_fwd") or DOTS(primitive, *types, **options)
 
 
+# What a gradient keeps of each iteration beside its operands, as a policy of `jax.checkpoint`.
 REMAT: dict[str, Callable[..., Any] | None] = {
     "layer": None,
     "dots": DOTS,
     "products": products,
     "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
-"""What a gradient keeps of each iteration beside its operands, as a policy of `jax.checkpoint`."""
 
 
 @dataclass

@@ -67,8 +67,8 @@ def with_gradient_of(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]]
     return with_gradient
 
 
+# Programs of a kernel that one Hopper runs at once, about.
 PROGRAMS = 128
-"""Programs of a kernel that one Hopper runs at once, about."""
 
 
 @with_gradient_of(one_token)
@@ -145,8 +145,8 @@ def following_states(ready: Any, start: AnyArray) -> tuple[AnyArray, AnyArray, A
     return *apart, last.reshape(start.shape)
 
 
+# Choices that are sorted by comparing each with each, in 10 µs; sorting takes 50.
 COMPARED = 2048
-"""Choices that are sorted by comparing each with each, in 10 µs; sorting takes 50."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ class Tiles:
     stages: int
 
 
+# Of gate and up, and of down, by the rows of a block: the best of what was tried on one H200.
 TILES = {
     16: (Tiles(64, 128, 4, 3), Tiles(64, 128, 4, 3)),
     64: (Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 3)),
     128: (Tiles(128, 64, 8, 4), Tiles(256, 64, 8, 3)),
 }
-"""Of gate and up, and of down, by the rows of a block: the best of what was tried on one H200."""
 
 
 @with_gradient_of(blocked)

@@ -26,8 +26,8 @@ from rlx_jax.ir.types import TensorType, short_name
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
 RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
 CACHE_WRITES = (CacheUpdate, RingStep)
+# The ops that may have a choice.
 CHOSEN = (AttentionOp, ExpertFfn, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
-"""The ops that may have a choice."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Choice:
         return f"{self.implementation} ({self.reason})"
 
 
+# What is not chosen for a node of its own.
 XLA = Choice("xla", "as any other")
-"""What is not chosen for a node of its own."""
 
+# A node as the choice sees it: the op and the types of its operands.
 Call = tuple[Mir, tuple[TensorType, ...]]
-"""A node as the choice sees it: the op and the types of its operands."""
 
 
 def call_of(graph: Graph, node: Node) -> Call:

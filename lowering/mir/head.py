@@ -18,8 +18,8 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.mir.small import dce
 
+# The outputs of a program up to its head; the last where the head has one.
 OPERANDS = ("hidden", "weight", "bias")
-"""The outputs of a program up to its head; the last where the head has one."""
 
 
 @dataclass(frozen=True)

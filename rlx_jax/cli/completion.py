@@ -19,8 +19,8 @@ class Option:
     files: bool
 
 
+# Of each command, its help and its options.
 Known = dict[str, tuple[str, tuple[Option, ...]]]
-"""Of each command, its help and its options."""
 
 
 def known(parser: argparse.ArgumentParser) -> Known:

@@ -140,8 +140,8 @@ def generate_options(parser: argparse.ArgumentParser) -> None:
 GENERATE = Command("generate", "continue a prompt, or answer it", generate_options, generate)
 
 
+# Tokens of an answer in a talk, if nothing else is said.
 LONG = 512
-"""Tokens of an answer in a talk, if nothing else is said."""
 
 
 # -- chat --------------------------------------------------------------------------------------

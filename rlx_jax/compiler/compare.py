@@ -20,8 +20,8 @@ from rlx_jax.profiles import Change
 from rlx_jax.profiles.check import rows
 from rlx_jax.program import Built
 
+# What the names of counts begin with: what is not there is 0 of them.
 COUNTS = ("ops", "values")
-"""What the names of counts begin with: what is not there is 0 of them."""
 
 
 def program_changes(

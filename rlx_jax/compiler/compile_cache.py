@@ -30,12 +30,12 @@ from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWar
 from rlx_jax.io.entries import EntryStore
 
 VARIABLE, SIZE_VARIABLE = "RLX_JAX_CACHE", "RLX_JAX_CACHE_MAX_BYTES"
+# Limit of all entries together. A program takes 0.1 MB on a CPU, and some MB on a GPU.
 MAX_BYTES = 2**31
-"""Limit of all entries together. A program takes 0.1 MB on a CPU, and some MB on a GPU."""
 _OFF = ("off", "0", "false", "no")
 _ON = ("", "on", "1", "true", "yes")
+# Calls back into this process: their targets are addresses or indices that mean nothing in another one.
 _NOT_PORTABLE = re.compile(r"custom_call @\w*(?:callback|CustomSPMDPartitioning)|stablehlo\.(?:send|recv)\b")
-"""Calls back into this process: their targets are addresses or indices that mean nothing in another one."""
 _FUNCTION = re.compile(r"^  func\.func private @([\w.$-]+)(\(.*?^  }\n)", re.DOTALL | re.MULTILINE)
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class CacheSettings:
     reason: str = ""
 
 
+# Arguments of `compile_cache`, which come before the environment.
 _choice: dict[str, Any] = {}
-"""Arguments of `compile_cache`, which come before the environment."""
 _warned: set[str] = set()
 
 

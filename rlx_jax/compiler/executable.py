@@ -26,12 +26,12 @@ Arrays = Mapping[str, Any]
 StateArrays = dict[str, Any]
 Results = tuple[tuple[Any, ...], StateArrays]
 Function = Callable[[Arrays, StateArrays, Arrays], Results]
+# Told what is done and how far it is: ("load", bytes of weights read, bytes in all) after each weight, and ("compile
+# prefill of batch 1, seq 16", 0, 1) before and (…, 1, 1) after a compile. Called in the thread that does it; what it
+# raises ends the work.
 Progress = Callable[[str, int, int], None]
-"""Told what is done and how far it is: ("load", bytes of weights read, bytes in all) after each weight, and ("compile
-prefill of batch 1, seq 16", 0, 1) before and (…, 1, 1) after a compile. Called in the thread that does it; what it
-raises ends the work."""
+# What a program may be wrapped in before it is compiled, such as a loop that generates. Compared by value.
 Around = Callable[[Function], Function]
-"""What a program may be wrapped in before it is compiled, such as a loop that generates. Compared by value."""
 
 
 @runtime_checkable

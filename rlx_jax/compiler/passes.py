@@ -97,12 +97,12 @@ class Pass:
         return made
 
 
+# Passes of the specification whose fused ops exist, and whose rewriting would gain no time: XLA puts what they would
+# write as one op into one kernel by itself.
 LEFT_TO_XLA = (
     "fuse_matmul_bias_act", "fuse_residual_layer_norm", "fuse_residual_rms_norm", "fuse_swiglu",
     "mark_elementwise_regions", "unfuse_elementwise_regions",
 )  # fmt: skip
-"""Passes of the specification whose fused ops exist, and whose rewriting would gain no time: XLA puts what they would
-write as one op into one kernel by itself."""
 
 
 def left_to_xla(graph: Graph, types: TypeCache) -> Graph:
@@ -120,6 +120,7 @@ def unless(value: Any, default: Any) -> Any:
     return None if value == default else value
 
 
+# All passes, in the order that they run.
 PIPELINE: tuple[Pass, ...] = (
     Pass("outputs", HIR, with_outputs, lambda job: job.outputs),
     Pass("expand", HIR, expand_composites),
@@ -174,7 +175,6 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),
     Pass("specialise", MIR, specialise, lambda job: job.sizes),  # for each choice of sizes; a template has symbols
 )
-"""All passes, in the order that they run."""
 
 NAMES = tuple(p.name for p in PIPELINE)
 

@@ -19,19 +19,19 @@ from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Pre
 from rlx_jax.profiles.check import field_types, rows
 from rlx_jax.program import Buildable, Built
 
+# How blocks become tensor ops: by the better rule of an op where there is one, or by its own expansion.
 FUSION_POLICIES = ("direct", "fusable")
-"""How blocks become tensor ops: by the better rule of an op where there is one, or by its own expansion."""
 
+# The passes that the profile's table `passes` switches.
 CLEANING = ("cse", "constant_folding", "dce")
-"""The passes that the profile's table `passes` switches."""
 
+# Tokens of a row that a call of the generating loop gives, where it is not 16: what a call costs the host hides behind
+# 16 steps of an H200, and 32 gained nothing. On a CPU a step is longer than a call, and who waits sees tokens sooner.
 STEPS = {"cpu": 4}
-"""Tokens of a row that a call of the generating loop gives, where it is not 16: what a call costs the host hides behind
-16 steps of an H200, and 32 gained nothing. On a CPU a step is longer than a call, and who waits sees tokens sooner."""
 
 
+# The dimension of a program that each list holds the sizes of.
 DIMENSIONS = {"prompt": "seq", "batch": "batch", "context": "context"}
-"""The dimension of a program that each list holds the sizes of."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.source import WeightSource, open_headers, open_with
 from rlx_jax.weights.views import MarkedSource
 
+# The options of reading weights.
 READING = ("strict", "on_nonfinite", "links", "verify", "subtree", "max_bytes")
-"""The options of reading weights."""
 
 
 @dataclass(frozen=True)

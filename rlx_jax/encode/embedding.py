@@ -22,17 +22,17 @@ from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.requests import Ids
 
+# Texts that are read and tokenised at once; the next ones are while these run.
 CHUNK = 2048
-"""Texts that are read and tokenised at once; the next ones are while these run."""
+# Calls whose vectors are not fetched yet.
 AHEAD = 32
-"""Calls whose vectors are not fetched yet."""
+# Threads that make calls, where it is not one: on a CPU, XLA has the calls of a thread wait for each other, and within
+# a call not every op keeps all cores busy. One of 2 cores stood still for a quarter of the time with one thread, for a
+# twentieth with two.
 LANES = {"cpu": min(2, os.cpu_count() or 1)}
-"""Threads that make calls, where it is not one: on a CPU, XLA has the calls of a thread wait for each other, and within
-a call not every op keeps all cores busy. Of 2 cores, a quarter of the time one stood still with one thread, with two a
-twentieth."""
 
+# The input of a packed program whose pooling leaves out the prompt: the number of its tokens.
 SKIP = "skip"
-"""The input of a packed program whose pooling leaves out the prompt: the number of its tokens."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -103,8 +103,8 @@ class PackedForm:
         return vectors  # type: ignore[no-any-return]
 
 
+# How texts are laid out and run.
 Form = PackedForm | RowForm
-"""How texts are laid out and run."""
 
 
 # -- running -----------------------------------------------------------------------------------

@@ -41,10 +41,10 @@ from rlx_jax.text.padding import check_buckets, check_sizes, cropped
 from rlx_jax.text.requests import NO_TOKENIZER, Ids, id_list, keep_mask, row_lengths, split_prompts, token_block
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
+# Texts from which on progress is shown where someone looks.
 LONG = 10_000
-"""Texts from which on progress is shown where someone looks."""
+# Tokens that a text may have where the model knows no limit.
 UNKNOWN = 2**20
-"""Tokens that a text may have where the model knows no limit."""
 
 _BUCKETS = (
     "Buckets pad blocks with tokens that it may read: leave out buckets.{} of the profile, and texts run at their own "

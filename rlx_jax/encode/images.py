@@ -294,20 +294,21 @@ class Defaults:
 HALF = (0.5, 0.5, 0.5)
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SQUARE = {"height": 224, "width": 224}
+# By the names of their classes, without what follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` and so on.
 PROCESSORS: dict[str, Defaults] = {
     "ViT": Defaults(SQUARE, 2, HALF, HALF, square=True, convert_rgb=False),
     "CLIP": Defaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
     "Bit": Defaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
     "Siglip": Defaults(SQUARE, 3, HALF, HALF),
 }
-"""By the names of their classes, without what follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` and so on."""
 
+# What ends the names of processors that have always resized with torch. The others did with Pillow when their files
+# were written; transformers 5 does for all of them what is installed.
 TORCH_ENDING = "Fast"
-"""What ends the names of processors that have always resized with torch. The others did with Pillow when their files
-were written; transformers 5 does for all of them what is installed."""
 ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
+# Settings without a part in the pixels.
 INERT = ("_valid_processor_keys", "data_format", "disable_grouping", "processor_class", "return_tensors", "use_fast")
-"""Settings without a part in the pixels."""
+# Settings that change pixels, at the values at which they do not.
 OFF = {
     "do_pad": (False,),
     "do_reduce_labels": (False,),
@@ -315,7 +316,6 @@ OFF = {
     "input_data_format": ("channels_last",),
     "use_square_size": (False,),
 }
-"""Settings that change pixels, at the values at which they do not."""
 
 
 def load_processor(directory: Folder, family: str) -> ImageProcessor | None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+# Widths of rows, for texts of up to 512 tokens and for longer ones.
 FINE, COARSE = (64, 128, 256, 512), (128, 512, 1024, 2048, 8192)
-"""Widths of rows, for texts of up to 512 tokens and for longer ones."""
+# Programs for all texts, as long as there is one of each width.
 MOST = 8
-"""Programs for all texts, as long as there is one of each width."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Costs:
     slot: int
 
 
+# The slots of rows that hold one text, however wide they are.
 FULL = 2**31
-"""The slots of rows that hold one text, however wide they are."""
 COSTS = {
     "cpu": Costs(512, ((1, 64), (1, 256), (1, 16), (1, 128)), 16.0, 0.001, 4),
     "cuda": Costs(16384, ((1, 64), (16, 64), (4, 512)), 2500.0, 0.0015, 8),
@@ -143,8 +143,8 @@ def blocks_of(width: int, rows: Sequence[tuple[int, ...]], sizes: BlockSizes) ->
     return made
 
 
+# Texts that the narrowest width is chosen by, where there are more.
 SAMPLE = 512
-"""Texts that the narrowest width is chosen by, where there are more."""
 
 
 def plan(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:

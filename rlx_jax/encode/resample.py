@@ -16,10 +16,10 @@ import numpy as np
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+# Behind the point of Pillow's weights.
 BITS = 22
-"""Behind the point of Pillow's weights."""
+# What torch's weights stay below.
 WORD = 1 << 15
-"""What torch's weights stay below."""
 
 Resizer = Literal["pillow", "torch"]
 
@@ -57,6 +57,7 @@ def _lanczos(x: Floats) -> Floats:
 
 
 NEAREST = 0
+# By Pillow's numbers, which `preprocessor_config.json` holds; 0 is the nearest pixel.
 FILTERS: dict[int, Filter] = {
     1: Filter("lanczos", 3.0, _lanczos),
     2: Filter("bilinear", 1.0, _triangle),
@@ -64,11 +65,10 @@ FILTERS: dict[int, Filter] = {
     4: Filter("box", 0.5, _box),
     5: Filter("hamming", 1.0, _hamming),
 }
-"""By Pillow's numbers, which `preprocessor_config.json` holds; 0 is the nearest pixel."""
 
 
+# The filters that torch has.
 TORCH = (NEAREST, 1, 2, 3)
-"""The filters that torch has."""
 
 
 def resize(image: Pixels, height: int, width: int, resample: int, resizer: Resizer = "pillow") -> Pixels:

@@ -21,8 +21,8 @@ from rlx_jax.text.opening import primary
 from rlx_jax.text.padding import block_width, padded_to
 from rlx_jax.text.requests import Ids, pad_rows
 
+# Rows of a call, where the profile does not say.
 BATCH = 32
-"""Rows of a call, where the profile does not say."""
 
 
 def masks_of(model: CompiledModel) -> frozenset[str]:

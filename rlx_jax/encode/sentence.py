@@ -31,6 +31,7 @@ from rlx_jax.models.config import Fields
 from rlx_jax.text.tokenizer import model_max_length
 
 _PACKAGE = "sentence_transformers"
+# How the releases of sentence-transformers spell the three modules that we know.
 _MODULE_TYPES = {
     f"{_PACKAGE}.{path}": kind
     for kind, home in (
@@ -46,7 +47,6 @@ _MODULE_TYPES = {
         f"{home}.{kind.lower()}.{kind}",
     )
 }
-"""How the releases of sentence-transformers spell the three modules that we know."""
 
 # In the order in which several are concatenated.
 _POOLING_FLAGS = {

@@ -57,8 +57,8 @@ from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 IdPair = tuple[list[int], list[int]]
+# Prompts whose answers have their type.
 PromptLike = TypeVar("PromptLike", str, list[str], list[int], list[list[int]])
-"""Prompts whose answers have their type."""
 
 
 class CausalLM(OpenedModel):

@@ -22,8 +22,8 @@ from rlx_jax.lowering.inspect.hlo import SAMPLER
 
 Array = jax.Array
 
+# What stands in place of a token: the row had ended before; its logits were not finite.
 STOPPED, NOT_FINITE = -1, -2
-"""What stands in place of a token: the row had ended before; its logits were not finite."""
 
 
 @dataclass(frozen=True)

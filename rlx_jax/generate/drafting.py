@@ -12,8 +12,8 @@ from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.runtime.inputs import whole_number
 
+# Drafts a step where a request does not say.
 DRAFT_TOKENS = 4
-"""Drafts a step where a request does not say."""
 MAX_DRAFTS = 64
 SOURCES = ("prompt", "mtp")
 

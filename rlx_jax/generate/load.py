@@ -167,10 +167,10 @@ def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Dual
     )  # fmt: skip
 
 
+# What opens a checkpoint of each kind.
 KINDS: dict[str, Callable[[Checkpoint, Any, OpenOptions], CausalLM | Encoder | VisionEncoder | DualEncoder]] = {
     "causal": open_causal, "encoder": open_encoder, "vision": open_vision, "dual": open_dual,
 }  # fmt: skip
-"""What opens a checkpoint of each kind."""
 
 
 def padding_of(recipe: Any, tokenizer: Tokenizer | None) -> tuple[int, int] | None:

@@ -30,8 +30,8 @@ from rlx_jax.runtime.programs import Programs, Variant
 from rlx_jax.runtime.state import LENGTH
 from rlx_jax.text.requests import pad_rows
 
+# The input of hidden states, and the output.
 HIDDEN = "hidden"
-"""The input of hidden states, and the output."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from rlx_jax.text.padding import PROMPT_BUCKET
 from rlx_jax.text.requests import pad_rows
 
 CONTEXT_BUCKET = 64
+# Programs tell of 0, 8, 16, 32 … likeliest tokens; the host leaves out what was not requested.
 TOP = 8
-"""Programs tell of 0, 8, 16, 32 … likeliest tokens; the host leaves out what was not requested."""
 
 
 class PromptPart(NamedTuple):
@@ -33,8 +33,8 @@ class PromptPart(NamedTuple):
     tokens: int
 
 
+# The programs of a plan: those that read the prompts, those that read what all begin with, and the loop.
 PlanKeys = tuple[tuple[ProgramKey, ...], tuple[ProgramKey, ...], ProgramKey]
-"""The programs of a plan: those that read the prompts, those that read what all begin with, and the loop."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,8 @@ from rlx_jax.generate.decode import Array, Sizes
 from rlx_jax.generate.speculative import Drafts, Judged, Own, Turn
 from rlx_jax.runtime.programs import Programs
 
+# Tokens of an end of the text that are compared at most.
 LONGEST = 8
-"""Tokens of an end of the text that are compared at most."""
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.runtime.inputs import whole_number
 
 Array = jax.Array
+# The range of positive float32 numbers; devices take what is below it for 0.
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-"""The range of positive float32 numbers; devices take what is below it for 0."""
 
+# Fields of generation_config.json that change what is chosen, with the values that change nothing.
 _MORE: dict[str, tuple[float, ...]] = {
     "num_beams": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "min_length": (0,), "min_new_tokens": (0,),
     "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (), "top_h": (),
 }  # fmt: skip
-"""Fields of generation_config.json that change what is chosen, with the values that change nothing."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -227,8 +227,8 @@ class Sampling(TypedDict, total=False):
 
 
 SAMPLING = tuple(f.name for f in fields(Sampler))
+# The fields that the command line has: all but the bias.
 OPTIONS: dict[str, SamplerOption] = {f.name: f.metadata["option"] for f in fields(Sampler) if f.metadata}
-"""The fields that the command line has: all but the bias."""
 GREEDY = Sampler()
 
 

@@ -17,14 +17,14 @@ from rlx_jax.generate.scored_texts import ScoredTokens
 from rlx_jax.lowering.hir.rows import POSITIONS, SEGMENTS
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 
+# Tokens that may stand behind those that a text reads, beside the first one.
 MOST_OTHERS = 16
-"""Tokens that may stand behind those that a text reads, beside the first one."""
+# The widest row that texts share: which pairs of tokens see each other is an array, of the square of that.
 SHARED = 2048
-"""The widest row that texts share: which pairs of tokens see each other is an array, of the square of that."""
+# Widths of rows of one text, for models of up to 8192 positions and for others.
 SHORT, LONG = (64, 128, 256, 512, 1024, 2048, 8192), (64, 128, 512, 2048, 8192, 32768, 131072)
-"""Widths of rows of one text, for models of up to 8192 positions and for others."""
+# Widths of programs of one row, beside those of full calls: for what is left over, and for a text alone.
 ALONE = (64, 512)
-"""Widths of programs of one row, beside those of full calls: for what is left over, and for a text alone."""
 
 
 # -- what texts share --------------------------------------------------------------------------

@@ -20,14 +20,14 @@ from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Variant
 
+# Tokens whose logits are made at a time, on each device; what is not known is taken for a GPU. Every piece reads the
+# weight of the head, which takes a GPU as long as the products of some 250 tokens. On a CPU a small piece stays in its
+# cache.
 PIECE = {"cpu": 128, "cuda": 512}
-"""Tokens whose logits are made at a time, on each device; what is not known is taken for a GPU. Every piece reads the
-weight of the head, which takes a GPU as long as the products of some 250 tokens. On a CPU a small piece stays in its
-cache."""
+# The input that has the token after each token. It stands beside those of the flow, which may be called anything.
 AIM = "score.aim"
-"""The input that has the token after each token. It stands beside those of the flow, which may be called anything."""
+# The inputs that have other tokens, and the place in the row of the token that each of them may stand behind.
 OTHERS, PLACES = "score.others", "score.places"
-"""The inputs that have other tokens, and the place in the row of the token that each of them may stand behind."""
 
 
 @dataclass(frozen=True)

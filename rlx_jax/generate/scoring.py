@@ -24,8 +24,8 @@ from rlx_jax.generate.scored_texts import ScoredTokens
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import RequestReport
 
+# Calls whose results are not fetched yet.
 AHEAD = 8
-"""Calls whose results are not fetched yet."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.state import LENGTH
 
+# What the names of a source's arrays begin with among those of the state; block paths have no slash.
 OWN = "draft/"
-"""What the names of a source's arrays begin with among those of the state; block paths have no slash."""
 
 
 @jax.tree_util.register_dataclass
@@ -336,5 +336,5 @@ def weighed(wanted: Array, ids: Array, here: Array, drawn: Array, keys: Array) -
     return jnp.where(kept, ids, other.reshape(shape)), kept
 
 
+# What the key of a token is folded with: to keep a draft or not, and to draw it. Its own noise is the key's.
 LUCK, DRAFT = 1, 2
-"""What the key of a token is folded with: to keep a draft or not, and to draw it. Its own noise is the key's."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 TAIL = 32  # tokens without text of their own that may stand in a stop string
+# What stands for the bytes of a character of which some are still to come.
 PART = "\ufffd"
-"""What stands for the bytes of a character of which some are still to come."""
 
 
 def stopped_at(decode: Callable[[list[int]], str], ids: list[int], new: int, words: tuple[str, ...]) -> int | None:

@@ -24,10 +24,10 @@ from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.padding import check_sizes
 from rlx_jax.text.requests import Ids
 
+# A sampler for each method that `Method.widened` gives.
 KINDS = (Sampler(), Sampler(temperature=1.0), Sampler(repetition_penalty=2.0), Sampler(temperature=1.0, top_k=1))
-"""A sampler for each method that `Method.widened` gives."""
+# A seed of more than 32 bits, whose key takes a program more.
 HIGH = 2**32
-"""A seed of more than 32 bits, whose key takes a program more."""
 
 
 def warm_all(

@@ -23,8 +23,8 @@ MAGIC = b"rlx_jax entry 1\n"
 _HEADER = len(MAGIC) + hashlib.sha256().digest_size
 _ENTRY = re.compile(r"[0-9a-f]{64}\.entry")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.entry\.\d+-[0-9a-f]{8}")
+# A temporary file of this age belongs to a process that was killed: no write takes that long.
 _ABANDONED_S = 3600
-"""A temporary file of this age belongs to a process that was killed: no write takes that long."""
 
 
 @dataclass(frozen=True)

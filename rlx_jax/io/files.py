@@ -14,8 +14,8 @@ from typing import Literal
 from rlx_jax.errors import ConfigError, FormatError, MissingFileError, PathEscapeError, StorageError, quote
 from rlx_jax.io import limits
 
+# What to do with links below a model directory: follow those that stay inside, or refuse all.
 Links = Literal["follow", "refuse"]
-"""What to do with links below a model directory: follow those that stay inside, or refuse all."""
 
 _DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10)}
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}

@@ -26,9 +26,9 @@ from rlx_jax.io.hub import SizeBound, Snapshot, Told, is_name, open_snapshot
 from rlx_jax.io.hub_remote import Listed
 from rlx_jax.io.strict_json import parse_object
 
+# The file of a model's sizes. Transformers writes it with Python's json, and Mamba-2's most time as a bare Infinity,
+# which is taken here; whoever reads a field says whether it may be so large.
 CONFIG = "config.json"
-"""The file of a model's sizes. Transformers writes it with Python's json, and Mamba-2's most time as a bare Infinity,
-which is taken here; whoever reads a field says whether it may be so large."""
 
 
 def json_bound() -> tuple[int, str]:

@@ -52,14 +52,14 @@ from rlx_jax.io.hub_remote import (
     typed,
 )
 
+# See `rlx_jax.compiler.executable.Progress`.
 Told = Callable[[str, int, int], None]
-"""See `rlx_jax.compiler.executable.Progress`."""
 
+# Bytes that a file may have, and what messages call that limit.
 SizeBound = tuple[int | None, str]
-"""Bytes that a file may have, and what messages call that limit."""
 UNBOUND: SizeBound = (None, "")
+# Files that are fetched at the same time.
 AT_ONCE = 4
-"""Files that are fetched at the same time."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 

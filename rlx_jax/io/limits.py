@@ -11,37 +11,37 @@ import os
 
 from rlx_jax.errors import LimitError
 
+# JSON header of one `.safetensors` file; the reference implementation has the same.
 MAX_HEADER_BYTES = 100_000_000
-"""JSON header of one `.safetensors` file; the reference implementation has the same."""
+# Tensors of one checkpoint, all shards together.
 MAX_TENSORS = 200_000
-"""Tensors of one checkpoint, all shards together."""
+# One tensor name in UTF-8.
 MAX_NAME_BYTES = 1_024
-"""One tensor name in UTF-8."""
+# `model.safetensors.index.json`.
 MAX_INDEX_BYTES = 64 * 2**20
-"""`model.safetensors.index.json`."""
+# What the Hub says of a model: its commit and its files.
 MAX_LISTING_BYTES = 32 * 2**20
-"""What the Hub says of a model: its commit and its files."""
+# `_METADATA` of an orbax checkpoint, or `rlx_manifest.json`.
 MAX_TREE_BYTES = 64 * 2**20
-"""`_METADATA` of an orbax checkpoint, or `rlx_manifest.json`."""
+# The zarr metadata of one array of an orbax checkpoint.
 MAX_ARRAY_METADATA_BYTES = 64 * 2**10
-"""The zarr metadata of one array of an orbax checkpoint."""
+# Chunks of one array of an orbax checkpoint: at least one for each device that it was saved from.
 MAX_CHUNKS = 2**20
-"""Chunks of one array of an orbax checkpoint: at least one for each device that it was saved from."""
+# `config.json` and its like.
 MAX_CONFIG_BYTES = 4 * 2**20
-"""`config.json` and its like."""
+# Values in one JSON file; a Python object takes twenty times the bytes of its text.
 MAX_JSON_VALUES = 2**18
-"""Values in one JSON file; a Python object takes twenty times the bytes of its text."""
+# Objects and arrays inside each other in one JSON file.
 MAX_JSON_DEPTH = 64
-"""Objects and arrays inside each other in one JSON file."""
+# Digits of a whole number in JSON. (`model_max_length` has 31 in many a tokenizer_config.json.)
 MAX_JSON_DIGITS = 100
-"""Digits of a whole number in JSON. (`model_max_length` has 31 in many a tokenizer_config.json.)"""
+# Pixels of one image as it is given.
 MAX_IMAGE_PIXELS = 2**28
-"""Pixels of one image as it is given."""
+# Pixels of one image after it was resized.
 MAX_RESIZED_PIXELS = 2**24
-"""Pixels of one image after it was resized."""
 
+# Share of the free memory of this machine that reading a tensor, loading a model or holding a request may take.
 MAX_MEMORY_PERCENT = 80
-"""Share of the free memory of this machine that reading a tensor, loading a model or holding a request may take."""
 _SMALL = 2**26  # bytes for which the machine is not asked
 
 

@@ -173,8 +173,8 @@ class _Stack:
 # -- the same ops ------------------------------------------------------------------------------
 
 
+# What closures compute, by their id and operand types: jaxprs and captured arrays.
 Traces = dict[tuple[int, tuple[TensorType, ...]], Meaning]
-"""What closures compute, by their id and operand types: jaxprs and captured arrays."""
 
 
 def _kinds(layers: Sequence[Layer]) -> list[int]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+# (start, stop) for every axis.
 Box = tuple[tuple[int, int], ...]
-"""(start, stop) for every axis."""
+# What NumPy takes between brackets; of axes behind it all.
 Index = tuple[slice, ...]
-"""What NumPy takes between brackets; of axes behind it all."""
 
 
 def full(shape: Sequence[int]) -> Box:

@@ -24,8 +24,8 @@ MAX_CAPTURED = 2**20  # bytes that a function may capture
 
 CAPTURED_LIMIT = f"the limit is {MAX_CAPTURED}: name the array as a weight and read it with emit.param(key)"
 
+# The text of a jaxpr and the bytes of the arrays that it captured.
 Meaning = tuple[str, tuple[bytes, ...]]
-"""The text of a jaxpr and the bytes of the arrays that it captured."""
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _PRECISION = re.compile(r"^\s*precision=.*\n", re.MULTILINE)

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.types import TensorType
 
+# `(key, shape, dtype) → array`, as the functions that `jax.nn.initializers` make.
 InitFunction = Callable[[jax.Array, tuple[int, ...], Any], Any]
-"""`(key, shape, dtype) → array`, as the functions that `jax.nn.initializers` make."""
 
+# A name in `INITS`, or a function.
 Init = str | InitFunction
-"""A name in `INITS`, or a function."""
 
+# Zeros, ones, and rows or columns of length 1 that are orthogonal to each other (Saxe et al. 2013).
 INITS: Mapping[str, InitFunction] = {
     "zeros": jax.nn.initializers.zeros,
     "ones": jax.nn.initializers.ones,
     "orthogonal": jax.nn.initializers.orthogonal(),
 }
-"""Zeros, ones, and rows or columns of length 1 that are orthogonal to each other (Saxe et al. 2013)."""
 
 
 def drawn(init: Init, key: jax.Array, stored: TensorType, where: str) -> jax.Array:

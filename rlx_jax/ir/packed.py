@@ -65,6 +65,7 @@ class Scheme:
     decode: Callable[[Any], Any] | None = None
 
 
+# The block schemes of GGML by name.
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
@@ -81,7 +82,6 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("gguf_q8k", 256, 292, ((0, "<f4"),)),
     )
 }
-"""The block schemes of GGML by name."""
 
 
 def scheme_of(name: object, where: str) -> Scheme:
@@ -160,8 +160,8 @@ class Packed:
         return PackedSpec(tuple(self.shape), self.dtype, self.scheme)
 
 
+# What a source knows of a tensor before it is read.
 WeightSpec = jax.ShapeDtypeStruct | PackedSpec
-"""What a source knows of a tensor before it is read."""
 
 
 def packed_types(shape: Any, dtype: Any, scheme: object, where: str) -> tuple[TensorType, TensorType]:

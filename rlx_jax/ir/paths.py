@@ -24,8 +24,8 @@ class LayerIndex:
         return f"{self.prefix}{number}" if self.prefix else number
 
 
+# Where in the user's model: `("layers", 3, "self_attn")`, printed `layers.3.self_attn`.
 Path = tuple[str | int | LayerIndex, ...]
-"""Where in the user's model: `("layers", 3, "self_attn")`, printed `layers.3.self_attn`."""
 
 
 def path_text(path: Path) -> str:

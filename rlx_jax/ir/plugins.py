@@ -25,8 +25,8 @@ from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, Op, TypeCache, Valu
 from rlx_jax.ir.ops import OPS
 
 GROUP = "rlx_jax.plugins"
+# The fields of a `Plugin` that are mappings.
 TABLES = ("stages", "families", "derive", "direct", "extensions")
-"""The fields of a `Plugin` that are mappings."""
 
 
 class Opens(Protocol):
@@ -39,14 +39,14 @@ class Opens(Protocol):
     def architectures(self) -> tuple[str, ...]: ...
 
 
+# A stage class, or a function that makes a stage.
 MakeStage = Callable[..., Any]
-"""A stage class, or a function that makes a stage."""
+# As those of `rlx_jax.lowering.hir.rules.RULES`: given the Derivation, the builder, a node, its new operands.
 DeriveRule = Callable[[Any, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
-"""As those of `rlx_jax.lowering.hir.rules.RULES`: given the Derivation, the builder, a node, its new operands."""
+# As those of `rlx_jax.lowering.lower.DIRECT`: given the block, the builder and its operands.
 DirectRule = Callable[[Any, Builder, tuple[Value, ...]], tuple[Value, ...] | None]
-"""As those of `rlx_jax.lowering.lower.DIRECT`: given the block, the builder and its operands."""
+# A rewrite of the HIR that `build` made; see `rlx_jax.ir.rewrite`.
 HirExtension = Callable[[Graph, TypeCache], Graph]
-"""A rewrite of the HIR that `build` made; see `rlx_jax.ir.rewrite`."""
 
 
 @dataclass(frozen=True, eq=False)

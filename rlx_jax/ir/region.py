@@ -109,8 +109,8 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
     return b.finish([mapped[v] for v in graph.outputs], graph.output_names)
 
 
+# Where a value comes from: layer within the period, position among its nodes, result.
 Source = tuple[int, int, int]
-"""Where a value comes from: layer within the period, position among its nodes, result."""
 
 
 class _Region:

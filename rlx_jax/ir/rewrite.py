@@ -10,9 +10,9 @@ from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Param, TypeC
 from rlx_jax.ir.reading import WeightSource, read_from
 from rlx_jax.ir.types import TensorType
 
+# Given the builder, a node's number, the node and its already rewritten operands: the values that replace its
+# results, None to keep the node, or () to drop a node that nothing reads.
 Rewrite = Callable[[Builder, int, Node, tuple[Value, ...]], tuple[Value, ...] | None]
-"""Given the builder, a node's number, the node and its already rewritten operands: the values that replace its
-results, None to keep the node, or () to drop a node that nothing reads."""
 
 
 def rewrite(graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str = "") -> Graph:

@@ -11,6 +11,7 @@ from rlx_jax.ir.types import TensorType, is_static
 
 R = TypeVar("R", bound=Role)
 
+# Every role, and what has it.
 ROLES: Mapping[str, str] = {
     "batch": "rows of a request, or of a training batch",
     "sequence": "tokens of a row",
@@ -24,7 +25,6 @@ ROLES: Mapping[str, str] = {
     "experts": "experts of a mixture",
     "channel": "the only axis of a vector: norms, and biases of what is as wide as the values between blocks",
 }
-"""Every role, and what has it."""
 
 
 def check_roles(roles: Sequence[R], t: TensorType, where: str) -> tuple[R, ...]:

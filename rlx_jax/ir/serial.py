@@ -54,6 +54,7 @@ from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, short_name
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16
 
+# Every op that can be stored, by name.
 STORED: dict[str, type[Op]] = {
     cls.__name__: cls
     for cls in (
@@ -62,7 +63,6 @@ STORED: dict[str, type[Op]] = {
         *(op for op in OPS if op.traits.stored),
     )
 }
-"""Every op that can be stored, by name."""
 
 Closure = Callable[[Any, tuple[TensorType, ...]], str]
 

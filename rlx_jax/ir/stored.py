@@ -55,8 +55,8 @@ class Conflict:
 
 
 Role = str | Parts | Conflict | None
+# What each axis is (`rlx_jax.ir.roles`); None where nobody said.
 Roles = tuple[Role, ...]
-"""What each axis is (`rlx_jax.ir.roles`); None where nobody said."""
 
 
 class ProgramStep(Protocol):

@@ -14,12 +14,12 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir.types import TensorType
 
 Types = Sequence[TensorType]
+# From an op, the static types of its operands and of its results: a number of operations or bytes.
 Count = Callable[[Any, Types, Types], int]
-"""From an op, the static types of its operands and of its results: a number of operations or bytes."""
 
+# Products and whatever else is worth a narrow dtype; sums over many values; functions of elements; what moves values;
+# what writes the state in place, which has its own dtype.
 Numeric = Literal["compute", "reduction", "elementwise", "movement", "state"]
-"""Products and whatever else is worth a narrow dtype; sums over many values; functions of elements; what moves values;
-what writes the state in place, which has its own dtype."""
 
 
 def nothing(op: Any, operands: Types, results: Types) -> int:
@@ -83,6 +83,7 @@ class Traits:
     stored: bool
 
 
+# Facts that several ops share; an op may replace some (`dataclasses.replace`).
 ELEMENTWISE = Traits(
     "elementwise", narrows=None, widens=True, pinned=False, flops=nothing, bytes=each_once, workspace=nothing,
     view=no_view, writes=(), stored=True,
@@ -92,7 +93,6 @@ NORM = replace(REDUCTION, widens=False)
 MOVEMENT = replace(ELEMENTWISE, numeric="movement")
 TOKENS = replace(MOVEMENT, widens=False, bytes=results_moved)
 STATE = replace(ELEMENTWISE, numeric="state", narrows=0, widens=False, writes=((0, 0),))
-"""Facts that several ops share; an op may replace some (`dataclasses.replace`)."""
 
 
 def product_traits(flops: Count) -> Traits:
@@ -114,10 +114,10 @@ class BlockTraits:
     stored: bool
 
 
+# Most blocks; those that expand into blocks; those that read or make rotary tables and positions.
 BLOCK = BlockTraits(composite=False, keeps_f32=False, stored=True)
 COMPOSITE = BlockTraits(composite=True, keeps_f32=False, stored=True)
 TABLES = BlockTraits(composite=False, keeps_f32=True, stored=True)
-"""Most blocks; those that expand into blocks; those that read or make rotary tables and positions."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Normal:
     fan_in: int
 
 
+# How a random weight is drawn: every entry the same number, or normal.
 Initial = float | Normal
-"""How a random weight is drawn: every entry the same number, or normal."""
 
 
 def check_traits(cls: type[Any], kind: type[Any], example: str) -> None:

@@ -32,19 +32,19 @@ from rlx_jax.errors import (
 
 _SCOPE = export.SymbolicScope()
 _SYMBOLS: dict[str, Any] = {}
+# One dimension of a tensor.
 MAX_DIM = 2**31 - 1
-"""One dimension of a tensor."""
+# Dimensions of a tensor.
 MAX_RANK = 8
-"""Dimensions of a tensor."""
+# Symbols and numbers of a dimension that is a sum.
 MAX_TERMS = 4
-"""Symbols and numbers of a dimension that is a sum."""
+# Elements of a tensor.
 MAX_ELEMENTS = 2**40
-"""Elements of a tensor."""
+# Characters of a name: of a flow, an input, an output, a dimension. Messages hold it whole.
 MAX_NAME = 120
-"""Characters of a name: of a flow, an input, an output, a dimension. Messages hold it whole."""
 
+# An `int` or a symbolic dimension (jax's `_DimExpr`, which has no public name).
 DimLike = Any
-"""An `int` or a symbolic dimension (jax's `_DimExpr`, which has no public name)."""
 _DimMethod = Callable[["Dim", Any], "Dim | int"]
 
 # Short names are what dumps print and profiles accept; the long ones are NumPy's.

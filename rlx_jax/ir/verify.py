@@ -17,12 +17,12 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType
 
+# Which kinds of op may stand at which level.
 LEGAL: dict[str, tuple[type, ...]] = {
     "hir": (Leaf, Hir, Mir, Repeat),
     "mir": (Leaf, Mir, Repeat),
     "lir": (Leaf, Mir, Repeat),
 }
-"""Which kinds of op may stand at which level."""
 
 
 Problem = tuple[type[GraphError], str]

@@ -14,8 +14,8 @@ from rlx_jax.weights.beside import may_lack
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, short_name
 
+# Missing weights after which the check stops: a config with a thousand layers may be a lie.
 MAX_MISSING = 300
-"""Missing weights after which the check stops: a config with a thousand layers may be a lie."""
 
 
 def checked(recipe: ModelRecipe, source: WeightSource) -> WeightSource:

@@ -14,8 +14,8 @@ from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, VisionL
 from rlx_jax.weights.source import WeightSource
 
 VISUAL, TEXTUAL = "visual_projection.weight", "text_projection.weight"
+# What old configs say that ends a text, and nothing does: there the largest id is the end.
 WRONG_END = 2
-"""What old configs say that ends a text, and nothing does: there the largest id is the end."""
 
 LAYOUT = VisionLayout(
     patch="embeddings.patch_embedding",

@@ -34,8 +34,8 @@ MAX_LAYERS = 1024
 MAX_VOCABULARY = 2**24
 MAX_WIDTH = 2**24
 
+# The option of `rlx_jax.load`, `recipe_for` and `from_pretrained`.
 IGNORE = "ignore_fields"
-"""The option of `rlx_jax.load`, `recipe_for` and `from_pretrained`."""
 
 LOG = logging.getLogger("rlx_jax")
 
@@ -331,6 +331,7 @@ class CausalConfig(TokenConfig):
 
 # -- fields that families have in common -------------------------------------------------------
 
+# Hugging Face's names of activations, and ours.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_accurate": "gelu_tanh",
@@ -349,7 +350,6 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-"""Hugging Face's names of activations, and ours."""
 
 
 def width_and_heads(

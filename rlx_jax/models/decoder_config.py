@@ -26,8 +26,8 @@ from rlx_jax.blocks import (
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
 
+# How many keys layer i reads, None for all; empty for all in every layer.
 Windows = tuple[int | None, ...]
-"""How many keys layer i reads, None for all; empty for all in every layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow
 
+# What a recipe assembles: all of it, one tower, or what compares two vectors.
 TowerPart = Literal["both", "text", "vision", "similarity"]
-"""What a recipe assembles: all of it, one tower, or what compares two vectors."""
 
 SCALE, BIAS = "logit_scale", "logit_bias"
 
@@ -27,8 +27,8 @@ T = TypeVar("T", bound=TextConfig)
 V = TypeVar("V", bound=VisionConfig)
 
 
+# What their blocks stand under.
 TOWERS = ("text", "vision")
-"""What their blocks stand under."""
 
 
 def under(name: str, before: ModelFlow, flow: ModelFlow) -> ModelFlow:

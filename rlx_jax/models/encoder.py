@@ -17,11 +17,11 @@ from rlx_jax.weights.source import WeightSource
 
 EMBEDDING = "embeddings.word_embeddings.weight"
 
+# The side output that holds one vector for each row.
 POOLED = "pooled"
-"""The side output that holds one vector for each row."""
 
+# An input `[batch, seq]` int32 that may be left out, and its default as `ModelFlow.input` takes it.
 OptionalInput = tuple[str, float | str | None]
-"""An input `[batch, seq]` int32 that may be left out, and its default as `ModelFlow.input` takes it."""
 
 
 L = TypeVar("L", bound=LayeredConfig)

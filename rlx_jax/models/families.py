@@ -161,6 +161,8 @@ def tasks(name: str, *others: str) -> tuple[str, ...]:
     return (f"{name}Model", *(f"{name}For{task}" for task in (*TASKS, *others)))
 
 
+# The families by `model_type`, those of diffusers by their class: a row each. Installed plugins have more, under other
+# names.
 FAMILIES: dict[str, Family] = {
     "llama": Family.decoder(llama.Llama32Flow, "LlamaForCausalLM", "LlamaModel"),
     "mistral": Family.decoder(mistral.MistralFlow, "MistralForCausalLM", "MistralModel"),
@@ -203,8 +205,6 @@ FAMILIES: dict[str, Family] = {
     "siglip_vision_model": Family.vision(siglip.SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
     "Flux2Transformer2DModel": Family.of(flux2.Flux2Flow, "denoiser", "", "Flux2Transformer2DModel"),
 }
-"""The families by `model_type`, those of diffusers by their class: a row each. Installed plugins have more, under other
-names."""
 
 
 def _of_plugins() -> Mapping[str, plugins.Opens]:

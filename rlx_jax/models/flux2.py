@@ -27,8 +27,8 @@ from rlx_jax.models.hooks import HookedLayers
 from rlx_jax.models.recipe import Recipe
 from rlx_jax.trace.emit import Emit, FlowValue
 
+# What the keys and block paths of each kind of block begin with.
 BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
-"""What the keys and block paths of each kind of block begin with."""
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,16 @@ from rlx_jax.models.decoder_config import (
 )
 from rlx_jax.models.text_part import TextPart
 
+# The style of layers by `model_type`.
 STYLES = {"gemma": GemmaStyle.GEMMA, "gemma2": GemmaStyle.GEMMA2, "gemma3_text": GemmaStyle.GEMMA3}
-"""The style of layers by `model_type`."""
 
 KV_HEADS = {GemmaStyle.GEMMA: 16, GemmaStyle.GEMMA2: 4, GemmaStyle.GEMMA3: 4}
 MAX_POSITIONS = {GemmaStyle.GEMMA: 8192, GemmaStyle.GEMMA2: 8192, GemmaStyle.GEMMA3: 131072}
+# Of the attention scores and of the logits, where a config leaves them out.
 SOFTCAPS = {GemmaStyle.GEMMA2: (50.0, 30.0)}
-"""Of the attention scores and of the logits, where a config leaves them out."""
 
+# The name of the rope tables of Gemma 3's sliding layers.
 LOCAL = "local"
-"""The name of the rope tables of Gemma 3's sliding layers."""
 
 INERT = ("_sliding_window_pattern",)
 

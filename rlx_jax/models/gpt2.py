@@ -11,8 +11,8 @@ from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Causa
 from rlx_jax.models.decoder import CausalFlow, EndKeys, decoder_flow
 from rlx_jax.weights.source import WeightSource
 
+# The causal mask, which old checkpoints carry in every layer.
 BUFFERS = ("attn.bias", "attn.masked_bias")
-"""The causal mask, which old checkpoints carry in every layer."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from rlx_jax.models.mixture import experts_of
 from rlx_jax.weights.mxfp4 import unpacked
 from rlx_jax.weights.source import WeightSource
 
+# The rope where a config has none.
 THETA = 150000.0
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-"""The rope where a config has none."""
 
 
 @dataclass(frozen=True)

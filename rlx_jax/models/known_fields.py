@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+# Fields without a part in the forward pass: where the model is from, its dtype, how and not what is computed, dropout
+# and training, task heads, special tokens and the tokenizer, generation.
 INERT = frozenset(
     """
     _commit_hash _from_auto _name_or_path _num_labels architectures base_model base_model_name_or_path finetuning_task
@@ -45,15 +47,15 @@ INERT = frozenset(
     top_p typical_p watermarking_config
     """.split()
 )
-"""Fields without a part in the forward pass: where the model is from, its dtype, how and not what is computed, dropout
-and training, task heads, special tokens and the tokenizer, generation."""
 
+# What other such fields begin with: training, how weights are initialized, and GPT-2's classifier.
 INERT_PREFIXES = ("freeze_", "initializer_", "summary_", "unsloth_")
-"""What other such fields begin with: training, how weights are initialized, and GPT-2's classifier."""
 
+# Sizes that a config may give as null, for the default.
 NULLABLE = frozenset({"head_dim", "num_key_value_heads", "rope_theta"})
-"""Sizes that a config may give as null, for the default."""
 
+# Fields that are harmless at these values, and change the computation at others. Null is harmless of every field that
+# nobody reads: it is a field that is not set.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
@@ -75,5 +77,3 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-"""Fields that are harmless at these values, and change the computation at others. Null is harmless of every field that
-nobody reads: it is a field that is not set."""

@@ -23,17 +23,17 @@ from rlx_jax.weights.source import WeightSource, open_weights
 from rlx_jax.weights.views import RenamedSource
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# What stands in a directory of PEFT's.
 OWN = {CONFIG, WEIGHTS, "README.md"}
-"""What stands in a directory of PEFT's."""
 PARTS = (".lora_A.weight", ".lora_B.weight")
 
+# Which modules have an adapter, the names of its tensors say; what training dropped and whence a base model came has
+# no part in the computation.
 INERT = (
     "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
     "exclude_modules fan_in_fan_out layers_to_transform layers_pattern megatron_core "
     "loftq_config qalora_group_size runtime_config"
 ).split()
-"""Which modules have an adapter, the names of its tensors say; what training dropped and whence a base model came has
-no part in the computation."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -155,11 +155,11 @@ def _ranks(source: WeightSource, where: str) -> dict[str, int]:
 
 # -- writing -----------------------------------------------------------------------------------
 
+# PEFT's name of what a model does, by the name of its output.
 TASKS = {"logits": "CAUSAL_LM", "hidden_states": "FEATURE_EXTRACTION"}
-"""PEFT's name of what a model does, by the name of its output."""
 
+# The directory of a model of the Hub in the cache.
 SNAPSHOT = re.compile(r".*/models--(.+?)--(.+)/snapshots/([0-9a-f]{40})")
-"""The directory of a model of the Hub in the cache."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fiel
 from rlx_jax.models.decoder import CausalFlow, EndKeys, decoder_flow
 
 KEYS = EndKeys("backbone.embeddings.weight")
+# Fields of how a prompt is cut, of how weights are drawn, and of sums between layers, which are f32 where the program
+# is; `rms_norm` and `norm_before_gate` are of the first implementation, and Hugging Face's model does not read them.
 INERT = (
     "chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min",
     "time_step_rank", "use_associative_scan", "norm_before_gate", "rms_norm", "fuse_norm",
 )  # fmt: skip
-"""Fields of how a prompt is cut, of how weights are drawn, and of sums between layers, which are f32 where the program
-is; `rms_norm` and `norm_before_gate` are of the first implementation, and Hugging Face's model does not read them."""
 
 INFINITE = ("Infinity", "inf")
 

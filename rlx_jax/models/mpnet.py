@@ -11,11 +11,11 @@ from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields, text_fields
 
+# The id that positions are not counted over; the reference asks no config for it.
 PADDING = 1
-"""The id that positions are not counted over; the reference asks no config for it."""
 
+# Of the distances between tokens. The reference has a table of `relative_attention_num_buckets` and uses so many.
 BUCKETS = 32
-"""Of the distances between tokens. The reference has a table of `relative_attention_num_buckets` and uses so many."""
 
 
 @dataclass(frozen=True)

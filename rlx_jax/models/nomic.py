@@ -21,14 +21,15 @@ from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Field
 from rlx_jax.models.decoder_config import frequencies_of, scaled_frequencies
 from rlx_jax.models.encoder import EncoderFlow
 
+# How the first implementation computes, not what. (`max_trained_positions` is read by a scaling of the rope alone.)
 INERT = (
     "dense_seq_output",
     "last_layer_subset",
     "max_trained_positions",
     "tie_word_embeddings",
 )
-"""How the first implementation computes, not what. (`max_trained_positions` is read by a scaling of the rope alone.)"""
 
+# Fields of the first spelling, and what they may be: models that differ in them are no text encoders.
 ONLY: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
     "mlp_fc1_bias": (False,),
@@ -47,7 +48,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "use_rms_norm": (None, False),
 }
-"""Fields of the first spelling, and what they may be: models that differ in them are no text encoders."""
 
 
 @dataclass(frozen=True)

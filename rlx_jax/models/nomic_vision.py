@@ -14,11 +14,11 @@ from rlx_jax.models.config import MAX_LAYERS, Fields, width_and_heads
 from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
 from rlx_jax.trace.emit import Emit, FlowValue
 
+# Of the norm inside a feed-forward half: PyTorch's own, whatever the config says.
 INNER_EPS = 1e-5
-"""Of the norm inside a feed-forward half: PyTorch's own, whatever the config says."""
 
+# The feed-forward width is rounded up to a multiple of it.
 INNER_STEP = 256
-"""The feed-forward width is rounded up to a multiple of it."""
 
 LAYOUT = VisionLayout(
     patch="embeddings.proj",

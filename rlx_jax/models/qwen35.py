@@ -34,13 +34,13 @@ from rlx_jax.models.decoder_config import (
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.weights.source import WeightSource
 
+# Fields that `layer_types` reads or that training alone does, and the dtype of the state, which is f32 here too.
 INERT = (
     "full_attention_interval", "mamba_ssm_dtype", "mtp_loss_scaling_factor",
 )  # fmt: skip
-"""Fields that `layer_types` reads or that training alone does, and the dtype of the state, which is f32 here too."""
 
+# How columns of a head are shared by time, height and width: of text all three are the token's position.
 MROPE = ("mrope_section", "mrope_interleaved")
-"""How columns of a head are shared by time, height and width: of text all three are the token's position."""
 
 TEXT = TextPart(
     outer="qwen3_5",

@@ -54,8 +54,8 @@ class VisionConfig(TowerConfig):
         return height // p, width // q
 
 
+# Fields of the towers of CLIP and SigLIP that have no part in what is computed.
 TOWER_INERT = ("tie_word_embeddings",)
-"""Fields of the towers of CLIP and SigLIP that have no part in what is computed."""
 
 
 def image_fields(c: Fields, image: int = 224, patch: int = 16, name: str = "image_size") -> dict[str, Any]:

@@ -20,11 +20,11 @@ from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.inspect.hlo import CONTAINERS, Instruction, together
 from rlx_jax.runtime.inputs import whole_number
 
+# What stands in place of a path: kernels of no block, as XLA's own copies and the control of loops; kernels of no
+# program, such as the choice of a first token; time in which the device had nothing to do.
 NOT_ATTRIBUTED = "(not attributed)"
 SMALL = "(functions beside the programs)"
 IDLE = "(no kernel runs)"
-"""What stands in place of a path: kernels of no block, as XLA's own copies and the control of loops; kernels of no
-program, such as the choice of a first token; time in which the device had nothing to do."""
 
 ROWS, WIDTH = 20, 80
 
@@ -154,8 +154,8 @@ def block_times(trace: Trace, found: Mapping[tuple[int, str], tuple[str, Mapping
     )
 
 
+# The program of a kernel, the path of its block, its primitive, and whether it runs others.
 TimedPart = tuple[str, str, str, bool]
-"""The program of a kernel, the path of its block, its primitive, and whether it runs others."""
 
 NOWHERE: TimedPart = ("", IDLE, "", False)
 
@@ -214,8 +214,8 @@ def shortened(text: str, width: int) -> str:
     return f"{text[: width - end - 2]}…{text[-end:]}"
 
 
+# What stands in the trace around the run.
 MARK = "rlx_jax.profile"
-"""What stands in the trace around the run."""
 
 
 @dataclass(frozen=True)
@@ -288,8 +288,8 @@ def read_trace(data: Any) -> Trace:
     return Trace(start, end, len(devices), tuple(kernels))
 
 
+# The least part of the whole that is drawn.
 SMALLEST = 0.0005
-"""The least part of the whole that is drawn."""
 
 
 @dataclass

@@ -36,10 +36,10 @@ from rlx_jax.program import InputDecl
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.trace.checks import check_count
 
+# Platforms whose arrays NumPy reads without a copy.
 IN_HOST_MEMORY = ("cpu",)
-"""Platforms whose arrays NumPy reads without a copy."""
+# The kind of every random key.
 KEYS = "threefry2x32"
-"""The kind of every random key."""
 
 
 def bind_names(

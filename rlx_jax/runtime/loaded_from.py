@@ -27,15 +27,15 @@ from rlx_jax.weights.format import Entry
 from rlx_jax.weights.views import RenamedSource
 
 CONFIG = "config.json"
+# Files beside the weights that other libraries read, whether or not rlx_jax has.
 BESIDE = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json", "merges.txt",
     "preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model", "special_tokens_map.json",
     "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "video_preprocessor_config.json",
     "vocab.json", "vocab.txt",
 )  # fmt: skip
-"""Files beside the weights that other libraries read, whether or not rlx_jax has."""
+# The path of a block, an op, and what it reads: ops by their numbers, weights by their keys.
 _Step = tuple[str, str, tuple[tuple[object, int], ...]]
-"""The path of a block, an op, and what it reads: ops by their numbers, weights by their keys."""
 _DTYPES = ("dtype", "torch_dtype")
 
 

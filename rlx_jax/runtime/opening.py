@@ -41,8 +41,8 @@ from rlx_jax.weights.beside import with_drawn
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.source import open_weights
 
+# Each flow by its name, built, and the seconds that it took.
 Builds = Mapping[str, tuple[Built, float]]
-"""Each flow by its name, built, and the seconds that it took."""
 
 
 def open_programs(

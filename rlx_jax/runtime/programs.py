@@ -110,8 +110,8 @@ class Variant:
     hidden: bool = False
 
 
+# All outputs, of each row's last token.
 LAST = Variant()
-"""All outputs, of each row's last token."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,11 @@ def state_shardings(
     return {name: division.value(roles, t.bind(sizes).shape) for name, (t, roles) in found.items()}
 
 
+# Programs compiled after warm-up that the report names.
 SURPRISES = 32
-"""Programs compiled after warm-up that the report names."""
 
+# Symbolic programs that are kept: a flow has few, by program and by which optional inputs are given.
 TEMPLATES = 32
-"""Symbolic programs that are kept: a flow has few, by program and by which optional inputs are given."""
 
 
 class Programs:

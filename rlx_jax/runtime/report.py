@@ -24,6 +24,7 @@ from rlx_jax.runtime.block_times import shortened
 from rlx_jax.runtime.inputs import check_counted
 from rlx_jax.runtime.programs import ProgramKey, Programs
 
+# What a program needs: the name of its line, and what stands behind the number.
 NEEDS = {
     "flops": ("flops", ""),
     "bytes": ("bytes", ""),
@@ -33,14 +34,13 @@ NEEDS = {
     "cache_bytes": ("cache_bytes", ""),
     "estimated_activation_bytes": ("activations", " bytes, estimated"),
 }
-"""What a program needs: the name of its line, and what stands behind the number."""
+# Seconds that are not of a pass, and have a line of their own.
 STEPS = ("build", "load", "plan", "trace", "compile", "prove")
-"""Seconds that are not of a pass, and have a line of their own."""
+# Seconds under which passes share a line.
 SHORT = 0.002
-"""Seconds under which passes share a line."""
+# Programs in the table, and the widths of its columns behind the name.
 PROGRAMS = 16
 WIDTHS = (7, 7, 7, 8, 6, 6, 7)
-"""Programs in the table, and the widths of its columns behind the name."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, Sessio
 from rlx_jax.ir.types import TensorType, bound, check_elements, is_static, short_name, terms_of
 from rlx_jax.lowering.division import on_one
 
+# The name of the tokens that each row holds.
 LENGTH = "length"
-"""The name of the tokens that each row holds."""
 
 
 @jax.tree_util.register_dataclass

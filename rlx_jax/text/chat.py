@@ -24,17 +24,17 @@ from rlx_jax.io.strict_json import is_text
 from rlx_jax.text.chat_template import choose_template, render, render_with_twin
 from rlx_jax.text.tokenizer import Tokenizer
 
+# What `CausalLM.chat` and `apply_chat_template` take, for suggestions.
 ARGUMENTS = (
     "max_new_tokens", "sampler", "stop", "seed", "stream", "tools", "chat_template", "add_generation_prompt",
     "tokenize", "allow_special", "speculative", "draft_tokens", "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "logit_bias", "n", "logprobs", "max_len",
 )  # fmt: skip
-"""What `CausalLM.chat` and `apply_chat_template` take, for suggestions."""
+# Lists and objects inside each other in a message or a tool.
 MAX_NESTING = 32
-"""Lists and objects inside each other in a message or a tool."""
 
+# Roles that any template may get; others are taken where the template's own text names them.
 ROLES = ("system", "user", "assistant", "tool", "developer")
-"""Roles that any template may get; others are taken where the template's own text names them."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing, named differently by templates
 _PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))  # characters of Unicode that mean nothing
 _LITERAL = re.compile(r"""(["'])((?:(?!\1).){1,200})\1""")  # of a template, all on one line

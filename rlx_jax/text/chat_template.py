@@ -32,18 +32,18 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.io.hub import SizeBound
 from rlx_jax.io.strict_json import is_text
 
+# One chat template in UTF-8.
 MAX_TEMPLATE_BYTES = 256 * 2**10
-"""One chat template in UTF-8."""
+# Chat templates of one checkpoint.
 MAX_TEMPLATES = 64
-"""Chat templates of one checkpoint."""
+# The rendered text, beyond what the messages hold themselves.
 MAX_RENDERED_CHARS = 2**20
-"""The rendered text, beyond what the messages hold themselves."""
+# CPU time of rendering once; a conversation and its twin have twice that.
 RENDER_SECONDS = 2.0
-"""CPU time of rendering once; a conversation and its twin have twice that."""
+# Bytes that rendering may take, beyond 32 for each byte of the messages. Linux only.
 RENDER_MEMORY = 256 * 2**20
-"""Bytes that rendering may take, beyond 32 for each byte of the messages. Linux only."""
+# Seconds until the process that renders is given up, however little CPU time it got.
 RENDER_WAIT = 30.0
-"""Seconds until the process that renders is given up, however little CPU time it got."""
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"

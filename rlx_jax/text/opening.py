@@ -148,9 +148,9 @@ class FastTokenizer(Protocol):
     def save_pretrained(self, save_directory: str) -> Any: ...
 
 
+# A tokenizer of this package or a fast one of transformers; or its path: a directory with a `tokenizer.json`, that
+# file, or a model of the Hub.
 TokenizerLike = Tokenizer | FastTokenizer | str | os.PathLike[str]
-"""A tokenizer of this package or a fast one of transformers; or its path: a directory with a `tokenizer.json`, that
-file, or a model of the Hub."""
 
 
 def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:

@@ -36,14 +36,14 @@ from rlx_jax.text.tokenizer_checks import refuse_panics
 
 T = TypeVar("T")
 
+# The file of a tokenizer, with its vocabulary.
 TOKENIZER = "tokenizer.json"
-"""The file of a tokenizer, with its vocabulary."""
+# `tokenizer.json`.
 MAX_TOKENIZER_BYTES = 64 * 2**20
-"""`tokenizer.json`."""
+# Values in `tokenizer.json`. The largest known (a vocabulary of 2^18 with its merges) have 2^21.
 MAX_TOKENIZER_VALUES = 2**23
-"""Values in `tokenizer.json`. The largest known (a vocabulary of 2^18 with its merges) have 2^21."""
+# Largest token id, plus one.
 MAX_VOCABULARY = 2**24
-"""Largest token id, plus one."""
 # A model_max_length this large is transformers' way to write "none" (it writes 10^30).
 _NO_MAX_LENGTH = 2**31
 

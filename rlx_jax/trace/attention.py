@@ -22,11 +22,11 @@ from rlx_jax.trace.weight_part import WeightKey
 from rlx_jax.trace.writer import V, is_number
 
 I32 = np.dtype(np.int32)
+# Heads side by side, `[B, S, N·D]`, or along an axis of their own, `[B, S, N, D]`.
 LAYOUTS = ("packed", "heads")
-"""Heads side by side, `[B, S, N·D]`, or along an axis of their own, `[B, S, N, D]`."""
 
+# Keys at less than this distance; or how many before the query's own and how many behind it.
 Window = int | tuple[int, int] | None
-"""Keys at less than this distance; or how many before the query's own and how many behind it."""
 
 
 @dataclass(frozen=True)

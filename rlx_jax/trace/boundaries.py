@@ -15,11 +15,11 @@ from rlx_jax.ir.paths import Origin, Path
 from rlx_jax.trace.emit import Emit, FlowState, FlowValue
 
 INPUT, OUTPUT = "input", "output"
+# The mark of a stage that turned out to be no block.
 UNUSED = Boundary("")
-"""The mark of a stage that turned out to be no block."""
 
+# Writes a stage for an active value.
 Write = Callable[[FlowValue | None], FlowValue | None]
-"""Writes a stage for an active value."""
 
 
 def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue | None:

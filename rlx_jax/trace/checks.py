@@ -33,8 +33,8 @@ def check_count(value: Any, what: str, least: int = 1, error: type[RlxError] = G
     return int(value)
 
 
+# What an attribute of one of these types may be.
 PLAIN = {bool: bool, int: int, float: int | float, str: str, type(None): type(None)}
-"""What an attribute of one of these types may be."""
 
 
 def items_of(value: Any, where: str, expected: str) -> tuple[Any, ...]:

@@ -13,8 +13,8 @@ from rlx_jax.ir.graph import Value
 from rlx_jax.ir.ops.shape import END, Bound, CutAxis, SizeOf
 from rlx_jax.ir.types import Dim, DimLike, symbol
 
+# A value of the program with an axis of a symbolic size, and the axis; ShapeError where there is none.
 SizeHolder = Callable[[DimLike], tuple[Value, int]]
-"""A value of the program with an axis of a symbolic size, and the axis; ShapeError where there is none."""
 
 
 def is_cut(key: Any) -> bool:
@@ -87,8 +87,8 @@ def _bound(given: Any, size_of: Callable[[DimLike], SizeOf], where: str) -> Boun
     return Bound(tuple(more), offset, from_end, tuple(less))
 
 
+# Sizes of a bound are written out; nobody writes so many.
 MOST_TERMS = 64
-"""Sizes of a bound are written out; nobody writes so many."""
 _TERM = re.compile(r"([+-]?) ?(?:(\d+)\*)?(\w+) ?")
 
 

@@ -27,11 +27,11 @@ from rlx_jax.trace.flow_value import FlowValue
 from rlx_jax.trace.heads import HeadsAround
 from rlx_jax.trace.selecting import BlockPattern, BlockSelector, BlocksReading
 
+# A block as a function: it is written at that place, with this value in the place of what it reads.
 Inner = Callable[[FlowValue | None], FlowValue]
-"""A block as a function: it is written at that place, with this value in the place of what it reads."""
 
+# `(emit, x, inner) → y`: x is what a block takes, `inner(x)` what it returns, y what later blocks read instead.
 BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
-"""`(emit, x, inner) → y`: x is what a block takes, `inner(x)` what it returns, y what later blocks read instead."""
 
 
 @runtime_checkable
@@ -61,8 +61,8 @@ class CapturedBlock:
         return inner(x)
 
 
+# What the block of an activation is called.
 ACT = "act"
-"""What the block of an activation is called."""
 
 
 def edit_blocks(
@@ -112,8 +112,8 @@ def run_stand_in(
     raise error
 
 
+# The flow is written again as it is: with activations apart, and without the marks that mean nothing.
 NOTHING = BlockEdit(BlocksReading(frozenset()), lambda emit, x, inner: inner(x))
-"""The flow is written again as it is: with activations apart, and without the marks that mean nothing."""
 
 
 def _activation(node: Node) -> str:

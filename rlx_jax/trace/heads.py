@@ -12,10 +12,10 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo, Unary
 from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.types import TensorType, is_static
 
+# What leaves columns where they are.
 KEEPS = (Boundary, Unary, Binary, CastTo, Standardize, hir.Rope, hir.RmsNorm, hir.LayerNorm, hir.GatedFfn)
-"""What leaves columns where they are."""
+# Behind and before these a column is another one, or nothing reads it as one of a head.
 ENDS = (Leaf, hir.Linear, hir.Embed, hir.FirstToken, hir.LastToken, hir.EndToken)
-"""Behind and before these a column is another one, or nothing reads it as one of a head."""
 
 
 @dataclass(frozen=True)

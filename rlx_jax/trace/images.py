@@ -18,10 +18,10 @@ from rlx_jax.trace.products import Products
 from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
+# One number for all spatial axes, or one for each.
 Counts = int | Sequence[int]
-"""One number for all spatial axes, or one for each."""
+# "VALID", "SAME" or "SAME_LOWER"; one number, one for each spatial axis, or (before, after) for each.
 Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
-""""VALID", "SAME" or "SAME_LOWER"; one number, one for each spatial axis, or (before, after) for each."""
 
 
 class Images(Products[V]):

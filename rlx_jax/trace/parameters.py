@@ -21,8 +21,8 @@ from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored
 F32 = np.dtype(np.float32)
 
 StoredShape = tuple[int, ...]
+# What a stage knows of a stored shape, axis by axis; a size that is None or symbolic is not known.
 AxisSizes = Sequence[DimLike | None]
-"""What a stage knows of a stored shape, axis by axis; a size that is None or symbolic is not known."""
 
 
 def size_text(sizes: Sequence[int | None]) -> str:

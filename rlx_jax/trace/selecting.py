@@ -172,8 +172,8 @@ def _below(path: Path, blocks: Iterable[Path]) -> bool:
     return any(path[: len(block)] == block for block in blocks)
 
 
+# What blocks are selected by.
 BlockSelector = BlockPattern | BlocksReading | ProductsIn
-"""What blocks are selected by."""
 
 
 WILDCARDS = {"**": ".+", "*": "[^.]*", "?": "[^.]"}

@@ -65,6 +65,7 @@ _ATTENTION = SpecForm("q k v ?mask_value heads head_dim mask scale softcap")
 _LAYER = SpecForm("*operands heads head_dim kv_heads eps mask")
 _RESIDUAL = SpecForm("x residual bias gamma beta eps", 4, _NUMBER)
 
+# The builders whose own form has another order, or names what the specification gives by position.
 SPEC_FORMS: dict[str, SpecForm] = {
     **dict.fromkeys(("linear", "linear_fused", "fused_matmul_bias_act"), _PRODUCT),
     **dict.fromkeys(("sum", "mean", "max", "min", "prod"), _REDUCTION),
@@ -86,8 +87,8 @@ SPEC_FORMS: dict[str, SpecForm] = {
     "sample": SpecForm("logits top_k top_p temperature seed"),
     "input_batch_seq": SpecForm("name batch seq hidden dtype", 1, int),
 }
-"""The builders whose own form has another order, or names what the specification gives by position."""
 
+# Names of arguments in the specification, and those of builders that mean the same.
 SPEC_NAMES: dict[str, tuple[str, ...]] = {
     "act": ("activation",), "attn_logit_softcap": ("softcap",), "axes": ("axis",), "b": ("bias",),
     "batch_sym": ("batch",), "cos": ("at",), "dilation": ("rhs_dilation",), "dim": ("head_dim",),
@@ -95,7 +96,6 @@ SPEC_NAMES: dict[str, tuple[str, ...]] = {
     "new_shape": ("shape",), "num_groups": ("groups",), "num_heads": ("heads",), "score_scale": ("scale",),
     "seq_sym": ("seq",), "stride": ("window_strides", "strides"), "target_shape": ("shape",), "to": ("dtype",),
 }  # fmt: skip
-"""Names of arguments in the specification, and those of builders that mean the same."""
 
 
 def _check_kernel(m: Any, kernel: Any, others: Mapping[str, Any]) -> None:
@@ -119,19 +119,19 @@ def _check_state_size(m: Any, state_size: Any, others: Mapping[str, Any]) -> Non
         raise ShapeError(f"{m.path}: the state size is {shown(state_size)}, and A is [H, n], got {a}")
 
 
+# Arguments of the specification that follow from the operands: they are checked and not passed on.
 CHECKED: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = {
     "kernel": _check_kernel, "num_heads": _check_num_heads, "state_size": _check_state_size,
 }  # fmt: skip
-"""Arguments of the specification that follow from the operands: they are checked and not passed on."""
 
 
 # -- one call ------------------------------------------------------------------------------------
 
+# What every builder takes besides: the shape that its result is held against, or one for each of its results.
 SHAPES = ("out_shape", "out_shapes")
-"""What every builder takes besides: the shape that its result is held against, or one for each of its results."""
 
+# Methods of writers that builders call and users do not.
 INTERNAL = ("own", "wrap", "weight", "type_of", "inside", "lift")
-"""Methods of writers that builders call and users do not."""
 
 
 def check_calls(cls: type[Any]) -> None:

@@ -119,8 +119,8 @@ class WeightStack:
         return self.template.replace("{}", f"{{0..{self.count - 1}}}")
 
 
+# What names a weight: a key of the checkpoint, or a part of what is stored there.
 WeightKey = str | WeightPart
-"""What names a weight: a key of the checkpoint, or a part of what is stored there."""
 
 
 def stored_key(key: WeightKey) -> str:

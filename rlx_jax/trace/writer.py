@@ -48,10 +48,10 @@ from rlx_jax.trace.spec_calls import check_calls, of_shape
 from rlx_jax.trace.weight_part import WeightKey, WeightStack
 
 V = TypeVar("V")
+# Ints, names of symbolic sizes, and sizes of values (`x.shape[0]`).
 Shape = Sequence[Any]
-"""Ints, names of symbolic sizes, and sizes of values (`x.shape[0]`)."""
+# One axis, several, or None for all of them.
 Axes = int | Sequence[int] | None
-"""One axis, several, or None for all of them."""
 
 
 @dataclass(eq=False)

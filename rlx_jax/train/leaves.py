@@ -16,8 +16,8 @@ from rlx_jax.io.strict_json import is_text
 from rlx_jax.ir.types import TensorType, as_dtype
 
 Numbers = bool | int | float | complex
+# The name of a state that is one leaf by itself.
 WHOLE = "state"
-"""The name of a state that is one leaf by itself."""
 
 
 @dataclass(frozen=True)

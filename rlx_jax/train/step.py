@@ -21,13 +21,13 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.checks import check_takes
 from rlx_jax.train.state import Optimizer, TrainState, check_trainable, promoting
 
+# `loss(model, params, tokens, **others)` → a scalar, the mean over the targets of the batch.
 Loss = Callable[..., jax.Array]
-"""`loss(model, params, tokens, **others)` → a scalar, the mean over the targets of the batch."""
 
 AnyArray = Any
 
+# What decides, next to the tokens, which positions of a batch have a target. Without any of them all but the last.
 TARGET_INPUTS = frozenset({"lengths", "labels", "weights"})
-"""What decides, next to the tokens, which positions of a batch have a target. Without any of them all but the last."""
 
 
 @jax.tree_util.register_dataclass

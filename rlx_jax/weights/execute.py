@@ -29,8 +29,8 @@ from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.weights.finite import all_finite
 
 HostArray = np.ndarray[Any, Any]
+# Threads that read leaves: one alone does not fill the bus to an accelerator.
 READERS = 4
-"""Threads that read leaves: one alone does not fill the bus to an accelerator."""
 
 
 def load_leaves(

@@ -11,8 +11,8 @@ import numpy as np
 from rlx_jax.errors import NonFiniteWeightError, RlxNumericsWarning, quote
 from rlx_jax.ir.types import is_float, short_name
 
+# NaN is an error and infinity a warning; both are warnings; neither is looked for.
 OnNonfinite = Literal["error", "warn", "ignore"]
-"""NaN is an error and infinity a warning; both are warnings; neither is looked for."""
 
 _CHUNK = 2**18  # elements: what the check allocates stays in cache
 

@@ -7,5 +7,5 @@ from rlx_jax.weights.mapping import MappingFormat
 from rlx_jax.weights.orbax import Orbax
 from rlx_jax.weights.safetensors_format import Safetensors
 
+# In the order in which they are asked whether weights are theirs.
 FORMATS: tuple[Format, ...] = (MappingFormat(), Safetensors(), Orbax())
-"""In the order in which they are asked whether weights are theirs."""

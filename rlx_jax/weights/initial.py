@@ -16,8 +16,8 @@ from rlx_jax.ir.param import Dequantized, Key, Program, keys_of, stored_keys
 from rlx_jax.ir.traits import Normal
 from rlx_jax.ir.types import TensorType
 
+# Numbers that are drawn for a weight that has fewer.
 SMALL = 2**15
-"""Numbers that are drawn for a weight that has fewer."""
 
 
 def initial_params(

@@ -36,8 +36,8 @@ from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.weights.views import SourceView
 
+# Digests are checked where there is a manifest; there must be one; or shapes and dtypes only.
 Verify = Literal["auto", "full", "metadata"]
-"""Digests are checked where there is a manifest; there must be one; or shapes and dtypes only."""
 
 NAME = "rlx_manifest.json"
 VERSION = 1

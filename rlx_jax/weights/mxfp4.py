@@ -16,12 +16,12 @@ from rlx_jax.weights.finite import all_finite
 from rlx_jax.weights.views import SourceView
 
 BLOCKS, SCALES = "_blocks", "_scales"
+# Numbers that share a scale.
 SIZE = 32
-"""Numbers that share a scale."""
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+# What four bits stand for: a sign, two bits of an exponent and one of a mantissa.
 NIBBLES = np.concatenate([E2M1, -E2M1])
-"""What four bits stand for: a sign, two bits of an exponent and one of a mantissa."""
 
 
 class Mxfp4Source(SourceView):

@@ -24,8 +24,8 @@ from rlx_jax.weights.safetensors import HeaderAlone, SafetensorsFile, find
 from rlx_jax.weights.safetensors_header import DTYPES
 
 HostArray = np.ndarray[Any, Any]
+# A `.safetensors` file gets no second tensor beyond this size, as in Hugging Face checkpoints.
 SHARD_BYTES = 5_000_000_000
-"""A `.safetensors` file gets no second tensor beyond this size, as in Hugging Face checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _FIELDS = ("dtype", "shape", "data_offsets")
+# JSON values in a header for each of `limits.MAX_TENSORS`: eight for a matrix.
 VALUES_PER_TENSOR = 10
-"""JSON values in a header for each of `limits.MAX_TENSORS`: eight for a matrix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,5 +11,5 @@ from rlx_jax.ir.hir.recurrent import *  # noqa: F403
 from rlx_jax.ir.hir.sequence import *  # noqa: F403
 from rlx_jax.ir.hir.token_wise import *  # noqa: F403
 
+# Every block.
 BLOCKS: tuple[type[Hir], ...] = tuple(cls for cls in Hir.__subclasses__() if cls.__module__.startswith(__name__))
-"""Every block."""

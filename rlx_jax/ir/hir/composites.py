@@ -26,16 +26,16 @@ from rlx_jax.ir.types import TensorType, is_static
 DECODER_OPERANDS = ("x", "ln1_g", "ln1_b", "q", "k", "v", "o", "ln2_g", "ln2_b", "gate", "up", "down", "cos", "sin")
 
 
+# Where in the layer each projection stands.
 PROJECTIONS = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-"""Where in the layer each projection stands."""
 
 DECODER_BIASES = tuple(f"{name}_bias" for name in PROJECTIONS)
 
+# Where each norm of `write_layer` that there is stands, and its operands.
 NORMS = {
     "before_attention": ("input_layernorm", ("ln1_g", "ln1_b")),
     "before_mlp": ("post_attention_layernorm", ("ln2_g", "ln2_b")),
 }
-"""Where each norm of `write_layer` that there is stands, and its operands."""
 
 
 def matrix(name: str, rows: object, columns: object, contract: int) -> str:
@@ -226,12 +226,12 @@ class ResidualRmsNorm(Hir):
         return f"residual_rms_norm(eps={self.eps:g})"
 
 
+# The 29 operands, in order.
 MTP_OPERANDS = (
     "h_pre_norm", "input_ids", "cos", "sin", "last_token_idx", "embed_w", "hnorm_w", "hnorm_b", "enorm_w", "enorm_b",
     "eh_w", "attn_norm_w", "attn_norm_b", "q_gate_w", "k_w", "v_w", "q_norm_w", "q_norm_b", "k_norm_w", "k_norm_b",
     "o_w", "post_norm_w", "post_norm_b", "gate_w", "up_w", "down_w", "head_norm_w", "head_norm_b", "lm_head_w",
 )  # fmt: skip
-"""The 29 operands, in order."""
 
 
 @dataclass(frozen=True)
@@ -312,8 +312,8 @@ class Qwen35MtpHead(Hir):
 
 V = TypeVar("V")
 
+# Write the projection of a name, `q`, `k`, `v`, `gate`, `up` or `down`, of a value.
 Project = Callable[[str, V], V]
-"""Write the projection of a name, `q`, `k`, `v`, `gate`, `up` or `down`, of a value."""
 
 
 def write_layer(

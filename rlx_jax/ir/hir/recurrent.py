@@ -30,8 +30,8 @@ from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 F32 = np.dtype(np.float32)
 Values = Sequence[Value]
+# The state that a block runs behind, by slot; None: the initial values.
 Start = Values | None
-"""The state that a block runs behind, by slot; None: the initial values."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from rlx_jax.ir.graph import Mir
 for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")
 
+# Every tensor op. A new one is a class in a file of this folder.
 OPS: tuple[type[Mir], ...] = tuple(cls for cls in Mir.__subclasses__() if cls.__module__.startswith(__name__))
-"""Every tensor op. A new one is a class in a file of this folder."""
 
 globals().update({cls.__name__: cls for cls in OPS})
 

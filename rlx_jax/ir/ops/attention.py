@@ -25,11 +25,11 @@ from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 Array = jax.Array
 
 
+# The operands of attention behind q, k and v, as `rlx_jax.ir.operands` reads them.
 EXTRA = {
     "keep": "keep", "bias": "bias[B?,heads?,S?,T?]", "sinks": "sinks:float[heads]", "positions": "positions",
     "key_positions": "key_positions",
 }  # fmt: skip
-"""The operands of attention behind q, k and v, as `rlx_jax.ir.operands` reads them."""
 
 
 def _scores_and_sums(op: Any, operands: Types, results: Types) -> int:
@@ -318,8 +318,8 @@ class SinusoidTable(Mir):
         return f"sinusoid_table({self.channels}, scale={self.scale:g})"
 
 
+# Which columns of a head a rotation pairs: (i, i + R/2), as NeoX and Llama do, or (2i, 2i + 1), as GPT-J does.
 ROPE_STYLES = ("half", "interleaved")
-"""Which columns of a head a rotation pairs: (i, i + R/2), as NeoX and Llama do, or (2i, 2i + 1), as GPT-J does."""
 
 
 @dataclass(frozen=True)
@@ -369,8 +369,8 @@ class RopeOp(Mir):
         return f"rope(d={self.head_dim}, n_rot={self.n_rot}{', interleaved' * (self.style == 'interleaved')})"
 
 
+# A function with the arguments and the result of `write_rows`.
 WriteRows = Callable[[Array, Array, Array, bool], Array]
-"""A function with the arguments and the result of `write_rows`."""
 
 
 def write_rows(cache: Array, slot: Array, new: Array, ordered: bool = False) -> Array:

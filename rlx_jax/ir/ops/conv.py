@@ -20,8 +20,8 @@ from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array
 Pairs = tuple[tuple[int, int], ...]
+# No padding; as many results as ⌈size / stride⌉, what is odd in the padding behind or (SAME_LOWER) before.
 PADDINGS = ("VALID", "SAME", "SAME_LOWER")
-"""No padding; as many results as ⌈size / stride⌉, what is odd in the padding behind or (SAME_LOWER) before."""
 
 
 def check_counts(op: str, rank: int, least: int = 1, **counts: Sequence[int]) -> None:

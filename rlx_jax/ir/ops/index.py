@@ -64,9 +64,9 @@ class Iota(Mir):
         return jnp.arange(x.shape[self.axis], dtype=jnp.int32)
 
 
+# What an index out of range reads, as in `jax.numpy`. `fill`: negative ones count from the end, others give NaN (the
+# least number of a whole dtype). `wrap`: all count round. `clip`: the nearest entry, and negative ones the first.
 MODES = ("fill", "wrap", "clip")
-"""What an index out of range reads, as in `jax.numpy`. `fill`: negative ones count from the end, others give NaN (the
-least number of a whole dtype). `wrap`: all count round. `clip`: the nearest entry, and negative ones the first."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class GatherNd(Mir):
         return one(x, indices)
 
 
+# How a written value joins the one that is there.
 SCATTER: tuple[str, ...] = ("set", "add", "mul", "min", "max")
-"""How a written value joins the one that is there."""
 
 
 def _check_scatter(op: str, kind: str, x: TensorType) -> None:

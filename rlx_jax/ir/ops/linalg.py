@@ -143,8 +143,8 @@ class Einsum(Mir):
 
 TRANSFORMS = {"fft": jnp.fft.fft, "ifft": jnp.fft.ifft, "rfft": jnp.fft.rfft, "irfft": jnp.fft.irfft}
 NORMS = ("backward", "ortho", "forward")
+# What a rounded operand would spoil: it keeps its dtype, whatever the program computes in.
 WHOLE = replace(REDUCTION, narrows=0)
-"""What a rounded operand would spoil: it keeps its dtype, whatever the program computes in."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class Fft(Mir):
         return found
 
 
+# Matrices of as many rows as columns, in floats.
 MATRICES = "a:float[…,N!,N!]"
-"""Matrices of as many rows as columns, in floats."""
 
 
 def eliminations(op: Any, operands: Types, results: Types) -> int:

@@ -27,6 +27,7 @@ def _gelu(x: Array) -> Array:
     return (0.5 * wide * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
+# Functions of one value, by name.
 UNARY: dict[str, Callable[[Array], Array]] = {
     "gelu": _gelu,  # ½x(1 + erf(x/√2))
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),  # ½x(1 + tanh(√(2/π)(x + 0.044715x³)))
@@ -77,11 +78,11 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "hard_silu": jax.nn.hard_silu,  # x hard_sigmoid(x)
     "hard_tanh": jax.nn.hard_tanh,  # min(max(x, −1), 1)
 }
-"""Functions of one value, by name."""
 
+# Those that take whole numbers too.
 OF_NUMBERS = ("neg", "abs", "relu", "sign", "square", "stop_gradient")
-"""Those that take whole numbers too."""
 
+# Functions of one value and so many numbers, by name.
 PARAMETRIC: dict[str, tuple[Callable[..., Array], int]] = {
     "elu": (jax.nn.elu, 1),  # x where x > 0, else α(eˣ − 1)
     "celu": (jax.nn.celu, 1),  # max(x, 0) + min(α(e^(x/α) − 1), 0)
@@ -91,8 +92,8 @@ PARAMETRIC: dict[str, tuple[Callable[..., Array], int]] = {
     # x + b below −λ, x − b above λ, 0 between them
     "shrink": (lambda x, lambd, bias: jnp.where(x < -lambd, x + bias, jnp.where(x > lambd, x - bias, 0 * x)), 2),
 }
-"""Functions of one value and so many numbers, by name."""
 
+# Functions of two values, by name. Whole numbers divided by 0 give what XLA gives: no error, and no promise.
 BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": jnp.add,
     "sub": jnp.subtract,
@@ -112,10 +113,9 @@ BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "shift_left": jnp.left_shift,
     "shift_right": jnp.right_shift,  # the sign is kept
 }
-"""Functions of two values, by name. Whole numbers divided by 0 give what XLA gives: no error, and no promise."""
 
+# Those of whole numbers; the first three of bools too.
 OF_BITS = ("and", "or", "xor", "shift_left", "shift_right")
-"""Those of whole numbers; the first three of bools too."""
 
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "eq": jnp.equal,

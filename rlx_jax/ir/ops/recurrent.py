@@ -27,8 +27,8 @@ from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array
 F32 = np.dtype(np.float32)
+# Tokens that are taken together where there are many.
 CHUNK = 64
-"""Tokens that are taken together where there are many."""
 
 
 def check_grouped(op: str, many: Any, few: Any, what: str) -> None:

@@ -32,13 +32,13 @@ REDUCE: dict[str, Callable[..., Array]] = {
     "std": jnp.std,  # √var
 }
 
+# Running reductions, and what each gives of nothing.
 CUMULATIVE: dict[str, tuple[Callable[..., Array], float]] = {
     "sum": (jax.lax.cumsum, 0.0),
     "prod": (jax.lax.cumprod, 1.0),
     "max": (jax.lax.cummax, -math.inf),
     "min": (jax.lax.cummin, math.inf),
 }
-"""Running reductions, and what each gives of nothing."""
 
 
 OF_FLOATS = ("mean", "logsumexp", "var", "std")

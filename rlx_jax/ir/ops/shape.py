@@ -272,8 +272,8 @@ class SplitLast(Mir):
         return f"split_last({list(self.sizes)})"
 
 
+# One place of a key: (start, stop, step) stands for a slice, which could not be hashed.
 SliceKey = int | None | EllipsisType | tuple[int | None, int | None, int | None]
-"""One place of a key: (start, stop, step) stands for a slice, which could not be hashed."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from rlx_jax.ir.traits import MOVEMENT, Types, first_moved
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 Array = jax.Array
+# Of rows and of columns.
 Sides = tuple[int, int]
-"""Of rows and of columns."""
 
 
 def check_sizes(op: str, what: str, sizes: Sides) -> None:
