@@ -20,14 +20,23 @@ from rlx_jax.blocks.decoder import (
     decoder_layer,
     norm_beta,
 )
-from rlx_jax.blocks.gemma import GemmaStyle, gemma_layer_spec
-from rlx_jax.blocks.layer import DecoderKeys, HiddenShape, LayerSpec
-from rlx_jax.blocks.moe import MoeSpec
+from rlx_jax.blocks.ffn import MoeSpec
+from rlx_jax.blocks.layer import DecoderKeys, GemmaStyle, HiddenShape, LayerSpec, gemma_layer_spec
 from rlx_jax.blocks.streams import DualStream
 from rlx_jax.errors import GraphError, listing, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 from rlx_jax.trace.emit import Emit, FlowValue
+
+__all__ = [
+    "FlowCtx", "GemmaDecodeLayer", "GemmaDecodeLayerSpec", "GemmaKvTap", "LlamaDecodeLayer", "LlamaDecodeLayerSpec",
+    "LlamaDecoderSpec", "LlamaKvTap", "PluginStage", "Qwen3DecodeLayer", "Qwen3DecodeLayerSpec", "Qwen3Decoder",
+    "Qwen3DecoderSpec", "SelfAttnPrefillSpec", "dual_stream_stage", "gemma_attn_spec", "gemma_decode_layer",
+    "gemma_moe_decode_layer_composed", "gemma_moe_prefill_layer_composed", "gemma_prefill_layer_composed",
+    "gemma_prefill_layer_kv", "llama_decode_layer", "llama_prefill_layer_composed", "llama_prefill_layer_fused",
+    "plugin", "plugin_named", "qwen3_decode_layer_fused", "qwen3_prefill_layer_composed", "qwen3_prefill_layer_fused",
+    "qwen3_prefill_layer_fused_kv",
+]  # fmt: skip
 
 StageFunction = Callable[[Emit, Any], FlowValue | None]
 

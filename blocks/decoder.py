@@ -1,24 +1,28 @@
-"""Decoder layers: the stages that write the layer of a `LayerSpec`, from small stages or as Llama's block."""
+"""Decoder layers: the stages that write the layer of a `LayerSpec`, small ones or Llama's block; and GPT-2's layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from rlx_jax.blocks.attention import SelfAttnPrefill, SideOutputs, kv_name, mask_operand
-from rlx_jax.blocks.contracts import KvCacheContract, run_stage
-from rlx_jax.blocks.control import BlockStage, Named, check_hidden
-from rlx_jax.blocks.decode import SelfAttnDecode, check_cached
+from rlx_jax.blocks.attention import SelfAttnDecode, SelfAttnPrefill, SideOutputs, check_cached, kv_name, mask_operand
+from rlx_jax.blocks.control import BlockStage, KvCacheContract, Named, check_hidden, run_stage
+from rlx_jax.blocks.ffn import INTO, OUT_OF
 from rlx_jax.blocks.layer import MLP, LayerSpec
-from rlx_jax.blocks.linear import Linear
-from rlx_jax.blocks.rope import rope_tables_for
+from rlx_jax.blocks.linear import Linear, block_of, dense
+from rlx_jax.blocks.norm import GemmaRmsNorm, RmsNorm, norm_under
+from rlx_jax.blocks.positions import rope_tables_for
+from rlx_jax.blocks.self_attention import SelfAttention
+from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.weight_part import WeightKey
+from rlx_jax.trace.parameters import WeightKey
+
+__all__ = ["Gpt2Layer", "Gpt2LayerSpec", "LlamaDecoder", "MtpMerge", "decoder_layer"]
 
 # What `LlamaDecoderBlock` has of a layer, and what only its stages read.
 IN_BLOCK = frozenset(
@@ -205,3 +209,76 @@ class DecodeLayer:
         """The stage in the middle."""
         spec = self.spec.under(self.layer_prefix)
         return SelfAttnDecode(spec, self.layer_idx, spec.use_custom_mask, self.kv_out)
+
+
+@dataclass(frozen=True)
+class Gpt2LayerSpec:
+    """Keys and sizes of a GPT-2 layer. `activation` is a name in `UNARY`.
+
+    `score_scale` is what q kᵀ is multiplied with; None is D^(−1/2). `intermediate_size`, the width of the MLP, is
+    needed only for weights that no source has.
+    """
+
+    layer_prefix: str
+    hidden_size: int
+    num_heads: int
+    eps: float = 1e-5
+    activation: str = "gelu_tanh"
+    score_scale: float | None = None
+    intermediate_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Gpt2Layer:
+    """`h = x + attn(ln(x)) Wo + bo`, `y = h + act(ln(h) Wi + bi) Wd + bd`: `[B,S,H]` → same, causal.
+
+    Weights under the prefix: `ln_1.*`, `attn.c_attn.{weight,bias}` (q, k and v side by side, `[H, 3H]`),
+    `attn.c_proj.*`, `ln_2.*`, `mlp.c_fc.*`, `mlp.c_proj.*`.
+    """
+
+    spec: Gpt2LayerSpec
+
+    def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
+        """Keys and values of every head."""
+        return KvCacheContract.packed(hidden, self.spec.hidden_size)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s = emit.require(value, "Gpt2Layer"), self.spec
+        p = s.layer_prefix
+        attention = SelfAttention(
+            f"{p}.attn.c_attn.weight", f"{p}.attn.c_proj.weight", s.num_heads, qkv_bias=f"{p}.attn.c_attn.bias",
+            out_bias=f"{p}.attn.c_proj.bias", transpose=False, causal=True, scale=s.score_scale, name="attn",
+        )  # fmt: skip
+        h = emit.add_node(Binary("add"), x, attention.emit(emit, norm_under(emit, p, "ln_1", x, s.eps)))
+        normed = norm_under(emit, p, "ln_2", h, s.eps)
+        wide = dense(
+            emit, p, "mlp.c_fc", normed, INTO[::-1], s.intermediate_size, s.activation, transpose=False
+        )  # fmt: skip
+        fed = dense(emit, p, "mlp.c_proj", wide, OUT_OF[::-1], s.hidden_size, transpose=False)
+        return emit.add_node(Binary("add"), h, fed)
+
+
+@dataclass(frozen=True)
+class MtpMerge:
+    """`[norm_e(x) ‖ norm_h(h)] Wᵀ`: embeddings `[B,S,H]` → same, h the input `hidden_input` `[B,S,H]`.
+
+    Weight: `weight_key` `[H, 2H]`, whose first H columns meet the embedding; those of the norms `[H]`. Source:
+    DeepSeek-V3, arXiv:2412.19437, section 2.2; the order of the halves is that of Qwen 3.5's `mtp.fc.weight`.
+    """
+
+    embedding_norm: RmsNorm | GemmaRmsNorm
+    hidden_norm: RmsNorm | GemmaRmsNorm
+    weight_key: str
+    hidden_input: str = "hidden"
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, h = emit.require(value, "MtpMerge"), emit.flow_input(self.hidden_input)
+        if x.type.shape != h.type.shape:
+            raise ShapeError(
+                f"{emit.path}: MtpMerge: embeddings are {x.type}, the input {self.hidden_input!r} {h.type}"
+            )
+        with emit.scope("merge"):
+            both = emit.concat([self.embedding_norm.emit(emit, x), self.hidden_norm.emit(emit, h)])
+            hidden = x.type.shape[-1]
+            with emit.scope(block_of(self.weight_key)):
+                return emit.linear(both, self.weight_key, roles=("hidden", None), columns=hidden)

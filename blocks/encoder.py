@@ -1,4 +1,4 @@
-"""Encoder layers with norms behind each half: BERT's (Devlin et al. 2018), also as RoBERTa and MPNet have it."""
+"""Encoder layers with norms behind each half: BERT's (Devlin et al. 2018); of RoBERTa, MPNet and Nomic's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from rlx_jax.blocks.ffn import INTO, OUT_OF
 from rlx_jax.blocks.linear import dense
 from rlx_jax.blocks.norm import norm_under
 from rlx_jax.blocks.positions import POSITION_BIAS
-from rlx_jax.blocks.self_attention import head_width
+from rlx_jax.blocks.self_attention import SelfAttention, head_width
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.trace.emit import Emit, FlowValue
+
+__all__ = ["BertEncoderLayer", "BertEncoderLayerSpec", "NomicEncoderLayer", "NomicEncoderLayerSpec"]
 
 
 @dataclass(frozen=True)
@@ -137,3 +139,50 @@ def known_style(style: str) -> str:
     if style.lower() not in STYLES:
         raise UnsupportedError(f"BertEncoderLayer: there is no style {style!r}; styles are {', '.join(STYLES)}")
     return style.lower()
+
+
+@dataclass(frozen=True)
+class NomicEncoderLayerSpec:
+    """Keys and sizes of a NomicBERT layer; the mask input may be absent. `activation` is that of the gate.
+
+    `rope_theta` is the base used when no RopeTables stage ran. `intermediate_size`, the width of the MLP, is needed
+    only for weights that no source has.
+    """
+
+    layer_prefix: str
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    eps: float = 1e-12
+    attention_mask_input: str | None = "attention_mask"
+    activation: str = "silu"
+    rope_theta: float = 1000.0
+    intermediate_size: int | None = None
+
+
+@dataclass(frozen=True)
+class NomicEncoderLayer:
+    """`h = ln(attn(x) Wo + x)`, `y = ln((h W₁₁ ⊙ silu(h W₁₂)) W₂ + h)`: `[B,S,H]` → same; queries and keys rotated.
+
+    Weights under the prefix: `attn.Wqkv.weight` (q, k and v one above the other, `[3·N·D, H]`), `attn.out_proj.weight`,
+    `norm1.*`, `mlp.fc11.weight`, `mlp.fc12.weight` (the gate), `mlp.fc2.weight`, `norm2.*`.
+    """
+
+    spec: NomicEncoderLayerSpec
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "NomicEncoderLayer")
+        s, p = self.spec, self.spec.layer_prefix
+        hidden, own_tables = s.hidden_size, emit.state.rope_cos is None
+        attention = SelfAttention(
+            f"{p}.attn.Wqkv.weight", f"{p}.attn.out_proj.weight", s.num_heads, head_dim=s.head_dim,
+            mask_input=s.attention_mask_input, name="attn", rope=None if own_tables else "",
+            rope_theta=s.rope_theta if own_tables else None,
+        )  # fmt: skip
+        output = attention.emit(emit, x)
+        h = add_norm(emit, p, "norm1", output, x, s.eps)
+        up = dense(emit, p, "mlp.fc11", h, INTO, s.intermediate_size, bias=False)
+        gate = dense(emit, p, "mlp.fc12", h, INTO, int(up.type.shape[-1]), bias=False)
+        with emit.scope("mlp"):
+            inner = emit.add_node(hir.GatedFfn(s.activation), gate, up)
+        return add_norm(emit, p, "norm2", dense(emit, p, "mlp.fc2", inner, OUT_OF, hidden, bias=False), h, s.eps)

@@ -20,6 +20,11 @@ from rlx_jax.errors import ShapeError
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
 
+__all__ = [
+    "Flux2BlockSpec", "Flux2Conditioning", "Flux2DoubleBlock", "Flux2JoinStreams", "Flux2Output", "Flux2Rope",
+    "Flux2SingleBlock",
+]  # fmt: skip
+
 # Registers: the embedding of time and guidance `[B, H]`; the tables of the joint sequence `[1, T+I, D/2]`.
 TEMB, COS, SIN = "flux2.temb", "flux2.cos", "flux2.sin"
 

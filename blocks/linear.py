@@ -15,7 +15,12 @@ from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.checks import weight_of_linear
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.weight_part import WeightKey
+from rlx_jax.trace.parameters import WeightKey
+
+__all__ = [
+    "ClsTokenPool", "Embed", "EmbedScale", "GatherAdd", "GatherFromInput", "GatherLastToken", "Linear", "LmHead",
+    "LogitSoftcap", "Multiply", "ResidualAdd", "ResidualSave",
+]  # fmt: skip
 
 # What the axes of tables are.
 TABLE, HEAD = ("embedding", "hidden"), ("vocab", "hidden")

@@ -14,7 +14,7 @@ from rlx_jax.ir.graph import Param
 from rlx_jax.ir.param import Conflict, Parts, stored_keys
 from rlx_jax.trace.editing import Inner
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.weight_part import WeightPart, part_read
+from rlx_jax.trace.parameters import WeightPart, part_read
 
 # Uniform within ±1/√in, as PEFT draws A; B is zeros, so that a new adapter changes nothing.
 A_INIT = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2)

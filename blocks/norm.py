@@ -8,6 +8,8 @@ from typing import ClassVar
 from rlx_jax.ir.inits import Init
 from rlx_jax.trace.emit import Emit, FlowValue
 
+__all__ = ["GemmaRmsNorm", "LayerNorm", "RmsNorm", "ZeroBeta"]
+
 
 @dataclass(frozen=True)
 class ZeroBeta:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx_jax.blocks.contracts import KvCacheContract
-from rlx_jax.blocks.rope import check_tables, positions_of, registers
+from rlx_jax.blocks.control import KvCacheContract
+from rlx_jax.blocks.positions import check_tables, positions_of, registers
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Unary
@@ -14,7 +14,9 @@ from rlx_jax.ir.types import DimLike, TensorType, is_static
 from rlx_jax.trace.attention import Rotary, Window
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
+from rlx_jax.trace.parameters import WeightKey, WeightPart, stored_key
+
+__all__ = ["Activation", "SelfAttention"]
 
 # Keys of q, k and v.
 Three = tuple[WeightKey, WeightKey, WeightKey]

@@ -10,6 +10,8 @@ from rlx_jax.blocks.control import Custom
 from rlx_jax.errors import GraphError
 from rlx_jax.trace.emit import Emit, FlowValue
 
+__all__ = ["DualStream", "LoadStream", "StoreStream", "bind_inputs_to_streams"]
+
 
 @dataclass(frozen=True)
 class StoreStream:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, dense, pair
@@ -18,7 +20,14 @@ from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.weight_part import WeightKey, WeightPart
+from rlx_jax.trace.frequencies import axial_frequencies
+from rlx_jax.trace.parameters import WeightKey, WeightPart
+
+__all__ = [
+    "AttentionPool", "EndTokenPool", "LayerKeys", "LayerScale", "NomicSelector", "PatchRope", "PreNormLayerSpec",
+    "Similarity", "VisionEmbed", "VisionSwiGluFfn", "VitSelfAttn", "VitSelfAttnSpec", "dinov2_layer_fused",
+    "nomic_vision_layer_fused", "pre_norm_layer", "siglip_layer_fused_with_prefix",
+]  # fmt: skip
 
 # -- from images to tokens ---------------------------------------------------------------------
 
@@ -399,3 +408,61 @@ class Similarity:
 def unit(emit: Emit, x: FlowValue) -> FlowValue:
     """Rows divided by their lengths; a row of zeros stays."""
     return x * emit.rsqrt(emit.maximum(emit.sum(x * x, -1, keepdims=True), 1e-24))
+
+
+@dataclass(frozen=True)
+class PatchRope:
+    """cos and sin of a grid of patches, row by row, for the stages that follow; the active value passes by. The first
+    half of a head of `head_dim` columns, a multiple of 4, turns by the row, the second by the column, each by the
+    frequencies of a head of its own width (EVA-02: Fang et al. 2023). `before` tokens in front do not turn.
+
+    With `reference` (rows, columns) places are scaled as if the grid had so many.
+    """
+
+    grid: tuple[int, int]
+    head_dim: int
+    theta: float = 10000.0
+    reference: tuple[int, int] | None = None
+    before: int = 1
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        half = self.head_dim // 2
+        if self.head_dim < 4 or self.head_dim % 4:
+            raise ShapeError(f"{emit.path}: PatchRope: head_dim is {self.head_dim}; expected a multiple of 4")
+        places = np.indices(self.grid).reshape(2, -1).T
+        table = np.concatenate([np.zeros((self.before, 2)), places])[None].astype(np.int32)
+        scale = (1.0, 1.0) if self.reference is None else tuple(np.divide(self.reference, self.grid).tolist())
+        frequencies, axes = axial_frequencies((half, half), self.theta)
+        scaled = [f * scale[axis] for f, axis in zip(frequencies, axes, strict=True)]
+        with emit.scope("rotary_emb"):
+            emit.state.rope_cos, emit.state.rope_sin = emit.rope_angles(emit.constant(table), scaled, axes=axes)
+        return value
+
+
+@dataclass(frozen=True)
+class NomicSelector:
+    """`x + mlp(ln(p))` with what a learned query reads of all tokens as p: `[B,S,H]` → same, every token alike.
+
+    Weights under the prefix: `attn.latent` `[1, 1, H]`, `attn.Wq.*`, `attn.Wkv.*` (keys above values),
+    `attn.out_proj.*`, `norm1.*`, and `mlp.{fc11,fc12,fc2}.*`, whose gate is `fc12`. `inner`, the width of the MLP, is
+    needed only for weights that no source has.
+    """
+
+    prefix: str
+    num_heads: int
+    eps: float = 1e-6
+    inner: int | None = None
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, p = emit.require(value, "NomicSelector"), self.prefix
+        if x.ndim != 3:
+            raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
+        with emit.scope("selector"):
+            weights: list[WeightKey] = [f"{p}.attn.Wq.weight", *WeightPart.split(f"{p}.attn.Wkv.weight", 2)]
+            biases: list[WeightKey] = [f"{p}.attn.Wq.bias", *WeightPart.split(f"{p}.attn.Wkv.bias", 2)]
+            out = f"{p}.attn.out_proj"
+            pooled = read_by_query(emit, x, f"{p}.attn.latent", weights, biases, out, self.num_heads)
+            normed = emit.layer_norm(pooled, *pair(f"{p}.norm1"), self.eps)
+            gate, up, down = (pair(f"{p}.mlp.{name}") for name in ("fc12", "fc11", "fc2"))
+            mlp = SwiGlu(gate[0], up[0], down[0], (gate[1], up[1], down[1]), self.inner)
+            return x + mlp.emit(emit, normed)

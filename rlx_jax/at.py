@@ -11,14 +11,13 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from rlx_jax.blocks.contracts import run_stage
-from rlx_jax.blocks.control import BlockStage, check_stages
+from rlx_jax.blocks.control import BlockStage, check_stages, run_stage
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Constant, Value, constant
 from rlx_jax.ir.types import as_name, is_static
+from rlx_jax.trace.boundaries import HeadsAround
 from rlx_jax.trace.editing import BlockEdit, BlockWrapper, CapturedBlock, Inner
 from rlx_jax.trace.emit import Emit, FlowValue, read_numbers
-from rlx_jax.trace.heads import HeadsAround
 from rlx_jax.trace.selecting import BlockPattern
 
 T = TypeVar("T")

@@ -19,8 +19,7 @@ import jax
 import numpy as np
 
 from rlx_jax.at import SelectedBlocks
-from rlx_jax.blocks.contracts import run_stage
-from rlx_jax.blocks.control import BlockStage, check_stages
+from rlx_jax.blocks.control import BlockStage, check_stages, run_stage
 from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.compiler.meshes import divide_model
 from rlx_jax.compiler.pipeline import make_template
@@ -46,10 +45,9 @@ from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, MakesMtp, Weights
-from rlx_jax.trace.declared import WeightDecl, check_declared
 from rlx_jax.trace.editing import BlockEdit, edit_blocks, run_stand_in
-from rlx_jax.trace.emit import F32, Emit, FlowValue, input_type
-from rlx_jax.trace.parameters import Parameters
+from rlx_jax.trace.emit import Emit, FlowValue, input_type
+from rlx_jax.trace.parameters import F32, Parameters, WeightDecl, check_declared
 from rlx_jax.trace.selecting import BlockPattern
 from rlx_jax.weights.beside import beside
 from rlx_jax.weights.source import open_weights

@@ -20,7 +20,7 @@ from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.compat import SpecBuilders
 from rlx_jax.trace.emit import input_type
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
+from rlx_jax.trace.parameters import WeightKey, WeightPart, WeightStack, stored_key
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from rlx_jax.ir.types import TensorType, is_float, is_static, symbol
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.control import Control
 from rlx_jax.trace.frequencies import Frequencies, axial_frequencies, frequencies
-from rlx_jax.trace.weight_part import WeightKey
+from rlx_jax.trace.parameters import WeightKey
 from rlx_jax.trace.writer import V, is_number
 
 I32 = np.dtype(np.int32)

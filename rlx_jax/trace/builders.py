@@ -30,15 +30,15 @@ from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import is_static
+from rlx_jax.trace.attention import Attending
 from rlx_jax.trace.checks import items_of, weight_of_linear
-from rlx_jax.trace.recurrence import Recurring
+from rlx_jax.trace.parameters import WeightKey, WeightPart, WeightStack
 from rlx_jax.trace.spec_calls import of_kind
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
 from rlx_jax.trace.writer import Shape, V, is_number
 
 
-class Builders(Recurring[V]):
-    """Blocks, products and norms over the values `V` of whoever writes, and all of `Recurring`."""
+class Builders(Attending[V]):
+    """Blocks, products and norms over the values `V` of whoever writes, and all of `Attending`."""
 
     @contextmanager
     def _block(self, label: str) -> Iterator[None]:

@@ -18,8 +18,8 @@ from rlx_jax.ir.plugins import known
 from rlx_jax.ir.types import is_static
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.parameters import WeightKey
 from rlx_jax.trace.spec_calls import of_kind
-from rlx_jax.trace.weight_part import WeightKey
 from rlx_jax.trace.writer import V
 
 

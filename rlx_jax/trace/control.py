@@ -1,24 +1,43 @@
-"""Choices, loops and gradients of one's own, as methods: bodies are functions of values.
+"""Choices, loops, gradients of one's own, and what carries a state along the sequence, as methods.
 
-A body is traced once, and may use all methods and any value or weight of the program around it.
+Bodies are functions of values: a body is traced once, and may use all methods and any value or weight of the program
+around it. A step of `recurrent` is a JAX function of one row and one token.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import GraphError, ShapeError, shown
-from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Value
+from rlx_jax.errors import GraphError, RlxError, ShapeError, first_line, shown
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Value, located
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While, in_tensor_ops
+from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.rewrite import everywhere, rewrite
-from rlx_jax.ir.types import TensorType
-from rlx_jax.trace.rounding import Rounding
+from rlx_jax.ir.token_step import traced_step
+from rlx_jax.ir.types import TensorType, is_float, is_static
+from rlx_jax.trace.checks import check_count
+from rlx_jax.trace.images import Images
+from rlx_jax.trace.parameters import F32, WeightKey
 from rlx_jax.trace.writer import Body, V, is_number
 
 Branch = Callable[..., Any]
+
+
+def wide(t: TensorType, lead: int = 0) -> TensorType:
+    """What a step is given of a value: without its `lead` first axes, floats as f32."""
+    return TensorType(t.shape[lead:], F32 if is_float(t.dtype) else t.dtype)
+
+
+def step_name(step: Any) -> str:
+    """What a step is called that was given no name."""
+    return str(getattr(step, "__name__", "step")).replace("<lambda>", "step")
 
 
 def _flat(made: Any) -> tuple[Any, ...]:
@@ -26,7 +45,7 @@ def _flat(made: Any) -> tuple[Any, ...]:
     return tuple(made) if isinstance(made, tuple | list) else (made,)
 
 
-class Control(Rounding[V]):
+class Control(Images[V]):
     """Bodies that run once, some times, or not at all."""
 
     def _trace(
@@ -190,3 +209,199 @@ class Control(Rounding[V]):
     def stop_gradient(self, x: V) -> V:
         """x, which no gradient goes through."""
         return self.activation("stop_gradient", x)
+
+    # -- blocks that carry a state -------------------------------------------------------------
+
+    def recurrent(
+        self, step: Callable[..., Any], x: Any, *params: Any, init: Any, unroll: int | None = None, label: str = ""
+    ) -> Any:
+        """`state, y_t = step(state, x_t, *params)` for each token of each row, from `init`; every y, `[B, S, …]`.
+
+        The step is a JAX function of ONE row and ONE token, on arrays, and pure: it is traced once. It is given, and
+        its state is, f32 where a value is a narrower float; floating y come in the dtype of x.
+
+        Args:
+            x: a value `[B, S, …]`, or a tuple, list or dict of them; the step gets `x_t` in the same form.
+            params: weights by key or value, or values without batch and tokens, or pytrees of them.
+            init: the state before the first token: an array or number, a value without batch (a learned start), or a
+                pytree of them. Its form and types are those of every state.
+            unroll: tokens that the loop takes in one turn; None: 1, and on GPUs 8 where the step is small.
+            label: what dumps and messages call the step; its own name otherwise.
+
+        Raises:
+            GraphError: the step is not pure, gives a state of another form or type, or reads what another trace
+                computes; the message names the stage and the leaf.
+            ShapeError: an x is not `[B, S, …]`, or a parameter has the batch or the tokens as an axis.
+        """
+        name = label or step_name(step)
+        where = f"{self.path}: recurrent({name})"
+        if not callable(step):
+            raise GraphError(f"{self.path}: recurrent takes a function step(state, x_t, *params), got {shown(step)}")
+        if unroll is not None:
+            check_count(unroll, f"{where}: unroll")
+        xs, x_form = jax.tree.flatten(x)
+        weights, weights_form = jax.tree.flatten(params)
+        starts, state_form = jax.tree_util.tree_flatten_with_path(init)
+        self._check_tokens(where, xs)
+        weights = [self.weight(w) for w in weights]
+        self._check_shared(where, "parameter", weights, xs[0])
+        slots, learned = self._slots(where, starts, xs[0], len(xs) + len(weights))
+        types = [self.type_of(v) for v in (*xs, *weights)]
+        given = [s.type for s in slots] + [wide(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
+        forms = (state_form, x_form, weights_form)
+        fn = _of_leaves(step, name, [s.name for s in slots], len(xs), given, forms)
+        with located(self.builder.here):
+            traced = traced_step(name, fn, given)
+        self.captured.record(where, tuple(given), (traced.text, traced.captured), step)
+        block = hir.Recurrent(traced, slots, len(xs), unroll)
+        return jax.tree.unflatten(traced.y_form, self.add_all(block, *xs, *weights, *learned))
+
+    def gated_delta(
+        self,
+        q: V,
+        k: V,
+        v: V,
+        g: V,
+        beta: V,
+        *,
+        key_heads: int,
+        value_heads: int,
+        scale: float | None = None,
+        unit: float | None = None,
+    ) -> V:
+        """Return the gated delta rule over packed heads: q, k `[B, S, Hk·K]`, v `[B, S, Hv·V]`, g and beta `[B, S, Hv]`
+        → `[B, S, Hv·V]`. See `hir.GatedDelta`."""
+        return self.add_node(hir.GatedDelta(key_heads, value_heads, scale, unit), q, k, v, g, beta)
+
+    def causal_conv(self, x: V, w: V | WeightKey, bias: V | WeightKey | None = None) -> V:
+        """Return each channel convolved with its own window of the last J tokens: x `[B, S, C]`, w `[C, J]` or
+        `[C, 1, J]`, bias `[C]` → `[B, S, C]`. Rows before the first token are zeros; prefill and extend carry them."""
+        weights = [self.weight(value) for value in (w, bias) if value is not None]
+        return self.add_node(hir.CausalConv(bias is not None), x, *weights)
+
+    def selective_scan(self, x: V, dt: V, a: V, b: V, c: V, *, groups: int = 1) -> V:
+        """Return a selective scan over packed heads: x `[B, S, H·P]`, dt `[B, S, H]`, a `[H]` or `[H, n]`, b and c
+        `[B, S, G·n]` → `[B, S, H·P]`. See `SelectiveScanOp`."""
+        heads = self.type_of(dt).shape[-1] if self.type_of(dt).rank else 0
+        if not is_static(heads):
+            raise ShapeError(f"{self.path}: selective_scan: dt is [B, S, H] with known heads, got {self.type_of(dt)}")
+        return self.add_node(hir.SelectiveScan(int(heads), groups), x, dt, a, b, c)
+
+    def time_steps(self, t: V, bias: V, a_log: V, *, low: float = 0.0, high: float | None = None) -> tuple[V, V]:
+        """Return `clip(softplus(t + bias), low, high)` `[B, S, H]` and `−exp(a_log)` `[H]`, both f32: t `[B, S, H]`,
+        bias and a_log `[H]`. They are the dt and a of `selective_scan`, and their product is the g of `gated_delta`."""
+        step, rate = self.add_all(hir.TimeSteps(low, high), t, bias, a_log)
+        return step, rate
+
+    def causal_window(self, x: V, width: int) -> V:
+        """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
+
+        Raises:
+            GraphError: the width is no int of at least 1. ShapeError: x is not `[B, S, …]`.
+        """
+        return self.add_node(hir.CausalWindow(check_count(width, f"{self.path}: width")), x)
+
+    def _check_tokens(self, where: str, xs: Sequence[Any]) -> None:
+        """What is read is values `[B, S, …]` of one batch and as many tokens."""
+        if not xs:
+            raise GraphError(f"{where}: x is a value [B, S, …], or a tuple or dict of them; there are none")
+        types = [self.type_of(v) for v in xs]
+        for t in types:
+            if t.rank < 2 or t.shape[:2] != types[0].shape[:2]:
+                raise ShapeError(f"{where}: x is [B, S, …], got {', '.join(map(str, types))}")
+            _check_static(where, "x", t, t.shape[2:])
+
+    def _check_shared(self, where: str, what: str, values: Sequence[Any], x: Any) -> None:
+        """What every row and token reads has neither as an axis."""
+        lead = {str(d) for d in self.type_of(x).shape[:2] if not isinstance(d, int)}
+        for number, value in enumerate(values):
+            t = self.type_of(value)
+            if found := sorted(lead & t.symbols):
+                raise ShapeError(
+                    f"{where}: {what} {number} is {t}: every row and token reads the same one; give what has "
+                    f"{' and '.join(found)} as an axis as a part of x, [B, S, …]"
+                )
+            _check_static(where, f"{what} {number}", t, t.shape)
+
+    def _slots(
+        self, where: str, starts: Sequence[Any], x: Any, first: int
+    ) -> tuple[tuple[hir.StateSlot, ...], list[Any]]:
+        """The slots of a state that starts so, and the values among the starts; those are operands from `first` on."""
+        slots: list[hir.StateSlot] = []
+        learned: list[Any] = []
+        for path, start in starts:
+            name = re.sub(r"\W+", "_", jax.tree_util.keystr(path)).strip("_") or "state"
+            name = f"state_{name}" if name[0].isdigit() else name
+            if is_number(start) or isinstance(start, np.ndarray | jax.Array):
+                array = _start_array(f"{where}: init leaf {name}", start)
+                zeros = not array.array.any()
+                slots.append(hir.StateSlot(name, array.type, initial=None if zeros else array))
+            elif isinstance(start, str):
+                raise GraphError(f"{where}: init is {shown(start)}; expected arrays, such as np.zeros(8, 'f4')")
+            else:
+                self._check_shared(where, f"init leaf {name}, number", [start], x)
+                slots.append(hir.StateSlot(name, wide(self.type_of(start)), initial=first + len(learned)))
+                learned.append(start)
+        if not slots:
+            raise GraphError(f"{where}: init has no arrays; what carries no state treats tokens alone: use emit.jax")
+        return tuple(slots), learned
+
+
+def _check_static(where: str, what: str, t: TensorType, sizes: Sequence[Any]) -> None:
+    """A step is traced once, for arrays of one size."""
+    if not all(map(is_static, sizes)):
+        raise ShapeError(f"{where}: {what} is {t}: beside batch and tokens every size is a number")
+
+
+def _start_array(where: str, start: Any) -> Constant:
+    """An initial value of the state, floats as f32."""
+    try:
+        found = small_constant(start)
+    except GraphError as error:
+        raise type(error)(f"{where}: {error}") from error
+    return small_constant(found.array, F32) if is_float(found.type.dtype) else found
+
+
+def _of_leaves(
+    step: Callable[..., Any], label: str, names: Sequence[str], tokens: int, given: Sequence[TensorType], forms: Any
+) -> Callable[..., tuple[list[Any], Any]]:
+    """Return a user's `step(state, x_t, *params) -> (state, y_t)` on pytrees as a function of their leaves.
+
+    Args:
+        names: of the leaves of the state. tokens: how many leaves x has. given: the types of all leaves.
+        forms: the pytrees of the state, of x and of the parameters.
+    """
+    where, n = f"recurrent({label})", len(names)
+    parts = (slice(n), slice(n, n + tokens), slice(n + tokens, None))
+
+    def call(*arrays: Any) -> tuple[list[Any], Any]:
+        state, x, params = (jax.tree.unflatten(f, arrays[part]) for f, part in zip(forms, parts, strict=True))
+        try:
+            made = step(state, x, *params)
+        except RlxError as error:
+            raise GraphError(
+                f"{where} reads a value or a weight of the flow: give it as one of the parameters ({first_line(error)})"
+            ) from error
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise GraphError(f"{where}: expected the step to return a pair, (state, y_t), got {shown(made)}")
+        if not jax.tree.leaves(made[1]):
+            raise GraphError(f"{where} gives no y; it returns (state, y_t)")
+        return keep(made[0]), made[1]
+
+    def keep(after: Any) -> list[Any]:
+        """Return the leaves of the next state, which have the types that they had."""
+        form = jax.tree.structure(after)
+        if form != forms[0]:
+            raise GraphError(f"{where}: the state enters as {forms[0]} and leaves as {form}")
+        kept = [jnp.asarray(leaf) for leaf in jax.tree.leaves(after)]
+        for name, want, leaf in zip(names, given, kept, strict=False):
+            found = TensorType(tuple(leaf.shape), np.dtype(leaf.dtype))
+            if found != want:
+                which = "the state" if name == "state" else f"leaf {name} of the state"
+                raise GraphError(
+                    f"{where}: {which} enters as {want} and leaves as {found}: a state keeps its type; cast it, or "
+                    "begin with an init of that type"
+                )
+        return kept
+
+    return call

@@ -44,14 +44,10 @@ from rlx_jax.ir.types import (
 )
 from rlx_jax.trace.checks import has_no
 from rlx_jax.trace.compat import SpecBuilders
-from rlx_jax.trace.declared import WeightDecl
-from rlx_jax.trace.flow_state import FlowState as FlowState
-from rlx_jax.trace.flow_state import GdnInputSlots
+from rlx_jax.trace.flow_value import FlowState as FlowState
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
-from rlx_jax.trace.parameters import AxisSizes, Parameters
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
-
-F32 = np.dtype(np.float32)
+from rlx_jax.trace.flow_value import GdnInputSlots
+from rlx_jax.trace.parameters import AxisSizes, Parameters, WeightDecl, WeightKey, WeightPart, WeightStack
 
 
 def read_numbers(data: Any, where: str) -> np.ndarray[Any, Any]:

@@ -11,6 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+__all__ = [
+    "Frequencies", "axial_frequencies", "frequencies", "linear_scaling", "llama3_scaling", "yarn_factor",
+    "yarn_scaling",
+]  # fmt: skip
+
 Frequencies = tuple[float, ...]
 
 

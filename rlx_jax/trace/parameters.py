@@ -1,22 +1,204 @@
-"""The weights of one flow, by key: where each is from, and what stages and the flow say of it. No data is read."""
+"""The weights of a flow, by key: where each is from, and what stages and the flow say of it. No data is read.
+
+A key may stand for less or more than one stored tensor: `WeightPart`, `WeightStack`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import GraphError, MissingWeightError, WeightError, WeightShapeError, quote, shown
-from rlx_jax.ir.inits import Init
+from rlx_jax.errors import GraphError, MissingWeightError, WeightError, WeightShapeError, did_you_mean, quote, shown
+from rlx_jax.ir.inits import Init as Init
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast
+from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Role, Roles, Sliced, Stack, Strided, cast, sliced, strided
 from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
 from rlx_jax.trace.checks import check_init
-from rlx_jax.trace.declared import WeightDecl, declared_init, says_shape
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
+from rlx_jax.trace.selecting import BlockPattern
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """Part `index` of `count` along `axis` of the weight under `key`, wherever a key is expected. The parts stand one
+    behind the other and are equal, or have the `sizes`; or they are `interleaved`, every `count`-th row of one part.
+
+    >>> q, k, v = WeightPart.split("blocks.0.attn.qkv.weight", 3)
+    >>> str(k)
+    'blocks.0.attn.qkv.weight[1/3]'
+    >>> WeightPart.split("layers.0.qkv_proj.weight", (64, 16, 16))[1].sizes
+    (64, 16, 16)
+    """
+
+    key: str
+    index: int
+    count: int
+    axis: int = 0
+    interleaved: bool = False
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.index, self.count, self.axis, *(self.sizes or ()))
+        if not isinstance(self.key, str) or not all(type(n) is int for n in numbers):
+            raise GraphError(f"WeightPart: expected a key and integers, got {shown(self.key)}, {numbers}")
+        if not 0 <= self.index < self.count or self.axis < 0:
+            raise GraphError(
+                f"WeightPart: of {quote(self.key)} there is no part {self.index} of {self.count} along axis {self.axis}"
+            )
+        if self.sizes is not None and (len(self.sizes) != self.count or min(self.sizes) < 1 or self.interleaved):
+            raise GraphError(
+                f"WeightPart: of {quote(self.key)}: sizes are those of {self.count} parts side by side, each at least "
+                f"1; got {shown(self.sizes)}"
+            )
+
+    @staticmethod
+    def split(
+        key: str, parts: int | tuple[int, ...], axis: int = 0, interleaved: bool = False
+    ) -> tuple[WeightPart, ...]:
+        """All parts, in order: so many equal ones, or of these sizes."""
+        count, sizes = (parts, None) if isinstance(parts, int) else (len(parts), parts)
+        return tuple(WeightPart(key, index, count, axis, interleaved, sizes) for index in range(count))
+
+    def __str__(self) -> str:
+        return f"{self.key}[{self.index}{'::' if self.interleaved else '/'}{self.count}]"
+
+    def whole(self, shape: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
+        """The shape that is stored, if a part has this one; None is a size that is not known."""
+        if shape is None:
+            return None
+        full = None if self.sizes is None else sum(self.sizes)
+        return tuple(
+            (full or (size and size * self.count)) if axis == self.axis else size for axis, size in enumerate(shape)
+        )
+
+    def of(self, stored: Program, where: str) -> Program:
+        """The program of the part.
+
+        Raises:
+            WeightShapeError: the stored tensor has no such axis, or no such parts along it.
+        """
+        total = stored.type.shape[self.axis] if self.axis < len(stored.type.shape) else 0
+        sizes = self.sizes or (total // self.count,) * self.count
+        if not total or sum(sizes) != total:
+            parts = f"{self.count} equal parts" if self.sizes is None else f"parts of {list(sizes)}"
+            raise WeightShapeError(f"{where} is {stored.type}: expected {parts} along axis {self.axis}")
+        if self.interleaved:
+            return strided(stored, self.axis, self.index, self.count)
+        start = sum(sizes[: self.index])
+        return sliced(stored, self.axis, start, start + sizes[self.index])
+
+
+def part_read(program: Program) -> WeightPart | None:
+    """The part of a stored weight that a program reads, in whatever dtype; None where it is no part of one."""
+    while isinstance(program, Cast):
+        program = program.of
+    if isinstance(program, Strided) and isinstance(program.of, Key):
+        return WeightPart(program.of.key, program.start, program.step, program.axis, interleaved=True)
+    if not (isinstance(program, Sliced) and isinstance(program.of, Key)):
+        return None
+    sizes = (program.start, program.stop - program.start, int(program.of.type.shape[program.axis]) - program.stop)
+    index = 0 if program.start == 0 else 1
+    return WeightPart.split(program.of.key, tuple(size for size in sizes if size), program.axis)[index]
+
+
+@dataclass(frozen=True)
+class WeightStack:
+    """The weights under the keys that `template` makes of 0, 1 … `count` − 1, as one with a leading axis: experts that
+    a checkpoint stores one by one.
+
+    >>> WeightStack("mlp.experts.{}.up_proj.weight", 2).keys
+    ('mlp.experts.0.up_proj.weight', 'mlp.experts.1.up_proj.weight')
+    """
+
+    template: str
+    count: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.template, str) or self.template.count("{}") != 1:
+            raise GraphError(f"WeightStack: expected a key with one {{}} for the number, got {shown(self.template)}")
+        if type(self.count) is not int or self.count < 1:
+            raise GraphError(f"WeightStack: of {quote(self.template)} there is at least 1, got {shown(self.count)}")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys, in order."""
+        first, last = self.template.split("{}")
+        return tuple(f"{first}{number}{last}" for number in range(self.count))
+
+    def __str__(self) -> str:
+        return self.template.replace("{}", f"{{0..{self.count - 1}}}")
+
+
+# What names a weight: a key of the checkpoint, or a part of what is stored there.
+WeightKey = str | WeightPart
+
+
+def stored_key(key: WeightKey) -> str:
+    """The key of the checkpoint."""
+    return key.key if isinstance(key, WeightPart) else key
+
+
+@dataclass(frozen=True)
+class WeightDecl:
+    """Of every weight whose key a glob matches, the shape as it is stored, how it is drawn, or both.
+
+    Raises:
+        GraphError: it says nothing, or what is no shape or no init.
+    """
+
+    keys: BlockPattern
+    shape: tuple[int, ...] | None = None
+    init: Init | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape is None and self.init is None:
+            raise GraphError(f"{self}: say its shape=, its init=, or both")
+        sizes = self.shape if self.shape is not None else ()
+        if not isinstance(sizes, tuple) or not all(type(size) is int and size > 0 for size in sizes):
+            raise GraphError(f"{self}: shape is {shown(self.shape)}; expected a tuple of sizes, such as (64, 32)")
+        if self.init is not None:
+            check_init(self.init, str(self))
+
+    @staticmethod
+    def of(pattern: str, shape: Sequence[int] | None, init: Init | None) -> WeightDecl:
+        """As `flow.param` takes it."""
+        sizes: Any = tuple(shape) if isinstance(shape, list) else shape
+        return WeightDecl(BlockPattern(pattern, "param"), sizes, init)
+
+    def matches(self, key: str) -> bool:
+        """Whether it is about the weight under a key."""
+        return self.keys.matches(tuple(key.split(".")))
+
+    def __str__(self) -> str:
+        return f"param({self.keys.text!r})"
+
+
+def says_shape(declared: Sequence[WeightDecl], key: str) -> WeightDecl | None:
+    """The last that says the shape of a weight."""
+    return next((d for d in reversed(declared) if d.shape is not None and d.matches(key)), None)
+
+
+def declared_init(declared: Sequence[WeightDecl], key: str) -> Init | None:
+    """What the last that knows it says."""
+    return next((d.init for d in reversed(declared) if d.init is not None and d.matches(key)), None)
+
+
+def check_declared(declared: Sequence[WeightDecl], keys: Iterable[str], where: str) -> None:
+    """Every declaration is about a weight that is read.
+
+    Raises:
+        GraphError: one is not; the message has keys near it.
+    """
+    known = list(keys) if declared else []
+    for decl in declared:
+        if not any(map(decl.matches, known)):
+            near = did_you_mean(decl.keys.text, known, alike=0.7)
+            raise GraphError(f"{where}: {decl} matches no weight that a stage reads{near}")
+
 
 F32 = np.dtype(np.float32)
 

@@ -2,10 +2,10 @@
 `Value`s.
 
 The methods are one class, cut into files by topic, each of which extends the one before it: `writer` (appending,
-constants, any JAX function) → `pointwise` → `along` (reductions) → `shapes` → `indexing` → `products` → `images` →
-`rounding` → `control`, which are the tensor ops; → `attention` → `recurrence` → `builders` (blocks) → `compat`, names
-of the specification. So a topic calls the earlier ones on `self`, whatever the values are, mypy holds it to their
-types, and an editor offers all of them after `emit.`. Those that are one method for one of its kinds, such as `add` and
+constants, any JAX function) → `arithmetic` (elements, reductions) → `shapes` → `products` → `images` → `control`, which
+are the tensor ops and recurrences; → `attention` → `builders` (blocks) → `compat`, names of the specification. So a
+topic calls the earlier ones on `self`, whatever the values are, mypy holds it to their types, and an editor offers all
+of them after `emit.`. Those that are one method for one of its kinds, such as `add` and
 `max`, are `of_kind(method, kind, doc)`, which keeps their signatures. Nothing is overridden but what this file leaves
 open, and `add_all` and `_write`, by `Emit`.
 
@@ -44,8 +44,8 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, is_static
 from rlx_jax.trace.checks import check_attributes
 from rlx_jax.trace.checks import is_number as is_number
+from rlx_jax.trace.parameters import WeightKey, WeightStack
 from rlx_jax.trace.spec_calls import check_calls, of_shape
-from rlx_jax.trace.weight_part import WeightKey, WeightStack
 
 V = TypeVar("V")
 # Ints, names of symbolic sizes, and sizes of values (`x.shape[0]`).
