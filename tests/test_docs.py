@@ -49,6 +49,12 @@ def test_fences_are_known(page: Path) -> None:
     assert {block[1] for block in FENCE.finditer(text)} <= {"python", "text", "sh", "toml", "json"}
 
 
+def test_index_links_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text("utf-8")
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == pages
+
+
 def page_param(page: Path) -> Any:
     """The page, in the slow tier if it is one of `SLOW`."""
     return pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else (), id=page.stem)
