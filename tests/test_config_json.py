@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -50,21 +49,6 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def test_reads_what_models_have(tmp_path: Path) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "rope_theta": 500000.0,
-        "rope_scaling": {"factor": 32.0, "rope_type": "llama3"},
-        "tie_word_embeddings": True,
-        "pad_token_id": None,
-        "model_max_length": int(1e30),
-        "token": "<|émoji 😀|>",
-    }
-    assert read_json(write(tmp_path, json.dumps(config, indent=2).encode())) == config
-    assert read_json(write(tmp_path, json.dumps(config, ensure_ascii=False).encode())) == config
-    assert type(read_json(tmp_path / "config.json")["rope_scaling"]) is dict
-
-
 @settings(max_examples=40)
 @given(st.dictionaries(st.text(), JSON, max_size=5).filter(is_plain), st.booleans())
 def test_any_object_comes_back(
@@ -76,22 +60,17 @@ def test_any_object_comes_back(
 
 FAULTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "not JSON: Expecting value at byte 0"),
-    "not JSON": (b'{"a": }', "not JSON: Expecting value at byte 6"),
     "an array": (b"[1]", "expected a JSON object, found list"),
-    "trailing text": (b"{} {}", "at byte 3"),
     "not UTF-8": (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
     "byte-order mark": (b"\xef\xbb\xbf{}", "byte-order mark"),
     "UTF-16": ('{"a": 1}'.encode("utf-16-le"), "NUL at byte 1"),
     "control character": (b'{"a": "\n"}', "not JSON: Invalid control character at byte 7"),
     "duplicate": (b'{"b": 1, "a": 1, "a": 1}', "'a' is given twice"),
-    "nested duplicate": (b'{"r": [{"x": {"type": 1, "type": 2}}]}', "'type' is given twice"),
     "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
-    "-Infinity": (b'{"a": [1, -Infinity]}', "-Infinity is not a JSON number"),
     "overflowing float": (b'{"a": 1e999}', "too large a number"),
     "huge int": (b'{"a": ' + b"9" * 5000 + b"}", "a number of 5000 digits"),
     "depth bomb": (b'{"a": ' + b"[" * 200_000, "nested deeper than limits.MAX_JSON_DEPTH = 64"),
     "half a surrogate": (rb'{"a": {"b": "\ud800"}}', "half of a surrogate pair"),
-    "half a surrogate as name": (rb'{"\udc00": 1}', "half of a surrogate pair"),
     "offset after wide text": ('{"é😀": ]}'.encode(), "not JSON: Expecting value at byte 11"),
 }
 
@@ -120,10 +99,6 @@ def test_infinity_is_a_number_in_config_json_alone(tmp_path: Path) -> None:
 def test_strings_hide_nothing(tmp_path: Path) -> None:
     value = {"a": '[[[["NaN', "b\\": "\\", 'c"': "{" * 100 + "9" * 5000, "d": "\\ud800 spelt out"}
     assert read_json(write(tmp_path, json.dumps(value).encode())) == value
-
-
-def test_minus_zero_is_no_whole_number(tmp_path: Path) -> None:
-    assert read_json(write(tmp_path, b'{"a": -0.0}'))["a"] == 0
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -177,25 +152,3 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak <= 64 * 2**20 + 8 * len(raw)
-
-
-def test_mutants(tmp_path: Path) -> None:
-    """Random damage: an equal reading of the standard library's, or our error. Never another exception."""
-    seed = int(os.environ.get("RLX_FUZZ_SEED", "1"))
-    rng, accepted = random.Random(seed), 0
-    base = json.dumps({"a": [1, 2.5, {"b": None, "c": "é\n😀"}], "d": {"e": True, "f": -1e-5}, "g": "x" * 10}).encode()
-    tokens = [b"NaN", *(bytes([c]) for c in b'[]{}"\\\0\xff,'), b"\\ud800", b"-0", b"1e400", b"9" * 200]
-    for case in range(1500):
-        raw = bytearray(base)
-        for _ in range(rng.randint(1, 3)):
-            at = rng.randrange(len(raw))
-            raw[at : at + rng.randint(0, 2)] = rng.choice([rng.choice(tokens), bytes([rng.randrange(256)]), b""])
-        try:
-            value = read_json(write(tmp_path, bytes(raw)))
-        except ConfigError as error:
-            assert len(str(error)) <= 2048 and str(error).isprintable()
-            continue
-        assert value == json.loads(raw), (seed, case)
-        accepted += 1
-    print(f"config mutants: 1500, seed {seed}, accepted {accepted}")
-    assert accepted > 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import os
@@ -58,11 +57,11 @@ CHECKS = {
 }
 """What the outputs of a run say, by notebook."""
 SHORTER = {
-    "train": {"STEPS = 600": "STEPS = 40", "warmup_steps=30": "warmup_steps=5", "loss <= 1.5": "loss <= 4"},
-    "editing": {"range(350)": "range(60)", "range(80)": "range(8)"},
-    "generate": {"STEPS := 250": "STEPS := 60"},
-    "devices": {"steps=40": "steps=4"},
-    "retrieval": {"STEPS := 500": "STEPS := 40"},
+    "train": {"STEPS = 600": "STEPS = 26", "warmup_steps=30": "warmup_steps=5", "loss <= 1.5": "loss <= 9"},
+    "editing": {"range(350)": "range(6)", "range(80)": "range(3)"},
+    "generate": {"20, STEPS := 250": "2, STEPS := 6"},
+    "devices": {"steps=40": "steps=3"},
+    "retrieval": {"20, STEPS := 500": "2, STEPS := 6"},
 }
 """What trains for fewer steps where only the running is looked at."""
 
@@ -152,55 +151,47 @@ def test_first_cell(
     assert asked == ([] if installs is None else [installs])
 
 
-def run(python: Path, directory: Path, notebook: nbformat.NotebookNode, fast: bool = False) -> str:
-    """What a notebook prints when an environment's own kernel runs it in a directory.
-
-    With `fast` it has the flags of tests: programs that are compiled sooner, and run longer.
-    """
+def run(python: Path, directory: Path, notebook: nbformat.NotebookNode, without: str) -> str:
+    """What a notebook prints when an environment's own kernel runs it in a directory, `without` a variable of tests."""
     path = directory / "notebook.ipynb"
     nbformat.write(notebook, path)
-    left_out = {"PYTHONPATH"} if fast else {"PYTHONPATH", "XLA_FLAGS"}
-    environ = {name: text for name, text in os.environ.items() if name not in left_out}
+    environ = {name: text for name, text in os.environ.items() if name not in without.split()}
     command: list[str | Path] = [python.parent / "jupyter-execute", "--inplace", "--timeout=1200", path]
     done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
     return printed([output for cell in cells(path, "code") for output in cell["outputs"]])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_runs(path: Path, tmp_path: Path) -> None:
+    """With fewer steps, in this environment; the train notebook asserts that resumed losses are equal."""
+    text = path.read_text("utf-8")
+    for steps, fewer in SHORTER.get(path.stem, {}).items():
+        assert text.count(steps) == 1, steps
+        text = text.replace(steps, fewer)
+    said = run(Path(sys.executable), tmp_path, nbformat.reads(text, as_version=4), without="")
+    assert "rlx_jax: as installed before" in said
+
+
 @pytest.fixture(scope="session")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that had a kernel and no more, where the first cell then found the wheel beside it.
-
-    One for all processes of the tests.
-    """
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "elsewhere"
-    shared.mkdir(exist_ok=True)
-    python = shared / "venv" / "bin" / "python"
-    with (shared / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (shared / WHEEL).exists():
-            subprocess.run([sys.executable, "-m", "venv", shared / "venv"], check=True)
-            subprocess.run([python, "-m", "pip", "install", "-q", "--no-compile", "ipykernel", "nbclient"], check=True)
-            shutil.copy(build_wheel(shared / "built"), shared)
-            first = nbformat.v4.new_code_cell(FIRST_CELL)
-            where = nbformat.v4.new_code_cell("import rlx_jax as rlx; print(rlx.__file__)")
-            said = run(python, shared, nbformat.v4.new_notebook(cells=[first, where]))
-            assert f"from {WHEEL}" in said and str(shared / "venv") in said.splitlines()[-1]
+    """The Python of an environment that had a kernel and no more, where the first cell then found the wheel."""
+    here = tmp_path_factory.mktemp("elsewhere")
+    python = here / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", here / "venv"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-compile", "ipykernel", "nbclient"], check=True)
+    shutil.copy(build_wheel(here / "built"), here)
+    first = nbformat.v4.new_code_cell(FIRST_CELL)
+    where = nbformat.v4.new_code_cell("import rlx_jax as rlx; print(rlx.__file__)")
+    said = run(python, here, nbformat.v4.new_notebook(cells=[first, where]), without="PYTHONPATH XLA_FLAGS")
+    assert f"from {WHEEL}" in said and str(here / "venv") in said.splitlines()[-1]
     return python
 
 
-@pytest.mark.parametrize(
-    "whole", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_runs(path: Path, whole: bool, elsewhere: Path, tmp_path: Path) -> None:
-    """From the wheel alone, without a checkout; the train notebook asserts that resumed losses are equal. What a run of
-    all steps says is what is stored."""
-    text = path.read_text("utf-8")
-    for steps, fewer in ({} if whole else SHORTER.get(path.stem, {})).items():
-        assert text.count(steps) == 1, steps
-        text = text.replace(steps, fewer)
-    said = run(elsewhere, tmp_path, nbformat.reads(text, as_version=4), fast=not whole)
-    assert "rlx_jax: as installed before" in said
-    assert not whole or CHECKS[path.stem](said)
+def test_runs_from_the_wheel(path: Path, elsewhere: Path, tmp_path: Path) -> None:
+    """From the wheel alone, without a checkout. What a run of all steps says is what is stored."""
+    said = run(elsewhere, tmp_path, nbformat.read(path, as_version=4), without="PYTHONPATH XLA_FLAGS")
+    assert "rlx_jax: as installed before" in said and CHECKS[path.stem](said)

@@ -60,10 +60,7 @@ def assert_same(saved: Path, source: Path) -> None:
 
 # A tied head; shards with the head of a task, a pooler and buffers that nobody reads; two towers; and so on.
 SAVED = ["llama/gqa_tied_llama3_v5", "bert/masked_lm_v4"]
-SAVED_SLOW = [
-    "vision/dual/clip", "qwen3_moe/mixed_v5", "llama/mha_linear_biases_v4", "gpt2/bare_v4", "nomic_bert/first_v1",
-    "qwen3_5_text/tied_v5", "mamba2/tied_v5",
-]  # fmt: skip
+SAVED_SLOW = ["vision/dual/clip", "qwen3_moe/mixed_v5", "nomic_bert/first_v1", "qwen3_5_text/tied_v5"]
 
 
 @pytest.mark.filterwarnings("ignore:.*auto_map is ignored")
@@ -116,14 +113,6 @@ def test_another_dtype(tmp_path: Path) -> None:
         assert have[key].dtype == expected.dtype and have[key].tobytes() == expected.tobytes(), key
 
 
-@pytest.mark.slow
-def test_orbax_in_the_same_directory(lm: rlx.CausalLM, tmp_path: Path) -> None:
-    rlx.save(lm, tmp_path / "it", "orbax")
-    again = rlx.load(tmp_path / "it")
-    jax.tree.map(np.testing.assert_array_equal, again.model.params, lm.model.params)
-    assert again.tokenizer is not None
-
-
 def test_sentence_transformers(tmp_path: Path) -> None:
     """Modules too, and weights that stand in a module's own directory."""
     source, below = sentence_directory(BERT, tmp_path / "m", modes=["mean"], normalise=True), "0_Transformer"
@@ -163,7 +152,7 @@ def test_nothing_of_the_checkpoint_before_stays(tmp_path: Path, lm: rlx.CausalLM
     assert "modules.json" in paths(target)
     rlx.save(plain, target, overwrite=True)
     assert beside(target) == beside(BERT) | {"rlx_manifest.json", "notes.txt"}
-    np.testing.assert_array_equal(rlx.load(target).embed(IDS), plain.embed(IDS))
+
     for _ in range(2):  # beside weights alone they stay
         rlx.save(plain.model, target, format="safetensors", overwrite=True)
         assert beside(target) == beside(BERT) | {"rlx_manifest.json", "notes.txt"}

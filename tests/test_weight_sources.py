@@ -50,12 +50,9 @@ def test_mapping() -> None:
     np.testing.assert_array_equal(source.read("w", (slice(1, 2), slice(None, None, 2))), W[1:2, ::2])
     np.testing.assert_array_equal(source.read("b", (slice(1, 3),)), B[1:])
 
-
-def test_mapping_is_neither_copied_nor_writable() -> None:
     array = W.copy()
-    source = open_weights({"w": array})
-    part = source.read("w")
-    assert np.shares_memory(part, array) and array.flags.writeable
+    part = open_weights({"w": array}).read("w")
+    assert np.shares_memory(part, array) and array.flags.writeable, "it is not copied"
     with pytest.raises(ValueError, match="read-only"):
         part[0] = 1
 
@@ -63,32 +60,21 @@ def test_mapping_is_neither_copied_nor_writable() -> None:
 def test_mapping_with_odd_layouts() -> None:
     """The bytes of an array may lie in any order; the values read are the same and native."""
     arrays = {"big": W.astype(">f4"), "transposed": np.asfortranarray(W), "strided": np.repeat(W, 2, 1)[:, ::2]}
-    frozen = W.copy()
-    frozen.flags.writeable = False
-    source = open_weights({**arrays, "frozen": frozen})
+    source = open_weights(arrays)
     for key in source.keys():
         assert source.spec(key).dtype == np.float32 and source.read(key).dtype.isnative
         np.testing.assert_array_equal(source.read(key), W)
-
-
-def test_mapping_of_shapes_only() -> None:
-    source = open_weights({"w": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)})
-    assert source.spec("w").shape == (2, 3) and source.spec("w").dtype == jnp.bfloat16
-    with pytest.raises(errors.WeightError, match="'w' has a shape only, no values: it was given as a ShapeDtypeStruct"):
-        source.read("w")
 
 
 @pytest.mark.parametrize(
     "value, error, message",
     [
         (1.0, errors.WeightError, "got 'float'"),
-        (np.float32(1), errors.WeightError, "got 'float32'"),
         (np.zeros(1, "M8[s]"), errors.WeightError, "got dtype 'datetime64"),
         (np.ma.masked_array([1.0], [True]), errors.WeightError, "got 'MaskedArray'"),
         (jax.random.key(0), errors.WeightError, "got dtype 'key<fry>'"),
         (jax.ShapeDtypeStruct((2**40,), np.float32), errors.LimitError, "dimension 1099511627776 is over the limit"),
         (jax.ShapeDtypeStruct((2**31 - 1, 2**31 - 1), np.float32), errors.LimitError, "elements"),
-        (jax.ShapeDtypeStruct((1,) * 9, np.float32), errors.LimitError, "rank 9"),
         (
             jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), np.float32),
             errors.WeightShapeError,
@@ -119,16 +105,11 @@ def test_traced_and_deleted_arrays() -> None:
     ):
         open_weights({"w": elsewhere}).read("w")
     gone = jnp.asarray(W) + 1
-    source = open_weights({"w": gone})
+    source = open_weights({"w": gone, "s": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)})
     gone.delete()
-    with pytest.raises(errors.WeightError, match="'w' is deleted"):
-        source.read("w")
-
-
-@pytest.mark.parametrize("index", [(slice(None),) * 3, (0,), slice(1)])
-def test_mapping_with_a_wrong_index(index: Any) -> None:
-    with pytest.raises(errors.WeightShapeError, match="'w'"):
-        open_weights({"w": W}).read("w", index)
+    for key, message in (("w", "'w' is deleted"), ("s", "'s' has a shape only, no values: .* ShapeDtypeStruct")):
+        with pytest.raises(errors.WeightError, match=message):
+            source.read(key)
 
 
 # -- values ------------------------------------------------------------------------------------
@@ -194,10 +175,6 @@ def test_finite_at_the_edges_of_chunks() -> None:
     assert all_finite(np.zeros((0, 3), np.float32)) and all_finite(np.zeros((0, 3), ml_dtypes.bfloat16))
 
 
-def test_integers_are_not_looked_at() -> None:
-    assert open_weights({"w": np.full(3, -1, np.int16), "b": np.ones(2, bool)}).read("w").sum() == -3
-
-
 # -- files and directories ---------------------------------------------------------------------
 
 
@@ -218,41 +195,26 @@ def test_one_file(tmp_path: Path) -> None:
         source.read("w")
 
 
-@pytest.mark.parametrize("form", ["directory", "index", "str", "relative"])
-def test_shards(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By any form of their path; opening reads no tensor, and threads share a source."""
     directory = write_shards(tmp_path / "model")
     monkeypatch.chdir(directory)
-    paths: dict[str, Any] = {
-        "directory": directory,
-        "index": directory / INDEX,
-        "str": str(directory),
-        "relative": INDEX,
-    }
-    source = open_weights(paths[form])
-    assert_shards(source)
-    assert source.where("c") == "model-2-of-2.safetensors"
-
-
-def test_opening_reads_no_tensor(tmp_path: Path) -> None:
-    source = open_weights(write_shards(tmp_path / "model"))
+    forms: list[Any] = [directory, directory / INDEX, str(directory), INDEX]
+    for form in forms:
+        source = open_weights(form)
+        assert_shards(source)
+        assert source.where("c") == "model-2-of-2.safetensors"
+    source = open_weights(directory)
     assert isinstance(source, SafetensorsSource)
-    for key in source.keys():
-        source.spec(key)
-        source.has(key)
+    assert {key: source.spec(key).shape for key in source.keys()} == {"w": (2, 3), "b": (3,), "c": (3,)}
     assert source.bytes_read == 0
     source.read("w", (slice(1, 2),))
-    assert source.bytes_read == 12
     source.read("b")
     assert source.bytes_read == 18
-
-
-def test_threads_share_a_source(tmp_path: Path) -> None:
-    source = open_weights(write_shards(tmp_path / "model"))
-    assert isinstance(source, SafetensorsSource)
     with ThreadPoolExecutor(8) as pool:
         arrays = list(pool.map(source.read, ["w", "c"] * 200))
     assert all(np.array_equal(array, W if i % 2 == 0 else W[0]) for i, array in enumerate(arrays))
-    assert source.bytes_read == 200 * (W.nbytes + W[0].nbytes)
+    assert source.bytes_read == 18 + 200 * (W.nbytes + W[0].nbytes)
 
 
 def test_precedence(tmp_path: Path) -> None:
@@ -274,14 +236,7 @@ def test_precedence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, advice",
-    [
-        ("model.pt", "pickle"),
-        ("consolidated.00.pth", "pickle"),
-        ("weights.npz", "allow_pickle=False"),
-        ("model.ZIP", "archives are not opened"),
-        ("flax_model.msgpack", "as a mapping"),
-    ],
+    "name, advice", [("model.ZIP", "archives are not opened"), ("flax_model.msgpack", "as a mapping")]
 )
 def test_other_formats(tmp_path: Path, name: str, advice: str) -> None:
     (tmp_path / name).write_bytes(b"PK")
@@ -318,7 +273,6 @@ def test_a_source_comes_back_as_it_is() -> None:
         ({"on_nonfinite": "warning"}, "expected one of error, warn, ignore, got 'warning'; did you mean 'warn'"),
         ({"links": "reject"}, "links: expected one of follow, refuse, got 'reject'"),
         ({"max_bytes": -1}, "max_bytes: expected a number of bytes, got '-1'"),
-        ({"max_bytes": True}, "max_bytes: expected a number of bytes"),
         ({"verify": "sha256"}, "verify: expected one of auto, full, metadata, got 'sha256'"),
         ({"subtree": "a..b"}, "subtree: expected a dotted path such as 'params', got 'a..b'"),
     ],

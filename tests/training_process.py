@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -74,28 +74,38 @@ def digest(state: dict[str, Any], devices: Iterable[Any]) -> str:
     return found.hexdigest()[:16]
 
 
+def start() -> dict[str, Any]:
+    """The state before the first step."""
+    places = shardings()
+    zeros = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in like().items() if name in places}
+    return {"step": 0, "rate": jnp.float32(0.1), **jax.jit(lambda: zeros, out_shardings=places)()}
+
+
+def steps_of(state: dict[str, Any], steps: int) -> Iterator[tuple[int, float, dict[str, Any]]]:
+    """The steps up to `steps`: the number of each, its loss, and the state after it, which the next one consumes."""
+    places = shardings()
+    out = places, NamedSharding(places["count"].mesh, PartitionSpec())
+    step = jax.jit(update, donate_argnums=0, out_shardings=out)
+    while state["step"] < steps:
+        x = np.random.default_rng(state["step"]).normal(size=(16, SHAPE[0])).astype("f4")
+        arrays, loss = step({name: state[name] for name in places}, x)
+        state = {"step": state["step"] + 1, "rate": state["rate"] * 0.5, **arrays}
+        yield state["step"], float(loss), state
+
+
 def train(directory: str, steps: int) -> None:
     """Resume, and train until `steps` or SIGTERM."""
-    places = shardings()
-    step = jax.jit(
-        update, donate_argnums=0, out_shardings=(places, NamedSharding(places["count"].mesh, PartitionSpec()))
-    )
     with Checkpoints(directory, keep=3, timeout_s=60) as checkpoints, checkpoints.preemption() as stop:
-        if checkpoints.newest() is not None:
-            state = checkpoints.restore(like())
-        else:
-            zeros = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in like().items() if name in places}
-            state = {"step": 0, "rate": jnp.float32(0.1), **jax.jit(lambda: zeros, out_shardings=places)()}
-        say("restored", state["step"], digest(state, jax.local_devices()))
-        say("ready", state["step"])
+        begun = start() if checkpoints.newest() is None else checkpoints.restore(like())
+        say("restored", begun["step"], digest(begun, jax.local_devices()))
+        say("ready", begun["step"])
         sys.stdin.readline()
-        while state["step"] < steps and not stop.wanted:
-            x = np.random.default_rng(state["step"]).normal(size=(16, SHAPE[0])).astype("f4")
-            arrays, loss = step({name: state[name] for name in places}, x)
-            state = {"step": state["step"] + 1, "rate": state["rate"] * 0.5, **arrays}
-            say("step", state["step"], float(loss).hex(), digest(state, jax.local_devices()))
+        for number, loss, state in steps_of(begun, steps):
+            say("step", number, loss.hex(), digest(state, jax.local_devices()))
             save(checkpoints, state)
-    say("ended", state["step"])
+            if stop.wanted:
+                break
+    say("ended", number)
 
 
 def save(checkpoints: Checkpoints, state: dict[str, Any]) -> None:
