@@ -411,9 +411,8 @@ def test_inspect_says_what_is_needed(
     profile.write_text("[buckets]\nbatch = [4]\ncontext = [64]\n")
     (bucketed,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 40, "--profile", profile)
     (slots,) = lines(capsys, "inspect", BASE, "--batch", 4, "--context", 40)
-    assert (
-        bucketed["needs"]["state_bytes"] == slots["needs"]["state_bytes"] == (needs["state_bytes"] - 12) // 3 * 4 + 16
-    )
+    of_four = (needs["state_bytes"] - 12) // 3 * 4 + 16
+    assert bucketed["needs"]["state_bytes"] == slots["needs"]["state_bytes"] == of_four
     (most,) = lines(capsys, "inspect", BASE, "--batch", 10**7, "--context", 128)  # a state that no device here holds
     assert most["needs"]["fits"] is False and most["needs"]["batch_that_fits"] < 10**7
 
