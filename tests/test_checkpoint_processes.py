@@ -174,15 +174,12 @@ def fail(error: BaseException) -> str:
     raise error
 
 
-@pytest.mark.parametrize(
-    ("error", "there"),
-    [
-        (NoSpaceError("full"), NoSpaceError),
-        (TargetExistsError("exists"), TargetExistsError),
-        (ValueError("bad"), StorageError),
-        (KeyboardInterrupt(), StorageError),
-    ],
-)
+@pytest.mark.parametrize(("error", "there"), [
+    (NoSpaceError("full"), NoSpaceError),
+    (TargetExistsError("exists"), TargetExistsError),
+    (ValueError("bad"), StorageError),
+    (KeyboardInterrupt(), StorageError),
+])  # fmt: skip
 @pytest.mark.parametrize("at", [0, 1])
 def test_one_failure_fails_all(two: Any, error: BaseException, there: type[RlxError], at: int) -> None:
     """The process itself raises what it was; the other an error of that class, at once."""

@@ -238,15 +238,12 @@ def test_errors(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2 or problems.startswith("rlx-jax: ") and problems.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("generate nowhere --promt x", "generate: error: there is no option '--promt'; did you mean '--prompt'"),
-        ("generate nowhere --prompt a --stop -x", "'-x'; a value that begins with - is written --option=VALUE"),
-        ("generat nowhere", "rlx-jax: error: there is no command 'generat'; did you mean 'generate'?"),
-        ("generate nowhere", "the following arguments are required: --prompt"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    ("generate nowhere --promt x", "generate: error: there is no option '--promt'; did you mean '--prompt'"),
+    ("generate nowhere --prompt a --stop -x", "'-x'; a value that begins with - is written --option=VALUE"),
+    ("generat nowhere", "rlx-jax: error: there is no command 'generat'; did you mean 'generate'?"),
+    ("generate nowhere", "the following arguments are required: --prompt"),
+])  # fmt: skip
 def test_a_command_that_is_not_understood(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Names the word that is wrong before what is missing, and what was meant."""
     with pytest.raises(SystemExit) as left:

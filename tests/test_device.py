@@ -145,15 +145,12 @@ def test_loading_for_another_machine_merges_as_it_would_there() -> None:
 # -- what the plan chooses for it --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("asked", "target", "found"),
-    [
-        ("auto", "cpu", {"5 by xla (as any other)"}),
-        ("auto", "h200", {"5 by row (one row: cuBLAS is slower)"}),
-        ("row", "cpu", {"5 by row (asked for)"}),
-        ("xla", "h200", {"5 by xla (as any other)"}),
-    ],
-)
+@pytest.mark.parametrize(("asked", "target", "found"), [
+    ("auto", "cpu", {"5 by xla (as any other)"}),
+    ("auto", "h200", {"5 by row (one row: cuBLAS is slower)"}),
+    ("row", "cpu", {"5 by row (asked for)"}),
+    ("xla", "h200", {"5 by xla (as any other)"}),
+])  # fmt: skip
 def test_products(asked: str, target: str, found: set[str]) -> None:
     """A setting of the backend; the report and the LIR tell."""
     kind = DEVICES[target].kind

@@ -202,12 +202,9 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda m: declared(m, "w", (), packed="gguf_q8_0"), WeightShapeError, "got the scalar"),
     (lambda m: declared(m, "w", ("n", 64), packed="gguf_q8_0"), WeightShapeError, "expected whole numbers"),
     (lambda m: declared(m, "w", (96, 64), "i32", packed="gguf_q8_0"), WeightError, "packs floats"),
-    (
-        lambda m: (m.param("w", (96, 64), packed="gguf_q4_0"), declared(m, "w", (96, 64), packed="gguf_q8_0"))[1],
-        GraphError,
-        "packed as gguf_q4_0 and f32.* packed as gguf_q8_0",
-    ),
-]
+    (lambda m: (m.param("w", (96, 64), packed="gguf_q4_0"), declared(m, "w", (96, 64), packed="gguf_q8_0"))[1],
+        GraphError, "packed as gguf_q4_0 and f32.* packed as gguf_q8_0"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("build", "error", "message"), WRONG)

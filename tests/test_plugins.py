@@ -171,13 +171,10 @@ def test_scoped_plugins() -> None:
     assert rlx.plugins.known().stages == {}
 
 
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        ("no_such_module:PLUGIN", "of broken 1.0 .*does not import: ModuleNotFoundError"),
-        ("json:dumps", "is <function dumps.*expected a rlx_jax.Plugin"),
-    ],
-)
+@pytest.mark.parametrize("value, text", [
+    ("no_such_module:PLUGIN", "of broken 1.0 .*does not import: ModuleNotFoundError"),
+    ("json:dumps", "is <function dumps.*expected a rlx_jax.Plugin"),
+])  # fmt: skip
 def test_a_broken_package_is_named(value: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     info = tmp_path / "broken-1.0.dist-info"
     info.mkdir()

@@ -18,15 +18,11 @@ FIELDS: dict[str, tuple[dict[str, Any], set[Change]]] = {
     "a value": ({"precision": {"compute": "bf16"}}, {Change("precision.compute", "auto", "bf16")}),
     "a list": ({"fusion": {"disable": ["cse", "dce"]}}, {Change("fusion.disable", "[]", "[cse, dce]")}),
     "a table in a table": ({"backend": {"cpu": {"merge": True}}}, {Change("backend.cpu.merge", "auto", "true")}),
-    "a class of ops": (
-        {"precision": {"classes": {"compute": "bf16"}, "mixed": "custom"}},
-        {Change("precision.classes.compute", "f32", "bf16"), Change("precision.mixed", "none", "custom")},
-    ),
-    "an option of XLA": (
-        {"backend": {"cpu": {"compiler_options": {"xla_one": True}}}},
-        {Change("backend.cpu.compiler_options.xla_one", "unset", "true")},
-    ),
-}
+    "a class of ops": ({"precision": {"classes": {"compute": "bf16"}, "mixed": "custom"}},
+        {Change("precision.classes.compute", "f32", "bf16"), Change("precision.mixed", "none", "custom")}),
+    "an option of XLA": ({"backend": {"cpu": {"compiler_options": {"xla_one": True}}}},
+        {Change("backend.cpu.compiler_options.xla_one", "unset", "true")}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FIELDS)

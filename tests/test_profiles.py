@@ -229,56 +229,48 @@ def test_values_that_are_not_supported(path: str, value: str) -> None:
         read(f'{path} = "{value}"')
 
 
-@pytest.mark.parametrize(
-    ("toml", "message"),
-    [
-        ("fusion.disable = [['fuse_matmul_bias_act']]", r"fusion.disable\[0\]: expected .*, found an array"),
-        ("[backend.cpu]\nmerg = true", "backend.cpu: unknown key 'merg'; known here: .*; did you mean 'merge'"),
-        ("[backend.gpu]", r"unknown key 'gpu'; known here: .*; did you mean 'cuda' \(NVIDIA\) or 'rocm'"),
-        ("fusion.target = 'gpu'", r"found the string 'gpu'; did you mean 'cuda' \(NVIDIA\)"),
-        ("compute = 'bf16'", "unknown key 'compute'; known here: .*; did you mean 'precision.compute'"),
-        ('"a\\nb" = 1', r"unknown key 'a\\nb'"),
-        ("layers.merge = true", "layers: unknown key 'merge'"),
-        ("passes.dce = nan", "found the number nan"),
-        ("passes.dce = 1979-05-27", "found a date or time"),
-        ("backend.cpu.merge = 'yes'", "expected 'auto', true or false, found the string 'yes'"),
-        ("[[fusion]]", "fusion: expected a table, found an array"),
-        ("name = 3", "name: expected a printable string of 1 to 1024 characters"),
-        ("backend.cpu.compiler_options = 3", "expected a table of XLA options"),
-        (
-            "backend.cpu.compiler_options.a = nan",
-            "compiler_options.a: expected .* a finite number .*, found the number nan",
-        ),
-        ("backend.cpu.compiler_options.a = 9223372036854775808", "64-bit integer"),
-        (f"backend.cpu.compiler_options.a = 0x{'f' * 60000}", "an integer of 240000 bits"),
-        ('backend.cpu.compiler_options.a = "\\u0000"', "a printable string of at most 1024"),
-        ('backend.cpu.compiler_options."a b" = 1', "option name of letters, digits and _, found the string 'a b'"),
-    ],
-)
+@pytest.mark.parametrize(("toml", "message"), [
+    ("fusion.disable = [['fuse_matmul_bias_act']]", r"fusion.disable\[0\]: expected .*, found an array"),
+    ("[backend.cpu]\nmerg = true", "backend.cpu: unknown key 'merg'; known here: .*; did you mean 'merge'"),
+    ("[backend.gpu]", r"unknown key 'gpu'; known here: .*; did you mean 'cuda' \(NVIDIA\) or 'rocm'"),
+    ("fusion.target = 'gpu'", r"found the string 'gpu'; did you mean 'cuda' \(NVIDIA\)"),
+    ("compute = 'bf16'", "unknown key 'compute'; known here: .*; did you mean 'precision.compute'"),
+    ('"a\\nb" = 1', r"unknown key 'a\\nb'"),
+    ("layers.merge = true", "layers: unknown key 'merge'"),
+    ("passes.dce = nan", "found the number nan"),
+    ("passes.dce = 1979-05-27", "found a date or time"),
+    ("backend.cpu.merge = 'yes'", "expected 'auto', true or false, found the string 'yes'"),
+    ("[[fusion]]", "fusion: expected a table, found an array"),
+    ("name = 3", "name: expected a printable string of 1 to 1024 characters"),
+    ("backend.cpu.compiler_options = 3", "expected a table of XLA options"),
+    ("backend.cpu.compiler_options.a = nan",
+        "compiler_options.a: expected .* a finite number .*, found the number nan"),
+    ("backend.cpu.compiler_options.a = 9223372036854775808", "64-bit integer"),
+    (f"backend.cpu.compiler_options.a = 0x{'f' * 60000}", "an integer of 240000 bits"),
+    ('backend.cpu.compiler_options.a = "\\u0000"', "a printable string of at most 1024"),
+    ('backend.cpu.compiler_options."a b" = 1', "option name of letters, digits and _, found the string 'a b'"),
+])  # fmt: skip
 def test_refused_with_a_reason(toml: str, message: str) -> None:
     with pytest.raises(ProfileError, match=message) as caught:
         read(toml)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 700
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"a = 1\nb = \xff", r"line 2, column 5: not UTF-8: invalid start byte"),
-        ("fusion.policy = 'direct'".encode("utf-16"), r"line 1, column 1: not UTF-8"),
-        (b"\xef\xbb\xbf[fusion]", r"line 1, column 1: a byte order mark"),
-        (b"[fusion]\npolicy = ", r"line 2, column 10: Invalid value"),
-        (b"[fusion]\npolicy = 'direct'\npolicy = 'direct'", r"line 3, column 18: Cannot overwrite a value"),
-        (b"[fusion]\n[passes]\n[fusion]", r"line 3, column 8: Cannot declare \('fusion',\) twice"),
-        (b"passes.dce = \x00", r"line 1, column 14: Invalid value"),
-        (b"# \x00", r"line 1, column 3: Found invalid character '\\x00'"),
-        (b"passes.dce = " + b"9" * 5000, r"Exceeds the limit"),
-        (b"a = " + b"{b=" * 33, r"at most 32 nested brackets"),
-        (b"[" + b" . ".join([b'"."'] * 18) + b"]", r"at most 16 dots in a key"),
-        (b"a = '''\n[[[['''''\nb = " + b"[" * 33, r"line 3, column 37"),
-        (b'a = """\\""""""\nb = ' + b"[" * 33, r"line 2, column 37"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (b"a = 1\nb = \xff", r"line 2, column 5: not UTF-8: invalid start byte"),
+    ("fusion.policy = 'direct'".encode("utf-16"), r"line 1, column 1: not UTF-8"),
+    (b"\xef\xbb\xbf[fusion]", r"line 1, column 1: a byte order mark"),
+    (b"[fusion]\npolicy = ", r"line 2, column 10: Invalid value"),
+    (b"[fusion]\npolicy = 'direct'\npolicy = 'direct'", r"line 3, column 18: Cannot overwrite a value"),
+    (b"[fusion]\n[passes]\n[fusion]", r"line 3, column 8: Cannot declare \('fusion',\) twice"),
+    (b"passes.dce = \x00", r"line 1, column 14: Invalid value"),
+    (b"# \x00", r"line 1, column 3: Found invalid character '\\x00'"),
+    (b"passes.dce = " + b"9" * 5000, r"Exceeds the limit"),
+    (b"a = " + b"{b=" * 33, r"at most 32 nested brackets"),
+    (b"[" + b" . ".join([b'"."'] * 18) + b"]", r"at most 16 dots in a key"),
+    (b"a = '''\n[[[['''''\nb = " + b"[" * 33, r"line 3, column 37"),
+    (b'a = """\\""""""\nb = ' + b"[" * 33, r"line 2, column 37"),
+])  # fmt: skip
 def test_faults_of_the_text_name_line_and_column(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "bad.rlx.toml"
     path.write_bytes(data)
@@ -287,18 +279,15 @@ def test_faults_of_the_text_name_line_and_column(tmp_path: Path, data: bytes, me
     assert f"compile profile '{path}'"[:100] in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "toml",
-    [
-        "name = '" + "[" * 500 + "'  # " + "[" * 500,
-        'name = "' + "." * 500 + '\\"' + "{" * 500 + '"',
-        "name = '''" + "''[" * 100 + "'''",
-        'name = """' + '\\"""[' * 100 + '"""""',
-        "backend.cpu.compiler_options = { " + ", ".join(f"a{i} = 1.5" for i in range(50)) + " }",
-        "backend.cpu.compiler_options.a=1.25\nbackend.cpu.compiler_options.b=1.25\n" * 1,
-        "#" * 65000,
-    ],
-)
+@pytest.mark.parametrize("toml", [
+    "name = '" + "[" * 500 + "'  # " + "[" * 500,
+    'name = "' + "." * 500 + '\\"' + "{" * 500 + '"',
+    "name = '''" + "''[" * 100 + "'''",
+    'name = """' + '\\"""[' * 100 + '"""""',
+    "backend.cpu.compiler_options = { " + ", ".join(f"a{i} = 1.5" for i in range(50)) + " }",
+    "backend.cpu.compiler_options.a=1.25\nbackend.cpu.compiler_options.b=1.25\n" * 1,
+    "#" * 65000,
+])  # fmt: skip
 def test_limits_do_not_count_strings_comments_and_numbers(toml: str) -> None:
     read(toml)
 
@@ -392,16 +381,13 @@ def test_a_profile_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         CompileProfile.of("a")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"fuson": {}}, "CompileProfile.replace: unknown key 'fuson'"),
-        ({"precision": {3: "f32"}}, "precision: a key is a string, found the integer 3"),
-        ({"passes": {"dce": np.bool_(True)}}, "passes.dce: expected true or false, found a value of type bool"),
-        ({"backend": {"cpu": {"compiler_options": {"a": np.float64(1)}}}}, "found a value of type float64"),
-        ({"name": "x" * 2000}, "a printable string of 1 to 1024"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"fuson": {}}, "CompileProfile.replace: unknown key 'fuson'"),
+    ({"precision": {3: "f32"}}, "precision: a key is a string, found the integer 3"),
+    ({"passes": {"dce": np.bool_(True)}}, "passes.dce: expected true or false, found a value of type bool"),
+    ({"backend": {"cpu": {"compiler_options": {"a": np.float64(1)}}}}, "found a value of type float64"),
+    ({"name": "x" * 2000}, "a printable string of 1 to 1024"),
+])  # fmt: skip
 def test_replace_checks_as_toml_does(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         CompileProfile().replace(**change)

@@ -35,19 +35,16 @@ def hub_cache(root: Path, name: str = "models--org--tiny") -> Path:
 # -- index faults ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("", "not JSON"),
-        ('{"weight_map": {"w": 3}}', "weight_map: 'w': expected a file name, found '3'"),
-        ('{"weight_map": {"w": "m.safetensors", "w": "m.safetensors"}}', "'w' is given twice"),
-        ('{"metadata": [1], "weight_map": {"w": "m.safetensors"}}', "metadata: expected an object"),
-        ('{"metadata": {"total_size": "24"}, "weight_map": {"w": "m.safetensors"}}', "total_size: expected a number"),
-        ('{"weight_map": {"w": "README.md"}}', "'README.md': expected the name of a .safetensors file"),
-        ('{"weight_map": {"w": "a.safetensors", "b": "A.safetensors"}}', "differ in case or composed letters only"),
-        ('{"weight_map": {"w": "\u00e9.safetensors", "b": "e\u0301.safetensors"}}', "differ in case or composed"),
-    ],
-)
+@pytest.mark.parametrize("content, message", [
+    ("", "not JSON"),
+    ('{"weight_map": {"w": 3}}', "weight_map: 'w': expected a file name, found '3'"),
+    ('{"weight_map": {"w": "m.safetensors", "w": "m.safetensors"}}', "'w' is given twice"),
+    ('{"metadata": [1], "weight_map": {"w": "m.safetensors"}}', "metadata: expected an object"),
+    ('{"metadata": {"total_size": "24"}, "weight_map": {"w": "m.safetensors"}}', "total_size: expected a number"),
+    ('{"weight_map": {"w": "README.md"}}', "'README.md': expected the name of a .safetensors file"),
+    ('{"weight_map": {"w": "a.safetensors", "b": "A.safetensors"}}', "differ in case or composed letters only"),
+    ('{"weight_map": {"w": "\u00e9.safetensors", "b": "e\u0301.safetensors"}}', "differ in case or composed"),
+])  # fmt: skip
 def test_malformed_index(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / INDEX).write_text(content)
     with pytest.raises(errors.ConfigError) as caught:
@@ -55,21 +52,18 @@ def test_malformed_index(tmp_path: Path, content: str, message: str) -> None:
     assert INDEX in str(caught.value) and message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name, error",
-    [
-        ("C:m.safetensors", errors.PathEscapeError),
-        ("..\\m.safetensors", errors.PathEscapeError),
-        ("m.safetensors:stream", errors.PathEscapeError),
-        ("sub/COM1.safetensors", errors.PathEscapeError),
-        ("", errors.ConfigError),
-        ("./m.safetensors", errors.ConfigError),
-        ("m.safetensors.", errors.ConfigError),
-        ("m\0.safetensors", errors.ConfigError),
-        ("\u202em.safetensors", errors.ConfigError),
-        ("\ud800.safetensors", errors.ConfigError),
-    ],
-)
+@pytest.mark.parametrize("name, error", [
+    ("C:m.safetensors", errors.PathEscapeError),
+    ("..\\m.safetensors", errors.PathEscapeError),
+    ("m.safetensors:stream", errors.PathEscapeError),
+    ("sub/COM1.safetensors", errors.PathEscapeError),
+    ("", errors.ConfigError),
+    ("./m.safetensors", errors.ConfigError),
+    ("m.safetensors.", errors.ConfigError),
+    ("m\0.safetensors", errors.ConfigError),
+    ("\u202em.safetensors", errors.ConfigError),
+    ("\ud800.safetensors", errors.ConfigError),
+])  # fmt: skip
 def test_shard_names(tmp_path: Path, name: str, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         check_name(name)
