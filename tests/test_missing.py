@@ -83,18 +83,9 @@ def test_inits() -> None:
     np.testing.assert_array_equal(ramp, np.arange(54).reshape(9, 6))
 
 
-def test_of_no_weights_all_are_drawn() -> None:
-    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom(lambda emit, x: x * emit.param("new", (8,), init="ones"))
-    nothing: list[dict[str, Any] | None] = [{}, None]
-    for weights in nothing:
-        assert rlx.compile(flow, weights, missing="init", key=0).report().initialised == ("new",)
-
-
-def test_one_axis_is_not_orthogonal() -> None:
-    flow = rlx.ModelFlow("m").input("x", ("batch", 8))
-    flow = flow.custom(lambda emit, x: x * emit.param("new", (8,), init="orthogonal"))
-    with pytest.raises(errors.WeightShapeError, match=r"'orthogonal' is of 2 axes or more; the weight is \[8\]"):
-        rlx.compile(flow, {}, missing="init", key=0)
+def vector(init: str) -> rlx.ModelFlow:
+    """A flow with one weight, of one axis."""
+    return rlx.ModelFlow("m").input("x", ("batch", 8)).custom(lambda emit, x: x * emit.param("new", (8,), init=init))
 
 
 BERT = checkpoints.FIXTURES / "bert" / "bare_v5"
@@ -109,6 +100,7 @@ def learned(directory: Any) -> Any:
 
 OPENED: dict[str, Callable[..., Any]] = {
     "CausalLM": lambda **o: rlx.CausalLM(learned(LLAMA), **o),
+    "a flow": lambda **o: rlx.compile(vector("ones"), {}, **o),
     "Encoder": lambda **o: rlx.Encoder(learned(BERT), **o),
     "VisionEncoder": lambda **o: rlx.VisionEncoder(learned(VIT), **o),
     "load, dual": lambda **o: rlx.load(CLIP, recipe=learned(CLIP), **o),
@@ -163,16 +155,14 @@ def two_inits() -> rlx.ModelFlow:
     return flow.linear("w", shape=(8, 8), init="zeros").linear("w", shape=(8, 8), init="ones")
 
 
-def forgotten() -> None:
-    """A flow over shapes that lack one which its stage does not say."""
-    specs = {"w": jax.ShapeDtypeStruct((8, 8), np.float32)}
-    rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w").rms_norm("norm").build(specs)
-
-
 MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no key": (lambda: rlx.compile(adding(), missing="init"), errors.RequestError, "give both, or neither"),
-    "shapes alone": (forgotten, errors.MissingWeightError, "norm: no weight 'norm' in the mapping"),
     "a number": (lambda: drawn(3), errors.GraphError, "init is 3; expected"),
+    "one axis": (
+        lambda: rlx.compile(vector("orthogonal"), {}, missing="init", key=0),
+        errors.WeightShapeError,
+        r"'orthogonal' is of 2 axes or more; the weight is \[8\]",
+    ),
     "two inits": (
         lambda: rlx.compile(two_inits(), missing="init", key=0),
         errors.GraphError,
@@ -196,16 +186,6 @@ def test_misuse_is_told(case: str) -> None:
 # -- sizes ---------------------------------------------------------------------------------------
 
 TWOS = jax.nn.initializers.constant(2.0)
-
-
-def shapes(stage: Any, *inputs: tuple[str, Any, str]) -> dict[str, tuple[int, ...]]:
-    """What a stage reads, in a flow without any weights."""
-    flow = rlx.ModelFlow("m")
-    for name, shape, dtype in inputs or (("x", ("batch", "seq", 12), "float32"),):
-        flow = flow.input(name, shape, dtype)
-    built = flow.stage(stage).build()
-    assert set(built.fresh) == set(built.params)
-    return {key: spec.shape for key, spec in built.params.items()}
 
 
 def test_init_of_every_stage() -> None:

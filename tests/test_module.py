@@ -66,8 +66,6 @@ def test_a_module_compiles_at_every_level() -> None:
         model: Any = rlx.compile(m)
         params = model.init(0)
         np.testing.assert_allclose(model.apply(params, X), X @ np.asarray(params["w"]), rtol=1e-5, atol=1e-5)
-        with pytest.raises(errors.MissingWeightError):
-            rlx.compile(m, {})
         with pytest.raises(errors.WeightShapeError, match="expected"):
             rlx.compile(m, {"w": W[:4]})
 
@@ -96,18 +94,6 @@ def test_symbolic_sizes_are_given_on_the_way_to_lir() -> None:
     assert run(module, {"w": W[:, :4]}, np.ones((5, 6, 8), np.float32)).shape == (5, 6, 4)
 
 
-def test_a_flow_travels_through_modules() -> None:
-    """flow → module at each level → compiled again: the same numbers, layers still rolled."""
-    flow = rlx.ModelFlow("f").input("x", ("batch", 8)).repeat_layers(3, lambda i: rlx.blocks.Linear(f"w{i}", False))
-    weights = {f"w{i}": RNG.standard_normal((8, 8)).astype(np.float32) for i in range(3)}
-    built = flow.build(weights)
-    want = run(flow, weights, X)
-    module = built.into_graph_module()
-    for m in (module, module.lower(), Graph.from_lir(module.into_lir(batch=2))):
-        assert any(n.op.regions() for n in m.builder.nodes)
-        np.testing.assert_array_equal(run(m, weights, X), want)
-
-
 def test_the_policy_of_a_module_is_used() -> None:
     """Direct fuses the bias, fusable does not; a profile given to compile wins."""
     module = Graph.define(
@@ -132,16 +118,12 @@ def test_hir_mir_and_declared_shapes() -> None:
         m.hir_mir(Unary("relu"), [x], ("batch", 8))
     with pytest.raises(errors.ShapeError, match="declared"):
         m.linear(x, m.param("w", (8, 4)), out_shape=("batch", "seq", 5))
-    with pytest.raises(errors.ShapeError, match="last axis"):
-        m.linear(x, m.param("v", (4, 8)))
-    with pytest.raises(errors.DTypeError):
-        m.add(x, m.cast(x, "bf16"))
     m.set_outputs([y])
     assert "mir(relu)(h0)" in str(m)
 
 
 def test_a_built_model_opens_up() -> None:
-    """The parts of a built flow, and back."""
+    """The parts of a built flow, and back. Of outputs the first and what is asked for; earlier extras are dropped."""
     flow = rlx.ModelFlow("f").input("x", ("batch", 8)).linear("w", transpose=False).custom(lambda e, x: e.relu(x))
     built = flow.with_profile(rlx.CompileProfile.preset("encoder")).build({"w": W})
     assert built.params == {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
@@ -161,12 +143,6 @@ def test_a_built_model_opens_up() -> None:
         BuiltModel.from_graph(built.into_graph()).into_parts()
     with pytest.raises(errors.GraphError, match="no outputs"):
         BuiltModel.from_hir(dataclasses.replace(graph, outputs=(), output_names=()))
-
-
-def test_extra_outputs_of_a_built_model() -> None:
-    """The first output and what is asked for; earlier extras are dropped."""
-    flow = rlx.ModelFlow("f").input("x", ("batch", 8)).linear("w", transpose=False).custom(lambda e, x: e.relu(x))
-    built = flow.build({"w": W})
     (linear,) = (Value(i) for i, n in enumerate(built.hir.nodes) if isinstance(n.op, hir.Linear))
     more = built.with_extra_hir_outputs([linear])
     assert more.output_names == ("output", "extra0")

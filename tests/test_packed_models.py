@@ -34,11 +34,9 @@ DENSE: dict[str, np.ndarray] = {"up": meaning(UP), "up.b": MIXED["up.b"], "down"
 X = np.random.default_rng(7).standard_normal((3, 64)).astype(np.float32)
 
 
-@pytest.mark.parametrize("program", ["forward", "train"])
-@pytest.mark.parametrize("compute", ["f32", "bf16"])
-@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+@pytest.mark.parametrize("program, compute, layout", [("forward", "bf16", "in_out"), ("train", "f32", "out_in")])
 def test_a_model_over_packed_weights(program: str, compute: str, layout: str) -> None:
-    """Computes what it does over their numbers: the same leaves, texts and results."""
+    """Computes what it does over their numbers: the same leaves, texts, results and gradients."""
     tables: dict[str, Any] = {"precision": {"compute": compute}, "backend": {"cpu": {"weight_layout": layout}}}
     profile = rlx.CompileProfile().replace(**tables)
     one, other = (rlx.compile(mlp(), w, profile=profile, program=program) for w in (MIXED, DENSE))
@@ -50,6 +48,9 @@ def test_a_model_over_packed_weights(program: str, compute: str, layout: str) ->
     for level in ("hir", "mir"):
         assert re.sub(r"dequantize\((\w+), gguf_q[48]_0\)", r"\1", one.text(level)) == other.text(level)
     assert one.report().parameter_bytes == other.report().parameter_bytes
+    if program == "train":  # changes the numbers, not the bytes
+        slopes = [jax.grad(lambda p, m=model: (m.apply(p, X) ** 2).sum())(model.params) for model in (one, other)]
+        jax.tree.map(np.testing.assert_array_equal, *slopes)
 
 
 def test_what_only_looks_sees_numbers() -> None:
@@ -81,7 +82,7 @@ def layers(count: int) -> rlx.ModelFlow:
     return rlx.ModelFlow("layers").input("x", ("b", "s", 32)).repeat_layers(count, layer)
 
 
-@pytest.mark.parametrize(("program", "merge", "count"), [("forward", True, 6), ("train", False, 3), ("train", True, 2)])
+@pytest.mark.parametrize(("program", "merge", "count"), [("forward", True, 6), ("train", True, 2)])
 def test_merged_and_stacked(program: str, merge: bool, count: int, tmp_path: Path) -> None:
     """Weights of several schemes, and some that are not packed, side by side in one leaf."""
     keys = [f"{i}.{name}" for i in range(3) for name in "abc"]
@@ -121,32 +122,16 @@ def test_a_recipe() -> None:
     np.testing.assert_array_equal(one, other)
 
 
-def test_gradients() -> None:
-    """Of the numbers: training changes them, not the bytes."""
-    one, other = (rlx.compile(mlp(), w, program="train") for w in (MIXED, DENSE))
-
-    def slopes(model: Any) -> Any:
-        return jax.grad(lambda p: (model.apply(p, X) ** 2).sum())(model.params)
-
-    for name, slope in slopes(one).items():
-        np.testing.assert_array_equal(slope, slopes(other)[name])
-
-
 # -- saving --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["safetensors", "orbax"])
-@pytest.mark.parametrize("compute", ["f32", "bf16"])
+@pytest.mark.parametrize("format, compute", [("safetensors", "bf16"), ("orbax", "f32")])
 def test_saving(tmp_path: Path, format: str, compute: str) -> None:
     """Is an error that names the weights unless a dtype is asked for; then the numbers are written, with all bits."""
     profile = rlx.CompileProfile().replace(precision={"compute": compute})
     model = rlx.compile(mlp(), MIXED, profile=profile)
-    with pytest.raises(WeightError) as caught:
+    with pytest.raises(WeightError, match=r"2 weights are packed .*\(gguf_q8_0 and gguf_q4_0\).* 'up', 'down'; dtype="):
         rlx.save(model, tmp_path / "m", format)
-    assert str(caught.value) == (
-        "2 weights are packed in the checkpoint (gguf_q8_0 and gguf_q4_0), and no format writes packed ones: "
-        "'up', 'down'; dtype='f32' writes the numbers they stand for"
-    )
     assert not (tmp_path / "m").exists()
     rlx.save(model, tmp_path / "m", format, dtype="f32")  # of a model in bf16, too: nobody changed them
     saved = rlx.open_weights(tmp_path / "m")
@@ -178,16 +163,12 @@ def product(packing: str | None) -> rlx.GraphModule:
     )
 
 
-@pytest.mark.parametrize("packing", [None, *DECODED])
-@pytest.mark.parametrize(
-    "value", [TURNED, packed("gguf_q4_0", (64, 96), 9), meaning(TURNED)], ids=["q8_0", "q4_0", "plain"]
-)
+@pytest.mark.parametrize("packing, value", [(DECODED[0], TURNED), (None, TURNED), (DECODED[1], meaning(TURNED))])
 def test_a_declared_parameter(packing: str | None, value: Any) -> None:
     """Packed or not, the source says how it is stored; JSON keeps what was declared."""
     module = rlx.GraphModule.from_json(product(packing).to_json())
     assert module.to_json() == product(packing).to_json()
-    dense = value if isinstance(value, np.ndarray) else meaning(value)
-    np.testing.assert_array_equal(rlx.compile(module, {"w": value})(X), rlx.compile(product(None), {"w": dense})(X))
+    np.testing.assert_allclose(rlx.compile(module, {"w": value})(X), X @ meaning(TURNED), rtol=1e-4, atol=1e-5)
     assert module.build().params == {"w": jax.ShapeDtypeStruct((64, 96), np.float32)}
 
 

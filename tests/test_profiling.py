@@ -14,7 +14,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError
-from rlx_jax.lowering.inspect.hlo import Instruction, block_paths, instructions, kernel_name, module_id, together
+from rlx_jax.lowering.inspect.hlo import Instruction, block_paths, instructions, kernel_name, module_id
 from rlx_jax.runtime.block_times import (
     IDLE,
     MARK,
@@ -93,8 +93,6 @@ def test_the_blocks_of_a_program() -> None:
     names = [one.hlo_modules()[0].name for one in made]
     assert names == ["jit_forward_of_n_2", "jit_forward_of_n_3"]  # by which a GPU's trace tells them
     assert kernel_name("loop-fusion.7") == "loop_fusion_7"
-    assert together("layers.{i}.mlp.0") == together("layers.12.mlp.3") == "layers.*.mlp.*"
-    assert together("w12.3a") == "w12.3a"
 
 
 # 0    10        20   30        40   50
@@ -164,8 +162,8 @@ def test_the_dearest_block_comes_first() -> None:
     assert times.runs == 2 and blocks[0].kernels[0].primitive == "sort"
 
 
-def test_what_a_run_consumes_is_copied() -> None:
-    """The state and donated inputs are as they were, and the decode program has its blocks."""
+def test_what_a_run_consumes_is_copied(tmp_path: Any) -> None:
+    """The state and donated inputs are as they were, and the decode program has its blocks. One trace at a time."""
     step = rlx.compile(divided.recipe("llama"), divided.weights("llama"), program="extend")
     state = step.init_state(2, 8)
     times = step.profile(np.array([[1], [2]], np.int32), lengths=np.array([1, 1], np.int32), state=state, runs=2)
@@ -176,11 +174,12 @@ def test_what_a_run_consumes_is_copied() -> None:
     given = rlx.CompileProfile().replace(donation={"inputs": ["x"]})
     flow = rlx.ModelFlow("m").input("x", ("n", 8)).linear("w")
     model = rlx.compile(flow, {"w": np.ones((8, 8), np.float32)}, profile=given)
+    with jax.profiler.trace(str(tmp_path)), pytest.raises(RequestError, match="profile: .*one trace at a time"):
+        model.profile(x)
     model.profile(x, runs=1)
     assert not x.is_deleted() and model.report().donated_bytes == x.nbytes
-    for runs in (0, False, 1.5):
-        with pytest.raises(RequestError, match="runs is .*expected an integer of at least 1"):
-            model.profile(x, runs=runs)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="runs is .*expected an integer of at least 1"):
+        model.profile(x, runs=0)
 
 
 def test_generating_is_profiled_by_program() -> None:
@@ -203,19 +202,6 @@ def test_a_draft_has_rows_of_its_own() -> None:
     times = lm.profile([[1, 2, 3]], 8, speculative=lm)
     paths = {row.path for row in times.rows if row.program.startswith("verify")}
     assert {"draft.layers.0.self_attn", "layers.0.self_attn", "sampler"} <= paths and whole(times)
-
-
-def test_encoders_are_profiled() -> None:
-    times = rlx.Encoder(divided.recipe("bert"), divided.weights("bert")).profile(iter([[1, 2, 3], [4, 5]]))
-    assert any("layer" in row.path and row.seconds > 0 for row in times.rows) and whole(times)
-
-
-def test_one_trace_at_a_time(tmp_path: Any) -> None:
-    flow = rlx.ModelFlow("m").input("x", ("n", 8)).linear("w")
-    model = rlx.compile(flow, {"w": np.ones((8, 8), np.float32)})
-    with jax.profiler.trace(str(tmp_path)), pytest.raises(RequestError, match="profile: .*one trace at a time"):
-        model.profile(np.ones((2, 8), np.float32))
-    assert whole(model.profile(np.ones((2, 8), np.float32)))
 
 
 def test_a_trace_without_kernels() -> None:

@@ -399,6 +399,3 @@ def test_sharded_parameters_are_saved(tmp_path: Path, format: str, kind: AxisTyp
     source = rlx.open_weights(tmp_path / "m", verify="full")
     for name in ARRAYS:
         np.testing.assert_array_equal(source.read(name), 2 * ARRAYS[name])
-
-
-# -- several processes -------------------------------------------------------------------------
