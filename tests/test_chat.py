@@ -367,7 +367,10 @@ def test_chat_is_generate_of_the_rendered_prompt(lm: Any) -> None:
     assert lm.chat("Is it blue?", max_new_tokens=12, stop=stop) == want[: want.index(stop)]
     assert lm.chat("Is it blue?", max_new_tokens=0) == ""
     thinking = lm.apply_chat_template("Is it blue?", enable_thinking=False)
-    assert len(thinking) > len(ids) and lm.chat("Is it blue?", max_new_tokens=4, enable_thinking=False) is not None
+    assert len(thinking) > len(ids)
+    assert lm.chat("Is it blue?", max_new_tokens=12, enable_thinking=False) == lm.tokenizer.decode(
+        lm.generate(thinking, max_new_tokens=12)
+    )
 
 
 def test_chat_ends_at_end_tokens(lm: Any, tmp_path: Path) -> None:

@@ -18,14 +18,12 @@ from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import read_config
 
+TEXT = st.text(st.characters(codec="utf-8"), max_size=9)
+NUMBERS = st.integers(-(10**99), 10**99) | st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**99), 10**99)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=20,
+    st.none() | st.booleans() | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=9,
 )
 
 
@@ -40,17 +38,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return Folder(Path(path).parent).needed(Path(path).name)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether text survives UTF-8: hypothesis makes lone surrogates too."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-@settings(max_examples=40)
-@given(st.dictionaries(st.text(), JSON, max_size=5).filter(is_plain), st.booleans())
+@settings(max_examples=20)
+@given(st.dictionaries(TEXT, JSON, max_size=3), st.booleans())
 def test_any_object_comes_back(
     tmp_path_factory: pytest.TempPathFactory, value: dict[str, Any], ascii_only: bool
 ) -> None:

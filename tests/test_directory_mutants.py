@@ -6,7 +6,6 @@ import json
 import random
 import tomllib
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import rlx_jax as rlx
 from rlx_jax.errors import RlxError
 from rlx_jax.ir.types import MAX_DIM
 from tests.oracles.checkpoints import FIXTURES, copy
-from tests.oracles.fuzzing import bounded_memory, case, corpus, seed_of
+from tests.oracles.fuzzing import corpus, mutated, run, scrambled, seed_of
 from tests.oracles.numpy_reference import layer_windows
 
 INDEX = "model.safetensors.index.json"
@@ -36,38 +35,7 @@ PIECES = [b"{", b"}", b"[", b"]", b'"', b"'", b"\\", b",", b":", b"=", b".", b"#
           b"\xef\xbb\xbf", "é".encode(), b'"""', b"[fusion]", b"1979-05-27", b"{a=1}"]  # fmt: skip
 
 
-def scramble(raw: bytes, rng: random.Random) -> bytes:
-    """A few changes to the bytes."""
-    for _ in range(rng.choice([1, 1, 2, 4])):
-        at, size = rng.randrange(len(raw) + 1), rng.randint(0, 30)
-        cut = raw[at : at + size]
-        new = rng.choice([b"", cut + cut, rng.choice(PIECES), rng.choice(PIECES), rng.randbytes(2)])
-        raw = raw[:at] + new + raw[at + size * rng.randint(0, 1) :]
-    return raw
-
-
 # -- one judge for each kind of file -----------------------------------------------------------
-
-
-def index_mutant(rng: random.Random) -> bytes:
-    weight_map: dict[str, Any] = {key: name for name, tensors in SHARDS.items() for key in tensors}
-    content: dict[str, Any] = {"metadata": {"total_size": 36}, "weight_map": weight_map}
-    for _ in range(rng.choice([0, 1, 1, 2])):
-        match rng.randrange(6):
-            case 0:
-                weight_map[rng.choice(["w", "b", "more", ""])] = rng.choice(NAMES)
-            case 1:
-                weight_map.pop(rng.choice(list(weight_map)), None) if weight_map else None
-            case 2:
-                content["metadata"] = rng.choice([{}, None, 3, {"total_size": rng.choice(WHOLE)}])
-            case 3:
-                content["weight_map"] = rng.choice([weight_map, weight_map, *WHOLE])
-            case 4:
-                content[rng.choice(["metadata", "weight_map", "more"])] = rng.choice([weight_map, *WHOLE])
-            case _:
-                content["metadata"] = {"total_size": 36, "more": rng.choice(WHOLE)}
-    raw = json.dumps(content, ensure_ascii=rng.random() < 0.5).encode()
-    return scramble(raw, rng) if rng.random() < 0.4 else raw
 
 
 def judge_index(raw: bytes, here: Path) -> str:
@@ -78,23 +46,6 @@ def judge_index(raw: bytes, here: Path) -> str:
     assert set(source.keys()) == set(listed)
     assert all(np.array_equal(source.read(key), SHARDS[shard][key]) for key, shard in listed.items())
     return "opened"
-
-
-def config_mutant(rng: random.Random, base: dict[str, Any]) -> bytes:
-    config = dict(base)
-    for _ in range(rng.choice([0, 1, 1, 2])):
-        field = rng.choice([*config, *config, *FIELDS])
-        match rng.randrange(4):
-            case 0:
-                config.pop(field, None)
-            case 1 if isinstance(config.get(field), dict):
-                config[field] = config[field] | {rng.choice([*config[field], "more"]): rng.choice(WHOLE)}
-            case 2 if isinstance(config.get(field), int):
-                config[field] = config[field] + rng.choice([-1, 1, 8])
-            case _:
-                config[field] = rng.choice([*WHOLE, "gelu", "llama", "bert", base.get(field), TYPES])
-    raw = json.dumps(config).encode()
-    return scramble(raw, rng) if rng.random() < 0.4 else raw
 
 
 def judge_config(raw: bytes, here: Path) -> str:
@@ -135,21 +86,6 @@ def agree(said: dict[str, Any], table: Any) -> None:
             assert held == value or list(held) == value, (key, value, held)
 
 
-def run(
-    kind: str, count: int, seed: int, make: Callable[[random.Random], bytes], judge: Callable[[bytes], str]
-) -> None:
-    """`count` mutants through `judge`; both outcomes must be frequent."""
-    rng, outcomes = random.Random(seed), Counter[str]()
-    print(f"{kind} mutants: {count}, RLX_FUZZ_SEED={seed}")
-    for _ in range(count):
-        raw = make(rng)
-        with case(kind, raw):
-            outcomes[outcome(raw, judge)] += 1
-    print(dict(outcomes.most_common(12)))
-    refused = sum(n for name, n in outcomes.items() if name.endswith("Error"))
-    assert refused > count // 5 and count - refused > count // 40, outcomes
-
-
 def outcome(raw: bytes, judge: Callable[[bytes], str]) -> str:
     try:
         return judge(raw)
@@ -176,26 +112,41 @@ FULL = rlx.CompileProfile().replace(
 def bench(kind: str, here: Path) -> tuple[Callable[[random.Random], bytes], Callable[[bytes], str]]:
     """How to make a mutant of a kind, and who judges it, in the directory `here`."""
     if kind == "profile":
-        return lambda rng: scramble(FULL.to_toml().encode(), rng), lambda raw: judge_profile(raw, here)
+        return lambda rng: scrambled(FULL.to_toml().encode(), rng, PIECES), lambda raw: judge_profile(raw, here)
     if kind == "index":
         (here / "in").mkdir()
         for name, tensors in SHARDS.items():
             save_file(dict(tensors), here / "in" / name)
         save_file(dict(SHARDS["a.safetensors"]), here / "m.safetensors")  # what a name might reach
-        return index_mutant, lambda raw: judge_index(raw, here / "in")
+        index = {"metadata": {"total_size": 36}, "weight_map": {k: n for n, tensors in SHARDS.items() for k in tensors}}
+        return lambda rng: text_of(index, rng, [*WHOLE, *NAMES]), lambda raw: judge_index(raw, here / "in")
     directory = copy(BASES[kind], here / "in")
     base = json.loads((directory / "config.json").read_text("utf-8"))
-    return lambda rng: config_mutant(rng, base), lambda raw: judge_config(raw, directory)
+
+    def make(rng: random.Random) -> bytes:
+        more = {rng.choice(FIELDS): rng.choice(WHOLE)} if rng.random() < 0.2 else {}
+        return text_of(base | more, rng, [*WHOLE, "gelu", "llama", "bert", TYPES])
+
+    return make, lambda raw: judge_config(raw, directory)
+
+
+def text_of(doc: Any, rng: random.Random, values: list[Any]) -> bytes:
+    """A document, some values of it changed, and some bytes of its text."""
+    raw = json.dumps(mutated(doc, rng, values, times=(0, 1, 1, 2)), ensure_ascii=rng.random() < 0.5)
+    encoded = raw.encode("utf-8", "surrogatepass")
+    return scrambled(encoded, rng, PIECES) if rng.random() < 0.4 else encoded
 
 
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_mutants(many: bool, tmp_path: Path) -> None:
-    """Of each kind."""
-    with bounded_memory():
-        for kind in KINDS:
-            few, lots = (20, 200) if kind.startswith("config") else (60, 1_400)
-            (here := tmp_path / kind).mkdir()
-            run(kind, lots if many else few, seed_of("new" if many else "fixed"), *bench(kind, here))
+    """Of each kind; both outcomes are frequent."""
+    for kind in KINDS:
+        count = ((20, 200) if kind.startswith("config") else (60, 1_400))[many]
+        (here := tmp_path / kind).mkdir()
+        make, judge = bench(kind, here)
+        outcomes = run(kind, count, seed_of("new" if many else "fixed"), make, lambda raw, j=judge: outcome(raw, j))  # type: ignore[misc]
+        refused = sum(n for name, n in outcomes.items() if name.endswith("Error"))
+        assert refused > count // 5 and count - refused > count // 40, outcomes
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 
@@ -34,18 +33,12 @@ def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("directory", "package"), WHEEL["force-include"].items())
-def test_link_and_wheel_agree(directory: str, package: str) -> None:
-    assert (ROOT / package).resolve() == (ROOT / directory).resolve()
-
-
-def test_every_link_is_in_the_wheel() -> None:
+def test_links_and_wheel_agree() -> None:
+    """The links of a checkout are what the wheel includes, and builds leave them out."""
+    for directory, package in WHEEL["force-include"].items():
+        assert (ROOT / package).resolve() == (ROOT / directory).resolve()
     links = {f"rlx_jax/{p.name}" for p in (ROOT / "rlx_jax").iterdir() if p.is_symlink()}
-    assert links == set(WHEEL["force-include"].values())
-
-
-def test_links_are_left_out_of_builds() -> None:
-    assert PYPROJECT["tool"]["hatch"]["build"]["exclude"] == list(WHEEL["force-include"].values())
+    assert links == set(WHEEL["force-include"].values()) == set(PYPROJECT["tool"]["hatch"]["build"]["exclude"])
 
 
 @pytest.mark.slow
@@ -65,11 +58,6 @@ def test_every_directory_with_code_is_a_package() -> None:
     assert sorted({str(d.relative_to(ROOT)) for d in found if not (d / "__init__.py").exists()}) == []
 
 
-def test_presets_are_package_data() -> None:
-    shipped = {p.name for p in files("rlx_jax.profiles").iterdir() if p.name.endswith(".rlx.toml")}
-    assert shipped == {p.name for p in (ROOT / "profiles").glob("*.rlx.toml")} != set()
-
-
 def test_core_dependencies_have_a_lower_bound_and_no_upper_one() -> None:
     for requirement in PYPROJECT["project"]["dependencies"]:
         assert re.fullmatch(r"[\w-]+>=[\d.]+", requirement), requirement
@@ -86,11 +74,6 @@ def test_core_dependencies_are_what_is_imported() -> None:
     declared = declared - {"orbax_checkpoint"} | {"orbax"}
     assert imported - declared == OPTIONAL
     assert not declared - imported
-
-
-def test_typed() -> None:
-    """Type checkers read the annotations of an installed package that has this file."""
-    assert files("rlx_jax").joinpath("py.typed").is_file()
 
 
 def test_what_is_public_and_imported() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import json
 import random
 import struct
@@ -32,6 +31,7 @@ from rlx_jax.errors import (
 from rlx_jax.text import tokenizer as tokenizer_module
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from tests.oracles.checkpoints import FIXTURES
+from tests.oracles.fuzzing import mutated
 
 Json = dict[str, Any]
 
@@ -366,43 +366,6 @@ VALUES = (None, True, 0, -1, 1, 9, 2**31, 2**32, 2**63, 1.5, "", "a", "##", "[CL
 VALUES += ([], {}, [1], ["hello", "world"], {"a": 1}, [[]])  # type: ignore[assignment]
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of the values inside `value`; of a long table, some at either end."""
-    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
-    found = [path] if path else []
-    for key, item in items[:6] + items[max(6, len(items) - 4) :]:
-        found += places(item, (*path, key))
-    return found
-
-
-def mutant(doc: Any, rng: random.Random) -> Any:
-    """`doc` with one to three values replaced, deleted, doubled or copied from elsewhere in it."""
-    doc = copy.deepcopy(doc)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        choices = places(doc)
-        if not choices:
-            break
-        *path, key = rng.choice(choices)
-        parent = doc
-        for step in path:
-            parent = parent[step]
-        action = rng.random()
-        if action < 0.55:
-            parent[key] = copy.deepcopy(rng.choice(VALUES))
-        elif action < 0.75:
-            del parent[key]
-        elif action < 0.9:
-            value = doc
-            for step in rng.choice(choices):
-                value = value[step]
-            parent[key] = copy.deepcopy(value)
-        elif isinstance(parent, list):
-            parent.insert(key, copy.deepcopy(parent[key]))
-        else:
-            parent[f"{key}x"] = parent[key]
-    return doc
-
-
 def use(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         whole = tokenizer.encode(text)
@@ -417,7 +380,7 @@ def check_mutants(count: int, seed: int, directory: Path) -> int:
     rng, good = random.Random(seed), 0
     originals = [json.loads(text) for text in KINDS.values()]
     for i in range(count):
-        text = json.dumps(mutant(rng.choice(originals), rng))
+        text = json.dumps(mutated(rng.choice(originals), rng, VALUES))
         (directory / "tokenizer.json").write_text(text, encoding="utf-8")
         try:
             tokenizer = load_tokenizer(directory)
