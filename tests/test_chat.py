@@ -280,24 +280,17 @@ def test_wrong_messages(case: str) -> None:
         check_messages(messages)
 
 
-def test_wrong_arguments(tokenizers: dict[str, Tokenizer]) -> None:
-    for error, message, options in (
-        (TypeError, "'enable_thinkin'.*did you mean 'enable_thinking'", {"enable_thinkin": False}),
-        (errors.LimitError, "MAX_TEMPLATE_BYTES", {"chat_template": "é" * 2**17 + "x"}),
+def test_wrong_requests(tokenizers: dict[str, Tokenizer]) -> None:
+    """A misspelt variable, a template that is too long, and messages or a role that the template does not take."""
+    for name, messages, error, message, options in (
+        ("qwen", "x", TypeError, "'enable_thinkin'.*did you mean 'enable_thinking'", {"enable_thinkin": False}),
+        ("qwen", "x", errors.LimitError, "MAX_TEMPLATE_BYTES", {"chat_template": "é" * 2**17 + "x"}),
+        ("gemma", [SYSTEM, USER], errors.RequestError, "refuses these messages: System role not supported", {}),
+        ("qwen", [USER | {"role": "ipython"}], errors.RequestError, "ipython", {}),
     ):
         with pytest.raises(error, match=message):
-            prompt(tokenizers["qwen"], "x", **options)
-
-
-def test_a_role_that_the_template_names() -> None:
-    assert check_messages([{"role": "ipython", "content": "x"}], formats.TEMPLATES["llama3"])
-    with pytest.raises(errors.RequestError):
-        check_messages([{"role": "ipython", "content": "x"}], formats.TEMPLATES["qwen"])
-
-
-def test_the_template_refuses(tokenizers: dict[str, Tokenizer]) -> None:
-    with pytest.raises(errors.RequestError, match="refuses these messages: System role not supported"):
-        prompt(tokenizers["gemma"], [SYSTEM, USER])
+            prompt(tokenizers[name], messages, **options)
+    assert prompt(tokenizers["llama3"], [USER | {"role": "ipython"}])
 
 
 # -- hostile templates -------------------------------------------------------------------------

@@ -111,18 +111,6 @@ def test_a_model_from_an_orbax_checkpoint(tmp_path: Path) -> None:
     np.testing.assert_allclose(model(np.ones((1, 3), np.float32)), W.sum(0, keepdims=True) + 1)
 
 
-def test_dtypes_and_parts(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    names = "? u1 i1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8".split()
-    dtypes = list(map(np.dtype, [*names, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]))
-    tree = {dtype.name: rng.integers(0, 2, (5, 3)).astype(dtype) for dtype in dtypes}
-    source = rlx.open_weights(save_standard(tmp_path / "a", tree), verify="metadata")
-    for dtype in dtypes:
-        assert source.spec(dtype.name).dtype == dtype and source.spec(dtype.name).shape == (5, 3)
-        assert_equal({"x": source.read(dtype.name)}, {"x": tree[dtype.name]})
-        assert source.read(dtype.name).dtype == dtype
-
-
 @given(st.data())
 @settings(max_examples=30)
 def test_a_part_is_what_numpy_gives(part_source: tuple[Any, np.ndarray], data: st.DataObject) -> None:

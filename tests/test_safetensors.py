@@ -50,9 +50,7 @@ def raw_entry(**fields: str) -> str:
 
 FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
     # the length
-    "header over file by one": (struct.pack("<Q", 3) + b"{}", SafetensorsError, "header says 3 bytes, file has 2"),
     # the text
-    "not UTF-8": (frame(b'{"\xff": 1}'), SafetensorsError, "not UTF-8 at byte 10"),
     "trailing text": (frame(b"{} x"), SafetensorsError, "not JSON: Extra data at byte 11"),
     # names
     "duplicate field": (text(raw_entry()[:-1] + ', "dtype": "F32"}'), DuplicateWeightError, "'dtype' is given twice"),
@@ -67,21 +65,17 @@ FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
     # fields
     "entry a list": (text('["F32", [1], [0, 4]]'), SafetensorsError, "tensor 'a': expected an object"),
     "missing shape": (text('{"dtype": "F32", "data_offsets": [0, 4]}'), SafetensorsError, "field 'shape' is missing"),
-    "unknown field": (one(stride=[1]), SafetensorsError, "tensor 'a': unknown field 'stride'"),
     "misspelt field": (one(dtpye="F32"), SafetensorsError, "unknown field 'dtpye'; did you mean 'dtype'?"),
     "dtype a number": (one(dtype=3), SafetensorsError, "dtype: expected a string, found '3'"),
     "dtype 4 bits": (one(dtype="F4", shape=[8]), UnsupportedError, "dtype 'F4'"),
     "dtype 4 bits, odd": (one(dtype="F4", shape=[7]), SafetensorsError, "takes 28 bits, which are not whole bytes"),
     # numbers
-    "size negative": (one(shape=[-1]), SafetensorsError, "found '-1'"),
     "size -0": (text(raw_entry(shape="[-0]", data_offsets="[0, 0]"), b""), SafetensorsError, "found '-0.0'"),
-    "shape a number": (one(shape=1), SafetensorsError, "shape: expected a list of whole numbers, found '1'"),
     "offset 2^64": (one(data_offsets=[0, 2**64]), SafetensorsError, "found '18446744073709551616'"),
     "one offset": (one(data_offsets=[4]), SafetensorsError, "expected [begin, end], found 1 numbers"),
     "out of bounds": (one(data_offsets=[0, 5]), SafetensorsError, "ends at 5, but the file has 4 bytes of data"),
     # sizes against offsets
     "wraps to 0": (one(b"", shape=[2**31 - 1] * 3, data_offsets=[0, 0]), LimitError, "elements, the limit is fewer"),
-    "elements 2^40": (one(shape=[2**20, 2**20]), LimitError, "1099511627776 elements"),
     "elements beside a zero": (
         one(b"", shape=[0, 2**20, 2**20], data_offsets=[0, 0]),
         LimitError,
@@ -94,18 +88,12 @@ FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
         SafetensorsError,
         "tensor 'b' overlaps 'a': it begins at 2, expected 4",
     ),
-    "empty inside": (
-        frame({"a": entry("U8", [4], 0, 4), "b": entry("U8", [0], 2, 2)}, b"1234"),
-        SafetensorsError,
-        "tensor 'b' overlaps 'a'",
-    ),
     "hole": (
         frame({"b": entry("U8", [2], 4, 6), "a": entry("U8", [2], 0, 2)}, b"123456"),
         SafetensorsError,
         "tensor 'b' leaves 2 unused bytes after 'a'",
     ),
     "trailing bytes": (one(b"1234" + b"0"), SafetensorsError, "1 bytes after the last tensor ('a') belong to none"),
-    "data without tensors": (frame({}, b"1"), SafetensorsError, "1 bytes after the last tensor (the header)"),
 }
 
 

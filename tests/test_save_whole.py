@@ -89,6 +89,9 @@ def test_shards_and_what_else_is_there(lm: rlx.CausalLM, tmp_path: Path, monkeyp
     rlx.save(lm, target)
     names = {name for name in os.listdir(target) if ".safetensors" in name}
     assert len(names) > 2 and "model.safetensors.index.json" in names
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors(LLAMA).values())
+    assert all(key in load_file(target / name) for key, name in index["weight_map"].items())
     edit_json(target / "config.json", {"use_cache": False})
     (target / "notes.txt").write_text("mine")
     jax.tree.map(np.testing.assert_array_equal, rlx.load(target).model.params, lm.model.params)

@@ -160,15 +160,6 @@ def test_a_loss_gets_the_rest_of_the_batch_by_name() -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def test_leaves_without_gradients() -> None:
-    whole = rlx.compile(
-        rlx.ModelFlow("whole").input("x", (2,)).custom(lambda emit, x: emit.cast(emit.param("n"), "float32") + x),
-        {"n": np.ones(2, np.int32)},
-    )
-    with pytest.raises(errors.WeightError, match="leaf 'n' is i32 and has no gradient"):
-        train.init(whole, optax.sgd(1.0), 0)
-
-
 def test_options_of_xla_reach_the_step() -> None:
     """One that it does not know is an error, as for every other program."""
     model = llama(backend={"cpu": {"compiler_options": {"xla_no_such_option": 1}}})
