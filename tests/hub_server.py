@@ -114,14 +114,11 @@ class Handler(BaseHTTPRequestHandler):
         """What is there: bytes and headers, or why not: status and code."""
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
-            (org, name), kind, revision = parts[2:4], parts[4], "/".join(parts[5:])
+            (org, name), revision = parts[2:4], "/".join(parts[5:])
             if (files := self.hub.files.get(f"{org}/{name}")) is None:
                 return b"", {}, (401, "RepoNotFound")  # as the Hub does for whoever shows no token
             if revision not in self.hub.revisions:
                 return b"", {}, (404, "RevisionNotFound")
-            if kind == "tree":  # as huggingface_hub asks
-                tree = [{"type": "file", "path": p, "size": len(c), "oid": digest(p, c)} for p, c in files.items()]
-                return json.dumps(tree).encode(), {"Content-Type": "application/json"}, None
             model = {"id": f"{org}/{name}", "sha": COMMIT, "siblings": [listed(p, c) for p, c in files.items()]}
             return json.dumps(model).encode(), {"Content-Type": "application/json"}, None
         if parts[2:3] != ["resolve"]:

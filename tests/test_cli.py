@@ -158,10 +158,11 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
     assert (process.returncode, process.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-def test_a_closed_stdout_and_an_encoding_that_lacks_letters(
+def test_an_output_that_takes_no_letters(
     language_model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line; no letter is lost in silence, and JSON has them all."""
+    """Closed, on a full disk, or of an encoding that lacks some: one line; JSON has all letters. Nothing more is said
+    when Python flushes at its end."""
     monkeypatch.setattr(rlx, "load", lambda *given, **named: language_model)
     words = ["score", str(BASE), "a € b", "--context", "€ x"]
     raw = io.BytesIO()
@@ -176,10 +177,6 @@ def test_a_closed_stdout_and_an_encoding_that_lacks_letters(
     narrow.flush()
     found = json.loads(raw.getvalue())
     assert (found["text"], found["context"]) == ("a € b", "€ x")
-
-
-def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, and nothing more when Python flushes at its end."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert cli.main(["inspect", str(BASE)]) == 1
@@ -199,29 +196,6 @@ WRONG: dict[str, tuple[list[object], int, str]] = {
     "not a number": ([BASE, "--max-new-tokens", "many"], 2, "--max-new-tokens: invalid int value: 'many'"),
     "nothing": ([], 2, "required: DIR"),
 }
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The models that a command has opened."""
-    models: list[Any] = []
-    load = rlx.load
-
-    def kept(*given: Any, **named: Any) -> Any:
-        models.append(load(*given, **named))
-        return models[-1]
-
-    monkeypatch.setattr(rlx, "load", kept)
-    return models
-
-
-@pytest.mark.slow
-def test_generate_over_devices(opened: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """The text of one device, from a model that is divided."""
-    words = ["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24"]
-    assert cli.main([*words, "--devices", "auto", "--tensor", "4"]) == 0
-    assert capsys.readouterr().out == CASE["text"] + "\n"
-    assert opened[0].report().mesh == "data 2 × tensor 4"
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -348,7 +322,7 @@ def test_embed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 @pytest.mark.slow
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rates are what was read, and what was generated, over the time of it; on the device that was asked for."""
+    """Rates are what was read, and what was generated, over the time of it; of encoders, too."""
     words = ["--prompt-tokens", 8, "--batch", 2, "--runs", 1]
     (found,) = lines(capsys, "bench", BASE, *words, "--new-tokens", 9, "--device", "cpu:3")
     assert (found["batch"], found["prompt_tokens"], found["new_tokens"]) == (2, 8, 9)
@@ -370,12 +344,18 @@ def test_replies_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert first["compiled"] > 0
 
 
-def test_a_device_by_name(opened: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """Parameters are put there."""
-    assert cli.main(["score", str(BASE), "It was", "--device", "cpu:3"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"-[\d.]+\t[\d.]+\tIt was", line)
-    assert {d.id for p in opened[0].model.params.values() for d in p.devices()} == {3}
+def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters are put on the one that is named, or divided over several."""
+    models, load = list[Any](), rlx.load
+    monkeypatch.setattr(rlx, "load", lambda *given, **named: models.append(load(*given, **named)) or models[-1])
+    lines = []
+    for words in (["--device", "cpu:3"], ["--devices", "auto", "--tensor", "4"]):
+        assert cli.main(["score", str(BASE), "It was", *words]) == 0
+        lines += capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"-[\d.]+\t[\d.]+\tIt was", lines[0])
+    assert [float(n) for n in lines[1].split("\t")[:2]] == pytest.approx([float(n) for n in lines[0].split("\t")[:2]])
+    assert {d.id for p in models[0].model.params.values() for d in p.devices()} == {3}
+    assert models[1].report().mesh == "data 2 × tensor 4"
 
 
 def test_inspect_says_what_is_needed(
@@ -616,18 +596,9 @@ def test_progress_is_told() -> None:
     ]
 
 
-def test_progress_that_raises_ends_the_load() -> None:
-    def stop(what: str, done: int, total: int) -> None:
-        raise KeyError(what)
-
-    with pytest.raises(KeyError, match="load"):
-        rlx.CausalLM(*mlp(1), progress=stop)
-    with pytest.raises(errors.RequestError, match="progress is 3; expected a function"):
-        rlx.CausalLM(*mlp(1), progress=3)
-
-
 def test_ctrl_c_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupt reaches the caller after the weight that is being read, not after all of them."""
+    """The interrupt reaches the caller after the weight that is being read, not after all of them; and so does an error
+    of the function that is told."""
     started, loaded = threading.Event(), []
 
     def slow(what: str, done: int, total: int) -> None:
@@ -643,3 +614,7 @@ def test_ctrl_c_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         rlx.CausalLM(*mlp(40), progress=slow)
     assert len(loaded) <= 3
+    with pytest.raises(ZeroDivisionError):
+        rlx.CausalLM(*mlp(1), progress=lambda *_: 1 / 0)
+    with pytest.raises(errors.RequestError, match="progress is 3; expected a function"):
+        rlx.CausalLM(*mlp(1), progress=3)

@@ -56,13 +56,8 @@ class Terminal:
 
     def __init__(self, words: list[str], folder: Path) -> None:
         self._here, there = pty.openpty()
-        environment = {
-            "PATH": os.environ["PATH"],
-            "TERM": "dumb",
-            "PS1": "% ",
-            "HOME": str(folder),
-            "LC_ALL": "C.UTF-8",
-        }
+        environment = {"TERM": "dumb", "PS1": "% ", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
+        environment["PATH"] = os.environ["PATH"]
         self._process = subprocess.Popen(
             words, stdin=there, stdout=there, stderr=there, cwd=folder, env=environment, start_new_session=True
         )

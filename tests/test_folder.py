@@ -81,8 +81,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         here.json("out.json")
 
 
-@pytest.mark.parametrize("tokenizer", [True, False])
-@pytest.mark.parametrize("field", ["eos_token_id", "bos_token_id"])
+@pytest.mark.parametrize(("field", "tokenizer"), [("eos_token_id", True), ("bos_token_id", False)])
 def test_special_ids_are_of_the_vocabulary(tmp_path: Path, field: str, tokenizer: bool) -> None:
     """Whether the tokenizer says which they are or, without one, the files do."""
     directory = edited(LLAMA, tmp_path / "m", {field: 389})

@@ -66,10 +66,9 @@ SHORTER = {
 """What trains for fewer steps where only the running is looked at."""
 
 
-def cells(path: Path, kind: str) -> list[dict[str, Any]]:
-    """The stored cells of a kind."""
-    stored = json.loads(path.read_text("utf-8"))["cells"]
-    return [cell for cell in stored if cell["cell_type"] == kind]
+def cells(path: Path) -> list[dict[str, Any]]:
+    """The stored cells of code."""
+    return [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 
 def printed(outputs: list[dict[str, Any]]) -> str:
@@ -85,8 +84,12 @@ def test_all_are_there() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_stored_outputs(path: Path) -> None:
-    """Those of one run from top to bottom, with pictures, without errors, traces of a machine, or megabytes."""
-    code = cells(path, "code")
+    """Those of one run from top to bottom, with pictures, without errors, traces of a machine, or megabytes. It is a
+    notebook of the format that Colab takes, whose first code cell is that of all of them."""
+    notebook, code = nbformat.read(path, as_version=4), cells(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3" and "Colab" in notebook.cells[0].source
+    assert "".join(code[0]["source"]) == FIRST_CELL.rstrip("\n")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
     assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
@@ -97,49 +100,33 @@ def test_stored_outputs(path: Path) -> None:
         assert not re.search(r"/(tmp|home|root|work|usr|var)/", text)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_opens_in_colab(path: Path) -> None:
-    """A notebook of the format that Colab takes, whose first code cell is that of all of them."""
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    assert notebook.metadata.kernelspec.name == "python3" and "Colab" in notebook.cells[0].source
-    assert "".join(cells(path, "code")[0]["source"]) == FIRST_CELL.rstrip("\n")
+OLDER = "rlx_jax-0.0.9-py3-none-any.whl"
+FIRST: list[tuple[set[str], tuple[str, ...], str | None, str | None, str]] = [
+    (set(), (WHEEL,), "nvidia-smi", None, "as installed before"),
+    ({"optax"}, (WHEEL,), None, "-q matplotlib optax", "as installed before"),
+    ({"rlx_jax", "optax"}, (), None, '-q "rlx-jax[notebooks]" "jax"', "from the index"),
+    ({"rlx_jax"}, (), "nvidia-smi", '-q "rlx-jax[notebooks]" "jax[cuda12]"', "from the index"),
+    ({"rlx_jax"}, (OLDER, WHEEL), None, f'-q "{WHEEL}[notebooks]" "jax"', WHEEL),
+]
 
 
-@pytest.mark.parametrize(
-    ("missing", "beside", "gpu", "installs", "says"),
-    [
-        ((), (WHEEL,), True, None, "as installed before"),
-        (("optax",), (WHEEL,), False, "-q matplotlib optax", "as installed before"),
-        (("rlx_jax", "optax"), (), False, '-q "rlx-jax[notebooks]" "jax"', "from the index"),
-        (("rlx_jax",), (), True, '-q "rlx-jax[notebooks]" "jax[cuda12]"', "from the index"),
-        (("rlx_jax",), ("rlx_jax-0.0.9-py3-none-any.whl", WHEEL), False, f'-q "{WHEEL}[notebooks]" "jax"', WHEEL),
-    ],
-)
+@pytest.mark.parametrize("case", FIRST, ids=str)
 @pytest.mark.parametrize("works", [True, False])
 def test_first_cell(
-    missing: tuple[str, ...],
-    beside: tuple[str, ...],
-    gpu: bool,
-    installs: str | None,
-    says: str,
-    works: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: Any, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is installed, then a wheel beside the notebook, then the index; and it says which, or what to do."""
+    missing, beside, gpu, installs, says = case
     absent, asked = set(missing), list[str]()
 
     def pip(arguments: str) -> None:
         asked.append(arguments)
-        if works:
-            absent.clear()
+        absent.difference_update(absent if works else ())
 
     for name in beside:
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shutil, "which", {"nvidia-smi": "nvidia-smi" if gpu else None}.__getitem__)
+    monkeypatch.setattr(shutil, "which", {"nvidia-smi": gpu}.__getitem__)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else object())
     cell = re.sub(r"%pip install (.*)", r"pip(f'\1')", FIRST_CELL)
     if "rlx_jax" in missing and not works:
@@ -159,7 +146,7 @@ def run(python: Path, directory: Path, notebook: nbformat.NotebookNode, without:
     command: list[str | Path] = [python.parent / "jupyter-execute", "--inplace", "--timeout=1200", path]
     done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
-    return printed([output for cell in cells(path, "code") for output in cell["outputs"]])
+    return printed([output for cell in cells(path) for output in cell["outputs"]])
 
 
 @pytest.mark.slow

@@ -66,14 +66,11 @@ def test_encoders() -> None:
     encoder = rlx.Encoder(divided.recipe("bert"), divided.weights("bert"))
     assert encoder.report().request is None
     encoder.embed([[1, 2, 3], [4, 5]])
-    first = encoder.report().request
-    assert first is not None and first.compiled >= encoder.report().compiles > 0
     encoder.embed([[1, 2, 3], [4, 5]])
     report = encoder.report()
     told = report.request
     assert told is not None and (told.kind, told.rows, told.prompt_tokens, told.compiled) == ("texts", 2, 5, 0)
     assert str(told) in " ".join(str(report).split()) and report.embedding != ""
-    assert told.prompt_rate == told.prompt_tokens / told.prompt_seconds > 0
     sizes = {"batch": 7, "seq": 4}
     assert encoder.report(**sizes).flops == encoder.model.report(**sizes).flops != report.flops
 
@@ -131,7 +128,6 @@ def test_what_is_printed(model: rlx.CompiledModel) -> None:
     assert repr(flow) == "ModelFlow(mlp: x f32[batch,64]; 2 stages)"
     assert repr(model) == f"CompiledModel(llama: forward, {COUNT:,} parameters)"
     assert repr(rlx.compile(flow)) == "CompiledModel(mlp: forward, 81,152 parameters, no numbers yet)"
-    assert str(model) == str(model.outline())
 
 
 def test_a_flow_that_cannot_be_built_prints_its_stages() -> None:
