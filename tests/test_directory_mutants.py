@@ -141,7 +141,7 @@ def text_of(doc: Any, rng: random.Random, values: list[Any]) -> bytes:
 def test_mutants(many: bool, tmp_path: Path) -> None:
     """Of each kind; both outcomes are frequent."""
     for kind in KINDS:
-        count = ((20, 200) if kind.startswith("config") else (60, 1_400))[many]
+        count = ((12, 200) if kind.startswith("config") else (40, 1_400))[many]
         (here := tmp_path / kind).mkdir()
         make, judge = bench(kind, here)
         outcomes = run(kind, count, seed_of("new" if many else "fixed"), make, lambda raw, j=judge: outcome(raw, j))  # type: ignore[misc]

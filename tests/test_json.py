@@ -184,10 +184,10 @@ def test_mutants_are_refused_or_mean_a_graph() -> None:
     module = recipe.assemble().build(weight_specs(LLAMA)).into_graph_module()
     sources = [document(), json.loads(module.to_json()), json.loads(module.lower().to_json())]
     odd: list[Any] = [None, True, -1, 0, 1, 2**31, 2**64, 1e308, -0.0, "", "seq", "Where", [], {}, [[0, 0]]]
-    for _ in range(150):
+    for _ in range(90):
         text = json.dumps(mutated(rng.choice(sources), rng, odd, times=(1,)))
         try:
             again(GraphModule.from_json(text))
         except RlxError:
             refused += 1
-    assert 100 < refused < 150
+    assert 60 < refused < 90

@@ -103,7 +103,6 @@ OPENED: dict[str, Callable[..., Any]] = {
     "a flow": lambda **o: rlx.compile(vector("ones"), {}, **o),
     "Encoder": lambda **o: rlx.Encoder(learned(BERT), **o),
     "VisionEncoder": lambda **o: rlx.VisionEncoder(learned(VIT), **o),
-    "load, dual": lambda **o: rlx.load(CLIP, recipe=learned(CLIP), **o),
     "DualEncoder": lambda **o: rlx.DualEncoder(learned(CLIP).of("text"), learned(CLIP).of("vision"), **o),
 }
 

@@ -16,6 +16,7 @@ import rlx_jax as rlx
 from rlx_jax import errors, losses, train
 from rlx_jax.blocks import Custom, Embed, Linear
 from tests.oracles.comparing import assert_close
+from tests.small import profile
 
 V, H, B, S = 32, 8, 4, 6
 RNG = np.random.default_rng(0)
@@ -23,23 +24,18 @@ BATCH = {"tokens": RNG.integers(0, V, (B, S)).astype(np.int32), "lengths": np.ar
 STAGES = (Embed("e", (V, H)), Custom(lambda emit, x: emit.tanh(x)), Linear("w", shape=(V, H)))
 
 
+FLOW = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").stage(*STAGES)
+
+
 @functools.cache
 def small() -> rlx.CompiledModel:
     """An embedding, a function and a head: what compiles quickly."""
-    return rlx.compile(
-        rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").stage(*STAGES), program="train"
-    )
+    return set_to()
 
 
-def llama(**profile: Any) -> rlx.CompiledModel:
-    """One layer."""
-    config = {
-        "vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True,
-    }  # fmt: skip
-    return rlx.compile(
-        rlx.Llama32Flow.for_prefill(config), program="train", profile=rlx.CompileProfile().replace(**profile)
-    )
+def set_to(**tables: Any) -> rlx.CompiledModel:
+    """The same with settings of a profile."""
+    return rlx.compile(FLOW, program="train", profile=profile(**tables))
 
 
 def assert_same(got: Any, want: Any, tolerance: float = 1e-5) -> None:
@@ -95,21 +91,20 @@ def test_microbatches_are_the_batch() -> None:
 
 
 @pytest.mark.parametrize(("precision", "leaf"), [
-    pytest.param({"compute": "bf16"}, "bfloat16", marks=pytest.mark.slow),
-    ({"compute": "bf16", "weights": "f32"}, "float32"),
+    ({"compute": "bf16"}, "bfloat16"), ({"compute": "bf16", "weights": "f32"}, "float32"),
 ], ids=str)  # fmt: skip
 def test_precision_of_leaves_and_of_the_optimizer(precision: dict[str, str], leaf: str) -> None:
     """Master weights are f32 leaves of a program in bf16, and so are moments and steps; the loss falls either way."""
-    model, optimizer = llama(precision=precision), optax.adamw(1e-2)
+    model, optimizer = set_to(precision=precision), optax.adamw(1e-1)
     step, state, seen = train.make_step(model, optimizer), train.init(model, optimizer, 0), []
     types = jax.tree.map(lambda a: a.dtype, state)
     for _ in range(4):
         state, metrics = step(state, BATCH)
         seen.append(float(metrics.loss))
     assert {str(a.dtype) for a in state.params.values()} == {leaf} and jax.tree.map(lambda a: a.dtype, state) == types
-    assert seen[-1] < seen[0] - 0.5 and state.step == 4
+    assert seen[-1] < seen[0] - 0.1 and state.step == 4
     text = jax.jit(functools.partial(losses.cross_entropy, model)).lower(state.params, BATCH["tokens"]).as_text()
-    products = [line for line in text.splitlines() if "dot_general" in line and "x16x" in line]
+    products = [line for line in text.splitlines() if "dot_general" in line]
     assert products and all("bf16" in line for line in products)
 
 
@@ -162,7 +157,7 @@ def test_a_loss_gets_the_rest_of_the_batch_by_name() -> None:
 
 def test_options_of_xla_reach_the_step() -> None:
     """One that it does not know is an error, as for every other program."""
-    model = llama(backend={"cpu": {"compiler_options": {"xla_no_such_option": 1}}})
+    model = set_to(backend={"cpu": {"compiler_options": {"xla_no_such_option": 1}}})
     step = train.make_step(model, optax.sgd(0.1))
     with pytest.raises(Exception, match="xla_no_such_option"):
         step(train.init(model, optax.sgd(0.1), 0), np.ones((2, 4), np.int32))
@@ -187,9 +182,8 @@ def test_out_of_memory_of_a_step(code: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("hidden", "parts", "devices"), [
-    ({"labels": np.full((B, S), -100, np.int32)}, 1, 1), ({"lengths": np.ones(B, np.int32)}, 2, 1),
-    ({"weights": np.zeros((B, S), "f4")}, 2, 2),
-], ids=["labels", "lengths in parts", "weights over devices"])  # fmt: skip
+    ({"lengths": np.ones(B, np.int32)}, 1, 1), ({"weights": np.zeros((B, S), "f4")}, 2, 2),
+], ids=["lengths", "weights in parts over devices"])  # fmt: skip
 def test_a_batch_without_targets_changes_nothing(hidden: dict[str, Any], parts: int, devices: int) -> None:
     """Neither decay nor momentum moves a parameter, in one piece, in parts, over devices; and the step counts."""
     model = small() if devices == 1 else rlx.compile(small().flow, program="train", mesh=devices)
@@ -205,15 +199,14 @@ def test_a_batch_without_targets_changes_nothing(hidden: dict[str, Any], parts: 
 
 
 def test_an_optimizer_may_widen_its_state() -> None:
-    """A moment that is bf16 at first and f32 after a step, with and without targets."""
+    """A moment that is bf16 at first and f32 after a step, without targets too."""
     optimizer = optax.GradientTransformation(
         lambda p: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.bfloat16), p),
         lambda g, m, p: (jax.tree.map(jnp.negative, g), jax.tree.map(lambda a, b: a.astype("f4") + b, m, g)),
     )
     step = train.make_step(small(), optimizer)
-    for labels in (BATCH["tokens"], np.full((B, S), -100)):
-        state, _ = step(train.init(small(), optimizer, 0), {"tokens": BATCH["tokens"], "labels": labels})
-        assert {a.dtype for a in state.optimizer.values()} == {np.dtype("float32")}
+    state, _ = step(train.init(small(), optimizer, 0), {"tokens": BATCH["tokens"], "labels": np.full((B, S), -100)})
+    assert {a.dtype for a in state.optimizer.values()} == {np.dtype("float32")}
 
 
 def numbers(tree: Any) -> Any:
