@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,9 @@ from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.models.llama import Llama32Flow
+from rlx_jax.text.chat import check_messages
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_tensors, edited
+from tests.safetensors_bytes import ENTRY, frame, one
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
 BERT = FIXTURES / "bert" / "bare_v5"
@@ -74,10 +76,17 @@ class World:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
 
+    def opened(self, raw: bytes) -> Any:
+        """Open a file of weights."""
+        return rlx.open_weights(self.file("m.safetensors", raw))
+
+    def index(self, content: str) -> Any:
+        """Open a directory by its index."""
+        return rlx.open_weights(self.file("model.safetensors.index.json", content).parent)
+
     def shard(self, name: str) -> Any:
         """Open a directory whose index names `name` as its shard."""
-        self.file("model.safetensors.index.json", json.dumps({"weight_map": {"w": name}}))
-        return rlx.open_weights(self.here)
+        return self.index(json.dumps({"weight_map": {"w": name}}))
 
     def state(self, batch: int = 2, context: int = 8) -> Any:
         return self.prefill.init_state(batch, context)
@@ -138,11 +147,20 @@ def x_of(fn: Callable[[Any, Any], Any]) -> Any:
     return fn(made, made.input("x", ("batch", 4)))
 
 
-def outputs(names: Any = (), count: int = 1, one: bool = False) -> None:
+def outputs(names: Any = (), count: int = 1, alone: bool = False) -> None:
     """Give a module `count` outputs, or one that is in no list."""
     made = rlx.GraphModule.mir("m")
     x: Any = made.input("x", (4,))
-    made.set_outputs(x if one else [x] * count, names)
+    made.set_outputs(x if alone else [x] * count, names)
+
+
+def saved(state: Any, t: World) -> None:
+    """Save a state of training, in a directory that stays away where that is refused."""
+    with rlx.train.Checkpoints(t.here / "run") as checkpoints:
+        try:
+            checkpoints.save(1, state)
+        finally:
+            assert not (t.here / "run").exists()
 
 
 def used(t: World) -> Any:

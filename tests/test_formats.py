@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError
+from rlx_jax.errors import UnsupportedError
 from rlx_jax.weights import formats
 from rlx_jax.weights.format import Entry, OpenOptions
 from rlx_jax.weights.mapping import MappingSource
@@ -60,17 +60,3 @@ def test_a_format_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "saved" / NAME).rename(directory / NAME)
     jax.tree.map(np.testing.assert_array_equal, rlx.load(directory).model.params, lm.model.params)
     assert rlx.open_weights(directory / NAME).keys() == rlx.open_weights(directory).keys()
-
-
-def test_every_format_has_a_name_of_its_own() -> None:
-    names = [row.name for row in formats.FORMATS]
-    assert len(set(names)) == len(names) and {"mapping", "orbax", "safetensors"} <= set(names)
-
-
-@pytest.mark.parametrize(
-    ("option", "error"), [({"subtree": "params"}, WeightError), ({"verify": "full"}, IntegrityError)]
-)
-def test_a_mapping_refuses_options_of_files(option: dict[str, Any], error: type[Exception]) -> None:
-    """Which were ignored in silence."""
-    with pytest.raises(error, match="a mapping"):
-        rlx.open_weights({"w": np.ones(2, np.float32)}, **option)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import GraphError, UnsupportedError, WeightError, WeightShapeError
+from rlx_jax.errors import WeightError, WeightShapeError
 from rlx_jax.ir.packed import Packed, PackedSpec
 from rlx_jax.ir.types import as_dtype
 from tests.oracles.checkpoints import FIXTURES
@@ -170,28 +170,6 @@ def test_a_declared_parameter(packing: str | None, value: Any) -> None:
     assert module.to_json() == product(packing).to_json()
     np.testing.assert_allclose(rlx.compile(module, {"w": value})(X), X @ meaning(TURNED), rtol=1e-4, atol=1e-5)
     assert module.build().params == {"w": jax.ShapeDtypeStruct((64, 96), np.float32)}
-
-
-def declared(m: rlx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    return m.linear(m.input("x", (3, 64)), m.param(*args, **kwargs))
-
-
-WRONG: list[tuple[Any, type[Exception], str]] = [
-    (lambda m: declared(m, "w", (96, 60), packed="gguf_q8_0"), WeightShapeError, "'w': gguf_q8_0 packs blocks of 32"),
-    (lambda m: declared(m, "w", (96, 64), packed="q8_0"), WeightError, "m: parameter 'w': .*did you mean 'gguf_q8_0'"),
-    (lambda m: declared(m, "w", (96, 256), packed="gguf_q6k"), UnsupportedError, "gguf_q6k is not decoded yet"),
-    (lambda m: declared(m, "w", (), packed="gguf_q8_0"), WeightShapeError, "got the scalar"),
-    (lambda m: declared(m, "w", ("n", 64), packed="gguf_q8_0"), WeightShapeError, "expected whole numbers"),
-    (lambda m: declared(m, "w", (96, 64), "i32", packed="gguf_q8_0"), WeightError, "packs floats"),
-    (lambda m: (m.param("w", (96, 64), packed="gguf_q4_0"), declared(m, "w", (96, 64), packed="gguf_q8_0"))[1],
-        GraphError, "packed as gguf_q4_0 and f32.* packed as gguf_q8_0"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("build", "error", "message"), WRONG)
-def test_what_is_no_declaration(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        rlx.GraphModule.define("m", build)
 
 
 # -- sources of one's own ------------------------------------------------------------------------

@@ -196,48 +196,6 @@ def test_platforms_that_are_not_built(platform: str) -> None:
             attempt()
 
 
-@pytest.mark.parametrize(("toml", "message"), [
-    ("fusion.disable = [['fuse_matmul_bias_act']]", r"fusion.disable\[0\]: expected .*, found an array"),
-    ("[backend.gpu]", r"unknown key 'gpu'; known here: .*; did you mean 'cuda' \(NVIDIA\) or 'rocm'"),
-    ("fusion.target = 'gpu'", r"found the string 'gpu'; did you mean 'cuda' \(NVIDIA\)"),
-    ("compute = 'bf16'", "unknown key 'compute'; known here: .*; did you mean 'precision.compute'"),
-    ('"a\\nb" = 1', r"unknown key 'a\\nb'"),
-    ("passes.dce = nan", "found the number nan"),
-    ("passes.dce = 1979-05-27", "found a date or time"),
-    ("[[fusion]]", "fusion: expected a table, found an array"),
-    ("name = 3", "name: expected a printable string of 1 to 1024 characters"),
-    ("backend.cpu.compiler_options = 3", "expected a table of XLA options"),
-    ("backend.cpu.compiler_options.a = nan",
-        "compiler_options.a: expected .* a finite number .*, found the number nan"),
-
-    (f"backend.cpu.compiler_options.a = 0x{'f' * 60000}", "an integer of 240000 bits"),
-    ('backend.cpu.compiler_options.a = "\\u0000"', "a printable string of at most 1024"),
-    ('backend.cpu.compiler_options."a b" = 1', "option name of letters, digits and _, found the string 'a b'"),
-])  # fmt: skip
-def test_refused_with_a_reason(toml: str, message: str) -> None:
-    with pytest.raises(ProfileError, match=message) as caught:
-        read(toml)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 700
-
-
-@pytest.mark.parametrize(("data", "message"), [
-    (b"a = 1\nb = \xff", r"line 2, column 5: not UTF-8: invalid start byte"),
-    ("fusion.policy = 'direct'".encode("utf-16"), r"line 1, column 1: not UTF-8"),
-    (b"\xef\xbb\xbf[fusion]", r"line 1, column 1: a byte order mark"),
-    (b"[fusion]\n[passes]\n[fusion]", r"line 3, column 8: Cannot declare \('fusion',\) twice"),
-    (b"passes.dce = " + b"9" * 5000, r"Exceeds the limit"),
-    (b"[" + b" . ".join([b'"."'] * 18) + b"]", r"at most 16 dots in a key"),
-    (b"a = '''\n[[[['''''\nb = " + b"[" * 33, r"line 3, column 37"),
-    (b'a = """\\""""""\nb = ' + b"[" * 33, r"line 2, column 37"),
-])  # fmt: skip
-def test_faults_of_the_text_name_line_and_column(tmp_path: Path, data: bytes, message: str) -> None:
-    path = tmp_path / "bad.rlx.toml"
-    path.write_bytes(data)
-    with pytest.raises(ProfileError, match=message) as caught:
-        CompileProfile.from_toml(path)
-    assert f"compile profile '{path}'"[:100] in str(caught.value)
-
-
 @pytest.mark.parametrize("toml", [
     "name = '" + "[" * 500 + "'  # " + "[" * 500,
     'name = "' + "." * 500 + '\\"' + "{" * 500 + '"',
@@ -316,15 +274,3 @@ def test_a_profile_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert CompileProfile.near(tmp_path, "none", "mine.rlx.toml") == profile
     with pytest.raises(MissingFileError, match="nowhere.toml"):
         CompileProfile.of("nowhere.toml")
-
-
-@pytest.mark.parametrize(("change", "message"), [
-
-    ({"precision": {3: "f32"}}, "precision: a key is a string, found the integer 3"),
-    ({"passes": {"dce": np.bool_(True)}}, "passes.dce: expected true or false, found a value of type bool"),
-    ({"backend": {"cpu": {"compiler_options": {"a": np.float64(1)}}}}, "found a value of type float64"),
-    ({"name": "x" * 2000}, "a printable string of 1 to 1024"),
-])  # fmt: skip
-def test_replace_checks_as_toml_does(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
-        CompileProfile().replace(**change)

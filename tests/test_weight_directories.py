@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import save_file
 
 from rlx_jax import errors
 from rlx_jax.io import limits
-from rlx_jax.io.files import check_name, resolve
+from rlx_jax.io.files import resolve
 from rlx_jax.weights.source import open_weights
 from tests.shards import INDEX, SHARDS, B, W, assert_shards, write_shards
 
@@ -33,45 +32,6 @@ def hub_cache(root: Path, name: str = "models--org--tiny") -> Path:
 
 
 # -- index faults ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("content, message", [
-    ("", "not JSON"),
-    ('{"weight_map": {"w": 3}}', "weight_map: 'w': expected a file name, found '3'"),
-    ('{"weight_map": {"w": "m.safetensors", "w": "m.safetensors"}}', "'w' is given twice"),
-    ('{"metadata": [1], "weight_map": {"w": "m.safetensors"}}', "metadata: expected an object"),
-    ('{"metadata": {"total_size": "24"}, "weight_map": {"w": "m.safetensors"}}', "total_size: expected a number"),
-    ('{"weight_map": {"w": "README.md"}}', "'README.md': expected the name of a .safetensors file"),
-    ('{"weight_map": {"w": "a.safetensors", "b": "A.safetensors"}}', "differ in case or composed letters only"),
-    ('{"weight_map": {"w": "\u00e9.safetensors", "b": "e\u0301.safetensors"}}', "differ in case or composed"),
-])  # fmt: skip
-def test_malformed_index(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / INDEX).write_text(content)
-    with pytest.raises(errors.ConfigError) as caught:
-        open_weights(tmp_path)
-    assert INDEX in str(caught.value) and message in str(caught.value)
-
-
-@pytest.mark.parametrize("name, error", [
-    ("C:m.safetensors", errors.PathEscapeError),
-    ("..\\m.safetensors", errors.PathEscapeError),
-    ("m.safetensors:stream", errors.PathEscapeError),
-    ("sub/COM1.safetensors", errors.PathEscapeError),
-    ("", errors.ConfigError),
-    ("./m.safetensors", errors.ConfigError),
-    ("m.safetensors.", errors.ConfigError),
-    ("m\0.safetensors", errors.ConfigError),
-    ("\u202em.safetensors", errors.ConfigError),
-    ("\ud800.safetensors", errors.ConfigError),
-])  # fmt: skip
-def test_shard_names(tmp_path: Path, name: str, error: type[Exception]) -> None:
-    with pytest.raises(error) as caught:
-        check_name(name)
-    assert str(caught.value).isprintable()
-    directory = write_shards(tmp_path / "model", index=index_of(w=name))
-    save_file({"w": W}, tmp_path / "m.safetensors")  # what the name might reach
-    with pytest.raises((error, errors.ConfigError)):
-        open_weights(directory)
 
 
 def test_shards_in_folders_and_with_unicode_names(tmp_path: Path) -> None:

@@ -66,22 +66,6 @@ def test_mapping_with_odd_layouts() -> None:
         np.testing.assert_array_equal(source.read(key), W)
 
 
-@pytest.mark.parametrize("value, error, message", [
-    (1.0, errors.WeightError, "got 'float'"),
-    (np.zeros(1, "M8[s]"), errors.WeightError, "got dtype 'datetime64"),
-    (np.ma.masked_array([1.0], [True]), errors.WeightError, "got 'MaskedArray'"),
-    (jax.random.key(0), errors.WeightError, "got dtype 'key<fry>'"),
-    (jax.ShapeDtypeStruct((2**40,), np.float32), errors.LimitError, "dimension 1099511627776 is over the limit"),
-    (jax.ShapeDtypeStruct((2**31 - 1, 2**31 - 1), np.float32), errors.LimitError, "elements"),
-    (jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), np.float32), errors.WeightShapeError,
-        "whole numbers as shape"),
-])  # fmt: skip
-def test_mapping_with_a_wrong_value(value: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as caught:
-        open_weights({"ok": W, "layer.weight": value})
-    assert "weight 'layer.weight'" in str(caught.value) and message in str(caught.value)
-
-
 def test_traced_and_deleted_arrays() -> None:
     @jax.jit
     def inside(x: jax.Array) -> jax.Array:
@@ -229,17 +213,6 @@ def test_precedence(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name, advice", [("model.ZIP", "archives are not opened"), ("flax_model.msgpack", "as a mapping")]
-)
-def test_other_formats(tmp_path: Path, name: str, advice: str) -> None:
-    (tmp_path / name).write_bytes(b"PK")
-    for path in (tmp_path, tmp_path / name):
-        with pytest.raises(errors.UnsupportedError, match=advice) as caught:
-            open_weights(path)
-        assert name in str(caught.value)
-
-
 # -- options -----------------------------------------------------------------------------------
 
 
@@ -259,18 +232,6 @@ def test_a_source_comes_back_as_it_is() -> None:
     assert open_weights(source) is source
     with pytest.raises(errors.WeightError, match="open already; give the options where you open them"):
         open_weights(source, on_nonfinite="ignore")
-
-
-@pytest.mark.parametrize("options, message", [
-    ({"on_nonfinite": "warning"}, "expected one of error, warn, ignore, got 'warning'; did you mean 'warn'"),
-    ({"links": "reject"}, "links: expected one of follow, refuse, got 'reject'"),
-    ({"max_bytes": -1}, "max_bytes: expected a number of bytes, got '-1'"),
-    ({"verify": "sha256"}, "verify: expected one of auto, full, metadata, got 'sha256'"),
-    ({"subtree": "a..b"}, "subtree: expected a dotted path such as 'params', got 'a..b'"),
-])  # fmt: skip
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(errors.WeightError, match=message):
-        open_weights({"w": W}, **options)
 
 
 # -- a source of one's own ---------------------------------------------------------------------
