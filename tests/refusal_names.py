@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import rlx_jax as rlx
@@ -27,7 +28,8 @@ from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.text.chat import check_messages
-from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_tensors, edited
+from tests.oracles import fuzzing
+from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_json, edit_tensors, edited
 from tests.safetensors_bytes import ENTRY, frame, one
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
@@ -37,6 +39,8 @@ IDS = np.ones((2, 3), np.int32)
 X = np.ones((2, 8), np.float32)
 W = {"w": np.ones((4, 8), np.float32)}
 LINEAR = blocks.Linear("w")
+HEAD = blocks.Linear("h", shape=(11, 4))
+BODY = {"name": "b", "inputs": [], "nodes": [], "outputs": [], "output_names": [], "writes": []}
 VOCAB = json.loads((LLAMA / "config.json").read_text("utf-8"))["vocab_size"]
 WIDE = (3 * 2**20, 2**18)  # 3 TB of float32
 THREE: Any = 3
@@ -84,12 +88,47 @@ class World:
         """Open a directory by its index."""
         return rlx.open_weights(self.file("model.safetensors.index.json", content).parent)
 
+    def orbax(self, file: str, **changes: Any) -> Any:
+        """Read the array of an orbax checkpoint after changes of one of its files of JSON."""
+        path = self.here / "a"
+        ocp.PyTreeCheckpointer(use_ocdbt=False).save(path, {"w": np.ones((3, 4), np.float32)})
+        edit_json(path / file, changes)
+        return rlx.open_weights(path, verify="metadata").read("w")
+
     def shard(self, name: str) -> Any:
         """Open a directory whose index names `name` as its shard."""
         return self.index(json.dumps({"weight_map": {"w": name}}))
 
     def state(self, batch: int = 2, context: int = 8) -> Any:
         return self.prefill.init_state(batch, context)
+
+
+def leaf(name: str, kind: str = "np.ndarray") -> dict[str, Any]:
+    """A leaf in orbax's list of a tree."""
+    return {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": {"value_type": kind}}
+
+
+def document() -> Any:
+    """A small valid graph as JSON, as data."""
+    made = rlx.GraphModule.hir("m")
+    y = made.linear(made.input("x", ("batch", 8)), made.param("w", (8, 4)))
+    made.set_outputs([made.add(y, made.constant(np.arange(4), "f32"))])
+    return json.loads(made.to_json())
+
+
+def graph(path: str, value: Any) -> Any:
+    """Read that JSON with another value at a path."""
+    data = document()
+    *before, last = (int(key) if key.isdigit() else key for key in path.split("."))
+    fuzzing.at(data, before)[last] = value
+    return rlx.GraphModule.from_json(json.dumps(data))
+
+
+def loss(*stages: Any, program: str = "train", **arguments: Any) -> Any:
+    """The loss of an embedding and some stages."""
+    flow = rlx.ModelFlow("own").input("ids", ("batch", "seq"), "int32").embed("e", shape=(11, 4)).stage(*stages)
+    model = rlx.compile(flow, program=program)
+    return rlx.losses.cross_entropy(model, model.init(0), **{"tokens": IDS, **arguments})
 
 
 def mlp() -> rlx.ModelFlow:

@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, blocks
-from rlx_jax.errors import FormatError, GraphError, RlxError, UnsupportedError, VersionMismatchError
+from rlx_jax.errors import FormatError, RlxError, UnsupportedError
 from rlx_jax.ir import serial
 from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateLeaf, StateRead
 from rlx_jax.ir.ops.custom import JaxFn
@@ -25,6 +25,7 @@ from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.models.llama import LlamaConfig, weight_specs
 from tests.oracles.fuzzing import mutated
+from tests.refusal_names import document
 
 RNG = np.random.default_rng(0)
 LLAMA = LlamaConfig.from_hf(
@@ -111,61 +112,6 @@ def test_a_users_function_cannot_be_stored() -> None:
     odd.set_outputs([odd.add_node(JaxFn(jnp.sin), odd.input("x", (2,)))])
     with pytest.raises(UnsupportedError, match="odd: jax"):
         odd.to_json()
-
-
-def document() -> Any:
-    """A small valid document, as data."""
-    module = Graph.hir("m")
-    y = module.linear(module.input("x", ("batch", 8)), module.param("w", (8, 4)))
-    module.set_outputs([module.add(y, module.constant(np.arange(4), "f32"))])
-    return json.loads(module.to_json())
-
-
-def damaged() -> Iterator[tuple[str, Any, type[Exception], str]]:
-    """(what, document, error, message)."""
-
-    def edit(what: str, path: str, value: Any, error: type[Exception], message: str) -> tuple[str, Any, type, str]:
-        data = document()
-        at, *rest = data, *path.split(".")
-        for key in rest[:-1]:
-            at = at[int(key) if isinstance(at, list) else key]
-        last = int(rest[-1]) if isinstance(at, list) else rest[-1]
-        at[last] = value
-        return what, data, error, message
-
-    wrong = FormatError
-    yield edit("format", "format", "onnx", wrong, "format")
-    yield edit("version", "version", 2, VersionMismatchError, "reads version 1")
-    yield edit("level", "level", "asm", wrong, "hir, mir, lir")
-    yield edit("no plan", "level", "lir", wrong, "plan: expected")
-    yield edit("hir op at mir", "level", "mir", GraphError, "not legal")
-    yield edit("unknown op", "graph.nodes.2.op", "Linaer", wrong, "did you mean 'Linear'")
-    yield edit("user function", "graph.nodes.2.op", {"JaxFn": {"fn": "os.system"}}, wrong, "unknown Op 'JaxFn'")
-    yield edit("a class that is no op", "graph.nodes.2.op", "TypeCache", wrong, "unknown Op")
-    yield edit("attribute", "graph.nodes.2.op", {"Linear": {"contact": 1}}, wrong, "no field 'contact'")
-    yield edit("attribute type", "graph.nodes.2.op", {"Linear": {"contract": True}}, wrong, "expected int")
-    yield edit("missing attribute", "graph.nodes.4.op", "Binary", wrong, "needs kind")
-    yield edit("unknown function", "graph.nodes.4.op", {"Binary": {"kind": "system"}}, GraphError, "kind is 'system'")
-    yield edit("dangling", "graph.nodes.2.inputs.0", [0, 1], wrong, "no result")
-    yield edit("arity", "graph.nodes.2.inputs", [[0, 0]], GraphError, "operands")
-    yield edit("no outputs", "graph.outputs", [], GraphError, "no outputs")
-    yield edit("lying type", "graph.nodes.2.types.0", "f32[batch,8]", wrong, "gives")
-    yield edit("base64", "graph.nodes.3.op.Constant.data", "!!", wrong, "not base64")
-    yield edit("huge", "graph.nodes.0.op.Input.type.shape", [2**62, 8], GraphError, "2147483647")
-    yield edit("undeclared input", "graph.inputs", [], GraphError, "not declared")
-    yield edit("program", "graph.nodes.1.op.Param.programs.0", {"Pickle": {}}, wrong, "unknown Key")
-    yield edit("body input", "graph.nodes.1.op", {"BodyInput": {"index": 0}}, wrong, "0 operands")
-    body = {"name": "b", "inputs": [], "nodes": [], "outputs": [], "output_names": [], "writes": []}
-    repeat = {"Repeat": {"count": 2**40, "carries": 0, "body": body}}
-    yield edit("endless", "graph.nodes.4.op", repeat, wrong, "65536")
-
-
-@pytest.mark.parametrize(("what", "data", "error", "message"), list(damaged()))
-def test_what_is_wrong_is_named(what: str, data: Any, error: type[Exception], message: str) -> None:
-    """A typed error whose message is short and names the place."""
-    with pytest.raises(error, match=message) as caught:
-        GraphModule.from_json(json.dumps(data))
-    assert isinstance(caught.value, RlxError) and len(str(caught.value)) <= 2048
 
 
 @pytest.mark.parametrize(

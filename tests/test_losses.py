@@ -13,17 +13,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rlx_jax as rlx
-from rlx_jax import errors, losses
+from rlx_jax import losses
 from rlx_jax.blocks import (
     Custom,
     Embed,
-    GatherLastToken,
     Linear,
     LmHead,
     LogitSoftcap,
-    MaskKind,
-    SelfAttnPrefill,
-    SelfAttnPrefillSpec,
 )
 from tests.oracles.comparing import assert_close
 
@@ -81,7 +77,6 @@ def test_it_is_the_loss_over_whole_logits() -> None:
 
 H = 8
 FLOW = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").stage(Embed("e", (80, H)))
-HEAD = Linear("w", shape=(V, H))
 
 
 @functools.cache
@@ -188,40 +183,3 @@ def test_of_several_parameters_at_once_and_of_targets_that_are_none() -> None:
         np.testing.assert_allclose(loss[i], want, rtol=1e-6)
         assert_close(np.asarray(gradient["w"][i]), np.asarray(of_want["w"]), tolerance=1e-5)
     assert jnp.isnan(losses.cross_entropy(model, params, jnp.asarray(IDS).at[0, 3].set(79)))
-
-
-# -- refusals ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("arguments", "error", "says"), [
-    ({"tokens": jnp.ones((2, 3))}, errors.DTypeError, "tokens: expected integers, got f32"),
-
-    ({"labels": IDS, "vocab": 3}, errors.TokenIdError, r"not in \[0, 3\)"),
-    ({"weights": IDS[:2]}, errors.RequestError, "weights: sizes are those of tokens"),
-
-    ({"vocab": 78}, errors.RequestError, "from 1 to 77"),
-])  # fmt: skip
-def test_refused_arguments(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
-    model, params = small()
-    with pytest.raises(error, match=says):
-        losses.cross_entropy(model, params, **{"tokens": IDS} | arguments)
-
-
-SEES_ALL = SelfAttnPrefill(SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, MaskKind.NONE))
-
-
-@pytest.mark.parametrize(("stages", "program", "says"), [
-
-    ((HEAD, Custom(lambda emit, x: emit.jax(jnp.tanh, x))), "train", "comes from no head, jax.* makes it"),
-    ((Custom(lambda emit, x: x @ emit.tanh(emit.param("w", (H, V)))),), "train", "multiplies with tanh"),
-    ((GatherLastToken(), HEAD), "train", "a loss wants those of every token"),
-    ((SEES_ALL, HEAD), "train", "self_attn: this attention is not causal"),
-    ((HEAD,), "prefill", "reads the program train or forward, and this is prefill"),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
-def test_refused_models(stages: Any, program: str, says: str) -> None:
-    """What is no head is named."""
-    shapes = {"e": (80, H), "w": (V, H)} | dict.fromkeys("qkv", (H, H))
-    specs = {k: jax.ShapeDtypeStruct(shape, np.float32) for k, shape in shapes.items()}
-    model = rlx.compile(FLOW.stage(*stages), specs if SEES_ALL in stages else None, program=program)
-    with pytest.raises(errors.GraphError, match=says):
-        losses.cross_entropy(model, model.init(0), IDS)

@@ -148,40 +148,6 @@ def test_weights_beside_others() -> None:
         rlx.compile(flow.with_weights({"other": vector}, add=True))
 
 
-def two_inits() -> rlx.ModelFlow:
-    """One weight that two stages draw in two ways."""
-    flow = rlx.ModelFlow("m").input("x", ("batch", 8))
-    return flow.linear("w", shape=(8, 8), init="zeros").linear("w", shape=(8, 8), init="ones")
-
-
-MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no key": (lambda: rlx.compile(adding(), missing="init"), errors.RequestError, "give both, or neither"),
-    "a number": (lambda: drawn(3), errors.GraphError, "init is 3; expected"),
-    "one axis": (
-        lambda: rlx.compile(vector("orthogonal"), {}, missing="init", key=0),
-        errors.WeightShapeError,
-        r"'orthogonal' is of 2 axes or more; the weight is \[8\]",
-    ),
-    "two inits": (
-        lambda: rlx.compile(two_inits(), missing="init", key=0),
-        errors.GraphError,
-        "'zeros' elsewhere and 'ones' here",
-    ),
-    "a module": (
-        lambda: rlx.compile(rlx.GraphModule.define("m", lambda m: m.relu(m.input("x", (2,)))), missing="init", key=0),
-        errors.GraphError,
-        "for a ModelFlow or a recipe",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISUSE)
-def test_misuse_is_told(case: str) -> None:
-    call, error, message = MISUSE[case]
-    with pytest.raises(error, match=message):
-        call()
-
-
 # -- sizes ---------------------------------------------------------------------------------------
 
 TWOS = jax.nn.initializers.constant(2.0)
