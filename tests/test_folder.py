@@ -1,20 +1,25 @@
-"""A checkpoint's folder is read once: every file opened once, whoever asks for it, and shared by all."""
+"""A checkpoint's folder: every file is opened once, whoever asks for it; JSON is read as it is."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlx_jax as rlx
-from rlx_jax.errors import ConfigError, MissingFileError, PathEscapeError
-from rlx_jax.io import folder
+from rlx_jax.errors import ConfigError, LimitError, MissingFileError, PathEscapeError, RlxError, StorageError
+from rlx_jax.io import folder, limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.io.strict_json import parse_object
+from rlx_jax.models.config import read_config
 from tests.oracles.checkpoints import FIXTURES, edited
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
@@ -90,3 +95,101 @@ def test_special_ids_are_of_the_vocabulary(tmp_path: Path, field: str, tokenizer
         (directory / "tokenizer.json").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match=rf"{field} is \[389\]; expected ids in \[0, 389\)"):
         rlx.load(directory)
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=9)
+NUMBERS = st.integers(-(10**99), 10**99) | st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=9,
+)
+
+
+def config_of(tmp_path: Path, raw: bytes) -> Path:
+    path = tmp_path / "config.json"
+    path.write_bytes(raw)
+    return path
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a file of a folder, which is there."""
+    return Folder(Path(path).parent).needed(Path(path).name)
+
+
+@settings(max_examples=20)
+@given(st.dictionaries(TEXT, JSON, max_size=3), st.booleans())
+def test_any_object_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, value: dict[str, Any], ascii_only: bool
+) -> None:
+    path = config_of(tmp_path_factory.getbasetemp(), json.dumps(value, ensure_ascii=ascii_only).encode())
+    assert read_json(path) == value
+
+
+def test_infinity_is_a_number_in_config_json_alone(tmp_path: Path) -> None:
+    """Python's json writes it, and Mamba-2's `time_step_limit` has it; the fields that may be so large say so."""
+    raw = b'{"time_step_limit": [0.0, Infinity], "hidden_size": Infinity}'
+    assert read_json(config_of(tmp_path, raw))["time_step_limit"] == [0.0, math.inf]
+    with pytest.raises(ConfigError, match="field 'hidden_size' is 'inf'; expected an integer"):
+        read_config(Folder(tmp_path)).whole("hidden_size")
+    (tmp_path / "generation_config.json").write_bytes(b'{"temperature": Infinity}')
+    with pytest.raises(ConfigError, match="Infinity is not a JSON number"):
+        read_json(tmp_path / "generation_config.json")
+
+
+def test_strings_hide_nothing(tmp_path: Path) -> None:
+    value = {"a": '[[[["NaN', "b\\": "\\", 'c"': "{" * 100 + "9" * 5000, "d": "\\ud800 spelt out"}
+    assert read_json(config_of(tmp_path, json.dumps(value).encode())) == value
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for name, error, message in [
+        ("absent.json", MissingFileError, "no such file"),
+        ("absent/config.json", MissingFileError, "no such file"),
+        (".", ConfigError, "a directory"),
+        ("fifo", ConfigError, "a FIFO"),
+    ]:
+        with pytest.raises(error, match=message):
+            read_json(tmp_path / name)
+    with pytest.raises(ConfigError, match="a device"):
+        read_json("/dev/null")
+    with pytest.raises(FileNotFoundError):  # the built-in, for code that does not know rlx_jax
+        read_json(tmp_path / "absent.json")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageError, match="symbolic links"):
+        read_json(tmp_path / "loop")
+
+
+def test_size_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = config_of(tmp_path, b'{"a": 1}')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "MAX_CONFIG_BYTES", 8)
+        assert read_json(path) == {"a": 1}
+        patch.setattr(limits, "MAX_CONFIG_BYTES", 7)
+        with pytest.raises(LimitError, match="size in bytes is 8, over the limit limits.MAX_CONFIG_BYTES = 7"):
+            read_json(path)
+    os.truncate(path, limits.MAX_CONFIG_BYTES + 1)
+    with pytest.raises(LimitError, match="limits.MAX_CONFIG_BYTES = 4194304"):
+        read_json(path)
+    config_of(tmp_path, b'{"a": [' + b"0," * limits.MAX_JSON_VALUES + b"0]}")
+    with pytest.raises(LimitError, match="limits.MAX_JSON_VALUES"):
+        read_json(path)
+    monkeypatch.setattr(limits, "MAX_JSON_VALUES", 2 * limits.MAX_JSON_VALUES)
+    assert len(read_json(path)["a"]) == limits.MAX_JSON_VALUES // 2 + 1
+
+
+@pytest.mark.slow
+def test_memory_stays_bounded(tmp_path: Path) -> None:
+    """At most 64 MiB and eight times the file, on the densest text that is let through."""
+    pairs = b",".join(b'"%x":{}' % i for i in range(limits.MAX_JSON_VALUES // 2 - 2))
+    for raw in (b"{" + pairs + b"}", b'{"a":"' + b'\\"' * 500_000 + b'"}'):
+        path = config_of(tmp_path, raw)
+        tracemalloc.start()
+        try:
+            read_json(path)
+        except RlxError:
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak <= 64 * 2**20 + 8 * len(raw)
