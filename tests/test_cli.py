@@ -346,9 +346,13 @@ def test_replies_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 
 def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters are put on the one that is named, or divided over several."""
-    models, load = list[Any](), rlx.load
-    monkeypatch.setattr(rlx, "load", lambda *given, **named: models.append(load(*given, **named)) or models[-1])
-    lines = []
+    models, lines, load = list[Any](), list[str](), rlx.load
+
+    def kept(*given: Any, **named: Any) -> Any:
+        models.append(load(*given, **named))
+        return models[-1]
+
+    monkeypatch.setattr(rlx, "load", kept)
     for words in (["--device", "cpu:3"], ["--devices", "auto", "--tensor", "4"]):
         assert cli.main(["score", str(BASE), "It was", *words]) == 0
         lines += capsys.readouterr().out.splitlines()
