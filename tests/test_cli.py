@@ -7,15 +7,12 @@ import importlib.metadata
 import io
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +30,7 @@ from rlx_jax.cli.terminal import CONTROLS, Interrupt, Status, next_line, whole_i
 from rlx_jax.runtime.model import CompiledModel
 from tests.oracles.chat_templates import BASE, checkpoint, format_checkpoint
 from tests.oracles.checkpoints import FIXTURES, edited
+from tests.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE: dict[str, Any] = json.loads((FIXTURES / "llama" / "chat.json").read_text("utf-8"))[0]
@@ -48,16 +46,6 @@ FIGURES = (
 )
 
 
-@contextlib.contextmanager
-def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is gone at the end, however that comes: one that waits for what nobody types stays for ever."""
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def interrupted(process: subprocess.Popen[bytes]) -> int | None:
     """The status of a process that Ctrl-C ends. It is pressed again where it has not counted in ten seconds: one that
     comes with the end of an answer ends that, and one between a prompt and Python's waiting for input is heard at the
@@ -67,19 +55,6 @@ def interrupted(process: subprocess.Popen[bytes]) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=10)
     return None
-
-
-def read_all(descriptor: int) -> str:
-    """What is written to a terminal until it closes."""
-    text = b""
-    while True:
-        try:
-            part = os.read(descriptor, 4096)
-        except OSError:  # how Linux says that the other side is closed
-            part = b""
-        if not part:
-            return text.decode("utf-8", "replace")
-        text += part
 
 
 @pytest.mark.slow
@@ -113,13 +88,10 @@ def screen(written: str) -> str:
 def test_text_and_progress_share_a_terminal() -> None:
     """The recorded text, and progress with bytes and programs that is wiped: the loop compiles after the first token is
     out, and what it tells must not take that token away."""
-    seen, terminal = pty.openpty()
     words = ["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24"]
-    process = subprocess.Popen([*COMMAND, *words], env=ENVIRONMENT, stdout=terminal, stderr=terminal)
-    os.close(terminal)
-    written = read_all(seen)
-    os.close(seen)
-    assert process.wait(timeout=120) == 0
+    with Terminal([*COMMAND, *words], ENVIRONMENT) as terminal:
+        written = terminal.rest()
+        assert terminal.process.wait(timeout=120) == 0
     assert re.search(r"load [\d.]+ kB of 136\.45 kB", written), written
     assert "compile prefill of batch 1, context 64, seq 16 …" in written, written
     text, _, figures = screen(written).rpartition("\n")[0].rpartition("\n")
@@ -447,34 +419,21 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert ("--dtype" in told) == (command.name not in {"doctor", "completion"})
 
 
-def written_until(terminal: int, pattern: str) -> str:
-    """What is written to a terminal, up to a pattern, without what moves its cursor."""
-    text, end = "", time.monotonic() + 120
-    while re.search(pattern, text, re.DOTALL) is None:
-        assert select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0], text
-        text += os.read(terminal, 4096).decode("utf-8", "replace")
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "")
-
-
 @pytest.mark.slow
 def test_a_terminal_that_edits_lines(tmp_path: Path) -> None:
     """Lines that are pasted are one message, and a line may be longer than a terminal's own 4096 bytes. Ctrl-C ends an
     answer, and the talk goes on; where none is given, the talk."""
     directory = edited(format_checkpoint(tmp_path / "it", "qwen"), tmp_path / "m", {"max_position_embeddings": 9000})
     lm, pasted, long = rlx.load(directory), "one\ntwo", "word " * 1000
-    seen, terminal = pty.openpty()
     command = [*COMMAND, "chat", str(directory), "--max-new-tokens", "3000"]
-    there = {"stdin": terminal, "stdout": terminal, "stderr": terminal, "env": ENVIRONMENT | {"TERM": "xterm"}}
-    with ended(subprocess.Popen(command, start_new_session=True, **there)) as process:  # type: ignore[call-overload]
-        written_until(seen, "> ")
+    with Terminal(command, ENVIRONMENT | {"TERM": "xterm"}) as terminal:
+        terminal.until("> ")
         for typed, message in ((f"\x1b[200~{pasted}\x1b[201~\n", pasted), (f"{long}\n", long.strip())):
-            os.write(seen, typed.encode())
-            written_until(seen, re.escape(CONTROLS.sub("\ufffd", lm.chat(message, 3).rstrip("\ufffd"))))
-            process.send_signal(signal.SIGINT)
-            written_until(seen, "stopped; the talk goes on as if this had not been asked.*> ")
-        assert interrupted(process) == 130
-    os.close(terminal)
-    os.close(seen)
+            terminal.write(typed)
+            terminal.until(re.escape(CONTROLS.sub("\ufffd", lm.chat(message, 3).rstrip("\ufffd"))))
+            terminal.process.send_signal(signal.SIGINT)
+            terminal.until("stopped; the talk goes on as if this had not been asked.*> ")
+        assert interrupted(terminal.process) == 130
 
 
 def test_a_message_without_an_answer(

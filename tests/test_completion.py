@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
-import subprocess
-import time
+import re
 from pathlib import Path
-from typing import Self
 
 import pytest
 
 from rlx_jax import cli
 from rlx_jax.cli.entry import COMMANDS
+from tests.terminal import Terminal
 
 
 def test_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,45 +37,13 @@ def test_a_shell_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     script = tmp_path / "script"
     script.write_text(capsys.readouterr().out)
     (tmp_path / "a.txt").touch()
-    with Terminal(["bash", "--norc", "--noprofile", "-i"], tmp_path) as terminal:
+    environment = {"PATH": os.environ["PATH"], "TERM": "dumb", "PS1": "% ", "HOME": str(tmp_path), "LC_ALL": "C.UTF-8"}
+    with Terminal(["bash", "--norc", "--noprofile", "-i"], environment, tmp_path) as terminal:
         terminal.write(f"source {script}; echo rea''dy\n")
         terminal.until("ready\r\n")
         for typed, want in TYPED.items():
             terminal.write(f"{typed}\t")
-            terminal.until(f"{typed.rpartition(' ')[0]} {want} ")
+            terminal.until(re.escape(f"{typed.rpartition(' ')[0]} {want} "))
             terminal.write("\x15")  # forget the line
         terminal.write("rlx-jax bench --batch a\t\x15echo do''ne\n")
         assert "a.txt" not in terminal.until("done\r\n")
-
-
-class Terminal:
-    """A program in a terminal of its own: what is typed there, and what it shows."""
-
-    def __init__(self, words: list[str], folder: Path) -> None:
-        self._here, there = pty.openpty()
-        environment = {"TERM": "dumb", "PS1": "% ", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
-        environment["PATH"] = os.environ["PATH"]
-        self._process = subprocess.Popen(
-            words, stdin=there, stdout=there, stderr=there, cwd=folder, env=environment, start_new_session=True
-        )
-        os.close(there)
-
-    def write(self, text: str) -> None:
-        os.write(self._here, text.encode())
-
-    def until(self, text: str, seconds: float = 60) -> str:
-        """What is shown up to `text`; it fails where that does not come."""
-        seen, end = "", time.monotonic() + seconds
-        while text not in seen:
-            ready, _, _ = select.select([self._here], [], [], max(0.0, end - time.monotonic()))
-            assert ready, (text, seen)
-            seen += os.read(self._here, 4096).decode("utf-8", "replace")
-        return seen
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._here)
-        self._process.kill()
-        self._process.wait()
