@@ -30,7 +30,7 @@ from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.text.chat import check_messages
 from tests.oracles import fuzzing
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_json, edit_tensors, edited
-from tests.safetensors_bytes import ENTRY, frame, one
+from tests.shards import ENTRY, frame, one
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
 BERT = FIXTURES / "bert" / "bare_v5"

@@ -1,8 +1,9 @@
-"""A small checkpoint of two shards: W float32 `[2, 3]`, B bfloat16 `[3]`, and a row of W."""
+"""Small checkpoints: two shards (W float32 `[2, 3]`, B bfloat16 `[3]`, a row of W), and safetensors byte by byte."""
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rlx_jax.ir.reading import WeightSource
+from rlx_jax.weights.safetensors import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -38,3 +40,22 @@ def assert_shards(source: WeightSource) -> None:
     np.testing.assert_array_equal(source.read("w"), W)
     np.testing.assert_array_equal(source.read("b"), B)
     assert source.read("b").dtype == ml_dtypes.bfloat16
+
+
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+def frame(header: Any, data: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def one(data: bytes = b"1234", **changes: Any) -> bytes:
+    """A file with one tensor `a`, an F32 of four bytes unless `changes` says otherwise."""
+    return frame({"a": {**ENTRY, **changes}}, data)
+
+
+def open_raw(tmp_path: Path, raw: bytes) -> SafetensorsFile:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(raw)
+    return SafetensorsFile(path)

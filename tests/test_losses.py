@@ -22,12 +22,10 @@ from rlx_jax.blocks import (
     LogitSoftcap,
 )
 from tests.oracles.comparing import assert_close
+from tests.small import profile
 
 V, B, S = 77, 4, 13
-SIZES = {
-    "vocab_size": V, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
-}  # fmt: skip
+
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, V, (B, S)).astype(np.int32)
 LENGTHS = np.array([13, 2, 7, 1], np.int32)
@@ -80,10 +78,10 @@ FLOW = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").stage(
 
 
 @functools.cache
-def small(words: int = V) -> tuple[rlx.CompiledModel, dict[str, Any]]:
+def small(words: int = V, **precision: str) -> tuple[rlx.CompiledModel, dict[str, Any]]:
     """An embedding, a function and a head: what compiles quickly."""
     stages = Custom(lambda emit, x: emit.tanh(x)), Linear("w", shape=(words, H))
-    model = rlx.compile(FLOW.stage(*stages), program="train")
+    model = rlx.compile(FLOW.stage(*stages), program="train", profile=profile(precision=precision))
     return model, noisy(model)
 
 
@@ -128,12 +126,9 @@ def test_a_head_with_a_bias_in_either_orientation(transpose: bool, tail: Any) ->
     check(lambda p: losses.cross_entropy(model, p, IDS, chunk=3), lambda p: whole(model, p, IDS, real), model.params)
 
 
-@pytest.mark.slow
 def test_narrow_products() -> None:
     """The head's products are of bf16 and summed in f32; a gradient has the dtype of its leaf."""
-    profile = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "f32"})
-    model = rlx.compile(rlx.Llama32Flow.for_prefill(SIZES), program="train", profile=profile)
-    params = noisy(model)
+    model, params = small(compute="bf16", weights="f32")
     real = np.ones((B, S - 1), np.float32)
     ours = functools.partial(losses.cross_entropy, model, tokens=IDS, chunk=5)
     check(ours, lambda p: whole(model, p, IDS, real), params, 1e-5, 2e-2)

@@ -1,17 +1,269 @@
-"""What models print: `report()` of programs and requests, and the table of blocks of a flow or a model."""
+"""What models tell: time by block, from traces; `report()` of programs and requests; the table of blocks."""
 
 from __future__ import annotations
 
+import html
+import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
+from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError
+from rlx_jax.lowering.inspect.hlo import Instruction, block_paths, instructions, kernel_name, module_id
+from rlx_jax.runtime.block_times import (
+    IDLE,
+    MARK,
+    NOT_ATTRIBUTED,
+    SMALL,
+    BlockTime,
+    BlockTimes,
+    Kernel,
+    KernelTime,
+    Trace,
+    block_times,
+    read_trace,
+)
+from rlx_jax.runtime.profiling import _which
 from tests import divided
 from tests.oracles import checkpoints, numpy_reference
+
+HLO = """HloModule jit_function, is_scheduled=true
+
+%fused (p: f32[2,64], q: f32[64,64]) -> f32[2,64] {
+  %p = f32[2,64]{1,0} parameter(0)
+  %neg = f32[2,64]{1,0} negate(%p), metadata={op_name="jit(function)/norm/neg" stack_frame_id=1}
+  ROOT %dot.1 = f32[2,64]{1,0} dot(%neg, %q), metadata={op_name="jit(function)/layers/layers.3.up/dot_general"}
+}
+
+%body (t: (s32[], f32[2,64])) -> (s32[], f32[2,64]) {
+  %tanh.7 = f32[2,64]{1,0} tanh(%x), metadata={op_name="jit(function)/layers/while/body/closed_call/layers.{i}.up/tanh"}
+  ROOT %tuple.3 = (s32[], /*index=1*/f32[2,64]{1,0}) tuple(%i, %tanh.7)
+}
+
+ENTRY %main (x: f32[2,64]) -> f32[2,64] {
+  %x = f32[2,64]{1,0} parameter(0), metadata={op_name="x"}
+  %fusion.2 = f32[2,64]{1,0} fusion(%x), kind=kLoop, calls=%fused
+  %copy.6 = s32[] copy(%x)
+  %while.5 = (s32[], f32[2,64]{1,0}) while(%tuple), condition=%c, body=%body, metadata={op_name="jit(function)/while"}
+  %sorted = f32[2,64]{1,0} sort(%x), to_apply=%body, metadata={op_name="jit(function)/norm/jit(sort)/sort"}
+  %drafted = f32[2]{0} add(%x, %x), metadata={op_name="jit(function)/while/body/draft/layers.0.up/add"}
+  ROOT %chosen = s32[2]{0} reduce(%x, %x), metadata={op_name="jit(function)/while/body/sampler/argmax"}
+}
+"""
+PATHS = frozenset({"layers", "layers.{i}.up", "layers.0.up", "layers.3.up", "norm", "sort", "add"})
+WANTED = {
+    "dot.1": Instruction("dot", "dot_general", "layers.3.up"),
+    "fusion.2": Instruction("fusion", "dot_general", "layers.3.up"),  # of its last op
+    "tanh.7": Instruction("tanh", "tanh", "layers.*.up"),
+    "copy.6": Instruction("copy", "", ""),
+    "while.5": Instruction("while", "while", ""),
+    "sorted": Instruction("sort", "sort", "norm"),  # the last name is a primitive, whatever blocks are called
+    "drafted": Instruction("add", "add", "draft.layers.0.up"),
+    "chosen": Instruction("reduce", "argmax", "sampler"),
+}
+
+
+def test_instructions_have_their_blocks() -> None:
+    found = instructions(HLO, PATHS)
+    assert {name: found[name] for name in WANTED} == WANTED
+
+
+def proto_of(executable: Any) -> bytes:
+    """The program as XLA writes it."""
+    (module,) = executable.call.runtime_executable().hlo_modules()
+    return module.as_serialized_hlo_module_proto()
+
+
+def test_the_blocks_of_a_program() -> None:
+    """Those of regions too, layers together; and the number that XLA gives it."""
+    weights = {f"w{i}": np.ones((4, 4), np.float32) for i in range(3)}
+    flow = rlx.ModelFlow("m").input("x", ("n", 4)).repeat_layers(3, lambda i: rlx.blocks.Linear(f"w{i}"))
+    model = rlx.compile(flow, weights)
+    model(np.ones((2, 4), np.float32))
+    (executable,) = model.programs.executables.values()
+    assert block_paths(executable.lir.graph) == {"m", "layers", *(f"layers.{i}.w{i}" for i in ("{i}", 0, 1, 2))}
+    before = module_id(proto_of(executable))
+    model(np.ones((3, 4), np.float32))
+    assert module_id(proto_of([*model.programs.executables.values()][-1])) > before  # none before: 0
+    made: Any = [e.call.runtime_executable() for e in model.programs.executables.values()]
+    names = [one.hlo_modules()[0].name for one in made]
+    assert names == ["jit_forward_of_n_2", "jit_forward_of_n_3"]  # by which a GPU's trace tells them
+    assert kernel_name("loop-fusion.7") == "loop_fusion_7"
+
+
+# 0    10        20   30        40   50
+# |----a---------|                        (two devices or threads)
+#      |----b---------|
+#                     |---while---------|
+#                          |-c--|
+KERNELS = (
+    Kernel(0, 20, 7, "jit_function", "a"),
+    Kernel(10, 30, 7, "jit_function", "b"),
+    Kernel(30, 50, 7, "jit_function", "w"),
+    Kernel(35, 40, 7, "jit_function", "c"),
+    Kernel(52, 53, 8, "jit__lambda", "a"),
+)
+FOUND = {
+    (7, "jit_function"): (
+        "forward of n 2",
+        {
+            "a": Instruction("dot", "dot_general", "layers.0.up"),
+            "b": Instruction("fusion", "tanh", "layers.1.up"),
+            "c": Instruction("add", "add", "layers.1.up"),
+            "w": Instruction("while", "while", "norm"),
+        },
+    )
+}
+
+
+def test_every_moment_counts_once() -> None:
+    """Kernels that run together share it; one that runs others has what they leave; the rest is nothing's."""
+    told = block_times(Trace(0, 60, 1, KERNELS), FOUND, 2, "cpu")
+    ns = {(row.program, row.path): row.seconds * 2e9 for row in told.rows}
+    program = "forward of n 2"
+    wanted = {
+        (program, "layers.0.up"): 15,
+        (program, "layers.1.up"): 20,
+        (program, NOT_ATTRIBUTED): 15,
+        ("", SMALL): 1,
+        ("", IDLE): 9,
+    }
+    assert ns == pytest.approx(wanted) and told.seconds == pytest.approx(30e-9)
+    assert [row.path for row in told.rows][:1] == ["layers.1.up"] and told.programs == (program, "")
+    both = told.rows[0]
+    assert [k.primitive for k in both.kernels] == ["tanh", "add"]
+    (layers,) = [row for row in told.folded().rows if row.path == "layers.*.up"]
+    assert layers.seconds == pytest.approx(35e-9 / 2) and [k.primitive for k in layers.kernels] == [
+        "dot_general", "tanh", "add",
+    ]  # fmt: skip
+
+
+# -- traced runs -------------------------------------------------------------------------------
+
+
+def whole(times: BlockTimes) -> bool:
+    return math.isclose(sum(row.seconds for row in times.rows), times.seconds, rel_tol=1e-6)
+
+
+def test_the_dearest_block_comes_first() -> None:
+    """Of a flow with one block far dearer than the others; all of the run is in the rows."""
+    small, wide = np.ones((8, 8), np.float32), np.ones((1024, 8), np.float32)
+    flow = rlx.ModelFlow("m").input("x", ("n", 8)).linear("first.weight").linear("wide.weight")
+    flow = flow.custom(lambda emit, x: emit.jax(lambda a: jax.numpy.sort(a, axis=-1), x)).linear("last.weight")
+    model = rlx.compile(flow, {"first.weight": small, "wide.weight": wide, "last.weight": wide.T.copy()})
+    times = model.profile(np.random.default_rng(0).normal(size=(256, 8)).astype("f4"), runs=2)
+    blocks = [row for row in times.rows if row.program and row.path != NOT_ATTRIBUTED]
+    assert blocks[0].path == "custom" and blocks[0].program == "forward of n 256" and blocks[0].calls == 1
+    assert {row.path for row in blocks} >= {"custom", "first", "wide", "last"} and whole(times)
+    assert times.runs == 2 and blocks[0].kernels[0].primitive == "sort"
+
+
+def test_what_a_run_consumes_is_copied(tmp_path: Any) -> None:
+    """The state and donated inputs are as they were, and the decode program has its blocks. One trace at a time."""
+    step = rlx.compile(divided.recipe("llama"), divided.weights("llama"), program="extend")
+    state = step.init_state(2, 8)
+    times = step.profile(np.array([[1], [2]], np.int32), lengths=np.array([1, 1], np.int32), state=state, runs=2)
+    state.check_alive()
+    assert {"layers.0.self_attn", "layers.1.self_attn", "lm_head"} <= {row.path for row in times.rows}
+    assert whole(times)
+    x = jax.numpy.ones((4, 8), np.float32)
+    given = rlx.CompileProfile().replace(donation={"inputs": ["x"]})
+    flow = rlx.ModelFlow("m").input("x", ("n", 8)).linear("w")
+    model = rlx.compile(flow, {"w": np.ones((8, 8), np.float32)}, profile=given)
+    with jax.profiler.trace(str(tmp_path)), pytest.raises(RequestError, match="profile: .*one trace at a time"):
+        model.profile(x)
+    model.profile(x, runs=1)
+    assert not x.is_deleted() and model.report().donated_bytes == x.nbytes
+    with pytest.raises(RequestError, match="runs is .*expected an integer of at least 1"):
+        model.profile(x, runs=0)
+
+
+def test_generating_is_profiled_by_program() -> None:
+    """Prompts and the loop have their own rows; layers that are one loop are `layers.*`, and count as often as they
+    run."""
+    scanned = rlx.CompileProfile().replace(layers={"roll": "scan"})
+    lm = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=scanned)
+    times = lm.profile([[1, 2, 3], [4, 5]], 6)
+    rows = {(row.program.split()[0], row.path): row for row in times.rows if row.program}
+    assert {program for program, _ in rows} == {"prefill", "extend"} and whole(times)
+    assert rows["prefill", "layers.*.mlp.gate_proj"].calls == 2 and rows["extend", "layers.*.mlp.gate_proj"].calls == 10
+    assert rows["prefill", "lm_head"].calls == 1 and rows["extend", "lm_head"].calls == 5
+    assert rows["extend", "sampler"].seconds > 0 and not any("{i}" in path or path == "body" for _, path in rows)
+    assert lm.report().compiles == 2
+
+
+@pytest.mark.slow
+def test_a_draft_has_rows_of_its_own() -> None:
+    lm = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"))
+    times = lm.profile([[1, 2, 3]], 8, speculative=lm)
+    paths = {row.path for row in times.rows if row.program.startswith("verify")}
+    assert {"draft.layers.0.self_attn", "layers.0.self_attn", "sampler"} <= paths and whole(times)
+
+
+def test_a_trace_without_kernels() -> None:
+    """Of a device whose traces name none."""
+    mark = SimpleNamespace(name=MARK, start_ns=5.0, duration_ns=10.0, stats=[])
+    other = SimpleNamespace(name="dot", start_ns=6.0, duration_ns=1.0, stats=[("hlo_op", "dot"), ("program_id", 3)])
+
+    def data(*events: Any) -> Any:
+        return SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=events)])])
+
+    assert read_trace(data(mark, other)).kernels == (Kernel(6.0, 7.0, 3, "", "dot"),)
+    for outside in (4.0, 15.0):
+        other.start_ns = outside
+        with pytest.raises(UnsupportedError, match="names no kernel of a compiled program"):
+            read_trace(data(mark, other))
+
+
+def test_a_trace_of_a_gpu() -> None:
+    """It names CUDA graphs, and in them kernels as XLA does; it numbers programs as it likes, so that their names
+    count, and where two have one name, their kernels do."""
+    mark = SimpleNamespace(name=MARK, start_ns=0.0, duration_ns=10.0, stats=[])
+    stats = [("hlo_op", "command_buffer_1"), ("hlo_module", "jit_forward"), ("program_id", 9)]
+    kernel = SimpleNamespace(name="fusion_7_1", start_ns=1.0, duration_ns=2.0, stats=stats)
+    trace = read_trace(SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=[mark, kernel])])]))
+    assert trace.kernels == (Kernel(1.0, 3.0, 9, "jit_forward", "fusion_7_1"),)
+
+    def program(number: int, module: str, *names: str) -> Any:
+        made = {name: Instruction("fusion") for name in names}
+        return SimpleNamespace(number=number, module=module, instructions=lambda: made)
+
+    other, small, large = program(9, "jit_other"), program(1, "jit_forward", "a"), program(2, "jit_forward", "a", "b")
+    compiled = [other, small, large]
+    assert _which(compiled, (9, "jit_other"), set()) is other and _which(compiled, (9, "jit_none"), {"a"}) is None
+    assert (
+        _which(compiled, (9, "jit_forward"), {"a", "b"}) is large
+        and _which(compiled, (1, "jit_forward"), {"b"}) is small
+    )
+
+
+# -- the flame graph ---------------------------------------------------------------------------
+
+
+def test_the_flame_graph(tmp_path: Any) -> None:
+    """One page that loads nothing; names are text, and parts are as wide as their time."""
+    rows = (
+        BlockTime("forward", "layers.0.<b>x</b>", 0.006, 1, (KernelTime('dot"', 0.004), KernelTime("add", 0.002))),
+        BlockTime("forward", "layers.1.up", 0.002, 1, (KernelTime("dot", 0.002),)),
+        BlockTime("", IDLE, 0.002, 0, (KernelTime("", 0.002),)),
+    )
+    times = BlockTimes(0.01, 1, "cpu", rows)
+    times.save_flame_graph(tmp_path / "flame.html")
+    text = (tmp_path / "flame.html").read_text("utf-8")
+    titles = [html.unescape(title) for title in re.findall(r'title="([^"]*)"', text)]
+    widths = [float(width) for width in re.findall(r'<div[^>]* style="width:([\d.]+)%"', text)]
+    assert "<b>" not in text and not re.search(r"https?:|url\(|@import", text)
+    assert titles[1:4] == ["forward: 8.000 ms, 80.0 %", "layers: 8.000 ms, 80.0 %", "0: 6.000 ms, 60.0 %"]
+    assert widths[:4] == [100, 80, 100, 75] and titles[4] == "<b>x</b>: 6.000 ms, 60.0 %"
+    assert titles[-1] == f"{IDLE}: 2.000 ms, 20.0 %"
+    with pytest.raises(SaveFailedError, match="flame graph .* not written: No such file"):
+        times.save_flame_graph(tmp_path / "none" / "flame.html")
 
 
 @pytest.fixture(scope="module")

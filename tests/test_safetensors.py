@@ -36,7 +36,7 @@ from rlx_jax.weights.safetensors import SafetensorsFile
 from rlx_jax.weights.safetensors_header import DTYPES
 from tests.oracles import fuzzing
 from tests.oracles.fuzzing import bounded_memory, case, corpus, mutated, run, scrambled, seed_of
-from tests.safetensors_bytes import ENTRY, frame, one, open_raw
+from tests.shards import ENTRY, frame, one, open_raw
 
 
 def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
