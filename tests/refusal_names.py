@@ -23,6 +23,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
+from rlx_jax.encode.sentence import load_pipeline
 from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.layer_stack import LayerStack
@@ -31,6 +32,7 @@ from rlx_jax.text.chat import check_messages
 from tests.oracles import fuzzing
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_json, edit_tensors, edited
 from tests.shards import ENTRY, frame, one
+from tests.test_tokenizer import KINDS, changed, loaded, modules, sentence, tiktoken
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
 BERT = FIXTURES / "bert" / "bare_v5"
@@ -95,12 +97,26 @@ class World:
         edit_json(path / file, changes)
         return rlx.open_weights(path, verify="metadata").read("w")
 
+    def tokenizer(self, doc: Any = KINDS["word_level"], **contents: Any) -> Any:
+        """Load a tokenizer.json and the files beside it."""
+        return loaded(self.here, doc, **contents)
+
+    def pipeline(self, **contents: Any) -> Any:
+        """Read the files of a sentence encoder."""
+        return load_pipeline(sentence(self.here, **contents))
+
     def shard(self, name: str) -> Any:
         """Open a directory whose index names `name` as its shard."""
         return self.index(json.dumps({"weight_map": {"w": name}}))
 
     def state(self, batch: int = 2, context: int = 8) -> Any:
         return self.prefill.init_state(batch, context)
+
+
+def module_with(**fields: Any) -> list[dict[str, Any]]:
+    """The modules of a sentence encoder, other fields in the second."""
+    first, second, third = modules("Transformer", "Pooling", "Normalize")
+    return [first, second | fields, third]
 
 
 def leaf(name: str, kind: str = "np.ndarray") -> dict[str, Any]:

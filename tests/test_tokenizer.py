@@ -20,13 +20,10 @@ from rlx_jax.encode.sentence import SentencePipeline, load_pipeline, pool
 from rlx_jax.errors import (
     ConfigError,
     LimitError,
-    MissingFileError,
-    PathEscapeError,
     RequestError,
     RlxError,
     TokenIdError,
     TokenizerError,
-    UnsupportedError,
 )
 from rlx_jax.text import tokenizer as tokenizer_module
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -221,22 +218,6 @@ def test_ids_of_special_tokens(tmp_path: Path) -> None:
     assert ids("generation", tokenizer_config=own, config=config, generation_config=generation) == (5, (9, 8), None)
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "message"),
-    [
-        ({"eos_token": "<none>"}, TokenizerError, "eos_token is '<none>', which tokenizer.json lacks"),
-        ({"pad_token": 3}, ConfigError, "pad_token: expected a str"),
-        ({"added_tokens_decoder": {"1": {"content": "hello"}}}, TokenizerError, "tokenizer.json: 'hello = 1'"),
-        ({"truncation_side": "middle"}, ConfigError, "'truncation_side' is 'middle'; expected left or right"),
-        ({"model_max_length": 0}, ConfigError, "'model_max_length' is '0'; expected at least 1"),
-    ],
-)
-def test_faults_of_tokenizer_config(config: object, error: type[RlxError], message: str, tmp_path: Path) -> None:
-    with pytest.raises(error, match=message) as caught:
-        loaded(tmp_path, KINDS["word_level"], tokenizer_config=config)
-    assert "tokenizer_config.json" in str(caught.value)
-
-
 def changed(kind: str, *path: str | int, to: object) -> Json:
     """A small tokenizer.json with another value at one place."""
     doc: Json = json.loads(KINDS[kind])
@@ -318,39 +299,11 @@ def tiktoken(listed: bool) -> Json:
     return doc
 
 
-EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": "[UNK]"}}
-FAULTS: dict[str, tuple[Json, type[RlxError], str]] = {
-    "ids twice": (changed("word_level", "model", "vocab", "world", to=2), TokenizerError, "used twice: '2'"),
-    "gap": (changed("word_level", "model", "vocab", "world", to=5), TokenizerError, "without a token: '3', '4'"),
-    "added token renumbered": (tiktoken(listed=False), TokenizerError, "'<b>' has id 6, but would be read as 5"),
-    "negative id": (changed("word_level", "model", "vocab", "world", to=-1), TokenizerError, "ValueError"),
-    "huge id": (changed("word_level", "model", "vocab", "world", to=2**24), LimitError, "MAX_VOCABULARY = 16777216"),
-    "empty": (EMPTY, TokenizerError, "empty"),
-    "no unknown token": (changed("word_level", "model", "unk_token", to="<?>"), TokenizerError, "WordLevel|unk"),
-    "dropout": (changed("byte_level", "model", "dropout", to=0.1), UnsupportedError, "dropout"),
-    "foreign special token": (
-        changed("wordpiece", "post_processor", "special_tokens", "[CLS]", "ids", to=[99]), TokenizerError,
-        "the vocabulary lacks: '99'",
-    ),
-    **{name: (doc, TokenizerError, "tokenizer.json") for name, doc in PANICS.items()},
-    "no text": (changed("wordpiece", "post_processor", "single", to=[]), TokenizerError, "expected one Sequence 'A'"),
-    "no model": (changed("word_level", "model", to=None), TokenizerError, "an object 'model'"),
-    "unknown model": (changed("word_level", "model", "type", to="Magic"), TokenizerError, "ValueError"),
-    "bad pattern": (
-        changed("unigram", "normalizer", "normalizers", 1, "pattern", to={"Regex": "("}), TokenizerError, "ValueError",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("doc", "error", "message"), FAULTS.values(), ids=FAULTS)
-def test_faults_of_the_content(
-    doc: Json, error: type[RlxError], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """What would panic in the native code is refused before."""
-    with pytest.raises(error, match=message) as caught:
+@pytest.mark.parametrize("doc", PANICS.values(), ids=PANICS)
+def test_what_would_panic_is_refused_before(doc: Json, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TokenizerError, match="tokenizer.json") as caught:
         loaded(tmp_path, doc)
-    assert "tokenizer.json" in str(caught.value) and not capfd.readouterr().err
-    assert doc not in PANICS.values() or caught.value.__cause__ is None
+    assert caught.value.__cause__ is None and not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("limit", ["MAX_TOKENIZER_BYTES", "MAX_TOKENIZER_VALUES", "MAX_VOCABULARY"])
@@ -412,7 +365,6 @@ def modules(*kinds: str, package: str = "sentence_transformers.models") -> list[
 
 ALL = modules("Transformer", "Pooling", "Normalize")
 MEAN = {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
-SETTINGS, ABOUT = "sentence_bert_config", "config_sentence_transformers"
 
 
 def sentence(directory: Path, listed: Any = ALL, pooling: Any = MEAN, normalize: Any = None, **contents: Any) -> Path:
@@ -460,46 +412,6 @@ def test_settings_of_the_transformer(tmp_path: Path) -> None:
         "processor_kwargs": {"trust_remote_code": True},
     }
     assert settings("new", sentence_bert_config=new, tokenizer_config=longer) == (512, False)
-
-
-def entry(place: int, **change: Any) -> list[Json]:
-    return [item | (change if i == place else {}) for i, item in enumerate(ALL)]
-
-
-@pytest.mark.parametrize(
-    ("contents", "error", "message"),
-    [
-        ({"listed": modules("Transformer", "Pooling", "Dense", "Normalize")}, UnsupportedError, "Dense"),
-        ({"listed": modules("Transformer", "Normalize", "Pooling")}, UnsupportedError, "'Normalize', 'Pooling'"),
-        ({"listed": modules("Transformer", "Pooling", package="evil")}, UnsupportedError, "evil.Transformer"),
-        ({"listed": entry(1, path="../1_Pooling")}, PathEscapeError, "leads out"),
-        ({"listed": entry(1, path="")}, ConfigError, "a path of its own"),
-        ({"listed": entry(1, path="9_Pooling")}, MissingFileError, "9_Pooling/config.json"),
-        ({"listed": entry(1, path=None)}, ConfigError, "field 'path'"),
-        ({"listed": entry(1, name="0")}, ConfigError, "one name"),
-        ({"listed": {"0": ALL[0]}}, ConfigError, "expected an array"),
-        (
-            {"normalize": {"module_input_name": "token_embeddings"}},
-            UnsupportedError,
-            "2_Normalize/config.json.*'token_",
-        ),
-        ({"pooling": {"pooling_mode_mean_tokens": False}}, ConfigError, "expected a pooling mode"),
-        ({"pooling": {"pooling_mode_mean_tokens": 1}}, ConfigError, "expected true or false"),
-        ({"pooling": {"pooling_mode_mean_token": True}}, UnsupportedError, "did you mean 'pooling_mode_mean_tokens'"),
-        ({"pooling": MEAN | {"word_embedding_dimension": 0}}, ConfigError, "embedding_dimension"),
-        ({SETTINGS: {"max_seq_length": 0}}, ConfigError, "'max_seq_length' is '0'; expected at least 1"),
-        ({SETTINGS: {"max_seq_len": 8}}, UnsupportedError, "did you mean 'max_seq_length'"),
-        ({SETTINGS: {"transformer_task": "fill-mask"}}, UnsupportedError, "'transformer_task' is 'fill-mask'"),
-        ({SETTINGS: {"processing_kwargs": {"text": {"max_length": 3}}}}, UnsupportedError, "processing_kwargs"),
-        ({"tokenizer_config": {"model_max_length": -1}}, ConfigError, "model_max_length"),
-        ({ABOUT: {"model_type": "SparseEncoder"}}, UnsupportedError, "SparseEncoder"),
-        ({ABOUT: {"default_prompt_name": "q", "prompts": 9}}, ConfigError, "expected an object"),
-        ({ABOUT: {"default_prompt_name": "q"}}, ConfigError, "default_prompt_name is 'q'"),
-    ],
-)
-def test_faults_of_settings(contents: Json, error: type[RlxError], message: str, tmp_path: Path) -> None:
-    with pytest.raises(error, match=message):
-        load_pipeline(sentence(tmp_path, **contents))
 
 
 # -- pooling ------------------------------------------------------------------------------------
