@@ -27,7 +27,7 @@ def test_a_run_of_two_processes(tmp_path: Path) -> None:
     """A full disk in one process fails that step in both, and no other. SIGKILL for one ends both, and two that resume
     go on from a step that both had. SIGTERM for one: both save the same step and end. What they wrote, one process of
     eight devices reads and one device too; their losses are those of one process that was never stopped."""
-    run, first = tmp_path / "run", Group(tmp_path / "run", 10**6, 2, "--full-at=2")
+    run, first = tmp_path / "run", Group(tmp_path / "run", 10**6, 2, full=2)
     try:
         first.start()
         for index in range(2):

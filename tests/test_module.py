@@ -58,18 +58,6 @@ def test_conversions_go_down_and_never_up() -> None:
     assert planned.into_lir().plan == module.into_lir().plan
 
 
-def test_a_module_compiles_at_every_level() -> None:
-    """With weights by key, and with init."""
-    module = linear_module()
-    for m in (module, module.lower(), Graph.from_lir(module.into_lir())):
-        np.testing.assert_allclose(run(m, {"w": W}, X), X @ W, rtol=1e-5, atol=1e-5)
-        model: Any = rlx.compile(m)
-        params = model.init(0)
-        np.testing.assert_allclose(model.apply(params, X), X @ np.asarray(params["w"]), rtol=1e-5, atol=1e-5)
-        with pytest.raises(errors.WeightShapeError, match="expected"):
-            rlx.compile(m, {"w": W[:4]})
-
-
 def test_lir_runs_as_it_was_planned() -> None:
     """The plan decides: a profile is refused, and options stay."""
     profile = rlx.CompileProfile().replace(layers={"roll": "scan"})

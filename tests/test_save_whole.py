@@ -210,9 +210,6 @@ def test_a_model_that_load_did_not_open(lm: rlx.CausalLM, tmp_path: Path) -> Non
     """Knows no config; its numbers, of other weights or drawn, are saved by one that was opened."""
     recipe = rlx.recipe_for(LLAMA)
     mine = rlx.CausalLM(recipe, {key: value * 0.5 for key, value in lm.model.weights().items()})
-    with pytest.raises(UnsupportedError, match=r"did not open this CausalLM.*rlx_jax.save\(model.model, path\)"):
-        rlx.save(mine, tmp_path / "it")
-    assert not (tmp_path / "it").exists()
     drawn = rlx.compile(rlx.Llama32Flow(recipe.config), missing="init", key=0)
     whole = rlx.load(LLAMA)
     for model in (mine.model, drawn):

@@ -1,6 +1,8 @@
 """One process of a small training run that saves every step: what the tests of several processes start, and kill.
 
-    python -m tests.training_process DIRECTORY --steps 100 --process 0 --of 2 --port 1234
+    python -m tests.training_process DIRECTORY STEPS PROCESS COUNT PORT FULL
+
+Process 1 can write nothing of the step `FULL`, as if its disk were full then.
 
 It resumes from the newest step, says `ready`, and waits for a line. Then it says `step NUMBER LOSS DIGEST` before each
 save, and at its end `ended NUMBER`. The digest is of this process's part of the state.
@@ -8,7 +10,6 @@ save, and at its end `ended NUMBER`. The digest is of this process's part of the
 
 from __future__ import annotations
 
-import argparse
 import errno
 import hashlib
 import os
@@ -135,25 +136,17 @@ def say(*words: object) -> None:
 
 def main() -> None:
     """Start this process and its backend, then train."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("directory")
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--process", type=int, default=0)
-    parser.add_argument("--of", type=int, default=1)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--full-at", type=int, default=-1, help="a step of which process 1 can write nothing")
-    given = parser.parse_args()
+    directory, *numbers = sys.argv[1:]
+    steps, process, count, port, full = map(int, numbers)
     _HEARD[0] = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # gloo writes to stdout, into our lines
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES // given.of)
-    if given.of > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        address = f"127.0.0.1:{given.port}"
-        jax.distributed.initialize(address, given.of, given.process, heartbeat_timeout_seconds=HEARTBEAT_S)
-    if given.process == 1:
-        full_at(given.full_at)
-    train(given.directory, given.steps)
+    jax.config.update("jax_num_cpu_devices", DEVICES // count)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, process, heartbeat_timeout_seconds=HEARTBEAT_S)
+    if process == 1:
+        full_at(full)
+    train(directory, steps)
 
 
 # -- for those who start it --------------------------------------------------------------------
@@ -162,17 +155,16 @@ def main() -> None:
 class Group:
     """The processes of one run. `start` lets them train; `heard` is what each has said by its end."""
 
-    def __init__(self, directory: Path, steps: int, count: int, *options: str) -> None:
+    def __init__(self, directory: Path, steps: int, count: int, full: int = -1) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "tests.training_process", str(directory), f"--steps={steps}", f"--of={count}"]
-        command += options
+        command = [sys.executable, "-m", "tests.training_process", str(directory), str(steps)]
         # Files, as nobody reads stderr while processes run, and a full pipe would stop them.
         self.problems = [tempfile.TemporaryFile("w+") for _ in range(count)]
         self.processes = [
             subprocess.Popen(
-                [*command, f"--port={port}", f"--process={index}"],
+                [*command, *map(str, (index, count, port, full))],
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.problems[index], text=True,
             )
             for index in range(count)
