@@ -206,7 +206,7 @@ def test_words_that_are_understood(words: list[str], capsys: pytest.CaptureFixtu
     assert cli.main([command, "./nowhere", *rest]) == 1
     assert "'./nowhere': no such directory" in capsys.readouterr().err
     with pytest.raises(errors.MissingFileError):
-        cli.main([command, "./nowhere", "--debug", *rest])
+        cli.main(["generate", "./nowhere", "--prompt", "x", "--debug"])
 
 
 def test_stdin_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +222,7 @@ def test_stdin_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def documented() -> dict[str, set[str]]:
     """The names of each kind of result in the page on the command: first column and second column of its table."""
-    page = (ROOT / "docs" / "command-line.md").read_text("utf-8").partition("| result | its names |")[2]
+    page = (ROOT / "docs" / "command-line.md").read_text("utf-8").partition("| result | keys |")[2]
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", page.partition("\n\n")[0], re.MULTILINE)
     return {result: set(re.findall(r"`(\w+)`", re.sub(r": [^`]*", "", names))) for result, names in rows}
 
@@ -398,7 +398,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     """Versions and devices; of an extra what is missing, and the command that gets it."""
     (found,) = lines(capsys, "doctor")
     assert found["versions"]["jax"] == importlib.metadata.version("jax") and len(found["devices"]) == 8
-    assert set(found["devices"][3]) == NAMES["`devices` of `doctor`, each"]
+    assert set(found["devices"][3]) == NAMES["each of `devices` of `doctor`"]
     assert (found["devices"][3]["platform"], found["devices"][3]["id"]) == ("cpu", 3)
     assert found["missing"]["train"] == []
     version = importlib.metadata.version
@@ -577,6 +577,7 @@ def test_ctrl_c_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         rlx.CausalLM(*mlp(40), progress=slow)
     assert len(loaded) <= 3
+    monkeypatch.undo()
     with pytest.raises(ZeroDivisionError):
         rlx.CausalLM(*mlp(1), progress=lambda *_: 1 / 0)
     with pytest.raises(errors.RequestError, match="progress is 3; expected a function"):
