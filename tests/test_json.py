@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, blocks
-from rlx_jax.errors import FormatError, RlxError, UnsupportedError
+from rlx_jax.errors import FormatError, GraphError, RlxError, UnsupportedError
 from rlx_jax.ir import serial
 from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateLeaf, StateRead
 from rlx_jax.ir.ops.custom import JaxFn
@@ -25,7 +25,7 @@ from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.models.llama import LlamaConfig, weight_specs
 from tests.oracles.fuzzing import mutated
-from tests.refusal_names import document
+from tests.refusal_names import document, graph
 
 RNG = np.random.default_rng(0)
 LLAMA = LlamaConfig.from_hf(
@@ -121,6 +121,15 @@ def test_what_is_no_document(text: str | bytes) -> None:
     """Not JSON, too deep, not an object."""
     with pytest.raises(FormatError):
         GraphModule.from_json(text)
+
+
+def test_a_graph_that_is_wrong() -> None:
+    """What the verifier says of it, line by line. What is no graph is in `golden/refusals/rows.md`."""
+    for path, value, message in (
+        ("level", "mir", "not legal"), ("graph.outputs", [], "no outputs"), ("graph.inputs", [], "not declared"),
+    ):  # fmt: skip
+        with pytest.raises(GraphError, match=message):
+            graph(path, value)
 
 
 def test_mutants_are_refused_or_mean_a_graph() -> None:

@@ -214,7 +214,7 @@ def test_limits_do_not_count_strings_comments_and_numbers(toml: str) -> None:
 def test_values_that_are_not_supported() -> None:
     refused = [(path, value) for path, row, _ in rows(CompileProfile()) for value in row.unsupported]
     for path, value in refused:
-        with pytest.raises(UnsupportedError, match=f"{path}: '{value}' is known but not supported; expected '(auto|k"):
+        with pytest.raises(UnsupportedError, match=f"{path}: '{value}' is known but not supported; expected '"):
             read(f'{path} = "{value}"')
 
 
