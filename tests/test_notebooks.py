@@ -101,16 +101,16 @@ def test_stored_outputs(path: Path) -> None:
 
 
 OLDER = "rlx_jax-0.0.9-py3-none-any.whl"
-FIRST: list[tuple[set[str], tuple[str, ...], str | None, str | None, str]] = [
-    (set(), (WHEEL,), "nvidia-smi", None, "as installed before"),
-    ({"optax"}, (WHEEL,), None, "-q matplotlib optax", "as installed before"),
-    ({"rlx_jax", "optax"}, (), None, '-q "rlx-jax[notebooks]" "jax"', "from the index"),
-    ({"rlx_jax"}, (), "nvidia-smi", '-q "rlx-jax[notebooks]" "jax[cuda12]"', "from the index"),
-    ({"rlx_jax"}, (OLDER, WHEEL), None, f'-q "{WHEEL}[notebooks]" "jax"', WHEEL),
+FIRST: list[tuple[tuple[str, ...], tuple[str, ...], str | None, str | None, str]] = [
+    ((), (WHEEL,), "nvidia-smi", None, "as installed before"),
+    (("optax",), (WHEEL,), None, "-q matplotlib optax", "as installed before"),
+    (("rlx_jax", "optax"), (), None, '-q "rlx-jax[notebooks]" "jax"', "from the index"),
+    (("rlx_jax",), (), "nvidia-smi", '-q "rlx-jax[notebooks]" "jax[cuda12]"', "from the index"),
+    (("rlx_jax",), (OLDER, WHEEL), None, f'-q "{WHEEL}[notebooks]" "jax"', WHEEL),
 ]
 
 
-@pytest.mark.parametrize("case", FIRST, ids=str)
+@pytest.mark.parametrize("case", FIRST, ids=range(5))
 @pytest.mark.parametrize("works", [True, False])
 def test_first_cell(
     case: Any, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
