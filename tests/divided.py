@@ -25,22 +25,14 @@ GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_inner": 48, "n_layer": 2, "n_head": 8, "n_positions": 256}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
 DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-}
-DELTA |= {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "rms_norm_eps": 1e-2}
-DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 MAMBA2: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_heads": 8,
-    "head_dim": 8,
-    "state_size": 6,
-}
-MAMBA2 |= {"n_groups": 2, "expand": 2, "conv_kernel": 3, "layer_norm_epsilon": 1e-2}
+    "vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 6,
+    "n_groups": 2, "expand": 2, "conv_kernel": 3, "layer_norm_epsilon": 1e-2,
+}  # fmt: skip
 DECODERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (rlx.Llama32Flow, {}),
     "gpt2": (rlx.Gpt2Flow, GPT2),
@@ -58,8 +50,8 @@ DECODERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (rlx.GemmaFlow, GELU | TIED | {"model_type": "gemma"}),
     "gemma2": (
         rlx.GemmaFlow,
-        GELU | TIED | WINDOW | {"model_type": "gemma2", "num_hidden_layers": 4, "final_logit_softcapping": 3.0}
-        | {"attn_logit_softcapping": 5.0},
+        GELU | TIED | WINDOW
+        | {"model_type": "gemma2", "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0},
     ),
 }  # fmt: skip
 BERT = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")} | {"type_vocab_size": 2}

@@ -97,32 +97,6 @@ def test_ends_and_strings(lm: Any) -> None:
     assert nothing == [rlx.Completion("", (), (), ())] * 2
 
 
-# -- every k, family and mesh ------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_greedy_tokens_and_every_number(lm: Any, reference: Any) -> None:
-    """Tokens are those of a plain request, and have the flag of a score."""
-    plain = lm.generate(PROMPTS, max_new_tokens=6)
-    answers = lm.generate(PROMPTS, max_new_tokens=6, logprobs=9)
-    for prompt, answer, tokens in zip(PROMPTS, answers, plain, strict=True):
-        assert list(answer.tokens) == tokens
-        check(prompt, answer, 9, reference)
-        score = lm.score((prompt, tokens))
-        assert score.greedy
-        np.testing.assert_allclose(score.token_logprobs, answer.token_logprobs, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_states_are_forked() -> None:
-    """Keys and values, rings and states of fixed size; prompts that end in different chunks of reading."""
-    buckets = {"batch": [2, 8], "prompt": [4], "context": [48]}
-    lm = rlx.load(checkpoints.FIXTURES / "mamba2" / "groups_v5", profile=rlx.CompileProfile().replace(buckets=buckets))
-    prompts, sampler = [[5, 6, 7, 8, 9, 10, 11], [12, 13]], rlx.Sampler(1.0)
-    answers = lm.generate(prompts, max_new_tokens=10, sampler=sampler, seed=7, n=3)
-    assert sum(answers, []) == lm.generate([p for p in prompts for _ in range(3)], 10, sampler, seed=7)
-
-
 @pytest.mark.slow
 def test_warm_up() -> None:
     """Then nothing compiles, whatever prompts there are, answers and tokens to tell of; without it the first is one."""

@@ -18,8 +18,8 @@ from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
 from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError
 from tests.oracles import checkpoints, numpy_reference
 from tests.oracles.comparing import assert_close
+from tests.small import compiles_of
 from tests.test_ring import windowed
-from tests.test_serving import compiled
 
 BERT = checkpoints.FIXTURES / "bert" / "bare_v5"
 SAME = 1e-6
@@ -51,9 +51,6 @@ def alone(ids: list[int]) -> np.ndarray:
     return numpy_reference.bert_row(config, weights, ids).mean(axis=0)
 
 
-# -- the layout --------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 700), max_size=80),
@@ -64,22 +61,13 @@ def alone(ids: list[int]) -> np.ndarray:
 def test_every_text_has_its_place(lengths: list[int], kind: str, tokens: int | None, share: int) -> None:
     """Once, in a row with room for it, in blocks that there are programs for; the widest of which holds the longest."""
     sizes = sizes_for(COSTS[kind], max(lengths, default=1), tokens, share)
+    assert len(sizes.blocks) <= 8
     for blocks in (plan(lengths, sizes), apart(lengths, sizes)):
         assert sorted(text for b in blocks for row in b.texts for text in row) == [*range(len(lengths))]
         for b in blocks:
             assert (b.rows, b.width) in sizes.blocks and len(b.texts) <= b.rows and b.rows % share == 0
             assert all(sum(lengths[t] for t in row) <= b.width and 0 < len(row) <= b.slots for row in b.texts)
             assert tokens is None or share > 1 or b.rows == 1 or b.rows * b.width <= tokens
-
-
-@pytest.mark.parametrize("kind", COSTS)
-@pytest.mark.parametrize("longest", [1, 512, 514, 8192])
-def test_there_are_at_most_eight_programs(kind: str, longest: int) -> None:
-    sizes = sizes_for(COSTS[kind], longest)
-    assert len(sizes.blocks) <= 8 and max(sizes.widths) >= longest
-
-
-# -- the vectors -------------------------------------------------------------------------------
 
 
 def test_pooling_of_segments() -> None:
@@ -107,20 +95,6 @@ def test_vectors_are_those_of_each_text_alone(bert: Any) -> None:
         chosen = np.random.default_rng(seed).permutation(len(ids))[:count]
         assert_same(bert.embed([ids[i] for i in chosen]), vectors[chosen])
     assert bert.report().compiles <= 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mpnet/bare_v5", pytest.param("roberta/bare_v5", marks=pytest.mark.soak)])
-def test_families(name: str) -> None:
-    """Positions that are counted over what is no padding, a bias by distance: as in a row of their own."""
-    packed, rows = (rlx.load(checkpoints.FIXTURES / name) for _ in range(2))
-    rows.packing = "asked for"
-    padding = 1  # an id inside of a text, that RoBERTa and MPNet count no position for
-    ids = [[3, *one, padding, 5] for one in texts(9, 12, seed=8)]
-    assert packed.packing == ""
-    assert_same(
-        packed.embed([[i % 50 for i in one] for one in ids]), rows.embed([[i % 50 for i in one] for one in ids])
-    )
 
 
 def test_rows_of_their_own_give_the_same(bert: Any) -> None:
@@ -161,40 +135,28 @@ def test_an_iterator_is_read_as_it_goes(bert: Any, monkeypatch: pytest.MonkeyPat
         bert.embed(ids, show_progress=1)
 
 
-@pytest.mark.parametrize(
-    ("bad", "error", "message"),
-    [
-        ([97], TokenIdError, r"texts\[7\]\[0\]: id 97"),
-        ([1] * 41, SequenceLengthError, r"texts\[7\]"),
-        ([], RequestError, r"texts\[7\] has no token ids"),
-    ],
-    ids=["id", "length", "empty"],
-)
-def test_a_bad_text_of_a_later_chunk(
-    bert: Any, monkeypatch: pytest.MonkeyPatch, bad: list[int], error: type[Exception], message: str
-) -> None:
+def test_a_bad_text_of_a_later_chunk(bert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is named by its number among all."""
     monkeypatch.setattr(embedding, "CHUNK", 3)
-    asked = [*texts(7, 40), bad]
-    for source in (asked, iter(asked)):
-        with pytest.raises(error, match=message):
-            bert.embed(source)
+    for bad, error, message in (
+        ([97], TokenIdError, r"texts\[7\]\[0\]: id 97"), ([1] * 41, SequenceLengthError, r"texts\[7\]"),
+        ([], RequestError, r"texts\[7\] has no token ids"),
+    ):  # fmt: skip
+        asked = [*texts(7, 40), bad]
+        for source in (asked, iter(asked)):
+            with pytest.raises(error, match=message):
+                bert.embed(source)
     with pytest.raises(RequestError, match=r"texts\[6:\]\[1\]"):
-        bert.embed(iter([*asked[:7], "a string"]))
+        bert.embed(iter([*texts(7, 40), "a string"]))
 
 
 def test_warm_up_without_buckets() -> None:
     """Compiles every block that `embed` has; then nothing compiles."""
     encoder = rlx.load(BERT)
     encoder.warmup()
-    with compiled() as events:
-        encoder.embed(texts(50, 40))
-        encoder.embed(texts(1, 40))
-    assert not events and encoder.report().recompiles == 0
+    _, compiled = compiles_of(lambda: [encoder.embed(texts(count, 40)) for count in (50, 1)])
+    assert not compiled and encoder.report().recompiles == 0
     assert encoder.report().compiles == len(sizes_for(COSTS["cpu"], 40).blocks)
-
-
-# -- the program -------------------------------------------------------------------------------
 
 
 def packed(model: Any, rows: list[list[list[int]]], width: int) -> list[np.ndarray]:

@@ -20,14 +20,11 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
-from rlx_jax.ir.text import dump_graph
 from rlx_jax.models.config import ACTIVATIONS
-from rlx_jax.models.nomic import NomicConfig
 from tests.oracles import checkpoints, encoders, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.recorded import load_record
 
-FAMILIES = tuple(encoders.CHECKPOINTS)
 NAMES = [f"{family}/{name}" for family, made in encoders.CHECKPOINTS.items() for name in made]
 SLOW = ("mpnet/masked_lm_v4", "nomic_bert/first_v1", "bert/classifier_v4", "bert/bf16_pretraining_v5")
 BARE = checkpoints.FIXTURES / "bert" / "bare_v5"
@@ -82,21 +79,6 @@ def test_hidden_states(name: str) -> None:
         np.testing.assert_array_equal(np.asarray(value).astype(np.float64), stored[key], err_msg=key)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["roberta/bare_v5", "mpnet/bare_v5", "nomic_bert/first_v1"])
-def test_every_weight_has_a_gradient(name: str) -> None:
-    """Of the `train` program."""
-    import jax
-
-    directory = checkpoints.FIXTURES / name
-    model: Any = rlx.compile(rlx.recipe_for(directory), program="train")
-    tokens = load_record(directory)["tokens"]
-    gradient = jax.grad(lambda p: model.apply(p, tokens)[..., 0].mean())(model.params)
-    assert set(gradient) == set(model.params)
-    dead = [k for k, g in gradient.items() if not np.isfinite(g).all() or not np.abs(np.asarray(g)).max() > 0]
-    assert [k for k in dead if not k.endswith(("key.bias", "attn.k.bias"))] == []  # all scores of a query move alike
-
-
 @pytest.mark.parametrize("name", ["mpnet/bare_v5", pytest.param("roberta/bare_v5", marks=pytest.mark.slow)])
 def test_texts_that_share_a_row(name: str) -> None:
     """Several sequences in a row, of which one has padding among its tokens: each as if it were alone."""
@@ -116,43 +98,6 @@ def test_texts_that_share_a_row(name: str) -> None:
 
 
 # -- the same from small stages ------------------------------------------------------------------
-
-
-def test_flows_of_stages() -> None:
-    """The recipes are flows that anyone can write."""
-    recipe = rlx.recipe_for(MPNET)
-    flow = (
-        rlx.ModelFlow("mpnet")
-        .with_weights(MPNET, leave=recipe.leave())
-        .input("input_ids", ("batch", "seq"), dtype="int32")
-        .input("attention_mask", ("batch", "seq"), dtype="int32", default=None)
-        .input("position_ids", ("batch", "seq"), dtype="int32", default=None)
-        .embed("embeddings.word_embeddings.weight", shape=(83, 24))
-        .stage(blocks.LearnedPositions("embeddings.position_embeddings.weight", (44, 24), padding=1))
-        .layer_norm("embeddings.LayerNorm.weight", "embeddings.LayerNorm.bias", 1e-12)
-        .stage(blocks.RelativeBias("encoder.relative_attention_bias.weight", (32, 3)))
-        .repeat_bert_layers(2, "", "MPNet", 24, 3)
-        .output("hidden_states")
-    )
-    assert dump_graph(flow.build().hir) == dump_graph(recipe.assemble().build().hir)
-    recipe = rlx.recipe_for(NOMIC)
-    flow = (
-        rlx.ModelFlow("nomic")
-        .with_weights(NOMIC, leave=recipe.leave())
-        .input("input_ids", ("batch", "seq"), dtype="int32")
-        .input("attention_mask", ("batch", "seq"), dtype="int32", default=None)
-        .input("token_type_ids", ("batch", "seq"), dtype="int32", default=0)
-        .input("position_ids", ("batch", "seq"), dtype="int32", default=None)
-        .rope_tables(blocks.RopeTables.theta(6, 300.0))
-        .embed("embeddings.word_embeddings.weight", shape=(79, 24))
-        .gather_add("token_type_ids", "embeddings.token_type_embeddings.weight", shape=(3, 24))
-        .layer_norm("emb_ln.weight", "emb_ln.bias", 1e-12)
-        .repeat_nomic_layers(2, 24, 3, 6)
-        .output("hidden_states")
-    )
-    silu = dataclasses.replace(recipe, config=dataclasses.replace(recipe.config, activation="silu"))
-    ours, same, other = (dump_graph(f.build().hir) for f in (flow, silu.assemble(), recipe.assemble()))
-    assert ours == same != other
 
 
 def test_stages_say_what_is_missing() -> None:
@@ -188,17 +133,6 @@ def test_activations() -> None:
     for name in ACTIVATIONS:
         want = numpy_reference.ACTIVATIONS[name](x.astype(np.float64))
         np.testing.assert_allclose(found[name], want, atol=3e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("value", [2, -1, 256, 0.5])
-def test_a_mask_is_zeros_and_ones(value: float) -> None:
-    """Whatever else stands in it would be taken for some other number on its way to a bool."""
-    encoder = case("bert/bare_v5").encoder
-    mask = np.array([[1, value]])
-    with pytest.raises(errors.RequestError, match=r"attention_mask: expected 0 and 1"):
-        encoder.hidden_states([[1, 2]], attention_mask=mask)
-    want = encoder.hidden_states([[1, 2]], attention_mask=[[True, False]])
-    np.testing.assert_array_equal(encoder.hidden_states([[1, 2]], attention_mask=np.array([[1, 0]])), want)
 
 
 def test_vectors_that_are_not_finite() -> None:
@@ -296,16 +230,6 @@ def test_refused(directory: Path, name: str, changes: dict[str, Any], tmp_path: 
         rlx.from_pretrained(checkpoints.edited(directory, tmp_path / "odd", changes))
 
 
-def test_spellings_of_nomic() -> None:
-    """Both say the same; the vocabulary of the first is rounded up."""
-    first = rlx.recipe_for(FIRST).config
-    second = NomicConfig.from_hf(
-        encoders.SIZES | {"vocab_size": 88, "max_position_embeddings": 64, "rope_theta": 1000.0}
-    )
-    assert first == second
-    assert NomicConfig.from_hf(encoders.SIZES).inv_freq == first.inv_freq  # of base 1000
-
-
 def test_positions_begin_behind_the_padding() -> None:
     """There are as many fewer of them, and one more token is an error."""
     assert (rlx.recipe_for(XLM).max_positions, rlx.recipe_for(MPNET).max_positions) == (43, 42)
@@ -321,18 +245,23 @@ def test_positions_begin_behind_the_padding() -> None:
 
 # -- live ----------------------------------------------------------------------------------------
 
+LIVE = {
+    "bert": (301, 307, 310), "roberta": (301, 302, 308, 313), "mpnet": (302, 305, 311), "nomic_bert": (301, 308, 313),
+}  # fmt: skip
+"""Seeds: those whose checkpoints have the most kinds of fields between them."""
+
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(300, 306))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "seed"), [(family, seed) for family, seeds in LIVE.items() for seed in seeds])
 def test_live_hidden_states(family: str, seed: int, tmp_path: Path) -> None:
-    """Fresh random checkpoints equal `transformers`, in rows longer than every bucket of distances is wide."""
+    """Fresh random checkpoints equal `transformers`; MPNet in rows longer than every bucket of distances is wide."""
     directory = tmp_path / "checkpoint"
     model = encoders.written(encoders.random_encoder(family, seed), directory)
     encoder: Any = rlx.load(directory)
     compiled: Any = rlx.compile(rlx.from_pretrained(directory))
-    inputs: dict[str, Any] = encoders.drawn_inputs(model.config, np.random.default_rng(seed), 150)
+    width = 150 if family == "mpnet" else 60
+    inputs: dict[str, Any] = encoders.drawn_inputs(model.config, np.random.default_rng(seed), width)
     tokens, lengths = inputs.pop("tokens"), inputs.pop("lengths")
     assert_close(encoder.hidden_states(tokens), hugging_face.bert_hidden(model, tokens))
     mask = (np.arange(tokens.shape[1])[None] < lengths[:, None]).astype(np.int32)

@@ -10,13 +10,11 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import rlx_jax as rlx
@@ -25,7 +23,7 @@ from rlx_jax.models.decoder import as_decode
 from rlx_jax.models.mistral import MistralConfig
 from rlx_jax.models.qwen2 import Qwen2Config
 from rlx_jax.models.qwen3 import Qwen3Config
-from tests.oracles import checkpoints, hugging_face
+from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.recorded import Case, load_case, load_record
 
@@ -34,8 +32,13 @@ FAMILIES = (
     "qwen3_5_text", "mamba2",
 )  # fmt: skip
 NAMES = sorted(f"{family}/{f.stem}" for family in FAMILIES for f in (checkpoints.FIXTURES / family).glob("*.npz"))
+LLAMA = checkpoints.FIXTURES / "llama" / "gqa_plain_attnbias_v5"
+TIED = checkpoints.FIXTURES / "llama" / "mha_tied_sparse"
 SLIDING = checkpoints.FIXTURES / "mistral" / "window_v5"
-PUBLISHED = sorted((checkpoints.FIXTURES / "published").glob("*.json"))
+PUBLISHED = [
+    pytest.param(file, marks=[pytest.mark.slow] * (file.stem == "Qwen3-30B-A3B"))
+    for file in sorted((checkpoints.FIXTURES / "published").glob("*.json")) if '"parameters"' in file.read_text("utf-8")
+]  # fmt: skip
 ODD = checkpoints.FIXTURES / "qwen3" / "window_bias_v5"
 LATE = checkpoints.FIXTURES / "qwen2" / "window_v4"
 CAPS = checkpoints.FIXTURES / "gemma2" / "caps_v5"
@@ -51,13 +54,11 @@ REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
 QUICK = {
     "llama/mqa_llama3_v4": False, "mistral/window_v5": False, "qwen2/window_v4": False, "qwen3/window_bias_v5": False,
     "gemma/tied_v4": False, "gemma2/caps_v5": False, "gemma3_text/pattern_v4": True, "gpt2/bare_v4": False,
-    "gpt2/scaled_v5": False, "mixtral/window_v5": False, "qwen3_moe/mixed_v5": False, "gpt_oss/window_v5": True,
-    "qwen3_5_text/blocks_v5": True, "mamba2/groups_v5": True,
+    "gpt2/scaled_v5": False, "mixtral/window_v5": False, "qwen3_moe/mixed_v5": False, "gpt_oss/window_v5": False,
+    "qwen3_5_text/blocks_v5": False, "mamba2/groups_v5": True,
 }  # fmt: skip
-SLOW = ("llama/mqa", "mistral/window", "gemma2/caps", "qwen3_moe/mixed")
+SLOW = ("llama/mqa", "gemma2/caps", "gpt_oss/window", "qwen3_5_text/blocks")
 """The fixtures of the default suite, and of which it looks at new tokens too; the slow tier has the others."""
-ARCHETYPES = {"dense": ODD, "window and softcap": CAPS, "recurrent": BLOCKS, "experts": MIXED, "sinks": SINKS}
-"""The kinds of decoders that all equalities are held for; of the other families logits and greedy tokens."""
 
 
 @functools.cache
@@ -96,7 +97,8 @@ def test_greedy_tokens(name: str) -> None:
 # -- equalities --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["direct", pytest.param("fusable", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["direct", "fusable"])
 def test_layers_of_small_stages(policy: str) -> None:
     """`composed` is the fused layer: bit by bit under `fusable`, to 2e-6 under `direct`."""
     recipe, tokens = rlx.recipe_for(ODD), load_record(ODD)["tokens"]
@@ -111,22 +113,11 @@ def test_layers_of_small_stages(policy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
-@pytest.mark.parametrize("directory", [CAPS, BLOCKS], ids=lambda d: d.parent.name)
-def test_scanned_layers(directory: Path) -> None:
-    """Layers of single ops that are rolled give the same numbers and tokens."""
-    profile = rlx.CompileProfile().replace(fusion={"policy": "fusable"}, layers={"roll": "scan"})
-    case = dataclasses.replace(load_case(directory), lm=rlx.load(directory, profile=profile))
-    assert_close(case.lm.logits(case.record["tokens"]), case.record["logits"])
-    assert case.lm.generate(case.prompts, max_new_tokens=8) == case.record["greedy"][:, :8].tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
-@pytest.mark.parametrize("directory", [*ARCHETYPES.values(), CONV, GROUPS], ids=lambda d: d.name)
+@pytest.mark.parametrize("directory", [ODD, CAPS, BLOCKS, MIXED, SINKS, GROUPS], ids=lambda d: d.name)
 def test_every_weight_has_a_gradient(directory: Path) -> None:
     """Of the `train` program; remat changes none. A stage's own are held against differences elsewhere."""
     found, tokens = [], load_record(directory)["tokens"]
-    for remat in ("none", "layer") if directory in (ODD, CONV) else ("none",):
+    for remat in ("none", "layer") if directory == ODD else ("none",):
         profile = rlx.CompileProfile().replace(layers={"remat": remat})
         model: Any = rlx.compile(rlx.recipe_for(directory), program="train", profile=profile)
         found.append(jax.grad(lambda p: jax.nn.log_softmax(model.apply(p, tokens))[..., 0].mean())(model.params))  # noqa: B023
@@ -134,22 +125,16 @@ def test_every_weight_has_a_gradient(directory: Path) -> None:
     dead = [k for k, g in found[0].items() if not np.isfinite(g).all() or not np.abs(np.asarray(g)).max() > 0]
     assert [k for k in dead if not k.endswith("k_proj.bias")] == []  # scores hardly move with a bias of all keys
     for key, gradient in found[0].items():
-        if key.endswith("c_attn.bias[30:60]"):  # of keys without a rotation: softmax does not see it, all is rounding
-            of_queries = np.abs(found[0][key.replace("[30:60]", "[0:30]")]).max()
-            assert max(np.abs(remat[key]).max() for remat in found) < 1e-6 * of_queries
-        else:
-            assert_close(found[-1][key], gradient, tolerance=1e-4)
+        assert_close(found[-1][key], gradient, tolerance=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("directory", [SCALED, SINKS], ids=lambda d: d.name)
 def test_options_and_programs(directory: Path) -> None:
-    """Hidden states, the last token alone, explicit decode, several rows in one: the same model."""
+    """Explicit decode, several rows in one: the same model."""
     recipe, record = rlx.recipe_for(directory), load_record(directory)
     tokens, want = record["tokens"], record["logits"]
     n = tokens.shape[1]
-    assert_close(rlx.compile(dataclasses.replace(recipe, hidden_only=True))(tokens), record["hidden"])
-    assert_close(rlx.compile(dataclasses.replace(recipe, last_token_logits=True))(tokens), want[:, -1:])
     first: Any = rlx.compile(dataclasses.replace(recipe, export_kv=True))(tokens[:, :7])
     past = {f"past_{name[-1]}_{name.split('.')[1]}": value for name, value in first.items() if name != "logits"}
     step: Any = rlx.compile(as_decode(recipe))
@@ -176,6 +161,52 @@ def test_keys_and_values_as_outputs() -> None:
         np.testing.assert_array_equal(value, np.reshape(kept, value.shape))
 
 
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, sparse", [("gqa_tied_llama3_v5", False), ("gqa_plain_attnbias_v5", True)])
+def test_spellings(name: str, sparse: bool, tmp_path: Path) -> None:
+    """The config as transformers 4 wrote it means what the config of transformers 5 means; so does one with both."""
+    source = LLAMA.parent / name
+    old = hugging_face.old_spelling(numpy_reference.read_config(source), sparse=False)
+    if sparse:  # what is left out must be what the default says
+        for key, default in {
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_theta": 1e4,
+            "rope_scaling": None,
+        }.items():
+            if old.get(key) == default:
+                old.pop(key)
+        for key in ("pretraining_tp", "attention_dropout", "torch_dtype", "transformers_version", "use_cache"):
+            old.pop(key)
+    directory = checkpoints.copy(source, tmp_path / "old")
+    (directory / "config.json").write_text(json.dumps(old), "utf-8")
+    both = {"rope_theta": 1000000.0, "rope_scaling": None} if sparse else {}
+    for path in (directory, checkpoints.edited(source, tmp_path / "both", both)):
+        assert rlx.recipe_for(path).config == rlx.recipe_for(source).config
+
+
+def test_tensors_and_code_beside_the_weights(tmp_path: Path) -> None:
+    """An extra tensor is an error unless `strict=False`, then a warning; a tied checkpoint may also store the head, and
+    another one than the embedding counts, as in transformers 5; `auto_map` points at Python: nothing is imported."""
+    extra = checkpoints.copy(LLAMA, tmp_path / "extra")
+    checkpoints.edit_tensors(extra, lambda t: t | {"model.layers.0.adapter.weight": np.ones(3, np.float32)})
+    with pytest.warns(errors.RlxWarning, match="adapter"):
+        rlx.load(extra, strict=False)
+    tied = checkpoints.copy(TIED, tmp_path / "tied")
+    head, record = (
+        np.random.default_rng(0).normal(0, 0.2, (113, 40)).astype("f4"),
+        load_record(LLAMA.parent / "mha_tied_sparse"),
+    )
+    checkpoints.edit_tensors(tied, lambda t: t | {"lm_head.weight": head})
+    checkpoints.edit_json(tied / "config.json", {"auto_map": {"AutoModel": "evil.Model"}})
+    (tied / "evil.py").write_text("raise SystemExit('imported')\n", "utf-8")
+    with pytest.warns(UserWarning, match="auto_map"):
+        lm = rlx.load(str(tied))
+    assert_close(lm.logits(record["tokens"]), (record["hidden"].astype(np.float64) @ head.T).astype("f4"))
+
+
 # -- configs -----------------------------------------------------------------------------------
 
 SMALL = {
@@ -185,17 +216,6 @@ SMALL = {
     "num_hidden_layers": 4,
     "num_attention_heads": 32,
 }
-
-
-def test_defaults() -> None:
-    """What a config leaves out is what the family's own class says; a null window is none."""
-    mistral = MistralConfig.from_hf(SMALL)
-    assert (mistral.num_key_value_heads, mistral.head_dim, mistral.sliding_window) == (8, 2, 4096)
-    assert MistralConfig.from_hf(SMALL | {"sliding_window": None}).sliding_window is None
-    assert MistralConfig.from_hf(SMALL | {"num_key_value_heads": None}).num_key_value_heads == 32
-    qwen2 = Qwen2Config.from_hf(SMALL)
-    assert (qwen2.num_key_value_heads, qwen2.head_dim, qwen2.windows) == (32, 2, (None,) * 4)
-    assert Qwen3Config.from_hf(SMALL).head_dim == 128
 
 
 def test_windows_of_qwen() -> None:
@@ -212,7 +232,7 @@ def test_windows_of_qwen() -> None:
         assert Qwen2Config.from_hf(SMALL | fields).windows == Qwen3Config.from_hf(SMALL | fields).windows == windows
 
 
-@pytest.mark.parametrize("file", [f for f in PUBLISHED if '"parameters"' in f.read_text("utf-8")], ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", PUBLISHED, ids=lambda f: f.stem)
 def test_published_sizes(file: Path) -> None:
     """A flow of the config as its maker published it reads as many parameters as the published checkpoint has."""
     about = json.loads(file.read_text("utf-8"))
@@ -227,14 +247,25 @@ def test_published_sizes(file: Path) -> None:
     assert sum(math.prod(spec.shape) for spec in shapes.values()) == about["parameters"]
 
 
+SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
+    (LLAMA, "dynamic", {"rope_parameters": SCALED | {"rope_type": "dynamic"}}),
+    (LLAMA, "wobbly", {"rope_parameters": SCALED | {"rope_type": "wobbly"}}),
+    (LLAMA, "partial_rotary_factor", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    (
+        LLAMA, "dynamic",
+        {"rope_parameters": checkpoints.REMOVED, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    ),
+    (LLAMA, "pretraining_tp", {"pretraining_tp": 2}),
+    (LLAMA, "attn_logit_softcapping", {"attn_logit_softcapping": 30.0}),
+    (LLAMA, "logits_scaling", {"logits_scaling": 8.0}),
+    (LLAMA, "residual_multiplier", {"residual_multiplier": 0.2}),
+    (LLAMA, "embedding_multiplier", {"embedding_multiplier": 12.0}),
+    (LLAMA, "attention_multiplier", {"attention_multiplier": 0.1}),
     (SLIDING, "attention_bias", {"attention_bias": True}),
     (SLIDING, "layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
     (SLIDING, "sliding_window", {"sliding_window": 0}),
     (SLIDING, "sliding_window", {"sliding_window": 2**40}),
-    (SLIDING, "field 'factor' is missing", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}),
-    (SLIDING, "longrope", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope", "factor": 4.0}}),
-    (SLIDING, "MistralForSequenceClassification", {"architectures": ["MistralForSequenceClassification"]}),
     (LATE, "max_window_layers", {"max_window_layers": -1}),
     (LATE, "use_mrope", {"use_mrope": True}),
     (ODD, "chunked_attention", {"layer_types": ["chunked_attention"] * 3}),
@@ -290,63 +321,41 @@ def test_positions_that_gpt2_knows() -> None:
 
 # -- live --------------------------------------------------------------------------------------
 
-SEEDS = [("llama", s) for s in range(100, 110)]
-SEEDS += [(f, s) for f in FAMILIES[1:-2] for s in range(200, 202 if f == "gpt_oss" else 204)]
+
+LIVE = {
+    "llama": (101, 106, 108, 109, 112), "mistral": (200, 202, 210), "mixtral": (200, 201, 202),
+    "qwen3_moe": (200, 202, 210), "gpt_oss": (201, 202), "gpt2": (200, 201, 205), "qwen3_5_text": (307, 309, 310),
+    "mamba2": (301, 302, 304), "qwen2": (201, 202, 203), "qwen3": (201, 203, 212), "gemma": (201, 202, 203),
+    "gemma2": (200, 201, 202), "gemma3_text": (200, 201, 202),
+}  # fmt: skip
+"""Seeds of fresh random checkpoints: those whose few layers have the most kinds of fields between them."""
 
 
-@pytest.fixture(scope="module", params=SEEDS, ids=lambda p: f"{p[0]}-{p[1]}")
-def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any, int]]:
-    """A fresh random checkpoint: its directory, the model of `transformers`, and the seed."""
-    family, seed = request.param
-    directory = tmp_path_factory.mktemp("live") / "checkpoint"
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "seed"), [(family, seed) for family, seeds in LIVE.items() for seed in seeds])
+def test_live(family: str, seed: int, tmp_path: Path) -> None:
+    """Logits of a batch, and of ragged rows, equal those of `transformers`; so do 16 greedy tokens of a ragged batch of
+    3, past every window. For the first seed bfloat16 departs from float32 by at most 1.5 times what theirs does, root
+    mean square."""
+    directory, rng = tmp_path / "checkpoint", np.random.default_rng(seed)
     hugging_face.write(hugging_face.RANDOM[family](seed), directory)
-    yield directory, hugging_face.load(directory, "AutoModelForCausalLM"), seed
-
-
-@functools.lru_cache(maxsize=1)
-def loaded(directory: Path) -> Any:
-    """The library's model."""
-    return rlx.load(directory)
-
-
-@pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
-def test_live_logits(live: tuple[Path, Any, int]) -> None:
-    """Logits of a batch, and of ragged rows, equal those of `transformers`."""
-    directory, model, seed = live
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, model.config.vocab_size, (3, 14)).astype(np.int32)
+    model, lm = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.load(directory)
+    tokens = rng.integers(0, model.config.vocab_size, (3, 21)).astype(np.int32)
     want = hugging_face.llama_batch(model, tokens)[1]
-    assert_close(loaded(directory).logits(tokens), want)
-    lengths = rng.integers(1, 15, 3).astype(np.int32)
-    assert_rows_close(loaded(directory).logits(tokens, lengths), want, lengths)
-
-
-@pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
-def test_live_greedy(live: tuple[Path, Any, int]) -> None:
-    """16 greedy tokens of a ragged batch of 3, past every window, equal those of `transformers`, row by row."""
-    directory, model, seed = live
-    count = 16
-    prompts, tokens = hugging_face.clear_prompts(model, [5, 2, 9], count, seed, distinct=3)
-    assert loaded(directory).generate(prompts, max_new_tokens=count) == tokens
-
-
-@pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
-def test_live_bf16(live: tuple[Path, Any, int]) -> None:
-    """bfloat16 departs from float32 by at most 1.5 times what `transformers` does, root mean square."""
-    directory, model, seed = live
-    tokens = np.random.default_rng(seed).integers(0, model.config.vocab_size, (4, 24)).astype(np.int32)
-    exact = hugging_face.llama_batch(model, tokens)[1]
-    profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
-    ours = np.asarray(rlx.load(directory, profile=profile).logits(tokens))
-    theirs = hugging_face.bf16_logits(directory, tokens)
-
-    def rms(x: npt.NDArray[Any]) -> float:
-        return float(np.sqrt(np.mean(np.square(x.astype(np.float64)))))
-
-    assert rms(ours - exact) <= 1.5 * rms(theirs - exact)
+    assert_close(lm.logits(tokens), want)
+    lengths = rng.integers(1, 22, 3).astype(np.int32)
+    assert_rows_close(lm.logits(tokens, lengths), want, lengths)
+    prompts, greedy = hugging_face.clear_prompts(model, [5, 2, 9], 16, seed, distinct=3)
+    assert lm.generate(prompts, max_new_tokens=16) == greedy
+    if seed == LIVE[family][0] and family not in ("qwen3_5_text", "mamba2"):  # those: test_hybrid.py
+        profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
+        found = (
+            np.asarray(rlx.load(directory, profile=profile).logits(tokens)),
+            hugging_face.bf16_logits(directory, tokens),
+        )
+        ours, theirs = (float(np.sqrt(np.mean(np.square(x.astype(np.float64) - want)))) for x in found)
+        assert ours <= 1.5 * theirs
 
 
 WINDOWS: list[dict[str, Any]] = [
@@ -374,3 +383,18 @@ def test_live_configs(family: str, extra: dict[str, Any]) -> None:
     if family != "mistral":
         slides = [kind == "sliding_attention" for kind in theirs.layer_types]
         assert got.windows == tuple(theirs.sliding_window if s else None for s in slides)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu", "relu2"])
+def test_live_activations(activation: str, tmp_path: Path) -> None:
+    """Another activation is right or refused, never taken for silu."""
+    directory = checkpoints.edited(LLAMA, tmp_path / activation, {"hidden_act": activation})
+    tokens = load_record(LLAMA)["tokens"]
+    try:
+        lm = rlx.load(directory)
+    except REFUSED:
+        return
+    model = hugging_face.load(directory, "AutoModelForCausalLM")
+    assert_close(lm.logits(tokens), hugging_face.llama_batch(model, tokens)[1])

@@ -6,14 +6,12 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
-from rlx_jax.models.flux2 import Flux2Config, Flux2Flow, weight_specs
+from rlx_jax.models.flux2 import Flux2Flow
 from tests.divided import mesh
 from tests.oracles import checkpoints, diffusion
 from tests.oracles.comparing import assert_close
@@ -42,13 +40,13 @@ def test_recorded_sample(model: Any, record: dict[str, Any]) -> None:
     assert_close(model(**given(record)), record["sample"])
     rows = {name: np.stack([record[name]] * 2) for name in ("img_ids", "txt_ids")}
     assert_close(model(**given(record, **rows)), record["sample"])
-    assert_close(model(**given(record, img_ids=jnp.asarray(record["img_ids"])[None])), record["sample"])
-    other = np.stack([record["img_ids"], record["img_ids"] + 3])  # of several rows the first counts, as in diffusers
-    assert_close(model(**given(record, img_ids=other)), record["sample"])
+    rows["img_ids"] = np.stack([record["img_ids"], record["img_ids"] + 3])  # the first row counts, as in diffusers
+    assert_close(model(**given(record, **rows)), record["sample"])
     assert model.report().refusals == ()
     assert all(f"{name}.{{i}}" in model.text("hir") for name in ("transformer_blocks", "single_transformer_blocks"))
 
 
+@pytest.mark.slow
 def test_bf16_is_no_worse_than_its_rounding(record: dict[str, Any]) -> None:
     """The angles of time stay f32: 1000 times a time in bf16 would turn them by radians."""
     profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
@@ -56,44 +54,17 @@ def test_bf16_is_no_worse_than_its_rounding(record: dict[str, Any]) -> None:
     assert np.abs(got - record["sample"]).max() < 1.5e-2 * np.abs(record["sample"]).max()
 
 
-def test_every_input_counts(model: Any, record: dict[str, Any]) -> None:
-    """A change of any of them changes the sample."""
-    stock = np.asarray(model(**given(record)))
-    changes = {name: record[name] + np.asarray(2, record[name].dtype) for name in INPUTS if "ids" not in name}
-    changes |= {name: record[name][::-1].copy() for name in ("img_ids", "txt_ids")}
-    for name, value in changes.items():
-        assert np.abs(np.asarray(model(**given(record, **{name: value}))) - stock).max() > 1e-4, name
-
-
-@pytest.mark.slow
-def test_every_weight_counts(model: Any, record: dict[str, Any]) -> None:
-    """There is a gradient for each, and it is not 0."""
-
-    def sample(params: Any) -> Any:
-        return jnp.sum(jnp.tanh(model.apply(params, **given(record))))
-
-    slopes = jax.grad(sample)(model.params)
-    assert set(slopes) == set(weight_specs(Flux2Config.from_hf(diffusion.FLUX2)))
-    assert all(float(jnp.abs(slope).max()) > 1e-5 for slope in slopes.values())
-
-
-@pytest.mark.parametrize(
-    "changes, error, text",
-    [
-        (
-            {"axes_dims_rope": [2, 4, 2]},
-            errors.ConfigError,
-            "axes_dims_rope .* sum to 8; expected attention_head_dim, 10",
-        ),
+def test_configs_that_are_not_built(tmp_path: Path) -> None:
+    changes: dict[str, Any]
+    for n, (changes, error, text) in enumerate((
+        ({"axes_dims_rope": [2, 4, 2]}, errors.ConfigError, "axes_dims_rope .* sum to 8; expected .*, 10"),
         ({"mlp_ratio": 0.001}, errors.ConfigError, "leave nothing to compute"),
         ({"pooled_projection_dim": 768}, errors.UnsupportedError, "field 'pooled_projection_dim'"),
         ({"_class_name": "FluxTransformer2DModel"}, errors.UnsupportedError, "'FluxTransformer2DModel'.* is not built"),
         ({"num_layers": 3}, errors.MissingWeightError, "16 weights that config.json asks for are missing"),
-    ],
-)
-def test_configs_that_are_not_built(changes: dict[str, Any], error: Any, text: str, tmp_path: Path) -> None:
-    with pytest.raises(error, match=text):
-        rlx.from_pretrained(checkpoints.edited(SHARDED, tmp_path / "model", changes))
+    )):  # fmt: skip
+        with pytest.raises(error, match=text):
+            rlx.from_pretrained(checkpoints.edited(SHARDED, tmp_path / str(n), changes))
 
 
 def test_a_model_without_guidance(record: dict[str, Any]) -> None:
@@ -133,11 +104,11 @@ def test_hooks_see_both_kinds_of_blocks() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", diffusion.FLUX2_RANDOM)
 def test_live_sample(name: str, tmp_path: Path) -> None:
-    """Fresh random checkpoints equal `diffusers`, for two sizes."""
+    """Fresh random checkpoints equal `diffusers`, one for two sizes."""
     config = diffusion.FLUX2_RANDOM[name]
     reference = diffusion.make_flux2(config, 7, tmp_path / "model", shard="40KB" if name == "wide" else "5GB")
     model: Any = rlx.compile(rlx.from_pretrained(tmp_path / "model"))
-    for seed, image, text in ((1, 7, 4), (2, 5, 1)):
+    for seed, image, text in ((1, 7, 4), (2, 5, 1))[: 2 if name == "plain" else 1]:
         inputs = diffusion.flux2_inputs(config, seed, image, text)
         assert_close(model(**inputs), diffusion.flux2_sample(reference, inputs))
 
@@ -159,15 +130,8 @@ DIVIDED = diffusion.FLUX2 | {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "tables"),
-    [
-        ({"mesh": mesh("data fsdp tensor", 8)}, {}),
-        ({}, {"fusion": {"policy": "fusable"}, "layers": {"roll": "scan"}}),
-    ],
-)  # fmt: skip
-def test_other_ways_to_run_say_the_same(options: dict[str, Any], tables: dict[str, Any]) -> None:
-    """Each block's weights in parts over eight devices, by their roles; both policies, layers scanned."""
+def test_other_ways_to_run_say_the_same() -> None:
+    """Each block's weights in parts over eight devices, by their roles; the other policy, layers scanned."""
     recipe = Flux2Flow.for_config(DIVIDED)
     rng = np.random.default_rng(0)
     weights = {
@@ -176,9 +140,11 @@ def test_other_ways_to_run_say_the_same(options: dict[str, Any], tables: dict[st
     }
     inputs = diffusion.flux2_inputs(DIVIDED, 3)
     one: Any = rlx.compile(recipe, weights)
-    other: Any = rlx.compile(recipe, weights, profile=rlx.CompileProfile().replace(**tables), **options)
-    assert_close(other(**inputs), np.asarray(one(**inputs)))
-    key = "transformer_blocks.0.attn.to_q.weight"
-    if options:
-        divided = other.params[key].sharding.shard_shape(other.params[key].shape)
-        assert np.prod(divided) < np.prod(recipe.shapes()[key].shape)
+    profile = rlx.CompileProfile().replace(fusion={"policy": "fusable"}, layers={"roll": "scan"})
+    options: dict[str, Any]
+    for options in ({"mesh": mesh("data fsdp tensor", 8)}, {"profile": profile}):
+        other: Any = rlx.compile(recipe, weights, **options)
+        assert_close(other(**inputs), np.asarray(one(**inputs)))
+        if "mesh" in options:
+            query = other.params["transformer_blocks.0.attn.to_q.weight"]
+            assert np.prod(query.sharding.shard_shape(query.shape)) < query.size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
-from rlx_jax.models.config import Fields
-from rlx_jax.models.gemma import STYLES, TEXT, GemmaConfig, GemmaFlow
+from rlx_jax.models.gemma import STYLES, GemmaConfig, GemmaFlow
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
-from tests.oracles.decoder_layer import layer_reference, layer_weights
 from tests.oracles.recorded import load_record
 
 RNG = np.random.default_rng(0)
@@ -87,38 +83,6 @@ def test_a_scale_of_another_width() -> None:
 # -- layers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("style", [blocks.GemmaStyle.GEMMA, blocks.GemmaStyle.GEMMA2, blocks.GemmaStyle.GEMMA3])
-def test_a_layer(style: blocks.GemmaStyle) -> None:
-    """By its formula, and every weight of it is read, and no other."""
-    attention = blocks.gemma_attn_spec(0, 4, 4, 2, "sliding:3", 0.3, 5.0)
-    weights = layer_weights(blocks.gemma_layer_spec(style, attention), 8, 12)
-    flow = rlx.ModelFlow("layer").input("x", ("batch", "seq", 8))
-    flow = flow.stage(blocks.gemma_prefill_layer_composed(0, style, attention, 1e-3))
-    x = RNG.standard_normal((2, 5, 8)).astype(np.float32)
-    spec = replace(blocks.gemma_layer_spec(style, attention), eps=1e-3)
-    assert_close(rlx.compile(flow, weights)(x), layer_reference(spec, weights, x), tolerance=3e-6)
-    assert set(flow.build(weights).keys_read) == set(weights)
-
-
-def test_named_tables_are_read_by_name() -> None:
-    """Two bases in one flow: each attention reads its own, and one without a name the nameless."""
-    weights = {n: RNG.standard_normal((8, 8)).astype(np.float32) for n in "qkv"}
-    x = RNG.standard_normal((1, 5, 8)).astype(np.float32)
-
-    def run(rope: str, *tables: blocks.RopeTables) -> np.ndarray:
-        spec = blocks.SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, rope=rope)
-        flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).stage(*tables, blocks.SelfAttnPrefill(spec))
-        return np.asarray(rlx.compile(flow, weights)(x))
-
-    slow, fast = blocks.RopeTables.theta(4, 1e6), blocks.RopeTables.theta(4, 3.0, name="fast")
-    by_name, nameless = run("fast", fast, slow), run("", slow, fast)
-    np.testing.assert_array_equal(by_name, run("", blocks.RopeTables.theta(4, 3.0)))
-    np.testing.assert_array_equal(nameless, run("", slow))
-    assert np.abs(nameless - by_name).max() > 0.01
-    with pytest.raises(errors.GraphError, match=r"self_attn: nothing is registered as 'rope\.slow\.cos'"):
-        run("slow", fast)
-
-
 # -- config ------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {
@@ -149,16 +113,6 @@ ROPES = {
 }
 YARN = {"rope_theta": 1000000.0, "rope_type": "yarn", "factor": 8.0}
 PLAIN = {kind: SIZES | {"model_type": kind, "head_dim": 6, "num_key_value_heads": 2} for kind in STYLES}
-
-
-def test_the_files_of_gemma_2() -> None:
-    """Every second layer reads all keys; two softcaps; a scale of its own."""
-    c = GemmaConfig.from_hf(GEMMA2_9B)
-    assert c.windows == (9, None) * 4 and c.query_pre_attn_scalar == 224 and c.tie_word_embeddings
-    assert (c.attn_logit_softcapping, c.final_logit_softcapping) == (50.0, 30.0)
-    assert GemmaFlow(c).spec(1).mask == blocks.MaskKind.CAUSAL
-    assert GemmaFlow(c).spec(2).mask == blocks.MaskKind.sliding_window(9)
-    assert GemmaFlow(c).spec().score_scale == 224**-0.5
 
 
 def test_the_files_of_gemma_3() -> None:
@@ -222,14 +176,11 @@ PATTERN = checkpoints.FIXTURES / "gemma3_text" / "pattern_v4"
 
 def with_images(target: Path, prefix: str, **changes: Any) -> Path:
     """The recorded text model inside a larger checkpoint, whose keys begin with `prefix`."""
-    text = json.loads((PATTERN / "config.json").read_text())
-    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
-    config |= {"vision_config": {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4}
-    tensors = {prefix + k.removeprefix("model."): v for k, v in load_file(PATTERN / "model.safetensors").items()}
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(config | changes))
+    checkpoints.inside(PATTERN, target, "Gemma3ForConditionalGeneration", prefix)
+    vision = {"vision_config": {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4}
+    checkpoints.edit_json(target / "config.json", vision | changes)
     tower = {"vision_tower.a.weight": np.ones(3, np.float32), "multi_modal_projector.b": np.ones(2, np.float32)}
-    (target / "model.safetensors").write_bytes(save(tensors | tower))
+    checkpoints.edit_tensors(target, lambda tensors: tensors | tower)
     return target
 
 
@@ -247,17 +198,6 @@ def test_the_text_model_of_one_that_reads_images(prefix: str, tmp_path: Path) ->
     assert not recipe.weights.has("vision_tower.a.weight")
     with pytest.raises(errors.MissingWeightError, match=r"vision_tower\.a\.weight"):
         recipe.weights.read("vision_tower.a.weight")
-
-
-def test_what_a_text_config_leaves_out() -> None:
-    """The files of the 4B model say five things."""
-    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
-    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
-    config = Fields({"model_type": "gemma3", "text_config": text, "image_token_index": 262144}, "config.json")
-    with pytest.warns(errors.RlxWarning, match="config.json: model_type 'gemma3' reads images too"):
-        c = GemmaConfig.from_hf(TEXT.of(config, rlx.open_weights({}))[0])
-    sizes = (c.vocab_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.tie_word_embeddings)
-    assert sizes == (262208, 8, 4, 256, True) and c.windows[4:6] == (1024, None)
 
 
 @pytest.mark.parametrize(

@@ -39,25 +39,6 @@ def chat() -> Any:
     return rlx.load(CHAT)
 
 
-# -- greedy tokens -----------------------------------------------------------------------------
-
-
-def test_alone_is_in_batch(plain: Case) -> None:
-    """Each row by itself, the rows in another order, and a row twice."""
-    for prompt, want in zip(plain.prompts, plain.greedy, strict=True):
-        assert plain.lm.generate([prompt], max_new_tokens=24) == [want]
-    assert all(type(token) is int for token in want)
-    order, prompts = [2, 0, 2], plain.prompts
-    got = plain.lm.generate([prompts[i] for i in order], max_new_tokens=24)
-    assert got == [plain.greedy[i] for i in order]
-    for options in (
-        {},
-        {"sampler": rlx.Sampler(temperature=0.0), "seed": 7},
-    ):  # 0 is the default, a seed changes nothing
-        assert plain.lm.generate(prompts, 2, **options) == [row[:2] for row in plain.greedy]
-    assert prompts == plain.prompts  # they are left as they were
-
-
 # -- sampling ----------------------------------------------------------------------------------
 
 WARM = rlx.Sampler(temperature=1.5, top_k=20, top_p=0.95, repetition_penalty=1.1)
@@ -124,18 +105,22 @@ def cut(row: list[int], ends: list[int]) -> list[int]:
     return row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))]
 
 
-@pytest.mark.parametrize("where", ["int", pytest.param("both", marks=pytest.mark.slow)])
-def test_end_tokens(plain: Case, where: str, tmp_path: Path) -> None:
-    """An end token ends its row and is its last id; `generation_config.json` goes before `config.json`."""
+def test_end_tokens(plain: Case, tmp_path: Path) -> None:
+    """An end token ends its row and is its last id; `generation_config.json` goes before `config.json`; and they may be
+    any integers, set later too."""
     first, second = plain.greedy[0][5], plain.greedy[1][9]
-    ends = [first] if where == "int" else [first, second]
-    directory = checkpoints.edited(PLAIN, tmp_path / where, {"eos_token_id": first if where == "int" else 0})
-    if where == "both":
-        checkpoints.edit_json(directory / "generation_config.json", {"eos_token_id": ends})
-    else:
-        (directory / "generation_config.json").unlink(missing_ok=True)
-    got = rlx.load(directory).generate(plain.prompts, max_new_tokens=24)
-    assert got == [cut(row, ends) for row in plain.greedy]
+    directory = checkpoints.edited(PLAIN, tmp_path / "it", {"eos_token_id": 0})
+    checkpoints.edit_json(directory / "generation_config.json", {"eos_token_id": [first, second]})
+    lm = rlx.load(directory)
+    assert lm.generate(plain.prompts, max_new_tokens=24) == [cut(row, [first, second]) for row in plain.greedy]
+    (directory / "generation_config.json").unlink()
+    assert rlx.load(directory).eos_ids == (0,)
+    lm.eos_ids = np.int64(first)
+    assert lm.eos_ids == (first,)
+    for options in ({}, {"stop": np.array([second])}):
+        ends = [first, second] if options else [first]
+        got = lm.generate(plain.prompts, max_new_tokens=24, **options)
+        assert got == [cut(row, ends) for row in plain.greedy]
 
 
 # -- strings -----------------------------------------------------------------------------------
@@ -176,7 +161,10 @@ def decode(ids: list[int]) -> str:
 
 
 def test_half_of_a_character_is_no_stop_string() -> None:
-    """Only once it can no longer become whole."""
+    """Only once it can no longer become whole; what may become a stop string is held, what stands before one not."""
+    assert settled("one two", ("wot", "oh")) == "one t"
+    assert settled("one two", ("ne t", "x")) == "o"
+    assert stopped_at(decode, [*b"one two"], 2, ("two",)) and not stopped_at(decode, [*b"one two"], 2, ())
     ids = list("né€😀".encode())
     for n in range(1, len(ids) + 1):
         assert not stopped_at(decode, ids[:n], 1, (PART,))
@@ -188,21 +176,14 @@ def test_half_of_a_character_is_no_stop_string() -> None:
     assert settled(decode(broken), (PART,)) == cut_text(decode(broken), (PART,)) == "ab"
 
 
-def test_what_may_become_a_stop_string_is_held() -> None:
-    """And what stands before one is settled."""
-    assert settled("one two", ("wot", "oh")) == "one t"
-    assert settled("one two", ("ne t", "x")) == "o"
-    assert stopped_at(decode, [*b"one two"], 2, ("two",)) and not stopped_at(decode, [*b"one two"], 2, ())
-
-
-@pytest.mark.parametrize("given", [CHAT, str(CHAT), CHAT / "tokenizer.json"])
-def test_where_a_tokenizer_is(chat: Any, given: Any) -> None:
+def test_where_a_tokenizer_is(chat: Any) -> None:
     """A directory, or the file in it, with what the files beside it say."""
-    lm = rlx.CausalLM(chat.model, tokenizer=given)
-    assert lm.eos_ids == chat.tokenizer.eos_ids and lm.bos_id == chat.bos_id
-    assert lm.generate(CASES[0]["prompt"], max_new_tokens=24) == CASES[0]["text"]
-    found = rlx.Encoder(dataclasses.replace(rlx.recipe_for(CHAT), hidden_only=True), tokenizer=given).tokenizer
-    assert found is not None and found.encode(CASES[0]["prompt"]) == CASES[0]["ids"]
+    given: Any
+    for given in (str(CHAT), CHAT / "tokenizer.json"):
+        lm = rlx.CausalLM(chat.model, tokenizer=given)
+        assert lm.eos_ids == chat.tokenizer.eos_ids and lm.bos_id == chat.bos_id
+        found = rlx.Encoder(dataclasses.replace(rlx.recipe_for(CHAT), hidden_only=True), tokenizer=given).tokenizer
+        assert found is not None and found.encode(CASES[0]["prompt"]) == CASES[0]["ids"]
 
 
 @pytest.mark.oracle
@@ -222,26 +203,19 @@ def test_a_tokenizer_of_transformers(chat: Any) -> None:
     assert lm.apply_chat_template(messages, tokenize=False) == want
 
 
-# -- the cached programs -----------------------------------------------------------------------
-
-
 # -- errors ------------------------------------------------------------------------------------
 
 
 def test_a_refused_call_leaves_the_state(plain: Case) -> None:
-    """Ids, a batch, lengths and a model that are not its own; then it goes on, once, and what it returned goes on."""
+    """Ids, a batch and lengths that are not its own; then it goes on, once, and what it returned goes on."""
     tokens, want, lm = plain.record["tokens"], plain.record["logits"], plain.lm
     _, state = lm.prefill(tokens[:, :8], max_len=CONTEXT)
-    calls: list[tuple[type[Exception], Any, tuple[Any, ...]]] = [
-        *((errors.TokenIdError, lm, (np.array([[1], [bad]]),)) for bad in (-1, VOCABULARY, 2**31)),
-        (errors.TokenIdError, lm, (np.ones((2, 1)),)),
-        (errors.RequestError, lm, (tokens[:1, 8:9],)),
-        (errors.RequestError, lm, (tokens[:, 8:9], np.array([1]))),
-        (errors.SessionStateError, rlx.load(LLAMA / "mha_linear_biases_v4"), (tokens[:, 8:9],)),
-    ]
-    for error, model, arguments in calls:
+    for error, arguments in (
+        (errors.TokenIdError, (np.array([[1], [VOCABULARY]]),)), (errors.RequestError, (tokens[:1, 8:9],)),
+        (errors.RequestError, (tokens[:, 8:9], np.array([1]))),
+    ):  # fmt: skip
         with pytest.raises(error):
-            model.extend(state, *arguments)
+            lm.extend(state, *arguments)
     logits, after = lm.extend(state, tokens[:, 8:9])
     assert_close(logits, want[:, 8:9])
     with pytest.raises(errors.SessionStateError):
@@ -273,9 +247,6 @@ def test_context_is_checked(tmp_path: Path, plain: Case) -> None:
     ):  # fmt: skip
         with pytest.raises(errors.SequenceLengthError, match="20"):
             call()
-    for lengths in ([0, 3], [3, 9], [3], [-1, 3]):  # a prompt has between 1 and S tokens in every row
-        with pytest.raises(errors.RequestError):
-            lm.prefill(plain.record["tokens"][:, :8], np.array(lengths), max_len=CONTEXT)
     assert lm.generate(plain.prompts, max_new_tokens=7) == [row[:7] for row in plain.greedy]  # 13 + 7 = 20
 
 
@@ -296,7 +267,7 @@ def test_live_generate_with_end_tokens(plain: Case, tmp_path: Path) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(300, 306))
+@pytest.mark.parametrize("seed", range(300, 303))
 def test_live_splits(seed: int, tmp_path: Path) -> None:
     """Fresh random checkpoints: prefill and two ragged extends equal the forward pass of `transformers`."""
     directory = tmp_path / "checkpoint"

@@ -45,9 +45,6 @@ def numbers(parts: dict[str, np.ndarray]) -> np.ndarray:
     return found
 
 
-# -- the format --------------------------------------------------------------------------------
-
-
 def test_numbers_of_mxfp4() -> None:
     """Every byte, and scales from the least on: bf16 has the numbers without rounding. Parts are those of the whole."""
     parts = packed((2, 3, 96), 0, (0, 252))
@@ -80,8 +77,6 @@ def test_what_is_no_mxfp4() -> None:
         Mxfp4Source(MappingSource({"w" + end: a for end, a in parts.items()})).read("w")
     assert Mxfp4Source(MappingSource({"w_blocks": parts["_blocks"]})).keys() == ("w_blocks",)
 
-
-# -- checkpoints -------------------------------------------------------------------------------
 
 SIZES = {
     "vocab_size": 41, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
@@ -21,7 +18,7 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import read_config
 from rlx_jax.models.mamba2 import Mamba2Config
 from tests.oracles import checkpoints, hugging_face, hybrid, numpy_reference
-from tests.oracles.comparing import assert_close, assert_rows_close
+from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import Case, load_case, load_record
 
 BLOCKS = checkpoints.FIXTURES / "qwen3_5_text" / "blocks_v5"
@@ -41,9 +38,6 @@ def formulas(directory: Path) -> tuple[dict[str, Any], Any]:
     return numpy_reference.read_config(directory), numpy_reference.read_weights(directory)
 
 
-# -- the recorded numbers ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", QUICK)
 def test_many_tokens(name: str) -> None:
     """60 tokens, which run in chunks, of rows that end anywhere."""
@@ -55,40 +49,24 @@ def test_many_tokens(name: str) -> None:
         assert_close(got[b, :n], hybrid.row(config, weights, tokens[b, :n].tolist())[1], tolerance=5e-5)
 
 
-# -- equalities --------------------------------------------------------------------------------
-
-
 def test_heads_that_devices_do_not_divide_are_named() -> None:
     recipe = rlx.recipe_for(TIED)
     with pytest.raises(errors.UnsupportedError, match=r"linear_attn: 3 heads with a state cannot be divided"):
         rlx.CausalLM(recipe, mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",)))
 
 
-# -- configs -----------------------------------------------------------------------------------
-
-
-def with_images(target: Path) -> Path:
-    """The fixture inside a checkpoint that reads images."""
-    text = json.loads((BLOCKS / "config.json").read_text("utf-8"))
-    text.pop("architectures")
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
-    outer |= {"vision_config": {"depth": 1}, "image_token_id": 60, "tie_word_embeddings": False}
-    tensors = {
-        k.replace("model.", "model.language_model.", 1): v for k, v in load_file(BLOCKS / "model.safetensors").items()
-    }
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(outer), "utf-8")
-    more = {"model.visual.patch_embed.proj.weight": np.ones(3, np.float32), "mtp.fc.weight": np.ones(2, np.float32)}
-    save_file(tensors | more, target / "model.safetensors", {"format": "pt"})
-    return target
-
-
 def test_the_text_model_of_one_that_reads_images(tmp_path: Path) -> None:
     """A nested `text_config`, keys of their own; the head for drafts is left on purpose."""
+    where = checkpoints.inside(BLOCKS, tmp_path / "m", "Qwen3_5ForConditionalGeneration", "model.language_model.")
+    more = {"model.visual.patch_embed.proj.weight": np.ones(3, "f4"), "mtp.fc.weight": np.ones(2, "f4")}
+    checkpoints.edit_tensors(where, lambda tensors: tensors | more)
+    checkpoints.edit_json(where / "config.json", {"vision_config": {"depth": 1}, "image_token_id": 60})
     with pytest.warns(RlxWarning, match="the text model alone is built, and 1 weights of the others are left"):
-        lm = rlx.load(with_images(tmp_path / "m"))
-    record = load_record(BLOCKS)
-    assert_close(lm.logits(record["tokens"]), record["logits"])
+        recipe = rlx.recipe_for(where)
+    assert recipe.config == rlx.recipe_for(BLOCKS).config
+    for key in rlx.recipe_for(BLOCKS).shapes():
+        np.testing.assert_array_equal(recipe.weights.read(key), rlx.recipe_for(BLOCKS).weights.read(key))
+    assert rlx.load(where, recipe=recipe).model.params is not None
 
 
 def test_no_most_time_step_is_written_in_three_ways(tmp_path: Path) -> None:
@@ -110,36 +88,6 @@ def test_fields_of_mamba2_that_change_its_numbers(changes: dict[str, Any], tmp_p
     tokens = load_record(checkpoints.FIXTURES / "mamba2" / "groups_v5")["tokens"][0]
     config, weights = formulas(checkpoints.FIXTURES / "mamba2" / "groups_v5")
     assert_close(rlx.load(directory).logits([tokens])[0], hybrid.row(config | changes, weights, tokens)[1])
-
-
-# -- live --------------------------------------------------------------------------------------
-
-
-SEEDS = [(family, seed) for family in ("qwen3_5_text", "mamba2") for seed in range(300, 306)]
-
-
-@pytest.fixture(scope="module", params=SEEDS, ids=lambda p: f"{p[0]}-{p[1]}")
-def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any, int]]:
-    """A fresh random checkpoint: its directory, the model of `transformers`, and the seed."""
-    family, seed = request.param
-    directory = tmp_path_factory.mktemp("live") / "checkpoint"
-    hugging_face.write(hugging_face.RANDOM[family](seed), directory)
-    yield directory, hugging_face.load(directory, "AutoModelForCausalLM"), seed
-
-
-@pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
-def test_live(live: tuple[Path, Any, int]) -> None:
-    """Logits of a batch, and of ragged rows, equal those of `transformers`; so do 20 tokens of a ragged batch of 3."""
-    directory, model, seed = live
-    lm, rng = rlx.load(directory), np.random.default_rng(seed)
-    tokens = rng.integers(0, model.config.vocab_size, (3, 21)).astype(np.int32)
-    want = hugging_face.llama_batch(model, tokens)[1]
-    assert_close(lm.logits(tokens), want)
-    lengths = rng.integers(1, 22, 3).astype(np.int32)
-    assert_rows_close(lm.logits(tokens, lengths), want, lengths)
-    prompts, greedy = hugging_face.clear_prompts(model, [5, 2, 16], 20, seed, distinct=4)
-    assert lm.generate(prompts, max_new_tokens=20) == greedy
 
 
 @pytest.mark.oracle

@@ -48,9 +48,9 @@ def test_load_with_an_adapter(tmp_path: Path) -> None:
     """The logits of PEFT from `load`, also on top of a recipe; a save would lose the adapter, and is refused."""
     want = load_record(adapters.ADAPTER)["logits"]
     lm = rlx.load(adapters.BASE, adapter=adapters.ADAPTER, recipe=rlx.recipe_for(adapters.BASE).after_layers([]))
-    for made in (lm, rlx.load(adapters.BASE, adapter=adapters.ADAPTER)):
-        assert_close(made.logits(TOKENS), want)
-    _, state = lm.prefill(TOKENS[:, :4])
+    assert_close(rlx.load(adapters.BASE, adapter=adapters.ADAPTER).logits(TOKENS), want)
+    first, state = lm.prefill(TOKENS[:, :4])
+    assert_close(first, want[:, :4])
     assert_close(lm.extend(state, TOKENS[:, 4:])[0], want[:, 4:])
     with pytest.raises(errors.UnsupportedError, match=r"loaded with an adapter \(rlx_jax.merge_lora"):
         rlx.save(lm, tmp_path / "whole")
@@ -155,7 +155,6 @@ def test_an_adapter_over_a_changed_input() -> None:
     want = np.asarray(model(TOKENS))
     np.testing.assert_allclose(np.asarray(before(TOKENS)), want, atol=3e-5)
     np.testing.assert_allclose(np.asarray(rlx.compile(recipe, rlx.merge_lora(model))(TOKENS)), want, atol=3e-5)
-    assert np.abs(np.asarray(rlx.compile(recipe)(TOKENS)) - want).max() > 1e-2
 
 
 @pytest.mark.slow

@@ -25,9 +25,10 @@ from rlx_jax.runtime.programs import ProgramKey, Variant
 from rlx_jax.weights.format import OpenOptions
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
+from tests.small import compiles_of
 from tests.test_ring import VOCAB as RING_VOCAB
 from tests.test_ring import windowed
-from tests.test_serving import CONFIG, PROMPTS, SAMPLERS, VOCAB, compiled, model, weights
+from tests.test_serving import CONFIG, PROMPTS, SAMPLERS, VOCAB, model, weights
 
 BERT = checkpoints.FIXTURES / "bert" / "bare_v5"
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [3], [9, 8], [2] * 16]
@@ -54,8 +55,7 @@ def test_an_encoder_has_buckets(bert: Any) -> None:
     """After warm-up nothing compiles, whatever the lengths and however many texts; the vectors are the same."""
     warm = encoder(prompt=[4, 16], batch=[1, 4], on_recompile="error")
     warm.warmup()
-    with compiled() as events:
-        got = [warm.embed(rows) for rows in (ROWS, ROWS[:2], ROWS[2:3])]
+    got, events = compiles_of(lambda: [warm.embed(rows) for rows in (ROWS, ROWS[:2], ROWS[2:3])])
     assert not events and warm.report().recompiles == 0
     assert warm.report().compiles == 4
     for vectors, rows in zip(got, (ROWS, ROWS[:2], ROWS[2:3]), strict=True):
@@ -64,8 +64,8 @@ def test_an_encoder_has_buckets(bert: Any) -> None:
         got, want = (e.hidden_states(tokens, lengths)[-1, : lengths[-1]] for e in (warm, bert))
         assert_close(got, want)
     blocks = [np.arange(rows * width).reshape(rows, width) % 9 for rows, width in ((1, 4), (2, 3), (4, 16))]
-    with compiled() as events:  # blocks of a bucket, and those that are cut from one
-        states = [warm.hidden_states(block) for block in blocks]
+    # blocks of a bucket, and those that are cut from one
+    states, events = compiles_of(lambda: [warm.hidden_states(block) for block in blocks])
     assert not events and (warm.report().compiles, warm.report().recompiles) == (4, 0)
     for block, got in zip(blocks, states, strict=True):
         assert_close(got, bert.hidden_states(block))

@@ -12,12 +12,10 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.ir.ops.recurrent import TokenScan
-from tests import divided
-from tests.divided import mesh
 from tests.oracles.comparing import assert_close
 from tests.small import compiled, llama_weights, profile, w
-from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, generated, head, tokens_flow
-from tests.test_recurrent import ALL, START, WEIGHTS, flow_of, rnn_step
+from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, head, tokens_flow
+from tests.test_recurrent import START, WEIGHTS, rnn_step
 
 N, D = 2, 16
 
@@ -52,17 +50,6 @@ def test_layers_are_one_region() -> None:
         np.asarray(compiled(layers(), LAYERS, profile=profile(layers={"roll": r}))(TOKENS)) for r in ("scan", "unroll")
     ]
     assert_close(whole[0], whole[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tables", "bound"), [({"mixed": "auto_mixed_bf16"}, 2e-2)], ids=str)
-def test_the_state_is_f32_whatever_is_computed_in(tables: Any, bound: float) -> None:
-    """Sums of many small numbers are not rounded at every token."""
-    got, state = generated(flow_of(*ALL), WEIGHTS, tables={"precision": tables})
-    assert {str(a.dtype) for a in state.leaves.values()} == {"float32", "int32"}
-    whole = np.asarray(compiled(flow_of(*ALL), WEIGHTS)(TOKENS))
-    for row, want in zip(got, whole, strict=True):
-        assert_close(row, want[: len(row)], tolerance=10 * bound)
 
 
 def test_small_numbers_add_up_in_bf16() -> None:
@@ -137,29 +124,3 @@ def test_generation_updates_every_leaf_in_place() -> None:
     for proof in proofs:
         assert proof.aliased_bytes >= proof.state_bytes > 2 * 4 * (N * D * D + 3 * 16 + 2 * 8 * 8)
         assert not proof.broken() and not proof.surplus()
-
-
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen35", marks=pytest.mark.soak)])
-def test_the_program_verify_over_devices(family: str) -> None:
-    """Logits, the state and what it is after each token are those of one device; each has its rows and heads of it. A
-    window of what is stored as one is that of its parts side by side."""
-    tokens, lengths, found = [[3, 1, 4], [2, 7, 2]], np.array([3, 2], np.int32), []
-    for place in (None, mesh("data tensor", 4)):
-        verify: Any = rlx.compile(divided.recipe(family), divided.weights(family), program="verify", mesh=place)
-        logits, state = verify(tokens, lengths, state=verify.init_state(2, 8))
-        assert state.length.tolist() == [0, 0]
-        found.append({"logits": np.asarray(logits)} | {name: np.asarray(a) for name, a in state.leaves.items()})
-        every = [a for name, a in state.leaves.items() if a.ndim == 5 and name.endswith("/every")]
-        assert every and all(a.shape[:3] == (2, 3, 8) for a in every)
-    one, many = found
-    parts = [[many.pop(f"{start}{part}.{end}") for part in range(3)] for start, end in windows(one)]
-    many |= {start + end: np.concatenate(held, -1) for (start, end), held in zip(windows(one), parts, strict=True)}
-    assert one.keys() == many.keys()
-    for name, want in one.items():
-        assert_close(many[name], want)
-    assert all(a.sharding.shard_shape(a.shape)[:3] == (1, 3, 4) for a in every)
-
-
-def windows(state: dict[str, np.ndarray]) -> list[tuple[str, str]]:
-    """The names of convolutions' leaves, cut before the slot."""
-    return [(name[: -len(end)], end) for name in state for end in ("conv", "conv/every") if name.endswith(f".{end}")]

@@ -60,9 +60,9 @@ def test_scores_are_those_of_recorded_logits(lm: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_oss/window_v5", "gemma2/caps_v5", *RECURRENT])
+@pytest.mark.parametrize("name", ["gpt_oss/window_v5", *RECURRENT])
 def test_scores_of_other_families(name: str) -> None:
-    """With experts and sinks, with caps and windows; in rows of their own with states."""
+    """With experts and sinks and windows; in rows of their own with states."""
     directory = checkpoints.FIXTURES / name
     check_recorded(rlx.load(directory), directory, "forward" if name in RECURRENT else "packed")
 
@@ -119,16 +119,6 @@ def test_texts_that_differ_in_their_end_are_read_once(lm: Any) -> None:
     assert [score.greedy for score in found[: len(ends)]] == [end == best for end in ends]
 
 
-def test_greedy_text_is_greedy(lm: Any) -> None:
-    """What greedy decoding gives, 24 tokens of `transformers`, has the flag, and has it no more with another token."""
-    record = load_record(TIED)
-    prompts = [row[:n] for row, n in zip(record["ragged_tokens"], record["ragged_lengths"], strict=True)]
-    texts = record["greedy"].copy()
-    assert [s.greedy for s in lm.score(list(zip(prompts, texts, strict=True)))] == [True] * 3
-    texts[1, 20] = (texts[1, 20] + 1) % V
-    assert [s.greedy for s in lm.score(list(zip(prompts, texts, strict=True)))] == [True, False, True]
-
-
 def test_strings(lm: Any) -> None:
     """Strings are their tokens: special ones as the tokenizer puts them, spaces with the continuation, and nothing is
     the begin token."""
@@ -167,7 +157,7 @@ def test_logits_are_never_whole(lm: Any) -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-@pytest.mark.parametrize("positions", [1, 63, 64, 65, 512, 2048, 9000, 262144, None])
+@pytest.mark.parametrize("positions", [1, 64, 65, 2048, 9000, None])
 def test_there_are_at_most_eight_programs(positions: int | None, target: str) -> None:
     """And every text has one row of one call, in a block that there is, wide enough."""
     sizes = score_layout.score_sizes(target, Buckets(), positions, positions or 100_000)
@@ -243,10 +233,8 @@ def strided(ids: list[int], stride: int, context: int, loss: Any) -> float:
     return float(np.exp(total / count))
 
 
-@pytest.mark.parametrize(("stride", "context"), [(16, 40), (40, 40), (2, 12), (64, None), (None, 30)])
-def test_perplexity(stride: int | None, context: int | None, lm: Any) -> None:
+def test_perplexity(lm: Any) -> None:
     """The strided definition over float64 logits, for every way that windows meet."""
-    text = np.random.default_rng(2).integers(2, V, 91 if stride != 2 else 20).tolist()
     config, weights = numpy_reference.read_config(TIED), numpy_reference.read_weights(TIED)
 
     def loss(ids: list[int], targets: np.ndarray) -> float:
@@ -254,8 +242,10 @@ def test_perplexity(stride: int | None, context: int | None, lm: Any) -> None:
         at = np.flatnonzero(targets[1:] != -100)
         return -float(log_softmax(logits)[at, targets[1:][at]].mean())
 
-    want = strided(text, stride or 15, context or POSITIONS, loss)
-    np.testing.assert_allclose(lm.perplexity(text, stride=stride, context=context), want, rtol=1e-5)
+    for stride, context in ((16, 40), (40, 40), (2, 12), (64, None), (None, 30)):
+        text = np.random.default_rng(2).integers(2, V, 91 if stride != 2 else 20).tolist()
+        want = strided(text, stride or 15, context or POSITIONS, loss)
+        np.testing.assert_allclose(lm.perplexity(text, stride=stride, context=context), want, rtol=1e-5)
 
 
 # -- flows of one's own, and what is refused ---------------------------------------------------
@@ -285,19 +275,6 @@ def test_inputs_are_called_anything(name: str) -> None:
     close(rlx.CausalLM(flow, WEIGHTS).score(row).token_logprobs, want)
 
 
-def test_texts_whose_logits_are_not_finite() -> None:
-    """Are named, and the others are there."""
-    weights = WEIGHTS | {"e": WEIGHTS["e"].copy()}
-    weights["e"][3] = np.nan
-    model = rlx.CausalLM(own(Linear("w", shape=(13, 4))), rlx.open_weights(weights, on_nonfinite="ignore"))
-    with pytest.raises(errors.NumericsError, match=r"not finite of texts\[1\] \(first behind 3 tokens\); ") as failed:
-        model.score([[1, 2], [4, 5, 3, 6], [7, 3]])
-    assert failed.value.rows == {1: 2}
-    assert failed.value.outputs[1] is None and failed.value.outputs[2] == model.score([7, 3])
-    with pytest.raises(errors.NumericsError, match=r"not finite of the text \(first behind 6 tokens\); "):
-        model.perplexity([1, 2, 4, 5, 6, 3, 7], context=4, stride=2)  # the window behind the first, at its place
-
-
 def test_what_is_not_finite_stays_in_its_text() -> None:
     """Attention takes it along to the other texts of a row: those are read again."""
     weights = {key: np.array(value) for key, value in divided.weights("llama").items()}
@@ -313,6 +290,8 @@ def test_what_is_not_finite_stays_in_its_text() -> None:
         assert isinstance(beside, type(alone))
         close(beside.token_logprobs, alone.token_logprobs)
         assert np.isfinite(alone.token_logprobs).all()
+    with pytest.raises(errors.NumericsError, match=r"not finite of the text \(first behind 6 tokens\); "):
+        model.perplexity([1, 2, 4, 5, 6, 3, 7], context=4, stride=2)  # the window behind the first, at its place
 
 
 def test_an_input_that_no_output_reads() -> None:
@@ -334,21 +313,14 @@ def test_an_input_that_no_output_reads() -> None:
 
 def test_refused_requests(lm: Any) -> None:
     """Each by its place or by name."""
+    long = errors.SequenceLengthError
     for error, call, message in (
         (errors.TokenIdError, lambda: lm.score([[5, V]]), r"texts\[0\]\[1\]: id 389"),
         (errors.TokenIdError, lambda: lm.score([([5], [6, -1])]), r"texts\[0\]\[1\]\[1\]: id -1"),
-        (
-            errors.SequenceLengthError,
-            lambda: lm.score([[5, 6], [5] * 130]),
-            r"texts\[1\]: 130 tokens, the last one",
-        ),
-        (errors.SequenceLengthError, lambda: lm.score([5] * 130), r"^texts: 130 tokens, the last one not read"),
+        (long, lambda: lm.score([[5, 6], [5] * 130]), r"texts\[1\]: 130 tokens, the last one"),
+        (long, lambda: lm.score([5] * 130), r"^texts: 130 tokens, the last one not read"),
         (errors.RequestError, lambda: lm.perplexity([5, 6, 7], stride=0), "stride is 0"),
-        (
-            errors.RequestError,
-            lambda: lm.perplexity([5, 6, 7], stride=1, context=2),
-            "would; pass stride=2",
-        ),
+        (errors.RequestError, lambda: lm.perplexity([5, 6, 7], stride=1, context=2), "would; pass stride=2"),
         (errors.RequestError, lambda: lm.perplexity([5, 6, 7], context=1), "context is 1"),
         (errors.RequestError, lambda: lm.perplexity([5]), "a text of 1 tokens has none to predict"),
     ):

@@ -51,10 +51,9 @@ SAMPLERS = [rlx.Sampler(temperature=0.8), rlx.Sampler(temperature=1.3, top_k=5, 
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=["temperature", "filters"])
-@pytest.mark.parametrize("rows", [20_000, pytest.param(200_000, marks=pytest.mark.soak)])
-def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler, rows: int) -> None:
+def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler) -> None:
     """Of two drafts a row, at all three places: the first, one behind a draft that was kept, and the one for free."""
-    vocab, k = 7, 2
+    vocab, k, rows = 7, 2, 20_000
     p, q = RNG.normal(0, 1.5, (k + 1, vocab)), RNG.normal(0, 1.5, (k, vocab))
     wanted, drafting = ([filtered(row, sampler) for row in x] for x in (p, q))
     loop = VerifyLoop(sampler.method(vocab), "ids", 1, PromptLookup(k))
@@ -98,7 +97,7 @@ def test_generated_texts_have_the_targets_distribution(source: str, prompt: list
     """Texts of three tokens, of which the second is drafted, against the probabilities of the logits.
 
     What can come first stands in the longer prompt, so that there is a draft behind it. Of each kind about four drafts
-    in ten are kept. Were what follows a refused one drawn from the target as it is, χ² would be over 9,000.
+    in ten are kept. Were what follows a refused one drawn from the target as it is, χ² would be over 2,000.
     """
     flow, weights = windowed(3)
     # With few prompt sizes there is little to compute beside the tokens.
@@ -108,7 +107,7 @@ def test_generated_texts_have_the_targets_distribution(source: str, prompt: list
     other = {k: v + noise.normal(0, 0.05 * (v.ndim > 1), v.shape).astype("f4") for k, v in weights.items()}
     drafter = rlx.CausalLM(replace(flow, name="drafts"), other, profile=profile)
     drafts: Any = drafter if source == "model" else "prompt"
-    sampler, rows, times = rlx.Sampler(temperature=0.9, top_k=3), 10_000, 7
+    sampler, rows, times = rlx.Sampler(temperature=0.9, top_k=3), 10_000, 2
     counts = np.zeros((VOCAB,) * 3)
     accepted = 0
     for seed in range(times):

@@ -155,3 +155,17 @@ SENTENCE_EXTRAS: dict[str, dict[str, Any]] = {
     | {"sentence": {"prompts": {"query": "query: "}, "default_prompt_name": "query"}},
 }
 """What may be refused, but not ignored."""
+
+
+def inside(source: Path, target: Path, architecture: str, prefix: str) -> Path:
+    """A copy of a text model inside a checkpoint that reads images: its config is nested, its keys begin with
+    `prefix`."""
+    text = json.loads((copy(source, target) / "config.json").read_text("utf-8"))
+    del text["architectures"]
+    kind = {"Gemma3ForConditionalGeneration": "gemma3", "Qwen3_5ForConditionalGeneration": "qwen3_5"}[architecture]
+    outer = {"architectures": [architecture], "model_type": kind, "text_config": text}
+    outer |= {"tie_word_embeddings": text.get("tie_word_embeddings", True)}
+    (target / "config.json").write_text(json.dumps(outer), "utf-8")
+    edit_tensors(target, lambda t: {k if k.startswith(("mtp.", "lm_head.")) else prefix + k.removeprefix("model."): v
+                                    for k, v in t.items()})  # fmt: skip
+    return target
