@@ -34,15 +34,14 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 gc.set_threshold(100_000, 20, 100)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Tests compile without LLVM's optimiser, by XLA's older emitters, and each program as one LLVM module in place of
-    many, which takes a quarter of the time; what XLA does to a program is the same. The comparisons with other
-    implementations run what users run."""
-    if config.option.markexpr != "oracle":
-        flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-        if jax.__version_info__ < (0, 11):
-            flags.append("--xla_cpu_use_fusion_emitters=false")
-        os.environ.setdefault("XLA_FLAGS", " ".join(flags))  # read at the first computation
+    many, which takes a quarter of the time; what XLA does to a program is the same. A few comparisons with transformers
+    run what users run: `test_families.py::test_live_with_all_optimisations`."""
+    flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+    if jax.__version_info__ < (0, 11):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))  # read at the first computation
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import rlx_jax as rlx
+from rlx_jax import blocks
 from rlx_jax.models import dinov2
 
 V = 61
@@ -108,3 +109,28 @@ def mesh(kinds: str, devices: int, kind: AxisType = AxisType.Auto) -> Mesh:
     sizes = [2] * (len(names) - 1)
     shape = (*sizes, devices // math.prod(sizes))
     return Mesh(np.array(jax.devices()[:devices]).reshape(shape), names, axis_types=(kind,) * len(names))
+
+
+# -- rings beside a whole cache ----------------------------------------------------------------
+
+RING_VOCAB = 19
+RING_SIZES = {
+    "vocab_size": RING_VOCAB, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "hidden_act": "silu",
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def windowed(window: int, everywhere: bool = False) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
+    """Two Llama layers with a window, in the first or `everywhere`, and random weights."""
+    masks = (f"sliding:{window}", f"sliding:{window}" if everywhere else "causal")
+    specs = [blocks.LlamaDecoderSpec(num_heads=4, head_dim=4, num_kv_heads=2, mask=m) for m in masks]
+    flow = (
+        rlx.ModelFlow("windows").input("input_ids", ("batch", "seq"), dtype="int32")
+        .rope_tables(blocks.RopeTables.theta(4)).token_embed()
+        .repeat_layers(2, lambda i: blocks.llama_prefill_layer_fused(i, specs[i]))
+        .final_norm(1e-6).lm_head(RING_VOCAB, 12, tied=False)
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    shapes = rlx.Llama32Flow.for_prefill(RING_SIZES).shapes()
+    normal = {k: rng.normal(0, 0.4 * len(s.shape) - 0.4, s.shape) for k, s in shapes.items()}
+    return flow, {k: (v + (v.ndim == 1)).astype("f4") for k, v in normal.items()}

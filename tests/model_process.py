@@ -32,11 +32,18 @@ def mesh(what: str) -> Mesh:
     return Mesh(np.array(jax.devices()[:DEVICES]).reshape(shape), names)
 
 
-def run(checkpoint: str | Path, directory: str | Path, steps: int, save_at: int) -> dict[str, Any]:
-    """Tokens that the checkpoint generates, and the loss of each step after the newest that is saved."""
+def generated(checkpoint: str | Path) -> dict[str, Any]:
+    """Tokens that the checkpoint generates."""
     lm = rlx.load(checkpoint, mesh=mesh("generate"))
-    tokens = lm.generate(PROMPTS, max_new_tokens=8)
-    sampled = lm.generate(PROMPTS, max_new_tokens=8, sampler=rlx.Sampler(temperature=1.0), seed=7)
+    sampler = rlx.Sampler(temperature=1.0)
+    return {
+        "tokens": lm.generate(PROMPTS, max_new_tokens=8),
+        "sampled": lm.generate(PROMPTS, max_new_tokens=8, sampler=sampler, seed=7),
+    }
+
+
+def losses_of(checkpoint: str | Path, directory: str | Path, steps: int, save_at: int) -> dict[int, float]:
+    """The loss of each step after the newest that is saved."""
     model = rlx.compile(rlx.from_pretrained(checkpoint), mesh=mesh("train"), program="train")
     optimizer = optax.adamw(1e-2)
     step, losses = train.make_step(model, optimizer), {}
@@ -46,11 +53,11 @@ def run(checkpoint: str | Path, directory: str | Path, steps: int, save_at: int)
             state = checkpoints.restore(state)
         for number in range(int(state.step) + 1, steps + 1):
             rng = np.random.default_rng(number)
-            state, metrics = step(state, rng.integers(0, lm.vocab_size, (8, 12)).astype(np.int32))
+            state, metrics = step(state, rng.integers(0, 389, (8, 12)).astype(np.int32))
             losses[number] = float(metrics.loss)
             if number == save_at:
                 checkpoints.save(number, state)
-    return {"tokens": tokens, "sampled": sampled, "losses": losses}
+    return losses
 
 
 def main() -> None:
@@ -70,7 +77,8 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES // given.of)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{given.port}", given.of, given.process)
-    print(json.dumps(run(given.checkpoint, given.directory, given.steps, given.save_at)), file=said, flush=True)
+    losses = losses_of(given.checkpoint, given.directory, given.steps, given.save_at)
+    print(json.dumps(generated(given.checkpoint) | {"losses": losses}), file=said, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from rlx_jax.encode import embedding
 from rlx_jax.encode.packing import COSTS, apart, plan, sizes_for
 from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
 from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError
+from tests.divided import windowed
 from tests.oracles import checkpoints, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.small import compiles_of
-from tests.test_ring import windowed
 
 BERT = checkpoints.FIXTURES / "bert" / "bare_v5"
 SAME = 1e-6

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tokenizers import Tokenizer
 
 import rlx_jax as rlx
 from rlx_jax import errors
@@ -53,18 +52,6 @@ def test_fifty_texts(minilm: Any, recorded: npt.NDArray[np.float32]) -> None:
     """All 50 texts in one call: empty, blank, many scripts, emoji, code, 600 words."""
     assert_embeddings(minilm.embed(texts.fifty()), recorded)
     assert np.asarray(minilm.embed([])).shape == (0, 384)
-
-
-def test_lists_of_ids(minilm: Any, recorded: npt.NDArray[np.float32]) -> None:
-    """Ids with their special tokens are embedded as they are."""
-    tokenizer = Tokenizer.from_file(str(minilm_directory() / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    chosen = [0, 9, 10, 24]
-    ids = [tokenizer.encode(texts.fifty()[i]).ids for i in chosen]
-    assert_embeddings(minilm.embed(ids), recorded[chosen])
-    with pytest.raises(errors.TokenIdError):
-        minilm.embed([[101, 30522, 102]])
 
 
 @pytest.fixture(scope="module")

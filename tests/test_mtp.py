@@ -14,16 +14,10 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.generate.drafting import drafter_of
-from rlx_jax.generate.generation import start
-from rlx_jax.generate.plan import plan_request
-from rlx_jax.generate.request import Request
-from rlx_jax.generate.speculative import OWN
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import TypeCache
 from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow
-from rlx_jax.runtime.state import LENGTH
 from tests.op_table import BLOCKS, SIZES, operand
 from tests.oracles import checkpoints, mtp_drafts
 from tests.oracles.comparing import assert_close, assert_rows_close
@@ -105,41 +99,6 @@ def test_the_model_and_its_module_share_arrays(lm: Any) -> None:
     own, shared = lm.model.params, drafter.params()
     assert {k for k, a in shared.items() if own.get(k) is a} == {"model.embed_tokens.weight", "lm_head.weight"}
     assert not any(key.startswith("mtp.") for key in own) and drafter.programs.layout.types().keys() == shared.keys()
-
-
-@pytest.mark.slow
-def test_the_state_is_that_of_what_was_taken(lm: Any) -> None:
-    """Behind the last step: of the model as if the text had been read at once, recurrent leaves too; of the module as
-    many pairs as are certain."""
-    request = Request(tuple(map(tuple, PROMPTS)), NEW, drafter=drafter_of("mtp", DRAFTS, lm._lm))
-    generation = start(plan_request(lm._lm, request))
-    new = np.concatenate(list(generation), axis=1)
-    texts = [[*p, *r[r >= 0].tolist()] for p, r in zip(PROMPTS, new, strict=True)]
-    state: StateArrays = generation.state
-    assert state[LENGTH].tolist() == [len(text) - 1 for text in texts]
-    assert all(len(t) - 2 - DRAFTS <= n < len(t) for n, t in zip(state[OWN + LENGTH].tolist(), texts, strict=True))
-    want = read_in_parts(lm, [text[:-1] for text in texts])
-    kinds = set()
-    for name, array in want.items():
-        kinds.add(name.rpartition(".")[2])
-        for b, text in enumerate(texts):
-            held = slice(0, len(text) - 1) if name.endswith((".k", ".v")) else slice(None)
-            assert_close(np.asarray(state[name])[b][held], np.asarray(array)[b][held], tolerance=1e-4)
-    assert kinds == {"conv", "delta", "k", "v"}
-
-
-def read_in_parts(lm: Any, texts: list[list[int]]) -> dict[str, Any]:
-    """The state's arrays behind texts of any length, in blocks of eight tokens, without its length."""
-    state = None
-    for at in range(0, max(map(len, texts)), 8):
-        lengths = [min(max(len(t) - at, 0), 8) for t in texts]
-        block = np.array([(t[at : at + 8] + [0] * 8)[:8] for t in texts], np.int32)
-        if state is None:
-            _, state = lm.prefill(block, lengths, max_len=32, logits="last")
-        else:
-            _, state = lm.extend(state, block, lengths, logits="last")
-    assert state is not None
-    return dict(state.state.leaves)
 
 
 @pytest.mark.slow

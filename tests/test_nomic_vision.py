@@ -103,16 +103,14 @@ def test_published_config() -> None:
         model(np.zeros((1, 3, 12, 25), np.float32))
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
+def test_configs_that_are_refused() -> None:
+    """By field, with the value."""
+    changes: dict[str, Any]
+    for changes, match in (
         ({"norm_mlp": False}, "norm_mlp"), ({"prenorm": False}, "prenorm"), ({"register_tokens": 4}, "register_tokens"),
         ({"rotary_emb_fraction": 0.5}, "rotary_emb_fraction"), ({"use_pos_embed": False}, "use_pos_embed"),
         ({"n_head": 5}, "n_embd 768 is not a multiple of n_head 5"), ({"n_head": 128}, "need a multiple of 4"),
         ({"n_inner": None}, "n_inner"), ({"window": 3}, "field 'window' is '3'"),
-    ],
-)  # fmt: skip
-def test_configs_that_are_refused(changes: dict[str, Any], match: str) -> None:
-    """By field, with the value."""
-    with pytest.raises((errors.ConfigError, errors.UnsupportedError), match=match):
-        NomicVisionConfig.from_hf(oracle.PUBLISHED | changes)
+    ):  # fmt: skip
+        with pytest.raises((errors.ConfigError, errors.UnsupportedError), match=match):
+            NomicVisionConfig.from_hf(oracle.PUBLISHED | changes)

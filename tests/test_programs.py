@@ -23,11 +23,10 @@ from rlx_jax.runtime.compiling import compile_together
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.programs import ProgramKey, Variant
 from rlx_jax.weights.format import OpenOptions
+from tests.divided import RING_VOCAB, windowed
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.small import compiles_of
-from tests.test_ring import VOCAB as RING_VOCAB
-from tests.test_ring import windowed
 from tests.test_serving import CONFIG, PROMPTS, SAMPLERS, VOCAB, model, weights
 
 BERT = checkpoints.FIXTURES / "bert" / "bare_v5"

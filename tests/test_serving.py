@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -338,25 +337,3 @@ def test_an_interrupt_leaves_the_model_as_it_was(plain: Any, monkeypatch: pytest
     interrupt(monkeypatch, 0, lambda: plain.extend(other, [[3]]), first=False)
     with pytest.raises(errors.SessionStateError):
         plain.extend(other, [[3]])
-
-
-@pytest.mark.soak
-def test_a_hundred_thousand_steps() -> None:
-    """Batches and samplers, some streams dropped on the way: one answer to each again and again, and memory is flat."""
-    lm = model(prompt=[4, 8], batch=[1, 4], context=[64], on_recompile="error")
-    samplers = (rlx.Sampler(), rlx.Sampler(temperature=1.0, top_k=7, repetition_penalty=1.1))
-    lm.warmup(samplers=samplers)
-    rng, answers, resident = np.random.default_rng(0), dict[int, Any](), list[int]()
-    for turn in range(3000):
-        n = turn % 12
-        prompts = [[(n + i) % VOCAB] * (i + 1) for i in range(1 + n % 4)]
-        found = lm.generate(prompts, 20 + n, samplers[n % 2], seed=n)
-        assert found == answers.setdefault(n, found)
-        if rng.random() < 0.1:
-            dropped = lm.stream(prompts[0], 20 + n, samplers[n % 2], seed=n)
-            assert next(dropped) == found[0][0]
-            dropped.close()
-        held = sum(a.nbytes for a in jax.live_arrays())
-        resident += [int(Path("/proc/self/statm").read_text("ascii").split()[1]) * 4096, held]
-    assert lm.report().recompiles == 0 and resident[-1] == resident[201]
-    assert resident[-2] - resident[200] < 16 * 2**20

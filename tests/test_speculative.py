@@ -17,20 +17,22 @@ from rlx_jax.generate.drafting import drafter_of
 from rlx_jax.generate.prompt_lookup import LONGEST, find_place
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests import test_cross_attention, test_mesh, test_recurrent
+from tests.divided import RING_VOCAB as VOCAB
+from tests.divided import windowed
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.recorded import load_case
 from tests.test_derive import head, tokens_flow
-from tests.test_ring import VOCAB, windowed
 
 WINDOW = 5
+BUCKETS = {"prompt": [16], "batch": [3], "context": [96]}
 RNG = np.random.default_rng(7)
 PROMPTS: list[list[int]] = [RNG.integers(0, VOCAB, n).tolist() for n in (9, 3, 14)]
 
 
 @functools.cache
 def rings() -> Any:
-    """Two layers with rings and one with a whole cache."""
-    return rlx.CausalLM(*windowed(WINDOW))
+    """A layer with a ring and one with a whole cache, in programs of one size."""
+    return rlx.CausalLM(*windowed(WINDOW), profile=rlx.CompileProfile().replace(buckets=BUCKETS))
 
 
 def test_the_place_of_an_end() -> None:
@@ -122,7 +124,7 @@ def cut(row: list[int], stop: int) -> list[int]:
 def test_drafts_of_requests_of_other_sizes() -> None:
     """No array of the state has slots for all tokens, and the text that drafts come of has."""
     lm: Any = rlx.CausalLM(*windowed(3, everywhere=True))
-    for count in (20, 100, 30):
+    for count in (20, 60):
         prompt = [[5, 7, 5, 7] * (count // 4)]
         assert lm.generate(prompt, 8, speculative="prompt") == lm.generate(prompt, 8)
 
@@ -145,7 +147,8 @@ def perturbed(share: float = 0.1) -> Any:
     flow, weights = windowed(WINDOW)
     rng = np.random.default_rng(1)
     noise = {key: v + rng.normal(0, share * (v.ndim > 1), v.shape).astype("f4") for key, v in weights.items()}
-    return rlx.CausalLM(replace(flow, name="drafts"), noise)
+    profile = rlx.CompileProfile().replace(buckets=BUCKETS)
+    return rlx.CausalLM(replace(flow, name="drafts"), noise, profile=profile)
 
 
 def test_drafts_of_another_model_change_no_token() -> None:
@@ -163,7 +166,7 @@ def test_drafts_of_another_model_change_no_token() -> None:
 def test_models_that_cannot_draft() -> None:
     """Other ids, more than tokens to read, fewer positions than the request has."""
     flow, weights = windowed(WINDOW)
-    lm = rings()
+    lm: Any = rlx.CausalLM(flow, weights)
     other = load_case(FIXTURES / "llama" / "gqa_plain_attnbias_v5").lm
     with pytest.raises(errors.RequestError, match=r"cannot draft for windows: it has \d+ tokens, and expected are 19"):
         lm.generate(PROMPTS[0], speculative=other)
@@ -183,7 +186,8 @@ def test_a_source_that_knows_fewer_positions() -> None:
     """Its cache is no larger than what it knows, though that of the model alone would be."""
     flow, weights = windowed(WINDOW)
     short = rlx.CausalLM(replace(flow, name="short"), weights, max_positions=40)
-    lm, prompt = rings(), [3, 1, 4, 1, 5, 9]
+    lm: Any = rlx.CausalLM(flow, weights)
+    prompt = [3, 1, 4, 1, 5, 9]
     want = lm.generate(prompt, max_new_tokens=30)
     assert lm.generate(prompt, max_new_tokens=30, speculative=short) == want
 
@@ -253,3 +257,23 @@ def test_models_on_other_devices_cannot_draft() -> None:
     with pytest.raises(errors.UnsupportedError, match="over a mesh of data 2 × tensor 2 and one device; make both"):
         drafter_of(many, 3, one)
     assert drafter_of(many, 3, many) is not None
+
+
+@pytest.mark.slow
+def test_rings_of_many_rows() -> None:
+    """A chunk may copy a ring that it reads as it was."""
+    flow, weights = windowed(3)
+    lm: Any = rlx.CausalLM(flow, weights, profile=rlx.CompileProfile().replace(buckets={"prompt": [4]}))
+    prompt, rows = [3, 1, 4, 1, 5, 9, 2], 800  # 75 KB of each ring, which are seen
+    want = lm.generate([prompt], max_new_tokens=6)
+    assert lm.generate([prompt] * rows, max_new_tokens=6) == want * rows
+
+
+def test_a_ring_has_the_size_of_its_window() -> None:
+    """And never more slots than the context."""
+    flow, weights = windowed(5)
+    extend: Any = rlx.compile(flow, weights, program="extend")
+    for context, ring in ((24, 5), (4, 4)):
+        shapes = {name: a.shape for name, a in extend.init_state(2, context).leaves.items()}
+        assert {s[1] for name, s in shapes.items() if name.startswith("layers.1")} == {context}
+        assert {s[1] for name, s in shapes.items() if not name.startswith("layers.1")} == {ring}

@@ -14,7 +14,8 @@ import rlx_jax as rlx
 from rlx_jax.generate.decode import new_rows
 from rlx_jax.generate.prompt_lookup import PromptLookup
 from rlx_jax.generate.speculative import DRAFT, Drafts, VerifyLoop
-from tests.test_ring import VOCAB, windowed
+from tests.divided import RING_VOCAB as VOCAB
+from tests.divided import windowed
 
 RNG = np.random.default_rng(5)
 

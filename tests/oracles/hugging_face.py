@@ -172,12 +172,12 @@ def first_nomic(config: dict[str, Any]) -> dict[str, Any]:
     return kept | {"auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"}}
 
 
-def load(directory: Path, auto_class: str) -> Any:
-    """The model in `directory`, float32, eager attention, as transformers reads it."""
+def load(directory: Path, auto_class: str, dtype: str = "float32") -> Any:
+    """The model in `directory` with eager attention, as transformers reads it."""
     torch, transformers = _modules()
     cls = getattr(transformers, auto_class)
     model, info = cls.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        directory, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True
     )
     model.set_experts_implementation("eager")  # the others ask for widths that are multiples of 16 bytes
     assert not info["missing_keys"] or auto_class == "AutoModel", info
@@ -189,13 +189,8 @@ def load(directory: Path, auto_class: str) -> Any:
 
 def llama_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[tuple[Floats, Floats]]:
     """Last hidden state (after the final norm) and logits of each row, computed alone."""
-    torch, _ = _modules()
-    out = []
-    with torch.no_grad():
-        for row in rows:
-            result = model(torch.tensor([list(row)]), output_hidden_states=True, use_cache=False)
-            out.append((result.hidden_states[-1][0].numpy(), result.logits[0].numpy()))
-    return out
+    found = [llama_batch(model, np.array([row])) for row in rows]
+    return [(hidden[0], logits[0]) for hidden, logits in found]
 
 
 def hidden_states(model: Any, tokens: npt.NDArray[Any]) -> list[Floats]:
@@ -211,7 +206,7 @@ def llama_batch(model: Any, tokens: npt.NDArray[Any]) -> tuple[Floats, Floats]:
     torch, _ = _modules()
     with torch.no_grad():
         result = model(torch.from_numpy(tokens.astype(np.int64)), output_hidden_states=True, use_cache=False)
-    return result.hidden_states[-1].numpy(), result.logits.numpy()
+    return result.hidden_states[-1].float().numpy(), result.logits.float().numpy()
 
 
 def cached(model: Any, tokens: npt.NDArray[Any]) -> dict[str, Floats]:
@@ -232,14 +227,7 @@ def cached(model: Any, tokens: npt.NDArray[Any]) -> dict[str, Floats]:
 
 def bf16_logits(directory: Path, tokens: npt.NDArray[Any]) -> Floats:
     """Logits `[B, S, V]` of the checkpoint computed in bfloat16, as float32."""
-    torch, transformers = _modules()
-    cls = transformers.AutoModelForCausalLM
-    model = cls.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
-    model.set_experts_implementation("eager")
-    with torch.no_grad():
-        logits = model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits
-    out: Floats = logits.float().numpy()
-    return out
+    return llama_batch(load(directory, "AutoModelForCausalLM", "bfloat16"), tokens)[1]
 
 
 def config_of(family: str, fields: dict[str, Any]) -> Any:
