@@ -100,7 +100,7 @@ def test_an_edit_of_a_tower() -> None:
     recipe = rlx.recipe_for(DUAL / "clip")
     edited = recipe.at("vision.layers.0.mlp").scale(0.3)
     assert len(edited.assemble()._block_edits) == 1
-    weights = {key: np.asarray(a) for key, a in rlx.compile(recipe).weights().items()}
+    weights = {key: np.array(a) for key, a in rlx.compile(recipe).weights().items()}
     for part in ("weight", "bias"):
         weights[f"vision_model.encoder.layers.0.mlp.fc2.{part}"] *= np.float32(0.3)
     found, want = vectors(edited), whole(recipe, weights)
@@ -326,7 +326,7 @@ def test_defaults_and_old_spellings() -> None:
 def test_configs_that_are_refused() -> None:
     """By field, with the value."""
     config: Any
-    changes: dict[str, Any]
+    changes: Any
     for config, changes, match in (
         (ClipConfig, {"text_config": {"rope": 1}}, "field 'rope' is '1'; it may change the computation"),
         (ClipConfig, {"vision_config": {"patch_size": 0}}, "expected at least 1"),

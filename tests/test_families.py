@@ -238,10 +238,10 @@ def test_published_sizes(file: Path) -> None:
     assert matrices <= set(built.roles)  # what a mesh may divide
 
 
-SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
-    (LLAMA, "dynamic", {"rope_parameters": SCALED | {"rope_type": "dynamic"}}),
-    (LLAMA, "wobbly", {"rope_parameters": SCALED | {"rope_type": "wobbly"}}),
+    (LLAMA, "dynamic", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}),
+    (LLAMA, "wobbly", {"rope_parameters": ROPE | {"rope_type": "wobbly"}}),
     (LLAMA, "partial_rotary_factor", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     (
         LLAMA, "dynamic",
@@ -314,10 +314,10 @@ def test_positions_that_gpt2_knows() -> None:
 
 
 LIVE = {
-    "llama": (101, 106, 108, 109, 112), "mistral": (200, 202, 210), "mixtral": (200, 201, 202),
-    "qwen3_moe": (200, 202, 210), "gpt_oss": (201, 202), "gpt2": (200, 201, 205), "qwen3_5_text": (307, 309, 310),
-    "mamba2": (301, 302, 304), "qwen2": (201, 202, 203), "qwen3": (201, 203, 212), "gemma": (201, 202, 203),
-    "gemma2": (200, 201, 202), "gemma3_text": (200, 201, 202),
+    "llama": (101, 106, 108, 109, 112), "mistral": (202, 200, 210), "mixtral": (202, 200, 201),
+    "qwen3_moe": (202, 200, 210), "gpt_oss": (202, 201), "gpt2": (200, 201, 205), "qwen3_5_text": (307, 309, 310),
+    "mamba2": (301, 302, 304), "qwen2": (202, 201, 203), "qwen3": (212, 201, 203), "gemma": (202, 201, 203),
+    "gemma2": (201, 200, 202), "gemma3_text": (201, 200, 202),
 }  # fmt: skip
 """Seeds of fresh random checkpoints: those whose few layers have the most kinds of fields between them."""
 
@@ -326,7 +326,7 @@ LIVE = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("family", "seed"), [(family, seed) for family, seeds in LIVE.items() for seed in seeds])
 def test_live(family: str, seed: int, tmp_path: Path) -> None:
-    """Logits of a batch, and of ragged rows, equal those of `transformers`; so do 16 greedy tokens of a ragged batch of
+    """Logits of a batch, and of ragged rows, equal those of `transformers`; so do 10 greedy tokens of a ragged batch of
     3, past every window. For the first seed bfloat16 departs from float32 by at most 1.5 times what theirs does, root
     mean square."""
     directory, rng = tmp_path / "checkpoint", np.random.default_rng(seed)
@@ -337,8 +337,8 @@ def test_live(family: str, seed: int, tmp_path: Path) -> None:
     assert_close(lm.logits(tokens), want)
     lengths = rng.integers(1, 22, 3).astype(np.int32)
     assert_rows_close(lm.logits(tokens, lengths), want, lengths)
-    prompts, greedy = hugging_face.clear_prompts(model, [5, 2, 9], 16, seed, distinct=3)
-    assert lm.generate(prompts, max_new_tokens=16) == greedy
+    prompts, greedy = hugging_face.clear_prompts(model, [5, 2, 9], 10, seed, distinct=3)
+    assert lm.generate(prompts, max_new_tokens=10) == greedy
     if seed == LIVE[family][0] and family not in ("qwen3_5_text", "mamba2"):  # those: test_hybrid.py
         profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
         found = (
@@ -353,7 +353,7 @@ def test_live(family: str, seed: int, tmp_path: Path) -> None:
 def test_live_with_all_optimisations() -> None:
     """A decoder, experts, a recurrent family and an encoder in a process whose XLA optimises as for users; the other
     tests, those beside it too, do without most of it."""
-    chosen = [f"tests/test_families.py::test_live[{name}]" for name in ("qwen3-201", "mixtral-200", "qwen3_5_text-309")]
+    chosen = [f"tests/test_families.py::test_live[{name}]" for name in ("qwen3-203", "mixtral-200", "mamba2-304")]
     chosen += ["tests/test_encoders.py::test_live_hidden_states[mpnet-302]"]
     environment = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "oracle", *chosen]

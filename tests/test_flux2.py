@@ -55,7 +55,7 @@ def test_bf16_is_no_worse_than_its_rounding(record: dict[str, Any]) -> None:
 
 
 def test_configs_that_are_not_built(tmp_path: Path) -> None:
-    changes: dict[str, Any]
+    changes: Any
     for n, (changes, error, text) in enumerate((
         ({"axes_dims_rope": [2, 4, 2]}, errors.ConfigError, "axes_dims_rope .* sum to 8; expected .*, 10"),
         ({"mlp_ratio": 0.001}, errors.ConfigError, "leave nothing to compute"),

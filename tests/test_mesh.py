@@ -84,7 +84,7 @@ def test_encoder(family: str, kinds: str, devices: int) -> None:
 def test_images(family: str, kinds: str, devices: int) -> None:
     """Hidden states and vectors of images, and how texts beside them fit, of rows that no axis divides."""
     pixels = np.random.default_rng(2).normal(size=(3, 3, 12, 12)).astype(np.float32)
-    made, held, found = recipe(family), weights(family), []
+    made, held, found = recipe(family), weights(family), list[Any]()
     for place in (None, mesh(kinds, devices)):
         if family in ("clip", "siglip"):
             towers = (made.of("text"), made.of("vision"))

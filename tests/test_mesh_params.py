@@ -145,6 +145,7 @@ def test_fewer_key_heads_than_devices() -> None:
 
 
 def test_sizes_that_do_not_divide() -> None:
+    changes: Any
     for changes, text in (
         ({"num_attention_heads": 9, "num_key_value_heads": 3}, "self_attn: 9 query heads .* over 2 devices"),
         ({"num_key_value_heads": 3, "num_attention_heads": 6}, "self_attn: 3 key heads .*kv_heads = "),

@@ -105,7 +105,7 @@ def test_published_config() -> None:
 
 def test_configs_that_are_refused() -> None:
     """By field, with the value."""
-    changes: dict[str, Any]
+    changes: Any
     for changes, match in (
         ({"norm_mlp": False}, "norm_mlp"), ({"prenorm": False}, "prenorm"), ({"register_tokens": 4}, "register_tokens"),
         ({"rotary_emb_fraction": 0.5}, "rotary_emb_fraction"), ({"use_pos_embed": False}, "use_pos_embed"),

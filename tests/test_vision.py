@@ -228,7 +228,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
     """Of an image processor: by name."""
     directory = checkpoints.copy(VISION / "dinov2", tmp_path / "dinov2")
     plain = json.loads((directory / "preprocessor_config.json").read_text("utf-8"))
-    changes: dict[str, Any]
+    changes: Any
     for changes, match in (
         ({"image_processor_type": "LlavaImageProcessor"}, "image processor 'LlavaImageProcessor' is not built"),
         ({"size": {"longest_edge": 8}}, "supported are height and width, or shortest_edge alone"),
@@ -322,7 +322,7 @@ def test_few_programs() -> None:
 
 def test_configs_that_are_refused() -> None:
     """By field, with the value."""
-    changes: dict[str, Any]
+    changes: Any
     for changes, match in (
         ({"hidden_size": 10, "num_attention_heads": 3}, "is not a multiple of num_attention_heads"),
         ({"image_size": 5, "patch_size": 6}, "is smaller than patch_size"),
