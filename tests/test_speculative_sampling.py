@@ -27,11 +27,14 @@ def limit(freedom: int, z: float = 3.7) -> float:
 
 
 def chi_squared(counts: np.ndarray, p: np.ndarray) -> tuple[float, float]:
-    """The statistic of counts against probabilities, and its limit; cells that are expected are counted."""
+    """The statistic of counts against probabilities, and its limit; cells that are expected are counted, rare ones as
+    one."""
     assert counts[p == 0].sum() == 0
-    expected = (counts.sum() * p)[p > 0]
+    expected, counts = (counts.sum() * p)[p > 0], counts[p > 0]
+    if (rare := expected < 5).any():
+        expected, counts = (np.append(x[~rare], x[rare].sum()) for x in (expected, counts))
     assert expected.min() > 5
-    return float(((counts[p > 0] - expected) ** 2 / expected).sum()), limit(len(expected) - 1)
+    return float(((counts - expected) ** 2 / expected).sum()), limit(len(expected) - 1)
 
 
 def filtered(logits: np.ndarray, sampler: rlx.Sampler) -> np.ndarray:
@@ -87,27 +90,21 @@ def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler) -> No
             assert abs(drafted - wanted[place]).max() > 0.05  # drafts alone would be found out
 
 
-@pytest.mark.parametrize(
-    ("source", "prompt"),
-    [
-        pytest.param("prompt", [4, 9, 6, 4, 16, 15, 2, 17], marks=pytest.mark.soak, id="prompt"),
-        pytest.param("model", [1, 2, 3], marks=pytest.mark.slow, id="model"),
-    ],
-)
-def test_generated_texts_have_the_targets_distribution(source: str, prompt: list[int]) -> None:
-    """Texts of three tokens, of which the second is drafted, against the probabilities of the logits.
+@pytest.mark.slow
+def test_generated_texts_have_the_targets_distribution() -> None:
+    """Texts of three tokens, of which the second is drafted by another model, against the probabilities of the logits.
 
-    What can come first stands in the longer prompt, so that there is a draft behind it. Of each kind about four drafts
-    in ten are kept. Were what follows a refused one drawn from the target as it is, χ² would be over 2,000.
+    About two drafts in three are kept. Were what follows a refused one drawn from the target as it is, χ² would be far
+    over its limit.
     """
+    prompt = [1, 2, 3]
     flow, weights = windowed(3)
     # With few prompt sizes there is little to compute beside the tokens.
     profile = rlx.CompileProfile().replace(buckets={"prompt": [len(prompt)], "context": [16]})
     lm: Any = rlx.CausalLM(flow, weights, profile=profile)
     noise = np.random.default_rng(5)
     other = {k: v + noise.normal(0, 0.05 * (v.ndim > 1), v.shape).astype("f4") for k, v in weights.items()}
-    drafter = rlx.CausalLM(replace(flow, name="drafts"), other, profile=profile)
-    drafts: Any = drafter if source == "model" else "prompt"
+    drafts = rlx.CausalLM(replace(flow, name="drafts"), other, profile=profile)
     sampler, rows, times = rlx.Sampler(temperature=0.9, top_k=3), 10_000, 2
     counts = np.zeros((VOCAB,) * 3)
     accepted = 0
@@ -123,4 +120,4 @@ def test_generated_texts_have_the_targets_distribution(source: str, prompt: list
             p[a, b] = first[a] * second[b] * filtered(np.asarray(lm.logits([[*prompt, a, b]]))[0, -1], sampler)
     statistic, most = chi_squared(counts.ravel(), p.ravel())
     assert statistic < most
-    assert 0.3 < accepted / (rows * times) < 0.5
+    assert 0.5 < accepted / (rows * times) < 0.8
