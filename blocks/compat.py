@@ -333,9 +333,7 @@ class LlamaKvTap:
         with emit.scope("input_layernorm"):
             gamma = emit.weight(f"{self.layer_prefix}.input_layernorm.weight", shape=x.type.shape[-1:])
             normed = emit.add_node(hir.RmsNorm(self.eps), x, gamma, norm_beta(emit, x))
-        name = kv_name(self.layer_prefix, self.layer_idx)
-        tapped = Heads(emit, spec.under(self.layer_prefix), normed, any_heads=self.num_kv_heads is None)
-        _tap(tapped, name, self.outputs)
+        _tap(self, emit, normed, spec, any_heads=self.num_kv_heads is None)
         return x
 
 
@@ -362,12 +360,12 @@ class GemmaKvTap:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GemmaKvTap")
         spec = self.attention or LayerSpec(num_heads=1, head_dim=self.head_dim, num_kv_heads=1)
-        name = kv_name(self.layer_prefix, self.layer_idx)
-        _tap(Heads(emit, spec.under(self.layer_prefix), x, any_heads=self.attention is None), name, self.outputs)
+        _tap(self, emit, x, spec, any_heads=self.attention is None)
         return x
 
 
-def _tap(heads: Heads, name: str, sink: SideOutputs | None) -> None:
-    """Write the keys and values of an attention as side outputs."""
-    with heads.emit.scope("self_attn"):
-        side_outputs(heads.emit, name, *heads.keys_and_values(), sink)
+def _tap(tap: LlamaKvTap | GemmaKvTap, emit: Emit, x: FlowValue, spec: LayerSpec, any_heads: bool) -> None:
+    """Write the keys and values of the attention `spec` of a normalized `x` as side outputs."""
+    name, heads = kv_name(tap.layer_prefix, tap.layer_idx), Heads(emit, spec.under(tap.layer_prefix), x, any_heads)
+    with emit.scope("self_attn"):
+        side_outputs(emit, name, *heads.keys_and_values(), tap.outputs)

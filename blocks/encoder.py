@@ -17,27 +17,11 @@ from rlx_jax.trace.emit import Emit, FlowValue
 __all__ = ["BertEncoderLayer", "BertEncoderLayerSpec", "NomicEncoderLayer", "NomicEncoderLayerSpec"]
 
 
-@dataclass(frozen=True)
-class AttentionKeys:
-    """Where the projections of an encoder's attention stand in its layer, and the norm behind it."""
-
-    query: str
-    key: str
-    value: str
-    output: str
-    norm: str
-
-
-# The keys by style.
-STYLES: dict[str, AttentionKeys] = {
-    "bert": AttentionKeys(
-        "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
-        "attention.output.LayerNorm",
-    ),
-    "mpnet": AttentionKeys(
-        "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o", "attention.LayerNorm"
-    ),
-}  # fmt: skip
+# Where the projections of attention stand in a layer, query, key, value and output, and the norm after it, by style.
+STYLES = {
+    "bert": ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm"),
+    "mpnet": ("attn.q", "attn.k", "attn.v", "attn.o", "LayerNorm"),
+}
 
 
 @dataclass(frozen=True)
@@ -94,21 +78,22 @@ class BertEncoderLayer:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "BertEncoderLayer")
-        s, keys, p = self.spec, STYLES[self.spec.qkv_style], self.spec.layer_prefix
+        s, p = self.spec, self.spec.layer_prefix
+        *qkv, out, norm = (f"attention.{name}" for name in STYLES[s.qkv_style])
         heads = s.num_heads * s.head_dim
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         bias = None if s.position_bias is None else emit.named(s.position_bias)
-        block, output = (name.split(".")[:-1] for name in (keys.query, keys.output))
+        block, output = (name.split(".")[:-1] for name in (qkv[0], out))
         x = emit.block_input(x, "attention")
         read = emit.block_input(x, *block)
-        q, k, v = (dense(emit, p, n, read, ("heads", "hidden"), heads) for n in (keys.query, keys.key, keys.value))
+        q, k, v = (dense(emit, p, n, read, ("heads", "hidden"), heads) for n in qkv)
         extra = {name: value for name, value in (("keep", keep), ("bias", bias)) if value is not None}
         op = hir.Attention(s.num_heads, s.num_heads, extra=tuple(extra), by_distance=bias is not None)
         with emit.scope(*block):
             context = emit.add_node(op, q, k, v, *extra.values())
         context = context if output == block else emit.block_input(context, *output)
-        attended = dense(emit, p, keys.output, context, ("hidden", "heads"), s.hidden_size)
-        h = add_norm(emit, p, keys.norm, attended, x, s.eps)
+        attended = dense(emit, p, out, context, ("hidden", "heads"), s.hidden_size)
+        h = add_norm(emit, p, norm, attended, x, s.eps)
         inner = dense(emit, p, "intermediate.dense", h, INTO, s.intermediate_size, s.activation)
         inner = emit.block_input(inner, "output")
         fed = dense(emit, p, "output.dense", inner, OUT_OF, s.hidden_size)

@@ -83,11 +83,6 @@ def attend(emit: Emit, q: FlowValue, k: FlowValue, v: FlowValue, spec: Flux2Bloc
     return emit.attention(q, k, v, heads=spec.num_heads)
 
 
-def joined(emit: Emit, txt: FlowValue, img: FlowValue) -> FlowValue:
-    """`[B, T, H]` and `[B, I, H]` as one sequence, text first."""
-    return emit.concat([txt, img], axis=1)
-
-
 # -- stages --------------------------------------------------------------------------------------
 
 
@@ -193,7 +188,7 @@ class Flux2DoubleBlock:
             ("add_q_proj", "add_k_proj", "add_v_proj"),
             ("norm_added_q", "norm_added_k"),
         )
-        q, k, v = (joined(emit, b, a) for a, b in zip(of_img, of_txt, strict=True))
+        q, k, v = (emit.concat(pair, axis=1) for pair in zip(of_txt, of_img, strict=True))
         context = attend(emit, q, k, v, s)
         text = txt.shape[1]
         img = img + gated(emit, linear("attn.to_out.0", context[:, text:], HEADS_OUT), "double_img", 2)
@@ -231,7 +226,7 @@ class Flux2JoinStreams:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         with emit.scope("join"):
-            return joined(emit, emit.stream(stream_id.TXT), emit.stream(stream_id.IMG))
+            return emit.concat([emit.stream(stream_id.TXT), emit.stream(stream_id.IMG)], axis=1)
 
 
 @dataclass(frozen=True)

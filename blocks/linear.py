@@ -11,9 +11,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import DimLike, TensorType
-from rlx_jax.trace.checks import weight_of_linear
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey
 
@@ -120,16 +118,14 @@ class Linear:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Linear")
+        columns, wide = (self.shape or (None, None))[:: 1 if self.transpose else -1]
         with emit.scope(block_of(str(self.weight_key))):
-            at, wide = 0 if self.transpose else 1, x.type.shape[-1] if x.ndim else None
-            known = (None, wide) if self.transpose else (wide, None)
-            sizes = known if self.shape is None else self.shape
-            shape = tuple(known[i] if size is None else size for i, size in enumerate(sizes))
-            with weight_of_linear(x.type, self.transpose):
-                w = emit.param(self.weight_key, shape, self.roles, self.init)
-            roles = None if self.roles is None else roles_of_bias(self.roles[at])
-            bias = [emit.param(self.bias_key, w.type.shape[at : at + 1], roles)] if self.bias_key else []
-            return emit.add_node(hir.Linear(int(self.transpose), bias=bool(bias)), x, w, *bias)
+            if wide is not None and x.type.shape[-1:] != (wide,):
+                raise ShapeError(f"{emit.path}: Linear: of its shape= the input is {wide} wide, and this is {x.type}")
+            return emit.linear(
+                x, self.weight_key, self.bias_key, transpose=self.transpose, roles=self.roles, columns=columns,
+                init=self.init,
+            )  # fmt: skip
 
 
 def pair(name: str) -> tuple[str, str]:

@@ -40,7 +40,7 @@ class RmsNorm:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, type(self).__name__)
-        with emit.scope(_norm_name(self.weight_key)):
+        with emit.scope(module_of(self.weight_key)):
             gamma = emit.weight(self.weight_key, shape=x.type.shape[-1:], init=self.init)
             return rms_norm(emit, x, gamma, self.eps, self.offset)
 
@@ -74,7 +74,7 @@ class LayerNorm:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LayerNorm")
-        with emit.scope(_norm_name(self.gamma_key or self.beta_key or "norm.weight")):
+        with emit.scope(module_of(self.gamma_key or self.beta_key or "norm.weight")):
             gamma = None
             if self.gamma_key is not None:
                 gamma = emit.weight(self.gamma_key, shape=x.type.shape[-1:], init=self.init)
@@ -98,13 +98,14 @@ def rms_norm(emit: Emit, x: FlowValue, key: str | FlowValue, eps: float, offset:
 def head_norm(emit: Emit, x: FlowValue, key: str, head_dim: int | None, eps: float, offset: float = 0.0) -> FlowValue:
     """RMSNorm of every head alone, or of all as one vector where `head_dim` is None: packed `[B,S,N·D]` → same.
     Weight: `key` `[D]` or `[N·D]`, to which `offset` is added."""
-    with emit.scope(_norm_name(key)):
+    with emit.scope(module_of(key)):
         if head_dim is None:
             return rms_norm(emit, x, key, eps, offset)
         heads = x.reshape(*x.shape[:-1], -1, head_dim)
         return rms_norm(emit, heads, key, eps, offset).reshape(x.shape)
 
 
-def _norm_name(key: str) -> str:
+def module_of(key: str) -> str:
+    """Return `q_proj` of `layers.0.q_proj.weight`: the block that a weight belongs to."""
     parts = key.split(".")
     return parts[-2] if len(parts) > 1 else parts[-1]

@@ -15,7 +15,6 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.ir.param import Parts, Role
 from rlx_jax.ir.types import DimLike
 from rlx_jax.trace.checks import check_count
@@ -85,22 +84,17 @@ class GatedDeltaNet:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, "GatedDeltaNet"), self.spec
-        heads, mixed = (s.value_heads,), sum(s.widths)
         with emit.scope(self.prefix.rpartition(".")[2] or "linear_attn"):
             columns: dict[str, tuple[int, Role]] = {
-                "qkv": (mixed, s.mixed), "z": (s.widths[2], "heads"), "b": (s.value_heads, "heads"),
+                "qkv": (sum(s.widths), s.mixed), "z": (s.widths[2], "heads"), "b": (s.value_heads, "heads"),
                 "a": (s.value_heads, "heads"),
             }  # fmt: skip
             packed, z, b, a = (
                 dense(emit, self.prefix, f"in_proj_{name}", x, (role, "hidden"), wide, bias=False)
                 for name, (wide, role) in columns.items()
             )
-            with emit.scope("conv1d"):
-                w = emit.param(f"{self.prefix}.conv1d.weight", (mixed, 1, s.kernel), (s.mixed, None, None))
-                packed = emit.add_node(Unary("silu"), emit.add_node(hir.CausalConv(), packed, w))
-            q, k, v = emit.split(packed, s.widths)
-            biases = (emit.param(f"{self.prefix}.{name}", heads, ("heads",)) for name in ("dt_bias", "A_log"))
-            step, rate = emit.add_all(hir.TimeSteps(), a, *biases)
+            q, k, v = emit.split(_convolved(emit, self.prefix, packed, s), s.widths)
+            step, rate = _time_steps(emit, self.prefix, a, s.value_heads)
             block = hir.GatedDelta(s.key_heads, s.value_heads, unit=UNIT)
             out = emit.add_node(block, q, k, v, step * rate, emit.add_node(Unary("sigmoid"), b))
             return self._output(emit, out, z, x.type.shape[-1])
@@ -112,6 +106,26 @@ class GatedDeltaNet:
             normed = rms_norm(emit, emit.block_input(heads), f"{self.prefix}.norm.weight", self.spec.eps)
             gated = normed.reshape(out.shape) * emit.add_node(Unary("silu"), z)
         return dense(emit, self.prefix, "out_proj", gated, ("hidden", "heads"), hidden, bias=False)
+
+
+def _convolved(
+    emit: Emit, prefix: str, x: FlowValue, spec: GatedDeltaSpec | Mamba2Spec, bias: bool = False, kind: str = "silu"
+) -> FlowValue:
+    """Write `act(conv(x))`, act being `kind`, by the weights `{prefix}.conv1d.{weight,bias}` of the mixed columns."""
+    columns = sum(spec.widths)
+    with emit.scope("conv1d"):
+        weights = [emit.param(f"{prefix}.conv1d.weight", (columns, 1, spec.kernel), (spec.mixed, None, None))]
+        if bias:
+            weights.append(emit.param(f"{prefix}.conv1d.bias", (columns,), (spec.mixed,)))
+        return emit.add_node(Unary(kind), emit.add_node(hir.CausalConv(bias), x, *weights))
+
+
+def _time_steps(
+    emit: Emit, prefix: str, t: FlowValue, heads: int, low: float = 0.0, high: float | None = None
+) -> tuple[FlowValue, ...]:
+    """Write the step and the rate of each head, by the weights `{prefix}.dt_bias` and `{prefix}.A_log` `[heads]`."""
+    weights = (emit.param(f"{prefix}.{name}", (heads,), ("heads",)) for name in ("dt_bias", "A_log"))
+    return emit.add_all(hir.TimeSteps(low, high), t, *weights)
 
 
 def gated_delta_layer(index: int, layer: LayerSpec, spec: GatedDeltaSpec, prefix: str = "model.layers") -> Named:
@@ -161,27 +175,15 @@ class GdnScan:
             raise GraphError(f"{emit.path}: GdnScan reads q, k, v, g and beta: call emit.set_gdn before it")
         if self.carry_state and self.state_key is None:
             raise GraphError(f"{emit.path}: GdnScan carries a state, and has no state_key to read it from")
-        q, k, v, g, beta = given
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            if t.ndim != 4 or t.type.shape[3] != self.state_size:
-                raise GraphError(f"{emit.path}: GdnScan: {name} is [B, S, heads, {self.state_size}], got {t.type}")
         with emit.scope("gdn_scan"):
-            out = self._carried(emit, given) if self.state_key and self.carry_state else self._whole(emit, given)
+            if self.carry_state and self.state_key is not None:
+                state = emit.named(self.state_key)
+                out, after = emit.gated_delta_net_carry(*given, state, self.state_size)
+                emit.set_named(self.state_key, after)
+            else:
+                out = emit.gated_delta_net(*given, self.state_size)
         check_hidden(emit, out, self.out_shape, "GdnScan")
         return out
-
-    def _carried(self, emit: Emit, given: tuple[FlowValue, ...]) -> FlowValue:
-        assert self.state_key is not None
-        out, after = emit.add_all(GatedDeltaOp(held=True), *given, emit.named(self.state_key))
-        emit.set_named(self.state_key, after)
-        return out
-
-    def _whole(self, emit: Emit, given: tuple[FlowValue, ...]) -> FlowValue:
-        q, k, v, g, beta = given
-        key_heads, value_heads = (int(t.type.shape[2]) for t in (k, v))
-        packed = (t.reshape(*t.shape[:2], -1) for t in (q, k, v))
-        out = emit.add_node(hir.GatedDelta(key_heads, value_heads), *packed, g, beta)
-        return out.reshape(v.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,29 +251,19 @@ class Mamba2Mixer:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, "Mamba2Mixer"), self.spec
-        heads = (s.heads,)
         with emit.scope(self.prefix.rpartition(".")[2] or "mixer"):
             packed = Parts(((s.inner, "heads"), *s.mixed.of, (s.heads, "heads")))
             columns = (s.inner, sum(s.widths), s.heads)
             projected = dense(emit, self.prefix, "in_proj", x, (packed, "hidden"), sum(columns), bias=s.bias)
             z, mixed, t = emit.split(projected, columns)
-            values, b, c = emit.split(self._convolved(emit, mixed), s.widths)
-            biases = (emit.param(f"{self.prefix}.{name}", heads, ("heads",)) for name in ("dt_bias", "A_log"))
-            low, high = s.time_step_limit
-            step, rate = emit.add_all(hir.TimeSteps(low, high), t, *biases)
+            convolved = _convolved(emit, self.prefix, mixed, s, s.conv_bias, s.activation)
+            values, b, c = emit.split(convolved, s.widths)
+            step, rate = _time_steps(emit, self.prefix, t, s.heads, *s.time_step_limit)
             out = emit.add_node(hir.SelectiveScan(s.heads, s.groups), values, step, rate, b, c)
-            skip = emit.param(f"{self.prefix}.D", heads, ("heads",)).reshape(s.heads, 1)
+            skip = emit.param(f"{self.prefix}.D", (s.heads,), ("heads",)).reshape(s.heads, 1)
             out = out + (values.reshape(*values.shape[:-1], s.heads, s.head_dim) * skip).reshape(values.shape)
             normed, hidden = self._normed(emit, out, z), x.type.shape[-1]
             return dense(emit, self.prefix, "out_proj", normed, ("hidden", "heads"), hidden, bias=s.bias)
-
-    def _convolved(self, emit: Emit, mixed: FlowValue) -> FlowValue:
-        s, p, columns = self.spec, f"{self.prefix}.conv1d", sum(self.spec.widths)
-        with emit.scope("conv1d"):
-            weights = [emit.param(f"{p}.weight", (columns, 1, s.kernel), (s.mixed, None, None))]
-            if s.conv_bias:
-                weights.append(emit.param(f"{p}.bias", (columns,), (s.mixed,)))
-            return emit.add_node(Unary(s.activation), emit.add_node(hir.CausalConv(s.conv_bias), mixed, *weights))
 
     def _normed(self, emit: Emit, out: FlowValue, z: FlowValue) -> FlowValue:
         """The gate, then the norm of each group."""

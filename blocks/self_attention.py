@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.control import KvCacheContract
+from rlx_jax.blocks.norm import module_of
 from rlx_jax.blocks.positions import check_tables, positions_of, registers
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.inits import Init
@@ -157,7 +158,7 @@ class SelfAttention:
     ) -> FlowValue:
         """A product with a stored weight, `columns` wide; `roles` are those of `[out, in]`. `inner` is its block inside
         of that of the weight, where it is one of several that are stored as one: `c_attn.q`."""
-        with emit.scope(_part(stored_key(key)), *inner):
+        with emit.scope(module_of(stored_key(key)), *inner):
             stored = roles if self.transpose else roles[::-1]
             try:
                 return emit.linear(
@@ -223,12 +224,6 @@ def _keys(keys: list[str]) -> str | Three:
         return keys[0]
     q, k, v = keys
     return q, k, v
-
-
-def _part(key: str) -> str:
-    """`q_proj` of `layers.0.q_proj.weight`."""
-    parts = key.split(".")
-    return parts[-2] if len(parts) > 1 else parts[-1]
 
 
 @dataclass(frozen=True)

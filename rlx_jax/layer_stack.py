@@ -310,9 +310,7 @@ class LayerStack(Stages):
         """What errors call it."""
         return self.name or "LayerStack"
 
-    def stages(self, stages: Iterable[BlockStage]) -> LayerStack:
-        """Append several stages: `raw_stages`."""
-        return self.raw_stages(stages)
+    stages = Stages.raw_stages
 
     def build(self) -> BlockStage:
         """Named{Sequence} if named, else Sequence."""

@@ -114,25 +114,17 @@ class Attending(Control[V]):
         the row of each token of x, or `[rows, W]` with the row of each position, of which the first n_rot/2 columns
         are read.
         """
-        if isinstance(at, Rotary) or sin is not None:
-            made = self._given_tables(at, sin, head_dim, n_rot, style, theta, scaling)
+        if (isinstance(at, Rotary) or sin is not None) and (theta, scaling) != (None, None):
+            raise GraphError(f"{self.path}: rope: theta and scaling make tables of positions; these tables are made")
+        if isinstance(at, Rotary):
+            if any(value is not None for value in (sin, style, n_rot)):
+                raise GraphError(f"{self.path}: rope: what rotary made has its sin, style and n_rot; leave these out")
+        elif sin is not None:
+            at = Rotary(at, sin, head_dim if n_rot is None else n_rot, style or "half")
         else:
             base = 10000.0 if theta is None else theta
-            made = self.rotary(at, head_dim=head_dim, theta=base, n_rot=n_rot, style=style or "half", scaling=scaling)
-        return self._rotated(x, made, head_dim)
-
-    def _given_tables(
-        self, at: V | Rotary[V], sin: V | None, head_dim: int, n_rot: int | None, style: str | None, *made_of: object
-    ) -> Rotary[V]:
-        """Tables that are there already; what would make others is refused."""
-        if any(value is not None for value in made_of):
-            raise GraphError(f"{self.path}: rope: theta and scaling make tables of positions; these tables are made")
-        if not isinstance(at, Rotary):
-            assert sin is not None
-            return Rotary(at, sin, head_dim if n_rot is None else n_rot, style or "half")
-        if any(value is not None for value in (sin, style, n_rot)):
-            raise GraphError(f"{self.path}: rope: what rotary made has its sin, style and n_rot; leave these out")
-        return at
+            at = self.rotary(at, head_dim=head_dim, theta=base, n_rot=n_rot, style=style or "half", scaling=scaling)
+        return self._rotated(x, at, head_dim)
 
     def _rotated(self, x: V, at: Rotary[V], head_dim: int) -> V:
         packed = self._packed("rope", x, head_dim)
@@ -246,13 +238,11 @@ class Attending(Control[V]):
                 causal=causal, bias=bias, window=window, rope=rope, sinks=sinks, kv_heads=kv_heads,
                 layout=None if layout == "packed" else layout,
             )  # fmt: skip
-            width = self._head_width(q, heads) if head_dim is None else head_dim
-            return self.attention_kind(
-                q, k, v, heads=heads, head_dim=width, mask=mask, mask_value=mask_value, scale=scale, softcap=softcap,
-            )  # fmt: skip
+            width, groups = self._heads(q, k, heads, head_dim, kv_heads)
+            of_kind = hir.attention(heads, groups, hir.mask_kind(mask), scale=scale, softcap=softcap)
+            return self.add_node(of_kind, q, k, v, *([] if mask_value is None else [mask_value]))
         q, k, v = (self._laid_out(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
-        width = self._head_width(q, heads) if head_dim is None else head_dim
-        groups = self._kv_heads(q, k, v, heads, width, kv_heads)
+        width, groups = self._heads(q, k, heads, head_dim, kv_heads)
         if rope is not None:
             q, k = (self._rotated(x, self._as_rotary(rope), width) for x in (q, k))
         before, ahead = self._window(window, bool(causal))
@@ -286,14 +276,10 @@ class Attending(Control[V]):
         `mask_value` is what some kinds read: "custom" a keep mask `[B, T]` beside causality, "keep" a keep mask alone
         (1 keeps a key, less than ½ drops it), "bias" a floating `[B, N, S, T]` added to the scores. See `MaskKind`.
         """
-        kind = hir.mask_kind(mask)
-        found = self.type_of(k)
-        width = found.shape[-1:]
-        whole = isinstance(head_dim, int | np.integer) and head_dim >= 1
-        if not whole or not width or not is_static(width[0]) or width[0] % head_dim:
-            raise ShapeError(f"{self.path}: attention: k is [B, T, K·{head_dim}], got {found}")
-        op = hir.attention(heads, width[0] // head_dim, kind, scale=scale, softcap=softcap)
-        return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]))
+        return self.attention(
+            q, k, v, heads=heads, head_dim=head_dim, mask=hir.mask_kind(mask), mask_value=mask_value, scale=scale,
+            softcap=softcap,
+        )  # fmt: skip
 
     # -- what attention is given -------------------------------------------------------------
 
@@ -330,28 +316,24 @@ class Attending(Control[V]):
                     "causal=, window= and bias= beside it"
                 )
 
-    def _head_width(self, q: V, heads: int) -> int:
-        found = self.type_of(q)
+    def _heads(self, q: V, k: V, heads: int, head_dim: int | None, kv_heads: int | None) -> tuple[int, int]:
+        """Return the width of heads, and the number of key heads by the width of k."""
+        queries, keys = self.type_of(q), self.type_of(k)
         whole = isinstance(heads, int | np.integer) and not isinstance(heads, bool) and heads >= 1
-        if not whole or found.rank != 3 or not is_static(found.shape[2]) or found.shape[2] % heads:
-            raise ShapeError(f"{self.path}: attention: q is [B, S, N·D] with {shown(heads)} heads, got {found}")
-        return int(found.shape[2]) // int(heads)
-
-    def _kv_heads(self, q: V, k: V, v: V, heads: int, width: int, kv_heads: int | None) -> int:
-        """Key heads, from the width of k where they are not given."""
-        found = self.type_of(k)
-        fits = isinstance(width, int | np.integer) and width >= 1 and self._head_width(q, heads) == width
-        if not fits or found.rank != 3 or not is_static(found.shape[2]) or found.shape[2] % width:
+        if not whole or queries.rank != 3 or not is_static(queries.shape[2]) or queries.shape[2] % heads:
+            raise ShapeError(f"{self.path}: attention: q is [B, S, N·D] with {shown(heads)} heads, got {queries}")
+        width = int(queries.shape[2]) // int(heads)
+        if head_dim not in (None, width) or keys.rank != 3 or not is_static(keys.shape[2]) or keys.shape[2] % width:
             raise ShapeError(
-                f"{self.path}: attention: q is [B, S, {heads}·D] and k [B, T, K·D] with D = {shown(width)}; got "
-                f"{self.type_of(q)} and {found}"
+                f"{self.path}: attention: q is [B, S, {heads}·D] and k [B, T, K·D] with D = "
+                f"{shown(width if head_dim is None else head_dim)}; got {queries} and {keys}"
             )
-        counted = int(found.shape[2]) // int(width)
-        if kv_heads is not None and kv_heads != counted:
+        counted = int(keys.shape[2]) // width
+        if kv_heads not in (None, counted):
             raise ShapeError(
-                f"{self.path}: attention: k {found} has {counted} heads of width {width}; kv_heads is {shown(kv_heads)}"
+                f"{self.path}: attention: k {keys} has {counted} heads of width {width}; kv_heads is {shown(kv_heads)}"
             )
-        return counted
+        return width, counted
 
     def _laid_out(self, x: V, layout: str, heads: int | None) -> V:
         """Packed heads."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.inits import Init
@@ -29,9 +29,9 @@ from rlx_jax.ir.ops.norm import LayerNormOp, Standardize
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
-from rlx_jax.ir.types import is_static
+from rlx_jax.ir.types import DimLike, is_static
 from rlx_jax.trace.attention import Attending
-from rlx_jax.trace.checks import items_of, weight_of_linear
+from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart, WeightStack
 from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Shape, V, is_number
@@ -73,7 +73,7 @@ class Builders(Attending[V]):
         activation: str = "",
         transpose: bool | None = None,
         roles: Roles | None = None,
-        columns: int | None = None,
+        columns: DimLike | None = None,
         init: Init | None = None,
     ) -> V:
         """`act(x · w [+ bias])`: w is `[in, out]` as a value, and `[out, in]` as a key of the checkpoint.
@@ -93,8 +93,11 @@ class Builders(Attending[V]):
                 )
             return self.add_node(op, x, *self._weights(w, bias))
         wide = self.type_of(x).shape[-1:] or (None,)
-        with weight_of_linear(self.type_of(x), bool(contract)):
+        try:
             weight = self.weight(w, roles, shape=(columns, *wide) if contract else (*wide, columns), init=init)
+        except WeightShapeError as error:
+            how = f"linear reads it with transpose={bool(contract)}, and x is {self.type_of(x)}"
+            raise WeightShapeError(f"{error}; {how}") from error
         if bias is None:
             return self.add_node(op, x, weight)
         if is_number(bias):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from rlx_jax.errors import GraphError, RlxError, WeightShapeError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import GraphError, RlxError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Op
 from rlx_jax.ir.inits import INITS, Init
-from rlx_jax.ir.types import TensorType
 
 
 def is_number(value: object) -> bool:
@@ -46,15 +44,6 @@ def items_of(value: Any, where: str, expected: str) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise GraphError(f"{where}: expected {expected}, got {shown(value)}")
     return tuple(value)
-
-
-@contextmanager
-def weight_of_linear(x: TensorType, transpose: bool) -> Iterator[None]:
-    """While a product reads its weight: the error of one that does not fit names the other operand, and how w lies."""
-    try:
-        yield
-    except WeightShapeError as error:
-        raise WeightShapeError(f"{error}; linear reads it with transpose={transpose}, and x is {x}") from error
 
 
 def check_takes(

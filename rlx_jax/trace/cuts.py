@@ -105,9 +105,3 @@ def counted_terms(dim: DimLike) -> list[tuple[str, int]]:
         found.append(("" if number else match[3], sign * times * (int(match[3]) if number else 1)))
         at = match.end()
     return found
-
-
-def narrowed(start: Any, length: Any) -> tuple[Any, Any]:
-    """The bounds of `length` entries from `start` on; behind the last one stands the end."""
-    stop = start + length
-    return start, None if not isinstance(stop, Dim) and stop == 0 else stop

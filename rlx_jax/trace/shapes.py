@@ -34,7 +34,7 @@ from rlx_jax.ir.roles import check_roles
 from rlx_jax.ir.types import Dim, as_dim, as_dtype, is_static
 from rlx_jax.trace.arithmetic import Arithmetic
 from rlx_jax.trace.checks import check_count, items_of
-from rlx_jax.trace.cuts import cut_of, is_cut, narrowed, places_of
+from rlx_jax.trace.cuts import cut_of, is_cut, places_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart
 from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
@@ -96,7 +96,8 @@ class Shapes(Arithmetic[V]):
     def narrow(self, x: V, axis: int, start: int | Dim, length: int | Dim) -> V:
         """`length` elements of one axis from `start` on; a negative start counts from the end. Both may be symbolic."""
         if isinstance(start, Dim) or isinstance(length, Dim):
-            return self._cut(x, self._axis(x, axis), *narrowed(start, length))
+            stop: Any = start + length
+            return self._cut(x, self._axis(x, axis), start, stop if isinstance(stop, Dim) or stop else None)
         return self.add_node(Narrow(self._axis(x, axis), start, length), x)
 
     def concat(self, values: Sequence[V], axis: int = -1) -> V:

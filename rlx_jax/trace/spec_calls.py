@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import jax
+
 from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, shown
 from rlx_jax.ir.types import TensorType, as_dim, is_static
 from rlx_jax.trace.checks import is_number, items_of
@@ -246,7 +248,7 @@ def of_shape(m: Any, name: str, result: Any, out_shape: Any) -> Any:
     """Return the result of a builder if it has the shape; of several results each has its own, or all have one."""
     if out_shape is None:
         return result
-    values = _values_in(result)
+    values = jax.tree.leaves(result)
     where = f"{m.path}: {name}"
     dims = items_of(out_shape, where, "a list of sizes as out_shape")
     several = isinstance(result, tuple | list | dict) and any(d is None or isinstance(d, tuple | list) for d in dims)
@@ -258,10 +260,3 @@ def of_shape(m: Any, name: str, result: Any, out_shape: Any) -> Any:
         if shape is not None and (declared := tuple(as_dim(d, where) for d in shape)) != inferred.shape:
             raise ShapeError(f"{where}: declared {TensorType(declared, inferred.dtype)}, inferred {inferred}")
     return result
-
-
-def _values_in(result: Any) -> list[Any]:
-    """Return the values of a tuple, list or dict in order; one value alone is a list of itself."""
-    if isinstance(result, dict):
-        return [value for key in sorted(result) for value in _values_in(result[key])]
-    return [v for part in result for v in _values_in(part)] if isinstance(result, tuple | list) else [result]
