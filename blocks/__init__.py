@@ -14,11 +14,9 @@ from rlx_jax.blocks.ffn import *
 from rlx_jax.blocks.flux2 import *
 from rlx_jax.blocks.layer import *
 from rlx_jax.blocks.linear import *
-from rlx_jax.blocks.norm import *
 from rlx_jax.blocks.positions import *
 from rlx_jax.blocks.recurrent import *
 from rlx_jax.blocks.self_attention import *
-from rlx_jax.blocks.streams import *
 from rlx_jax.blocks.vision import *
 from rlx_jax.ir.hir import CausalConv as CausalConv
 from rlx_jax.ir.hir import GatedDelta as GatedDelta

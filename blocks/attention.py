@@ -16,12 +16,12 @@ import numpy as np
 
 from rlx_jax.blocks.control import KvCacheContract, check_hidden
 from rlx_jax.blocks.layer import LayerSpec
-from rlx_jax.blocks.norm import head_norm
+from rlx_jax.blocks.linear import head_norm
 from rlx_jax.blocks.positions import rope_tables_for
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
-from rlx_jax.ir.ops.pointwise import FullLike, Unary
+from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -79,16 +79,12 @@ class AttnMask:
         return AttnMask(name, batch, seq)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        if self.input_name is not None:
-            given = emit.flow_input(self.input_name)
-            check_hidden(emit, given, (self.batch, self.seq), "AttnMask")
-            emit.set_named("attn_mask", given)
-            return value
-        rows = emit.require(value, "AttnMask")
-        while rows.ndim > 2:
-            rows = rows[..., 0]
-        check_hidden(emit, rows, (self.batch, self.seq), "AttnMask")
-        emit.set_named("attn_mask", emit.add_node(FullLike(1.0, np.dtype(np.float32)), rows))
+        keeps_all = self.input_name is None
+        mask = emit.require(value, "AttnMask") if self.input_name is None else emit.flow_input(self.input_name)
+        while keeps_all and mask.ndim > 2:
+            mask = mask[..., 0]
+        check_hidden(emit, mask, (self.batch, self.seq), "AttnMask")
+        emit.set_named("attn_mask", emit.ones_like(mask, "f32") if keeps_all else mask)
         return value
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, ParamSpec
 
 from rlx_jax.blocks.attention import Heads, SelfAttnPrefill, SideOutputs, kv_name, side_outputs
-from rlx_jax.blocks.control import BlockStage, Custom, Named
+from rlx_jax.blocks.control import BlockStage, Custom, DualStream, Named
 from rlx_jax.blocks.decoder import (
     DecodeLayer,
     DecoderLayer,
@@ -22,7 +22,6 @@ from rlx_jax.blocks.decoder import (
 )
 from rlx_jax.blocks.ffn import MoeSpec
 from rlx_jax.blocks.layer import DecoderKeys, GemmaStyle, HiddenShape, LayerSpec, gemma_layer_spec
-from rlx_jax.blocks.streams import DualStream
 from rlx_jax.errors import GraphError, listing, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind

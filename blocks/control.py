@@ -23,9 +23,10 @@ from rlx_jax.trace.checks import check_count, check_takes
 from rlx_jax.trace.emit import Emit, FlowValue
 
 __all__ = [
-    "AttentionStage", "BlockAsLayer", "BlockStage", "Custom", "FfnStage", "Homogeneous", "KvCacheContract",
-    "LayerComposition", "LayerStage", "Named", "NormStage", "Pair", "Repeat", "Sequence", "SideOutput", "Single",
-    "StageArtifacts", "StageContract", "emit_attention", "emit_layer",
+    "AttentionStage", "BlockAsLayer", "BlockStage", "Custom", "DualStream", "FfnStage", "Homogeneous",
+    "KvCacheContract", "LayerComposition", "LayerStage", "LoadStream", "Named", "NormStage", "Pair", "Repeat",
+    "Sequence", "SideOutput", "Single", "StageArtifacts", "StageContract", "StoreStream", "bind_inputs_to_streams",
+    "emit_attention", "emit_layer",
 ]  # fmt: skip
 
 # -- what a stage leaves -------------------------------------------------------------------------
@@ -438,3 +439,59 @@ class Pair:
 
 
 LayerComposition = Single | Homogeneous | Pair
+
+
+@dataclass(frozen=True)
+class StoreStream:
+    """Keep the active value as stream `name`; it stays active."""
+
+    name: str
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "StoreStream")
+        emit.set_stream(self.name, x)
+        return x
+
+
+@dataclass(frozen=True)
+class LoadStream:
+    """Make stream `name` the active value."""
+
+    name: str
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        return emit.stream(self.name)
+
+
+@dataclass(frozen=True)
+class DualStream:
+    """`a, b = fn(emit, a, b)` on two streams; the active value passes by. `name` is a segment of the block path."""
+
+    name: str
+    stream_a: str
+    stream_b: str
+    fn: Callable[[Emit, Any, Any], tuple[FlowValue, FlowValue]]
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        with emit.scope(self.name):
+            a, b = emit.stream(self.stream_a), emit.stream(self.stream_b)
+            with emit.users_code():
+                pair = self.fn(emit, a, b)
+            if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(v, FlowValue) for v in pair)):
+                raise GraphError(f"{emit.path}: a DualStream's function returns both streams, got {pair!r}")
+        emit.set_stream(self.stream_a, pair[0])
+        emit.set_stream(self.stream_b, pair[1])
+        return value
+
+
+def bind_inputs_to_streams(pairs: Iterable[tuple[str, str]]) -> Custom:
+    """Keep declared inputs as streams: pairs (input, stream). The active value passes by."""
+    bound = tuple(pairs)
+
+    def bind(emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "bind_inputs_to_streams")
+        for name, stream in bound:
+            emit.set_stream(stream, emit.flow_input(name))
+        return x
+
+    return Custom(bind, "bind_inputs_to_streams")

@@ -9,8 +9,7 @@ from rlx_jax.blocks.attention import SelfAttnDecode, SelfAttnPrefill, SideOutput
 from rlx_jax.blocks.control import BlockStage, KvCacheContract, Named, check_hidden, run_stage
 from rlx_jax.blocks.ffn import INTO, OUT_OF
 from rlx_jax.blocks.layer import MLP, LayerSpec
-from rlx_jax.blocks.linear import Linear, block_of, dense
-from rlx_jax.blocks.norm import GemmaRmsNorm, RmsNorm, norm_under
+from rlx_jax.blocks.linear import GemmaRmsNorm, Linear, RmsNorm, block_of, dense, norm_under
 from rlx_jax.blocks.positions import rope_tables_for
 from rlx_jax.blocks.self_attention import SelfAttention
 from rlx_jax.errors import ShapeError

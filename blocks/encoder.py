@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.ffn import INTO, OUT_OF
-from rlx_jax.blocks.linear import dense
-from rlx_jax.blocks.norm import norm_under
+from rlx_jax.blocks.linear import dense, norm_under
 from rlx_jax.blocks.positions import POSITION_BIAS
 from rlx_jax.blocks.self_attention import SelfAttention, head_width
 from rlx_jax.errors import UnsupportedError

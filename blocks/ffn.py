@@ -21,11 +21,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-def mlp_prefix(prefix: str) -> str:
-    """`model.layers.0` and `model.layers.0.mlp` both mean the MLP of layer 0."""
-    return prefix if prefix.split(".")[-1] == "mlp" else f"{prefix}.mlp"
-
-
 # What the axes of the first and of the last weights are.
 INTO, OUT_OF = ("ffn", "hidden"), ("hidden", "ffn")
 
@@ -34,8 +29,8 @@ Keys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
 
 
 def mlp_keys(prefix: str, kind: str = "weight") -> tuple[str, str, str]:
-    """`{prefix}.mlp.{gate,up,down}_proj.{kind}`."""
-    p = mlp_prefix(prefix)
+    """`{prefix}.mlp.{gate,up,down}_proj.{kind}`: `model.layers.0` and `model.layers.0.mlp` both mean its MLP."""
+    p = prefix if prefix.split(".")[-1] == "mlp" else f"{prefix}.mlp"
     return f"{p}.gate_proj.{kind}", f"{p}.up_proj.{kind}", f"{p}.down_proj.{kind}"
 
 

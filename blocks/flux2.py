@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlx_jax.blocks import stream_id
+from rlx_jax.blocks.control import DualStream
 from rlx_jax.blocks.ffn import INTO, OUT_OF
-from rlx_jax.blocks.linear import dense
-from rlx_jax.blocks.norm import head_norm
-from rlx_jax.blocks.streams import DualStream
+from rlx_jax.blocks.linear import dense, head_norm
 from rlx_jax.errors import ShapeError
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies

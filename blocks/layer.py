@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Literal
 
 from rlx_jax.blocks.ffn import INTO, OUT_OF, GeGlu, MoeFfn, MoeSpec, SwiGlu
-from rlx_jax.blocks.norm import GemmaRmsNorm, RmsNorm
+from rlx_jax.blocks.linear import GemmaRmsNorm, RmsNorm
 from rlx_jax.errors import GraphError, UnsupportedError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
@@ -168,9 +168,6 @@ class LayerSpec:
     def under(self, prefix: str, mask_input: str | None = None) -> LayerSpec:
         """The layer under `prefix`, whose mask reads the input `mask_input`."""
         return replace(self, keys=self.keys.under(prefix), mask_input=mask_input or self.mask_input)
-
-    attention = under
-    """The attention of the layer under a prefix: its stages read the layer's record."""
 
     def columns(self, name: str) -> int:
         """How wide projection q, k or v is."""

@@ -9,8 +9,7 @@ from typing import Any
 from rlx_jax.blocks.control import Named, Sequence, check_hidden
 from rlx_jax.blocks.decoder import LayerAround
 from rlx_jax.blocks.layer import HiddenShape, LayerSpec
-from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, dense
-from rlx_jax.blocks.norm import RmsNorm, rms_norm
+from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, RmsNorm, dense, rms_norm
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.norm import Standardize

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.control import KvCacheContract
-from rlx_jax.blocks.norm import module_of
+from rlx_jax.blocks.linear import module_of
 from rlx_jax.blocks.positions import check_tables, positions_of, registers
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.inits import Init

@@ -11,8 +11,7 @@ import numpy as np
 
 from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
-from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, dense, pair
-from rlx_jax.blocks.norm import LayerNorm, norm_under
+from rlx_jax.blocks.linear import LayerNorm, ResidualAdd, ResidualSave, dense, norm_under, pair
 from rlx_jax.blocks.self_attention import SelfAttention, head_width
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir

@@ -121,16 +121,15 @@ class LMEval(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, by windows that do not overlap but for one token."""
-        windows = [self._windows(string) for (string,) in (request.args for request in requests)]
+        windows = []
+        for (string,) in (request.args for request in requests):
+            rolling = get_rolling_token_windows(self.tok_encode(string), self.prefix_token_id, self.max_length, 1)
+            windows.append([make_disjoint_window(window) for window in rolling])
         scores = iter(self._loglikelihood_tokens([(None, *window) for of_text in windows for window in of_text]))
         answers = [sum(value for value, _ in itertools.islice(scores, len(of_text))) for of_text in windows]
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
         return answers
-
-    def _windows(self, string: str) -> list[tuple[list[int], list[int]]]:
-        rolling = get_rolling_token_windows(self.tok_encode(string), self.prefix_token_id, self.max_length, 1)
-        return [make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts that go on until a stop string or an end token; requests with the same arguments run together, long

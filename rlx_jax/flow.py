@@ -157,13 +157,7 @@ class ModelFlow(Stages):
         """The preset `encoder`."""
         return self.with_profile(CompileProfile.preset("encoder"))
 
-    def with_weights(
-        self,
-        weights: Weights,
-        leave: Iterable[str] = (),
-        *,
-        add: bool = False,
-    ) -> ModelFlow:
+    def with_weights(self, weights: Weights, leave: Iterable[str] = (), *, add: bool = False) -> ModelFlow:
         """Bind the flow to its weights. `leave`: keys (or prefixes ending in `.`) that are left unread on purpose.
 
         With `add` the weights come in addition to those that the flow is bound to, or will be compiled with: an
@@ -214,10 +208,6 @@ class ModelFlow(Stages):
     def stage(self, *stages: BlockStage) -> ModelFlow:
         """Append stages."""
         return replace(self, _stages=(*self._stages, *check_stages(stages, self._where())))
-
-    def _where(self) -> str:
-        """What errors call it."""
-        return self.name
 
     def lm_head(self, vocab_size: int | None = None, hidden_size: int | None = None, tied: bool = False) -> ModelFlow:
         """Logits, from the tied embedding or `lm_head.weight`; names the output `logits`. The sizes follow from the

@@ -32,7 +32,7 @@ class Stages:
 
     def _where(self) -> str:
         """What errors call it."""
-        raise NotImplementedError
+        return getattr(self, "name", None) or type(self).__name__
 
     def raw_stage(self, *stages: BlockStage) -> Self:
         """`stage`."""
@@ -305,10 +305,6 @@ class LayerStack(Stages):
     def stage(self, *stages: BlockStage) -> LayerStack:
         """Append stages."""
         return replace(self, items=(*self.items, *check_stages(stages, self._where())))
-
-    def _where(self) -> str:
-        """What errors call it."""
-        return self.name or "LayerStack"
 
     stages = Stages.raw_stages
 

@@ -39,12 +39,7 @@ class FlowModule(nnx.Module):
     """
 
     def __init__(
-        self,
-        flow: Any,
-        weights: Weights = None,
-        *,
-        rngs: nnx.Rngs | jax.Array | int | None = None,
-        **options: Any,
+        self, flow: Any, weights: Weights = None, *, rngs: nnx.Rngs | jax.Array | int | None = None, **options: Any
     ) -> None:
         compiled = compiling.compile(flow, weights, **options)
         params = compiled.params

@@ -151,14 +151,7 @@ class Attending(Control[V]):
         return self.expand_dims(table, 0)
 
     def axial_rope_2d(
-        self,
-        x: V,
-        *,
-        end_x: int,
-        end_y: int,
-        head_dim: int,
-        theta: float = 10000.0,
-        repeat_factor: int = 1,
+        self, x: V, *, end_x: int, end_y: int, head_dim: int, theta: float = 10000.0, repeat_factor: int = 1
     ) -> V:
         """Rotate the heads of an image's tokens by column and row: x `[B, end_x·end_y·repeat_factor, N·D]`.
 
@@ -292,20 +285,16 @@ class Attending(Control[V]):
             raise GraphError(f"{self.path}: attention: mask_value= goes with the name of a mask kind; {of}")
 
     def _beside_scores(
-        self,
-        q: V,
-        k: V,
-        heads: int,
-        mask: V | None,
-        bias: V | Callable[[V, V], V] | None,
-        sinks: V | WeightKey | None,
+        self, q: V, k: V, heads: int, mask: V | None, bias: V | Callable[[V, V], V] | None, sinks: V | WeightKey | None
     ) -> tuple[tuple[str, ...], Graph | None, list[V]]:
         """What meets the scores: the names of a mask and a bias, a bias that is a function of places, and all operands
         behind q, k and v."""
         extra = {} if mask is None else {"keep": self._keep(mask, q, k)}
         of_places, read = (None, ()) if not callable(bias) else self._pair_bias(bias, q, k, heads)
         extra |= {} if bias is None or callable(bias) else {"bias": self._as_bias(bias)}
-        own = [] if sinks is None else [self._sinks(sinks, heads)]
+        if is_number(sinks):
+            raise GraphError(f"{self.path}: attention: sinks is {sinks!r}; expected a value [N], a key, or None")
+        own = [] if sinks is None else [self.weight(sinks, ("heads",), shape=(heads,))]
         return tuple(extra), of_places, [*extra.values(), *own, *read]
 
     def _refuse_beside_kind(self, **given: object) -> None:
@@ -409,7 +398,7 @@ class Attending(Control[V]):
                 f"{self.path}: attention: a mask is [T], [B, T], [S, T], [B, S, T] or [B, N, S, T] with {sizes}; "
                 f"got {found}"
             )
-        if as_rows and as_pairs and not _is_one(batch):
+        if as_rows and as_pairs and not (is_static(batch) and batch == 1):
             raise ShapeError(
                 f"{self.path}: attention: the mask {found} may be [B, T] or [S, T], as B and S are both {batch}: say "
                 "which with an axis of 1, mask[:, None] or mask[None]"
@@ -444,18 +433,9 @@ class Attending(Control[V]):
                 )
         return body, tuple(self._values(captures))
 
-    def _sinks(self, sinks: V | WeightKey, heads: int) -> V:
-        if is_number(sinks):
-            raise GraphError(f"{self.path}: attention: sinks is {sinks!r}; expected a value [N], a key, or None")
-        return self.weight(sinks, ("heads",), shape=(heads,))
-
     def _as_bias(self, bias: V) -> V:
         """A bias `[B|1, N|1, S|1, T|1]`; axes of 1 in front may be missing."""
         if is_number(bias):
             raise GraphError(f"{self.path}: attention: bias is {bias!r}; expected a value, or None")
         rank = self.type_of(bias).rank
         return self.slice(bias, (None,) * (4 - rank)) if 0 < rank < 4 else bias
-
-
-def _is_one(size: Any) -> bool:
-    return bool(is_static(size) and size == 1)

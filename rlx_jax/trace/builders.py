@@ -113,14 +113,7 @@ class Builders(Attending[V]):
         return int(isinstance(w, str | WeightPart) if transpose is None else transpose)
 
     def _biased_product(
-        self,
-        kind: str,
-        x: V,
-        w: V | str,
-        bias: V | str,
-        *,
-        activation: str = "",
-        transpose: bool | None = None,
+        self, kind: str, x: V, w: V | str, bias: V | str, *, activation: str = "", transpose: bool | None = None
     ) -> V:
         op = (hir.LinearFused if kind == "block" else FusedMatMulBiasAct)(self._contract(w, transpose), activation)
         return self.add_node(op, x, *self._weights(w, bias))
@@ -132,14 +125,7 @@ class Builders(Attending[V]):
         _biased_product, "op", "`act(x · w + bias)` as one tensor op: w is `[in, out]`, or a key; see `linear`."
     )  # fmt: skip
 
-    def shared_linear_pair(
-        self,
-        x: V,
-        w1: V | str,
-        w2: V | str,
-        *,
-        transpose: bool | None = None,
-    ) -> tuple[V, V]:
+    def shared_linear_pair(self, x: V, w1: V | str, w2: V | str, *, transpose: bool | None = None) -> tuple[V, V]:
         """`x · w₁` and `x · w₂`, each of its own width: `[in, out]` as values, `[out, in]` as keys; see `linear`."""
         contracts = (self._contract(w1, transpose), self._contract(w2, transpose))
         weights = self._weights(w1, w2)
@@ -149,13 +135,7 @@ class Builders(Attending[V]):
     # -- norms: over the last axis -----------------------------------------------------------
 
     def rms_norm(
-        self,
-        x: V,
-        gamma: V | str | None = None,
-        beta: V | str | None = None,
-        eps: float = 1e-5,
-        *,
-        offset: float = 0.0,
+        self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5, *, offset: float = 0.0
     ) -> V:
         """`x · (mean(x²) + ε)^(−1/2) [⊙ (offset + γ) [+ β]]`: γ and β `[H]`, or `[N, H]`. The offset is 1 in Gemma."""
         if gamma is None:
@@ -165,26 +145,13 @@ class Builders(Attending[V]):
         op = hir.RmsNorm(eps, offset)
         return self.add_node(op, x, *self._weights(gamma, beta, like=x))
 
-    def layer_norm(
-        self,
-        x: V,
-        gamma: V | str | None = None,
-        beta: V | str | None = None,
-        eps: float = 1e-5,
-    ) -> V:
+    def layer_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
         """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`: γ and β `[H]`, either of which may be missing."""
         there = (gamma is not None, beta is not None)
         op = hir.LayerNorm(eps, *there) if self.level == GraphStage.HIR else LayerNormOp(eps, *there)
         return self.add_node(op, x, *self._weights(gamma, beta, like=x))
 
-    def residual_rms_norm(
-        self,
-        x: V,
-        residual: V,
-        gamma: V | str,
-        beta: V | str | None = None,
-        eps: float = 1e-5,
-    ) -> V:
+    def residual_rms_norm(self, x: V, residual: V, gamma: V | str, beta: V | str | None = None, eps: float = 1e-5) -> V:
         """`rms_norm(x + residual)` as one block: x and residual of one type."""
         op = hir.ResidualRmsNorm(eps)
         return self.add_node(op, x, residual, *self._weights(gamma, beta, like=x))
@@ -205,14 +172,7 @@ class Builders(Attending[V]):
         return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
 
     def fused_residual_ln(
-        self,
-        x: V,
-        residual: V,
-        gamma: V | str,
-        beta: V | str,
-        eps: float = 1e-5,
-        *,
-        bias: V | str | None = None,
+        self, x: V, residual: V, gamma: V | str, beta: V | str, eps: float = 1e-5, *, bias: V | str | None = None
     ) -> V:
         """`layer_norm(x [+ bias] + residual)` as one tensor op."""
         op = FusedResidualLayerNorm(eps, bias is not None)
@@ -224,15 +184,7 @@ class Builders(Attending[V]):
         """`act(gate) ⊙ up`: both `[…, F]`. The middle of SwiGLU (silu) and GeGLU (gelu_tanh)."""
         return self.add_node(hir.GatedFfn(activation), gate, up)
 
-    def swiglu_ffn(
-        self,
-        x: V,
-        *,
-        up: V | str,
-        gate: V | str,
-        down: V | str,
-        transpose: bool | None = None,
-    ) -> V:
+    def swiglu_ffn(self, x: V, *, up: V | str, gate: V | str, down: V | str, transpose: bool | None = None) -> V:
         """`(silu(x · gate) ⊙ (x · up)) · down` as one block: as values gate and up are `[H, F]` and down `[F, H]`, as
         keys turned. See `linear`, also for `transpose`.
         """
@@ -302,14 +254,7 @@ class Builders(Attending[V]):
 
     # -- tokens ------------------------------------------------------------------------------
 
-    def embed(
-        self,
-        table: V | WeightKey,
-        ids: V,
-        *,
-        shape: Sequence[int] | None = None,
-        init: Init | None = None,
-    ) -> V:
+    def embed(self, table: V | WeightKey, ids: V, *, shape: Sequence[int] | None = None, init: Init | None = None) -> V:
         """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`; `shape` and `init` as in `gather`."""
         rows = self._table(table, ("embedding", "hidden"), shape, init)
         return self.add_node(hir.Embed(), rows, ids)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -113,12 +112,6 @@ def run_stand_in(
 
 # The flow is written again as it is: with activations apart, and without the marks that mean nothing.
 NOTHING = BlockEdit(BlocksReading(frozenset()), lambda emit, x, inner: inner(x))
-
-
-def _activation(node: Node) -> str:
-    """The activation behind a product that is one op with it: a block of its own for edits, `act` beside the product's,
-    as `mlp.c_fc` is the product alone where others have it."""
-    return node.op.activation if isinstance(node.op, Linear) else ""
 
 
 def _in_order(blocks: Iterable[Path], nodes: Sequence[Node]) -> list[Path]:
@@ -236,10 +229,6 @@ class _Rewriting:
                 self.blocks.setdefault(block, []).append(number)
         self.layers = [_Layers(self._starts(bounds), [None] * len(bounds)) for bounds in emit.state.repeats]
 
-    @cached_property
-    def _around(self) -> HeadsAround:
-        return HeadsAround(self.old)
-
     @property
     def _what(self) -> str:
         return f"{self.where}: {self.edit.blocks}"
@@ -305,7 +294,9 @@ class _Rewriting:
     def _copy(self, number: int, values: _Values) -> None:
         node = self.old[number]
         origin = replace(node.origin, path=values.path(node.origin.path))
-        op, activation = node.op, _activation(node)
+        op = node.op
+        # An activation in one op with a product is a block of its own for edits: `mlp.c_fc` is the product alone.
+        activation = op.activation if isinstance(op, Linear) else ""
         # Marks of a block that this edit changes are inside of new ones.
         if isinstance(op, Boundary) and (not op.role or not self.new.marks_blocks or node.origin.path in self.selected):
             values.own[Value(number)] = self._now(node.inputs[0], values)
@@ -350,7 +341,7 @@ class _Rewriting:
             x = None if ports.source is None else emit.block_input(emit.wrap(self._now(ports.source, values)))
             check_takes(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
             if isinstance(self.edit.wrapper, ChecksBlock):
-                self.edit.wrapper.check_block(self._around, read, given, path_text(path))
+                self.edit.wrapper.check_block(HeadsAround(self.old), read, given, path_text(path))
             made = self.edit.wrapper(emit, x, inner)
             if not isinstance(made, FlowValue):
                 raise GraphError(

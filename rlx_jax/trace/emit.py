@@ -382,11 +382,10 @@ class Emit(SpecBuilders[FlowValue]):
 
     def named(self, key: str) -> FlowValue:
         """What an earlier stage registered under `key`."""
-        if key not in self.state.named:
-            raise GraphError(
-                f"{self.path}: nothing is registered as {quote(key)}; registered are {listing(self.state.named)}"
-            )
-        return self.state.named[key]
+        known = self.state.named
+        if key not in known:
+            raise GraphError(f"{self.path}: nothing is registered as {quote(key)}; registered are {listing(known)}")
+        return known[key]
 
     def set_gdn(self, q: FlowValue, k: FlowValue, v: FlowValue, g: FlowValue, beta: FlowValue) -> None:
         """Register what a GdnScan reads: q, k, v `[B,S,heads,n]`, g and beta `[B,S,heads]`."""
@@ -398,13 +397,13 @@ class Emit(SpecBuilders[FlowValue]):
 
     def stream(self, name: str) -> FlowValue:
         """The stream that an earlier stage kept as `name`."""
-        if name not in self.state.streams:
-            known = list(self.state.streams)
+        known = self.state.streams
+        if name not in known:
+            close = did_you_mean(name, known) or "; store_stream(name) and bind_inputs_to_streams keep one"
             raise GraphError(
-                f"{self.path}: there is no stream {quote(name)}; streams are {listing(known) or 'none'}"
-                f"{did_you_mean(name, known) or '; store_stream(name) and bind_inputs_to_streams keep one'}"
+                f"{self.path}: there is no stream {quote(name)}; streams are {listing(known) or 'none'}{close}"
             )
-        return self.state.streams[name]
+        return known[name]
 
     def output(self, name: str, value: FlowValue) -> None:
         """Add a side output of the flow under `name`, after the primary one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -177,14 +177,9 @@ class WeightDecl:
         return f"param({self.keys.text!r})"
 
 
-def says_shape(declared: Sequence[WeightDecl], key: str) -> WeightDecl | None:
-    """The last that says the shape of a weight."""
-    return next((d for d in reversed(declared) if d.shape is not None and d.matches(key)), None)
-
-
-def declared_init(declared: Sequence[WeightDecl], key: str) -> Init | None:
-    """What the last that knows it says."""
-    return next((d.init for d in reversed(declared) if d.init is not None and d.matches(key)), None)
+def last_declaration(declared: Sequence[WeightDecl], key: str, field: Literal["shape", "init"]) -> WeightDecl | None:
+    """Return the last declaration of a weight that has its shape, or its init."""
+    return next((d for d in reversed(declared) if getattr(d, field) is not None and d.matches(key)), None)
 
 
 def check_declared(declared: Sequence[WeightDecl], keys: Iterable[str], where: str) -> None:
@@ -241,9 +236,9 @@ class Parameters:
     def say_init(self, key: WeightKey | WeightStack, init: Init | None, path: str) -> None:
         """How a weight is drawn: as the flow says of its key, else as its stage says."""
         for name in key.keys if isinstance(key, WeightStack) else (stored_key(key),):
-            where, chosen = f"{path}: weight {quote(name)}", declared_init(self.declared, name)
+            where, decl = f"{path}: weight {quote(name)}", last_declaration(self.declared, name, "init")
             said = init if init is None else check_init(init, where)
-            said = said if chosen is None else chosen
+            said = said if decl is None else decl.init
             if said is not None and self.inits.setdefault(name, said) != said:
                 raise GraphError(f"{where}: its init is {shown(self.inits[name])} elsewhere and {shown(said)} here")
 
@@ -260,7 +255,7 @@ class Parameters:
         """A weight as messages name it, with the file that has it, or what says its shape."""
         if self.source is not None and self.source.has(key):
             return f"weight {quote(key)} ({self.source.where(key)})"
-        said = says_shape(self.declared, key)
+        said = last_declaration(self.declared, key, "shape")
         return f"weight {quote(key)}" if said is None else f"weight {quote(key)}, of the shape that {said} says"
 
     def declared_shapes(self) -> dict[str, StoredShape]:
@@ -316,7 +311,7 @@ class Parameters:
 
     def _stored(self, key: str, sizes: tuple[int | None, ...] | None, path: str) -> Key | Dequantized:
         """A key as the source has it; where it has none, of the shape that is declared."""
-        decl = says_shape(self.declared, key)
+        decl = last_declaration(self.declared, key, "shape")
         said = None if decl is None else decl.shape
         if said is not None and sizes is not None and not _agree(sizes, said):
             raise WeightShapeError(

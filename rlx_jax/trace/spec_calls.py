@@ -197,11 +197,7 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bound(
-    m: Any,
-    form: SpecForm | None,
-    signature: inspect.Signature,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    m: Any, form: SpecForm | None, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
     """Return the arguments by the builder's own names.
 
