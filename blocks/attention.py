@@ -165,11 +165,6 @@ class Heads:
             made |= {name: emit.add_node(rope, made[name], cos, sin) for name in made if name != "v"}
         return made
 
-    def keys_and_values(self) -> tuple[FlowValue, FlowValue]:
-        """Write the keys, normed and rotated, and the values alone."""
-        made = self.rotated({name: self.project(name, self.x) for name in "kv"})
-        return made["k"], made["v"]
-
     def _query_and_gate(self, q: FlowValue) -> tuple[FlowValue, FlowValue]:
         """Return both of every head, packed `[B,S,N·D]`."""
         n, d = self.spec.num_heads, self.spec.head_dim
@@ -247,29 +242,33 @@ class BindDecodeInputs:
         check_count(self.num_layers, f"{emit.path}: BindDecodeInputs: num_layers")
         with emit.scope("decode_inputs"):
             emit.state.program = "explicit"
-            _bind_tables(emit)
-            _check_tables(emit, x)
+            _bind_tables(emit, x)
             mask = emit.optional_input("mask") if self.use_custom_mask else None
             past_k, past_v = _bind_past(emit, x, self.num_layers)
-            if mask is not None:
-                _check_mask(emit, mask, x)
+            keys = past_k[0].type.shape[1] + x.type.shape[1]
+            if mask is not None and (mask.ndim != 2 or mask.type.shape[1] != keys):
+                raise ShapeError(
+                    f"{emit.path}: input mask is {mask.type}; expected [{x.type.shape[0]},{keys}]: cached and new "
+                    "tokens, such as ('batch', 'past + seq')"
+                )
             state = emit.state
             state.decode = DecodeBindings(state.rope_cos, state.rope_sin, mask, past_k, past_v)
         return x
 
 
-def _bind_tables(emit: Emit) -> None:
-    """Bind the inputs that hold rope tables, unless a stage wrote the registers or no such input is declared."""
+def _bind_tables(emit: Emit, x: FlowValue) -> None:
+    """Bind the inputs that hold rope tables, unless a stage wrote the registers or no such input is declared.
+
+    Raises:
+        ShapeError: the tables do not have one row for each token of `x`.
+    """
     if emit.state.rope_cos is None and not TABLES.isdisjoint(emit.state.inputs):
         rows = [emit.flow_input(name) for name in ("rope_cos", "rope_sin")]
         emit.state.rope_cos, emit.state.rope_sin = (row[None] if row.ndim == 2 else row for row in rows)
-
-
-def _check_tables(emit: Emit, x: FlowValue) -> None:
-    rows = emit.state.rope_cos
-    if rows is not None and (rows.ndim not in (2, 3) or rows.type.shape[-2] != x.type.shape[1]):
+    cos = emit.state.rope_cos
+    if cos is not None and (cos.ndim not in (2, 3) or cos.type.shape[-2] != x.type.shape[1]):
         raise ShapeError(
-            f"{emit.path}: the rope tables are {rows.type} for {x.type.shape[1]} new tokens; expected one row for "
+            f"{emit.path}: the rope tables are {cos.type} for {x.type.shape[1]} new tokens; expected one row for "
             "each, that of its position: slice them, or let a RopeTables stage make them"
         )
 
@@ -290,16 +289,6 @@ def _bind_past(emit: Emit, x: FlowValue, layers: int) -> list[tuple[FlowValue, .
                 "expected as many cached tokens in every layer"
             )
     return [tuple(emit.flow_input(f"past_{kind}_{i}") for i in range(layers)) for kind in "kv"]
-
-
-def _check_mask(emit: Emit, mask: FlowValue, x: FlowValue) -> None:
-    """The mask covers cached and new tokens."""
-    keys = emit.flow_input("past_k_0").type.shape[1] + x.type.shape[1]
-    if mask.ndim != 2 or mask.type.shape[1] != keys:
-        raise ShapeError(
-            f"{emit.path}: input mask is {mask.type}; expected [{x.type.shape[0]},{keys}]: cached and new tokens, such "
-            "as ('batch', 'past + seq')"
-        )
 
 
 @dataclass(frozen=True, eq=False)

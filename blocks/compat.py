@@ -367,4 +367,5 @@ def _tap(tap: LlamaKvTap | GemmaKvTap, emit: Emit, x: FlowValue, spec: LayerSpec
     """Write the keys and values of the attention `spec` of a normalized `x` as side outputs."""
     name, heads = kv_name(tap.layer_prefix, tap.layer_idx), Heads(emit, spec.under(tap.layer_prefix), x, any_heads)
     with emit.scope("self_attn"):
-        side_outputs(emit, name, *heads.keys_and_values(), tap.outputs)
+        made = heads.rotated({name: heads.project(name, x) for name in "kv"})
+        side_outputs(emit, name, made["k"], made["v"], tap.outputs)

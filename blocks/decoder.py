@@ -17,7 +17,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.roles import roles_of_bias
-from rlx_jax.ir.types import DimLike, TensorType
+from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey
 
@@ -46,7 +46,11 @@ class LayerAround:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, self.stage), self.spec
         check_hidden(emit, x, s.hidden_shape, self.stage)
-        output = [self.output_projection(x.type.shape[-1])] if self.output else []
+        here = s.under(self.prefix)
+        projection = Linear(
+            here.weight("o"), bias_key=here.bias("o"), shape=here.sizes("o", x.type.shape[-1]), roles=here.roles("o")
+        )
+        output = (Named("self_attn", projection, again=True),) if self.output else ()
 
         def run(stage: BlockStage, x: FlowValue) -> FlowValue:
             return emit.require(run_stage(stage, emit, x), self.stage)
@@ -65,13 +69,6 @@ class LayerAround:
             return emit.add_node(Binary("add"), x, change)
 
         return hir.write_layer(x, norm=norm, mixer=mixer, mlp=lambda x: run(s.mlp(self.prefix), x), add=add)
-
-    def output_projection(self, hidden: DimLike) -> BlockStage:
-        """The stage of the output projection of attention, for values `[B,S,hidden]`."""
-        here = self.spec.under(self.prefix)
-        shape = here.sizes("o", hidden)
-        output = Linear(here.weight("o"), bias_key=here.bias("o"), shape=shape, roles=here.roles("o"))
-        return Named("self_attn", output, again=True)
 
 
 @dataclass(frozen=True)

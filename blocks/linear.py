@@ -88,8 +88,7 @@ class GatherFromInput:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         emit.require(value, type(self).__name__)
         with emit.scope(self.input_name):
-            table = emit.param(self.weight_key, self.shape, TABLE, self.init)
-            return emit.add_node(hir.Embed(), table, emit.flow_input(self.input_name))
+            return emit.embed(self.weight_key, emit.flow_input(self.input_name), shape=self.shape, init=self.init)
 
 
 @dataclass(frozen=True)
@@ -216,9 +215,8 @@ class LmHead:
             said, have = (self.vocab_size, self.hidden_size), weight.type.shape
             if len(have) != 2 or any(want not in (None, size) for want, size in zip(said, have, strict=True)):
                 more = "; those of a tied head follow from the embedding: leave them out" * self.tie_word_embeddings
-                raise ShapeError(
-                    f"{emit.path}: the head is said to be {_sizes(said)}, and its weight is {weight.type}{more}"
-                )
+                text = ", ".join(name if size is None else str(size) for name, size in zip("VH", said, strict=True))
+                raise ShapeError(f"{emit.path}: the head is said to be [{text}], and its weight is {weight.type}{more}")
             if have[1] != x.type.shape[-1]:
                 which = "the tied embedding" if self.tie_word_embeddings else f"weight {quote(self.weight_key)}"
                 raise WeightShapeError(
@@ -236,11 +234,6 @@ class LmHead:
             raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
         emit.say_roles(emit.state.embed_weight, HEAD)
         return emit.state.embed_weight
-
-
-def _sizes(said: tuple[int | None, ...]) -> str:
-    """`[V, 8]` where V is not said."""
-    return f"[{', '.join(name if size is None else str(size) for name, size in zip('VH', said, strict=True))}]"
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,6 @@ class ModelFlow(Stages):
     def _read_through(self, reads: Callable[[WeightSource], WeightSource]) -> ModelFlow:
         """Read whatever weights the flow is bound to, or compiled with, through a function that gives a source of
         others, such as numbers of what is packed. It is called again with what it gave, which it returns as it is."""
-        if not callable(reads):
-            raise GraphError(f"{self.name}: _read_through takes a function of a source, got {shown(reads)}")
         return replace(self, _reads=reads)
 
     def with_mtp(self, make: MakesMtp) -> ModelFlow:

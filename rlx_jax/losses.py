@@ -345,9 +345,9 @@ def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
 
 
 def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) -> Any:
-    """An array `[B, S]` of numbers of these kinds; of the host, or of JAX as it is."""
+    """An array of a shape, or `[B, S]`, of numbers of these kinds; of the host, or of JAX as it is."""
     array = value if isinstance(value, jax.Array) else as_host_array(name, value)
-    if array.ndim != 2 or 0 in array.shape or (shape is not None and tuple(array.shape) != tuple(shape)):
+    if 0 in array.shape or (array.ndim != 2 if shape is None else tuple(array.shape) != tuple(shape)):
         want = "[batch, seq]" if shape is None else f"those of tokens, {list(shape)}"
         raise RequestError(f"{name}: sizes are {want}, got {list(array.shape)}")
     kind = "f" if jnp.issubdtype(array.dtype, jnp.floating) else array.dtype.kind
@@ -357,11 +357,7 @@ def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) ->
 
 
 def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
-    array = lengths if isinstance(lengths, jax.Array) else as_host_array("lengths", lengths)
-    if tuple(array.shape) != (batch,):
-        raise RequestError(f"lengths: one for each of {batch} rows, got {list(array.shape)}")
-    if array.dtype.kind not in "iu":
-        raise DTypeError(f"lengths: expected integers, got {short_name(array.dtype)}")
+    array = _shaped("lengths", lengths, (batch,), "iu")
     if isinstance(array, np.ndarray) and (array.min() < 0 or array.max() > seq):
         raise SequenceLengthError(f"lengths: expected 0 to {seq}, got {array.tolist()[:8]}")
     return jnp.asarray(array).astype(jnp.int32)

@@ -15,7 +15,7 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Parametric, Unary,
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.types import as_dtype
-from rlx_jax.trace.spec_calls import of_kind
+from rlx_jax.trace.checks import of_kind
 from rlx_jax.trace.writer import Axes, V, Writer, is_number
 
 

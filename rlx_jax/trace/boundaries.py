@@ -21,8 +21,6 @@ from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.trace.emit import Emit, FlowState, FlowValue
 
 INPUT, OUTPUT = "input", "output"
-# The mark of a stage that turned out to be no block.
-UNUSED = Boundary("")
 
 # Writes a stage for an active value.
 Write = Callable[[FlowValue | None], FlowValue | None]
@@ -138,10 +136,10 @@ class BlockIndex:
     def __init__(self, nodes: Sequence[Node], last: Value) -> None:
         self.nodes = nodes
         self.numbers: dict[Path, list[int]] = {}
-        self.readers: dict[Value, list[int]] = {Value(last.node, last.index): [len(nodes)]}
+        self.readers: dict[Value, list[int]] = {last: [len(nodes)]}
         for number, node in enumerate(nodes):
             for value in node.inputs:
-                self.readers.setdefault(Value(value.node, value.index), []).append(number)
+                self.readers.setdefault(value, []).append(number)
             path = node.origin.path if node.inputs else ()
             for end in range(1, len(path) + 1):
                 self.numbers.setdefault(path[:end], []).append(number)

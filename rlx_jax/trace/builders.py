@@ -31,9 +31,8 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import DimLike, is_static
 from rlx_jax.trace.attention import Attending
-from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.checks import items_of, of_kind
 from rlx_jax.trace.parameters import WeightKey, WeightPart, WeightStack
-from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Shape, V, is_number
 
 
@@ -118,12 +117,8 @@ class Builders(Attending[V]):
         op = (hir.LinearFused if kind == "block" else FusedMatMulBiasAct)(self._contract(w, transpose), activation)
         return self.add_node(op, x, *self._weights(w, bias))
 
-    linear_fused = of_kind(
-        _biased_product, "block", "`act(x · w + bias)` as one block: w is `[in, out]`, or a key; see `linear`."
-    )  # fmt: skip
-    fused_matmul_bias_act = of_kind(
-        _biased_product, "op", "`act(x · w + bias)` as one tensor op: w is `[in, out]`, or a key; see `linear`."
-    )  # fmt: skip
+    linear_fused = of_kind(_biased_product, "block", "`act(x · w + bias)` as one block; w and bias as in `linear`.")
+    fused_matmul_bias_act = of_kind(_biased_product, "op", "`act(x · w + bias)` as one tensor op; w as in `linear`.")
 
     def shared_linear_pair(self, x: V, w1: V | str, w2: V | str, *, transpose: bool | None = None) -> tuple[V, V]:
         """`x · w₁` and `x · w₂`, each of its own width: `[in, out]` as values, `[out, in]` as keys; see `linear`."""

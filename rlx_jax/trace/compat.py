@@ -1,7 +1,7 @@
 """Builders under the names that only the specification has (IR 5.6, 5.2): other names, and short compositions.
 
 The order of arguments is that of the specification: operands, then attributes. What the builders of the topics before
-take in this order too is in `rlx_jax.trace.spec_calls`.
+take in this order too is in `rlx_jax.trace.checks`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
 from rlx_jax.ir.plugins import known
 from rlx_jax.ir.types import is_static
 from rlx_jax.trace.builders import Builders
-from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.checks import items_of, of_kind
 from rlx_jax.trace.parameters import WeightKey
-from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import V
 
 

@@ -361,7 +361,6 @@ class _Rewriting:
 
     def _now(self, value: Value, values: _Values) -> Value:
         """What a value of before is now."""
-        value = Value(value.node, value.index)
         found = values.find(value)
         if found is not None:
             return found
@@ -408,7 +407,7 @@ class _Rewriting:
         known, now = self.state, self.emit.state
 
         def mapped(old: Any) -> Any:
-            found = values.find(Value(old.value.node, old.value.index))
+            found = values.find(old.value)
             leaf = isinstance(self.old[old.value.node].op, Leaf)
             return self.emit.wrap(self._now(old.value, values)) if leaf or found is not None else None
 

@@ -13,9 +13,8 @@ from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, merge_axes, split_axis
 from rlx_jax.ir.ops.vision import GridSample, Resize
 from rlx_jax.ir.types import as_dim, is_static
-from rlx_jax.trace.checks import check_count, items_of
+from rlx_jax.trace.checks import check_count, items_of, of_kind
 from rlx_jax.trace.products import Products
-from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
 # One number for all spatial axes, or one for each.

@@ -13,8 +13,8 @@ from rlx_jax.ir.operands import check_operands
 from rlx_jax.ir.ops.linalg import MATRICES, Det, Einsum, Fft, Solve, product
 from rlx_jax.ir.ops.pointwise import FakeQuantize
 from rlx_jax.ir.types import as_dtype, is_float, is_static, short_name
+from rlx_jax.trace.checks import of_kind
 from rlx_jax.trace.shapes import Shapes
-from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Shape, V, is_number
 
 

@@ -33,10 +33,9 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import check_roles
 from rlx_jax.ir.types import Dim, as_dim, as_dtype, is_static
 from rlx_jax.trace.arithmetic import Arithmetic
-from rlx_jax.trace.checks import check_count, items_of
+from rlx_jax.trace.checks import check_count, items_of, of_kind
 from rlx_jax.trace.cuts import cut_of, is_cut, places_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart
-from rlx_jax.trace.spec_calls import of_kind
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
 

@@ -13,7 +13,7 @@ The rules that hold for all tensor ops, and for the blocks of `rlx_jax.trace.bui
 
 - Operands come first, in the order of the op's own formula; what follows the operands that a formula names is
   keyword-only, so that two numbers, or two weights of one shape, cannot change places without a word. Where the
-  specification gives these by position, `rlx_jax.trace.spec_calls` takes them so too; other calls are a GraphError.
+  specification gives these by position, `rlx_jax.trace.checks` takes them so too; other calls are a GraphError.
 - Beside a value stands a number: `add(x, 1.0)`. It takes the dtype of the value, or is refused where it does not fit.
 - Axes may be negative, and `axis` has this name everywhere.
 - A name has one spelling. Those that only the specification has, `reshape_` and its like, are in
@@ -42,10 +42,9 @@ from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, is_static
-from rlx_jax.trace.checks import check_attributes
+from rlx_jax.trace.checks import check_attributes, check_calls, of_shape
 from rlx_jax.trace.checks import is_number as is_number
 from rlx_jax.trace.parameters import WeightKey, WeightStack
-from rlx_jax.trace.spec_calls import check_calls, of_shape
 
 V = TypeVar("V")
 # Ints, names of symbolic sizes, and sizes of values (`x.shape[0]`).
@@ -89,7 +88,7 @@ class Writer(Generic[V]):
     _bodies: tuple[Body, ...] = ()
 
     def __init_subclass__(cls) -> None:
-        """Check how the methods of every topic are called, as `rlx_jax.trace.spec_calls` describes."""
+        """Check how the methods of every topic are called, as `rlx_jax.trace.checks` describes."""
         super().__init_subclass__()
         check_calls(cls)
 
