@@ -351,6 +351,21 @@ def check_keywords(caller: str, given: Iterable[str], known: Iterable[str]) -> N
             raise TypeError(f"{caller}() got an unexpected keyword argument {quote(name)}{told}")
 
 
+def check_known(
+    names: Iterable[str], known: Iterable[str], before: str, after: str, kind: type[RlxError] = GraphError
+) -> None:
+    """Names that a user gave are among those that there are.
+
+    Raises:
+        RlxError: one of this kind: `before`, the first unknown name, `after` and the known names.
+    """
+    known = list(known)
+    for name in names:
+        if name not in known:
+            there = f"{listing(known) or 'none'}{did_you_mean(name, known)}"
+            raise kind(f"{before} {quote(name)}{after} {there}")
+
+
 def suggests(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: misspelt keyword arguments get a suggestion. `more` are names that the function takes as `**`.
 

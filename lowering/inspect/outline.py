@@ -47,8 +47,8 @@ def costs(graph: Graph, times: int = 1) -> dict[Path, Cost]:
         op, operands = node.op, [graph.type(v) for v in node.inputs]
         parts = [part for region in op.regions() for part in costs(region, op.iterations()).items()]
         if isinstance(op, Mir):
-            counts = (count(operands, node.types) for count in (op.flops, op.bytes, op.workspace))
-            parts.append((node.origin.path, Cost(*counts)))
+            counts = (op.traits.flops, op.traits.bytes, op.traits.workspace)
+            parts.append((node.origin.path, Cost(*(count(op, operands, node.types) for count in counts))))
         for path, each in parts:
             found[path] = found.get(path, Cost()).then(each, times)
     return found

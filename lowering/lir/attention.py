@@ -118,7 +118,7 @@ def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: 
     def chunk(start: AnyArray, q: AnyArray, parts: list[AnyArray]) -> AnyArray:
         taken = iter(parts)
         operands = [x if axis is None else next(taken) for axis, x in zip(along, rest, strict=True)]
-        return op.attend(q, k, v, *operands, start=start, total=queries)
+        return op.eval(q, k, v, *operands, start=start, total=queries)
 
     starts = jnp.arange(count, dtype=jnp.int32) * size
     parts = [chunks(x, axis) for axis, x in zip(along, rest, strict=True) if axis is not None]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, located
@@ -59,10 +59,6 @@ def row(op: MatMul | FusedMatMulBiasAct, x: AnyArray, w: AnyArray, *bias: AnyArr
     return y.reshape(*x.shape[:-1], -1).astype(jnp.float32 if op.f32_result else x.dtype)
 
 
-Array = jax.Array
-CacheWrite = CacheUpdate | RingStep
-
-
 def choose_cache_write(call: Call, device: Device) -> Choice | None:
     """`in_loop` for a write that scatters rows into a 16-bit floating-point cache on a CPU."""
     op, (cache, *_) = call
@@ -72,7 +68,7 @@ def choose_cache_write(call: Call, device: Device) -> Choice | None:
     return None
 
 
-def in_loop(op: CacheWrite, cache: Array, new: Array, start: Array, lengths: Array) -> Any:
+def in_loop(op: CacheUpdate | RingStep, *arrays: Array) -> Any:
     """Evaluate a `CacheUpdate` or `RingStep` with its write in a loop of at most one turn.
 
     XLA:CPU's pass `float-normalization-bf16` computes every bf16 op in f32, scatters and `dynamic_update_slice` too. A
@@ -84,7 +80,7 @@ def in_loop(op: CacheWrite, cache: Array, new: Array, start: Array, lengths: Arr
     pass. And the write is the body of a loop of at most one turn: XLA fuses nothing across the border of a loop, and a
     loop updates its carry in place.
     """
-    return op.update(cache, new, start, lengths, write_in_loop)
+    return op.eval(*arrays, write=write_in_loop)
 
 
 def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False) -> Array:
@@ -125,7 +121,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
     "cudnn": cudnn,
     # Operands laid out head by head, as XLA's products on a CPU want them.
-    "heads_first": lambda op, *arrays: op.attend(*arrays, heads_first=True),
+    "heads_first": lambda op, *arrays: op.eval(*arrays, heads_first=True),
     "query_chunks": query_chunks,
     "row": row,
     "one_token": one_token,

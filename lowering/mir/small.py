@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, did_you_mean, listing, quote
+from rlx_jax.errors import GraphError, check_known
 from rlx_jax.ir.graph import Builder, Constant, Graph, Input, Leaf, Mir, Node, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.recurrent import TokenScan
 from rlx_jax.ir.queries import bind_leaves
@@ -109,11 +109,7 @@ def with_outputs(graph: Graph, names: tuple[str, ...], types: TypeCache) -> Grap
         GraphError: it has no output of a name.
     """
     known = dict(zip(graph.output_names, graph.outputs, strict=True))
-    for name in names:
-        if name not in known:
-            raise GraphError(
-                f"{graph.name}: no output {quote(name)}; it has {listing(known)}{did_you_mean(name, list(known))}"
-            )
+    check_known(names, known, f"{graph.name}: no output", "; it has")
     return dce(replace(graph, outputs=tuple(known[name] for name in names), output_names=names), types)
 
 

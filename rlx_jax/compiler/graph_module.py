@@ -13,7 +13,7 @@ from rlx_jax.compiler.module_builder import ModuleBuilder
 from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
 from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, plain
-from rlx_jax.errors import GraphError, did_you_mean, quote, shown
+from rlx_jax.errors import GraphError, check_known, quote, shown
 from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, TypeCache, Value
@@ -163,10 +163,9 @@ class GraphModule(ModuleBuilder):
             if profile is not None or sizes:
                 raise GraphError(f"module {self.name!r} is at lir: it is planned already; start from its into_mir()")
             return Lir(self.finish(), self.plan)
-        known = {s for i in self.builder.inputs for s in i.type.symbols}
+        known = sorted({s for i in self.builder.inputs for s in i.type.symbols})
+        check_known(sizes, known, f"{self.name}: no input has a dimension", "; there are")
         for name, size in sizes.items():
-            if name not in known:
-                raise GraphError(f"{self.name}: no input has a dimension {quote(name)}{did_you_mean(name, known)}")
             as_dim(size, f"{self.name}: {name}")
         return lir_of(self.build(), profile, sizes)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.errors import GraphError, ProfileError, did_you_mean, quote
+from rlx_jax.errors import GraphError, ProfileError, check_known, did_you_mean, quote
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
@@ -198,17 +198,12 @@ def check_switches(settings: Settings) -> None:
         ProfileError: with a suggestion.
     """
     optional = [p.name for p in PIPELINE if p.kind != "program"]
-    for name in sorted(settings.off):
-        if name in NAMES and name not in optional:
-            raise ProfileError(
-                f"fusion.disable: {quote(name)} makes the program what it was asked to be and cannot be switched off; "
-                f"those that can are {', '.join(optional)}"
-            )
-        if name not in NAMES:
-            raise ProfileError(
-                f"fusion.disable: unknown pass {quote(name)}; expected one of {', '.join(optional)}"
-                f"{did_you_mean(name, optional)}"
-            )
+    if fixed := sorted(name for name in settings.off if name in NAMES and name not in optional):
+        raise ProfileError(
+            f"fusion.disable: {quote(fixed[0])} makes the program what it was asked to be and cannot be switched off; "
+            f"those that can are {', '.join(optional)}"
+        )
+    check_known(sorted(settings.off), optional, "fusion.disable: unknown pass", "; expected one of", ProfileError)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from rlx_jax.errors import (
     RlxError,
     RlxWarning,
     UnsupportedError,
-    did_you_mean,
+    check_known,
     listing,
     quote,
 )
@@ -119,12 +119,8 @@ class Template:
         Raises:
             GraphError: a size is missing, or is none of the program.
         """
+        check_known(sizes, sorted(self.symbols), f"{self.built.name}: the program has no size", "; it has")
         for name, size in sizes.items():
-            if name not in self.symbols:
-                raise GraphError(
-                    f"{self.built.name}: the program has no size {quote(name)}; it has {listing(sorted(self.symbols))}"
-                    f"{did_you_mean(name, self.symbols)}"
-                )
             as_dim(size, f"{self.built.name}: {name}")
         if missing := sorted(self.symbols.difference(sizes)):
             whole = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.device import Device, named_device, running_device
-from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, did_you_mean, listing, quote
+from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_known, quote
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.lowering.division import Division
@@ -307,9 +307,4 @@ def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
         ProfileError: with a suggestion.
     """
     known = [i.name for i in flow._inputs]
-    for name in names:
-        if name not in known:
-            raise ProfileError(
-                f"donation.inputs: {flow.name} has no input {quote(name)}; it has {listing(known)}"
-                f"{did_you_mean(name, known)}"
-            )
+    check_known(names, known, f"donation.inputs: {flow.name} has no input", "; it has", ProfileError)

@@ -16,14 +16,14 @@ from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
 from rlx_jax.encode.rows import RowForm, exact_rows, masks_of
 from rlx_jax.encode.sentence import SentencePipeline
-from rlx_jax.errors import DeriveError, RequestError, shown, suggests
+from rlx_jax.errors import DeriveError, RequestError, UnboundInputError, check_known, shown, suggests
 from rlx_jax.lowering.hir.rows import MASK
 from rlx_jax.lowering.hir.rules import reads_from_the_left
 from rlx_jax.lowering.hir.trials import why_rows_mix
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.block_times import BlockTimes
-from rlx_jax.runtime.inputs import as_host_array, check_input_names, whole_number
+from rlx_jax.runtime.inputs import as_host_array, whole_number
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import (
@@ -121,7 +121,8 @@ class Encoder(OpenedModel):
         check_positions(block.shape[1], self.max_positions, "tokens")
         valid = row_lengths(lengths, block.shape, low=1)
         names = dict.fromkeys([*(d.name for d in self.model.flow._inputs), MASK])  # which a flow need not declare
-        check_input_names(inputs, list(names), self.model.name, ["lengths"])
+        known = [*names, "lengths"]
+        check_known(inputs, known, f"{self.model.name}: has no input", "; there are", UnboundInputError)
         inputs = {name: value for name, value in inputs.items() if value is not None}
         refuse_consumed({}, inputs)
         for name, value in inputs.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlx_jax.errors import GraphError, PluginError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import GraphError, PluginError, check_known, listing, quote, shown
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.plugins import HirExtension, known
 from rlx_jax.ir.types import as_name, as_names
@@ -100,12 +100,7 @@ class FlowExtensionPlan:
         if not (self.apply_all or self.enabled):
             return ()
         there = registered_hir_extensions()
-        for name in self.enabled:
-            if name not in there:
-                raise PluginError(
-                    f"no plugin gives an extension {quote(name)}; known are {listing(there) or 'none'}"
-                    f"{did_you_mean(name, there)}"
-                )
+        check_known(self.enabled, there, "no plugin gives an extension", "; known are", PluginError)
         return there if self.apply_all else self.enabled
 
     def apply(self, graph: Graph, types: TypeCache) -> Graph:

@@ -134,18 +134,6 @@ class Mir(Op):
         # One whose attributes are no values may hold a user's function.
         return kept_types(self, operands) if self.traits.stored else traced_types(self, operands)
 
-    def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
-        """Multiply-adds × 2 of its contractions, for static types; 0 for ops that contract nothing."""
-        return self.traits.flops(self, operands, results)
-
-    def bytes(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
-        """Bytes that it reads and writes, run alone, for static types."""
-        return self.traits.bytes(self, operands, results)
-
-    def workspace(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
-        """Bytes of scratch memory beside operands and results, for static types."""
-        return self.traits.workspace(self, operands, results)
-
 
 class Hir(Op):
     """A block. `expand` is its meaning: the ops it stands for, written with a builder."""

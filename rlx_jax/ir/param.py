@@ -22,7 +22,7 @@ from rlx_jax.ir.stored import Conflict as Conflict
 from rlx_jax.ir.stored import Cut as Cut
 from rlx_jax.ir.stored import Dequantized as Dequantized
 from rlx_jax.ir.stored import Key as Key
-from rlx_jax.ir.stored import NoParts, OverOne, part_of
+from rlx_jax.ir.stored import NoParts, OverOne, part_of, steps
 from rlx_jax.ir.stored import Parts as Parts
 from rlx_jax.ir.stored import Role as Role
 from rlx_jax.ir.stored import Roles as Roles
@@ -232,10 +232,8 @@ class Padded(OverOne):
         return f"pad({self.of}; axis={self.axis}, {self.size})"
 
     def box(self, box: Box) -> Program:
-        found = [
-            boxed(self.parts[number], inside)
-            for number, inside in crossed(box, self.axis, [part.type.shape[self.axis] for part in self.parts])
-        ]
+        lengths = [part.type.shape[self.axis] for part in self.parts]
+        found = [boxed(self.parts[number], inside) for number, inside in crossed(box, self.axis, lengths)]
         return found[0] if len(found) == 1 else Padded(found[0], self.axis, sizes(box)[self.axis])
 
     def join(self, *values: Any) -> Any:
@@ -362,10 +360,8 @@ def keys_of(program: Program) -> Iterator[str]:
 
 def packed_keys(program: Program) -> Iterator[tuple[str, str]]:
     """The packed tensors a program reads, in order: the key and the scheme of each."""
-    if isinstance(program, Dequantized):
-        yield from ((key, program.scheme) for key in keys_of(program))
-    for part in program.parts:
-        yield from packed_keys(part)
+    packed = (step for step in steps(program) if isinstance(step, Dequantized))
+    return ((key, step.scheme) for step in packed for key in keys_of(step))
 
 
 def key_kinds(program: Program) -> Iterator[tuple[str, str]]:
@@ -377,7 +373,7 @@ def key_kinds(program: Program) -> Iterator[tuple[str, str]]:
 
 def narrows(program: Program) -> bool:
     """Whether running `program` may lose bits of a float."""
-    return program.lossy or any(narrows(part) for part in program.parts)
+    return any(step.lossy for step in steps(program))
 
 
 def leaf_name(program: Program) -> str:
@@ -400,16 +396,12 @@ def braced(names: list[str]) -> str:
     if len(set(names)) == 1:
         return names[0]
     tokens = [re.findall(r"\w+|\W", name.replace("_", " _ ").replace(" ", "\0")) for name in names]
-    if len({len(t) for t in tokens}) != 1:
-        return "{" + ",".join(names) + "}"
-    columns = list(zip(*tokens, strict=True))
+    columns = list(zip(*tokens, strict=False))
     varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    if len(varying) != 1:
+    if len(varying) != 1 or len({len(t) for t in tokens}) != 1:
         return "{" + ",".join(names) + "}"
     values = list(columns[varying[0]])
-    run = all(v.isdigit() for v in values) and [int(v) for v in values] == list(
-        range(int(values[0]), int(values[0]) + len(values))
-    )
+    run = all(v.isdigit() for v in values) and all(int(b) == int(a) + 1 for a, b in itertools.pairwise(values))
     inner = f"{values[0]}..{values[-1]}" if run else ",".join(values)
     parts = [f"{{{inner}}}" if i == varying[0] else column[0] for i, column in enumerate(columns)]
     return "".join(parts).replace("\0", "")

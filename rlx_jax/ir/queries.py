@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, quote
+from rlx_jax.errors import GraphError, ShapeError, check_known, listing, quote
 from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Node, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.param import Key, keys_of
 from rlx_jax.ir.rewrite import everywhere, rewrite
@@ -36,13 +36,7 @@ def bind(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:
     Raises:
         GraphError: the graph has no such symbol.
     """
-    known = dynamic_symbols(graph)
-    for name in sizes:
-        if name not in known:
-            raise GraphError(
-                f"{graph.name}: no dimension is called {quote(name)}; open are {listing(known) or 'none'}"
-                f"{did_you_mean(name, known)}"
-            )
+    check_known(sizes, dynamic_symbols(graph), f"{graph.name}: no dimension is called", "; open are")
     return bind_leaves(graph, sizes, types)
 
 
@@ -102,12 +96,7 @@ def _check_bound(graph: Graph, what: str, names: list[str], given: Mapping[str, 
     missing = [name for name in names if name not in given]
     if missing:
         raise GraphError(f"{graph.name}: {what} {listing(missing)} are not bound; bound are {listing(given) or 'none'}")
-    for name in given:
-        if name not in names:
-            raise GraphError(
-                f"{graph.name}: {quote(name)} is none of its {what}, which are {listing(names) or 'none'}"
-                f"{did_you_mean(name, names)}"
-            )
+    check_known(given, names, f"{graph.name}:", f" is none of its {what}, which are")
 
 
 def _fits(b: Builder, graph: Graph, name: str, want: TensorType, value: Value) -> Value:
@@ -137,12 +126,8 @@ def promote_params_to_inputs(graph: Graph, names: Iterable[str], types: TypeCach
     found = {key: p for p in graph.params() for key in keys_of(p.programs[0])}
     added: dict[Param, Input] = {}
     taken = {i.input for i in graph.inputs}
+    check_known(wanted, found, f"{graph.name}: no parameter is called", "; there are")
     for name in wanted:
-        if name not in found:
-            raise GraphError(
-                f"{graph.name}: no parameter is called {quote(name)}; there are {listing(found) or 'none'}"
-                f"{did_you_mean(name, found)}"
-            )
         given = "".join(c if c.isalnum() else "_" for c in _key(graph, found[name]))
         if given in taken or not given.isidentifier():
             raise GraphError(f"{graph.name}: parameter {quote(name)} cannot become the input {quote(given)}")

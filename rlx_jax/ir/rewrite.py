@@ -15,17 +15,14 @@ from rlx_jax.ir.types import TensorType
 Rewrite = Callable[[Builder, int, Node, tuple[Value, ...]], tuple[Value, ...] | None]
 
 
-def rewrite(graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str = "") -> Graph:
+def rewrite(
+    graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str = "",
+    given: tuple[TensorType, ...] = (),
+) -> Graph:  # fmt: skip
     """Rebuild `graph` node by node, regions first. `enter(graph)` is called for the graph and every region.
 
     All types are inferred again, so a change of a leaf's type flows through the whole program.
     """
-    return _rewrite(graph, enter, types, by, ())
-
-
-def _rewrite(
-    graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str, given: tuple[TensorType, ...]
-) -> Graph:
     b = Builder(graph.name, types)
     b.inputs = list(graph.inputs)  # the signature stays, used or not
     fn = enter(graph)
@@ -37,7 +34,7 @@ def _rewrite(
             op = BodyInput(op.index, type=given[op.index])
         if op.regions() and len(inputs) == len(node.inputs):  # else an operand was dropped, and this node will be
             operand_types = tuple(b.type(v) for v in inputs)
-            op = op.with_regions(tuple(_rewrite(r, enter, types, by, operand_types) for r in op.regions()))
+            op = op.with_regions(tuple(rewrite(r, enter, types, by, operand_types) for r in op.regions()))
         start = len(b.nodes)
         with b.at(node.origin), located(node.origin):
             new = fn(b, number, replace(node, op=op), inputs)

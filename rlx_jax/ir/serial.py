@@ -20,7 +20,6 @@ import functools
 import hashlib
 import json
 import math
-import re
 import types as builtin_types
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
@@ -29,7 +28,7 @@ import numpy as np
 
 from rlx_jax.errors import FormatError, LimitError, RlxError, UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir import hir, plugins
-from rlx_jax.ir.captured import captured_arrays, trace
+from rlx_jax.ir.captured import meaning, trace
 from rlx_jax.ir.graph import (
     BodyInput,
     Constant,
@@ -132,7 +131,10 @@ def encode(value: Any) -> Any:
     if isinstance(value, np.dtype):
         return short_name(value)
     if isinstance(value, TensorType):
-        return {"dtype": short_name(value.dtype), "shape": [_dim(d) for d in value.shape]}
+        return {
+            "dtype": short_name(value.dtype),
+            "shape": [d if isinstance(d, int) else spelled(d) for d in value.shape],
+        }
     if isinstance(value, tuple | list):
         return [encode(v) for v in value]
     if isinstance(value, Mapping):
@@ -142,10 +144,6 @@ def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {type(value).__name__: fields} if (fields := _fields(value)) else type(value).__name__
     raise UnsupportedError(f"{getattr(value, '__name__', type(value).__name__)}: Python functions cannot be stored")
-
-
-def _dim(dim: Any) -> int | str:
-    return dim if isinstance(dim, int) else spelled(dim)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -383,7 +381,5 @@ def _expected(what: str, data: Any, where: str) -> FormatError:
 
 def closure_digest(fn: Any, operands: tuple[TensorType, ...]) -> str:
     """What a user's function computes, as text: its jaxpr and a hash of the arrays it captures."""
-    closed, _ = trace(fn, operands)
-    text = re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))
-    captured = (np.asarray(c) for c in captured_arrays(closed))
-    return text + " ".join(hashlib.sha256(c.tobytes()).hexdigest() for c in captured)
+    text, arrays = meaning(trace(fn, operands)[0])
+    return text + " ".join(hashlib.sha256(array).hexdigest() for array in arrays)

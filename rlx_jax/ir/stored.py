@@ -379,17 +379,18 @@ def part_of(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
     if (start, stop) == (0, shape[axis]):
         return program
     found = program.box(along(shape, axis, start, stop))
-    cut = next((step for step in _steps(found) if isinstance(step, Cut)), None)
+    cut = next((step for step in steps(found) if isinstance(step, Cut)), None)
     if cut is not None:
         size = SCHEMES[cut.of.scheme].elements
         raise WeightShapeError(f"{what} cuts a block of {size}; take multiples of {size}, or rows")
-    interleaved = [step for step in _steps(found) if isinstance(step, Strided)]
-    if any(isinstance(inner, Sliced) for step in interleaved for inner in _steps(step)):
+    interleaved = [step for step in steps(found) if isinstance(step, Strided)]
+    if any(isinstance(inner, Sliced) for step in interleaved for inner in steps(step)):
         raise WeightShapeError(f"{what} is a part of one of several that are stored interleaved; take all of that")
     return found
 
 
-def _steps(program: ProgramStep) -> Iterator[ProgramStep]:
+def steps(program: ProgramStep) -> Iterator[ProgramStep]:
+    """A program and all that it is made of, the last step first."""
     yield program
     for part in program.parts:
-        yield from _steps(part)
+        yield from steps(part)

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from rlx_jax.errors import GraphError, RlxError, first_line
+from rlx_jax.errors import GraphError, RlxError
 from rlx_jax.ir.captured import captured_arrays, changed, check_captures, inner_jaxprs, meaning, trace
-from rlx_jax.ir.inference import READS_NUMBERS, as_in_jit
+from rlx_jax.ir.inference import as_in_jit, misfit
 from rlx_jax.ir.types import TensorType
 
 
@@ -66,10 +66,8 @@ class TokenStep:
                 self.traces[precision] = again = jax.make_jaxpr(self.fn)(*(t.spec for t in self.given))
             if meaning(again, precision=False)[0] != self.text:
                 raise GraphError(_unsteady(self.label))
-        if meaning(self.traces[precision], precision=False) != (
-            self.text,
-            self.captured,
-        ):  # its constants are the user's arrays
+        # Its constants are the user's arrays.
+        if meaning(self.traces[precision], precision=False) != (self.text, self.captured):
             raise GraphError(changed(f"recurrent({self.label})", self.fn))
         made: Callable[..., Sequence[Any]] = jex.jaxpr_as_fun(self.traces[precision])
         return made
@@ -89,13 +87,8 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
         raise GraphError(_of_another_trace(label)) from error
     except (RlxError, RecursionError):
         raise
-    except READS_NUMBERS as error:
-        raise GraphError(
-            f"recurrent({label}) branches on numbers or reads them, and there are none while it is traced: use "
-            f"jnp.where, jax.lax.cond or jax.lax.select. {first_line(error)}"
-        ) from error
     except Exception as error:  # whatever jax raises on shapes that do not fit
-        raise GraphError(f"recurrent({label}) on ({', '.join(map(str, given))}): {first_line(error)}") from error
+        raise misfit(f"recurrent({label})", given, error) from error
     arrays = list(captured_arrays(closed))
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         raise GraphError(_of_another_trace(label))
@@ -110,9 +103,8 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
     if (text, captured) != meaning(again, precision=False):
         raise GraphError(_unsteady(label))
     results = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in closed.out_avals)
-    return TokenStep(
-        label, tuple(given), text, captured, results, jax.tree.structure(y), fn, {"default": closed}
-    )  # fmt: skip
+    form = jax.tree.structure(y)
+    return TokenStep(label, tuple(given), text, captured, results, form, fn, {"default": closed})
 
 
 def callbacks(jaxpr: Any) -> set[str]:

@@ -67,7 +67,8 @@ def as_dtype(dtype: Any, where: str = "") -> np.dtype[Any]:
     """
     if isinstance(dtype, str):
         if dtype not in _BY_NAME:
-            raise DTypeError(f"{where}unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME) or _known()}")
+            known = f"; known are {listing(DTYPE_NAMES, len(DTYPE_NAMES))}"
+            raise DTypeError(f"{where}unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME) or known}")
         dtype = getattr(ml_dtypes, long) if (long := _BY_NAME[dtype]).startswith(FROM_ML_DTYPES) else long
     try:
         found: np.dtype[Any] = np.dtype(dtype if dtype is not None else "none")  # NumPy takes None for float64
@@ -76,10 +77,6 @@ def as_dtype(dtype: Any, where: str = "") -> np.dtype[Any]:
     if found.name not in _SHORT:
         raise DTypeError(f"{where}dtype {quote(found)} is not supported; supported are {', '.join(DTYPE_NAMES)}")
     return found
-
-
-def _known() -> str:
-    return f"; known are {listing(DTYPE_NAMES, len(DTYPE_NAMES))}"
 
 
 def short_name(dtype: np.dtype[Any]) -> str:

@@ -21,7 +21,7 @@ from rlx_jax.errors import (
     ShapeError,
     TokenIdError,
     UnboundInputError,
-    did_you_mean,
+    check_known,
     first_line,
     listing,
     number,
@@ -61,7 +61,8 @@ def bind_names(
         raise UnboundInputError(f"{flow}: {takes}, got {len(args)}{pure}{idle}{by_name}")
     given = dict(zip(names, args, strict=False))
     refuse_unread(named, [name for name in unread if name != first], flow)
-    check_input_names(named, [*names, first] if first in named else names, flow)
+    known = [*names, first] if first in named else names
+    check_known(named, known, f"{flow}: has no input", "; its inputs are", UnboundInputError)
     for name, value in named.items():
         if name in given:
             raise UnboundInputError(f"{flow}: input {quote(name)} is given by position and by name")
@@ -89,20 +90,6 @@ def refuse_unread(given: Iterable[str], unread: Sequence[str], flow: str) -> Non
         raise UnboundInputError(
             f"{flow}: input {listing(idle)} is read by none of the outputs: leave it out, or choose others"
         )
-
-
-def check_input_names(given: Iterable[str], names: Sequence[str], flow: str, beside: Sequence[str] = ()) -> None:
-    """What a call gives by name are inputs of the flow. `beside`: other arguments of the function, which may be meant.
-
-    Raises:
-        UnboundInputError: one is none, with a suggestion.
-    """
-    for name in given:
-        if name not in names:
-            raise UnboundInputError(
-                f"{flow}: has no input {quote(name)}; its inputs are {listing(names)}"
-                f"{did_you_mean(name, [*names, *beside])}"
-            )
 
 
 def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None, devices: bool) -> Any:

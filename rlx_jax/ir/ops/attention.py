@@ -15,15 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits, results_written
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
-
-Array = jax.Array
-
 
 # The operands of attention behind q, k and v, as `rlx_jax.ir.operands` reads them.
 EXTRA = {
@@ -99,20 +96,11 @@ class AttentionOp(Mir):
                 'with mask="custom" or "keep"'
             )
 
-    def eval(self, q: Array, k: Array, v: Array, *rest: Array) -> Array:
-        return self.attend(q, k, v, *rest)
-
-    def attend(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *rest: Array,
-        heads_first: bool = False,
-        start: Array | int = 0,
+    def eval(
+        self, q: Array, k: Array, v: Array, *rest: Array, heads_first: bool = False, start: Array | int = 0,
         total: int = 0,
-    ) -> Array:
-        """`eval`, or `eval` of a chunk of the queries.
+    ) -> Array:  # fmt: skip
+        """Compute attention, or that of a chunk of the queries.
 
         Args:
             heads_first: transpose each operand to a layout by heads before its product.
@@ -410,11 +398,8 @@ class CacheUpdate(Mir):
 
     fresh: bool = False
 
-    def eval(self, cache: Array, new: Array, start: Array, lengths: Array) -> Array:
-        return self.update(cache, new, start, lengths)
-
-    def update(self, cache: Array, new: Array, start: Array, lengths: Array, write: WriteRows = write_rows) -> Array:
-        """Compute what `eval` does, with another function that writes the rows."""
+    def eval(self, cache: Array, new: Array, start: Array, lengths: Array, *, write: WriteRows = write_rows) -> Array:
+        """Return the cache with the new rows, which `write` writes."""
         if self.fresh:
             new = new[:, : cache.shape[1]]
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
@@ -469,13 +454,10 @@ class RingStep(Mir):
         window = int(slots) if self.window is None else self.window
         return int(slots) < window or int(slots) >= window + int(new) - 1
 
-    def eval(self, ring: Array, new: Array, start: Array, lengths: Array) -> tuple[Array, Array, Array]:
-        return self.update(ring, new, start, lengths)
-
-    def update(
-        self, ring: Array, new: Array, start: Array, lengths: Array, write: WriteRows = write_rows
+    def eval(
+        self, ring: Array, new: Array, start: Array, lengths: Array, *, write: WriteRows = write_rows
     ) -> tuple[Array, Array, Array]:
-        """Compute what `eval` does, with another function that writes the rows."""
+        """Return keys, their positions and the ring with the new rows, which `write` writes."""
         slots = ring.shape[1]
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
         at = start[:, None] + step

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.errors import GraphError, ShapeError, wrong_arity
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Hir, Mir, Node, TypeCache, Value, as_values
@@ -21,7 +21,6 @@ from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.traits import ELEMENTWISE
 from rlx_jax.ir.types import TensorType, is_float, is_static, short_name
 
-Array = jax.Array
 LOOP = replace(ELEMENTWISE, numeric="compute", narrows=0, flops=traced_flops)
 
 
@@ -55,23 +54,17 @@ def in_tensor_ops(graph: Graph, types: TypeCache) -> Graph:
     return graph
 
 
-def _given(body: Graph) -> int:
-    """One more than the largest number of its inputs."""
-    return max((node.op.index + 1 for node in body.nodes if isinstance(node.op, BodyInput)), default=0)
-
-
 def _check_given(op: Mir, bodies: Sequence[Graph], given: Sequence[TensorType], own: int = 0) -> None:
     """The bodies are given what they were written for, up to the dtype of floats. `own`: operands before those."""
-    needed = max(_given(body) for body in bodies)
+    leaves = [node.op for body in bodies for node in body.nodes if isinstance(node.op, BodyInput)]
+    needed = max((leaf.index + 1 for leaf in leaves), default=0)
     if len(given) < needed:
         raise wrong_arity(op.name(), f"{needed + own} or more", len(given) + own)
-    for body in bodies:
-        for node in body.nodes:
-            if isinstance(node.op, BodyInput):
-                have, want = given[node.op.index], node.op.type
-                both_floats = is_float(have.dtype) and is_float(want.dtype)
-                if have.rank != want.rank or (have.dtype != want.dtype and not both_floats):
-                    raise ShapeError(f"{op.name()}: a body takes {want}, got {have}")
+    for leaf in leaves:
+        have, want = given[leaf.index], leaf.type
+        both_floats = is_float(have.dtype) and is_float(want.dtype)
+        if have.rank != want.rank or (have.dtype != want.dtype and not both_floats):
+            raise ShapeError(f"{op.name()}: a body takes {want}, got {have}")
 
 
 def _kept(op: Mir, before: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:
@@ -224,8 +217,7 @@ class CustomVjp(Mir):
 
         def backward(kept: tuple[Array, ...], gradients: tuple[Array, ...]) -> tuple[Any, ...]:
             found = run_body(self.backward, (*kept, *gradients))
-            pairs = zip(operands, found, strict=True)
-            for place, (x, g) in enumerate(pairs):
+            for place, (x, g) in enumerate(zip(operands, found, strict=True)):
                 if x.shape != g.shape:
                     raise ShapeError(f"custom_vjp: operand {place} is {list(x.shape)}, its gradient {list(g.shape)}")
             return tuple(g.astype(x.dtype) if is_float(x.dtype) else None for x, g in zip(operands, found, strict=True))

@@ -8,17 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import REDUCTION, Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
-Array = jax.Array
 Pairs = tuple[tuple[int, int], ...]
 # No padding; as many results as ⌈size / stride⌉, what is odd in the padding behind or (SAME_LOWER) before.
 PADDINGS = ("VALID", "SAME", "SAME_LOWER")
@@ -62,9 +60,7 @@ def _check_groups(op: str, groups: int, x: TensorType, w: TensorType, channels: 
 
 def _flops(op: Any, operands: Types, results: Types) -> int:
     x, w = operands
-    if isinstance(op, Conv):
-        return 2 * results[0].size * math.prod(w.shape[1:])
-    return 2 * x.size * math.prod(w.shape[1:])
+    return 2 * (results[0] if isinstance(op, Conv) else x).size * math.prod(w.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -217,17 +213,13 @@ class Pool(Mir):
             pairs.append((low, max(high, (count - 1) * stride + r - size - low)))
         return pairs
 
-    def _over(self, x: Array, start: Any, fn: Callable[..., Any], pairs: list[tuple[int, int]]) -> Array:
-        one: tuple[int, ...] = (1, 1)
-        found: Array = lax.reduce_window(
-            x, np.asarray(start, x.dtype), fn, (*one, *self.window), (*one, *self.strides), [(0, 0), (0, 0), *pairs],
-            window_dilation=(*one, *self.dilation),
-        )  # fmt: skip
-        return found
+    def _over(self, x: Any, start: Any, fn: Callable[..., Any], pairs: list[tuple[int, int]]) -> Any:
+        window, strides, dilation = ((1, 1, *sizes) for sizes in (self.window, self.strides, self.dilation))
+        return lax.reduce_window(x, start, fn, window, strides, [(0, 0), (0, 0), *pairs], window_dilation=dilation)
 
     def _of_shifted(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:
         """The largest of one slice for each place in the window: JAX has no gradient of windows with gaps."""
-        wide = lax.pad(x, np.asarray(least, x.dtype), [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pairs)])
+        wide = lax.pad(x, least, [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pairs)])
         found = None
         for place in itertools.product(*map(range, self.window)):
             cut = wide
@@ -242,35 +234,30 @@ class Pool(Mir):
 
     def eval(self, x: Array) -> Array:
         pairs = self._pairs(x.shape[2:])
+        least = np.asarray(-np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min, x.dtype)
         if self.kind == "max":
-            least = -np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min
             apart = any(d > 1 for d in self.dilation)
             return self._of_shifted(x, least, pairs) if apart else self._over(x, least, lax.max, pairs)
         if self.kind == "argmax":
-            return self._places(x, pairs)
-        wide = x.astype(jnp.float32) if is_float(x.dtype) else x
+            return self._places(x, least, pairs)
+        wide, none = (x.astype(jnp.float32), 0.0) if is_float(x.dtype) else (x, np.zeros((), x.dtype))
         if self.kind == "lp":
-            total = self._over(jnp.abs(wide) ** self.p, 0, lax.add, pairs)
+            total = self._over(jnp.abs(wide) ** self.p, 0.0, lax.add, pairs)
             return (total ** (1 / self.p)).astype(x.dtype)
-        total = self._over(wide, 0, lax.add, pairs)
+        total = self._over(wide, none, lax.add, pairs)
         return (total / self._counts(x, pairs) if self.kind == "mean" else total).astype(x.dtype)
 
-    def _places(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
+    def _places(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:
         """Where the largest of each window stands. Padding is behind every place, and as small as a number can be."""
-        sizes, one = x.shape[2:], (1, 1)
+        sizes = x.shape[2:]
         at = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(1, 1, *sizes), x.shape)
-        least = np.asarray(-np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min, x.dtype)
 
         def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
             first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
             return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
         found: Array
-        operands, starts = (lax.stop_gradient(x), at), (least, np.int32(2**31 - 1))
-        _, found = lax.reduce_window(
-            operands, starts, better, (*one, *self.window), (*one, *self.strides), [(0, 0), (0, 0), *pairs],
-            window_dilation=(*one, *self.dilation),
-        )  # fmt: skip
+        _, found = self._over((lax.stop_gradient(x), at), (least, np.int32(2**31 - 1)), better, pairs)
         return found
 
     def _counts(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
@@ -280,4 +267,4 @@ class Pool(Mir):
             own = pairs if isinstance(self.padding, str) else self.padding
             ones = jnp.pad(ones, [(0, 0), (0, 0), *own], constant_values=1)
             pairs = [(0, high - mine) for (_, high), (_, mine) in zip(pairs, own, strict=True)]
-        return self._over(ones, 0, lax.add, pairs)
+        return self._over(ones, 0.0, lax.add, pairs)

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir
@@ -16,10 +15,7 @@ from rlx_jax.ir.ops.pointwise import UNARY, same_rank
 from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType
 
-Array = jax.Array
-
 EXPERT_OPERANDS = ("x", "gate", "up", "down", "weights", "ids")
-EXPERT_BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
 @dataclass(frozen=True)

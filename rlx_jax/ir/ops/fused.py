@@ -234,8 +234,7 @@ class FusedAttentionBlock(Mir):
         return _product(context, a["out_w"], a.get("out_b"))
 
     def text(self) -> str:
-        notes = ", bias" * self.has_bias + ", rope" * self.has_rope
-        return f"fused_attn(h={self.heads},d={self.head_dim}{notes.replace(' ', '')})"
+        return f"fused_attn(h={self.heads},d={self.head_dim}{',bias' * self.has_bias}{',rope' * self.has_rope})"
 
 
 @dataclass(frozen=True)
@@ -276,5 +275,4 @@ class FusedTransformerLayer(Mir):
         return FusedResidualLayerNorm(self.eps2).eval(outer, middle, a["ln2_g"], a["ln2_b"])
 
     def text(self) -> str:
-        bias = ",bias" * self.has_bias
-        return f"fused_layer(h={self.heads},d={self.head_dim},int={self.intermediate}{bias})"
+        return f"fused_layer(h={self.heads},d={self.head_dim},int={self.intermediate}{',bias' * self.has_bias})"

@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import MOVEMENT, TOKENS, results_written
 from rlx_jax.ir.types import TensorType, is_static
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
@@ -17,8 +16,6 @@ from rlx_jax.ir.ops.custom import traced_flops
 from rlx_jax.ir.ops.pointwise import same_rank
 from rlx_jax.ir.traits import REDUCTION, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
-
-Array = jax.Array
 
 
 def check_product(op: str, x: TensorType, w: TensorType, contract: int) -> None:
@@ -172,10 +169,9 @@ class Fft(Mir):
             raise DTypeError(f"{self.kind}: needs floats{', or c64' * (self.kind != 'rfft')}, got {x}; cast it")
         if not is_static(x.shape[self.axis]):
             raise ShapeError(f"{self.kind}: the size of axis {self.axis} of {x} must be a number")
-        size = int(str(x.shape[self.axis]))
         if self.n is not None and (isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1):
             raise ShapeError(f"{self.kind}: n is an int of at least 1, got {self.n!r}")
-        if self.kind == "irfft" and self.n is None and size < 2:
+        if self.kind == "irfft" and self.n is None and x.shape[self.axis] < 2:
             raise ShapeError(f"irfft: of one entry nothing is left; give n=, for {x}")
 
     def eval(self, x: Array) -> Array:
@@ -190,14 +186,9 @@ MATRICES = "a:float[…,N!,N!]"
 
 def eliminations(op: Any, operands: Types, results: Types) -> int:
     """⅔n³ of the factors, and 2n² for each column."""
-    n = _size(operands[0].shape[-1])
-    matrices = int(np.prod([_size(d) for d in operands[0].shape[:-2]], dtype=np.int64))
-    columns = sum(int(np.prod([_size(d) for d in b.shape], dtype=np.int64)) for b in operands[1:]) // n
+    n = int(operands[0].shape[-1])
+    matrices, columns = operands[0].size // n**2, sum(b.size for b in operands[1:]) // n
     return matrices * (2 * n**3 // 3) + 2 * n * n * columns
-
-
-def _size(dim: Any) -> int:
-    return int(str(dim))
 
 
 @dataclass(frozen=True)

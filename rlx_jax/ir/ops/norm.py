@@ -6,17 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.pointwise import same_rank
 from rlx_jax.ir.traits import NORM
 from rlx_jax.ir.types import TensorType
-
-Array = jax.Array
 
 
 def check_norm(op: str, x: TensorType, scales: Sequence[TensorType], first: int = 1) -> None:

@@ -15,17 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.errors import ShapeError, wrong_arity
 from rlx_jax.ir.captured import inner_jaxprs
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.ops.custom import jaxpr_flops
 from rlx_jax.ir.token_step import TokenStep
-from rlx_jax.ir.traits import ELEMENTWISE, Initial, Normal, Traits, Types, product_traits
+from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
-Array = jax.Array
 F32 = np.dtype(np.float32)
 # Tokens that are taken together where there are many.
 CHUNK = 64
@@ -35,11 +34,6 @@ def check_grouped(op: str, many: Any, few: Any, what: str) -> None:
     """Of two counts of heads the larger is a multiple of the other."""
     if not (is_static(many) and is_static(few)) or int(few) < 1 or int(many) % int(few):
         raise ShapeError(f"{op}: {many} {what} do not divide into {few} groups")
-
-
-def time_first(x: Array) -> Array:
-    """`[B, S, …]` → `[S, B, …]` in f32."""
-    return jnp.moveaxis(x, 1, 0).astype(jnp.float32)
 
 
 def _exact(subscripts: str, *arrays: Array) -> Array:
@@ -54,7 +48,7 @@ def _over_tokens(step: Any, state: Array, operands: Sequence[Array], every: bool
         after, out = step(held, *tokens)
         return after, (out.astype(dtype), after) if every else (out.astype(dtype),)
 
-    last, kept = lax.scan(one, state, tuple(map(time_first, operands)))
+    last, kept = lax.scan(one, state, tuple(jnp.moveaxis(x, 1, 0).astype(jnp.float32) for x in operands))
     out, *states = (jnp.moveaxis(x, 0, 1) for x in kept)
     return (out, last, *states)
 
@@ -274,10 +268,7 @@ class TokenScan(Mir):
     for narrower floats; floating y come in the dtype of the first floating x.
     """
 
-    traits = Traits(
-        "compute", narrows=0, widens=False, pinned=True, flops=_flops, bytes=ELEMENTWISE.bytes, workspace=_workspace,
-        view=ELEMENTWISE.view, writes=(), stored=False,
-    )  # fmt: skip
+    traits = replace(product_traits(_flops), narrows=0, workspace=_workspace, stored=False)
 
     step: TokenStep
     states: int

@@ -207,14 +207,6 @@ def _leading_rows(op: Any, operands: Types, results: Types) -> int | None:
     return int(start * x.nbytes // size)
 
 
-def _reaches(size: DimLike, entries: int) -> bool:
-    """Whether an axis has so many entries for every size of the symbols."""
-    try:
-        return bool(size >= entries)
-    except jex.InconclusiveDimensionOperation:
-        return False
-
-
 @dataclass(frozen=True)
 class Narrow(Mir):
     """Elements `start … start+length-1` of one axis. A negative start counts from the end."""
@@ -233,7 +225,7 @@ class Narrow(Mir):
             start = self.start if self.start >= 0 else size + self.start
             if start < 0 or self.length < 0 or start + self.length > size:
                 raise ShapeError(f"narrow: {self.start} … +{self.length} is outside axis {self.axis} of {x}")
-        elif not _reaches(size, self.start + self.length if self.start >= 0 else -self.start):
+        elif not _is_below((self.start + self.length if self.start >= 0 else -self.start) - 1, size):
             raise ShapeError(
                 f"narrow: {self.start} … +{self.length} of axis {self.axis} of {x}, which may have fewer entries: "
                 "declare the input with a static size, or count by sizes of values (x.shape[1])"

@@ -10,14 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import MOVEMENT, Types, first_moved
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
-Array = jax.Array
 # Of rows and of columns.
 Sides = tuple[int, int]
 
@@ -88,9 +87,8 @@ def resampling(target: DimLike, size: int, antialias: bool) -> Array:
         return weights / weights.sum(axis=1, keepdims=True)
     first = jnp.floor(centre - 0.5)
     rest = centre - 0.5 - first
-    taps = [
-        jnp.where(jnp.clip(first + k, 0, size - 1) == pixels[None], cubic(rest - k, -0.75), 0.0) for k in (-1, 0, 1, 2)
-    ]
+    clipped = (jnp.clip(first + k, 0, size - 1) for k in (-1, 0, 1, 2))
+    taps = [jnp.where(place == pixels[None], cubic(rest - k, -0.75), 0.0) for k, place in enumerate(clipped, -1)]
     return taps[0] + taps[1] + taps[2] + taps[3]
 
 
@@ -223,12 +221,9 @@ class Resize(Mir):
             case "tf_crop_and_resize":
                 assert self.roi is not None
                 start, end = self.roi[at]
-                crop = (
-                    start * (n - 1) + i * (end - start) * (n - 1) / (m - 1)
-                    if m > 1
-                    else i + (start + end) / 2 * (n - 1)
-                )
-                return crop, s
+                if m == 1:
+                    return i + (start + end) / 2 * (n - 1), s
+                return start * (n - 1) + i * (end - start) * (n - 1) / (m - 1), s
         return half, s
 
     def _nearest(self, c: Doubles, n: int) -> np.ndarray[Any, Any]:
