@@ -117,9 +117,8 @@ class Division:
         taken: set[str] = set()
         entries: list[tuple[str, ...] | None] = []
         for role, size in zip(roles, shape, strict=True):
-            kept = ("batch", "experts")
-            names = tuple(n for n in self._over(role) if n not in taken and (role in kept or n not in without))
-            names = self._fitting(role, size, names)
+            free = without if role not in ("batch", "experts") else ()
+            names = self._fitting(role, size, tuple(n for n in self._over(role) if n not in taken and n not in free))
             entries.append(names or None)
             taken |= set(names)
         while entries and entries[-1] is None:
@@ -176,8 +175,7 @@ def with_groups(division: Division, graph: Graph) -> Division:
 
 def _without(division: Division, role: str) -> Division:
     """The division in which axes of that role are whole."""
-    axes = {name: over for name, over in division.axes.items() if name != role}
-    return Division(division.mesh, axes, division.roles)
+    return replace(division, axes={name: over for name, over in division.axes.items() if name != role})
 
 
 def heads_of(op: hir.Attention | hir.GrowingAttention) -> tuple[int, int]:

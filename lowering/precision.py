@@ -40,7 +40,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import Gather
-from rlx_jax.ir.ops.pointwise import CastTo, FullLike
+from rlx_jax.ir.ops.pointwise import CastTo, FullLike, in_dtype
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
@@ -112,7 +112,8 @@ def _agree(
 ) -> tuple[Value, ...] | None:
     """Bring floating operands to one dtype."""
     floats = [is_float(b.type(v).dtype) for v in inputs]
-    computed = {b.type(v).dtype for v, f, o in zip(inputs, floats, before, strict=True) if f and not _follows(o)}
+    own = [f and not isinstance(o, Constant | Param) for f, o in zip(floats, before, strict=True)]
+    computed = {b.type(v).dtype for v, is_own in zip(inputs, own, strict=True) if is_own}
     widens = isinstance(op, Mir) and op.traits.widens
     target = F32 if widens and F32 in computed else dtype
     operands = _all_in(b, inputs, before, target)
@@ -130,16 +131,10 @@ def _all_in(b: Builder, inputs: tuple[Value, ...], before: list[Op], dtype: np.d
     return [_cast(b, v, op, dtype) if is_float(b.type(v).dtype) else v for v, op in pairs]
 
 
-def _follows(op: Op) -> bool:
-    return isinstance(op, Constant | Param)
-
-
 def _cast(b: Builder, value: Value, before: Op, dtype: np.dtype[Any]) -> Value:
-    if b.type(value).dtype == dtype:
-        return value
-    if isinstance(before, Constant):
+    if isinstance(before, Constant) and b.type(value).dtype != dtype:
         return b.leaf(constant(before.array, dtype))
-    return b(CastTo(dtype), value)
+    return in_dtype(b, value, dtype)
 
 
 def store_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
@@ -160,9 +155,7 @@ def store_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
 
 def _outputs_in_f32(graph: Graph, types: TypeCache) -> Graph:
     b = Builder.resume(graph, types)
-    outputs = [
-        b(CastTo(F32), v) if is_float(graph.type(v).dtype) and graph.type(v).dtype != F32 else v for v in graph.outputs
-    ]
+    outputs = [in_dtype(b, v, F32) if is_float(graph.type(v).dtype) else v for v in graph.outputs]
     return b.finish(outputs, graph.output_names)
 
 
@@ -235,11 +228,8 @@ def carried(graph: Graph) -> dict[int, np.dtype[Any]]:
     stand on each other, what an earlier one keeps reaches a later one and never comes back, so that a cache that is
     written in place has one such node. Where one node carries several leaves, it has the widest dtype.
     """
-    floats = {
-        node.op.leaf: number
-        for number, node in enumerate(graph.nodes)
-        if isinstance(node.op, StateRead) and is_float(node.op.type.dtype)
-    }
+    reads = ((number, node.op) for number, node in enumerate(graph.nodes) if isinstance(node.op, StateRead))
+    floats = {op.leaf: number for number, op in reads if is_float(op.type.dtype)}
     writes = {leaf: value.node for leaf, value in graph.writes if leaf in floats}
     readers: dict[int, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
@@ -276,9 +266,7 @@ def written_as_read(graph: Graph, types: TypeCache) -> Graph:
     read = {node.op.leaf: node.types[0] for node in graph.nodes if isinstance(node.op, StateRead)}
     b = Builder.resume(graph, types)
     b.writes = [
-        (leaf, b(CastTo(read[leaf].dtype), value))
-        if leaf in read and graph.type(value).dtype != read[leaf].dtype and is_float(graph.type(value).dtype)
-        else (leaf, value)
-        for leaf, value in graph.writes
+        (leaf, in_dtype(b, v, read[leaf].dtype) if leaf in read and is_float(graph.type(v).dtype) else v)
+        for leaf, v in graph.writes
     ]
     return b.finish(graph.outputs, graph.output_names)

@@ -64,12 +64,11 @@ class Behind:
         """
         found = next((n for n in graph.nodes if isinstance(n.op, KINDS) and _moves(graph, n)), None)
         declared, dtype = {i.input: i for i in graph.inputs}, caches or F32
-        if found is None:
-            if not carries_state(graph):
-                raise DeriveError("the flow has no attention, so explicit has nothing to cache: compile it as it is")
-            return Behind(declared, None, dtype, frozenset(given))
-        keys = graph.type(found.inputs[1])
-        past = declared.get(name_of("k", 0)) or Input(name_of("k", 0), type=cache_type(keys, symbol("past"), dtype))
+        past = declared.get(name_of("k", 0)) if found is not None else None
+        if found is None and not carries_state(graph):
+            raise DeriveError("the flow has no attention, so explicit has nothing to cache: compile it as it is")
+        if found is not None and past is None:
+            past = Input(name_of("k", 0), type=cache_type(graph.type(found.inputs[1]), symbol("past"), dtype))
         return Behind(declared, past, dtype, frozenset(given))
 
     # -- the rules ---------------------------------------------------------------------------
@@ -110,18 +109,12 @@ class Behind:
             leaf = Input(f"state_{slot.name}_{number}", type=slot.leaf(batch))
             declared = self.declared.get(leaf.input, leaf)
             if declared.type != leaf.type:
-                raise DeriveError(
-                    f"input {leaf.input} is {declared.type}; expected {leaf.type}: the state of {op.text()}"
-                )
+                raise DeriveError(f"input {leaf.input} is {declared.type}; expected {leaf.type}, state of {op.text()}")
             leaves.append(self._input(b, leaf))
         values = b.add(hir.Carried(op, len(slots), ragged=False), *operands, *leaves)
         count = len(values) - len(slots)
         self.grown |= dict(zip(names, values[count:], strict=True))
         return list(values[:count])
-
-    def growing(self) -> None:
-        """Attention behind a cache that the flow wrote itself counts like any other."""
-        self.layers += 1
 
     def finish(self, graph: Graph, types: TypeCache) -> Graph:
         """The program with its inputs and outputs.
@@ -162,9 +155,7 @@ class Behind:
         want = cache_type(new, self.past.type.shape[1], self.caches)
         leaf = self.declared.get(name) or Input(name, type=want)
         if leaf.type.shape != want.shape or not is_float(leaf.type.dtype):
-            raise DeriveError(
-                f"input {name} is {leaf.type}; expected {want}: what the attention reads of earlier tokens"
-            )
+            raise DeriveError(f"input {name} is {leaf.type}; expected {want}: what attention reads of earlier tokens")
         return self._input(b, leaf)
 
     def _mask(self, b: Builder, new: TensorType) -> tuple[Value, ...]:

@@ -186,12 +186,8 @@ def pruned(op: Op, operands: tuple[Value, ...], types: TypeCache) -> tuple[Op, t
             return None
         return (b.leaf(BodyInput(numbers[node.op.index], type=node.op.type)),)
 
-    bodies = (rewrite(region, lambda graph: fn if graph in regions else _same, types) for region in regions)
+    bodies = (rewrite(region, lambda graph: fn if graph in regions else lambda *_: None, types) for region in regions)
     return op.with_regions(tuple(bodies)), tuple(operands[i] for i in stay)
-
-
-def _same(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> None:
-    return None
 
 
 def inputs_read(graph: Graph) -> Iterator[Input]:

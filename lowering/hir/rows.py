@@ -20,13 +20,14 @@ import numpy as np
 
 from rlx_jax.errors import DeriveError, quote
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, Value, constant
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, TypeCache, Value, constant
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Iota, TakeAlongAxis
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where
 from rlx_jax.ir.ops.reduce import Cumsum
 from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.types import TensorType, is_float, symbol
+from rlx_jax.lowering.hir.trials import prove
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 EACH = TensorType((symbol("batch"), symbol("seq")), I32)
@@ -34,10 +35,11 @@ SEGMENTS, POSITIONS = Input("segments", type=EACH), Input("positions", type=EACH
 ALL = (None, None, None)
 
 
-def packed_attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+def packed_attention(types: TypeCache, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """attention(q, k, v[, keep]) → attention(q, k, v, keep), which keeps keys of the query's own sequence alone"""
     op = node.op
     assert isinstance(op, hir.Attention)
+    check_bias(types, op, tuple(map(b.type, inputs)))
     q, k, v, *extra = inputs
     given, read = dict(zip(op.extra, extra, strict=False)), extra[len(op.extra) :]
     keeps, bias = given.pop("keep", None), given.pop("bias", None) if op.by_distance else None
@@ -56,9 +58,27 @@ def packed_attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple
         places = b.leaf(POSITIONS)
         bias, op = b(PairBias(op.bias_of), places, places, *read[op.sinks :]), replace(op, bias_of=None)
     sinks = read[: op.sinks]
-    if bias is not None:  # tokens of one sequence are as far from each other in a row that others share
-        return b.add(replace(op, extra=("keep", "bias")), q, k, v, keep, bias, *sinks)
-    return b.add(replace(op, extra=("keep",)), q, k, v, keep, *sinks)
+    # Tokens of one sequence are as far from each other in a row that others share.
+    masks = {"keep": keep} | ({} if bias is None else {"bias": bias})
+    return b.add(replace(op, extra=tuple(masks)), q, k, v, *masks.values(), *sinks)
+
+
+def check_bias(types: TypeCache, op: hir.Attention, operands: tuple[TensorType, ...]) -> None:
+    """A bias by positions is proved to be one of each query and each key alone: there are other keys in a cache.
+    `operands` are those of the attention.
+
+    Raises:
+        DeriveError: it is not.
+    """
+    if op.bias_of is None:
+        return
+    pairs = PairBias(op.bias_of)
+    places = tuple(TensorType((1, symbol(name)), I32) for name in ("queries", "keys"))
+    read = operands[3 + len(op.extra) + op.sinks :]
+    for name in ("queries", "keys"):
+        verdict = types.ask(prove, pairs, (*places, *read), name)
+        if not verdict.token_wise:
+            raise DeriveError(f"attention's bias is not proved to treat each of the {name} alone: {verdict.reason}")
 
 
 def kept_by_both(b: Builder, one: Value, other: Value) -> Value:

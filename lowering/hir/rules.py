@@ -12,7 +12,6 @@ import numpy as np
 from rlx_jax.errors import DeriveError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Input, Node, Op, StateLeaf, StateRead, TypeCache, Value, constant
-from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
 from rlx_jax.ir.ops.shape import Reshape, Slice
@@ -23,14 +22,13 @@ from rlx_jax.ir.types import TensorType, symbol
 from rlx_jax.lowering.hir import rows
 from rlx_jax.lowering.hir.explicit import Behind
 from rlx_jax.lowering.hir.rows import TokenMask
-from rlx_jax.lowering.hir.trials import pieces_differ, prove
+from rlx_jax.lowering.hir.trials import pieces_differ
 
 I32 = np.dtype(np.int32)
 PER_ROW = TensorType((symbol("batch"),), I32)
 LENGTHS = Input("lengths", type=PER_ROW)
 LENGTH_LEAF = StateLeaf((), "length")
 LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)  # small, and every device asks for it: nowhere in parts
-WHOLE = (None, None, None)
 
 
 @dataclass
@@ -89,7 +87,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
             f"attention is not causal and mixes positions: a token would read later ones, so {d.program} has no meaning"
         )
     check_extra(d, op)
-    check_bias(d.types, op, tuple(b.type(x) for x in inputs))
+    rows.check_bias(d.types, op, tuple(b.type(x) for x in inputs))
     if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if d.behind is not None:
@@ -124,7 +122,7 @@ def keys_kept(b: Builder, keep: Value) -> Value:
             "say which later tokens read it; a function of positions does, attention(…, bias=lambda q, k: …)"
         )
     if t.rank == 4:
-        keep = b(Slice((WHOLE, 0, 0, WHOLE)), keep)
+        keep = b(Slice((rows.ALL, 0, 0, rows.ALL)), keep)
     keep = rows.kept(b, keep)
     if t.shape[0] != 1:
         return keep
@@ -148,24 +146,6 @@ def check_extra(d: Derivation, op: hir.Attention) -> None:
             f"attention reads the operand {op.extra[0]!r} over new keys, and cached ones have none; explicit masks by "
             "its own input 'mask' both: make the flow's an optional input (default=None), or use prefill and extend"
         )
-
-
-def check_bias(types: TypeCache, op: hir.Attention, operands: tuple[TensorType, ...]) -> None:
-    """A bias by positions is proved to be one of each query and each key alone: there are other keys in a cache.
-    `operands` are those of the attention.
-
-    Raises:
-        DeriveError: it is not.
-    """
-    if op.bias_of is None:
-        return
-    pairs = PairBias(op.bias_of)
-    places = tuple(TensorType((1, symbol(name)), I32) for name in ("queries", "keys"))
-    read = operands[3 + len(op.extra) + op.sinks :]
-    for name in ("queries", "keys"):
-        verdict = types.ask(prove, pairs, (*places, *read), name)
-        if not verdict.token_wise:
-            raise DeriveError(f"attention's bias is not proved to treat each of the {name} alone: {verdict.reason}")
 
 
 def from_the_left(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
@@ -208,10 +188,8 @@ def exported(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -
 def growing(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
     """A flow that reads its cache itself is `explicit`, and stays as it is."""
     if d.behind is None:
-        raise DeriveError(
-            f"the flow reads cached keys and values itself (BindDecodeInputs): {d.program} has no meaning"
-        )
-    d.behind.growing()
+        raise DeriveError(f"the flow reads cached keys and values itself (BindDecodeInputs): no {d.program} rule")
+    d.behind.layers += 1
 
 
 def ring_sizes(graph: Graph) -> dict[str, int]:
@@ -234,9 +212,7 @@ def last_token(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...])
 
 def unpacked(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
     """What a plugin's op that knows the sequence is for rows laid out otherwise, its rule does not say."""
-    raise DeriveError(
-        f"{node.op.text()} has a rule of its plugin, which knows rows of one sequence: no {d.program} rule"
-    )
+    raise DeriveError(f"{node.op.text()} has a rule of its plugin, for rows of one sequence: no {d.program} rule")
 
 
 # The blocks that know the sequence. Nothing else mentions a cache.
@@ -256,19 +232,12 @@ RULES: dict[type[Op], Rule] = {
 }
 
 
-def packed_attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
-    """As `rows.packed_attention`, where a bias by positions is one of each pair."""
-    assert isinstance(node.op, hir.Attention)
-    check_bias(d.types, node.op, tuple(b.type(v) for v in inputs))
-    return rows.packed_attention(b, node, inputs)
-
-
 # The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused.
 PACKED: dict[type[Op], Rule] = {
     hir.Positions: lambda d, b, node, inputs: (b.leaf(rows.POSITIONS),),
     hir.RopeAngles: keep,
     hir.RopeRows: keep,
-    hir.Attention: packed_attention,
+    hir.Attention: lambda d, b, node, inputs: rows.packed_attention(d.types, b, node, inputs),
     hir.CountedPositions: lambda d, b, node, inputs: rows.counted_positions(b, cast(Any, node.op), *inputs),
     hir.RelativeBias: keep,
 }

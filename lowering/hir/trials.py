@@ -10,7 +10,7 @@ single token. All of them are tried in one program of XLA, and equal ones once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -73,9 +73,7 @@ def dims_of(operands: tuple[TensorType, ...]) -> tuple[str, ...]:
 
 def tried(types: TypeCache, asked: list[Asked]) -> list[dict[str, str]]:
     """`differing` for each, evaluated by one program. At once, as a program may be derived inside a trace."""
-    drawn = [
-        [random_array(t.bind({**dict.fromkeys(t.symbols, 2), **SIZES})) for t in operands] for _, operands in asked
-    ]
+    drawn = [[random_array(_bound(t, SIZES)) for t in operands] for _, operands in asked]
     plans = [list(_cuts(operands)) for _, operands in asked]
     functions = [as_function(op, operands, types) for op, operands in asked]
 
@@ -171,19 +169,18 @@ def try_slices(graph: Graph, types: TypeCache, ruled: Callable[[Op], object]) ->
 
 
 ROWS, TOKENS = 2, 5
+WHOLE = {"batch": ROWS, "seq": TOKENS}
 # The width of each piece, and how many of its tokens each row has.
 PIECES = ((3, (3, 2)), (1, (1, 1)), (2, (1, 2)))
 
 
 def try_blocks(graph: Graph, types: TypeCache, is_carried: Callable[[Op], bool]) -> None:
     """Try together those that carry a state, as far as it is not known of them yet."""
-    try_together(
-        graph,
-        types,
-        pieces_differ,
-        _tried_in_pieces,
-        lambda node, _: is_carried(node.op) and not is_ours(type(node.op)),
-    )
+
+    def wanted(node: Node, _: tuple[TensorType, ...]) -> bool:
+        return is_carried(node.op) and not is_ours(type(node.op))
+
+    try_together(graph, types, pieces_differ, _tried_in_pieces, wanted)
 
 
 def pieces_differ(types: TypeCache, op: Hir, operands: tuple[TensorType, ...]) -> str:
@@ -192,7 +189,7 @@ def pieces_differ(types: TypeCache, op: Hir, operands: tuple[TensorType, ...]) -
 
 
 def _tried_in_pieces(types: TypeCache, asked: list[Asked]) -> list[str]:
-    drawn = [[random_array(_bound(t, TOKENS)) for t in operands] for _, operands in asked]
+    drawn = [[random_array(_bound(t, WHOLE)) for t in operands] for _, operands in asked]
 
     def results(drawn: list[list[Any]]) -> list[tuple[Any, Any]]:
         return [_both(types, op, kinds, arrays) for (op, kinds), arrays in zip(asked, drawn, strict=True)]
@@ -202,13 +199,13 @@ def _tried_in_pieces(types: TypeCache, asked: list[Asked]) -> list[str]:
     return [_difference(*pair) for pair in found]
 
 
-def _bound(t: TensorType, tokens: int) -> TensorType:
-    return t.bind({**dict.fromkeys(t.symbols, 2), "batch": ROWS, "seq": tokens})
+def _bound(t: TensorType, sizes: Mapping[str, int]) -> TensorType:
+    return t.bind({**dict.fromkeys(t.symbols, 2), **sizes})
 
 
 def _both(types: TypeCache, op: Any, kinds: Sequence[TensorType], arrays: list[Any]) -> tuple[Any, Any]:
     """The results of the whole, and those of the pieces by piece."""
-    bound = tuple(_bound(t, TOKENS) for t in kinds)
+    bound = tuple(_bound(t, WHOLE) for t in kinds)
     whole = jax.tree.leaves(as_function(op, bound, types)(*arrays))
     leaves = [np.zeros((ROWS, *s.type.shape), s.type.dtype) for s in op.slots(*bound)]
     length, made = np.zeros(ROWS, np.int32), []

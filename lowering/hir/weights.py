@@ -151,12 +151,10 @@ def columns(
     """Columns `start` to `stop` of a value, part `place` of it, computed alone, and what they are; None where they are
     no part of a packed product that is divided."""
     node = b.nodes[value.node]
-    if isinstance(node.op, Shard):
-        return columns(b, node.inputs[0], start, stop, place, division)
-    if isinstance(node.op, Unary | CastTo):
+    if isinstance(node.op, Shard | Unary | CastTo):
         found = columns(b, node.inputs[0], start, stop, place, division)
-        if found is None:
-            return None
+        if found is None or isinstance(node.op, Shard):
+            return found
         with b.at(node.origin):
             return b(node.op, found[0]), found[1]
     if not isinstance(node.op, hir.Linear | hir.CausalConv):
@@ -165,11 +163,9 @@ def columns(
     if len(params) < len(node.inputs) - 1 or not all(is_packed(p.programs[0], division) for p in params):
         return None
     across = 1 - node.op.contract if isinstance(node.op, hir.Linear) else 0
-    axes = [across, *[0] * len(params)]
-    parts = [
-        param_of(sliced(p, axis, start, stop) for p in param.programs)
-        for param, axis in zip(params, axes, strict=False)
-    ]
+    axes = [across, *[0] * (len(params) - 1)]
+    cuts = ((sliced(p, axis, start, stop) for p in param.programs) for param, axis in zip(params, axes, strict=True))
+    parts = [param_of(programs) for programs in cuts]
     role = of_program(parts[0].programs[0], division.roles)[across]
     if isinstance(node.op, hir.Linear):
         with b.at(node.origin):
@@ -191,6 +187,8 @@ def _read(graph: Graph) -> list[Program]:
     return [program for _, node in graph.walk() if isinstance(node.op, Param) for program in node.op.programs]
 
 
+# The groups of nodes of a graph that are computed together, by number.
+FindGroups = Callable[[Graph], list[list[int]]]
 # From the numbers of a group's nodes and the inputs of the first: one value for each node.
 Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...]]
 
@@ -210,9 +208,8 @@ def merge_linears(graph: Graph, types: TypeCache, division: Division | None = No
     Missed: products of one value whose weights nothing else reads, and that could not be one.
     """
     uses = _uses(graph)
-    done = _at_once(
-        graph, types, "merge_linears", lambda graph: _groups(graph, uses, division), functools.partial(_merge, division)
-    )
+    find = functools.partial(_groups, uses, division)
+    done = _at_once(graph, types, "merge_linears", find, functools.partial(_merge, division))
     places = _merged(done, hir.Linear, "shared_input_matmul", "merge_linears")
     return Fused(done, (*places, *_missed(done, _uses(done))))
 
@@ -246,7 +243,7 @@ def _missed(graph: Graph, uses: Counter[Program]) -> Iterator[Place]:
             yield place(reason="SharedMatmulCount", detail=f"{{{1 + len(others)}}}", hint=f"make all {ADVICE}")
 
 
-def _groups(graph: Graph, uses: Counter[Program], division: Division | None) -> list[list[int]]:
+def _groups(uses: Counter[Program], division: Division | None, graph: Graph) -> list[list[int]]:
     """Node numbers of Linears that can become one, in order."""
     found: dict[object, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
@@ -308,10 +305,8 @@ def _concat(params: list[Param], axis: int, shards: int) -> Param:
     def merged(programs: tuple[Program, ...]) -> Program:
         if shards == 1:
             return concat(programs, axis)
-        sizes = [int(p.type.shape[axis]) // shards for p in programs]
-        pieces = (
-            sliced(p, axis, i * n, (i + 1) * n) for i in range(shards) for p, n in zip(programs, sizes, strict=True)
-        )
+        sizes = [(p, int(p.type.shape[axis]) // shards) for p in programs]
+        pieces = (sliced(p, axis, i * n, (i + 1) * n) for i in range(shards) for p, n in sizes)
         return concat(tuple(pieces), axis)
 
     return param_of(map(merged, zip(*(p.programs for p in params), strict=True)))
@@ -356,9 +351,7 @@ def _merged(graph: Graph, kind: type[Op], pattern: str, by: str) -> Iterator[Pla
             yield from _merged(region, kind, pattern, by)
 
 
-def _at_once(
-    graph: Graph, types: TypeCache, name: str, groups: Callable[[Graph], list[list[int]]], make: Make
-) -> Graph:
+def _at_once(graph: Graph, types: TypeCache, name: str, groups: FindGroups, make: Make) -> Graph:
     """Compute the nodes of each group together, by `make`, where the first of them stood."""
 
     def enter(graph: Graph) -> Rewrite:

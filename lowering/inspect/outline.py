@@ -132,9 +132,8 @@ def outline(
     paths = list(dict.fromkeys([*found, *(path for path in of_blocks if path not in found)]))
     rows: list[OutlineRow] = []
     for around, inside in _groups(paths):
-        parts = [
-            OutlineRow(p, *found.get(p, ("", 0)), None if mir is None else of_blocks.get(p, Cost())) for p in inside
-        ]
+        costs_of = {p: None if mir is None else of_blocks.get(p, Cost()) for p in inside}
+        parts = [OutlineRow(p, *found.get(p, ("", 0)), each) for p, each in costs_of.items()]
         if around:
             of_layer = None if mir is None else total(of_blocks.get(p, Cost()) for p in inside)
             output = next((part.output for part in reversed(parts) if part.path == around), "")

@@ -170,7 +170,8 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
         carried, state = carry
         i, weights = xs
         layer = {k: lax.dynamic_index_in_dim(s, i, keepdims=False) for k, s in zip(keys, state, strict=True)}
-        sliced = [_row(leaf, w) if pick else w for leaf, pick, w in zip(leaves, picks, weights, strict=True)]
+        rows = zip(leaves, picks, weights, strict=True)
+        sliced = [lax.dynamic_index_in_dim(leaf, w, keepdims=False) if pick else w for leaf, pick, w in rows]
         inner = replace(
             env,
             params={**env.params, **whole},
@@ -190,10 +191,6 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
     (carries, state), (ys, beside) = lax.scan(_recomputed(step, op, env), init, xs)
     env.state.update(zip((*keys, *every), (*state, *beside), strict=True))
     return (*carries, *(y[i] for y in ys for i in range(op.count)))
-
-
-def _row(leaf: AnyArray, number: AnyArray) -> AnyArray:
-    return lax.dynamic_index_in_dim(leaf, number, keepdims=False)
 
 
 def _recomputed(step: Callable[..., Any], op: Repeat, env: Env) -> Callable[..., Any]:

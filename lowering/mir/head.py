@@ -86,9 +86,7 @@ def _check_single(graph: Graph, node: Node) -> None:
     where = path_text(node.origin.path) or graph.name
     if isinstance(node.op, Constant):
         if any(size != 1 for size in node.op.type.shape[:-1]):
-            raise GraphError(
-                f"{where}: a constant {node.op.type} differs by token; behind a head all are treated alike"
-            )
+            raise GraphError(f"{where}: constant {node.op.type} differs by token; behind a head all are treated alike")
         return
     if isinstance(node.op, Shard) or (isinstance(node.op, Narrow) and node.op.axis == node.types[0].rank - 1):
         return  # where it is, over a mesh, and fewer words than the weight has rows

@@ -24,6 +24,7 @@ import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, Sharding
+from jax.stages import Lowered
 
 from rlx_jax.device import devices_of, fingerprint
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError, first_line, shown
@@ -101,9 +102,7 @@ def cache_settings() -> CacheSettings:
     return CacheSettings(None if reason else directory, max_bytes, reason)
 
 
-def compile_lowered(
-    lowered: jax.stages.Lowered, arguments: Any, options: Any = None
-) -> tuple[jax.stages.Compiled, bool]:
+def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tuple[jax.stages.Compiled, bool]:
     """Compile a program, or load it from the cache.
 
     Args:
@@ -116,48 +115,13 @@ def compile_lowered(
     Returns:
         The compiled program, and whether it was loaded. A fault of the cache is a warning, and the program is compiled.
     """
-    return _load_or_compile(lowered, arguments, options) or (lowered.compile(), False)
-
-
-def from_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> tuple[Callable[..., Any], bool]:
-    """Return a jitted function with its program for these arguments from the cache, and whether it was loaded.
-
-    Calls with other types or placements go to `jitted`, which compiles them without the cache. So does every call while
-    a debug mode of JAX needs the function itself.
-    """
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-    if traced or cache_settings().directory is None or _debugged():
-        return jitted, False
-    program = _load_or_compile(jitted.lower(*arguments), arguments, options)
-    if program is None:
-        return jitted, False
-    compiled, loaded = program
-
-    def call(*arrays: Any) -> Any:
-        if _debugged():
-            return jitted(*arrays)
-        try:
-            return compiled(*arrays)
-        except (TypeError, ValueError):  # JAX checks types and placements before it runs or consumes anything
-            return jitted(*arrays)
-
-    return call, loaded
-
-
-def _load_or_compile(
-    lowered: jax.stages.Lowered, arguments: Any, options: Any
-) -> tuple[jax.stages.Compiled, bool] | None:
-    """Return what `compile_lowered` does, or None where the cache does not apply."""
-    settings = cache_settings()
-    if settings.directory is None:
-        return None
+    settings, key = cache_settings(), None
     try:
-        key = program_key(lowered, arguments, options)
+        key = program_key(lowered, arguments, options) if settings.directory is not None else None
     except Exception as error:  # a release of JAX that shows its programs in another form
         _warn(f"compile cache off: a program has no key: {first_line(error)}")
-        return None
-    if key is None:
-        return None
+    if settings.directory is None or key is None:
+        return lowered.compile(), False
     store, writable = EntryStore(settings.directory, settings.max_bytes), True
     try:
         payload = store.read(key)
@@ -175,7 +139,29 @@ def _load_or_compile(
     return compiled, False
 
 
-def program_key(lowered: jax.stages.Lowered, arguments: Any, options: Any) -> str | None:
+def from_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> tuple[Callable[..., Any], bool]:
+    """Return a jitted function with its program for these arguments from the cache, and whether it was loaded.
+
+    Calls with other types or placements go to `jitted`, which compiles them without the cache. So does every call while
+    a debug mode of JAX needs the function itself.
+    """
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+    if traced or cache_settings().directory is None or _debugged():
+        return jitted, False
+    compiled, loaded = compile_lowered(jitted.lower(*arguments), arguments, options)
+
+    def call(*arrays: Any) -> Any:
+        if _debugged():
+            return jitted(*arrays)
+        try:
+            return compiled(*arrays)
+        except (TypeError, ValueError):  # JAX checks types and placements before it runs or consumes anything
+            return jitted(*arrays)
+
+    return call, loaded
+
+
+def program_key(lowered: Lowered, arguments: Any, options: Any) -> str | None:
     """Return the SHA-256 of all that a compiled program depends on, or None if it cannot be cached."""
     if jax.process_count() > 1:
         logger.debug("compile cache: a program of several processes is not cached")
@@ -213,7 +199,7 @@ def canonical_text(text: str) -> str:
     return named(rest)
 
 
-def _read_arguments(lowered: jax.stages.Lowered) -> str | None:
+def _read_arguments(lowered: Lowered) -> str | None:
     """Return which of the arguments the program reads, as JAX drops the others from the StableHLO.
 
     None if that cannot be determined: some are dropped, and the others have no names that differ.
@@ -226,7 +212,7 @@ def _read_arguments(lowered: jax.stages.Lowered) -> str | None:
     return None if len({*names, "loc(unknown)"}) <= len(names) else "\n".join(names)
 
 
-def _types(lowered: jax.stages.Lowered) -> Iterator[str]:
+def _types(lowered: Lowered) -> Iterator[str]:
     """Types of arguments and results: StableHLO knows neither weak types nor arguments that are not read."""
     yield from map(repr, jax.tree.leaves(lowered.args_info))
     yield from (f"{info} {getattr(info, 'weak_type', '')}" for info in jax.tree.leaves(lowered.out_info))
@@ -278,7 +264,7 @@ def _serialize(compiled: jax.stages.Compiled) -> bytes:
     return head.encode() + b"\n" + zlib.compress(serialize_executable.serialize(compiled)[0], 1)
 
 
-def _deserialize(payload: bytes, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def _deserialize(payload: bytes, lowered: Lowered) -> jax.stages.Compiled:
     """Return the program of a payload that `_serialize` made of the same lowered program."""
     head, _, content = payload.partition(b"\n")
     place = json.loads(head)
@@ -327,9 +313,8 @@ def _default_directory() -> str:
     """Return where programs of this user are cached, by the rules of the platform."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores a relative path
-        base = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA", "~")}.get(
-            sys.platform, "~/.cache"
-        )
+        places = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA", "~")}
+        base = places.get(sys.platform, "~/.cache")
     return os.path.join(base, "rlx_jax", "programs")
 
 

@@ -311,8 +311,7 @@ class GraphModule(ModuleBuilder):
             FormatError, GraphError: the text is not a valid module; the message names the place.
             VersionMismatchError: written by another version of the format.
         """
-        read = module_json.read(text)
-        return GraphModule.of(read.graph, read.stage, read.types, read.policy, read.plan)
+        return GraphModule.of(*module_json.read(text))
 
     # -- as a flow ---------------------------------------------------------------------------
 

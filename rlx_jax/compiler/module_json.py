@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from types import NoneType
 
 from rlx_jax.compiler.settings import FUSION_POLICIES
@@ -14,17 +13,6 @@ from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object
 from rlx_jax.lowering.lir.plan import Plan
 
 FORMAT, VERSION = "rlx_jax.graph", 1
-
-
-@dataclass(frozen=True, eq=False)
-class StoredModule:
-    """What stands in the text of a module. `types`: those that reading the graph found out."""
-
-    graph: Graph
-    stage: GraphStage
-    types: TypeCache
-    policy: str
-    plan: Plan | None
 
 
 def written(graph: Graph, stage: GraphStage, policy: str, plan: Plan | None) -> str:
@@ -44,8 +32,10 @@ def written(graph: Graph, stage: GraphStage, policy: str, plan: Plan | None) -> 
     return json.dumps(head, ensure_ascii=False, allow_nan=False)
 
 
-def read(text: str | bytes) -> StoredModule:
-    """The inverse of `written`. Nothing in the text is trusted and nothing is imported; the graph is not verified yet.
+def read(text: str | bytes) -> tuple[Graph, GraphStage, TypeCache, str, Plan | None]:
+    """The inverse of `written`: graph, level, the types that were inferred, policy and plan.
+
+    Nothing in the text is trusted and nothing is imported; the graph is not verified yet.
 
     Raises:
         FormatError, GraphError: the text is not a valid module; the message names the place.
@@ -64,4 +54,4 @@ def read(text: str | bytes) -> StoredModule:
     policy = one_of("graph JSON: policy", head["policy"], FUSION_POLICIES)
     plan = decode(Plan if stage == GraphStage.LIR else NoneType, head["plan"], "plan")
     types = TypeCache()
-    return StoredModule(decode_graph(head["graph"], types), stage, types, policy, plan)
+    return decode_graph(head["graph"], types), stage, types, policy, plan

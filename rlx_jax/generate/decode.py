@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.compiler.executable import Function, StateArrays
+from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, finite_rows
 from rlx_jax.lowering.inspect.hlo import SAMPLER
 
@@ -184,15 +184,10 @@ class DecodeLoop(Choosing):
     steps: int
     early: bool
     top: int | None = None
-
-    def arguments(self) -> Mapping[str, str]:
-        """See `rlx_jax.compiler.executable.SaysArguments`."""
-        return {"samplers": self.method.text, "logprobs": str(self.top)}
+    arguments = FirstTokens.arguments
 
     def __call__(self, extend: Function) -> Function:
-        def function(
-            params: Mapping[str, Any], state: StateArrays, inputs: Mapping[str, Any]
-        ) -> tuple[tuple[Any, ...], StateArrays]:
+        def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
             def step(carry: Any) -> Any:
                 i, rows, state, out = carry
                 fed = {self.ids_input: rows.ids[:, None], "lengths": rows.running.astype(jnp.int32)}

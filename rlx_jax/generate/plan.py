@@ -94,13 +94,12 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     parts = parts_of(buckets, limit, max(lengths) - fresh, max(lengths), request.mark)
     shared = parts_of(buckets, limit, 0, request.shared) if request.shared else ()
     keys = plan_keys(lm, request, method, top, sizes, (read, alone), (parts, shared))
-    for key in (keys[2], *keys[0], *keys[1]):
-        lm.model.programs.check_compiled(key)
     runner = lm.model.as_program("extend")
-    readers, shared_readers = (tuple(BoundProgram(runner, key) for key in part) for part in keys[:2])
+    loop = runner.bind(keys[2])
+    readers, shared_readers = (tuple(map(runner.bind, part)) for part in keys[:2])
     return RequestPlan(
         request, method, request.sampler.knobs(lm.vocab_size, method.biased), top, ends, sizes, read, alone, parts,
-        shared, readers, shared_readers, BoundProgram(runner, keys[2]),
+        shared, readers, shared_readers, loop,
     )  # fmt: skip
 
 
@@ -220,10 +219,7 @@ def bind_readers(
     Raises:
         RequestError: as `plan_request`.
     """
-    readers = [BoundProgram(model.as_program("extend"), key) for key in reader_keys(model, widths, sizes, variant)]
-    for reader in readers:
-        model.programs.check_compiled(reader.key)
-    return readers
+    return list(map(model.as_program("extend").bind, reader_keys(model, widths, sizes, variant)))
 
 
 class PromptBlock(NamedTuple):

@@ -119,9 +119,7 @@ def score_program(model: CompiledModel, reads: tuple[str, ...], rows: int, width
         pieces = _in_pieces(model, model.template().head, rows, width)
     except GraphError:  # the output is not a product
         pieces = None
-    key = replace(key, headless=pieces is not None, around=ScoreTokens(reads, pieces))
-    model.programs.check_compiled(key)
-    return BoundProgram(model, key)
+    return model.bind(replace(key, headless=pieces is not None, around=ScoreTokens(reads, pieces)))
 
 
 def _in_pieces(model: CompiledModel, head: Head, rows: int, width: int) -> InPieces | None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.compiler.executable import Function, Shardings, StateArrays
+from rlx_jax.compiler.executable import Arrays, Function, Results, Shardings, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows, Sizes
 from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, draw, finite_rows, sharpened
 from rlx_jax.ir.graph import every_key
@@ -187,11 +187,8 @@ class VerifyLoop(Choosing):
 
     def arguments(self) -> Mapping[str, str]:
         """See `rlx_jax.compiler.executable.SaysArguments`."""
-        return {
-            "samplers": self.method.text,
-            "speculative": self.drafter.asked,
-            "draft_tokens": str(self.drafter.tokens),
-        }
+        drafts = {"speculative": self.drafter.asked, "draft_tokens": str(self.drafter.tokens)}
+        return {"samplers": self.method.text, **drafts}
 
     def beside(self) -> Mapping[str, Lir]:
         """See `rlx_jax.compiler.executable.RunsOthers`."""
@@ -207,17 +204,15 @@ class VerifyLoop(Choosing):
         return replace(at, params={}, state=state, inputs={"params": dict(at.params)})
 
     def __call__(self, verify: Function) -> Function:
-        def function(
-            params: Mapping[str, Any], state: StateArrays, inputs: Mapping[str, Any]
-        ) -> tuple[tuple[Any, ...], StateArrays]:
+        def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
             rows = inputs["rows"]
             out = jnp.full((rows.ids.shape[0], self.steps * (self.drafter.tokens + 1)), STOPPED, jnp.int32)
             start = SoFar(jnp.int32(0), rows, state, inputs["kept"], inputs["counts"], out)
-            end = lax.while_loop(
-                lambda now: (now.at < self.steps) & now.rows.running.any(),
-                lambda now: self.step(lambda state, fed: verify(params, state, fed), inputs, now),
-                start,
-            )
+
+            def step(now: SoFar) -> SoFar:
+                return self.step(lambda state, fed: verify(params, state, fed), inputs, now)
+
+            end = lax.while_loop(lambda now: (now.at < self.steps) & now.rows.running.any(), step, start)
             return (end.out, end.rows, end.kept, end.counts), end.state
 
         return function
@@ -297,14 +292,8 @@ class VerifyLoop(Choosing):
         if self.method.penalised:
             numbers = jnp.arange(seen.shape[0], dtype=jnp.int32)[:, None]
             seen = seen.at[numbers, judged.chosen].max(judged.now)
-        return replace(
-            rows,
-            ids=jnp.where(rows.running, last, rows.ids),
-            running=rows.running & ~(ends[last] | (left <= 0) | broken),
-            left=left,
-            new=rows.new + judged.count,
-            seen=seen,
-        )
+        ids, running = jnp.where(rows.running, last, rows.ids), rows.running & ~(ends[last] | (left <= 0) | broken)
+        return replace(rows, ids=ids, running=running, left=left, new=rows.new + judged.count, seen=seen)
 
 
 def after_tokens(before: Array, every: Array, count: Array, axis: int) -> Array:

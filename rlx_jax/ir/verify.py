@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from rlx_jax.errors import (
-    GraphError,
-    RlxError,
-    ShapeError,
-    UnboundInputError,
-)
+from rlx_jax.errors import GraphError, RlxError, ShapeError, UnboundInputError
 from rlx_jax.ir.graph import BodyInput, Graph, Hir, Input, Leaf, Mir, Node, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.paths import path_text
@@ -19,10 +14,8 @@ from rlx_jax.ir.types import TensorType
 
 # Which kinds of op may stand at which level.
 LEGAL: dict[str, tuple[type, ...]] = {
-    "hir": (Leaf, Hir, Mir, Repeat),
-    "mir": (Leaf, Mir, Repeat),
-    "lir": (Leaf, Mir, Repeat),
-}
+    "hir": (Leaf, Hir, Mir, Repeat), **dict.fromkeys(("mir", "lir"), (Leaf, Mir, Repeat)),
+}  # fmt: skip
 
 
 Problem = tuple[type[GraphError], str]

@@ -7,7 +7,7 @@ Of jax.Arrays the dtype and the shape are checked; their ids where `host_view` c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from rlx_jax.errors import (
     DTypeError,
     RequestError,
+    RlxError,
     SequenceLengthError,
     ShapeError,
     TokenIdError,
@@ -195,37 +196,37 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     """A NumPy array in native byte order; ragged or non-numeric input is an error."""
     if isinstance(value, np.ma.MaskedArray):
         raise DTypeError(f"input {name}: a masked array, and its mask would be lost; pass .filled(value)")
-    try:
-        array = read_array(f"input {name}", value)
-    except jax.errors.TracerArrayConversionError:
-        raise RequestError(f"input {name}: traced by jax.jit or the like, and it is read on the host") from None
-    except RequestError:  # which is a ValueError
-        raise
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ShapeError(f"input {name}: not an array: {first_line(error)}") from error
+    array = read_array(f"input {name}", value, lambda why: ShapeError(f"input {name}: not an array: {why}"))
     if array.dtype.kind not in "biufcV" or array.dtype.hasobject:
         got = "text" if array.dtype.kind in "UT" else short_name(array.dtype)
         raise DTypeError(f"input {name}: expected numbers, got {got}")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def read_array(what: str, value: Any) -> np.ndarray[Any, Any]:
-    """`numpy.asarray`.
+def read_array(what: str, value: Any, misfit: Callable[[str], RlxError] | None = None) -> np.ndarray[Any, Any]:
+    """`numpy.asarray`; where NumPy makes no array of the value, the error of `misfit` for the reason, if there is one.
 
     Raises:
-        SessionStateError: an array of JAX that an earlier call consumed. RequestError: one of another library that
-            refuses; a mapping, such as what a tokenizer of transformers returns.
+        SessionStateError: an array of JAX that an earlier call consumed. RequestError: one that is traced, or of
+            another library that refuses; a mapping, such as what a tokenizer of transformers returns.
     """
     if isinstance(value, Mapping):
         hint = ": pass its 'input_ids', and its 'attention_mask' where the call takes one" * ("input_ids" in value)
         raise RequestError(f"{what}: expected an array or lists, got {type(value).__name__}{hint}")
     try:
         return np.asarray(value)
-    except (RuntimeError, ValueError, TypeError) as error:
+    except jax.errors.TracerArrayConversionError:
+        raise RequestError(
+            f"{what}: traced by jax.jit or the like, and it is read on the host: make this call outside, or trace the "
+            "compiled program, model.apply(params, …)"
+        ) from None
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         refuse_consumed({}, {what.removeprefix("input "): value}, error)
         foreign = is_foreign(value)
         if not foreign and not isinstance(error, RuntimeError):
-            raise
+            if misfit is None:
+                raise
+            raise misfit(first_line(error)) from error
         cure = "; pass a NumPy array, tensor.detach().cpu().numpy() of a torch tensor" * foreign
         raise RequestError(f"{what}: {type(value).__name__} cannot be read: {first_line(error)}{cure}") from error
 
@@ -252,19 +253,8 @@ def id_array(
     Raises:
         TokenIdError: ragged, or not integers. RequestError: traced.
     """
-    try:
-        array = read_array(what, value)
-    except jax.errors.TracerArrayConversionError:
-        raise RequestError(
-            f"{what}: traced by jax.jit or the like, and these ids are checked on the host: make this call outside, or "
-            "trace the compiled program, lm.model.apply(params, ids)"
-        ) from None
-    except RequestError:  # which is a ValueError
-        raise
-    except (ValueError, TypeError, OverflowError) as error:
-        raise TokenIdError(
-            f"{what}: the rows differ in length, expected [batch, seq]; pad them, and {padding}"
-        ) from error
+    ragged = TokenIdError(f"{what}: the rows differ in length, expected [batch, seq]; pad them, and {padding}")
+    array = read_array(what, value, lambda _: ragged)
     if array.size == 0:
         return array.astype(np.int32)
     if array.dtype.kind not in "iu":

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from rlx_jax.compiler.compare import program_changes
-from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
+from rlx_jax.compiler.executable import Around, Arrays, Executable, Results, StateArrays
 from rlx_jax.compiler.meshes import at_home, own_mesh
 from rlx_jax.compiler.pipeline import Template, derived_program, text_after
 from rlx_jax.compiler.settings import Settings
@@ -88,7 +88,10 @@ class CompiledModel:
             RequestError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
         key = self.sized(sizes, variant)
-        key = replace(key, around=around or key.around)
+        return self.bind(replace(key, around=around or key.around))
+
+    def bind(self, key: ProgramKey) -> BoundProgram:
+        """The program of a key; see `bound` for what it raises."""
         self.programs.check_compiled(key)
         return BoundProgram(self, key)
 
@@ -110,9 +113,7 @@ class CompiledModel:
         """Another program of the same flow."""
         return replace(self, program=program, last=None)
 
-    def execute(
-        self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
-    ) -> tuple[tuple[Any, ...], StateArrays]:
+    def execute(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         """Call the executable of `key`, made if this is its first call."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.programs.function(key).run(params, state, inputs)
@@ -121,9 +122,7 @@ class CompiledModel:
             return self.programs.function(key).jitted(params, state, inputs)
         return self.launch(key, params, state, inputs)
 
-    def launch(
-        self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
-    ) -> tuple[tuple[Any, ...], StateArrays]:
+    def launch(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         """`execute` where no argument is traced, which to look for takes longer than all the rest."""
         executable = self._executable(key, params, state, inputs)
         what = f"{self.name}: {key.program} of {dict(key.binding)}"
@@ -155,7 +154,7 @@ class CompiledModel:
 
     def trace(
         self, params: Arrays, inputs: tuple[Any, ...], named: Arrays, state: State | None, headless: bool = False
-    ) -> tuple[tuple[tuple[Any, ...], StateArrays], ProgramKey]:
+    ) -> tuple[Results, ProgramKey]:
         """What `apply` runs, and its key; where `headless`, up to the head, whose operands are the outputs."""
         check_params(params, self.param_specs())
         values, key, arrays = self._bind(inputs, named, state)
@@ -192,7 +191,7 @@ class CompiledModel:
             check_params(params, self.param_specs())
         return self.programs.executable(key, params, state, inputs)
 
-    def _result(self, results: tuple[tuple[Any, ...], StateArrays], key: ProgramKey) -> Any:
+    def _result(self, results: Results, key: ProgramKey) -> Any:
         outputs, state = results
         names = self._template(key.given).mir.output_names
         result = outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
@@ -485,7 +484,7 @@ class BoundProgram:
         """Whether a call runs at once."""
         return self.key in self.model.programs.executables
 
-    def __call__(self, inputs: Arrays, state: StateArrays) -> tuple[tuple[Any, ...], StateArrays]:
+    def __call__(self, inputs: Arrays, state: StateArrays) -> Results:
         self.model.refuse_traced()
         run = self.model.execute if jax.config.jax_disable_jit else self.model.launch  # type: ignore[attr-defined]
         return run(self.key, self.model.require_params("generation"), state, inputs)
