@@ -68,7 +68,7 @@ def test_products_of_a_users_function_count() -> None:
     (x,) = types("f32 5 8")
     for case, (fn, want) in FUNCTIONS.items():
         op = JaxFn(fn)
-        assert op.flops([x], TypeCache().infer(op, (x,))) == want, case
+        assert op.traits.flops(op, [x], TypeCache().infer(op, (x,))) == want, case
 
 
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, tuple(5e5 ** (-2 * i / 128) for i in range(64)), 1e-5, 8192)
