@@ -275,7 +275,7 @@ class CompileProfile(Table):
         theirs = CompileProfile.of(other, "diff: ")
         if model is not None and not callable(getattr(model, "compare", None)):
             raise ProfileError(
-                f"diff: model is {shown(model)}; expected what rlx_jax.compile(flow) gives, or .model of a CausalLM"
+                f"diff: model is {shown(model)}; expected what compile(flow) gives, or a CausalLM's .model"
             )
         program = None if model is None else model.compare(self, theirs)
         return ProfileDiff(self.name, theirs.name, tuple(field_changes(self, theirs)), program)

@@ -160,9 +160,7 @@ def _checked(t: TensorType) -> TensorType:
     """
     for dim in t.shape:
         if not is_static(dim) and not terms_of(dim):
-            raise DeriveError(
-                f"it reads {t}, which depends on no token and would be kept; a state has no size {dim}, only sums"
-            )
+            raise DeriveError(f"it reads {t}, which depends on no token; a state has no size {dim}, only sums")
     return t
 
 

@@ -34,9 +34,8 @@ class Cost:
 
     def then(self, other: Cost, times: int = 1) -> Cost:
         """This, and `times` that after it."""
-        return Cost(
-            self.flops + times * other.flops, self.bytes + times * other.bytes, max(self.workspace, other.workspace)
-        )
+        largest = max(self.workspace, other.workspace)
+        return Cost(self.flops + times * other.flops, self.bytes + times * other.bytes, largest)
 
 
 def costs(graph: Graph, times: int = 1) -> dict[Path, Cost]:

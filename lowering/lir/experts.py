@@ -100,9 +100,8 @@ def fits_kernels(call: Call) -> bool:
     op, (x, gate, *_) = call
     assert isinstance(op, ExpertFfn)
     sizes = all(int(n) % 32 == 0 for n in gate.shape[1:])
-    return (
-        sizes and short_name(x.dtype) in ("bf16", "f16") and op.precision == "default" and op.activation in IN_KERNELS
-    )
+    known = op.precision == "default" and op.activation in IN_KERNELS
+    return sizes and known and short_name(x.dtype) in ("bf16", "f16")
 
 
 @dataclass(frozen=True)

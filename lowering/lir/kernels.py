@@ -114,9 +114,8 @@ def following_states(ready: Any, start: AnyArray) -> tuple[AnyArray, AnyArray, A
     fresh, erased, written, total, _ = ready
     lead, keys, dtype = fresh.shape[1:-2], erased.shape[-1], erased.dtype
     kept = jnp.exp(total[..., -1, 0])
-    kept, fresh, erased, written = (
-        x.reshape(len(x), -1, *x.shape[1 + len(lead) :]) for x in (kept, fresh, erased, written)
-    )
+    flat = (x.reshape(len(x), -1, *x.shape[1 + len(lead) :]) for x in (kept, fresh, erased, written))
+    kept, fresh, erased, written = flat
     chunks, many, size, values = fresh.shape
     columns = tile(values, max(16, min(64, many * values // PROGRAMS)))
 
@@ -230,9 +229,8 @@ def _wide(
             none = jnp.zeros((rows, columns), jnp.float32)
             g, u = lax.fori_loop(0, hidden // depth, turn, (none, none))
             if added:
-                g, u = (
-                    a + bias[expert, column].astype(jnp.float32)[None] for a, bias in zip((g, u), added, strict=True)
-                )
+                pairs = zip((g, u), added, strict=True)
+                g, u = (a + bias[expert, column].astype(jnp.float32)[None] for a, bias in pairs)
             out[pl.ds(b * rows, rows), column] = op.gated(g, u).astype(out.dtype)
 
     shape = jax.ShapeDtypeStruct((blocks.owner.size * rows, inner), x.dtype)

@@ -185,9 +185,8 @@ def make_template(
         bounds = packed_rows(bounds)
     adds = {"explicit": explicit.optional_inputs, "padded": rows.optional_inputs}.get(job.program)
     optional = () if adds is None else adds(built.hir)
-    return Template(
-        built, ran.blocks, ran.graph, bounds, settings.plan.scan, optional, built.types, seconds, ran.nodes, fusion
-    )
+    times = built.types, seconds, ran.nodes, fusion
+    return Template(built, ran.blocks, ran.graph, bounds, settings.plan.scan, optional, *times)
 
 
 def text_after(built: Built, settings: Settings, program: str, level: str, after: str) -> str:

@@ -78,9 +78,7 @@ def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array
     model, limit = lm.model, lm.max_positions
     names = model.output_names[1:]
     if not names:
-        raise RequestError(
-            f"capture: {model.name} has no captures: load or compile it with recipe.at('layers.*').capture()"
-        )
+        raise RequestError(f"capture: {model.name} has no captures: load it with recipe.at('layers.*').capture()")
     rows = lm.rows(split_prompts(prompts))
     if not rows:
         raise RequestError("capture: there are no prompts")
@@ -105,9 +103,8 @@ def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array
         raise RequestError(
             f"capture: {quote(mixed[0])} is {types[mixed[0]]}, which has no axis of prompts: capture each prompt alone"
         )
-    alone = [
-        run(model, tuple(axes), np.array([row], np.int32), ids, beside, beside.of_row(i)) for i, row in enumerate(rows)
-    ]
+    blocks = (np.array([row], np.int32) for row in rows)
+    alone = [run(model, tuple(axes), block, ids, beside, beside.of_row(i)) for i, block in enumerate(blocks)]
     if len(rows) == 1:
         return alone[0]
     return {name: call(join_rows, *(row[name] for row in alone), static=(a, width)) for name, a in axes.items()}

@@ -232,9 +232,8 @@ def as_messages(message: Any) -> list[dict[str, Any]]:
     if isinstance(message, Mapping):
         return [dict(message)]
     if not isinstance(message, list | tuple) or not all(isinstance(m, Mapping) for m in message):
-        raise RequestError(
-            f"message is {shown(message)}; expected text, {{'role': …, 'content': …}}, or a list of such messages"
-        )
+        expected = "text, {'role': …, 'content': …}, or a list of such messages"
+        raise RequestError(f"message is {shown(message)}; expected {expected}")
     return [dict(m) for m in message]
 
 

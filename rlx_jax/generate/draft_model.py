@@ -89,9 +89,8 @@ class DraftModel(ProgramDrafter):
         def step(carry: Any, number: Array) -> Any:
             state, ids, seen, fine = carry
             reads = rows.running & (number <= room)
-            outputs, state = extend(
-                own.params, state, {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
-            )
+            fed = {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
+            outputs, state = extend(own.params, state, fed)
             ids, here, wanted, seen = choose_draft(turn, seen, outputs[0][:, 0], number)
             fine = fine & here
             after = {name: state[name] for name, _ in self.carried}

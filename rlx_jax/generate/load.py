@@ -135,9 +135,8 @@ def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Ca
         eos, bos = configured_ids(folder, "eos"), next(iter(configured_ids(folder, "bos")), None)
     for field, ids in (("eos_token_id", eos), ("bos_token_id", () if bos is None else (bos,))):
         if any(i >= pretrained.vocab_size for i in ids):
-            raise ConfigError(
-                f"{quote(folder.path)}: {field} is {list(ids)}; expected ids in [0, {pretrained.vocab_size})"
-            )
+            where = f"{quote(folder.path)}: {field}"
+            raise ConfigError(f"{where} is {list(ids)}; expected ids in [0, {pretrained.vocab_size})")
     return CausalLM(
         ModelFlow.from_recipe(recipe), tokenizer=tokenizer, eos_ids=eos, bos_id=bos,
         max_positions=pretrained.max_positions, **options.compiling(),

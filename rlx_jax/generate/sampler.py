@@ -163,14 +163,11 @@ class Sampler:
         given = {name: value for name, value in config.items() if value is not None}
         more = [name for name, off in _MORE.items() if name in given and given[name] not in (False, *off)]
         if more:
-            raise UnsupportedError(
-                f"generation_config: {listing(more)}: rlx_jax.Sampler has no such thing; leave it out"
-            )
+            raise UnsupportedError(f"generation_config: {listing(more)}: rlx_jax.Sampler has none; leave it out")
         values = {name: given[name] for name in OPTIONS if name in given}
         if given.get("do_sample") is True:
-            return Sampler(
-                **{**values, "temperature": given.get("temperature", 1.0), "top_k": given.get("top_k", 50) or None}
-            )
+            values = {"temperature": 1.0} | values | {"top_k": given.get("top_k", 50) or None}
+            return Sampler(**values)
         return Sampler(**{n: value for n, value in values.items() if n != "temperature" and not OPTIONS[n].draws})
 
     def method(self, vocab_size: int) -> Method:

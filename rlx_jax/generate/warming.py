@@ -41,9 +41,7 @@ def warm_all(
     given = lm.model.settings.buckets
     budget = whole_number("max_new_tokens", max_new_tokens, 1)
     if lm.required:
-        raise RequestError(
-            f"warmup: requests bring {listing(lm.required)}, of sizes that are not known before they come"
-        )
+        raise RequestError(f"warmup: requests bring {listing(lm.required)}, of sizes that are not known ahead")
     check_sizes(given)
     chosen = KINDS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
     if not chosen or not all(isinstance(s, Sampler) for s in chosen):

@@ -97,9 +97,7 @@ def _check_own(plugin: str, cls: Any, kind: type[Op]) -> None:
     if not (isinstance(cls, type) and issubclass(cls, kind) and issubclass(cls, Mir | Hir)):
         raise PluginError(f"plugin {quote(plugin)}: expected a class below {kind.__name__}, got {shown(cls)}")
     if is_ours(cls):
-        raise PluginError(
-            f"plugin {quote(plugin)}: {cls.__name__} is a class of rlx_jax: a plugin has rules for ops of its own"
-        )
+        raise PluginError(f"plugin {quote(plugin)}: {cls.__name__} is a class of rlx_jax: rules are for ops of its own")
     if cls.__name__ in {c.__name__ for c in (*hir.BLOCKS, *OPS)}:
         raise GraphError(
             f"plugin {quote(plugin)}: {cls.__module__}.{cls.__name__}: rlx_jax has an op of that name; JSON knows ops "
@@ -134,9 +132,8 @@ def _loaded(point: EntryPoint) -> Plugin:
     try:
         plugin = point.load()
     except Exception as error:
-        raise PluginError(
-            f"{where} does not import: {type(error).__name__}: {error}; mend the package or uninstall it"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise PluginError(f"{where} does not import: {why}; mend the package or uninstall it") from error
     if not isinstance(plugin, Plugin):
         raise PluginError(f"{where} is {shown(plugin)}; expected a rlx_jax.Plugin")
     return plugin

@@ -368,11 +368,8 @@ def _array(data: Any, where: str, length: int | None = None) -> list[Any]:
 
 
 def _expected(what: str, data: Any, where: str) -> FormatError:
-    found = (
-        f"an object with {', '.join(map(quote, list(data)[:8])) or 'nothing'}"
-        if isinstance(data, dict)
-        else quote(data)
-    )
+    keys = ", ".join(map(quote, list(data)[:8])) or "nothing" if isinstance(data, dict) else ""
+    found = f"an object with {keys}" if keys else quote(data)
     return FormatError(f"{where}: expected {what}, found {found}")
 
 

@@ -245,11 +245,9 @@ class Sliced(Indexed):
     def roles(self, *parts: Roles) -> Roles:
         (of,) = parts
         role = of[self.axis]
-        return (
-            (*of[: self.axis], role.within(self.start, self.stop), *of[self.axis + 1 :])
-            if isinstance(role, Parts)
-            else of
-        )
+        if not isinstance(role, Parts):
+            return of
+        return (*of[: self.axis], role.within(self.start, self.stop), *of[self.axis + 1 :])
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ class TextTable:
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
         cut = [c if len(c) <= w else f"{c[: w - 1]}…" for c, w in zip(row, widths, strict=True)]
-        aligned = (
-            c.ljust(w) if i < self.left else c.rjust(w) for i, (c, w) in enumerate(zip(cut, widths, strict=True))
-        )
+        fitted = zip(cut, widths, strict=True)
+        aligned = (c.ljust(w) if i < self.left else c.rjust(w) for i, (c, w) in enumerate(fitted))
         return f"{self.indent}{self.gap.join(aligned)}".rstrip()
 
     def _wrapped(self, row: Sequence[str], widths: Sequence[int]) -> str:

@@ -100,6 +100,5 @@ def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None
         if shape != spec.shape or dtype != spec.dtype:
             found = short_name(dtype) if isinstance(dtype, np.dtype) else dtype
             sizes = "" if shape is None else list(shape)
-            raise WeightShapeError(
-                f"params: leaf {name!r} is {short_name(spec.dtype)}{list(spec.shape)}, got {found}{sizes}"
-            )
+            wanted = f"{short_name(spec.dtype)}{list(spec.shape)}"
+            raise WeightShapeError(f"params: leaf {name!r} is {wanted}, got {found}{sizes}")

@@ -139,19 +139,11 @@ def block_times(trace: Trace, found: Mapping[tuple[int, str], tuple[str, Mapping
     calls: dict[tuple[str, str], int] = defaultdict(int)
     for (program, path, _), count in times.items():
         calls[program, path] = max(calls[program, path], round(count / runs / trace.devices))
-    kernels: dict[tuple[str, str], list[KernelTime]] = defaultdict(list)
+    parts: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
     for (program, path, primitive, _), took in seconds.items():
-        kernels[program, path].append(KernelTime(primitive, took))
-    rows = [
-        BlockTime(program, path, sum(k.seconds for k in of_it), calls[program, path], tuple(of_it))
-        for (program, path), of_it in kernels.items()
-    ]
-    return BlockTimes(
-        (trace.end - trace.start) / runs / 1e9,
-        runs,
-        device,
-        _dearest_first(_joined(row.program, row.path, [row]) for row in rows),
-    )
+        parts[program, path].append(BlockTime(program, path, took, 0, (KernelTime(primitive, took),)))
+    rows = (replace(_joined(*place, of_it), calls=calls[place]) for place, of_it in parts.items())
+    return BlockTimes((trace.end - trace.start) / runs / 1e9, runs, device, _dearest_first(rows))
 
 
 # The program of a kernel, the path of its block, its primitive, and whether it runs others.

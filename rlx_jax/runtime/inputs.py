@@ -88,9 +88,8 @@ def refuse_unread(given: Iterable[str], unread: Sequence[str], flow: str) -> Non
         UnboundInputError: names them.
     """
     if idle := [name for name in given if name in unread]:
-        raise UnboundInputError(
-            f"{flow}: input {listing(idle)} is read by none of the outputs: leave it out, or choose others"
-        )
+        told = "is read by none of the outputs: leave it out, or choose others"
+        raise UnboundInputError(f"{flow}: input {listing(idle)} {told}")
 
 
 def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None, devices: bool) -> Any:
@@ -168,17 +167,14 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None, de
                     return array.astype(declared.dtype)
             except FloatingPointError as error:
                 most = np.max(np.abs(array), where=np.isfinite(array), initial=0)
-                raise DTypeError(
-                    f"input {name}: values up to {most:g} do not fit {short_name(declared.dtype)}"
-                ) from error
+                raise DTypeError(f"input {name}: up to {most:g} does not fit {short_name(declared.dtype)}") from error
     elif array.dtype.kind == "b" and declared.dtype.kind in "iu":
         return array.astype(declared.dtype)  # a mask
     elif array.dtype.kind in "iu" and declared.dtype.kind in "iu":
         info = np.iinfo(declared.dtype)
         if array.size and (array.min() < info.min or array.max() > info.max):
-            raise DTypeError(
-                f"input {name}: values {array.min()} … {array.max()} do not fit {short_name(declared.dtype)}"
-            )
+            low, high = array.min(), array.max()
+            raise DTypeError(f"input {name}: values {low} … {high} do not fit {short_name(declared.dtype)}")
         return array.astype(declared.dtype)
     raise DTypeError(
         f"input {name}: expected {short_name(declared.dtype)}, got {short_name(array.dtype)}; convert it first"
@@ -310,9 +306,7 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
         for axis, (dim, size) in enumerate(zip(want.shape, shape, strict=True)):
             if is_static(dim):
                 if size != dim:
-                    raise ShapeError(
-                        f"{flow}: input {name} is {want}, got {list(shape)}: axis {axis} is {size}, not {dim}"
-                    )
+                    raise ShapeError(f"{flow}: input {name} is {want}, got {list(shape)}: {size} on axis {axis}")
                 continue
             symbol = str(dim)
             if not is_static(size):
@@ -323,9 +317,7 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
                 sums.append((name, axis, dim, size))
                 continue
             if sizes.setdefault(symbol, int(size)) != size:
-                raise ShapeError(
-                    f"{flow}: dimension {symbol} is {sizes[symbol]} in {seen[symbol]} and {size} in {name}"
-                )
+                raise ShapeError(f"{flow}: {symbol} is {sizes[symbol]} in {seen[symbol]} and {size} in {name}")
             seen.setdefault(symbol, name)
         check_elements(shape, f"{flow}: input {name}")
     for name, axis, dim, size in sums:

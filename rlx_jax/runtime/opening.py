@@ -207,9 +207,7 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
     if isinstance(getattr(getattr(flow, "model", None), "programs", None), Programs):
         raise GraphError(f"this {type(flow).__name__} is compiled already: pass its .model to another one")
     if isinstance(flow, type) and hasattr(flow, "assemble"):
-        raise GraphError(
-            f"{flow.__name__} is a class, not a recipe: make one by recipe_for(path) or for_prefill(config)"
-        )
+        raise GraphError(f"{flow.__name__} is a class, no recipe: make one by recipe_for(path) or for_prefill(config)")
     if callable(getattr(flow, "assemble", None)):
         source = None if weights is None else open_weights(weights)
         # Where there are no weights at all, none is missing on purpose.
@@ -252,8 +250,6 @@ def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
     if unread:
         message = f"{name}: {len(unread)} weights are in the source and nothing reads them: {listing(unread)}"
         if strict:
-            raise UnexpectedWeightError(
-                f"{message}; check the flow, of a checkpoint its config.json, or pass strict=False"
-            )
+            raise UnexpectedWeightError(f"{message}; check the flow, or its config.json, or pass strict=False")
         warnings.warn(message, RlxWarning, stacklevel=2)
     return source

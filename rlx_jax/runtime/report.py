@@ -131,9 +131,8 @@ class RequestReport:
         tokens = f" of {self.prompt_tokens:,} tokens" if self.prompt_tokens else ""
         tokens += f", {self.read_tokens:,} of them" if self.cached_tokens else ""
         unit = "tokens" if self.prompt_tokens else self.kind
-        told = (
-            f"{self.rows:,} {self.kind}{tokens} read in {self.prompt_seconds:.3f} s, {self.prompt_rate:,.0f} {unit}/s"
-        )
+        took = f"{self.prompt_seconds:.3f} s, {self.prompt_rate:,.0f} {unit}/s"
+        told = f"{self.rows:,} {self.kind}{tokens} read in {took}"
         if self.answer_seconds:
             rate = f"{self.answer_rate:,.0f} tokens/s"
             told += f"; {self.new_tokens:,} new tokens, in {self.answer_seconds:.3f} s behind the first, {rate}"

@@ -53,9 +53,7 @@ class State:
         """
         for a in self.arrays().values():
             if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) and a.is_deleted():
-                raise SessionStateError(
-                    "this state was consumed by an earlier call; go on with the state that it returned"
-                )
+                raise SessionStateError("this state was consumed by an earlier call; go on with what that returned")
 
 
 @dataclass(frozen=True, eq=False)

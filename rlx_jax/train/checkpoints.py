@@ -65,9 +65,7 @@ class Checkpoints:
 
     def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3, *, timeout_s: float = 600.0) -> None:
         if not isinstance(directory, str | os.PathLike) or not is_text(path := os.fsdecode(directory)) or "\0" in path:
-            raise RequestError(
-                f"Checkpoints: directory is {shown(directory)}; expected a path, in UTF-8 as orbax takes it"
-            )
+            raise RequestError(f"Checkpoints: directory is {shown(directory)}; expected a path of UTF-8, as orbax does")
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise RequestError(f"Checkpoints: keep is {shown(keep)}; expected a number from 1 on, or None to keep all")
         if not isinstance(timeout_s, int | float) or not timeout_s > 0:
@@ -314,6 +312,5 @@ def _last_words(pending: list[Future[None]]) -> None:
     for future in pending:
         error = future.exception() if future.done() else None
         if error is not None:
-            warnings.warn(
-                f"a save in the background failed; close() would have raised: {error}", RlxWarning, stacklevel=1
-            )
+            told = f"a save in the background failed; close() would have raised: {error}"
+            warnings.warn(told, RlxWarning, stacklevel=1)

@@ -295,9 +295,8 @@ class Qwen35MtpHead(Hir):
         query, gate = b.add(Split((self.head_dim, self.head_dim)), heads)
         keys = b(split_axis(3, 2, (self.kv_heads, self.head_dim)), b(dot, a, at["k_w"]))
         rope, pack = Rope(self.head_dim, self.n_rot), merge_axes(4, 2)
-        q, k = (
-            b(rope, b(pack, normed(t, f"{name}_norm")), at["cos"], at["sin"]) for name, t in (("q", query), ("k", keys))
-        )
+        rotated = ((query, "q_norm"), (keys, "k_norm"))
+        q, k = (b(rope, b(pack, normed(t, name)), at["cos"], at["sin"]) for t, name in rotated)
         context = b(attention(self.heads, self.kv_heads, MASK_KINDS["causal"]), q, k, b(dot, a, at["v_w"]))
         gated = b(Binary("mul"), context, b(Unary("sigmoid"), b(pack, gate)))
         x = b(add, x, b(dot, gated, at["o_w"]))

@@ -199,9 +199,8 @@ class ScatterNd(Mir):
         _check_scatter("scatter_nd", self.kind, x)
         want = (*indices.shape[:-1], *x.shape[indices.shape[-1] :])
         if updates.shape != want:
-            raise ShapeError(
-                f"scatter_nd: the updates of {indices} in {x} are {TensorType(want, x.dtype)}, got {updates}"
-            )
+            expected = TensorType(want, x.dtype)
+            raise ShapeError(f"scatter_nd: the updates of {indices} in {x} are {expected}, got {updates}")
 
     def eval(self, x: Array, indices: Array, updates: Array) -> Array:
         return _write(x, tuple(jnp.moveaxis(indices, -1, 0)), updates, self.kind)

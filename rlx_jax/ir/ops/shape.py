@@ -440,9 +440,8 @@ class CutAxis(Mir):
         _check_lenders("cut", [size for bound in bounds for size in (*bound.sizes, *bound.minus)], operands)
         start, stop = self._bounds([t.shape for t in operands])
         if _is_below(start, 0) or _is_below(x.shape[self.axis], stop) or _is_below(stop - start, 1):
-            raise ShapeError(
-                f"cut: {start}:{stop} along axis {self.axis} of {x}; expected at least one entry, and none outside"
-            )
+            what = f"cut: {start}:{stop} along axis {self.axis} of {x}"
+            raise ShapeError(f"{what}; expected at least one entry, and none outside")
         axis = self.axis % x.rank
         return (TensorType((*x.shape[:axis], stop - start, *x.shape[axis + 1 :]), x.dtype),)
 
