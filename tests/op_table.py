@@ -12,6 +12,7 @@ import numpy as np
 
 import rlx_jax as rlx
 from rlx_jax.ir import hir
+from rlx_jax.ir.captured import traced_step
 from rlx_jax.ir.graph import Op, constant
 from rlx_jax.ir.ops.conv import POOLS
 from rlx_jax.ir.ops.experts import ClampedGate
@@ -19,7 +20,6 @@ from rlx_jax.ir.ops.fused import Step
 from rlx_jax.ir.ops.index import SCATTER
 from rlx_jax.ir.ops.pointwise import OF_BITS, OF_NUMBERS, PARAMETRIC
 from rlx_jax.ir.ops.shape import END, AxisOf, Bound, SizeOf
-from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
 from tests.fuzz import meaning
 from tests.oracles import op_formulas as formula

@@ -15,13 +15,13 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError, TokenIdError
 from rlx_jax.ir import hir
+from rlx_jax.ir.captured import traced_step
 from rlx_jax.ir.graph import Builder, Hir, TypeCache, Value
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.ops.index import TailRows
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.reduce import Cumsum
 from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Slice
-from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.traits import BLOCK
 from rlx_jax.ir.types import TensorType, tensor_type
 from rlx_jax.lowering.hir import rules, trials

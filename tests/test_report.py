@@ -29,7 +29,7 @@ from rlx_jax.runtime.block_times import (
     block_times,
     read_trace,
 )
-from rlx_jax.runtime.profiling import _which
+from rlx_jax.runtime.block_times import _which
 from tests import divided
 from tests.oracles import checkpoints, numpy_reference
 

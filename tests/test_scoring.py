@@ -17,7 +17,7 @@ from rlx_jax import errors
 from rlx_jax.blocks import Custom, Embed, Linear
 from rlx_jax.compiler.settings import Buckets
 from rlx_jax.encode.packing import plan
-from rlx_jax.generate import score_layout, score_program
+from rlx_jax.generate import score_program
 from tests import divided
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import TOLERANCE
@@ -106,7 +106,7 @@ def test_texts_that_differ_in_their_end_are_read_once(lm: Any) -> None:
     holds, many short ones, and among others."""
     context = ROWS[1]
     best = int(np.argmax(lm.logits([context])[0, -1]))
-    ends = [best, *range(2, 3 + score_layout.MOST_OTHERS), 5, best]
+    ends = [best, *range(2, 3 + score_program.MOST_OTHERS), 5, best]
     texts = [(context, [end]) for end in ends] + [(context[:7], [*context[7:], 9]), ROWS[2], [*context, 11]]
     texts += [([word], [end]) for word in range(2, 12) for end in (7, 8, 9)]
     want = [lm.score(text) for text in texts]
@@ -160,20 +160,20 @@ def test_logits_are_never_whole(lm: Any) -> None:
 @pytest.mark.parametrize("positions", [1, 64, 65, 2048, 9000, None])
 def test_there_are_at_most_eight_programs(positions: int | None, target: str) -> None:
     """And every text has one row of one call, in a block that there is, wide enough."""
-    sizes = score_layout.score_sizes(target, Buckets(), positions, positions or 100_000)
+    sizes = score_program.score_sizes(target, Buckets(), positions, positions or 100_000)
     assert len(sizes.blocks) <= 8
-    above, shared = score_layout.shared_sizes(target, 1, positions, positions or 100_000)
+    above, shared = score_program.shared_sizes(target, 1, positions, positions or 100_000)
     assert len(shared.blocks) + (len(above.blocks) if above else 0) <= 8
     assert shared.widths[-1] >= min(positions or 2048, 2048) and (above is None) == bool(
         positions and positions <= 2048
     )
     assert above is None or above.widths[0] > 2048 and above.widths[-1] >= (positions or 100_000)
-    form = score_layout.ScoreForm(SimpleNamespace(program="packed"), shared)  # type: ignore[arg-type]
-    ended = score_layout.SharedTokens((1,), list(range(1 + score_layout.MOST_OTHERS)), [])
+    form = score_program.ScoreForm(SimpleNamespace(program="packed"), shared)  # type: ignore[arg-type]
+    ended = score_program.SharedTokens((1,), list(range(1 + score_program.MOST_OTHERS)), [])
     for block in form.plan([ended] * 3):
-        places = list(score_layout.places_in(block, [ended] * 3))
-        others = form.sizes.slots(block.width) if form.shared else score_layout.MOST_OTHERS
-        assert all(place.other + score_layout.MOST_OTHERS <= others for place in places)
+        places = list(score_program.places_in(block, [ended] * 3))
+        others = form.sizes.slots(block.width) if form.shared else score_program.MOST_OTHERS
+        assert all(place.other + score_program.MOST_OTHERS <= others for place in places)
     longest = sizes.widths[-1]
     assert longest == positions if positions else longest >= 100_000
     widths = np.random.default_rng(0).integers(1, longest + 1, 333).tolist()
@@ -188,12 +188,12 @@ def test_there_are_at_most_eight_programs(positions: int | None, target: str) ->
 def test_buckets_are_honoured() -> None:
     """Their sizes and no others; over the largest is an error where the profile says so."""
     closed = Buckets((16, 32), (2, 4), (), "error")
-    assert score_layout.score_sizes("cpu", closed, 128, 20).blocks == ((2, 16), (2, 32), (4, 16), (4, 32))
+    assert score_program.score_sizes("cpu", closed, 128, 20).blocks == ((2, 16), (2, 32), (4, 16), (4, 32))
     with pytest.raises(errors.RequestError, match=r"33 tokens, and buckets.prompt = \[16, 32\]"):
-        score_layout.score_sizes("cpu", closed, 128, 33)
-    opened = score_layout.score_sizes("cpu", replace(closed, on_recompile="allow"), 128, 33)
+        score_program.score_sizes("cpu", closed, 128, 33)
+    opened = score_program.score_sizes("cpu", replace(closed, on_recompile="allow"), 128, 33)
     assert max(opened.widths) == 128
-    shared = score_layout.score_sizes("cpu", Buckets(share=4), 128, 33)
+    shared = score_program.score_sizes("cpu", Buckets(share=4), 128, 33)
     assert all(rows % 4 == 0 for rows, _ in shared.blocks)
 
 

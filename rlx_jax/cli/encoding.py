@@ -26,7 +26,7 @@ from rlx_jax.cli.command import (
     texts_of,
 )
 from rlx_jax.errors import MissingFileError, RequestError, StorageError, quote
-from rlx_jax.generate.perplexity import exp_of
+from rlx_jax.generate.scoring import exp_of
 
 
 def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:

@@ -16,11 +16,10 @@ from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import RequestError, suggests
 from rlx_jax.ir.types import is_float
 from rlx_jax.program import Weights
-from rlx_jax.runtime.block_times import BlockTimes
+from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
-from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.opening import OpenedModel, TokenizerLike, open_tokenizer
 from rlx_jax.text.padding import padded_to

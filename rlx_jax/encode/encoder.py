@@ -22,9 +22,8 @@ from rlx_jax.lowering.hir.rules import reads_from_the_left
 from rlx_jax.lowering.hir.trials import why_rows_mix
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
-from rlx_jax.runtime.block_times import BlockTimes
+from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.inputs import as_host_array, whole_number
-from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import (
     OpenedModel,

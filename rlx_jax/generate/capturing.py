@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.errors import RequestError, quote
-from rlx_jax.generate.request import LanguageModel
-from rlx_jax.generate.request_inputs import RequestInputs, request_inputs
+from rlx_jax.generate.request import LanguageModel, RequestInputs, request_inputs
 from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.runtime.inputs import bind_sizes
 from rlx_jax.runtime.model import CompiledModel

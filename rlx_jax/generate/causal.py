@@ -19,7 +19,6 @@ from rlx_jax.generate.conversation import Conversation, open_conversation, refus
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafting import DRAFT_TOKENS, drafter_of
 from rlx_jax.generate.generation import NewTokens, answered, pieces
-from rlx_jax.generate.perplexity import perplexity_of, perplexity_windows
 from rlx_jax.generate.prefill import extend, logits_of, prefill
 from rlx_jax.generate.request import (
     GenerateOptions,
@@ -30,17 +29,16 @@ from rlx_jax.generate.request import (
     StreamOptions,
     TurnOptions,
     check_request,
+    declared,
 )
-from rlx_jax.generate.request_inputs import declared
 from rlx_jax.generate.sampler import SAMPLING, Sampler, one_sampler
 from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
-from rlx_jax.generate.scoring import Score, scores_of
+from rlx_jax.generate.scoring import Score, perplexity_of, perplexity_windows, scores_of
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.warming import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.program import Weights
-from rlx_jax.runtime.block_times import BlockTimes
-from rlx_jax.runtime.profiling import profile_run
+from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.opening import (

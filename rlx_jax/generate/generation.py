@@ -14,7 +14,7 @@ import numpy as np
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, Rows, new_rows
-from rlx_jax.generate.forking import fits, fork_of, fork_rows, moved_state
+from rlx_jax.generate.decode_state import fits, fork_of, fork_rows, moved_state
 from rlx_jax.generate.plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.request import Before, LanguageModel, Request
 from rlx_jax.generate.speculative import OWN

@@ -12,8 +12,7 @@ from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.errors import RequestError, SequenceLengthError, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state, moved_back, run_padded
 from rlx_jax.generate.plan import CONTEXT_BUCKET
-from rlx_jax.generate.request import LanguageModel
-from rlx_jax.generate.request_inputs import request_inputs
+from rlx_jax.generate.request import LanguageModel, request_inputs
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Variant

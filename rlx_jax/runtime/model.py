@@ -23,7 +23,7 @@ from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.program import Buildable, Built, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
-from rlx_jax.runtime.block_times import BlockTimes
+from rlx_jax.runtime.block_times import BlockTimes, profile_calls
 from rlx_jax.runtime.drawing import drawn_params
 from rlx_jax.runtime.inputs import (
     as_row,
@@ -38,7 +38,6 @@ from rlx_jax.runtime.inputs import (
     value_or_spec,
     whole_number,
 )
-from rlx_jax.runtime.profiling import profile_calls
 from rlx_jax.runtime.programs import LAST, ProgramKey, Programs, Variant
 from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
 from rlx_jax.runtime.state import FromEmpty, State, as_state, check_room, given_state

@@ -33,9 +33,8 @@ from rlx_jax.io import atomic
 from rlx_jax.io.files import list_directory
 from rlx_jax.io.strict_json import is_text
 from rlx_jax.train import step_files
-from rlx_jax.train.leaves import StoredLeaf, check_same, named_leaves
-from rlx_jax.train.preemption import Stop, preemption
-from rlx_jax.train.processes import Processes
+from rlx_jax.train.processes import Processes, Stop, preemption
+from rlx_jax.train.step_files import StoredLeaf, check_same, named_leaves
 from rlx_jax.weights import manifest
 
 Tree = TypeVar("Tree")

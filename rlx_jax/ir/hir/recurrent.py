@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 
 from rlx_jax.errors import GraphError, ShapeError
+from rlx_jax.ir.captured import TokenStep
 from rlx_jax.ir.graph import Builder, Constant, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
 from rlx_jax.ir.ops.index import Iota, TailRows, TokenWindows
@@ -24,7 +25,6 @@ from rlx_jax.ir.ops.pointwise import Binary, Compare, Unary, Where, in_dtype
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp, TokenScan
 from rlx_jax.ir.ops.shape import Concat, Narrow, Pad, Reshape, Slice, merge_axes, split_axis
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.token_step import TokenStep
 from rlx_jax.ir.traits import BLOCK, TABLES, BlockTraits, Initial
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 

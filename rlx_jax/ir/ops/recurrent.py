@@ -18,10 +18,9 @@ import numpy as np
 from jax import Array, lax
 
 from rlx_jax.errors import ShapeError, wrong_arity
-from rlx_jax.ir.captured import inner_jaxprs
+from rlx_jax.ir.captured import TokenStep, inner_jaxprs
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.ops.custom import jaxpr_flops
-from rlx_jax.ir.token_step import TokenStep
 from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
