@@ -15,8 +15,8 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.stopping import PART, settled, stopped_at
-from rlx_jax.generate.stopping import cut as cut_text
+from rlx_jax.generate.request import PART, settled, stopped_at
+from rlx_jax.generate.request import cut as cut_text
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import Weights

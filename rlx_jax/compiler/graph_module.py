@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import jax
 
-from rlx_jax.compiler import module_json
 from rlx_jax.compiler.module_builder import ModuleBuilder
 from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
 from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, plain
-from rlx_jax.errors import GraphError, check_known, quote, shown
+from rlx_jax.errors import FormatError, GraphError, VersionMismatchError, check_known, quote, shown
+from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, TypeCache, Value
@@ -21,6 +23,7 @@ from rlx_jax.ir.packed import PackedSpec, packed_types
 from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.rewrite import bind_params
+from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import block_paths, dump
 from rlx_jax.ir.types import as_dim, as_names
 from rlx_jax.ir.verify import verify
@@ -29,6 +32,8 @@ from rlx_jax.lowering.lir.plan import Lir, Plan
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Built, InputDecl, Weights
 from rlx_jax.weights.source import open_weights
+
+FORMAT, VERSION = "rlx_jax.graph", 1
 
 
 class GraphModule(ModuleBuilder):
@@ -301,7 +306,15 @@ class GraphModule(ModuleBuilder):
         Raises:
             UnsupportedError: it calls a Python function of the user (`emit.jax`); the message names the block.
         """
-        return module_json.written(self.finish(), self.stage, self.policy, self.plan)
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "level": str(self.stage),
+            "policy": self.policy,
+            "plan": None if self.plan is None else encode(self.plan),
+            "graph": encode_graph(self.finish()),
+        }
+        return json.dumps(head, ensure_ascii=False, allow_nan=False)
 
     @staticmethod
     def from_json(text: str | bytes) -> GraphModule:
@@ -311,7 +324,20 @@ class GraphModule(ModuleBuilder):
             FormatError, GraphError: the text is not a valid module; the message names the place.
             VersionMismatchError: written by another version of the format.
         """
-        return GraphModule.of(*module_json.read(text))
+        if not isinstance(text, str | bytes):
+            raise FormatError(f"graph JSON: expected to_json's text, got {type(text).__name__}")
+        raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+        data = parse_object(raw, "graph JSON", FormatError)
+        one_of("graph JSON: format", data.get("format"), (FORMAT,))
+        if data.get("version") != VERSION or isinstance(data["version"], bool):
+            found = shown(data.get("version"))
+            raise VersionMismatchError(f"graph JSON: version is {found}; this release reads version {VERSION} alone")
+        head = object_with({"format", "version", "level", "policy", "plan", "graph"}, data, "graph JSON")
+        stage = GraphStage(one_of("graph JSON: level", head["level"], tuple(GraphStage)))
+        policy = one_of("graph JSON: policy", head["policy"], FUSION_POLICIES)
+        plan = decode(Plan if stage == GraphStage.LIR else NoneType, head["plan"], "plan")
+        types = TypeCache()
+        return GraphModule.of(decode_graph(head["graph"], types), stage, types, policy, plan)
 
     # -- as a flow ---------------------------------------------------------------------------
 

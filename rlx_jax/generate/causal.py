@@ -14,12 +14,11 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import RequestError, RlxWarning, listing, shown, suggests
-from rlx_jax.generate.capturing import capture
 from rlx_jax.generate.conversation import Conversation, open_conversation, refuse_in_stream
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafting import DRAFT_TOKENS, drafter_of
 from rlx_jax.generate.generation import NewTokens, answered, pieces
-from rlx_jax.generate.prefill import extend, logits_of, prefill
+from rlx_jax.generate.prefill import capture, extend, logits_of, prefill
 from rlx_jax.generate.request import (
     GenerateOptions,
     Inputs,
@@ -32,7 +31,7 @@ from rlx_jax.generate.request import (
     declared,
 )
 from rlx_jax.generate.sampler import SAMPLING, Sampler, one_sampler
-from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
+from rlx_jax.generate.score_program import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import Score, perplexity_of, perplexity_windows, scores_of
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.warming import warm_all

@@ -18,7 +18,6 @@ from rlx_jax.errors import RequestError, SequenceLengthError, did_you_mean, list
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
-from rlx_jax.generate.stopping import cut
 from rlx_jax.program import InputDecl
 from rlx_jax.runtime.inputs import bind_sizes, host_value, random_key, read_array, whole_number
 from rlx_jax.runtime.model import CompiledModel
@@ -422,3 +421,39 @@ def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[l
 def common(*rows: Sequence[int], most: int = MAX_SLOTS) -> int:
     """First tokens that all rows have, at most so many."""
     return min(len(os.path.commonprefix([tuple(row) for row in rows])), most)
+
+
+TAIL = 32  # tokens without text of their own that may stand in a stop string
+# What stands for the bytes of a character of which some are still to come.
+PART = "\ufffd"
+
+
+def stopped_at(decode: Callable[[list[int]], str], ids: list[int], new: int, words: tuple[str, ...]) -> int | None:
+    """How many of `ids` it takes for their text to hold a stop string; one of the last `new` completes it, or None."""
+    if not words:
+        return None
+    text = decode(ids[-(new + TAIL + max(map(len, words)) * 4) :])  # of some, which does not take longer and longer
+    if not any(word in text for word in words):
+        return None
+    # The text of some may begin with half of a character, and both may end with one.
+    for count in range(len(ids) - new + 1, len(ids) + 1):
+        whole = decode(ids[:count]).rstrip(PART)
+        if any(word in whole for word in words):
+            return count
+    return None
+
+
+def cut(text: str, words: tuple[str, ...]) -> str:
+    """`text` up to the first stop string."""
+    ends = [at for word in words if (at := text.find(word)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def settled(text: str, words: tuple[str, ...]) -> str:
+    """The part of a growing text that later tokens cannot take back."""
+    text = text.rstrip(PART)
+    before = cut(text, words)
+    if len(before) < len(text):
+        return before
+    held = max((n for w in words for n in range(1, len(w)) if text.endswith(w[:n])), default=0)
+    return text[: len(text) - held]

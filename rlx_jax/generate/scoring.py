@@ -19,8 +19,16 @@ from rlx_jax.compiler.settings import Buckets
 from rlx_jax.encode.packing import Block
 from rlx_jax.errors import NumericsError, RequestError, listing
 from rlx_jax.generate.request import LanguageModel
-from rlx_jax.generate.score_program import ScoreForm, SharedTokens, forms_for, places_in, score_sizes, shared_tokens
-from rlx_jax.generate.scored_texts import ScoredTokens, text_ids
+from rlx_jax.generate.score_program import (
+    ScoredTokens,
+    ScoreForm,
+    SharedTokens,
+    forms_for,
+    places_in,
+    score_sizes,
+    shared_tokens,
+    text_ids,
+)
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import RequestReport

@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import WeightShapeError
-from rlx_jax.ir.boxes import Box, crossed, full, rows, side_by_side, sizes
+from rlx_jax.ir.stored import Box, NoParts, OverOne, crossed, full, part_of, rows, side_by_side, sizes, steps
 from rlx_jax.ir.stored import Conflict as Conflict
 from rlx_jax.ir.stored import Cut as Cut
 from rlx_jax.ir.stored import Dequantized as Dequantized
 from rlx_jax.ir.stored import Key as Key
-from rlx_jax.ir.stored import NoParts, OverOne, part_of, steps
 from rlx_jax.ir.stored import Parts as Parts
 from rlx_jax.ir.stored import Role as Role
 from rlx_jax.ir.stored import Roles as Roles

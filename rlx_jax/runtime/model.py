@@ -24,7 +24,6 @@ from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.program import Buildable, Built, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes, profile_calls
-from rlx_jax.runtime.drawing import drawn_params
 from rlx_jax.runtime.inputs import (
     as_row,
     bind_names,
@@ -38,6 +37,7 @@ from rlx_jax.runtime.inputs import (
     value_or_spec,
     whole_number,
 )
+from rlx_jax.runtime.opening import drawn_params
 from rlx_jax.runtime.programs import LAST, ProgramKey, Programs, Variant
 from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
 from rlx_jax.runtime.state import FromEmpty, State, as_state, check_room, given_state

@@ -15,12 +15,12 @@ import numpy as np
 
 from rlx_jax.ir import hir
 from rlx_jax.ir import ops as o
-from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.operands import named_operands
 from rlx_jax.ir.ops.shape import AxisOf, SizeOf
 from rlx_jax.ir.param import Cast, Cut, Dequantized, Key, Program, Sliced, Stack, Transposed, Zeros
 from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.stored import slices
 from rlx_jax.ir.types import TensorType, is_float
 from tests.oracles import image_formulas as image
 from tests.oracles import op_formulas as formula
