@@ -9,7 +9,7 @@ batch, S new tokens, P cached ones, K key/value heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -133,16 +133,14 @@ class Heads:
 
     def attention(self, stage: str, attend: Callable[[FlowValue, FlowValue, FlowValue], FlowValue]) -> FlowValue:
         """Write the whole up to its context: `attend` writes attention over the heads; errors name `stage`."""
+        x = self.emit.block_input(self.x)
         gate: list[FlowValue] = []
-
-        def rotate(heads: dict[str, FlowValue]) -> dict[str, FlowValue]:
-            if self.spec.gated:
-                heads["q"], *gate[:] = self._query_and_gate(heads["q"])
-            return self.rotated(heads)
-
-        emit, read = self.emit, replace(self, x=self.emit.block_input(self.x))
-        context = hir.write_attention(read.x, project=read.project, rotate=rotate, attend=attend)
-        return context * emit.add_node(Unary("sigmoid"), *gate) if gate else context
+        heads = {name: self.project(name, x) for name in "qkv"}
+        if self.spec.gated:
+            heads["q"], *gate = self._query_and_gate(heads["q"])
+        heads = self.rotated(heads)
+        context = attend(heads["q"], heads["k"], heads["v"])
+        return context * self.emit.add_node(Unary("sigmoid"), *gate) if gate else context
 
     def project(self, name: str, x: FlowValue) -> FlowValue:
         """Write the projection q, k or v, as wide as the spec says, or with `any_heads` as its weight is."""

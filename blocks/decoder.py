@@ -68,7 +68,8 @@ class LayerAround:
             change = change if s.residual_multiplier == 1 else change * s.residual_multiplier
             return emit.add_node(Binary("add"), x, change)
 
-        return hir.write_layer(x, norm=norm, mixer=mixer, mlp=lambda x: run(s.mlp(self.prefix), x), add=add)
+        x = add(x, norm("after_attention", mixer(norm("before_attention", x))))
+        return add(x, norm("after_mlp", run(s.mlp(self.prefix), norm("before_mlp", x))))
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,9 @@ class SwiGlu:
             inner = inner or y.type.shape[-1]  # gate and up are as wide as each other
             return y
 
-        def gate(gate: FlowValue, up: FlowValue) -> FlowValue:
-            return emit.add_node(hir.GatedFfn(self.activation), gate, up)
-
         with emit.scope("mlp"):
-            return hir.write_gated_ffn(x, project=project, gate=gate)
+            halves = (project(name, x) for name in ("gate", "up"))
+            return project("down", emit.add_node(hir.GatedFfn(self.activation), *halves))
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""

@@ -93,7 +93,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     if d.behind is not None:
         return (d.behind.attention(b, op, q, k, v, *read),)
     roles = ("batch", None, "kv_heads", None)
-    slots = (t.shape[0], hir.cache_slots(op.window), op.kv_heads)
+    slots = (t.shape[0], symbol("context" if op.window is None else f"context_{op.window}"), op.kv_heads)
     (leaf_k, cache_k), (leaf_v, cache_v) = (
         d.state(b, node.origin.path, slot, TensorType((*slots, x.shape[2] // op.kv_heads), d.kv or x.dtype), roles)
         for slot, x in (("k", t), ("v", b.type(v)))

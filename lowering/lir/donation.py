@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from rlx_jax.errors import RlxWarning
-from rlx_jax.ir.graph import Graph, Mir, Op, Param, StateRead
+from rlx_jax.ir.graph import Graph, Mir, Param, StateRead
 from rlx_jax.ir.ops.attention import RingStep
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import TensorType, short_name
@@ -140,10 +140,8 @@ def temporaries(lir: Lir) -> int:
 def computed_types(graph: Graph) -> set[TensorType]:
     """The types of what is computed beside the state: a copy of one of these may be none of a cache."""
 
-    def of_state(op: Op) -> bool:
-        return isinstance(op, StateRead) or (isinstance(op, Mir) and op.traits.numeric == "state")
-
-    return {t for _, node in graph.walk() if not of_state(node.op) for t in node.types}
+    ops = ((node, node.op) for _, node in graph.walk() if not isinstance(node.op, StateRead))
+    return {t for node, op in ops if not (isinstance(op, Mir) and op.traits.numeric == "state") for t in node.types}
 
 
 def copied_types(graph: Graph) -> set[TensorType]:

@@ -50,11 +50,6 @@ def first_moved(op: Any, operands: Types, results: Types) -> int:
 ViewOffset = Callable[[Any, Types, Types], int | None]
 
 
-def no_view(op: Any, operands: Types, results: Types) -> int | None:
-    """The result is an array of its own."""
-    return None
-
-
 @dataclass(frozen=True)
 class Traits:
     """Of a tensor op.
@@ -86,7 +81,7 @@ class Traits:
 # Facts that several ops share; an op may replace some (`dataclasses.replace`).
 ELEMENTWISE = Traits(
     "elementwise", narrows=None, widens=True, pinned=False, flops=nothing, bytes=each_once, workspace=nothing,
-    view=no_view, writes=(), stored=True,
+    view=lambda op, operands, results: None, writes=(), stored=True,
 )  # fmt: skip
 REDUCTION = replace(ELEMENTWISE, numeric="reduction")
 NORM = replace(REDUCTION, widens=False)

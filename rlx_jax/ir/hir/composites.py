@@ -6,10 +6,8 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value
@@ -30,12 +28,6 @@ DECODER_OPERANDS = ("x", "ln1_g", "ln1_b", "q", "k", "v", "o", "ln2_g", "ln2_b",
 PROJECTIONS = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 
 DECODER_BIASES = tuple(f"{name}_bias" for name in PROJECTIONS)
-
-# Where each norm of `write_layer` that there is stands, and its operands.
-NORMS = {
-    "before_attention": ("input_layernorm", ("ln1_g", "ln1_b")),
-    "before_mlp": ("post_attention_layernorm", ("ln2_g", "ln2_b")),
-}
 
 
 def matrix(name: str, rows: object, columns: object, contract: int) -> str:
@@ -69,7 +61,7 @@ class LlamaDecoderBlock(Hir):
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = dict.fromkeys(PROJECTIONS, "H") | {"o": q, "down": "F"}
         columns = {"q": q, "k": kv, "v": kv, "o": "H", "gate": "F", "up": "F", "down": "H"}
-        declared = {"x": "x[…,H]", **{name: f"{name}[H]" for _, names in NORMS.values() for name in names}}
+        declared = {"x": "x[…,H]", **{name: f"{name}[H]" for name in ("ln1_g", "ln1_b", "ln2_g", "ln2_b")}}
         for name, size in columns.items():
             declared[name] = matrix(name, rows[name], size, self.contract)
             declared[f"{name}_bias"] = f"{name}_bias[{size}]"
@@ -88,40 +80,29 @@ class LlamaDecoderBlock(Hir):
         def inside(part: str) -> AbstractContextManager[None]:
             return b.at(replace(origin, path=(*origin.path, *part.split("."))))
 
-        def norm(name: str, x: Value) -> Value:
-            if name not in NORMS:
-                return x
-            part, weights = NORMS[name]
+        def norm(part: str, weights: str, x: Value) -> Value:
             with inside(part):
-                return b(RmsNorm(self.eps), x, *(v[w] for w in weights))
+                return b(RmsNorm(self.eps), x, v[f"{weights}_g"], v[f"{weights}_b"])
 
         def project(name: str, x: Value) -> Value:
             with inside(PROJECTIONS[name]):
                 given = (bias[f"{name}_bias"],) if f"{name}_bias" in bias else ()
                 return b(Linear(self.contract, bias=bool(given)), x, v[name], *given)
 
-        def rotate(heads: dict[str, Value]) -> dict[str, Value]:
-            rope = Rope(self.head_dim, self.head_dim)
-            with inside("self_attn"):
-                return heads | {name: b(rope, heads[name], v["cos"], v["sin"]) for name in "qk"}
-
-        def attend(*heads: Value) -> Value:
-            with inside("self_attn"):
-                return b(attention(self.heads, self.kv_heads, self.mask), *heads, *extra)
-
-        def mixer(x: Value) -> Value:
-            with inside("self_attn"):
-                x = b.boundary("input", x)
-            return project("o", write_attention(x, project=project, rotate=rotate, attend=attend))
-
-        def gate(*values: Value) -> Value:
-            with inside("mlp"):
-                return b(GatedFfn("silu"), *values)
-
-        return write_layer(
-            v["x"], norm=norm, mixer=mixer, mlp=lambda x: write_gated_ffn(x, project=project, gate=gate),
-            add=lambda x, change: b(Binary("add"), x, change),
-        )  # fmt: skip
+        x, add, rope = v["x"], Binary("add"), Rope(self.head_dim, self.head_dim)
+        normed = norm("input_layernorm", "ln1", x)
+        with inside("self_attn"):
+            normed = b.boundary("input", normed)
+        query, key, value = (project(name, normed) for name in "qkv")
+        with inside("self_attn"):
+            rotated = (b(rope, heads, v["cos"], v["sin"]) for heads in (query, key))
+            context = b(attention(self.heads, self.kv_heads, self.mask), *rotated, value, *extra)
+        x = b(add, x, project("o", context))
+        normed = norm("post_attention_layernorm", "ln2", x)
+        gate, up = (project(name, normed) for name in ("gate", "up"))
+        with inside("mlp"):
+            inner = b(GatedFfn("silu"), gate, up)
+        return b(add, x, project("down", inner))
 
     def text(self) -> str:
         return (
@@ -307,55 +288,3 @@ class Qwen35MtpHead(Hir):
 
     def text(self) -> str:
         return f"qwen35_mtp_head(heads={self.heads}, dim={self.head_dim}, vocab={self.mtp_vocab})"
-
-
-V = TypeVar("V")
-
-# Write the projection of a name, `q`, `k`, `v`, `gate`, `up` or `down`, of a value.
-Project = Callable[[str, V], V]
-
-
-def write_layer(
-    x: V,
-    *,
-    norm: Callable[[str, V], V],
-    mixer: Callable[[V], V],
-    mlp: Callable[[V], V],
-    add: Callable[[V, V], V],
-) -> V:
-    """Write `h = x + after(mixer(before(x)))`, `y = h + after(mlp(before(h)))`.
-
-    Args:
-        x: the input `[B, S, H]`.
-        norm: writes the norm of a name (`before_attention`, `after_attention`, `before_mlp`, `after_mlp`) of a value,
-            or returns the value where the layer has no such norm.
-        mixer: writes attention with its output projection, or what stands in its place.
-        mlp: writes the feed-forward half.
-        add: writes the residual sum of a value and its change.
-    """
-    h = add(x, norm("after_attention", mixer(norm("before_attention", x))))
-    return add(h, norm("after_mlp", mlp(norm("before_mlp", h))))
-
-
-def write_attention(
-    x: V,
-    *,
-    project: Project[V],
-    rotate: Callable[[dict[str, V]], dict[str, V]],
-    attend: Callable[[V, V, V], V],
-) -> V:
-    """Write attention of a normalised `[B, S, H]` up to its context `[B, S, N·D]`.
-
-    Args:
-        x: what the projections read.
-        project: writes q, k or v.
-        rotate: writes what happens to the heads before attention, such as norms and the rotation of q and k.
-        attend: writes attention over q, k and v.
-    """
-    heads = rotate({name: project(name, x) for name in "qkv"})
-    return attend(heads["q"], heads["k"], heads["v"])
-
-
-def write_gated_ffn(x: V, *, project: Project[V], gate: Callable[[V, V], V]) -> V:
-    """Write `gate(x Wg, x Wu) Wd`."""
-    return project("down", gate(project("gate", x), project("up", x)))

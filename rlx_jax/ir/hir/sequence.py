@@ -40,7 +40,7 @@ from rlx_jax.ir.ops.shape import (
     split_axis,
 )
 from rlx_jax.ir.traits import BLOCK, TABLES, Initial
-from rlx_jax.ir.types import DimLike, TensorType, symbol
+from rlx_jax.ir.types import TensorType
 
 
 @dataclass(frozen=True)
@@ -314,11 +314,6 @@ class RelativeBias(Hir):
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 Masks = tuple[Value, ...]
-
-
-def cache_slots(window: int | None) -> DimLike:
-    """The dimension that counts the slots of a cache: `context`, or that of a ring for a window."""
-    return symbol("context" if window is None else f"context_{window}")
 
 
 @dataclass(frozen=True)

@@ -195,10 +195,6 @@ class SelectiveScanOp(Mir):
 # -- the causal convolution --------------------------------------------------------------------
 
 
-def _conv_flops(op: Any, operands: Types, results: Types) -> int:
-    return 2 * results[0].size * int(operands[1].shape[1])
-
-
 @dataclass(frozen=True)
 class CausalConvOp(Mir):
     """A convolution of each channel with its own window: `y[b,t,c] = Σⱼ w[c,j] · z[b,t+j,c] + bias[c]`.
@@ -207,7 +203,7 @@ class CausalConvOp(Mir):
     `[B,S,C]` in the dtype of z. The last entry of a window is the token's own. Sums are in f32.
     """
 
-    traits = replace(product_traits(_conv_flops), pinned=False)
+    traits = replace(product_traits(lambda op, x, out: 2 * out[0].size * int(x[1].shape[1])), pinned=False)
     operands = "z:float[B,_,C] w:z[C,J!] bias?bias:z[C]"
 
     bias: bool = False
