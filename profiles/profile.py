@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.resources import files
-from typing import Any, ClassVar, Protocol, Union
+from typing import Any, ClassVar, Union
 
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.ir.table import TextTable
@@ -76,13 +76,6 @@ class ProfileDiff:
         if self.program is not None:
             lines += ["", "in the program" if self.program else "the program is the same", *_lines(self.program)]
         return "\n".join(lines)
-
-
-class Comparing(Protocol):
-    """A model that says what profiles change in its program."""
-
-    def compare(self, ours: Any, theirs: Any) -> tuple[Change, ...]:
-        """The changes from the profile `ours` to `theirs`. Nothing is compiled."""
 
 
 def _lines(changes: tuple[Change, ...]) -> list[str]:
@@ -265,7 +258,7 @@ class CompileProfile(Table):
         """
         return build(CompileProfile, _merged(_as_dict(self), changes), At("CompileProfile.replace"))
 
-    def diff(self, other: ProfileLike, model: Comparing | None = None) -> ProfileDiff:
+    def diff(self, other: ProfileLike, model: Any = None) -> ProfileDiff:
         """What changes with another profile: the settings, and with a model (`rlx_jax.compile(flow)`, weights or not)
         what becomes of its program. Nothing is compiled.
 

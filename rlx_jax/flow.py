@@ -341,15 +341,15 @@ class ModelFlow(Stages):
         values = self._outputs.values(emit, value, captured_blocks, self.name)
         outputs = {name: emit.own(output) for name, output in values.items()}
         emit.captured.closed = True
-        rolled = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
-        verify(rolled.graph, "hir", "build", types)
-        graph, read = self._extensions.apply(rolled.graph, types), emit.parameters.read
-        if graph is not rolled.graph:  # an extension may read weights of its own
+        rolled, refusals = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
+        verify(rolled, "hir", "build", types)
+        graph, read = self._extensions.apply(rolled, types), emit.parameters.read
+        if graph is not rolled:  # an extension may read weights of its own
             graph = graph if source is None else bind_params(graph, source, types)
             read |= dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
         check_declared(self._declared, read, self.name)
         return BuiltModel(
-            self.name, graph, source, self.profile, types, self, tuple(read), self._left_keys, rolled.refusals,
+            self.name, graph, source, self.profile, types, self, tuple(read), self._left_keys, refusals,
             self._binding, program=emit.state.program, captured=emit.captured, roles=emit.parameters.roles,
             inits=emit.parameters.inits, fresh=tuple(emit.parameters.fresh), contracts=tuple(emit.state.contracts),
             max_positions=self._max_positions, captures=captured_blocks,

@@ -81,8 +81,8 @@ def changed(what: str, fn: Callable[..., Any]) -> str:
     """Return the message for a function that would compute something else than at its first trace."""
     try:
         seen = inspect.getclosurevars(fn)
-        read = {**seen.nonlocals, **seen.globals}
-        names = sorted(n for n, v in read.items() if isinstance(v, np.ndarray | float | int))
+        found = {**seen.nonlocals, **seen.globals}
+        names = sorted(n for n, v in found.items() if isinstance(v, np.ndarray | float | int))
     except TypeError:  # no function of Python
         names = []
     read = f" (it reads {', '.join(names)})" if names else ""

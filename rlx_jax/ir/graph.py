@@ -120,7 +120,7 @@ class Mir(Op):
         super().__init_subclass__(**options)
         check_traits(cls, Traits, "traits = ELEMENTWISE")
 
-    def eval(self, *arrays: Any) -> Any:
+    def eval(self, *arrays: Any, **how: Any) -> Any:
         raise NotImplementedError(type(self).__name__)
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:

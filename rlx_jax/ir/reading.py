@@ -31,20 +31,11 @@ class WeightSource(Protocol):
     def where(self, key: str) -> str: ...
 
 
-@runtime_checkable
-class MayBeShapes(Protocol):
-    """A source that may hold shapes alone: enough to compile, not to run."""
-
-    @property
-    def shapes_only(self) -> bool: ...
-
-
 def shapes_only(source: WeightSource) -> bool:
-    """Whether a source holds no numbers; of a view, which has what it is of as `source`, whether that does not."""
-    if isinstance(source, MayBeShapes):
-        return source.shapes_only
-    viewed: WeightSource | None = getattr(source, "source", None)
-    return viewed is not None and shapes_only(viewed)
+    """Whether a source holds shapes alone, enough to compile and not to run, and says so by an attribute `shapes_only`;
+    of a view, which has what it is of as `source`, whether that does."""
+    viewed = getattr(source, "source", None)
+    return bool(getattr(source, "shapes_only", viewed is not None and shapes_only(viewed)))
 
 
 def as_stored(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:

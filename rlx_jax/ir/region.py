@@ -55,16 +55,10 @@ class Repeat(Op):
         return f"repeat(count={self.count}, body={len(self.body.nodes)} nodes)"
 
 
-@dataclass(frozen=True)
-class Rolled:
-    """The graph after `roll`, and why any repeat stayed as it was."""
-
-    graph: Graph
-    refusals: tuple[str, ...]
-
-
-def roll(graph: Graph, repeats: Sequence[Sequence[int]], types: TypeCache) -> Rolled:
+def roll(graph: Graph, repeats: Sequence[Sequence[int]], types: TypeCache) -> tuple[Graph, tuple[str, ...]]:
     """Turn each recorded repeat (the node number at which each layer starts, and the end) into regions.
+
+    Return the graph, and why any repeat stayed as it was.
 
     Layers that are the same program become one region; where some are not, those around them become several.
     """
@@ -75,7 +69,7 @@ def roll(graph: Graph, repeats: Sequence[Sequence[int]], types: TypeCache) -> Ro
         refusals += [refusal] if refusal else []
         for run in reversed(runs):
             graph = _build(graph, bounds, layers, run, types)
-    return Rolled(graph, tuple(refusals))
+    return graph, tuple(refusals)
 
 
 def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, types: TypeCache) -> Graph:

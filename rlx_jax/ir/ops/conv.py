@@ -213,9 +213,11 @@ class Pool(Mir):
             pairs.append((low, max(high, (count - 1) * stride + r - size - low)))
         return pairs
 
-    def _over(self, x: Any, start: Any, fn: Callable[..., Any], pairs: list[tuple[int, int]]) -> Any:
+    def _over(self, x: Any, start: Any, fn: Callable[..., Any], pairs: list[tuple[int, int]]) -> Array:
         window, strides, dilation = ((1, 1, *sizes) for sizes in (self.window, self.strides, self.dilation))
-        return lax.reduce_window(x, start, fn, window, strides, [(0, 0), (0, 0), *pairs], window_dilation=dilation)
+        padding = [(0, 0), (0, 0), *pairs]
+        found: Array = lax.reduce_window(x, start, fn, window, strides, padding, window_dilation=dilation)
+        return found
 
     def _of_shifted(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:
         """The largest of one slice for each place in the window: JAX has no gradient of windows with gaps."""
