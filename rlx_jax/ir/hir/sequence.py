@@ -10,17 +10,7 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
-from rlx_jax.ir.ops.attention import (
-    AttentionOp,
-    CacheUpdate,
-    RingStep,
-    RopeOp,
-    RopeTable,
-    SinusoidTable,
-    check_heads,
-    check_scores,
-    check_window,
-)
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable, SinusoidTable, check_heads
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Gather, Iota, RelativeBuckets, TakeRow
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where, in_dtype
@@ -161,8 +151,6 @@ class Attention(Hir):
         if self.bias_of is None:
             check_arity("attention", len(operands), 3 + len(self.extra) + self.sinks)
         check_heads(self.heads, self.kv_heads)
-        check_scores(self.scale, self.softcap)
-        check_window(self.causal, self.window, self.ahead)
 
     def op(self, kv_heads: int) -> AttentionOp:
         """The MIR op over `kv_heads` heads."""

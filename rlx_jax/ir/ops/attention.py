@@ -75,8 +75,19 @@ class AttentionOp(Mir):
     def check(self, *operands: TensorType) -> None:
         q, k, v, *extra = operands
         check_heads(self.heads, self.kv_heads)
-        check_scores(self.scale, self.softcap)
-        check_window(self.causal, self.window, self.ahead)
+        # A softcap of 0 would make all weights equal, a negative one changes nothing.
+        if self.softcap is not None and not (_is_real(self.softcap) and 0 < self.softcap < math.inf):
+            got = shown(self.softcap)
+            raise GraphError(f"attention: softcap is a finite number over 0, or None for no cap; got {got}")
+        if self.scale is not None and not (_is_real(self.scale) and math.isfinite(self.scale)):
+            raise GraphError(f"attention: scale is a finite number, got {shown(self.scale)}")
+        if self.window is not None and self.window < 1:
+            raise GraphError(f"attention: a window keeps at least 1 key, got {self.window}")
+        if self.ahead < 0 or self.ahead and (self.causal or self.window is None):
+            raise GraphError(
+                f"attention: ahead={self.ahead} keys behind the query's own belong to a window that is not causal; got "
+                f"window={self.window}, causal={self.causal}"
+            )
         if q.shape[2] % self.heads or k.shape[2] * self.heads != q.shape[2] * self.kv_heads:
             raise ShapeError(f"attention: {self.heads} query and {self.kv_heads} key heads do not fit q {q} and k {k}")
         if v.shape[2] % self.kv_heads:
@@ -203,29 +214,10 @@ def _by_group(x: Array, groups: int) -> Array:
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
 
-def check_window(causal: bool, window: int | None, ahead: int) -> None:
-    """A window keeps a key, and causality none behind the query's own."""
-    if window is not None and window < 1:
-        raise GraphError(f"attention: a window keeps at least 1 key, got {window}")
-    if ahead < 0 or ahead and (causal or window is None):
-        raise GraphError(
-            f"attention: ahead={ahead} keys behind the query's own belong to a window that is not causal; got "
-            f"window={window}, causal={causal}"
-        )
-
-
 def check_heads(heads: int, kv_heads: int) -> None:
     """Query heads are a multiple of key/value heads."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise GraphError(f"attention: {heads} query heads are not a multiple of {kv_heads} key/value heads")
-
-
-def check_scores(scale: float | None, softcap: float | None) -> None:
-    """Scores are finite: a softcap of 0 would make all weights equal, a negative one changes nothing."""
-    if softcap is not None and not (_is_real(softcap) and 0 < softcap < math.inf):
-        raise GraphError(f"attention: softcap is a finite number over 0, or None for no cap; got {shown(softcap)}")
-    if scale is not None and not (_is_real(scale) and math.isfinite(scale)):
-        raise GraphError(f"attention: scale is a finite number, got {shown(scale)}")
 
 
 def _is_real(value: object) -> bool:
