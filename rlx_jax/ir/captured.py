@@ -200,7 +200,7 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
     except (RlxError, RecursionError):
         raise
     except Exception as error:  # whatever jax raises on shapes that do not fit
-        raise misfit(f"recurrent({label})", given, error) from error
+        raise GraphError(str(misfit(f"recurrent({label})", given, error))) from error
     arrays = list(captured_arrays(closed))
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         raise GraphError(_of_another_trace(label))

@@ -214,7 +214,7 @@ def read_array(what: str, value: Any, misfit: Callable[[str], RlxError] | None =
     except jax.errors.TracerArrayConversionError:
         raise RequestError(
             f"{what}: traced by jax.jit or the like, and it is read on the host: make this call outside, or trace the "
-            "compiled program, model.apply(params, …)"
+            "compiled program, model.apply(params, …) or, of a CausalLM, lm.model.apply(params, ids)"
         ) from None
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         refuse_consumed({}, {what.removeprefix("input "): value}, error)
@@ -306,7 +306,9 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
         for axis, (dim, size) in enumerate(zip(want.shape, shape, strict=True)):
             if is_static(dim):
                 if size != dim:
-                    raise ShapeError(f"{flow}: input {name} is {want}, got {list(shape)}: {size} on axis {axis}")
+                    raise ShapeError(
+                        f"{flow}: input {name} is {want}, got {list(shape)}: axis {axis} is {size}, not {dim}"
+                    )
                 continue
             symbol = str(dim)
             if not is_static(size):
