@@ -26,10 +26,10 @@ from rlx_jax.runtime.block_times import (
     Kernel,
     KernelTime,
     Trace,
+    _which,
     block_times,
     read_trace,
 )
-from rlx_jax.runtime.block_times import _which
 from tests import divided
 from tests.oracles import checkpoints, numpy_reference
 
