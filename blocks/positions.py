@@ -168,11 +168,8 @@ class LearnedPositions:
             return x + emit.add_node(hir.Embed(), table, self._positions(emit, x))
 
     def _positions(self, emit: Emit, x: FlowValue) -> FlowValue:
-        if self.padding is None:
+        if self.padding is None or given_positions(emit) is not None:
             return positions_of(emit, x)
-        given = given_positions(emit)
-        if given is not None:
-            return given
         return emit.add_node(hir.CountedPositions(self.padding), emit.flow_input(self.ids_input))
 
 

@@ -15,7 +15,6 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.param import Parts, Role
-from rlx_jax.ir.types import DimLike
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.control import step_name
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -96,15 +95,11 @@ class GatedDeltaNet:
             step, rate = _time_steps(emit, self.prefix, a, s.value_heads)
             block = hir.GatedDelta(s.key_heads, s.value_heads, unit=UNIT)
             out = emit.add_node(block, q, k, v, step * rate, emit.add_node(Unary("sigmoid"), b))
-            return self._output(emit, out, z, x.type.shape[-1])
-
-    def _output(self, emit: Emit, out: FlowValue, z: FlowValue, hidden: DimLike) -> FlowValue:
-        """The gated norm of each head, and the projection behind it."""
-        heads = out.reshape(*out.shape[:-1], self.spec.value_heads, self.spec.value_dim)
-        with emit.scope("norm"):
-            normed = rms_norm(emit, emit.block_input(heads), f"{self.prefix}.norm.weight", self.spec.eps)
-            gated = normed.reshape(out.shape) * emit.add_node(Unary("silu"), z)
-        return dense(emit, self.prefix, "out_proj", gated, ("hidden", "heads"), hidden, bias=False)
+            apart = out.reshape(*out.shape[:-1], s.value_heads, s.value_dim)
+            with emit.scope("norm"):  # of each head
+                normed = rms_norm(emit, emit.block_input(apart), f"{self.prefix}.norm.weight", s.eps)
+                gated = normed.reshape(out.shape) * emit.add_node(Unary("silu"), z)
+            return dense(emit, self.prefix, "out_proj", gated, ("hidden", "heads"), x.type.shape[-1], bias=False)
 
 
 def _convolved(
@@ -261,17 +256,12 @@ class Mamba2Mixer:
             out = emit.add_node(hir.SelectiveScan(s.heads, s.groups), values, step, rate, b, c)
             skip = emit.param(f"{self.prefix}.D", (s.heads,), ("heads",)).reshape(s.heads, 1)
             out = out + (values.reshape(*values.shape[:-1], s.heads, s.head_dim) * skip).reshape(values.shape)
-            normed, hidden = self._normed(emit, out, z), x.type.shape[-1]
-            return dense(emit, self.prefix, "out_proj", normed, ("hidden", "heads"), hidden, bias=s.bias)
-
-    def _normed(self, emit: Emit, out: FlowValue, z: FlowValue) -> FlowValue:
-        """The gate, then the norm of each group."""
-        s = self.spec
-        gated = out * emit.add_node(Unary("silu"), z)
-        with emit.scope("norm"):
-            parts = gated.reshape(*gated.shape[:-1], s.groups, s.inner // s.groups)
-            normed = emit.add_node(Standardize((-1,), s.eps, centre=False), parts).reshape(gated.shape)
-            return normed * emit.param(f"{self.prefix}.norm.weight", (s.inner,), ("heads",))
+            gated = out * emit.add_node(Unary("silu"), z)
+            with emit.scope("norm"):  # of each group
+                parts = gated.reshape(*gated.shape[:-1], s.groups, s.inner // s.groups)
+                normed = emit.add_node(Standardize((-1,), s.eps, centre=False), parts).reshape(gated.shape)
+                normed = normed * emit.param(f"{self.prefix}.norm.weight", (s.inner,), ("heads",))
+            return dense(emit, self.prefix, "out_proj", normed, ("hidden", "heads"), x.type.shape[-1], bias=s.bias)
 
 
 def mamba2_layer(index: int, spec: Mamba2Spec, prefix: str = "backbone.layers") -> Named:

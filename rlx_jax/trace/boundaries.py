@@ -7,8 +7,7 @@ them while its stages run (`Builder.marks_blocks`), and `edit_blocks` removes th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from rlx_jax.errors import MissingWeightError
 from rlx_jax.ir import hir
@@ -83,9 +82,7 @@ def _is_inside(block: Path, nodes: Iterable[Node]) -> bool:
 
 def _copy_registers(state: FlowState) -> FlowState:
     """Return the registers as they are now, which later writes to `state` do not change."""
-    values: dict[str, Any] = {field.name: getattr(state, field.name) for field in fields(state)}
-    copies = {name: v.copy() for name, v in values.items() if isinstance(v, dict | list)}
-    return FlowState(**(values | copies))
+    return replace(state, **{name: v.copy() for name, v in vars(state).items() if isinstance(v, dict | list)})
 
 
 # -- reading the marks ---------------------------------------------------------------------------
