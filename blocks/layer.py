@@ -169,6 +169,9 @@ class LayerSpec:
         """The layer under `prefix`, whose mask reads the input `mask_input`."""
         return replace(self, keys=self.keys.under(prefix), mask_input=mask_input or self.mask_input)
 
+    attention = under
+    """The attention of the layer under a prefix: its stages read the layer's record."""
+
     def columns(self, name: str) -> int:
         """How wide projection q, k or v is."""
         heads = {"q": self.num_heads * (1 + self.gated), "k": self.num_kv_heads, "v": self.num_kv_heads}
