@@ -102,20 +102,6 @@ def blocks_of(m: GraphModule, *names: str) -> GraphModule:
     return m
 
 
-def test_a_stage_comes_back_to_its_own_path() -> None:
-    """A scope that one stage opens twice is one block."""
-
-    def twice(emit: Any, x: Any) -> Any:
-        with emit.scope("part"):
-            x = emit.tanh(x)
-        with emit.scope("other"):
-            x = emit.sin(x)
-        with emit.scope("part"):
-            return emit.cos(x)
-
-    assert read(Custom(twice, "f")) == ["f.part", "f.other"]
-
-
 leaves = st.builds(lambda name: [name], st.sampled_from("ab"))
 trees = st.recursive(leaves, lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=8)
 

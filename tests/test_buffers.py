@@ -55,16 +55,6 @@ def chain(m: GraphModule, x: Any, steps: int) -> Any:
     return x
 
 
-def test_a_chain_needs_two_slots() -> None:
-    """However long it is: each step reads the one before it."""
-    m = Graph.mir("chain")
-    m.set_outputs([chain(m, m.input("x", (4, 16)), 10)])
-    plan = plan_buffers(m.graph)
-    check(m.graph, plan)
-    assert plan.arena_size == 2 * 256 and plan.total_unshared_bytes == 10 * 256 == plan.bytes_saved + 512
-    assert {s.offset for s in plan.slots} == {0, 256}
-
-
 def test_views_take_nothing_and_keep_their_root_alive() -> None:
     """Reshape, cast to the same dtype and rows of the first axis; chains end at the root, offsets add up."""
     m = Graph.mir("views")
@@ -81,17 +71,6 @@ def test_views_take_nothing_and_keep_their_root_alive() -> None:
     slot = plan.slot(y)
     neg = next(n for n, node in enumerate(m.graph.nodes) if node.op.text() == "neg")
     assert slot is not None and slot.life.dies == neg  # through two views
-
-
-def test_symbolic_sizes_have_no_slot() -> None:
-    """Until the program is specialised."""
-    m = Graph.mir("symbolic")
-    x = m.input("x", ("batch", 8))
-    m.set_outputs([m.add(m.tanh(x), m.narrow_(x, 0, 0, 1))])
-    plan = plan_buffers(m.graph)
-    assert plan.arena_size == 32 and plan.dynamic_symbols == ("batch",)  # of the narrow alone
-    small = plan_buffers(specialise(m.graph, {"batch": 2}, m.builder.types))
-    assert small.arena_size > 64 and small.dynamic_symbols == ()
 
 
 def extend_graph() -> IrGraph:

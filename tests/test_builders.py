@@ -98,11 +98,6 @@ def test_every_function_has_a_builder_of_its_name() -> None:
         assert m.node(getattr(m, name)(*pair)).op.kind == named.get(name, name)
 
 
-def test_every_op_is_reachable_from_the_package() -> None:
-    """What has no method is appended by `add_node`, and its class stands in `rlx.ops`."""
-    assert all(getattr(rlx.ops, op.__name__) is op for op in rlx.ops.OPS)
-
-
 def test_no_surface_spells_an_op_again() -> None:
     """The mixins alone define ops and stages; the one exception names the output of a flow too."""
     for surface, mixins in ((Emit, TOPICS), (GraphModule, TOPICS), (ModelFlow, (Stages,)),
@@ -197,14 +192,11 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "eps as a weight": (lambda m, x: m.rms_norm(x, x, 1e-5), GraphError, "eps="),
     "an op to add": (lambda m, x: m.add(MatMul(), x), GraphError, "add_node"),
     "numbers only": (lambda m, x: m.add(1, 2), GraphError, "one of them must be a value"),
-    "an array beside": (lambda m, x: m.add(x, np.ones(8)), GraphError, "constant"),
     "a size beside": (lambda m, x: m.mul(x, m.shape(x).shape[0]), GraphError, "sizes are not values"),
     "a fraction": (lambda m, x: m.add(m.cast(x, "i32"), 0.5), DTypeError, "0.5"),
     "too large": (lambda m, x: m.mul(m.cast(x, "u8"), 300), DTypeError, "300"),
     "infinite": (lambda m, x: m.lt(m.cast(x, "i32"), float("inf")), DTypeError, "inf"),
-    "an axis": (lambda m, x: m.softmax(x, 3), ShapeError, "no axis 3"),
     "a bool axis": (lambda m, x: m.sum(x, True), ShapeError, "no axis True"),
-    "a reshape": (lambda m, x: m.reshape(x, 24), ShapeError, "24"),
     "full of what does not fit": (lambda m, x: m.full_like(x, 300, "u8"), DTypeError, "300"),
     "a shape of numbers": (lambda m, x: m.nonzero(x), UnsupportedError, "shape that depends on the numbers"),
     "no elements": (lambda m, x: m.slice(x, np.s_[:, 3:]), ShapeError, r"\[batch,0,8\], which has no elements"),
@@ -213,7 +205,6 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "an axis twice": (lambda m, x: m.sum(x, (1, -2)), ShapeError, "stands twice"),
     "bits of floats": (lambda m, x: m.bitwise_and(x, x), DTypeError, "whole numbers or bools"),
     "a value as a slope": (lambda m, x: m.leaky_relu(x, x), GraphError, "takes a number beside x"),
-    "unequal parts": (lambda m, x: m.split(x, 2, 1), ShapeError, "2 equal parts do not make up axis 1"),
     "a constant over 4 bits": (lambda m, x: m.constant([8], "i4"), DTypeError, "i4 cannot hold 8"),
     "64 bits": (lambda m, x: m.cast(x, "i64"), DTypeError, "i64"),
 }  # fmt: skip
@@ -226,11 +217,3 @@ def test_refused_by_name_on_both_surfaces() -> None:
             call(m, x)
         with pytest.raises(kind, match=message):
             ModelFlow("m").input("x", ("batch", 3, 8)).custom(call).build()
-
-
-def test_a_symbolic_size_is_not_compared_with_a_number() -> None:
-    """JAX's own answer is a silent False."""
-    m, x = module()
-    assert m.shape(x).shape[1] == 3 and m.shape(x).shape[0] == "batch" and m.shape(x) == m.shape(x)
-    with pytest.raises(ShapeError, match="batch cannot be compared with 1"):
-        m.shape(x).shape[0] == 1  # noqa: B015

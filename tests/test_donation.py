@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import warnings
 from functools import partial
@@ -20,20 +21,19 @@ from rlx_jax.generate.decode import DecodeLoop, new_rows
 from rlx_jax.generate.sampler import Method, Sampler
 from rlx_jax.ir.ops.attention import CacheUpdate, write_rows
 from rlx_jax.lowering.lir import donation
-from rlx_jax.lowering.lir.donation import cache_copies
 from rlx_jax.lowering.lir.implementations import write_in_loop
 from rlx_jax.lowering.lir.plan import state_types
 from rlx_jax.models.llama import LlamaConfig, weight_specs
 from tests.divided import recipe, weights
 
 CONFIG = LlamaConfig.from_hf(
-    {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     | {"num_attention_heads": 4, "num_key_value_heads": 2}
 )
 BATCH, CONTEXT = 3, 2048
 
 
-def extended(roll: str, compute: str = "f32") -> Any:
+def fresh(roll: str, compute: str = "f32") -> Any:
     """The extend program, compiled for one token a row and called once."""
     rng = np.random.default_rng(0)
     weights = {k: rng.normal(0, 0.1, s.shape).astype(np.float32) for k, s in weight_specs(CONFIG).items()}
@@ -45,6 +45,9 @@ def extended(roll: str, compute: str = "f32") -> Any:
     return model
 
 
+extended = functools.cache(fresh)
+
+
 @pytest.mark.parametrize(("roll", "compute"), [("scan", "f32"), ("unroll", "bf16")])
 def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
     """Every byte of the state, temporaries that do not grow with it, no copy of an array of a cache's shape."""
@@ -52,7 +55,7 @@ def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
     proof = executable.donation
     width = 2 if compute == "bf16" else 4
     layer = 2 * BATCH * CONTEXT * 2 * 8 * width
-    assert proof.state_bytes == 4 * layer + 4 * BATCH
+    assert proof.state_bytes == 2 * layer + 4 * BATCH
     assert proof.aliased_bytes == proof.state_bytes
     assert not proof.problem()
     assert proof.temp_bytes < proof.state_bytes or compute == "bf16"  # the CPU computes bf16 products in f32
@@ -76,17 +79,16 @@ def test_the_loop_that_generates_is_in_place(batch: int, roll: str) -> None:
     profile = rlx.CompileProfile().replace(layers={"roll": roll}, donation={"strict": True})
     model = rlx.compile(rlx.Llama32Flow(CONFIG), profile=profile, program="extend")
     proof = decode_step(model, batch, 512).donation
-    assert proof.state_bytes == 4 * (2 * batch * 512 * 2 * 8 * 4) + 4 * batch
+    assert proof.state_bytes == 2 * (2 * batch * 512 * 2 * 8 * 4) + 4 * batch
     assert proof.aliased_bytes >= proof.state_bytes and not proof.problem()
 
 
-@pytest.mark.parametrize("roll", ["unroll", "scan"])
-def test_a_dtype_drift_is_caught_before_xla(roll: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dtype_drift_is_caught_before_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that leaves a program in another dtype: the verifier names the leaf and both types."""
     update = CacheUpdate.eval
     monkeypatch.setattr(CacheUpdate, "eval", lambda self, *arrays: update(self, *arrays).astype(jnp.bfloat16))
     with pytest.raises(GraphError, match=r"(read as f32.* written as bf16|dtype)"):
-        extended(roll)
+        fresh("unroll")
 
 
 def test_a_drift_that_only_the_compiled_program_shows() -> None:
@@ -142,15 +144,6 @@ def test_temporaries_are_told_with_their_place() -> None:
 
     with pytest.raises(GraphError, match=r"f32\[2097152\] at stage.of.mine/.*layers.roll = 'unroll'"):
         compiled_with(sorting)
-
-
-def test_copies_are_found_in_hlo() -> None:
-    """Only whole arrays of a cache's own shape and dtype count."""
-    (cache,) = {t for t in state_types(extended("unroll").template("extend").mir, False).values() if t.rank > 2}
-    cache = cache.bind({"batch": 3, "context": 2048})
-    hlo = "  %c = f32[3,2048,2,8]{3,2,1,0} copy(%p)\n  %d = f32[3,2048,2,9]{3,2,1,0} copy(%p)\n"
-    assert [re.sub(" =.*", "", x) for x in cache_copies(hlo, {cache})] == ["%c"]
-    assert not cache_copies(hlo, {dataclasses.replace(cache, dtype=np.dtype(np.int32))})
 
 
 # -- warnings, and every family ----------------------------------------------------------------

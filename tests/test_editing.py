@@ -94,17 +94,6 @@ def test_edits_are_what_the_same_change_of_the_weights_is(scanned: rlx.CompiledM
     assert scanned.report().refusals == () and "repeat(count=3" in scanned.text("hir")
 
 
-@pytest.mark.slow
-def test_edits_of_cached_programs_and_absent_inputs() -> None:
-    """Without its inputs the program is the stock one; cached programs capture their own tokens."""
-    model = rlx.compile(edited(rlx.recipe_for(LLAMA)), program="extend")
-    out, state = model(TOKENS[:, :4], lengths=np.array([4, 4], "i4"), state=model.init_state(2, 16))
-    more, _ = model(TOKENS[:, 4:], lengths=np.array([7, 7], "i4"), state=state)
-    out = but_the_last({name: np.concatenate([out[name], more[name]], axis=-2) for name in out})
-    for name, value in reference(WEIGHTS).items():
-        assert_close(out[name], value.astype("f4"))
-
-
 def test_an_optional_input_between_products() -> None:
     """Of which the others share their input without it: with it, and without it, as the weights say in NumPy."""
     by = np.linspace(0.5, 2.0, HIDDEN, dtype="f4")
@@ -148,17 +137,6 @@ def test_a_block_replaced() -> None:
 
 
 # -- the active value ---------------------------------------------------------------------------
-
-
-def test_numbers_scale_and_a_block_is_written_twice() -> None:
-    """A flow of one's own: 3 · (f(f(x)) with f a product, the second under a path of its own."""
-    flow = rlx.ModelFlow("m").input("x", ("batch", 4)).named_layer("a", blocks.Linear("w"))
-    twice = flow.at("a").wrap(lambda emit, x, inner: inner(inner(x))).at("a").scale(np.array([3.0, 1, 1, 1]))
-    w, x = RNG.normal(size=(4, 4)).astype("f4"), RNG.normal(size=(2, 4)).astype("f4")
-    model = rlx.compile(twice, {"w": w})
-    assert_close(model(x), (x @ w.T @ w.T * [3, 1, 1, 1]).astype("f4"))
-    assert {("a", "w"), ("a", "again_2", "w")} <= {n.origin.path for n in twice.build({"w": w}).hir.nodes}
-    assert flow._block_edits == () and len(twice._block_edits) == 2  # flows are values
 
 
 def test_captures_beside_named_outputs() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,17 +13,8 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import blocks
+from rlx_jax import blocks, errors
 from rlx_jax.blocks import LlamaDecoderSpec, RopeTables, SelfAttnPrefillSpec
-from rlx_jax.errors import (
-    DTypeError,
-    GraphError,
-    RlxWarning,
-    ShapeError,
-    UnboundInputError,
-    UnexpectedWeightError,
-    WeightShapeError,
-)
 from rlx_jax.ir.paths import path_text
 from rlx_jax.weights.mapping import MappingSource
 from tests import small
@@ -80,131 +71,123 @@ def attend(q: Any, k: Any, v: Any, heads: int, kv_heads: int, **more: Any) -> np
 
 # -- the small stages --------------------------------------------------------------------------
 
-
-def test_gathers() -> None:
-    """Rows of a table, for ids of any shape and integer dtype; `gather_from_input` replaces the active value,
-    `gather_add` adds to it."""
-    table, rows = w(V, H), w(5, H)
-    close(run(ids_flow().embed("e"), IDS, weights={"e": table}), table[IDS])
-    close(run(ids_flow().token_embed(), IDS, weights={"model.embed_tokens.weight": table}), table[IDS])
-    flow = rlx.ModelFlow("m").input("ids", ("n",), dtype="uint8").stage(blocks.Embed.token("e"))
-    close(run(flow, IDS[0].astype(np.uint8), weights={"e": table}), table[IDS[0]])
-    kinds = RNG.integers(0, 5, (B, S)).astype(np.int32)
-    flow = x_flow().input("kinds", ("batch", "seq"), dtype="int32")
-    close(run(flow.gather_from_input("kinds", "t"), kinds, weights={"t": rows}), rows[kinds])  # x is not read
-    close(run(flow.gather_add("kinds", "t"), X, kinds, weights={"t": rows}), X + rows[kinds])
-
-
-def test_norms() -> None:
-    """RmsNorm, LayerNorm and final_norm with their epsilons."""
-    g, b = w(H, seed=1), w(H, seed=2)
-    close(run(x_flow().rms_norm("g", 0.1), X, weights={"g": g}), rms_norm(X, g, eps=0.1))
-    close(run(x_flow().layer_norm("g", "b", 0.1), X, weights={"g": g, "b": b}), layer_norm(X, g, b, 0.1))
-    close(run(x_flow().final_norm(1e-6), X, weights={"model.norm.weight": g}), rms_norm(X, g, eps=1e-6))
-
-
-def test_zero_beta_is_accepted_and_is_no_parameter() -> None:
-    """Norms need none; where an older flow declares it, the numbers are the same."""
-    g = w(H)
-    model = compiled(x_flow().zero_beta(H).zero_beta_named("zero_beta.head", 4).rms_norm("g"), {"g": g})
-    close(model(X), rms_norm(X, g))
-    assert set(model.params) == {"g"}
+KINDS = RNG.integers(0, 5, (B, S)).astype(np.int32)
+LAST = np.array([0, 2], np.int32)
+KEEP = np.array([[1, 0, 1], [1, 1, 1]], np.int32)
+MLP = {f"l.mlp.{n}_proj.weight": w(F, H, seed=i) for i, n in enumerate(("gate", "up"))}
+MLP |= {"l.mlp.down_proj.weight": w(H, F)}
+BERT = {"p.intermediate.dense.weight": w(F, H), "p.intermediate.dense.bias": w(F), "p.output.dense.weight": w(H, F)}
+BERT |= {"p.output.dense.bias": w(H)}
+QKV = {
+    f"l.self_attn.{n}_proj.weight": w(d, H, seed=i) for i, (n, d) in enumerate(zip("qkv", (24, 12, 12), strict=True))
+}
+QKV |= {key.replace("weight", "bias"): w(len(value), seed=7) for key, value in QKV.items()}
+WEIGHTS = {
+    "e": w(V, H), "model.embed_tokens.weight": w(V, H), "t": w(5, H), "g": w(H, seed=1), "b": w(H, seed=2),
+    "model.norm.weight": w(H, seed=1), "w": w(F, H), "turned": w(H, F), "bias": w(F), "w0": w(H, H) / 3,
+    "w1": w(H, H, seed=1) / 3, "w2": w(H, H, seed=2) / 3, **MLP, **BERT, **QKV,
+}  # fmt: skip
+ATTEND = SelfAttnPrefillSpec.hf_layer("l", 4, 6, 2)
+CAPPED = replace(SelfAttnPrefillSpec.hf_layer("l", 4, 6, 2, bias=True), score_scale=0.3, attn_logit_softcap=2.0)
+MASKED = replace(ATTEND, mask="custom")
+THETA = RopeTables.theta(6, 100.0)
 
 
-def test_linear() -> None:
-    """Both orientations, with a bias, and on a rank-1 value."""
-    a, b = w(F, H), w(F)
-    close(run(x_flow().linear("w"), X, weights={"w": a}), X @ a.T)
-    close(run(x_flow().linear("w", transpose=False), X, weights={"w": a.T.copy()}), X @ a.T)
-    close(run(x_flow().linear("w", bias="b"), X, weights={"w": a, "b": b}), X @ a.T + b)
-    close(run(rlx.ModelFlow("m").input("x", (H,)).linear("w"), X[0, 0], weights={"w": a}), X[0, 0] @ a.T)
+def ids(emit: Any, x: Any) -> Any:
+    return emit.flow_input("tokens")
 
 
-def test_residuals() -> None:
-    """Saved, added, forgotten; saving twice keeps the second."""
-    a = w(H, H)
-    flow = x_flow().residual_save().linear("w").residual_add()
-    close(run(flow, X, weights={"w": a}), X + X @ a.T)
-    flow = x_flow().residual_save().linear("w").residual_save().linear("w").residual_add()
-    close(run(flow, X, weights={"w": a}), X @ a.T + X @ a.T @ a.T)
-    for bad in (x_flow().residual_add(), flow.residual_add()):
-        with pytest.raises(GraphError, match="ResidualAdd.*ResidualSave"):
-            bad.build({"w": a})
-    with pytest.raises(ShapeError, match=r"ResidualAdd.*batch,seq,8.*batch,seq,12"):
-        x_flow().residual_save().linear("w").residual_add().build({"w": w(F, H)})
+def swiglu() -> np.ndarray:
+    gate, up, down = MLP.values()
+    return np.asarray((ACTIVATIONS["silu"](X @ gate.T) * (X @ up.T)) @ down.T)
 
 
-def test_swiglu() -> None:
-    """By keys, and under Hugging Face's names with or without `.mlp` in the prefix."""
-    g, u, d = w(F, H, seed=1), w(F, H, seed=2), w(H, F, seed=3)
-    gate = X @ g.T
-    want = (ACTIVATIONS["silu"](gate) * (X @ u.T)) @ d.T
-    close(run(x_flow().swiglu("g", "u", "d"), X, weights={"g": g, "u": u, "d": d}), want)
-    named = {f"l.mlp.{n}_proj.weight": a for n, a in (("gate", g), ("up", u), ("down", d))}
-    for prefix in ("l", "l.mlp"):
-        close(run(x_flow().swiglu_hf_mlp(prefix), X, weights=named), want)
+def ffn(activation: str) -> np.ndarray:
+    i, bi, o, bo = BERT.values()
+    return np.asarray(ACTIVATIONS[activation](X @ i.T + bi) @ o.T + bo)
 
 
-def test_gelu_ffn() -> None:
-    """Exact GELU under BERT's names; the stage can take the tanh form."""
-    i, o, bi, bo = w(F, H), w(H, F), w(F), w(H)
-    weights = {
-        "p.intermediate.dense.weight": i, "p.intermediate.dense.bias": bi,
-        "p.output.dense.weight": o, "p.output.dense.bias": bo,
-    }  # fmt: skip
-    close(run(x_flow().gelu_ffn("p"), X, weights=weights), ACTIVATIONS["gelu"](X @ i.T + bi) @ o.T + bo)
-    h = X @ i.T + bi
-    iw, ib, ow, ob = weights
-    stage = blocks.GeluFfn(iw, ib, ow, ob, approx_gelu=True)
-    close(run(x_flow().stage(stage), X, weights=weights), ACTIVATIONS["gelu_new"](h) @ o.T + bo)
+def prefill(bias: bool = False, **options: Any) -> np.ndarray:
+    """Rotary, causal, grouped attention, packed `[B,S,N·D]`, without the output projection."""
+    q, k, v = (X @ QKV[f"l.self_attn.{n}_proj.weight"].T + bias * QKV[f"l.self_attn.{n}_proj.bias"] for n in "qkv")
+    return attend(rope(q, 6, 100.0), rope(k, 6, 100.0), v, 4, 2, **options)
 
 
-@pytest.mark.parametrize(("scale", "softcap", "bias"), [(None, None, False), (0.3, 2.0, True)])
-def test_self_attn_prefill(scale: float | None, softcap: float | None, bias: bool) -> None:
-    """Rotary, causal, grouped; the context is packed `[B,S,N·D]`, without the output projection."""
-    weights = {
-        f"l.self_attn.{n}_proj.weight": w(d, H, seed=i)
-        for i, (n, d) in enumerate(zip("qkv", (24, 12, 12), strict=True))
-    }
-    biases = {key.replace("weight", "bias"): w(len(a), seed=i) for i, (key, a) in enumerate(weights.items())}
-    weights |= biases if bias else {}
-    spec = SelfAttnPrefillSpec.hf_layer("l", 4, 6, 2, bias=bias)
-    spec = SelfAttnPrefillSpec(**{**vars(spec), "score_scale": scale, "attn_logit_softcap": softcap})
-    flow = x_flow().rope_tables(RopeTables.theta(6, 100.0)).self_attn_prefill(spec)
-    q, k, v = (
-        X @ weights[f"l.self_attn.{n}_proj.weight"].T + weights.get(f"l.self_attn.{n}_proj.bias", 0) for n in "qkv"
-    )
-    want = attend(rope(q, 6, 100.0), rope(k, 6, 100.0), v, 4, 2, scale=scale, softcap=softcap)
-    close(run(flow, X, weights=weights), want)
+TWO = X @ WEIGHTS["w0"].T @ WEIGHTS["w1"].T
+THREE = TWO @ WEIGHTS["w2"].T
+LINEARS = [blocks.Linear(f"w{i}") for i in range(3)]
+STAGES: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "embed": (lambda s: s.custom(ids).embed("e"), WEIGHTS["e"][IDS]),
+    "token_embed": (lambda s: s.custom(ids).token_embed(), WEIGHTS["model.embed_tokens.weight"][IDS]),
+    "ids of another rank and dtype": (lambda s: s.custom(lambda e, x: ids(e, x)[0].astype("u8")).embed("e"),
+        WEIGHTS["e"][IDS[0]]),
+    "gather_from_input": (lambda s: s.gather_from_input("kinds", "t"), WEIGHTS["t"][KINDS]),
+    "gather_add": (lambda s: s.gather_add("kinds", "t"), X + WEIGHTS["t"][KINDS]),
+    "rms_norm": (lambda s: s.rms_norm("g", 0.1), rms_norm(X, WEIGHTS["g"], eps=0.1)),
+    "layer_norm": (lambda s: s.layer_norm("g", "b", 0.1), layer_norm(X, WEIGHTS["g"], WEIGHTS["b"], 0.1)),
+    "final_norm": (lambda s: s.final_norm(1e-6), rms_norm(X, WEIGHTS["g"], eps=1e-6)),
+    "zero_beta": (lambda s: s.zero_beta(H).zero_beta_named("zero_beta.head", 4).rms_norm("g"),
+        rms_norm(X, WEIGHTS["g"])),
+    "linear": (lambda s: s.linear("w"), X @ WEIGHTS["w"].T),
+    "linear, as it is": (lambda s: s.linear("turned", transpose=False), X @ WEIGHTS["turned"]),
+    "linear with a bias": (lambda s: s.linear("w", bias="bias"), X @ WEIGHTS["w"].T + WEIGHTS["bias"]),
+    "linear of rank 1": (lambda s: s.custom(lambda e, x: x[0, 0]).linear("w"), X[0, 0] @ WEIGHTS["w"].T),
+    "a residual": (lambda s: s.residual_save().linear("w0").residual_add(), X + X @ WEIGHTS["w0"].T),
+    "the second residual": (lambda s: s.residual_save().linear("w0").residual_save().linear("w1").residual_add(),
+        X @ WEIGHTS["w0"].T + TWO),
+    "swiglu": (lambda s: s.swiglu(*MLP), swiglu()), "swiglu_hf_mlp": (lambda s: s.swiglu_hf_mlp("l"), swiglu()),
+    "swiglu_hf_mlp of its own prefix": (lambda s: s.swiglu_hf_mlp("l.mlp"), swiglu()),
+    "gelu_ffn": (lambda s: s.gelu_ffn("p"), ffn("gelu")),
+    "GeluFfn by tanh": (lambda s: s.stage(replace(blocks.GeluFfn.hf_bert("p"), approx_gelu=True)), ffn("gelu_new")),
+    "self_attn_prefill": (lambda s: s.stage(THETA).self_attn_prefill(ATTEND), prefill()),
+    "self_attn_prefill, capped": (lambda s: s.stage(THETA).self_attn_prefill(CAPPED),
+        prefill(True, scale=0.3, softcap=2.0)),
+    "a mask of an input": (lambda s: s.stage(THETA, blocks.AttnMask.from_input("keep")).self_attn_prefill(MASKED),
+        prefill(keep=KEEP)),
+    "a mask of ones": (lambda s: s.stage(THETA).attn_mask_ones().self_attn_prefill(MASKED), prefill()),
+    "cls_token_pool": (lambda s: s.cls_token_pool(), X[:, 0]),
+    "gather_last_token_at": (lambda s: s.gather_last_token_at(), X[:, -1:]),
+    "gather_last_token_dynamic": (lambda s: s.gather_last_token_dynamic(), X[np.arange(B), LAST][:, None]),
+    "sequence": (lambda s: s.sequence(LINEARS), THREE),
+    "repeat": (lambda s: s.repeat_layers(3, LINEARS.__getitem__), THREE),
+    "named": (lambda s: s.named_layer("a", LINEARS[0]).linear("w1").linear("w2"), THREE),
+    "layer": (lambda s: s.layer("a", lambda s: s.linear("w0").linear("w1")).linear("w2"), THREE),
+    "stack": (lambda s: s.stage(rlx.LayerStack().linear("w0").linear("w1").linear("w2").build()), THREE),
+}  # fmt: skip
 
 
-def qkv(width: int = 8) -> dict[str, np.ndarray]:
-    """Projections of a SelfAttnPrefill with two heads of width 4."""
-    return {f"l.self_attn.{n}_proj.weight": w(width, H, seed=i) for i, n in enumerate("qkv")}
+def test_numbers(subtests: pytest.Subtests) -> None:
+    """Each stage is a side output of one program. Zeros that an older flow declares are no parameter."""
+    flow = x_flow().input("tokens", ("batch", "seq"), "int32").input("kinds", ("batch", "seq"), "int32")
+    flow = flow.input("keep", ("batch", "seq"), "int32").input("last_token_idx", ("batch",), "int32")
+    flow = flow.stage(*(blocks.SideOutput(name, make(rlx.LayerStack()).build()) for name, (make, _) in STAGES.items()))
+    model = compiled(flow, WEIGHTS)
+    got = model(X, IDS, KINDS, KEEP, LAST)
+    for name, (_, want) in STAGES.items():
+        with subtests.test(name):
+            close(got[name], want, 1e-5)
+    assert set(model.params) == set(WEIGHTS)
 
 
-def test_rope_tables_as_data_and_by_theta() -> None:
-    """Row t is position t; a later stage replaces the tables, the base is 10000 without any; the rest is refused."""
-    spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
-    angles = np.arange(16)[:, None] * 50.0 ** (-np.arange(2) / 2)
-    data = RopeTables.param(16, 2, np.cos(angles), np.sin(angles))
-    q, k, v = (X @ a.T for a in qkv().values())
-    for stages, base in (
-        ([RopeTables.theta(4, 50.0)], 50.0), ([data], 50.0), ([RopeTables.theta(4, 9.0), data], 50.0), ([], 1e4),
-    ):  # fmt: skip
-        got = run(x_flow().stage(*stages).self_attn_prefill(spec), X, weights=qkv())
-        close(got, attend(rope(q, 4, base), rope(k, 4, base), v, 2, 2), 1e-5)
-    with pytest.raises(ShapeError, match="16"):
-        RopeTables.param(16, 3, np.cos(angles), np.sin(angles))
-    with pytest.raises(ShapeError, match="limit"):
-        RopeTables.param(2**18, 2, np.zeros((2**18, 2)), np.zeros((2**18, 2)))
+def test_containers_change_the_block_path() -> None:
+    """Not the numbers; edits of a flow are stages like others."""
+    layer = x_flow().layer("a", lambda s: s.linear("w0").linear("w1")).linear("w2").build(WEIGHTS)
+    assert {"a.w0", "a.w1", "w2"} <= {path_text(n.origin.path) for _, n in layer.hir.walk()}
+    rolled = x_flow().repeat_layers(3, LINEARS.__getitem__).build(WEIGHTS)
+    assert "layers.{i}.w{i}" in {path_text(n.origin.path) for _, n in rolled.hir.walk()}
+    raw = x_flow().raw_stages(LINEARS[:2]).raw_stage(LINEARS[2])
+    when = x_flow().linear("w0").when(True, lambda f: f.linear("w1")).when(False, lambda f: f.linear("w0"))
+    for flow in (raw, when.patch(lambda f: f.linear("w2"))):
+        assert [n.op for n in flow.build(WEIGHTS).hir.nodes] == [
+            n.op for n in x_flow().sequence(LINEARS).build(WEIGHTS).hir.nodes
+        ]
 
 
 def test_rope_tables_read_position_ids_where_declared() -> None:
     """An optional input: absent, positions are 0, 1, 2 …"""
     spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
     flow = ids_flow().input("position_ids", ("batch", "seq"), dtype="int32", default="positions").embed("e")
-    weights = qkv() | {"e": w(V, H)}
+    weights = {f"l.self_attn.{n}_proj.weight": w(8, H, seed=i) for i, n in enumerate("qkv")} | {"e": w(V, H)}
     model = compiled(flow.rope_tables(RopeTables.theta(4)).self_attn_prefill(spec), weights)
     plain, at = np.asarray(model(IDS)), np.tile(np.arange(S, dtype=np.int32), (B, 1))
     close(model(IDS, position_ids=at), plain)
@@ -213,35 +196,14 @@ def test_rope_tables_read_position_ids_where_declared() -> None:
     assert np.abs(np.asarray(model(IDS, position_ids=3 * at)) - plain).max() > 1e-3
 
 
-def test_attn_mask_registers_a_keep_mask() -> None:
-    """From an input, or ones; the attention stages with mask custom read it."""
-    spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
-    spec = SelfAttnPrefillSpec(**{**vars(spec), "mask": "custom"})
-    weights = qkv()
-    q, k, v = (X @ weights[f"l.self_attn.{n}_proj.weight"].T for n in "qkv")
-    keep = np.array([[1, 0, 1], [1, 1, 1]], np.int32)
-    flow = x_flow().input("keep", ("batch", "seq"), dtype="int32").rope_tables(RopeTables.theta(4))
-    got = run(flow.stage(blocks.AttnMask.from_input("keep")).self_attn_prefill(spec), X, keep, weights=weights)
-    close(got, attend(rope(q, 4), rope(k, 4), v, 2, 2, keep=keep))
-    got = run(x_flow().rope_tables(RopeTables.theta(4)).attn_mask_ones().self_attn_prefill(spec), X, weights=weights)
-    close(got, attend(rope(q, 4), rope(k, 4), v, 2, 2))
-    with pytest.raises(UnboundInputError, match="kep.*keep"):
-        flow.stage(blocks.AttnMask.from_input("kep")).build({})
-
-
-def test_pooling_and_gathers_of_tokens() -> None:
-    """The first token, the last, and the one an input names: per row. The input need not be declared."""
-    close(run(x_flow().cls_token_pool(), X), X[:, 0])
-    close(run(x_flow().gather_last_token_at(), X), X[:, -1:])
-    last = np.array([0, 2], np.int32)
-    declared = x_flow().input("last_token_idx", ("batch",), dtype="int32").gather_last_token_dynamic()
-    for flow in (declared, x_flow().gather_last_token_dynamic()):
-        close(run(flow, X, last_token_idx=last), X[np.arange(B), last][:, None])
+def test_masks_and_pools_that_are_refused() -> None:
+    with pytest.raises(errors.UnboundInputError, match="kep.*keep"):
+        x_flow().input("keep", ("batch", "seq"), "int32").stage(blocks.AttnMask.from_input("kep")).build({})
     for bad, message in (
         (x_flow().cls_token_pool().cls_token_pool(), "ClsToken"),
         (x_flow().cls_token_pool(hidden=9), "9"),
     ):
-        with pytest.raises(ShapeError, match=message):
+        with pytest.raises(errors.ShapeError, match=message):
             bad.build()
 
 
@@ -252,47 +214,19 @@ def test_lm_head() -> None:
     assert ids_flow().token_embed().lm_head(V, H, tied=True)._outputs.primary == "logits"
     stage = blocks.LmHead.separate("h", V, H)
     for flow, weights, table in (
-        (ids_flow().token_embed().lm_head(V, H, tied=True), {"model.embed_tokens.weight": e}, e),
         (ids_flow().embed("e").lm_head(V, H, tied=True), {"e": e}, e),
-        (ids_flow().embed("e").lm_head(tied=True), {"e": e}, e),
-        (ids_flow().token_embed().lm_head(V, H), both, head),
         (ids_flow().token_embed().lm_head(), both, head),
         (ids_flow().embed("e").stage(stage), {"e": e, "h": head}, head),
     ):
         close(run(flow, IDS, weights=weights), e[IDS] @ table.T)
     drawn = {key: spec.shape for key, spec in ids_flow().embed("e", shape=(V, H)).lm_head(7).build().params.items()}
     assert drawn == {"e": (V, H), "lm_head.weight": (7, H)}
-    with pytest.raises(GraphError, match="Embed"):
+    with pytest.raises(errors.GraphError, match="Embed"):
         x_flow().lm_head(V, H, tied=True).build()
-    for vocabulary, wide in ((V + 1, H), (None, H + 1)):
-        with pytest.raises(ShapeError, match=r"the head is said to be .*; those of a tied head follow"):
-            ids_flow().embed("e").lm_head(vocabulary, wide, tied=True).build({"e": e})
-    with pytest.raises(WeightShapeError, match=rf"the head reads values {H} wide, .*these are f32\[.*,{H + 1}\]"):
+    with pytest.raises(
+        errors.WeightShapeError, match=rf"the head reads values {H} wide, .*these are f32\[.*,{H + 1}\]"
+    ):
         ids_flow().embed("e").linear("wide").lm_head(tied=True).build({"e": e, "wide": w(H + 1, H)})
-    with pytest.raises(WeightShapeError, match=r"lm_head\.weight"):
-        x_flow().lm_head(V + 1, H).build({"lm_head.weight": head})
-
-
-def test_named_sequence_repeat_and_layer_stack() -> None:
-    """Containers change the block path, not the numbers."""
-    weights = {f"w{i}": w(H, H, seed=i) / 3 for i in range(3)}
-    want = X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T
-    flows = {
-        "sequence": x_flow().sequence([blocks.Linear("w0"), blocks.Linear("w1"), blocks.Linear("w2")]),
-        "repeat": x_flow().repeat_layers(3, lambda i: blocks.Linear(f"w{i}")),
-        "named": x_flow().named_layer("a", blocks.Linear("w0")).linear("w1").linear("w2"),
-        "layer": x_flow().layer("a", lambda s: s.linear("w0").linear("w1")).linear("w2"),
-        "stack": x_flow().stage(rlx.LayerStack().linear("w0").linear("w1").linear("w2").build()),
-        "raw": x_flow().raw_stages([blocks.Linear("w0"), blocks.Linear("w1")]).raw_stage(blocks.Linear("w2")),
-        "when": x_flow().linear("w0").when(True, lambda f: f.linear("w1")).when(False, lambda f: f.linear("w0"))
-        .patch(lambda f: f.linear("w2")),
-    }  # fmt: skip
-    for flow in flows.values():
-        close(compiled(flow, weights)(X), want)
-    text = flows["layer"].build(weights)
-    assert {"a.w0", "a.w1", "w2"} <= {path_text(n.origin.path) for _, n in text.hir.walk()}
-    rolled = {path_text(n.origin.path) for _, n in flows["repeat"].build(weights).hir.walk()}
-    assert "layers.{i}.w{i}" in rolled
 
 
 def test_outputs_and_names() -> None:
@@ -471,15 +405,15 @@ def test_a_value_has_shape_and_dtype_and_no_numbers() -> None:
     x_flow().custom(look).build()
 
 
-ATTEND = SelfAttnPrefillSpec("w", "w", "w", 2, 4, 2)
-STAGES = [
+UNFIT = [
     blocks.Linear("w"), blocks.RmsNorm("w"), blocks.LayerNorm("w", "w"), blocks.SwiGlu("w", "w", "w"),
-    blocks.GeluFfn("w", "w", "w", "w"), blocks.LmHead.separate("w", V, 5), blocks.SelfAttnPrefill(ATTEND),
+    blocks.GeluFfn("w", "w", "w", "w"), blocks.LmHead.separate("w", V, 5),
+    blocks.SelfAttnPrefill(SelfAttnPrefillSpec("w", "w", "w", 2, 4, 2)),
     blocks.Embed("w"), blocks.GemmaRmsNorm("w"), blocks.GeGlu("w", "w", "w"), blocks.EmbedScale(5),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("stage", UNFIT, ids=lambda s: type(s).__name__)
 def test_a_stage_that_does_not_fit_names_its_block_path(stage: Any) -> None:
     """The message of `build` starts with it."""
     flow = x_flow().stage(RopeTables.theta(4), blocks.Named("outer", blocks.Named("inner", stage)))
@@ -487,42 +421,23 @@ def test_a_stage_that_does_not_fit_names_its_block_path(stage: Any) -> None:
         flow.build({"w": w(3, 5)})
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        *STAGES, blocks.ResidualSave(), blocks.ResidualAdd(), blocks.ClsTokenPool(), RopeTables.theta(4),
-        blocks.GatherLastToken.static_last(), blocks.GatherFromInput("x", "w"), blocks.GatherAdd("x", "w"),
-        blocks.LlamaDecoder.layer(0, LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=2)),
-        blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf("w", H, 2)), blocks.AttnMask.ones(),
-        blocks.LogitSoftcap(30.0),
-    ],
-    ids=lambda s: type(s).__name__,
-)  # fmt: skip
-def test_stages_need_an_active_value(stage: Any) -> None:
-    """A custom stage may leave none; the next one says its own name."""
-    with pytest.raises(GraphError, match=f"{type(stage).__name__} requires input"):
-        x_flow().custom(lambda e, x: None).stage(stage).build({"w": w(H, H)})
-
-
 def test_unread_weights() -> None:
     """An error that lists them, unless left on purpose or not strict."""
     weights = {"w": w(F, H), "extra.a": w(2), "extra.b": w(2)}
     flow = x_flow().linear("w")
-    with pytest.raises(UnexpectedWeightError, match=r"2 weights.*extra\.a.*extra\.b"):
-        compiled(flow, weights)
     want = X @ weights["w"].T
-    with pytest.warns(RlxWarning, match=r"extra\.a"):
+    with pytest.warns(errors.RlxWarning, match=r"extra\.a"):
         close(compiled(flow, weights, strict=False)(X), want)
     close(compiled(flow.with_weights(weights, leave=["extra."]))(X), want)
     close(compiled(flow.with_weights(weights, leave=["extra.a", "extra.b"]))(X), want)
-    with pytest.raises(UnexpectedWeightError, match=r"extra\.b"):
+    with pytest.raises(errors.UnexpectedWeightError, match=r"extra\.b"):
         compiled(flow.with_weights(weights, leave=["extra.a"]))
 
 
 @pytest.mark.parametrize("name", ["state", "params"])
 def test_names_that_calls_use_themselves_are_refused(name: str) -> None:
     """`model(…, state=…)` and `apply(params, …)` could not tell such an input from their own argument."""
-    with pytest.raises(GraphError, match=name):
+    with pytest.raises(errors.GraphError, match=name):
         rlx.ModelFlow("m").input(name, (2,))
 
 
@@ -535,7 +450,7 @@ def test_a_default_is_a_number_positions_or_none() -> None:
 
     close(run(flow("positions"), X, weights={"t": w(5, H)}), X + w(5, H)[None, :S])
     for default in ("positons", "none", float("nan"), [0]):
-        with pytest.raises(GraphError, match=r"default|positions"):
+        with pytest.raises(errors.GraphError, match=r"default|positions"):
             flow(default).build({"t": w(5, H)})
 
 
@@ -554,7 +469,7 @@ def test_an_absent_optional_input_is_a_smaller_program() -> None:
     close(model(X, scale=scale), X * scale)
     close(model(X, None), X)
     assert " mul" not in model.text("lir", X) and " mul" in model.text("lir", X, scale)
-    with pytest.raises(UnboundInputError, match="optional"):
+    with pytest.raises(errors.UnboundInputError, match="optional"):
         compiled(flow.custom(lambda e, x: x * e.flow_input("scale")), {})
     table = w(2, H)
     kinds = x_flow().input("kinds", ("batch", "seq"), "int32", default=1)
@@ -597,9 +512,9 @@ def test_inputs_that_no_output_reads() -> None:
         ((), {}, "input 'ids' is not given"),
     ]
     for args, named, message in refused:
-        with pytest.raises(UnboundInputError, match=message):
+        with pytest.raises(errors.UnboundInputError, match=message):
             model(*args, **named)
-    for wrong, kind in ((ids, DTypeError), (np.ones((2, 3), np.float32), ShapeError)):
+    for wrong, kind in ((ids, errors.DTypeError), (np.ones((2, 3), np.float32), errors.ShapeError)):
         with pytest.raises(kind, match="pixels"):
             model(wrong, ids)
     assert "pixels" not in str(model).split("\n\n")[0] and "in   ids i32[batch,seq]\n" in str(model)
@@ -629,7 +544,7 @@ def test_inputs_that_are_read_with_an_optional_one() -> None:
         ((X,), {"unit": unit}, "'unit' is read by none"),
         ((X, unit, unit), {}, r"takes 1 input \(x\), got 3: none of the outputs reads 'unit'; give 'by' by name"),
     ]:
-        with pytest.raises(UnboundInputError, match=message):
+        with pytest.raises(errors.UnboundInputError, match=message):
             model(*args, **named)
 
 
@@ -663,11 +578,11 @@ class CountingSource(MappingSource):
 
 def test_build_and_lowering_read_no_data() -> None:
     """Shapes alone; then each weight is read once."""
-    source, spec = CountingSource(tied_llama(3)), LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
-    flow = ids_flow().token_embed().repeat_layers(3, lambda i: blocks.llama_prefill_layer_fused(i, spec))
+    source, spec = CountingSource(tied_llama(2)), LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
+    flow = ids_flow().token_embed().repeat_layers(2, lambda i: blocks.llama_prefill_layer_fused(i, spec))
     flow = flow.final_norm().lm_head(V, H, tied=True)
     flow.build(source)
-    assert f"{sum(a.size for a in tied_llama(3).values()):,} parameters" in flow.summary(source)
+    assert f"{sum(a.size for a in tied_llama(2).values()):,} parameters" in flow.summary(source)
     model = opened(flow, source)
     for program in ("forward", "prefill", "extend"):
         model.template(program)

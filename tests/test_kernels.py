@@ -18,9 +18,8 @@ from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.lowering.lir import experts, implementations, recurrent
-from rlx_jax.lowering.lir.experts import sorted_blocks
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, KERNELS, runnable, without_deprecation
-from rlx_jax.lowering.lir.kernels import TILES, compared_blocks
+from rlx_jax.lowering.lir.kernels import TILES
 from rlx_jax.lowering.lir.plan import Choice
 from tests.oracles import op_formulas
 from tests.oracles.comparing import assert_close
@@ -50,10 +49,9 @@ def delta(name: str, sizes: tuple[int, ...], **options: Any) -> Made:
 
 CASES: dict[str, Made] = {
     "experts, one block each": mixture(5, 2, 4),
-    "experts, blocks that are full, the other way around": mixture(40, 3, 4, contract=0),
-    "experts with biases, sorted": mixture(700, 3, 3, biased=True),
+    "experts, blocks that are full, the other way around": mixture(24, 3, 4, contract=0, biased=True),
+    "experts, sorted": mixture(700, 3, 3),
     "one token": delta("one_pass", (2, 1, 2, 16, 4, 32)),
-    "one token from zeros": delta("one_pass", (1, 1, 1, 16, 2, 16), held=False, scale=0.7),
     "fewer tokens than a chunk": delta("states_in_one", (2, 20, 1, 16, 3, 32)),
     "three chunks": delta("states_in_one", (2, 131, 2, 32, 4, 16)),
 }  # fmt: skip
@@ -63,7 +61,7 @@ def results(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if "sorted" in c else c for c in CASES])
 def test_a_kernel_is_the_formula(case: str) -> None:
     op, name, arrays = CASES[case]
     wide = [a.astype(np.float64) if a.dtype == np.float32 else a for a in arrays]
@@ -75,7 +73,7 @@ def test_a_kernel_is_the_formula(case: str) -> None:
 
 def test_experts_in_bf16() -> None:
     """Sums are f32; what lies between the products is rounded once."""
-    op, name, arrays = mixture(40, 2, 3, dtype="bf16")
+    op, name, arrays = mixture(12, 2, 3, dtype="bf16")
     got = IMPLEMENTATIONS[name](op, *arrays)
     wide = [np.asarray(a, np.float64) if a.dtype != np.int32 else a for a in arrays]
     assert got.dtype == jnp.bfloat16
@@ -94,19 +92,8 @@ def test_a_kernel_has_the_gradient_of_its_op(case: str) -> None:
         assert distance(got, np.asarray(want)) <= 2e-5
 
 
-@pytest.mark.parametrize(("choices", "count", "rows"), [(1, 5, 16), (37, 3, 4)])
-def test_comparing_sorts(choices: int, count: int, rows: int) -> None:
-    """The blocks of `sorted_blocks`, whose rows that nobody uses say other choices."""
-    ids = jnp.asarray(np.random.default_rng(choices).integers(0, count, choices).astype(np.int32))
-    cuts = jax.jit(lambda i: [vars(cut(i, count, rows)) for cut in (compared_blocks, sorted_blocks)])(ids)
-    got, want = ({name: np.asarray(a) for name, a in cut.items()} for cut in cuts)
-    assert (got["used"] == want["used"]).all() and (got["place"] == want["place"]).all()
-    assert (got["owner"] == want["owner"])[want["used"].any(1)].all()
-    assert (got["choice"] == want["choice"])[want["used"]].all()
-
-
 LOWERED: dict[str, Made] = {
-    **{f"experts, blocks of {rows}": mixture(rows * 2, 2, 4, dtype="bf16") for rows in TILES},
+    "experts in large blocks": mixture(2 * max(TILES), 2, 4, dtype="bf16"),
     "experts with biases": mixture(8, 2, 4, biased=True),
     **{case: CASES[case] for case in ("one token", "three chunks")},
 }  # fmt: skip

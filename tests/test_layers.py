@@ -1,11 +1,15 @@
-"""Folders import upwards only: the house of CONTRIBUTING.md, and every import of the package held to it."""
+"""Folders import upwards only, a name means one thing, and every exception is raised: read from the source."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+from rlx_jax import errors
 
 PACKAGE = Path(__file__).parents[1] / "rlx_jax"
 
@@ -100,3 +104,45 @@ def test_who_rewrites_graphs_sees_regions_alone() -> None:
              if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
     naming = {name for name, module, what in found if (module, what) == ("rlx_jax.ir.region", "Repeat")}
     assert len(rewriting) > 30 and naming == {"rlx_jax.lowering.lir.interpret"}
+
+
+PUBLIC = {"Graph": "rlx_jax.Graph is the spec's name for GraphModule"}
+"""Names that users know by two meanings, with the reason."""
+
+
+def definitions(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Names of a module's classes and capitalised aliases, each with what it is: `class`, or the alias's value."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, "class"
+        elif isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
+            name, value = target.id, ast.unparse(node.value)
+            if name[0].isupper() and not name.isupper() and not value.startswith("TypeVar"):
+                yield name, value
+
+
+def stage_and_block(modules: list[str]) -> bool:
+    """A stage and the HIR block or region that it writes."""
+    return sorted(map(room, modules)) == ["blocks", "ir"]
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """But a stage and the block it writes. An alias of the same value means the same."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for module, tree in TREES.items():
+        for name, meaning in definitions(tree):
+            found[name][module] = meaning
+    for name, places in found.items():
+        same = len(set(places.values())) == 1 and "class" not in places.values()
+        assert len(places) == 1 or same or stage_and_block(list(places)) or name in PUBLIC, (name, places)
+
+
+CLASSES = [c for c in vars(errors).values() if inspect.isclass(c) and c.__module__ == errors.__name__]
+
+
+def test_every_exception_is_raised() -> None:
+    """Or warned of: by name, in code that is not an import."""
+    trees = [tree for name, tree in TREES.items() if name != "rlx_jax.errors"]
+    named = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    leaves = {c.__name__ for c in CLASSES if issubclass(c, BaseException) and not c.__subclasses__()}
+    assert len(leaves) > 10 and leaves <= named

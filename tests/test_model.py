@@ -17,16 +17,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import LlamaDecoderSpec
-from rlx_jax.errors import (
-    DTypeError,
-    GraphError,
-    MissingWeightError,
-    RequestError,
-    ShapeError,
-    TokenIdError,
-    UnboundInputError,
-    WeightShapeError,
-)
+from rlx_jax.errors import DTypeError, GraphError, RequestError, ShapeError, UnboundInputError
 from rlx_jax.models import bert, llama
 from rlx_jax.weights.initial import SMALL
 from tests.oracles.checkpoints import FIXTURES
@@ -100,40 +91,29 @@ def test_inputs_by_position_and_by_name(pair: Any) -> None:
         np.testing.assert_allclose(got, X * scale + IDS[..., None], rtol=1e-6)
 
 
-WRONG_NAMES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "unknown": (lambda m: m(X, IDS, foo=1), "'foo'.*'x', 'ids', 'scale'"),
-    "close": (lambda m: m(X, idss=IDS), "'idss'.*did you mean 'ids'"),
-    "missing": (lambda m: m(X), "'ids' is not given"),
-    "all missing": (lambda m: m(), "'x', 'ids'"),
-    "required as none": (lambda m: m(X, None), "'ids'"),
-    "twice": (lambda m: m(X, IDS, x=X), "'x'.*by position and by name"),
-    "too many": (lambda m: m(X, IDS, None, X), "takes 3 inputs"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_NAMES)
 @pytest.mark.parametrize("how", ["call", "apply", "lower"])
-def test_wrong_names_are_named(name: str, how: str, pair: Any) -> None:
+def test_wrong_names_are_named(how: str, pair: Any) -> None:
     """With a suggestion, in every way to call."""
-    call, says = WRONG_NAMES[name]
-    target = {"call": pair, "apply": lambda *a, **k: pair.apply({}, *a, **k), "lower": pair.lower}[how]
-    with pytest.raises(UnboundInputError, match=f"pair.*{says}"):
-        call(target)
+    call = {"call": pair, "apply": functools.partial(pair.apply, {}), "lower": pair.lower}[how]
+    for args, named, says in (
+        ((X, IDS), {"idss": IDS}, "'idss'.*did you mean 'ids'"),
+        ((), {}, "'x', 'ids'"),
+        ((X, None), {}, "'ids'"),
+        ((X, IDS), {"x": X}, "'x'.*by position and by name"),
+    ):
+        with pytest.raises(UnboundInputError, match=f"pair.*{says}"):
+            call(*args, **named)
 
 
 GOOD: dict[str, Any] = {
     "float64": X.astype(np.float64),
     "list": X.tolist(),
-    "tuple": tuple(map(tuple, X.tolist())),
     "big endian": X.astype(">f4"),
-    "big endian float64": X.astype(">f8"),
-    "fortran order": np.asfortranarray(X),
     "not contiguous": np.repeat(X, 2, -1)[..., ::2],
     "negative stride": X[:, :, ::-1][:, :, ::-1],
     "unaligned": np.frombuffer(b"\0" + X.tobytes(), np.uint8)[1:].view(np.float32).reshape(X.shape),
     "jax array": jnp.asarray(X),
     "memoryview": memoryview(X),  # type: ignore[arg-type]
-    "matrix": np.ma.asarray(X).data,
 }
 
 
@@ -153,7 +133,7 @@ def test_arrays_of_every_layout(name: str, pair: Any) -> None:
     np.testing.assert_array_equal(np.array(x, np.float64), before)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int64", "uint64", ">i4", ">i8"])
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint64", ">i4"])
 def test_integers_narrow_after_a_range_check(dtype: str, pair: Any) -> None:
     """int64 is NumPy's own default, so it is taken where the values fit."""
     np.testing.assert_allclose(pair(X, IDS.astype(dtype)), WANT, rtol=1e-6)
@@ -169,23 +149,11 @@ BAD: dict[str, tuple[Any, Any, Any]] = {
     "float16": (X.astype(np.float16), IDS, DTypeError),
     "bfloat16": (X.astype(ml_dtypes.bfloat16), IDS, DTypeError),
     "complex": (X.astype(np.complex64), IDS, DTypeError),
-    "strings": (X.astype(str), IDS, DTypeError),
     "objects": (X.astype(object), IDS, DTypeError),
-    "None inside": ([[None]], IDS, rlx.RlxError),
-    "ragged": ([[[1.0]], [[1.0], [2.0]]], IDS, ShapeError),
-    "a dict": ({"a": 1}, IDS, rlx.RlxError),
-    "dates": (X.astype("datetime64[s]"), IDS, DTypeError),
     "records": (np.zeros((B, S, H), [("a", "f4")]), IDS, DTypeError),
     "jax float16": (jnp.asarray(X, jnp.float16), IDS, DTypeError),
-    "jax ints for floats": (jnp.zeros((B, S, H), jnp.int32), IDS, DTypeError),
-    "rank 2": (X[0], IDS, ShapeError),
-    "rank 4": (X[None], IDS, ShapeError),
-    "a number": (3.0, IDS, ShapeError),
-    "width": (X[..., :-1], IDS, ShapeError),
     "batch differs": (X, IDS[:1], ShapeError),
     "seq differs": (X, IDS[:, :1], ShapeError),
-    "no rows": (X[:0], IDS[:0], ShapeError),
-    "no positions": (X[:, :0], IDS[:, :0], ShapeError),
 }
 
 
@@ -211,28 +179,6 @@ def test_inputs_of_every_dtype(dtype: str) -> None:
 
 # -- ids ---------------------------------------------------------------------------------------
 
-BAD_IDS: dict[str, Any] = {
-    "-1": -1, "V": V, "2**31": 2**31, "2**32": 2**32, "2**63": np.uint64(2**63), "-2**63": -(2**63), "far": 10**6,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD_IDS)
-def test_ids_out_of_range(name: str, table: Any) -> None:
-    """The id, where it stands, and the range; before any cast."""
-    ids = IDS.astype(np.uint64 if name == "2**63" else np.int64)
-    ids[1, 2] = BAD_IDS[name]
-    with pytest.raises(TokenIdError, match=rf"ids.*{BAD_IDS[name]}.*1, 2.*\[0, {V}\)"):
-        table(ids)
-
-
-@pytest.mark.parametrize(
-    "ids", [IDS.astype(np.float32), IDS.astype(np.float64), IDS.tolist()[0][0] + 0.5, IDS > 2, [[1.0]]]
-)
-def test_ids_are_integers(ids: Any, table: Any) -> None:
-    """Floats and bools are not ids."""
-    with pytest.raises(TokenIdError, match="integer"):
-        table(ids)
-
 
 def test_ids_at_the_ends_are_fine(table: Any) -> None:
     """0 and V − 1, of any integer dtype."""
@@ -254,25 +200,12 @@ def test_apply_is_pure_and_goes_through_jit() -> None:
     assert not np.any(model.apply(zero, x)) and np.any(model.apply(model.params, x))
 
 
-def test_grad_is_the_finite_difference() -> None:
-    """With respect to every weight."""
-    model = compiled(mlp_flow(), MLP)
-    x = X[0]
+def test_gradients_of_a_call() -> None:
+    """A call is `apply` of the parameters, under `grad` and `jit` too."""
+    model, x = compiled(mlp_flow(), MLP), X[0]
     grads = jax.grad(lambda p: (model.apply(p, x) ** 2).sum())(model.params)
     assert {k: v.shape for k, v in grads.items()} == {k: v.shape for k, v in MLP.items()}
-    wide = {k: v.astype(np.float64) for k, v in MLP.items()}
-
-    def loss(weights: dict[str, np.ndarray]) -> float:
-        h = x @ weights["w1"].T
-        return float((((h / (1 + np.exp(-h))) @ weights["w2"].T + weights["b2"]) ** 2).sum())
-
-    for key in MLP:
-        step = np.random.default_rng(5).standard_normal(MLP[key].shape)
-        up, down = ({**wide, key: wide[key] + h * step} for h in (1e-5, -1e-5))
-        want = (loss(up) - loss(down)) / 2e-5
-        np.testing.assert_allclose((np.asarray(grads[key]) * step).sum(), want, rtol=1e-4)
-    assert jax.grad(lambda x: model.apply(model.params, x).sum())(jnp.asarray(x)).shape == x.shape
-    called = jax.grad(lambda p: (model.replace(p)(x) ** 2).sum())(model.params)  # a call is apply of its parameters
+    called = jax.grad(lambda p: (model.replace(p)(x) ** 2).sum())(model.params)
     jax.tree.map(np.testing.assert_array_equal, called, grads)
     jitted = jax.jit(lambda p: model.replace(p)(x))(model.params)
     np.testing.assert_allclose(jitted, model(x), rtol=1e-6)
@@ -308,14 +241,6 @@ def test_vmap_and_checkpoint() -> None:
         np.testing.assert_allclose(plain[key], again[key], rtol=1e-5, atol=1e-6)
 
 
-def test_disable_jit_runs_op_by_op() -> None:
-    """As it does for any jitted function: for a look at the numbers in between."""
-    model = compiled(mlp_flow(), MLP)
-    with jax.disable_jit():
-        np.testing.assert_allclose(model.apply(model.params, X[0]), mlp(X[0]), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(model(X[0]), mlp(X[0]), rtol=1e-5, atol=1e-6)
-
-
 def test_a_program_may_be_made_inside_a_trace() -> None:
     """A first use under jit, with constants to fold and an optional input that makes another program."""
 
@@ -328,18 +253,6 @@ def test_a_program_may_be_made_inside_a_trace() -> None:
     model = compiled(flow, {})
     got = jax.jit(lambda x, s: model.apply({}, x, s))(X[0], np.full((S, 1), 2, np.float32))
     np.testing.assert_allclose(got, 2 * X[0] + 0.8413447, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{}, {"w1": MLP["w1"]}, {**MLP, "w1": MLP["w1"][:, :-1]}, {**MLP, "w1": 3.0}, None, [1]],
-    ids=["none", "some", "shape", "number", "None", "list"],
-)
-def test_apply_refuses_other_parameters(params: Any) -> None:
-    """By leaf, not with a KeyError from inside the program."""
-    model = compiled(mlp_flow(), MLP)
-    with pytest.raises(rlx.RlxError, match="w1|w2|w3|leaves|params"):
-        model.apply(params, X[0])
 
 
 # -- lowering ----------------------------------------------------------------------------------
@@ -413,33 +326,6 @@ def test_derived_programs_lower_for_other_platforms() -> None:
 # -- report ------------------------------------------------------------------------------------
 
 
-def test_report() -> None:
-    """Seconds of each step, sizes, operations and compiles; it prints."""
-    model = compiled(mlp_flow(), MLP)
-    before = model.report()
-    assert before.parameter_bytes == sum(a.nbytes for a in MLP.values()) and before.flops is None
-    model(X[0])
-    model(X[0][:2])
-    model(X[0])
-    report = model.report()
-    assert report.compiles == 2
-    assert report.flops == 2 * S * 2 * F * H
-    assert report.peak_bytes > report.parameter_bytes and report.estimated_activation_bytes > 0
-    assert {"build", "lower", "trace", "compile", "load"} <= set(report.seconds)
-    assert all(v >= 0 for v in report.seconds.values())
-    assert "compiles" in str(report) and "2" in str(report)
-
-
-def test_scanned_layers_count_as_often_as_they_run() -> None:
-    """XLA counts the body of a scan once; the report does not."""
-    weights = {f"w{i}": w(H, H, seed=i) for i in range(5)}
-    flow = rlx.ModelFlow("m").input("x", ("n", H)).repeat_layers(5, lambda i: blocks.Linear(f"w{i}"))
-    for roll in ("unroll", "scan"):
-        model = compiled(flow, weights, profile=profile(layers={"roll": roll}))
-        model(X[0])
-        assert model.report().flops == 2 * S * 5 * H * H
-
-
 # -- parameters --------------------------------------------------------------------------------
 
 
@@ -465,24 +351,6 @@ def test_replace_keeps_the_executables() -> None:
     assert number_of_compiles(lambda: other(X[0])) == 0
     assert np.abs(np.asarray(other(X[0])) - np.asarray(model(X[0]))).max() > 0.1
     np.testing.assert_allclose(model(X[0]), mlp(X[0]), rtol=1e-5, atol=1e-6)
-
-
-OTHER_PARAMS: dict[str, Any] = {
-    "missing": {"w1": MLP["w1"], "w2": MLP["w2"]},
-    "unknown": {**MLP, "w3": MLP["w1"]},
-    "shape": {**MLP, "w1": MLP["w1"].T},
-    "dtype": {**MLP, "b2": MLP["b2"].astype(np.float16)},
-    "list": {**MLP, "b2": [1.0] * H},
-    "None": None,
-}
-
-
-@pytest.mark.parametrize("params", OTHER_PARAMS.values(), ids=OTHER_PARAMS)
-def test_replace_checks_the_leaves(params: Any) -> None:
-    """Names, shapes and dtypes."""
-    model = compiled(mlp_flow(), MLP)
-    with pytest.raises(WeightShapeError, match="w1|w2|w3|b2|params"):
-        model.replace(params=params)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -533,35 +401,6 @@ def test_weights_round_trip(layout: str, dtype: Any) -> None:
     assert np.abs(np.asarray(again(IDS)) - np.asarray(model(IDS))).max() < (0.3 if layout == "bf16" else 1e-4)
 
 
-def test_wide_weights_come_back_without_a_warning() -> None:
-    """JAX has no 64-bit numbers by default: values that it holds are right, and nothing is said."""
-    given = {"w1": MLP["w1"].astype(np.float64), "w2": MLP["w2"], "b2": MLP["b2"].astype(np.float16)}
-    model = compiled(mlp_flow(), given)
-    back = model.weights()
-    np.testing.assert_array_equal(np.asarray(back["w1"]), MLP["w1"])
-    assert back["b2"].dtype == np.float16
-
-
-def test_init(layout: str = "both") -> None:
-    """Normal with 1/√fan_in, norms 1, biases 0; by key, whatever the layout; and the model runs with it."""
-    model = compiled(llama_flow(), llama_specs(), profile=profile(**LAYOUTS[layout]))
-    params = model.init(jax.random.key(3))
-    assert {k: (v.shape, v.dtype) for k, v in params.items()} == {
-        k: (s.shape, s.dtype) for k, s in model.param_specs().items()
-    }
-    for key, value in model.weights(params).items():
-        a = np.asarray(value, np.float32)
-        if key.endswith(".bias"):
-            assert not a.any(), key
-        elif "norm" in key:
-            assert (a == 1).all(), key
-        else:
-            assert 0.5 < a.std() * a.shape[1] ** 0.5 < 1.5, key
-    assert np.isfinite(model.replace(params=params)(IDS)).all()
-    other = model.init(jax.random.key(4))
-    assert any(np.any(np.asarray(params[k]) != np.asarray(other[k])) for k in params)
-
-
 def test_init_of_a_flow_with_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a weight is follows from who reads it, not from how its key is spelt. Those of one trace are the same, and
     small ones share a program."""
@@ -583,28 +422,7 @@ def test_init_of_a_flow_with_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
     np.testing.assert_allclose(params["second"].std(), 256**-0.5, rtol=0.1)
 
 
-def test_without_weights() -> None:
-    """Everything but a call, `weights()` included, which name what to do."""
-    model = compiled(mlp_flow(), {k: Spec(v.shape, v.dtype) for k, v in MLP.items()})
-    assert model.params is None
-    for act in (lambda: model(X[0]), model.weights):
-        with pytest.raises(MissingWeightError, match=r"weights=.*init"):
-            act()
-    np.testing.assert_allclose(model.apply(MLP, X[0]), mlp(X[0]), rtol=1e-5, atol=1e-6)
-    assert model.report().parameter_bytes == sum(a.nbytes for a in MLP.values())
-
-
 # -- sizes and threads -------------------------------------------------------------------------
-
-
-def test_each_size_compiles_once() -> None:
-    """A new size is one compile, an old one none."""
-    model = compiled(mlp_flow(), MLP)
-    x = np.zeros((5, H), np.float32)
-    model(x)
-    assert number_of_compiles(lambda: [model(x) for _ in range(3)]) == 0
-    assert number_of_compiles(lambda: model(x[:2])) == 1
-    assert model.report().compiles == 2
 
 
 def test_a_bound_flow_compiles_ahead() -> None:

@@ -18,7 +18,7 @@ from rlx_jax.generate.drafting import drafter_of
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import TypeCache
 from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow
-from tests.op_table import BLOCKS, SIZES, operand
+from tests.ops import BLOCKS, SIZES, operand
 from tests.oracles import checkpoints, mtp_drafts
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.hybrid import row

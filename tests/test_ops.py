@@ -25,15 +25,17 @@ from rlx_jax.ir.ops.shape import AxisOf, Bound, CutAxis, SizeOf
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lower import as_function
-from tests.fuzz import meaning
-from tests.op_table import BF16, BLOCKS, F32, I32, MIR_OPS, SIZES, Sample, o, operand
+from tests.op_cases import QUICK
+from tests.ops import BF16, BLOCKS, F32, I32, MEANING, MIR_OPS, SIZES, Sample, o, operand
+from tests.ops.sample import assert_formula
 from tests.oracles import op_formulas as formula
 
 
 def test_every_op_has_a_sample() -> None:
     """A new op or block is tested from its first day, and says what it computes in its docstring."""
-    assert set(MIR_OPS) == set(o.OPS), "a sample of each stands in tests/op_table.py"
-    assert {type(s.op) for s in BLOCKS} == set(meaning.HIR) - {hir.Recurrent}
+    assert set(MIR_OPS) == set(o.OPS), "a sample of each stands in a file of tests/ops"
+    assert {type(s.op) for s in BLOCKS} == set(hir.BLOCKS) - {hir.Recurrent}
+    assert {*o.OPS, *hir.BLOCKS} == set(MEANING), "what each computes, in NumPy, stands there too"
     assert set(UNARY) == set(formula.UNARY_REFERENCE) and set(BINARY) == set(formula.BINARY_REFERENCE)
     assert set(COMPARE) == set(formula.COMPARE_REFERENCE) and set(PARAMETRIC) == set(formula.PARAMETRIC_REFERENCE)
     assert set(REDUCE) == set(formula.REDUCE_REFERENCE)
@@ -107,14 +109,9 @@ QKV = "; ".join(["f32 1 2 8"] * 3)
 HEADS = "f32 2 3 1 4; f32 2 3 1 4; f32 2 3 2 5; f32 2 3 2; f32 2 3 2"
 WRONG: list[tuple[str, Any, str, type[rlx.RlxError]]] = [
     ("unknown function", o.Unary("gelluu"), "f32 2", GraphError),
-    ("unknown binary", o.Binary("plus"), "f32 2; f32 2", GraphError),
-    ("unknown comparison", o.Compare("="), "f32 2; f32 2", GraphError),
-    ("no reduction", o.Reduce("median", (0,)), "f32 2", GraphError),
     ("an unknown gate", o.FusedSwiGLU(True, "sillu"), "f32 2 4", GraphError),
     ("an unknown activation", o.FusedMatMulBiasAct(0, "gelluu"), "f32 2 3; f32 3 4; f32 4", GraphError),
     ("an unknown style", o.RopeOp(8, 8, "neox"), "f32 1 2 8; f32 1 2 4; f32 1 2 4", GraphError),
-    ("mixed dtypes of a product", o.MatMul(), "f32 2 3; bf16 3 2", DTypeError),
-    ("floats only", o.Unary("exp"), "i32 2", DTypeError),
     ("a region step that does not fit", o.ElementwiseRegion(1, (Step(o.Unary("exp"), (0,)),)), "i32 2", DTypeError),
     ("a residual that broadcasts", o.FusedResidualLayerNorm(1.0), "f32 2 3; f32 1 3; f32 3; f32 3", ShapeError),
     ("no bias where one is", o.FusedResidualLayerNorm(1.0, True), "f32 2 3; f32 2 3; f32 3; f32 3", GraphError),
@@ -122,26 +119,21 @@ WRONG: list[tuple[str, Any, str, type[rlx.RlxError]]] = [
     ("a window behind a causal one", o.AttentionOp(2, 2, True, 2, ahead=1), QKV, GraphError),
     ("ahead without a window", o.AttentionOp(2, 2, ahead=1), QKV, GraphError),
     ("an empty window", o.AttentionOp(2, 2, window=0), QKV, GraphError),
-    ("float positions", o.RopeTable((1.0,)), "f32 1 4", GraphError),
     ("a mask of rank 3", o.AttentionOp(2, 2, extra=("keep",)), QKV + "; i32 1 2 2", ShapeError),
     ("a coordinate too far", o.RopeTable((1.0,), axes=(2,)), "i32 1 4 2", ShapeError),
     ("an axis for one of two frequencies", o.RopeTable((1.0, 0.1), axes=(1,)), "i32 1 4 2", ShapeError),
     ("no state where one is held", o.GatedDeltaOp(held=True), HEADS, GraphError),
     ("a state in bf16", o.GatedDeltaOp(held=True), HEADS + "; bf16 2 2 4 5", DTypeError),
     ("too few rows for a window", o.CausalConvOp(), "f32 2 3 4; f32 4 4", ShapeError),
-    ("float ids", o.Gather(), "f32 4 2; f32 3", DTypeError),
     ("images smaller than a patch", o.Patches((4, 9)), "f32 1 3 8 8", ShapeError),
     ("positions that are ids", o.GridPositions((2, 3), (2, 2)), "i32 6 4; f32 1 3 8 8", DTypeError),
     ("another symbolic element count", o.Reshape((AxisOf(0), 7)), "f32 batch 8", ShapeError),
-    ("a symbol lost", o.Reshape((AxisOf(0), 8)), "f32 batch seq 8", ShapeError),
     ("past the end", o.Narrow(0, 2, 3), "f32 4", ShapeError),
-    ("symbols that do not broadcast", o.Binary("add"), "f32 batch; f32 seq", ShapeError),
     ("a cut past the end", CutAxis(0, stop=Bound((SizeOf(0, 0),), 1)), "f32 seq", ShapeError),
     ("a cut before the front", CutAxis(0, Bound((SizeOf(0, 0),), 1, True)), "f32 seq", ShapeError),
     ("an empty cut", CutAxis(0, Bound((SizeOf(0, 0),))), "f32 seq", ShapeError),
     ("roles", o.Shard(("batch",)), "f32 2 8", ShapeError),
     ("two symbols", o.Expand((SizeOf(1, 0),)), "f32 seq; f32 batch", ShapeError),
-    ("an index", o.Slice((7,)), "f32 4", ShapeError),
     ("buckets without quarters", o.RelativeBuckets(0, 6), "f32 2 4", GraphError),
     ("as many distances as have buckets of their own", o.RelativeBuckets(0, 32, 8), "f32 2 4", GraphError),
 ]  # fmt: skip
@@ -160,27 +152,15 @@ def test_an_arity_error_says_op_expected_got() -> None:
         TypeCache().infer(o.AttentionOp(2, 2, extra=("keep",)), (operand("f32 1 2 8"),) * 3)
 
 
-def assert_formula(sample: Sample, out: Any) -> None:
-    """Against NumPy in float64; bf16 within its rounding, integers and bools exactly."""
-    arrays = sample.arrays()
-    want = sample.want(*(a.astype(np.float64) if a.dtype in (F32, BF16) else a for a in arrays))
-    for got, expected in zip(jax.tree.leaves(out), want, strict=True):
-        exact = got.dtype not in (F32, BF16, np.complex64)
-        bound = 0.0 if exact else 0.03 if BF16 in [a.dtype for a in arrays] else sample.tolerance
-        wide = np.complex128 if got.dtype == np.complex64 else np.float64
-        expected = expected.astype(wide)
-        assert got.shape == expected.shape, sample
-        worst = np.abs(np.asarray(got).astype(wide) - expected).max(initial=0.0)
-        assert worst <= bound * max(1.0, np.abs(expected).max(initial=0.0)), (str(sample), worst)
-
-
 def test_eval_is_the_formula(subtests: pytest.Subtests) -> None:
     """And gives what `infer` says. Sixty ops are compiled together, which takes less time than one or all of them."""
     every = [s for row in MIR_OPS.values() for s in row]
     for start in range(0, len(every), 60):
         samples = every[start : start + 60]
         ops: list[Any] = [s.op for s in samples]
-        together = jax.jit(lambda many, ops=ops: [op.eval(*a) for op, a in zip(ops, many, strict=True)])
+        together = jax.jit(
+            lambda many, ops=ops: [op.eval(*a) for op, a in zip(ops, many, strict=True)], compiler_options=QUICK
+        )
         for sample, out in zip(samples, together([s.arrays() for s in samples]), strict=True):
             with subtests.test(str(sample)):
                 assert_formula(sample, out)
@@ -198,7 +178,9 @@ def module_of(sample: Sample) -> Any:
 def test_a_block_is_its_formula_and_survives_json(subtests: pytest.Subtests) -> None:
     """Expanded; JSON gives the same block and the same text. A user's step is not stored."""
     functions = [as_function(s.op, s.types, TypeCache()) for s in BLOCKS]
-    together = jax.jit(lambda many: [f(*arrays) for f, arrays in zip(functions, many, strict=True)])
+    together = jax.jit(
+        lambda many: [f(*arrays) for f, arrays in zip(functions, many, strict=True)], compiler_options=QUICK
+    )
     for sample, out in zip(BLOCKS, together([s.arrays() for s in BLOCKS]), strict=True):
         with subtests.test(str(sample)):
             assert_formula(sample, out)
@@ -254,7 +236,10 @@ def slopes(cls: Any) -> list[tuple[Sample, Any, Any]]:
         again = sum(jnp.sum(g * t) for g, t in zip(back(weights), tangents, strict=True))
         return forward, (there, again)
 
-    found = jax.jit(lambda p, w: [both(s.op, *at) for s, *at in zip(samples, p, w, strict=True)])(points, ways)
+    every = jax.jit(
+        lambda p, w: [both(s.op, *at) for s, *at in zip(samples, p, w, strict=True)], compiler_options=QUICK
+    )
+    found = every(points, ways)
     return [(s, w, f) for s, w, f in zip(samples, ways, found, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Packed tensors: the schemes, what decodes them, and packed values as weights."""
+"""Packed tensors: the schemes, what decodes them, packed values as weights, and programs over packed keys."""
 
 from __future__ import annotations
 
@@ -13,20 +13,32 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax.errors import (
-    DTypeError,
     LimitError,
     NonFiniteWeightError,
     RlxNumericsWarning,
-    ShapeError,
     UnsupportedError,
     WeightError,
     WeightShapeError,
 )
 from rlx_jax.ir.packed import SCHEMES, Packed, PackedSpec, decoded, stored_bytes, suspects
-from rlx_jax.ir.param import Key, Program
+from rlx_jax.ir.param import (
+    Dequantized,
+    Joined,
+    Key,
+    Program,
+    Sliced,
+    Stack,
+    Transposed,
+    cast,
+    keys_of,
+    leaf_name,
+    narrows,
+    packed_keys,
+    stored_keys,
+)
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
-from rlx_jax.weights.execute import load_leaf
+from rlx_jax.weights.execute import bytes_to_fill, fill, load_leaf, pieces
 from rlx_jax.weights.mapping import MappingSource
 from tests.oracles.packed import BLOCKS, DECODED, FLOATS, damaged, meaning, numbers, packed, random_bytes
 
@@ -63,15 +75,6 @@ def test_decoding(scheme: str, rows: list[int], blocks: int, seed: int) -> None:
     spread = np.repeat(value.data, 2, -1)[..., ::2]
     np.testing.assert_array_equal(decoded(spread, scheme), want)
     np.testing.assert_array_equal(decoded(np.asfortranarray(value.data), scheme), want)
-
-
-@pytest.mark.parametrize("scheme", DECODED)
-def test_decoding_of_many_blocks(scheme: str) -> None:
-    """More than are decoded at once; the last are what they are alone."""
-    data = random_bytes(scheme, (2**14 + 5, 32))
-    found = decoded(data, scheme)
-    np.testing.assert_array_equal(found[-7:], numbers(scheme, data[-7:]).astype(np.float32))
-    np.testing.assert_array_equal(found[:3], numbers(scheme, data[:3]).astype(np.float32))
 
 
 def read_key(value: Packed, key: str = "w") -> Program:
@@ -114,63 +117,28 @@ def q8(shape: Any) -> Packed:
     return Packed(Q8, "gguf_q8_0", shape)
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        (
-            Packed(Q8, "gguf_q8_0", (4, 60)),
-            WeightShapeError,
-            "gguf_q8_0 packs blocks of 32, expected a last axis that 32 divides, got f32[4,60]; rows are not padded: "
-            "store it as f16, or by a scheme of smaller blocks",
-        ),
-        (
-            Packed(Q8, "gguf_q6k", (4, 64)),
-            WeightShapeError,
-            "gguf_q6k packs blocks of 256, expected a last axis that 256 divides, got f32[4,64]",
-        ),
-        (
-            Packed(Q8[:, :-2], "gguf_q8_0", (4, 64)),
-            WeightShapeError,
-            "the bytes of gguf_q8_0 f32[4,64]: expected u8[4,68], got u8[4,66]; check the scheme and the shape",
-        ),
-        (Packed(Q8, "gguf_q4_0", (4, 64)), WeightShapeError, "expected u8[4,36], got u8[4,68]"),
-        (Packed(Q8.ravel(), "gguf_q8_0", (4, 64)), WeightShapeError, "expected u8[4,68], got u8[272]"),
-        (
-            Packed(Q8.view(np.int8), "gguf_q8_0", (4, 64)),
-            WeightError,
-            "expected u8[4,68], got dtype 'i8'; give the bytes as they are stored",
-        ),
-        (Packed(Q8.view(np.float32), "gguf_q8_0", (4, 64)), WeightError, "got dtype 'f32'"),
-        (Packed(Q8.tobytes(), "gguf_q8_0", (4, 64)), WeightError, "got 'bytes'; numpy.frombuffer makes one"),
-        (Packed(np.ma.masked_array(Q8), "gguf_q8_0", (4, 64)), WeightError, "got 'MaskedArray'"),
-        (
-            Packed(Q8, "gguf_q80", (4, 64)),
-            WeightError,
-            "unknown scheme of packing 'gguf_q80'; did you mean 'gguf_q8_0'",
-        ),
-        (Packed(Q8, "int8", (4, 64)), WeightError, "unknown scheme of packing 'int8'; known are gguf_q4_0, gguf_q4_1"),
-        (Packed(Q8, None, (4, 64)), WeightError, "unknown scheme of packing None; known are"),  # type: ignore[arg-type]
-        (
-            Packed(Q8, "gguf_q8_0", ()),
-            WeightShapeError,
-            "gguf_q8_0 packs rows, got the scalar f32[]; store it as it is",
-        ),
-        (Packed(Q8, "gguf_q8_0", (4, 64), np.int32), WeightError, "gguf_q8_0 packs floats, got i32[4,64]"),
-        (Packed(Q8, "gguf_q8_0", (4, 64), "f33"), DTypeError, "unknown dtype 'f33'"),
-        (q8(64), ShapeError, "a shape is a tuple of identifiers and ints, got '64'"),
-        (q8(("n", 64)), WeightShapeError, "expected whole numbers as the shape of what is packed, got f32[n,64]"),
-        (q8((4, "k")), WeightShapeError, "expected whole numbers"),
-        (Packed(Q8, "gguf_q8_0", (0, 64)), ShapeError, "a dimension is between 1 and"),
-        (PackedSpec((4, 60), F32, "gguf_q8_0"), WeightShapeError, "expected a last axis that 32 divides"),
-        (PackedSpec((), F32, "gguf_q8_0"), WeightShapeError, "got the scalar f32[]"),
-    ],
-)
+@pytest.mark.parametrize(("value", "error", "message"), [
+    (Packed(Q8, "gguf_q8_0", (4, 60)), WeightShapeError,
+        "gguf_q8_0 packs blocks of 32, expected a last axis that 32 divides, got f32[4,60]; rows are not padded: "
+        "store it as f16, or by a scheme of smaller blocks"),
+    (Packed(Q8[:, :-2], "gguf_q8_0", (4, 64)), WeightShapeError,
+        "the bytes of gguf_q8_0 f32[4,64]: expected u8[4,68], got u8[4,66]; check the scheme and the shape"),
+    (Packed(Q8.ravel(), "gguf_q8_0", (4, 64)), WeightShapeError, "expected u8[4,68], got u8[272]"),
+    (Packed(Q8.view(np.int8), "gguf_q8_0", (4, 64)), WeightError,
+        "expected u8[4,68], got dtype 'i8'; give the bytes as they are stored"),
+    (Packed(Q8.tobytes(), "gguf_q8_0", (4, 64)), WeightError, "got 'bytes'; numpy.frombuffer makes one"),
+    (Packed(Q8, "gguf_q80", (4, 64)), WeightError, "unknown scheme of packing 'gguf_q80'; did you mean 'gguf_q8_0'"),
+    (Packed(Q8, "gguf_q8_0", ()), WeightShapeError, "gguf_q8_0 packs rows, got the scalar f32[]; store it as it is"),
+    (Packed(Q8, "gguf_q8_0", (4, 64), np.int32), WeightError, "gguf_q8_0 packs floats, got i32[4,64]"),
+    (q8(("n", 64)), WeightShapeError, "expected whole numbers as the shape of what is packed, got f32[n,64]"),
+    (PackedSpec((4, 60), F32, "gguf_q8_0"), WeightShapeError, "expected a last axis that 32 divides"),
+])  # fmt: skip
 def test_what_is_no_packed_value(value: Any, error: type[Exception], message: str) -> None:
     """Is refused where it gets its key, which the message names."""
     with pytest.raises(error) as caught:
         rlx.open_weights({"layers.0.w": value})
     assert message in str(caught.value)
-    assert type(caught.value) is DTypeError or "layers.0.w" in str(caught.value)
+    assert "layers.0.w" in str(caught.value)
 
 
 @pytest.mark.parametrize("scheme", sorted(set(BLOCKS) - set(DECODED)))
@@ -259,11 +227,126 @@ def test_every_float_of_a_block_is_looked_at(scheme: str) -> None:
             rlx.open_weights({"w": damaged(scheme, np.nan, at)}).read("w")
 
 
-def test_numbers_over_the_range() -> None:
-    """Of the dtype that they are narrowed to: infinite, with a warning, as of weights that are not packed."""
-    data = random_bytes("gguf_q8_0", (1, 32))
-    data[0, :2] = np.array([60000], "<f2").view(np.uint8)
-    data[0, 2:] = 2
-    flow = rlx.ModelFlow("m").input("x", (2, 32)).linear("w")
-    with pytest.warns(RlxNumericsWarning, match=r"weight 'w' \(mapping\): 32 of 32 values are over the range of f16"):
-        rlx.compile(flow, {"w": Packed(data, "gguf_q8_0", (1, 32), "f16")})
+# -- programs over packed keys ----------------------------------------------------------------------
+
+VALUES = {"a.w": packed("gguf_q8_0", (2, 3, 64), 1), "b.w": packed("gguf_q4_0", (2, 3, 64), 2)}
+VALUES |= {"m.0": packed("gguf_q8_0", (6, 64), 3), "m.1": packed("gguf_q4_0", (6, 64), 4)}
+STORED = {key: meaning(value) for key, value in VALUES.items()}
+SOURCE = MappingSource(VALUES)
+
+
+def key(name: str) -> Key:
+    return Key(name, tensor_type(STORED[name].shape, "f32", name))
+
+
+A, B, M, N = (key(name) for name in VALUES)
+PROGRAMS: list[tuple[Program, Any, str]] = [
+    (M, lambda s: s["m.0"], "m.0"),
+    (Transposed(M), lambda s: s["m.0"].T, "m.0.T"),
+    (Sliced(M, 0, 1, 4), lambda s: s["m.0"][1:4], "m.0[1:4]"),
+    (Sliced(A, 1, 1, 3), lambda s: s["a.w"][:, 1:3], "a.w[:, 1:3]"),
+    (Sliced(A, 2, 32, 64), lambda s: s["a.w"][..., 32:], "a.w[:, :, 32:64]"),
+    (Transposed(Sliced(N, 1, 0, 32)), lambda s: s["m.1"][:, :32].T, "m.1[:, 0:32].T"),
+    (Joined((Sliced(M, 1, 0, 32), Sliced(N, 1, 0, 32), Sliced(M, 1, 32, 64), Sliced(N, 1, 32, 64)), 1), lambda s:
+        np.concatenate([s[name][:, half] for half in np.s_[:32, 32:] for name in ("m.0", "m.1")], 1), "m.{0..1}"),
+    (Sliced(Sliced(A, 1, 1, 3), 2, 32, 64), lambda s: s["a.w"][:, 1:3, 32:], "a.w[:, 1:3][:, :, 32:64]"),
+    (Joined((M, N), 0), lambda s: np.concatenate([s["m.0"], s["m.1"]], 0), "m.{0..1}"),
+    (Joined((A, B), 2), lambda s: np.concatenate([s["a.w"], s["b.w"]], 2), "{a,b}.w"),
+    (Stack((M, N)), lambda s: np.stack([s["m.0"], s["m.1"]]), "m.{0..1}"),
+    (Stack((Joined((Sliced(M, 0, 0, 2), Sliced(M, 0, 2, 6)), 0), N)), lambda s: np.stack([s["m.0"], s["m.1"]]),
+        "m.{0..1}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("declared", "means", "name"), PROGRAMS, ids=[name for *_, name in PROGRAMS])
+def test_a_program_over_packed_keys(declared: Program, means: Any, name: str) -> None:
+    """Is what it is over the numbers: its type, its value in any dtype, its name; and read backwards the numbers."""
+    want, program = means(STORED), read_from(declared, SOURCE)
+    assert program.type == declared.type and narrows(program) and leaf_name(program).replace("}.{", "},{") == name
+    np.testing.assert_array_equal(load_leaf(program, SOURCE), want)
+    larger = np.zeros((*want.shape[:-1], want.shape[-1] + 2), np.float32)
+    fill(larger[..., 1:-1], program, SOURCE)
+    np.testing.assert_array_equal(larger[..., 1:-1], want)
+
+    np.testing.assert_array_equal(load_leaf(cast(program, BF16), SOURCE), want.astype(BF16))
+    assert cast(cast(program, np.dtype(np.float64)), np.dtype(np.float32)) == program
+    assert read_from(program, SOURCE) == program == read_from(cast(program, np.dtype(np.float32)), SOURCE)
+
+    assert list(stored_keys(program)) == list(stored_keys(declared)), "logical types"
+    assert dict(packed_keys(program)) == {k: VALUES[k].scheme for k in keys_of(declared)}
+    for piece in pieces(program, want):
+        np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.place])
+        assert piece.key.type.dtype == np.float32
+
+
+def test_join_decodes() -> None:
+    """Arrays of NumPy or JAX, as the other steps do; and what it makes cannot be cut into bytes."""
+    program = read_from(M, SOURCE)
+    assert isinstance(program, Dequantized)
+    np.testing.assert_array_equal(program.join(VALUES["m.0"].data), STORED["m.0"])
+    np.testing.assert_array_equal(program.join(jnp.asarray(VALUES["m.0"].data)), STORED["m.0"])
+    with pytest.raises(UnsupportedError, match=r"dequantize\(m.0, gguf_q8_0\): numbers are not packed again"):
+        program.cut(STORED["m.0"])
+
+
+def test_what_is_read_of_a_part() -> None:
+    """Its bytes alone; and the host's memory holds those, the numbers and the leaf."""
+    asked: list[Any] = []
+
+    class Counting(MappingSource):
+        def read(self, key: str, index: Any = None) -> Any:
+            found = super().read(key, index)
+            asked.append((key, found.shape))
+            return found
+
+    source = Counting(VALUES)
+    for part, shape in ((Sliced(A, 0, 1, 2), (1, 3, 68)), (Sliced(A, 2, 32, 64), (2, 3, 34)), (A, (2, 3, 68))):
+        asked.clear()
+        load_leaf(read_from(part, source), source)
+        assert asked == [("a.w", shape)]
+    m = read_from(M, source)
+    assert bytes_to_fill(m) == 2 * m.type.nbytes + 6 * 68
+    assert bytes_to_fill(cast(m, BF16)) == 2 * (m.type.nbytes // 2) + m.type.nbytes + 6 * 68
+    assert bytes_to_fill(Stack((m, read_from(N, source)))) == 2 * m.type.nbytes + m.type.nbytes + 6 * 68
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f64"])
+def test_another_logical_dtype(dtype: str) -> None:
+    """The numbers are rounded to it, and then to what the program computes in."""
+    value = Packed(VALUES["m.0"].data, "gguf_q8_0", (6, 64), dtype)
+    want = STORED["m.0"].astype(as_dtype(dtype))
+    program = read_from(Key("w", tensor_type((6, 64), dtype, "w")), MappingSource({"w": value}))
+    assert program.type.dtype == as_dtype(dtype) and isinstance(program, Dequantized)
+    leaf = np.empty(want.shape, want.dtype)
+    fill(leaf, program, MappingSource({"w": value}))
+    np.testing.assert_array_equal(leaf, want)
+    np.testing.assert_array_equal(load_leaf(cast(program, F32), MappingSource({"w": value})), want.astype(np.float32))
+
+
+BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
+
+
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: Dequantized(BYTES, "gguf_q8", F32), WeightError,
+        r"dequantize\(w\): unknown scheme of packing 'gguf_q8'; did you mean"),
+    (lambda: Dequantized(BYTES, "gguf_q4k", F32), UnsupportedError,
+        r"dequantize\(w\): gguf_q4k is not decoded yet, only gguf_q4_0 and gguf_q8_0 are"),
+    (lambda: Dequantized(BYTES, "gguf_q4_0", F32), WeightShapeError,
+        r"dequantize\(w, gguf_q4_0\): expected whole blocks, u8\[4,54\] for f32\[4,96\], got u8\[4,68\]"),
+    (lambda: Dequantized(BYTES, "gguf_q8_0", np.dtype(np.int32)), WeightError, "packs floats, got i32"),
+    (lambda: Dequantized(Key("w", tensor_type((4, 68), "i8", "w")), "gguf_q8_0", F32), WeightShapeError,
+        r"expected whole blocks, u8\[4,68\] for f32\[4,64\], got i8\[4,68\]"),
+    (lambda: Dequantized(Sliced(BYTES, 1, 3, 37), "gguf_q8_0", F32), WeightShapeError, "expected whole blocks"),
+    (lambda: Dequantized(BYTES, "gguf_q8_0", F32).over(Transposed(BYTES)), WeightShapeError,
+        "a stored tensor is decoded, or a part of one, not transpose"),
+    (lambda: read_from(Sliced(M, 1, 0, 48), SOURCE), WeightShapeError,
+        r"dequantize\(m.0, gguf_q8_0\): 0:48 of f32\[6,64\] along axis 1 cuts a block of 32; take multiples"),
+    (lambda: read_from(Sliced(M, 1, 16, 32), SOURCE), WeightShapeError, "16:32 .* cuts a block"),
+    (lambda: read_from(Key("m.0", tensor_type((6, 32), "f32", "m.0")), SOURCE), WeightShapeError,
+        r"weight 'm.0' \(mapping\): expected f32\[6,32\], got f32\[6,64\]"),
+    (lambda: read_from(Key("m.0", tensor_type((6, 64), "c64", "m.0")), SOURCE), WeightError,
+        r"expected c64\[6,64\], got f32\[6,64\]"),
+])  # fmt: skip
+def test_what_is_no_program(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

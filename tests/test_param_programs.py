@@ -174,13 +174,6 @@ def test_leaves_of_one_name_stay_two() -> None:
     assert found == [f"m.{{0..1}}{end}" for end in ("", " (f32)", " (2)", " (bf16)")]
 
 
-def test_what_a_padded_leaf_learnt_is_dropped() -> None:
-    """Padding is no part of the checkpoint."""
-    (piece,) = pieces(Padded(A, 0, 4), np.arange(48, dtype=np.float32).reshape(4, 3, 4))
-    np.testing.assert_array_equal(piece.values, np.arange(24).reshape(2, 3, 4))
-    assert padded(A, 0, 2) is A and padded(A, 0, 4) == Padded(A, 0, 4)
-
-
 def fused(parts: Sequence[tuple[int, int]], dtype: str = "f32") -> rlx.GraphModule:
     """A module that adds products with parts of one stored tensor `qkv` `[6, 4]`, rows `start` to `stop`."""
     stored = Key("qkv", tensor_type((6, 4), dtype, "qkv"))

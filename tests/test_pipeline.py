@@ -106,27 +106,6 @@ def test_a_pass_that_cannot_be_stopped_after(name: str) -> None:
         compiled().text(level, after=name)
 
 
-@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
-def test_places() -> None:
-    """A fusion pass says what it fused and what not; nodes are numbered as its own text numbers them."""
-
-    def twice(emit: Any, x: Any) -> Any:
-        a, b = emit.linear(x, "q", activation="tanh"), emit.linear(x, "k")
-        return emit.linear(a * b, "v")
-
-    model: Any = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("t", twice), W, profile=profile())
-    missed = {m.by: m for m in model.report().fusion.missed}
-    assert {by: (m.pattern, m.reason) for by, m in missed.items()} == {
-        "merge_linears": ("shared_input_matmul", "NotFused")
-    }
-    text = model.text("hir", after="merge_linears")
-    node = missed["merge_linears"].node
-    assert any(line.split("=")[0].strip() == node and "linear" in line for line in text.splitlines()), text
-    fused = compiled().report().fusion.fused
-    assert [(p.pattern, p.context, p.by) for p in fused] == [("shared_input_matmul", "mix", "merge_linears")]
-    assert str(fused[0]).endswith("fused")
-
-
 def test_a_module_runs_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is put in is run by `compile`, by `lower` and by `into_lir`: a pass is a function and a row."""
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.fuzz.hunt import FIRST, WITHIN, caught, first
+from tests.fuzz.hunt import FIRST, WITHIN, caught
 from tests.fuzz.planted import FAULTS, PASS_FAULTS, Fault, plant
 
 IDLE = Fault("nothing", PASS_FAULTS[0].owner, "cse", "known[key] = b.add", "known[key] = b.add")
@@ -24,26 +24,16 @@ def test_planted_faults_are_found() -> None:
         if number is None:
             missed.append(fault.why)
             continue
-        assert caught(fault, fault.where, fault.compiled, [number]), f"{fault.why}: not in graph {number}; {renew}"
-        assert not caught(IDLE, fault.where, fault.compiled, [number]), f"graph {number} is wrong without a fault"
+        assert caught(fault, fault.where, number), f"{fault.why}: not in graph {number}; {renew}"
+        if fault.where != "op":  # whose samples are right: see tests/test_ops.py
+            assert not caught(IDLE, fault.where, number), f"graph {number} is wrong without a fault"
     assert len(missed) <= len(FAULTS) // 10, missed
-
-
-@pytest.mark.soak
-def test_planted_faults_are_first_found_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """All 1,000 graphs for those that none is known to show; prints the kill list."""
-    found = {fault.why: first(fault) for fault in FAULTS}
-    with capsys.disabled():
-        print(
-            "\nfirst found in graph:", *(f"  {at[0] if at else '–':>4}  {why}" for why, at in found.items()), sep="\n"
-        )
-    assert {why: at[0] for why, at in found.items() if at} == json.loads(FIRST.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("where", ["tensor", "block"])
 def test_without_a_fault_nothing_is_found(where: str) -> None:
     """So what is found above is the fault: neither no edit nor an edit without effect is found."""
-    assert not any(caught(IDLE, where, False, [number]) for number in range(10))
+    assert not any(caught(IDLE, where, number) for number in range(10))
 
 
 def test_planted_faults_are_edits_of_what_there_is() -> None:

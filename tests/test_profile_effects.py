@@ -18,7 +18,6 @@ from rlx_jax import blocks
 from rlx_jax.compiler import pipeline
 from rlx_jax.device import DEVICES
 from rlx_jax.errors import ProfileError, RequestError, RlxWarning, UnsupportedError
-from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.roles import ROLES
 from rlx_jax.ir.types import tensor_type
@@ -90,28 +89,7 @@ def dtypes_of(name: str, eqns: list[Any]) -> set[str]:
 # -- fusion ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda", "rocm", "tpu"])
-def test_target(target: str) -> None:
-    model = llama(fusion={"target": target})
-    jax.eval_shape(model.apply, model.param_specs(), IDS)
-    assert f"plan: target={target}," in model.text("lir")
-
-
 # -- passes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["dce", "cse", "constant_folding"])
-def test_passes(name: str) -> None:
-    """Each has nodes to remove here, and does not when it is off."""
-
-    def stage(emit: Any, x: Any) -> Any:
-        emit.exp(x)  # dead
-        return emit.tanh(x) + emit.tanh(x) * (emit.constant(np.ones(8)) + emit.constant(np.ones(8)))
-
-    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom(stage)
-    graphs = [rlx.compile(flow, {}, profile=profile(passes={name: on})).template("forward").mir for on in (True, False)]
-    ops = [sum(not isinstance(node.op, Leaf) for node in graph.nodes) for graph in graphs]
-    assert ops[0] < ops[1]
 
 
 def test_verbose(capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,12 +299,6 @@ def test_recomputing_changes_no_gradient() -> None:
         assert max(relative(g, want[k]) for k, g in gradient(model).items()) < 1e-5
 
 
-def test_only_training_recomputes() -> None:
-    """One profile serves all programs of a model."""
-    with pytest.warns(RlxWarning, match="layers.remat = 'layer' has no effect: only the program train .* runs forward"):
-        assert "remat=none" in llama(layers={"remat": "layer"}).text("lir", IDS)
-
-
 # -- attention ---------------------------------------------------------------------------------
 
 WIDE = {**LLAMA, "head_dim": 8}
@@ -375,13 +347,6 @@ def test_implementation_of_decoding(cuda: None) -> None:
         assert f"self_attn: {want} (" in model.text("lir")
 
 
-def test_implementation_of_gradients(cuda: None) -> None:
-    model = wide("train", layers={"remat": "layer"})
-    gradient = jax.grad(lambda p: model.apply(p, IDS).sum())
-    text = jax.jit(gradient).trace(model.param_specs()).lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn$fmhaSoftmaxBackward" in text
-
-
 @pytest.mark.parametrize(("causal", "lengths"), [(True, (5, 5)), (False, (4, 7)), (False, (7, 4))])
 def test_odd_lengths_have_gradients_by_cudnn(causal: bool, lengths: tuple[int, int], cuda: None) -> None:
     """One more token is put behind an odd number of them, which cuDNN wants for a gradient."""
@@ -393,13 +358,6 @@ def test_odd_lengths_have_gradients_by_cudnn(causal: bool, lengths: tuple[int, i
     assert "__cudnn$fmhaSoftmaxBackward" in text
     lengths_given = not causal and lengths[1] % 2
     assert ("PADDING" in text) == bool(lengths_given)
-
-
-def test_the_report_names_the_reason() -> None:
-    model = loaded()
-    model(IDS)
-    assert model.report().attention == ("layers.{i}.self_attn: heads_first (faster on a CPU)",)
-    assert "heads_first (faster on a CPU)" in " ".join(str(model.report()).split())
 
 
 @pytest.mark.parametrize(("options", "sizes", "dtype", "reason"), [
@@ -469,12 +427,6 @@ def test_buckets() -> None:
 
 
 # -- backends ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("merge", [True, False])
-def test_merge(merge: bool) -> None:
-    specs = llama(backend={"cpu": {"merge": merge}}).param_specs()
-    assert ("model.layers.0.self_attn.{q,k,v}_proj.weight" in specs) == merge
 
 
 @pytest.mark.parametrize(("layout", "merge"), [("auto", False), ("in_out", True), ("out_in", True)])

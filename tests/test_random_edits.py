@@ -19,7 +19,7 @@ from rlx_jax import blocks
 from rlx_jax.ir.paths import Path, path_text
 from tests.small import compiled, w
 
-H, EDITS, FLOWS, QUICK = 4, 4, 80, 4
+H, EDITS, FLOWS, QUICK = 4, 4, 80, 3
 BY = np.array([0.5, -1.0, 2.0, 1.0], "f4")
 Array = Any
 Block = Callable[[Array], Array]
@@ -255,7 +255,7 @@ def test_random_edits_of_a_random_flow(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(QUICK, QUICK + 6), pytest.param(range(FLOWS), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seeds", [range(QUICK, QUICK + 2), pytest.param(range(FLOWS), marks=pytest.mark.soak)])
 def test_random_edits_in_all_programs(seeds: range) -> None:
     for seed in seeds:
         check_random_flow(seed, deep=True)

@@ -15,17 +15,14 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError, TokenIdError
 from rlx_jax.ir import hir
-from rlx_jax.ir.captured import traced_step
-from rlx_jax.ir.graph import Builder, Hir, TypeCache, Value
-from rlx_jax.ir.ops.custom import small_constant
+from rlx_jax.ir.graph import Builder, Hir, Value
 from rlx_jax.ir.ops.index import TailRows
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.reduce import Cumsum
 from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Slice
 from rlx_jax.ir.traits import BLOCK
-from rlx_jax.ir.types import TensorType, tensor_type
-from rlx_jax.lowering.hir import rules, trials
-from tests.fuzz import meaning as formulas
+from rlx_jax.ir.types import TensorType
+from rlx_jax.lowering.hir import rules
 from tests.oracles.comparing import assert_close
 from tests.small import compiled, w
 from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, head, tokens_flow
@@ -176,15 +173,6 @@ def test_forms_of_steps_and_states(name: str) -> None:
     assert_close(np.concatenate(parts, 1), np.asarray(forward(x)))
 
 
-STEP = traced_step("decay", formulas.decay, [tensor_type(s, "f32", "t") for s in ((4,), (4,), ())])
-F4 = tensor_type((4,), "f32", "t")
-BLOCKS: dict[str, Any] = {
-    "from zeros": hir.Recurrent(STEP, (hir.StateSlot("h", F4),), 1),
-    "from an array": hir.Recurrent(STEP, (hir.StateSlot("h", F4, initial=small_constant(START[:4])),), 1),
-    "from an operand": hir.Recurrent(STEP, (hir.StateSlot("h", F4, initial=2),), 1), "a window": hir.CausalWindow(3),
-}  # fmt: skip
-
-
 def test_stages() -> None:
     """As methods of a flow."""
     flow = (
@@ -260,13 +248,6 @@ def test_a_block_of_a_plugin_is_tried() -> None:
         compiled(wrong, EMBEDDING)
         with pytest.raises(DeriveError, match="^sum: .*result 0 of tokens 2 to 2 of a row read in pieces"):
             compiled(wrong, EMBEDDING, program="prefill").text("mir")
-
-
-def test_blocks_of_the_package_pass_the_trial() -> None:
-    """What is refused of others holds of them."""
-    x, a, h = (tensor_type(shape, "f32", "t") for shape in (("batch", "seq", 4), (), (4,)))
-    asked = [(block, (x, a, h)[: {"a window": 1, "from an operand": 3}.get(name, 2)]) for name, block in BLOCKS.items()]
-    assert trials._tried_in_pieces(TypeCache(), asked) == [""] * len(asked)
 
 
 def refused(call: Callable[..., Any], match: str, kind: type[RlxError] = GraphError) -> None:

@@ -103,34 +103,6 @@ def test_no_column_is_rotated() -> None:
         np.testing.assert_allclose(rlx.compile(made, {"a.q.weight": WEIGHTS["a.q.weight"]})(X), want, atol=3e-5)
 
 
-def test_a_causal_one_generates() -> None:
-    """Prefill and extend, ragged, are the forward program."""
-    made = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").embed("e")
-    stage = SelfAttention(
-        "b.qkv.weight", "b.o.weight", N, transpose=False, causal=True, rope_theta=10.0, n_rot=2, sinks="a.sinks"
-    )
-    made = (
-        made.residual_save()
-        .stage(stage)
-        .stage(blocks.Activation("silu"))
-        .residual_add()
-        .stage(blocks.Activation("gelu"))
-        .stage(blocks.Activation("relu"))
-        .stage(blocks.Activation("gelu_tanh"))
-        .lm_head(11, H, True)
-    )
-    weights = {"e": normal(11, H)} | {key: WEIGHTS[key] for key in ("b.qkv.weight", "b.o.weight", "a.sinks")}
-    lm = rlx.CausalLM(made, weights)
-    tokens = RNG.integers(0, 11, (2, 6))
-    whole = np.asarray(lm.logits(tokens))
-    first, state = lm.prefill(tokens[:, :4], lengths=[4, 2])
-    second = np.stack([tokens[0, 4:6], tokens[1, 2:4]])
-    more, _ = lm.extend(state, second)
-    for row, n in enumerate((4, 2)):
-        got = np.concatenate([np.asarray(first)[row, :n], np.asarray(more)[row]])
-        np.testing.assert_allclose(got, whole[row, : n + 2], atol=3e-5)
-
-
 def test_hugging_face_keys() -> None:
     assert SelfAttention.hf("p", 2) == SelfAttention(
         ("p.q_proj.weight", "p.k_proj.weight", "p.v_proj.weight"), "p.out_proj.weight", 2,

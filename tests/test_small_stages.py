@@ -12,6 +12,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
+from rlx_jax.errors import ShapeError
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import softmax
 from tests.oracles.op_formulas import UNARY_REFERENCE, layer_norm
@@ -26,92 +27,92 @@ def drawn(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
     return {key.replace("__", "."): RNG.normal(size=s).astype("f4") for key, s in shapes.items()}
 
 
-def run(stage: Any, weights: Any = None, **inputs: Any) -> Any:
-    """The stage over X, with other inputs of integers."""
-    flow = rlx.ModelFlow("f").input("x", ("batch", "seq", 4))
-    for name in inputs:
-        flow = flow.input(name, ("batch", "seq"), dtype="int32")
-    return rlx.compile(flow.stage(stage), weights or {})(X, **inputs)
+X8 = X.astype("f8")
+IDS = np.array([[5, 9, 9], [1, 2, 3]], np.int32)
+ANGLES = np.arange(5)[:, None] * 50.0 ** (-np.arange(2) / 2)
+W = drawn(
+    w=(5, 4), u=(5, 4), c=(5,), d=(4, 5), e=(4,), g=(4,),
+    l__mlp__fc11__weight=(5, 4), l__mlp__fc11__bias=(5,), l__mlp__fc12__weight=(5, 4), l__mlp__fc12__bias=(5,),
+    l__mlp__norm__weight=(5,), l__mlp__norm__bias=(5,), l__mlp__fc2__weight=(4, 5), l__mlp__fc2__bias=(4,),
+    h__probe=(1, 1, 4), h__attention__in_proj_weight=(12, 4), h__attention__in_proj_bias=(12,),
+    h__attention__out_proj__weight=(4, 4), h__attention__out_proj__bias=(4,), h__layernorm__weight=(4,),
+    h__layernorm__bias=(4,), h__mlp__fc1__weight=(5, 4), h__mlp__fc1__bias=(5,), h__mlp__fc2__weight=(4, 5),
+    h__mlp__fc2__bias=(4,),
+    p__attn__qkv__weight=(12, 4), p__attn__qkv__bias=(12,), p__attn__proj__weight=(4, 4), p__attn__proj__bias=(4,),
+)  # fmt: skip
+V = {key: value.astype("f8") for key, value in W.items()}
 
 
-def test_activation() -> None:
-    """Each kind by its formula."""
-    x = X.astype("f8")
-    for kind, want in {"relu": np.maximum(x, 0), "silu": silu(x), "gelu": gelu(x), "gelu_tanh": gelu_tanh(x)}.items():
-        assert_close(run(blocks.Activation(kind)), want.astype("f4"))
+def dense(name: str, x: Any) -> Any:
+    """A product with a weight and its bias."""
+    return x @ V[f"{name}.weight"].T + V[f"{name}.bias"]
 
 
-def test_block_as_layer() -> None:
-    """What the block inside computes."""
-    w = drawn(w=(4, 4))
-    assert_close(run(blocks.BlockAsLayer(blocks.Linear("w")), w), (X.astype("f8") @ w["w"].T).astype("f4"))
+def normed(name: str, x: Any) -> Any:
+    return layer_norm(x, V[f"{name}.weight"], V[f"{name}.bias"], 1e-3)
 
 
-def test_mlp() -> None:
-    w = drawn(u=(5, 4), c=(5,), d=(4, 5), e=(4,))
-    want = np.maximum(X.astype("f8") @ w["u"].T + w["c"], 0) @ w["d"].T + w["e"]
-    assert_close(run(blocks.Mlp("u", "c", "d", "e", "relu"), w), want.astype("f4"))
+def two_heads(q: Any, k: Any, v: Any) -> Any:
+    """Attention of two heads over all tokens."""
+    cut = [(q[..., i : i + 2], k[..., i : i + 2], v[..., i : i + 2]) for i in (0, 2)]
+    return np.concatenate([softmax(a @ np.swapaxes(b, 1, 2) / math.sqrt(2)) @ c for a, b, c in cut], -1)
 
 
-def test_layer_scale() -> None:
-    w = drawn(g=(4,))
-    assert_close(run(blocks.LayerScale("g"), w), X * w["g"])
-
-
-def test_vision_swiglu_ffn() -> None:
-    w = drawn(
-        l__mlp__fc11__weight=(5, 4), l__mlp__fc11__bias=(5,), l__mlp__fc12__weight=(5, 4), l__mlp__fc12__bias=(5,),
-        l__mlp__norm__weight=(5,), l__mlp__norm__bias=(5,), l__mlp__fc2__weight=(4, 5), l__mlp__fc2__bias=(4,),
-    )  # fmt: skip
-    v = {key.removeprefix("l.mlp."): value.astype("f8") for key, value in w.items()}
-    inner = (X @ v["fc11.weight"].T + v["fc11.bias"]) * silu(X @ v["fc12.weight"].T + v["fc12.bias"])
-    want = layer_norm(inner, v["norm.weight"], v["norm.bias"], 1e-3) @ v["fc2.weight"].T + v["fc2.bias"]
-    assert_close(run(blocks.VisionSwiGluFfn("l", 1e-3), w), want.astype("f4"))
-
-
-def test_attention_pool() -> None:
+def pooled() -> Any:
     """A learned query over all tokens, and an MLP behind it."""
-    w = drawn(
-        h__probe=(1, 1, 4), h__attention__in_proj_weight=(12, 4), h__attention__in_proj_bias=(12,),
-        h__attention__out_proj__weight=(4, 4), h__attention__out_proj__bias=(4,), h__layernorm__weight=(4,),
-        h__layernorm__bias=(4,), h__mlp__fc1__weight=(5, 4), h__mlp__fc1__bias=(5,), h__mlp__fc2__weight=(4, 5),
-        h__mlp__fc2__bias=(4,),
-    )  # fmt: skip
-    v = {key.removeprefix("h."): value.astype("f8") for key, value in w.items()}
-    weights, biases = np.split(v["attention.in_proj_weight"], 3), np.split(v["attention.in_proj_bias"], 3)
-    q, k, u = (a @ m.T + b for a, m, b in zip((v["probe"][0], X, X), weights, biases, strict=True))
-    heads = [softmax(q[:, i : i + 2] @ np.swapaxes(k[..., i : i + 2], 1, 2) / math.sqrt(2)) @ u[..., i : i + 2]
-             for i in (0, 2)]  # fmt: skip
-    p = np.concatenate(heads, -1)[:, 0] @ v["attention.out_proj.weight"].T + v["attention.out_proj.bias"]
-    inner = layer_norm(p, v["layernorm.weight"], v["layernorm.bias"], 1e-3) @ v["mlp.fc1.weight"].T + v["mlp.fc1.bias"]
-    want = p + gelu_tanh(inner) @ v["mlp.fc2.weight"].T + v["mlp.fc2.bias"]
-    assert_close(run(blocks.AttentionPool("h", 2, 1e-3), w), want.astype("f4"))
+    weights, biases = np.split(V["h.attention.in_proj_weight"], 3), np.split(V["h.attention.in_proj_bias"], 3)
+    q, k, v = (a @ m.T + b for a, m, b in zip((V["h.probe"][0], X, X), weights, biases, strict=True))
+    p = dense("h.attention.out_proj", two_heads(np.broadcast_to(q, (2, 1, 4)), k, v)[:, 0])
+    return p + dense("h.mlp.fc2", gelu_tanh(dense("h.mlp.fc1", normed("h.layernorm", p))))
 
 
-def test_end_token_pool() -> None:
-    """The first place of the id; the largest id where none is said; else the first token."""
-    ids = np.array([[5, 9, 9], [1, 2, 3]], np.int32)
-    for end, places in ((9, (1, 0)), (None, (1, 2)), (3, (0, 2))):
-        assert_close(run(blocks.EndTokenPool(end, "ids"), ids=ids), np.stack([X[b, at] for b, at in enumerate(places)]))
+def register(name: str, emit: Any, x: Any) -> Any:
+    return getattr(emit.state, name)
 
 
-def test_side_output() -> None:
-    """What the stage inside makes is an output; the active value stays."""
-    w = drawn(w=(5, 4))
-    got = run(blocks.SideOutput("side", blocks.Linear("w")), w)
-    assert_close(got["side"], (X.astype("f8") @ w["w"].T).astype("f4"))
+def table(tables: Any, name: str) -> Any:
+    """Rope tables, and then one of the two registers."""
+    return blocks.Sequence([tables, blocks.Custom(functools.partial(register, name))])
+
+
+DATA = blocks.RopeTables.param(5, 2, np.cos(ANGLES), np.sin(ANGLES))
+STAGES: dict[str, tuple[Any, Any]] = {
+    **{kind: (blocks.Activation(kind), UNARY_REFERENCE[kind](X8)) for kind in ("relu", "silu", "gelu", "gelu_tanh")},
+    "a block as a layer": (blocks.BlockAsLayer(blocks.Linear("w")), X8 @ V["w"].T),
+    "MLP": (blocks.Mlp("u", "c", "d", "e", "relu"), np.maximum(X8 @ V["u"].T + V["c"], 0) @ V["d"].T + V["e"]),
+    "scale": (blocks.LayerScale("g"), X8 * V["g"]), "multiply": (blocks.Multiply(0.3), X8 * 0.3),
+    "GeGLU": (blocks.GeGlu("u", "w", "d"), (gelu_tanh(X8 @ V["u"].T) * (X8 @ V["w"].T)) @ V["d"].T),
+    "SwiGLU with a norm": (blocks.VisionSwiGluFfn("l", 1e-3),
+        dense("l.mlp.fc2", normed("l.mlp.norm", dense("l.mlp.fc11", X8) * silu(dense("l.mlp.fc12", X8))))),
+    "attention that pools": (blocks.AttentionPool("h", 2, 1e-3), pooled()),
+    "the first place of the end": (blocks.EndTokenPool(9, "ids"), X[[0, 1], [1, 0]]),
+    "the largest id": (blocks.EndTokenPool(None, "ids"), X[[0, 1], [1, 2]]),
+    "the end of one row": (blocks.EndTokenPool(3, "ids"), X[[0, 1], [0, 2]]),
+    "q, k and v of one weight": (blocks.VitSelfAttn.dinov2("p", 4, 2),
+        dense("p.attn.proj", two_heads(*np.split(dense("p.attn.qkv", X8), 3, axis=-1)))),
+    "cos of a base": (table(blocks.RopeTables.theta(4, 50.0), "rope_cos"), np.cos(ANGLES)[None, :3]),
+    "sin of a base": (table(blocks.RopeTables.theta(4, 50.0), "rope_sin"), np.sin(ANGLES)[None, :3]),
+    "cos of data": (table(DATA, "rope_cos"), np.cos(ANGLES)[None, :3]),
+    "sin of data": (table(DATA, "rope_sin"), np.sin(ANGLES)[None, :3]),
+}  # fmt: skip
+
+
+def test_numbers(subtests: pytest.Subtests) -> None:
+    """Each stage is a side output of one program, whose active value stays what it was."""
+    flow = rlx.ModelFlow("f").input("x", ("batch", "seq", 4)).input("ids", ("batch", "seq"), dtype="int32")
+    flow = flow.stage(*(blocks.SideOutput(name, stage) for name, (stage, _) in STAGES.items()))
+    got = rlx.compile(flow, W)(X, IDS)
     assert_close(got["output"], X)
+    for name, (_, want) in STAGES.items():
+        with subtests.test(name):
+            assert_close(got[name], np.asarray(want, "f4"))
 
 
-def test_geglu() -> None:
-    w = drawn(a=(5, 4), b=(5, 4), c=(4, 5))
-    x = X.astype("f8")
-    want = (gelu_tanh(x @ w["a"].T) * (x @ w["b"].T)) @ w["c"].T
-    assert_close(run(blocks.GeGlu("a", "b", "c"), w), want.astype("f4"))
-
-
-def test_multiply() -> None:
-    assert_close(run(blocks.Multiply(0.3)), X * np.float32(0.3))
+def test_tables_that_are_refused() -> None:
+    with pytest.raises(ShapeError, match="5"):
+        blocks.RopeTables.param(5, 3, np.cos(ANGLES), np.sin(ANGLES))
+    with pytest.raises(ShapeError, match="limit"):
+        blocks.RopeTables.param(2**18, 2, np.zeros((2**18, 2)), np.zeros((2**18, 2)))
 
 
 SIZES: dict[str, Any] = {"num_heads": 4, "head_dim": 6, "num_kv_heads": 2, "eps": 1e-3}
@@ -202,31 +203,3 @@ def test_taps(case: str) -> None:
         got = compiled(flow)(TOKENS)
         for name in ("output", "kv.0.k", "kv.0.v"):
             assert_close(got[name], np.asarray(want[name]))
-
-
-def register(name: str, emit: Any, x: Any) -> Any:
-    return getattr(emit.state, name)
-
-
-def test_rope_tables() -> None:
-    """By a base and as data: cos and sin of position · θ^(−2i/D), as attention reads them."""
-    angles = np.arange(5)[:, None] * 50.0 ** (-np.arange(2) / 2)
-    data = blocks.RopeTables.param(5, 2, np.cos(angles), np.sin(angles))
-    for tables in (blocks.RopeTables.theta(4, 50.0), data):
-        for name, want in (("rope_cos", np.cos(angles)), ("rope_sin", np.sin(angles))):
-            stage = blocks.Custom(functools.partial(register, name))
-            assert_close(run(blocks.Sequence([tables, stage])), want[None, :3].astype("f4"))
-
-
-def test_vit_self_attn() -> None:
-    """Two heads over all tokens, q, k and v out of one weight, with biases and the output projection."""
-    w = drawn(p__attn__qkv__weight=(12, 4), p__attn__qkv__bias=(12,), p__attn__proj__weight=(4, 4),
-              p__attn__proj__bias=(4,))  # fmt: skip
-    v = {key.removeprefix("p.attn."): value.astype("f8") for key, value in w.items()}
-    q, k, u = np.split(X @ v["qkv.weight"].T + v["qkv.bias"], 3, axis=-1)
-    heads = [
-        softmax(q[..., i : i + 2] @ np.swapaxes(k[..., i : i + 2], 1, 2) / math.sqrt(2)) @ u[..., i : i + 2]
-        for i in (0, 2)
-    ]
-    want = np.concatenate(heads, -1) @ v["proj.weight"].T + v["proj.bias"]
-    assert_close(run(blocks.VitSelfAttn.dinov2("p", 4, 2), w), want.astype("f4"))

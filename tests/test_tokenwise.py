@@ -296,30 +296,11 @@ def test_token_wise_is_accepted(case: Case) -> None:
     assert case.prove() == Verdict(True, "", case.out_axes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", TOKEN_WISE, ids=lambda case: case.name)
-@settings(max_examples=1)
-@given(seed=st.integers(0, 99), order=st.permutations(range(7)), count=st.sampled_from([1, 3, 7]))
-def test_accepted_keeps_positions_apart(case: Case, seed: int, order: list[int], count: int) -> None:
-    order = [i for i in order if i < SIZES[case.dim]]
-    assert case.keeps(order, seed)
-    assert case.keeps(range(min(count, len(order))), seed)
-
-
 @pytest.mark.parametrize("case", MIXERS + CONSERVATIVE, ids=lambda case: case.name)
 def test_mixer_is_refused(case: Case) -> None:
     verdict = case.prove()
     assert case.reason in verdict.reason
     assert (verdict.token_wise, verdict.out_axes) == (False, ())
-
-
-@pytest.mark.soak
-def test_what_refused_functions_do() -> None:
-    """Mixers mix, and the others do not."""
-    for case in MIXERS:
-        assert not all(rolled_and_cut(case)), case.name
-    for case in CONSERVATIVE:
-        assert all(rolled_and_cut(case)), case.name
 
 
 # Each takes a value and one of its axes.
@@ -355,10 +336,6 @@ def test_no_random_mixer_is_accepted(steps: list[tuple[str, int]], dim: str) -> 
     case = Case("", fn, dim=dim)
     if case.prove().token_wise:
         assert all(rolled_and_cut(case))
-
-
-def test_reason_names_primitive_dim_axis_and_type() -> None:
-    assert MIXERS[0].prove().reason == "reduce_sum reduces over 'seq' (axis 1 of f32[batch,seq,8])"
 
 
 def test_a_branch_on_size_one_is_not_seen() -> None:

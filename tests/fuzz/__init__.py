@@ -1,6 +1,5 @@
 """Random programs that the compiler must not change, and faults that it must be caught with.
 
-- `meaning`: a graph's value in NumPy float64, op by op, without the library's `eval` and `expand`.
 - `sketch`: a graph while it grows, with its numbers and what rounding may do to them.
 - `tensor_ops`: what a random MIR graph is grown from, the op table above all. `blocks`: the same for HIR.
 - `check`: a graph before and after a pass, and compiled.

@@ -12,7 +12,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, TypeCache
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.types import TensorType, symbol
-from tests import op_table
+from tests import ops
 from tests.fuzz import tensor_ops
 from tests.fuzz.sketch import BOOL, F32, I32, Case, Known, Sketch
 from tests.fuzz.tensor_ops import Grow, nodes_of, of_table
@@ -24,8 +24,8 @@ NOT_GROWN = (
     hir.SelectiveScan, hir.Qwen35MtpHead, hir.Experts, hir.Route,
 )  # fmt: skip
 """No pass treats them in a way of its own; their numbers and types are held in tests/test_ops.py."""
-SAMPLES: dict[Any, list[op_table.Sample]] = {}
-for sample in op_table.BLOCKS:  # behind a window of a ring padding may have no key, and nothing is promised of it
+SAMPLES: dict[Any, list[ops.Sample]] = {}
+for sample in ops.BLOCKS:  # behind a window of a ring padding may have no key, and nothing is promised of it
     if type(sample.op) not in NOT_GROWN and not getattr(sample.op, "ring", False):
         SAMPLES.setdefault(type(sample.op), []).append(sample)
 

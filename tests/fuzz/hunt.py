@@ -1,7 +1,8 @@
 """In which random graphs the planted faults show.
 
-A fault is found if one of the first thousand random graphs shows it. `planted.json` has the number of the first that
-does, for each fault that has one, so that a test looks at that graph alone. After a change of what the graphs are grown
+A fault of a pass or a lowering is found if one of the first thousand random graphs shows it. `planted.json` has the
+number of the first that does, for each fault that has one, so that a test looks at that graph alone. Faults of an op
+are found by its samples, and those of running a region by one region. After a change of what the graphs are grown
 from, or of the faults,
 
     python -m tests.fuzz.hunt
@@ -13,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,13 +23,12 @@ import pytest
 from rlx_jax.errors import RlxError
 from rlx_jax.ir.graph import TypeCache
 from tests.fuzz.blocks import hir_case
-from tests.fuzz.check import Mismatch, check_compiled, check_lowering, check_tensor_graph
+from tests.fuzz.check import check_lowering, check_regions, check_samples, check_tensor_graph
 from tests.fuzz.planted import FAULTS, Fault, plant
 from tests.fuzz.sketch import Case
 from tests.fuzz.tensor_ops import mir_case
 
 WITHIN = 1000
-TOGETHER = 8
 TYPES = TypeCache()
 FIRST = Path(__file__).with_name("planted.json")
 """The first graph that shows a fault, by what the fault does."""
@@ -41,35 +40,33 @@ def case_of(where: str, number: int) -> Case:
     return mir_case(number, 4 + number % 20, TYPES) if where == "tensor" else hir_case(number, 2 + number % 9, TYPES)
 
 
-def caught(fault: Fault | None, where: str, compiled: bool, graphs: Sequence[int]) -> str | None:
-    """How the fault shows in one of these random graphs, which are compiled together; None if it does not."""
-    cases = [case_of(where, number) for number in graphs]
+def caught(fault: Fault | None, where: str, number: int) -> str | None:
+    """How the fault shows in a random graph, or in what `where` names else; None if it does not."""
+    case = case_of(where, number) if where in CHECKS else None
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             plant(fault, patch)
         try:
-            checks = check_tensor_graph if where == "tensor" else check_lowering
-            programs = [form for case in cases for form in checks(case, Counter())[:2]]
-            if compiled:
-                check_compiled(programs)
-        except (Mismatch, RlxError, KeyError, IndexError, TypeError, ValueError) as error:
-            of_jax = isinstance(error, TypeError | ValueError) and not isinstance(error, RlxError)
-            if of_jax and not compiled:  # shapes that do not fit
+            if case is not None:
+                CHECKS[where](case)
+            elif where == "run":
+                check_regions(TYPES)
+            elif fault is not None:
+                check_samples(fault.owner)
+        except (AssertionError, RlxError, KeyError, IndexError, TypeError, ValueError) as error:
+            if isinstance(error, TypeError | ValueError) and not isinstance(error, RlxError):  # shapes that do not fit
                 raise
             return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
     return None
 
 
+CHECKS: dict[str, Callable[[Case], None]] = {"tensor": check_tensor_graph, "block": check_lowering}
+
+
 def first(fault: Fault, limit: int = WITHIN) -> tuple[int, str] | None:
     """The first random graph that shows the fault, and how; None if none of so many does."""
-    together = TOGETHER if fault.compiled else 1
-    for start in range(0, limit, together):
-        group = range(start, min(start + together, limit))
-        if caught(fault, fault.where, fault.compiled, group):
-            for number in group:
-                if how := caught(fault, fault.where, fault.compiled, [number]):
-                    return number, how
-    return None
+    numbers = range(limit if fault.where in CHECKS else 1)
+    return next(((number, how) for number in numbers if (how := caught(fault, fault.where, number))), None)
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ from tests.fuzz import check
 class Fault:
     """`old` in the source of `function` becomes `new`; `why` says what is wrong with that.
 
-    `owner` is the class of a method, or the module of a function. `where` is the kind of graph that can show it, and
-    `compiled` whether it shows only when the program runs.
+    `owner` is the class of a method, or the module of a function. `where` is what can show it: a random graph of tensor
+    ops or of blocks, samples of the op, or a region that runs.
     """
 
     why: str
@@ -36,7 +36,6 @@ class Fault:
     old: str
     new: str
     where: str = "tensor"
-    compiled: bool = False
 
 
 def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +121,7 @@ LOWERING_FAULTS = (
     Fault("a window counts the keys that the mask drops", hir.GrowingAttention, "_kept", "b(Cumsum(1), kept)",
         'b(Cumsum(1), b(CastTo(I32), b(Compare("ge"), wide, wide)))', "block"),
     Fault("pieces of these sizes come from elsewhere", SplitLast, "eval", "self.sizes, axis=x.ndim - 1))",
-        "self.sizes[::-1], axis=x.ndim - 1))[::-1]",),
+        "self.sizes[::-1], axis=x.ndim - 1))[::-1]", "op"),
     Fault("gate and up change places", hir.GatedFfn, "expand", "gate, up = operands", "up, gate = operands", "block"),
     Fault("cosines and sines change places", hir.LlamaDecoderBlock, "expand", 'v["cos"], v["sin"]',
         'v["sin"], v["cos"]', "block"),
@@ -131,26 +130,26 @@ LOWERING_FAULTS = (
 
 RUN_FAULTS = (
     Fault("layer i runs with the weights of layer i − 1", interpret, "_unroll", "iteration=i,",
-        "iteration=max(i - 1, 0),", compiled=True),
+        "iteration=max(i - 1, 0),", "run"),
     Fault("carries change places in every layer", interpret, "_unroll", "carries = out[: op.carries]",
-        "carries = out[: op.carries][::-1]", compiled=True),
+        "carries = out[: op.carries][::-1]", "run"),
     Fault("side outputs come layer by layer", interpret, "_scan", "for y in ys for i in range(op.count)",
-        "for i in range(op.count) for y in ys", compiled=True),
+        "for i in range(op.count) for y in ys", "run"),
     Fault("every layer writes the first layer's state", interpret, "_scan", "inner.state[k], i, 0)",
-        "inner.state[k], 0, 0)", compiled=True),
+        "inner.state[k], 0, 0)", "run"),
     Fault("rotation by −angle in one half", attention.RopeOp, "eval", "second * c + first * s",
-        "second * c - first * s", compiled=True),
+        "second * c - first * s", "op"),
     Fault("a query does not read its own key", attention.AttentionOp, "_allowed", "allowed = distance >= -self.ahead",
-        "allowed = distance > -self.ahead", compiled=True),
-    Fault("ε is dropped", norm.RmsNormOp, "eval", " + self.eps)", ")", compiled=True),
+        "allowed = distance > -self.ahead", "op"),
+    Fault("ε is dropped", norm.RmsNormOp, "eval", " + self.eps)", ")", "op"),
     Fault("weights of either orientation are [in, out]", linalg.MatMul, "eval", "(self.contract,)",
-        "(0 if w.shape[0] == w.shape[1] else self.contract,)", compiled=True),
+        "(0 if w.shape[0] == w.shape[1] else self.contract,)", "op"),
     Fault("a cast to an integer rounds", pointwise.CastTo, "eval", "x.astype",
-        "(jnp.round(x) if is_float(x.dtype) and self.dtype.kind in 'iu' else x).astype", compiled=True),
+        "(jnp.round(x) if is_float(x.dtype) and self.dtype.kind in 'iu' else x).astype", "op"),
     Fault("softmax over the last axis whatever the attribute", reduce.Softmax, "eval", "axis=self.axis", "axis=-1",
-        compiled=True),
+        "op"),
     Fault("the second half is always up", fused.FusedSwiGLU, "eval", "if self.gate_first else (high, low)",
-        "if True else (high, low)", compiled=True),
+        "if True else (high, low)", "op"),
 )  # fmt: skip
 """Where a program runs: the interpreter and the ops."""
 
