@@ -110,7 +110,7 @@ def test_inspect_reads_headers(server: Hub, capsys: pytest.CaptureFixture[str], 
     assert whole == {*TEXT_FILES, *([INDEX] if shards else [])}
     assert cli.main(["inspect", str(LLAMA), *needs, "--json"]) == 0
     assert capsys.readouterr().out == told
-    open_folder("org/m").bring_all(files)
+    open_folder("org/m").bring(*files)
     asked = len(server.asked)
     assert cli.main(["inspect", "org/m", *needs, "--json"]) == 0  # what is in the cache is read there
     assert capsys.readouterr().out == told and len(server.asked) == asked + 1
@@ -194,7 +194,7 @@ def test_shards_come_together(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
     server.faults[".safetensors"] = slow
     told: list[tuple[str, int, int]] = []
     folder = open_folder("org/m", progress=lambda what, done, total: told.append((what, done, total)))
-    folder.bring_all([*names, "no.safetensors"])
+    folder.bring(*names, "no.safetensors")
     assert 2 <= most[0] <= 3 and sorted(server.fetched()) == names
     assert {what for what, _, _ in told} == {"download 5 files"} and {total for *_, total in told} == {500_000}
     assert [done for _, done, _ in told] == sorted({done for _, done, _ in told}) and told[-1][1] == 500_000

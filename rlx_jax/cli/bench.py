@@ -100,9 +100,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of each (%(default)s)")
     add("--new-tokens", type=int, default=32, metavar="N", help="to generate behind the first (%(default)s)")
     add("--runs", type=int, default=3, metavar="N", help="of which the fastest counts (%(default)s)")
-    add_compute(parser)
-    add_json(parser)
-    add_model(parser)
 
 
-BENCH = Command("bench", "how fast a checkpoint runs here", options, bench)
+BENCH = Command("bench", "how fast a checkpoint runs here", (options, add_compute, add_json, add_model), bench)

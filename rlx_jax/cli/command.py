@@ -48,7 +48,7 @@ class Command:
 
     name: str
     help: str
-    options: Callable[[argparse.ArgumentParser], None]
+    options: tuple[Callable[[argparse.ArgumentParser], None], ...]
     run: Callable[[argparse.Namespace, Session], Iterator[str]]
     hears: bool = False
 

@@ -106,7 +106,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", metavar="DTYPE", help="of floating weights: f32, bf16, f16; as they are without it")
     add("--overwrite", action="store_true", help="replace what was written to DST this way before")
     add("--quiet", action="store_true", help="no progress on stderr")
-    add_json(parser)
 
 
-CONVERT = Command("convert", "a checkpoint in another format or dtype", options, convert)
+CONVERT = Command("convert", "a checkpoint in another format or dtype", (options, add_json), convert)

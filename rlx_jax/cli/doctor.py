@@ -85,4 +85,4 @@ def accelerator_advice() -> list[str]:
     return []
 
 
-DOCTOR = Command("doctor", "what is installed, and what is missing", add_json, doctor)
+DOCTOR = Command("doctor", "what is installed, and what is missing", (add_json,), doctor)

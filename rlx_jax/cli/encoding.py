@@ -78,22 +78,18 @@ def save_array(path: str, array: np.ndarray[tuple[int, ...], np.dtype[np.float32
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:
-    """The model, and the texts that it reads."""
-    add_json(parser)
-    add_model(parser)
+    """The texts that a model reads."""
     parser.add_argument("text", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
 
 
 def embed_options(parser: argparse.ArgumentParser) -> None:
     """Of `embed`."""
-    add_compute(parser)
     parser.add_argument("--prompt-name", metavar="NAME", help="put this prompt of the checkpoint in front of each text")
     parser.add_argument("--prompt", metavar="TEXT", help='or this one; "" leaves out the default prompt')
     parser.add_argument("--output", metavar="FILE.npy", help="write all vectors into this file, [texts, width] float32")
-    add_texts(parser)
 
 
-EMBED = Command("embed", "vectors of texts", embed_options, embed)
+EMBED = Command("embed", "vectors of texts", (add_compute, embed_options, add_json, add_model, add_texts), embed)
 
 
 # -- score -------------------------------------------------------------------------------------
@@ -126,9 +122,8 @@ def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
 
 def score_options(parser: argparse.ArgumentParser) -> None:
     """Of `score`."""
-    add_compute(parser)
     parser.add_argument("--context", metavar="TEXT", help="what stands before each text, and is not scored itself")
-    add_texts(parser)
 
 
-SCORE = Command("score", "how likely a model finds texts", score_options, score)
+SCORE_OPTIONS = (add_compute, score_options, add_json, add_model, add_texts)
+SCORE = Command("score", "how likely a model finds texts", SCORE_OPTIONS, score)

@@ -40,7 +40,7 @@ def completion_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=tuple(SHELLS), help="which shell")
 
 
-COMPLETION = Command("completion", "complete commands and options in a shell", completion_options, completion)
+COMPLETION = Command("completion", "complete commands and options in a shell", (completion_options,), completion)
 
 COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, INSPECT, CONVERT, DOCTOR, COMPLETION)
 
@@ -136,7 +136,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=command.run.__doc__)
-        command.options(sub)
+        for add_options in command.options:
+            add_options(sub)
         sub.add_argument("--debug", action="store_true", help="show where an error comes from")
         sub.set_defaults(command=command)
     return top

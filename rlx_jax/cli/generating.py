@@ -63,24 +63,18 @@ class Timed:
         }
 
 
-REQUEST_FIGURES = (
-    "prompt_tokens", "cached_tokens", "prompt_tokens_per_second", "new_tokens", "new_tokens_per_second", "compiled",
-)  # fmt: skip
+# What JSON says of a request: its names of the figures, and those of `RequestReport`.
+REQUEST_FIGURES = {
+    "prompt_tokens": "prompt_tokens", "cached_tokens": "cached_tokens", "prompt_tokens_per_second": "prompt_rate",
+    "new_tokens": "new_tokens", "new_tokens_per_second": "answer_rate", "compiled": "compiled",
+}  # fmt: skip
 
 
 def request_figures(report: Report) -> dict[str, Any]:
     """Tokens of the last request, and how many a second; None where there was none, as of no new tokens."""
-    request = report.request
-    if request is None:
+    if report.request is None:
         return dict.fromkeys(REQUEST_FIGURES)
-    return {
-        "prompt_tokens": request.prompt_tokens,
-        "cached_tokens": request.cached_tokens,
-        "prompt_tokens_per_second": round(request.prompt_rate, 2),
-        "new_tokens": request.new_tokens,
-        "new_tokens_per_second": round(request.answer_rate, 2),
-        "compiled": request.compiled,
-    }
+    return {name: round(getattr(report.request, field), 2) for name, field in REQUEST_FIGURES.items()}
 
 
 def closing_line(timed: Timed, lm: rlx.CausalLM, most: int = 0) -> str:
@@ -132,12 +126,10 @@ def generate_options(parser: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help="answer it as one message, by the checkpoint's chat template")
     add("--system", metavar="TEXT", help="a system message before it; means --chat")
     add_sampling(parser)
-    add_compute(parser)
-    add_json(parser)
-    add_model(parser)
 
 
-GENERATE = Command("generate", "continue a prompt, or answer it", generate_options, generate)
+GENERATE_OPTIONS = (generate_options, add_compute, add_json, add_model)
+GENERATE = Command("generate", "continue a prompt, or answer it", GENERATE_OPTIONS, generate)
 
 
 # Tokens of an answer in a talk, if nothing else is said.
@@ -210,9 +202,7 @@ def chat_options(parser: argparse.ArgumentParser) -> None:
     """Of `chat`."""
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     add_sampling(parser, None, f"{LONG}, or a quarter of the model's positions")
-    add_compute(parser)
-    add_json(parser)
-    add_model(parser)
 
 
-CHAT = Command("chat", "talk with a model, message by message", chat_options, chat, hears=True)
+CHAT_OPTIONS = (chat_options, add_compute, add_json, add_model)
+CHAT = Command("chat", "talk with a model, message by message", CHAT_OPTIONS, chat, hears=True)

@@ -178,8 +178,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--profile", metavar="NAME|FILE", help="as it would be compiled by this profile")
     add("--dtype", metavar="DTYPE", help="as it would be computed in bf16, f32 ...")
     add("--device", metavar="DEVICE", help="for this device: cpu, gpu, tpu, gpu:1")
-    add_json(parser)
-    add_model(parser)
 
 
-INSPECT = Command("inspect", "what a checkpoint is, and what it takes", options, inspect)
+INSPECT = Command("inspect", "what a checkpoint is, and what it takes", (options, add_json, add_model), inspect)

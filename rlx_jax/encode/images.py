@@ -361,8 +361,8 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
         resample=resample,
         crop=_sides(c, "crop_size", d.crop or 224) if crops else None,
         rescale=c.real("rescale_factor", 1 / 255) if c.flag("do_rescale", True) else None,
-        mean=_numbers(c, "image_mean", d.mean, positive=False) if normalises else None,
-        std=_numbers(c, "image_std", d.std, positive=True) if normalises else None,
+        mean=_numbers(c, "image_mean", d.mean, -math.inf) if normalises else None,
+        std=_numbers(c, "image_std", d.std, 0.0) if normalises else None,
         convert_rgb=c.flag("do_convert_rgb", d.convert_rgb),
         resizer=resizer,
     )
@@ -378,15 +378,14 @@ def _size(c: Fields, d: Defaults) -> tuple[tuple[int, int] | None, int | None]:
     if not isinstance(size, dict):
         square = c.flag("default_to_square", d.square)
         return (c.pair("size", high=MAX_SIDE), None) if square else (None, c.whole("size", high=MAX_SIDE))
-    group = Fields(size, f"{c.where}: size")
     if set(size) == {"shortest_edge"}:
-        return None, group.whole("shortest_edge", high=MAX_SIDE)
+        return None, Fields(size, f"{c.where}: size").whole("shortest_edge", high=MAX_SIDE)
     if set(size) == {"height", "width"}:
-        return (group.whole("height", high=MAX_SIDE), group.whole("width", high=MAX_SIDE)), None
+        return _sides(c, "size", size), None
     raise UnsupportedError(f"{c.where}: size is {quote(size)}; supported are height and width, or shortest_edge alone")
 
 
-def _sides(c: Fields, name: str, default: int) -> tuple[int, int]:
+def _sides(c: Fields, name: str, default: Any) -> tuple[int, int]:
     """Height and width, as an object or as one number."""
     value = c.raw(name, default)
     if not isinstance(value, dict):
@@ -397,12 +396,12 @@ def _sides(c: Fields, name: str, default: int) -> tuple[int, int]:
     return sides
 
 
-def _numbers(c: Fields, name: str, default: Sequence[float], positive: bool) -> tuple[float, ...]:
-    """A number for each channel; over 0 where `positive`."""
-    values = c.raw(name, list(default))
-    values = values if isinstance(values, list) else [values] * CHANNELS
-    good = [type(v) in (int, float) and math.isfinite(v) and (not positive or v > 0) for v in values]
-    if len(values) != CHANNELS or not all(good):
-        kind = "finite numbers over 0" if positive else "finite numbers"
-        raise ConfigError(f"{c.where}: field {quote(name)} is {quote(values)}; expected {CHANNELS} {kind}")
-    return tuple(float(v) for v in values)
+def _numbers(c: Fields, name: str, default: Sequence[float], low: float) -> tuple[float, ...]:
+    """A number over `low` for each channel, or one for all of them."""
+    if not isinstance(c.values.get(name, default), list | tuple):
+        return (c.real(name, low=low),) * CHANNELS
+    kind = f"{CHANNELS} finite numbers" if math.isinf(low) else f"{CHANNELS} finite numbers over {low:g}"
+    values = c.items(
+        name, default, kind, lambda v: type(v) in (int, float) and math.isfinite(v) and v > low, CHANNELS
+    )  # fmt: skip
+    return tuple(map(float, values))

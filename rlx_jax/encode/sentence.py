@@ -14,17 +14,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from rlx_jax.errors import (
-    ConfigError,
-    RequestError,
-    UnsupportedError,
-    did_you_mean,
-    listing,
-    quote,
-    shown,
-)
+from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import files, limits
-from rlx_jax.io.folder import Folder
+from rlx_jax.io.folder import Folder, json_bound
 from rlx_jax.io.strict_json import parse
 from rlx_jax.ir.types import short_name
 from rlx_jax.models.config import Fields
@@ -301,7 +293,8 @@ def _bring(folder: Folder, paths: Sequence[str]) -> None:
     transformer = (_inside(paths[0], file) for file in _TRANSFORMER_FILES)
     own = next((name for name in transformer if folder.listed(name) is not None), None)
     names = [_inside(path, "config.json") for path in paths if path or path == paths[0]]
-    folder.bring_small([*names, "config_sentence_transformers.json", *([] if own is None else [own])])
+    names += ["config_sentence_transformers.json"] + ([] if own is None else [own])
+    folder.bring(*names, bounds=dict.fromkeys(names, json_bound()))
 
 
 def _module(c: Fields, place: int) -> tuple[str, str]:

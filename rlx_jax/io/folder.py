@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import files, limits
-from rlx_jax.io.hub import SizeBound, Snapshot, Told, is_name, open_snapshot
+from rlx_jax.io.hub import UNBOUND, SizeBound, Snapshot, Told, is_name, open_snapshot
 from rlx_jax.io.hub_remote import Listed
 from rlx_jax.io.strict_json import parse_object
 
@@ -92,35 +92,18 @@ class Folder:
         """The files that were asked for and are there, of this record and of those that share with it."""
         return list(self._found)
 
-    def bring(self, name: str, limit: int | None = None, limit_name: str = "") -> bool:
-        """Have a file in the directory, if there is one: fetched, where this is a model of the Hub.
+    def bring(self, *names: str, bounds: Mapping[str, SizeBound] | None = None) -> None:
+        """Have those of some files in the directory that there are: fetched together, where this is a model of the Hub.
 
-        Raises:
-            As `Snapshot.fetch`.
-        """
-        if self.snapshot is None:
-            return (self.path / name).is_file()
-        inside = self._inside(name)
-        if self.snapshot.has(inside):
-            self.snapshot.fetch([inside], {inside: (limit, limit_name)})
-        return self.snapshot.has(inside)
-
-    def bring_all(self, names: Iterable[str], bounds: Mapping[str, SizeBound] | None = None) -> None:
-        """Have those of several files that there are; of a model of the Hub they are fetched several at a time. Some
-        have `bounds`, as `bring` has them.
+        Args:
+            bounds: bytes that some of them may have, by name, and what messages call this limit.
 
         Raises:
             As `Snapshot.fetch`.
         """
         if self.snapshot is not None:
-            known = {self._inside(name): bound for name, bound in (bounds or {}).items()}
-            inside = [self._inside(name) for name in names]
-            self.snapshot.fetch([name for name in inside if self.snapshot.has(name)], known)
-
-    def bring_small(self, names: Iterable[str]) -> None:
-        """Have those of several small files that there are, which are read next, as `json` reads them."""
-        chosen = list(names)
-        self.bring_all(chosen, dict.fromkeys(chosen, json_bound()))
+            inside = {self._inside(name): (bounds or {}).get(name, UNBOUND) for name in names}
+            self.snapshot.fetch({name: bound for name, bound in inside.items() if name in self.snapshot.files})
 
     def listed(self, name: str) -> Listed | None:
         """What the Hub lists of a file in this directory; None: it has none."""
@@ -148,8 +131,7 @@ class Folder:
             PathEscapeError: it is a link that leads out of the directory.
             LimitError, error, StorageError: as `files.read_whole`. HubError and others: as `Snapshot.fetch`.
         """
-        if self.snapshot is not None and not self.bring(name, limit, limit_name):
-            return None
+        self.bring(name, bounds={name: (limit, limit_name)})
         try:
             path = files.resolve(os.fspath(self.path), name)
             raw = files.read_whole(path, self.where(name), limit, limit_name, error)

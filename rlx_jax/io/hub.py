@@ -93,27 +93,23 @@ class Snapshot:
     remote: Remote
     progress: Told | None = field(default=None, repr=False)
 
-    def has(self, name: str) -> bool:
-        """Whether the commit has such a file."""
-        return name in self.files
-
-    def fetch(self, names: Sequence[str], bounds: Mapping[str, SizeBound]) -> None:
+    def fetch(self, bounds: Mapping[str, SizeBound]) -> None:
         """Have files of the commit in `path`, complete and checked; several at a time. If one fails, the others stop.
 
         Args:
-            bounds: by name, bytes that a file may have, and what messages call this limit.
+            bounds: by the name of each file, bytes that it may have, and what messages call this limit.
 
         Raises:
             LimitError: a file is larger than it may be. NoSpaceError: there is no room for all of them; nothing is
                 fetched then. IntegrityError: other bytes came than the commit has.
             HubError: the Hub refuses or cannot be reached. StorageError: the disk refuses.
         """
-        for name in names:
+        for name, (limit, limit_name) in bounds.items():
             check_name(name)
-            nbytes, (limit, limit_name) = self.files[name].nbytes, bounds.get(name, UNBOUND)
+            nbytes = self.files[name].nbytes
             if limit is not None and nbytes is not None:
                 limits.at_most(nbytes, limit, limit_name, f"{self._where(name)}: the size in bytes")
-        missing = [name for name in dict.fromkeys(names) if not self.is_here(name)]
+        missing = [name for name in bounds if not self.is_here(name)]
         if not missing:
             return
         self._check_online(missing[0])
@@ -122,7 +118,7 @@ class Snapshot:
         total = None if None in sizes else sum(size or 0 for size in sizes)
         what = missing[0] if len(missing) == 1 else f"{len(missing)} files"
         with _shown(self.progress, what, total) as told:
-            run_together(lambda name, stop: self._download(name, bounds.get(name, UNBOUND), told, stop), missing)
+            run_together(lambda name, stop: self._download(name, bounds[name], told, stop), missing)
 
     def part(self, name: str, first: int, nbytes: int) -> bytes:
         """Return bytes of a file, from `first` on, without the rest of it. No digest covers them.

@@ -24,28 +24,4 @@ from rlx_jax.models.siglip import SiglipFlow as SiglipFlow
 from rlx_jax.models.siglip import SiglipTextFlow as SiglipTextFlow
 from rlx_jax.models.vit import ViTFlow as ViTFlow
 
-__all__ = [
-    "BertFlow",
-    "ClipFlow",
-    "ClipTextFlow",
-    "Dinov2Flow",
-    "Flux2Flow",
-    "GemmaFlow",
-    "Gpt2Flow",
-    "GptOssFlow",
-    "Llama32Flow",
-    "MPNetFlow",
-    "Mamba2Flow",
-    "MistralFlow",
-    "MixtralFlow",
-    "NomicFlow",
-    "NomicVisionFlow",
-    "Qwen2Flow",
-    "Qwen35Flow",
-    "Qwen3Flow",
-    "Qwen3MoeFlow",
-    "RobertaFlow",
-    "SiglipFlow",
-    "SiglipTextFlow",
-    "ViTFlow",
-]
+__all__ = [name for name in dir() if name.endswith("Flow")]

@@ -11,7 +11,7 @@ from rlx_jax.errors import MissingWeightError, WeightError, WeightShapeError, li
 from rlx_jax.flow import ModelRecipe, read_weights
 from rlx_jax.trace.parameters import Parameters
 from rlx_jax.weights.beside import may_lack
-from rlx_jax.weights.safetensors import close_names
+from rlx_jax.weights.named import close_names
 from rlx_jax.weights.source import WeightSource, short_name
 
 # Missing weights after which the check stops: a config with a thousand layers may be a lie.

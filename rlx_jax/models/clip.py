@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, LayerNorm, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS
@@ -134,9 +134,5 @@ class ClipFlow(DualFlow[ClipConfig]):
     name: str = "clip"
 
     config_type = ClipConfig
-
-    def text(self) -> TextFlow[Any]:
-        return ClipTextFlow(self.config.text, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)
-
-    def vision(self) -> VisionFlow[Any]:
-        return ClipVisionFlow(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)
+    text_type = ClipTextFlow
+    vision_type = ClipVisionFlow

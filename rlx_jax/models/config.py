@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypedDict, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.errors import (
     ConfigError,
@@ -127,9 +127,7 @@ class Fields:
 
     def whole_or_null(self, name: str, default: int | None, high: int = MAX_WIDTH) -> int | None:
         """An integer in `[1, high]`, or None for null; an absent field is the default."""
-        null = self.values[name] is None if name in self.values else default is None
-        self.seen.add(name)
-        return None if null else self.whole(name, default, high=high)
+        return None if self._is_null(name, default) else self.whole(name, default, high=high)
 
     def pair(self, name: str, default: int | None = None, high: int = 2**16) -> tuple[int, int]:
         """Height and width: one integer in `[1, high]` for both, or a list of two."""
@@ -153,9 +151,12 @@ class Fields:
 
     def real_or_null(self, name: str, default: float | None) -> float | None:
         """A finite number over 0, or None for null; an absent field is the default."""
-        null = self.values[name] is None if name in self.values else default is None
+        return None if self._is_null(name, default) else self.real(name, default)
+
+    def _is_null(self, name: str, default: Any) -> bool:
+        """Whether a field is null, or is absent and has no default."""
         self.seen.add(name)
-        return None if null else self.real(name, default)
+        return self.values.get(name, default) is None
 
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""
@@ -366,26 +367,16 @@ def width_and_heads(
     return width, number
 
 
-class TowerFields(TypedDict):
-    """The fields of every stack of BERT's or ViT's layers."""
-
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    layer_norm_eps: float
-    activation: str
-
-
 def tower_fields(
     c: Fields, hidden: int = 768, heads: int = 12, activation: str = "gelu", eps: float = 1e-6
-) -> TowerFields:
-    """These fields; the keywords are the family's defaults.
+) -> dict[str, Any]:
+    """The fields of every stack of BERT's or ViT's layers; the keywords are the family's defaults.
 
     Raises:
         ConfigError, LimitError: a value is absurd. UnsupportedError: an activation that is not handled.
     """
     width, number = width_and_heads(c, hidden, heads)
-    return TowerFields(
+    return dict(
         hidden_size=width,
         num_hidden_layers=c.whole("num_hidden_layers", 12, high=MAX_LAYERS),
         num_attention_heads=number,
@@ -394,23 +385,16 @@ def tower_fields(
     )
 
 
-class TextFields(TowerFields):
-    """Those of a stack that reads tokens."""
-
-    vocab_size: int
-    intermediate_size: int
-    max_position_embeddings: int
-
-
 def text_fields(
     c: Fields, vocab: int, positions: int = 512, inner: int = 3072, eps: float = 1e-12, **tower: Any
-) -> TextFields:
-    """These fields; the keywords are the family's defaults, `tower` those of `tower_fields`.
+) -> dict[str, Any]:
+    """The fields of such a stack that reads tokens; the keywords are the family's defaults, `tower` those of
+    `tower_fields`.
 
     Raises:
         ConfigError, LimitError: a value is absurd. UnsupportedError: an activation that is not handled.
     """
-    return TextFields(
+    return dict(
         **tower_fields(c, eps=eps, **tower),
         vocab_size=c.whole("vocab_size", vocab, high=MAX_VOCABULARY),
         intermediate_size=c.whole("intermediate_size", inner),

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import numpy as np
 
-from rlx_jax.blocks import (
-    BlockStage,
-    Embed,
-    LmHead,
-    RopeTables,
-    decoder_layer,
-    llama_prefill_layer_fused,
-)
+from rlx_jax.blocks import BlockStage, Embed, LmHead, RopeTables, decoder_layer, llama_prefill_layer_fused
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import CausalConfig
 from rlx_jax.models.decoder_config import DecoderConfig
@@ -125,14 +119,6 @@ class CausalFlow(Recipe[A]):
         """The family's own layer."""
         raise NotImplementedError
 
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
-
     def heads_in(self, source: WeightSource) -> tuple[str, ...]:
         return (HEAD,) if self.hidden_only and source.has(HEAD) else ()
 
@@ -231,7 +217,7 @@ def decoder_flow(
         ModelFlow(recipe.name, profile=recipe.hooks.profile, _max_positions=c.max_position_embeddings)
         .with_weights(recipe.weights, leave=(*leave, *unread))
         ._read_through(recipe.reads)
-        .patch(_opened(recipe, keys, tables))
+        .patch(partial(_opened, recipe, keys, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)
         .when(recipe.export_kv and not recipe.decode, ModelFlow.export_kv)  # decode gives them anyway
@@ -239,40 +225,31 @@ def decoder_flow(
         .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
         .stage(norm)
         .patch(recipe.hooks.edit)
-        .patch(_closed(recipe, keys, logits))
+        .patch(partial(_closed, recipe, keys, logits))
     )
 
 
-def _opened(recipe: CausalFlow[Any], keys: EndKeys, tables: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
-    """The inputs, the tables and the embedding."""
-
-    def edit(flow: ModelFlow) -> ModelFlow:
-        if recipe.inputs_embeds:
-            flow = flow.input("inputs_embeds", ("batch", "seq", recipe.config.hidden_size))
-        else:
-            flow = flow.input("input_ids", ("batch", "seq"), dtype="int32")
-        if recipe.decode:
-            flow = flow.explicit(recipe.decode.past, recipe.decode.custom_mask)
-        flow = flow.raw_stages(tables)
-        table = (recipe.config.vocab_size, recipe.config.hidden_size)
-        return flow if recipe.inputs_embeds else flow.stage(Embed(keys.embedding, table))
-
-    return edit
+def _opened(recipe: CausalFlow[Any], keys: EndKeys, tables: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
+    """A flow with the inputs, the tables and the embedding."""
+    table = (recipe.config.vocab_size, recipe.config.hidden_size)
+    if recipe.inputs_embeds:
+        flow = flow.input("inputs_embeds", ("batch", "seq", recipe.config.hidden_size))
+    else:
+        flow = flow.input("input_ids", ("batch", "seq"), dtype="int32")
+    if recipe.decode:
+        flow = flow.explicit(recipe.decode.past, recipe.decode.custom_mask)
+    flow = flow.raw_stages(tables)
+    return flow if recipe.inputs_embeds else flow.stage(Embed(keys.embedding, table))
 
 
-def _closed(recipe: CausalFlow[Any], keys: EndKeys, logits: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
-    """The head, and what follows it."""
-
-    def edit(flow: ModelFlow) -> ModelFlow:
-        c = recipe.config
-        if recipe.hidden_only:
-            return flow.hidden_states()
-        if not c.tie_word_embeddings:
-            head = LmHead.separate(keys.head, c.vocab_size, c.hidden_size)
-        elif recipe.inputs_embeds:  # no Embed stage to be tied to
-            head = LmHead.separate(keys.embedding, c.vocab_size, c.hidden_size)
-        else:
-            head = LmHead.tied(c.vocab_size, c.hidden_size)
-        return flow.stage(head).output("logits").raw_stages(logits)
-
-    return edit
+def _closed(recipe: CausalFlow[Any], keys: EndKeys, logits: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
+    """A flow with the head, and what follows it."""
+    sizes = (recipe.config.vocab_size, recipe.config.hidden_size)
+    if recipe.hidden_only:
+        return flow.hidden_states()
+    tied = recipe.config.tie_word_embeddings
+    if tied and not recipe.inputs_embeds:
+        head = LmHead.tied(*sizes)
+    else:  # inputs_embeds: there is no Embed stage to be tied to
+        head = LmHead.separate(keys.embedding if tied else keys.head, *sizes)
+    return flow.stage(head).output("logits").raw_stages(logits)

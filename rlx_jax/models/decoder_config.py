@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self, TypedDict
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -102,28 +102,6 @@ def layer_of(config: DecoderConfig, *, window: int | None = None, **differences:
 # -- fields ------------------------------------------------------------------------------------
 
 
-class CommonFields(TypedDict):
-    """The fields of `DecoderConfig` but for the rope."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-
-
-class PlainFields(CommonFields):
-    """All of them, of a decoder with SwiGLU whose layers share one rope."""
-
-    inv_freq: Frequencies
-    rope_factor: float
-
-
 class ScaledRope(NamedTuple):
     """Inverse frequencies, and what cos and sin are multiplied with."""
 
@@ -134,8 +112,9 @@ class ScaledRope(NamedTuple):
 def common_fields(
     c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None, eps: float = 1e-6,
     tied: bool = False,
-) -> CommonFields:  # fmt: skip
-    """The common fields. The keywords are the family's defaults for what a config leaves out.
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of `DecoderConfig` but for the rope. The keywords are the family's defaults for what a config leaves
+    out.
 
     Without them there are as many key/value heads as heads, and `head_dim` is hidden / heads.
 
@@ -155,7 +134,7 @@ def common_fields(
     groups = c.whole("num_key_value_heads", heads if given or kv_heads is None else kv_heads, high=2**16)
     if heads % groups:
         raise ConfigError(f"{c.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
-    return CommonFields(
+    return dict(
         vocab_size=c.whole("vocab_size", high=MAX_VOCABULARY),
         hidden_size=hidden,
         intermediate_size=c.whole("intermediate_size"),
@@ -169,29 +148,17 @@ def common_fields(
     )
 
 
-def plain_fields(
-    c: Fields,
-    *,
-    max_positions: int,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    eps: float = 1e-6,
-    tied: bool = False,
-    theta: float = 1e4,
-    partial_rotary: float | None = None,
-) -> PlainFields:
-    """The common fields and the frequencies. Another activation than SwiGLU's is refused.
-
-    `partial_rotary` is the share of each head that turns, where a config leaves out `partial_rotary_factor`; None for a
-    family that has no such field.
+def plain_fields(c: Fields, *, theta: float = 1e4, **defaults: Any) -> dict[str, Any]:
+    """The fields of `DecoderConfig`, of a decoder with SwiGLU whose layers share one rope. Another activation is
+    refused. `theta`: see `rope_of`; `defaults`: the keywords of `common_fields`.
 
     Raises:
         ConfigError, LimitError: a value is absurd. UnsupportedError: names the field.
     """
-    common = common_fields(c, max_positions=max_positions, kv_heads=kv_heads, head_dim=head_dim, eps=eps, tied=tied)
+    common = common_fields(c, **defaults)
     c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
-    rope = rope_of(c, common, theta, partial_rotary)
-    return PlainFields(**common, inv_freq=rope.inv_freq, rope_factor=rope.factor)
+    rope = rope_of(c, common, theta)
+    return {**common, "inv_freq": rope.inv_freq, "rope_factor": rope.factor}
 
 
 def qwen_windows(c: Fields, layers: int) -> Windows:
@@ -223,10 +190,13 @@ def window_at(windows: Windows, index: int) -> int | None:
 
 
 def rope_of(
-    c: Fields, common: CommonFields, theta: float = 1e4, partial_rotary: float | None = None, inert: Iterable[str] = ()
-) -> ScaledRope:
+    c: Fields, common: Mapping[str, Any], theta: float = 1e4, partial_rotary: float | None = None,
+    inert: Iterable[str] = (),
+) -> ScaledRope:  # fmt: skip
     """The rope of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling` (4); `theta` is the base
-    where neither has one, and `partial_rotary` as in `plain_fields`. `inert` are fields of theirs without a part in it.
+    where neither has one. `partial_rotary` is the share of each head that turns, where a config leaves out
+    `partial_rotary_factor`; None for a family that has no such field. `inert` are fields of theirs without a part in
+    it.
 
     Raises:
         ConfigError: no even number of columns of a head turns.

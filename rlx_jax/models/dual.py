@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
@@ -85,29 +85,25 @@ class DualFlow(Recipe[C]):
     part: TowerPart = "both"
 
     config_type = DualConfig
+    text_type: ClassVar[Callable[..., TextFlow[Any]]]
+    vision_type: ClassVar[Callable[..., VisionFlow[Any]]]
     bias: ClassVar[bool] = False
-
-    # -- what families say -------------------------------------------------------------------
 
     def vision(self) -> VisionFlow[Any]:
         """The vision tower, as it is stored beside the other."""
-        raise NotImplementedError
+        return self.vision_type(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)
 
     def text(self) -> TextFlow[Any]:
         """The text tower, as it is stored beside the other."""
-        raise NotImplementedError
+        return self.text_type(self.config.text, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)
 
     @property
     def vocab_size(self) -> int:
-        size: int = self.config.text.vocab_size
-        return size
+        return self.text().vocab_size
 
     @property
-    def max_positions(self) -> int:
-        positions: int = self.config.text.max_position_embeddings
-        return positions
-
-    # -- the recipe --------------------------------------------------------------------------
+    def max_positions(self) -> int | None:
+        return self.text().max_positions
 
     @property
     def padding(self) -> tuple[int, int] | None:

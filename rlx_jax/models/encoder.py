@@ -127,14 +127,6 @@ class EncoderFlow(TowerFlow[E]):
         return replace(self, prefix=next(found, self.prefix))
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
-
-    @property
     def padding(self) -> tuple[int, int] | None:
         """To how many tokens texts are padded, and with what; None: to any number, and padding is not read."""
         return None

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
-from rlx_jax.errors import (
-    GraphError,
-    UnsupportedError,
-    WeightError,
-    did_you_mean,
-    listing,
-    quote,
-)
+from rlx_jax.errors import GraphError, UnsupportedError, WeightError, did_you_mean, listing, quote
 from rlx_jax.flow import ModelRecipe
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
@@ -81,22 +75,19 @@ class Family:
 
     open: Opener
     architectures: tuple[str, ...]
-    headless: Family | None = None
+    headless: Opener | None = None
 
     @staticmethod
     def decoder(recipe: type[CausalFlow[Any]], causal: str, bare: str = "") -> Family:
         """A decoder-only family: its architectures with a head and, if it has one, without."""
         architectures = (causal, bare) if bare else (causal,)
 
-        def without_head(config: Fields, source: WeightSource) -> Pretrained:
-            return opened(replace(recipe.for_prefill(config), hidden_only=True), source, "encoder")
+        def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
+            headless = headless or architecture(config)[1] in architectures[1:]
+            made = replace(recipe.for_prefill(config), hidden_only=headless)
+            return opened(made, source, "encoder" if headless else "causal")
 
-        def opener(config: Fields, source: WeightSource) -> Pretrained:
-            if architecture(config)[1] in architectures[1:]:
-                return without_head(config, source)
-            return opened(recipe.for_prefill(config), source, "causal")
-
-        return Family(opener, architectures, Family(without_head, architectures))
+        return Family(opener, architectures, partial(opener, headless=True))
 
     @staticmethod
     def of(recipe: type[Recipe[Any]], kind: ModelKind, images: str, *architectures: str) -> Family:
@@ -126,14 +117,11 @@ class Family:
     def with_images(part: TextPart, *architectures: str) -> Family:
         """A decoder that reads images too: its text model, which is all that is built."""
 
-        def opener(config: Fields, source: WeightSource) -> Pretrained:
-            return FAMILIES[part.inner].open(*part.of(config, source))
-
-        def without_head(config: Fields, source: WeightSource) -> Pretrained:
+        def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             inner = FAMILIES[part.inner]
-            return (inner.headless or inner).open(*part.of(config, source))
+            return ((inner.headless if headless else None) or inner.open)(*part.of(config, source))
 
-        return Family(opener, architectures, Family(without_head, architectures))
+        return Family(opener, architectures, partial(opener, headless=True))
 
     @staticmethod
     def either(*families: Family) -> Family:
@@ -243,7 +231,9 @@ def family_of(
     if name and name not in family.architectures:
         known = ", ".join(family.architectures)
         raise UnsupportedError(f"{config.where}: architecture {quote(name)} is not built; of {kind} there are {known}")
-    return config, (getattr(family, "headless", None) or family) if headless else family
+    if headless and isinstance(family, Family) and family.headless:
+        family = replace(family, open=family.headless)
+    return config, family
 
 
 def bound(folder: Folder, config: Fields, family: Family | plugins.Opens, source: WeightSource) -> Pretrained:

@@ -135,8 +135,7 @@ class Flux2Flow(Recipe[Flux2Config]):
         return Flux2DoubleBlock(prefix, spec) if spec.kind == "double" else Flux2SingleBlock(prefix, spec)
 
     def _blocks(self, kind: str, count: int) -> Repeat:
-        layers = HookedLayers(self.hooks, _SpecOf(self, kind), self.stage)
-        return Repeat(count, layers, BLOCKS[kind])
+        return Repeat(count, HookedLayers(self.hooks, partial(self.spec, kind=kind), self.stage), BLOCKS[kind])
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights if there are any."""
@@ -163,17 +162,6 @@ class Flux2Flow(Recipe[Flux2Config]):
             .stage(Flux2Output(h, c.eps, c.patch_size**2 * c.out_channels))
             .output("sample")
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _SpecOf:
-    """The specs of one kind of block. A class, so that a flow with it can be pickled and copied."""
-
-    recipe: Flux2Flow
-    kind: str
-
-    def __call__(self, index: int) -> Flux2BlockSpec:
-        return self.recipe.spec(index, self.kind)
 
 
 def embed_streams(emit: Emit, value: FlowValue, hidden: int) -> FlowValue:

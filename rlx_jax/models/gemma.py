@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import (
-    EmbedScale,
-    Frequencies,
-    GemmaStyle,
-    LayerSpec,
-    LogitSoftcap,
-    RopeTables,
-    gemma_layer_spec,
-)
+from rlx_jax.blocks import EmbedScale, Frequencies, GemmaStyle, LayerSpec, LogitSoftcap, RopeTables, gemma_layer_spec
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import (
-    CommonFields,
     DecoderConfig,
     Ends,
     ScaledRope,
@@ -166,7 +158,7 @@ def _windows(c: Fields, style: GemmaStyle, layers: int) -> Windows:
     return layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
 
 
-def _ropes(c: Fields, style: GemmaStyle, common: CommonFields) -> tuple[ScaledRope, ScaledRope]:
+def _ropes(c: Fields, style: GemmaStyle, common: Mapping[str, Any]) -> tuple[ScaledRope, ScaledRope]:
     """Those of the layers that read all keys, and of the others in Gemma 3."""
     if style is not GemmaStyle.GEMMA3:
         return rope_of(c, common), ScaledRope(())

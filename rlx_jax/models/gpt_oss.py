@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import GPT_OSS_KEYS, ClampedGate, LayerSpec, MoeSpec
 from rlx_jax.errors import UnsupportedError, quote
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder_config import (
-    CommonFields,
     DecoderConfig,
     ScaledRope,
     Windows,
@@ -104,7 +104,7 @@ def check_packing(c: Fields) -> None:
     group.finish(("modules_to_not_convert", "dequantize"))
 
 
-def _rope(c: Fields, common: CommonFields) -> ScaledRope:
+def _rope(c: Fields, common: Mapping[str, Any]) -> ScaledRope:
     group, old = c.group("rope_parameters"), c.group("rope_scaling")
     if group is None and old is None:
         group = Fields(YARN, f"{c.where}, rope_parameters")

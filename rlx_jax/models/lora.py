@@ -69,7 +69,7 @@ class WithAdapter:
     def _names(self, flow: ModelFlow) -> ModuleNames:
         """The flow's checkpoint may be that of the bare model while the adapter is of one with a head, or the other way
         round."""
-        first, known = next(iter(self.sizes.ranks)), flow._weights
+        first, known = next(iter(self.sizes.modules)), flow._weights
         inner = first.partition(".")[2]
         if known is None or known.has(f"{first}.weight"):
             return ModuleNames()
@@ -240,8 +240,7 @@ def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite
     model = _compiled(model, "save_lora")
     adapters = adapters_of(model)
     weights = model.weights()
-    ranks = {adapter.module: int(weights[adapter.a].shape[0]) for adapter in adapters}
-    scales = {adapter.module: adapter.scale for adapter in adapters}
+    modules = {adapter.module: (int(weights[adapter.a].shape[0]), adapter.scale) for adapter in adapters}
     arrays = {
         adapter.module + part: weights[key]
         for adapter in adapters
@@ -252,4 +251,4 @@ def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite
         raise RequestError(f"save_lora: base_model is {shown(base_model)}; expected a path or 'org/name'")
     base = base_of(model.programs.source) if base_model is None else BaseModel(base_model)
     output = model.flow._outputs.primary if isinstance(model.flow, ModelFlow) else ""
-    write_adapter(path, AdapterSizes(ranks, scales, turned), arrays, overwrite, replace(base, task=TASKS.get(output)))
+    write_adapter(path, AdapterSizes(modules, turned), arrays, overwrite, replace(base, task=TASKS.get(output)))

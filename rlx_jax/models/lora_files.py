@@ -52,18 +52,17 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterSizes:
-    """Of each module with an adapter, its rank and the factor s."""
+    """The modules with an adapter: of each its rank and the factor s."""
 
-    ranks: Mapping[str, int]
-    scales: Mapping[str, float]
+    modules: Mapping[str, tuple[int, float]]
     turned: bool = False  # the weights beside them are `[in, out]`, PEFT's `fan_in_fan_out`
     dropout: float = 0.0  # that it was trained with
 
     def groups(self) -> dict[tuple[int, float], list[str]]:
         """The modules by both."""
         found: dict[tuple[int, float], list[str]] = {}
-        for module, rank in self.ranks.items():
-            found.setdefault((rank, self.scales[module]), []).append(module)
+        for module, size in self.modules.items():
+            found.setdefault(size, []).append(module)
         return found
 
 
@@ -87,25 +86,24 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
     folder.bring(WEIGHTS)
     source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
     found, where = _ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
-    scales = {}
+    sizes = {}
     for module, got in found.items():
         said = _matched(ranks, module, rank)
         if got != said:
             raise ConfigError(f"{where}: of {quote(module)} the rank is {said:g}, and its tensors have {got}")
-        scales[module] = _matched(alphas, module, alpha) / (got**0.5 if rslora else got)
+        sizes[module] = got, _matched(alphas, module, alpha) / (got**0.5 if rslora else got)
     names = {f"{module}{part}": f"{PREFIX}{module}{part}" for module in found for part in PARTS}
-    return AdapterSizes(found, scales, dropout=dropout), RenamedSource(source, names)
+    return AdapterSizes(sizes, dropout=dropout), RenamedSource(source, names)
 
 
 def as_stored(
     sizes: AdapterSizes, source: WeightSource, renamed: Sequence[tuple[str, str]]
 ) -> tuple[AdapterSizes, WeightSource]:
     """An adapter by the names that a checkpoint has, of one whose modules may have others: `ModuleNames.renamed`."""
-    stored = {module: other_name(module, [(called, name) for name, called in renamed]) for module in sizes.ranks}
+    stored = {module: other_name(module, [(called, name) for name, called in renamed]) for module in sizes.modules}
     names = {f"{name}{part}": f"{module}{part}" for module, name in stored.items() for part in PARTS}
-    ranks = {stored[module]: rank for module, rank in sizes.ranks.items()}
-    scales = {stored[module]: scale for module, scale in sizes.scales.items()}
-    return replace(sizes, ranks=ranks, scales=scales), RenamedSource(source, names) if renamed else source
+    modules = {stored[module]: size for module, size in sizes.modules.items()}
+    return replace(sizes, modules=modules), RenamedSource(source, names) if renamed else source
 
 
 def _pattern(fields: Fields, name: str) -> dict[str, float]:
@@ -187,8 +185,9 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
     """A directory with both files. Arguments and errors as `rlx_jax.models.lora.save_lora`."""
     if not isinstance(path, str | os.PathLike):
         raise RequestError(f"save_lora: path is {shown(path)}; expected the path of a directory")
-    alphas = {module: sizes.scales[module] * rank for module, rank in sizes.ranks.items()}
-    (rank, _), *_ = Counter(sizes.ranks.values()).most_common()
+    ranks = {module: rank for module, (rank, _) in sizes.modules.items()}
+    alphas = {module: scale * rank for module, (rank, scale) in sizes.modules.items()}
+    (rank, _), *_ = Counter(ranks.values()).most_common()
     (alpha, _), *_ = Counter(alphas.values()).most_common()
     config = {
         "peft_type": "LORA",
@@ -198,13 +197,13 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
         "inference_mode": True,
         "r": rank,
         "lora_alpha": _whole(alpha),
-        "rank_pattern": {module: r for module, r in sizes.ranks.items() if r != rank},
+        "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
         "alpha_pattern": {module: _whole(a) for module, a in alphas.items() if a != alpha},
         "use_rslora": False,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": sizes.turned,
-        "target_modules": sorted(sizes.ranks),
+        "target_modules": sorted(ranks),
     }
     values = {key: np.asarray(array) for key, array in arrays.items()}
     entries = [Entry.of(f"{PREFIX}{key}", array) for key, array in values.items()]

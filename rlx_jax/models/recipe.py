@@ -10,7 +10,7 @@ import jax
 
 from rlx_jax.errors import ConfigError, GraphError, shown
 from rlx_jax.flow import ModelFlow, declared_shapes
-from rlx_jax.models.config import ModelConfig
+from rlx_jax.models.config import ModelConfig, TokenConfig
 from rlx_jax.models.hooks import HookMethods, Hooks
 from rlx_jax.weights.source import WeightSource
 
@@ -62,12 +62,12 @@ class Recipe(HookMethods, Generic[C]):
     @property
     def vocab_size(self) -> int:
         """How many ids it reads; 0 where it reads none."""
-        return 0
+        return self.config.vocab_size if isinstance(self.config, TokenConfig) else 0
 
     @property
     def max_positions(self) -> int | None:
-        """The longest row that the model knows, in tokens."""
-        return None
+        """The longest row that the model knows, in tokens; None where it reads none."""
+        return self.config.max_position_embeddings if isinstance(self.config, TokenConfig) else None
 
     def stored_in(self, source: WeightSource) -> Self:
         """The recipe for how a checkpoint stores its weights, such as under a prefix."""

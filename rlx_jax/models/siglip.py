@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from rlx_jax.blocks import AttentionPool, BlockStage, ClsTokenPool, GatherLastToken, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS
@@ -126,10 +126,6 @@ class SiglipFlow(DualFlow[SiglipConfig]):
     name: str = "siglip"
 
     config_type = SiglipConfig
+    text_type = SiglipTextFlow
+    vision_type = SiglipVisionFlow
     bias = True
-
-    def text(self) -> TextFlow[Any]:
-        return SiglipTextFlow(self.config.text, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)
-
-    def vision(self) -> VisionFlow[Any]:
-        return SiglipVisionFlow(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)

@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
-from rlx_jax.blocks import (
-    BlockStage,
-    ClsTokenPool,
-    LayerKeys,
-    LayerNorm,
-    PreNormLayerSpec,
-    VisionEmbed,
-    pre_norm_layer,
-)
+from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerKeys, LayerNorm, PreNormLayerSpec, VisionEmbed, pre_norm_layer
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig

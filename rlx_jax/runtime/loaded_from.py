@@ -179,4 +179,4 @@ def _copied(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entr
     found = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
     if dtype is None or not is_float(found.dtype):
         return Entry(key, found, partial(source.read, key))
-    return Entry(key, found.with_dtype(dtype), lambda: narrowed(source.read(key), dtype, key))
+    return Entry(key, found.with_dtype(dtype), lambda: narrowed(source.read(key), dtype, f"weight {quote(key)}"))

@@ -158,7 +158,7 @@ class _Weight:
 
     def _stored(self, dtype: np.dtype[Any]) -> Any:
         values = self.values if self.original is None else read_numbers(self.key, self.original)
-        return values if values.dtype == dtype else narrowed(np.asarray(values), dtype, self.key)
+        return values if values.dtype == dtype else narrowed(np.asarray(values), dtype, f"weight {quote(self.key)}")
 
 
 def _weights(

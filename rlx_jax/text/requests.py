@@ -9,13 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import (
-    RequestError,
-    SequenceLengthError,
-    TokenIdError,
-    number,
-    shown,
-)
+from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError, number, shown
 from rlx_jax.io import limits
 from rlx_jax.ir.types import short_name
 from rlx_jax.runtime.inputs import as_host_array, id_array, ids_in, is_foreign, read_array
@@ -73,7 +67,7 @@ def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
             raise RequestError(f"{what}: expected one sequence of ids, got shape {list(ids.shape)}")
         ids = read_array(what, ids)
         ids = ids.tolist() if ids.dtype.kind in "iu" else list(ids)
-    if isinstance(ids, str) or not isinstance(ids, Sequence):
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
         raise RequestError(f"{what}: expected a list of token ids, got {type(ids).__name__}")
     if set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size:
         return list(ids)  # some times as fast as the loop, which finds what to tell

@@ -10,10 +10,9 @@ sentence-transformers do; `encode_plain` does not.
 
 from __future__ import annotations
 
-import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
 
@@ -31,7 +30,9 @@ from rlx_jax.io.folder import Folder, json_bound
 from rlx_jax.io.hub import SizeBound
 from rlx_jax.io.strict_json import parse
 from rlx_jax.models.config import Fields
+from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.text.chat_template import load_templates, template_bounds
+from rlx_jax.text.requests import id_list
 from rlx_jax.text.tokenizer_checks import refuse_panics
 
 T = TypeVar("T")
@@ -165,7 +166,10 @@ class Tokenizer:
             TokenIdError: not an int, negative, or 2^32 and over.
             TokenizerError: the tokenizer fails on these ids.
         """
-        numbers = _as_ids(ids)
+        try:
+            numbers = id_list([*ids] if isinstance(ids, Iterator) else ids, 2**32, "ids")
+        except RequestError as cause:
+            raise TokenIdError(str(cause)) from None
         text: str = _guard(
             lambda: self._native.decode(numbers, skip_special_tokens=bool(skip_special_tokens)), "decoding failed"
         )
@@ -176,10 +180,7 @@ class Tokenizer:
         if max_length is None:
             return _guard(lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed")
         around = self.special_count if special else 0
-        if _whole(max_length, "max_length") < max(1, around):
-            raise RequestError(
-                f"max_length is {max_length}; expected at least {max(1, around)}, special tokens included"
-            )
+        whole_number("max_length", max_length, max(1, around))
 
         def within() -> list[list[int]]:
             rows = [row.ids for row in encode(texts, add_special_tokens=special)]
@@ -282,7 +283,7 @@ def _bring(folder: Folder) -> None:
         bounds: dict[str, SizeBound] = {TOKENIZER: (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES")}
         bounds |= dict.fromkeys(beside, json_bound())
         bounds |= template_bounds(folder)
-        folder.bring_all(bounds, bounds)
+        folder.bring(*bounds, bounds=bounds)
 
 
 # -- native code -------------------------------------------------------------------------------
@@ -451,28 +452,3 @@ def _check_text(text: object, what: str) -> None:
         raise RequestError(
             f"{what}: half of a surrogate pair at character {cause.start}; it is no Unicode text"
         ) from None
-
-
-def _whole(value: object, what: str) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise RequestError(f"{what}: expected an int, found {quote(value)}") from None
-
-
-def _as_ids(ids: Iterable[SupportsIndex]) -> list[int]:
-    values = ids.tolist() if hasattr(ids, "tolist") else ids  # an array, in one step
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise TokenIdError(f"ids: expected a sequence of token ids, found {type(ids).__name__}")
-    numbers = []
-    for i, value in enumerate(values):
-        try:
-            number = _whole(value, f"ids[{i}]")
-        except RequestError as cause:
-            raise TokenIdError(str(cause)) from None
-        if not 0 <= number < 2**32:
-            raise TokenIdError(f"ids[{i}] is {number}; expected a token id, from 0 on")
-        numbers.append(number)
-    return numbers

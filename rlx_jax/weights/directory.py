@@ -31,7 +31,8 @@ from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.io.hub import run_together
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.weights.manifest import NAME
-from rlx_jax.weights.safetensors import HeaderAlone, SafetensorsFile, read_header
+from rlx_jax.weights.safetensors import SafetensorsFile, read_header
+from rlx_jax.weights.safetensors_header import Header
 
 INDEX_SUFFIX = ".safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -86,14 +87,14 @@ def bring(folder: Folder, max_bytes: int | None = None) -> None:
         return
     chosen, index = _listed(folder)
     if max_bytes is not None:
-        total = sum(info.nbytes for file in headers(folder) for info in file.tensors.values())
+        total = sum(info.nbytes for file in headers(folder).values() for info in file.tensors.values())
         limits.at_most(total, max_bytes, "max_bytes", "the size of all weights in bytes")
-    folder.bring(NAME, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")
-    folder.bring_all([chosen] if index is None else index.shards)  # what is lacking is named when the index is opened
+    folder.bring(NAME, bounds={NAME: (limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")})
+    folder.bring(*([chosen] if index is None else index.shards))  # what is lacking is named when the index is opened
 
 
-def headers(folder: Folder) -> list[HeaderAlone]:
-    """What `open_directory` would open of a model of the Hub, by headers alone: no weights are fetched.
+def headers(folder: Folder) -> dict[str, Header]:
+    """The headers of what `open_directory` would open of a model of the Hub, by file: no weights are fetched.
 
     Raises:
         As `open_directory`, of the names that the Hub lists. HubError and others: as `Snapshot.part`.
@@ -102,19 +103,18 @@ def headers(folder: Folder) -> list[HeaderAlone]:
     shards = [chosen] if index is None else list(index.shards)
     if index is not None:
         _refuse_missing(index, [shard for shard in shards if folder.listed(shard) is None])
-    found: dict[str, HeaderAlone] = {}
+    found: dict[str, Header] = {}
 
     def read(shard: str, stop: threading.Event) -> None:
         where, listed = folder.where(shard), folder.listed(shard)
         if listed is None or listed.nbytes is None:
             raise IntegrityError(f"{where}: the Hub does not say how long it is, so that its header cannot be trusted")
-        header = read_header(lambda count, start, _: folder.part(shard, start, count), listed.nbytes, where)
-        found[shard] = HeaderAlone(shard, header.tensors, header.metadata)
+        found[shard] = read_header(lambda count, start, _: folder.part(shard, start, count), listed.nbytes, where)
 
     run_together(read, shards)
     if index is not None:
         _compare(index, found, strict=True)
-    return [found[shard] for shard in shards]
+    return {shard: found[shard] for shard in shards}
 
 
 def _listed(folder: Folder) -> tuple[str, _Index | None]:
@@ -124,7 +124,7 @@ def _listed(folder: Folder) -> tuple[str, _Index | None]:
     chosen = _choose(where, names, pickles)
     if not chosen.endswith(INDEX_SUFFIX):
         return chosen, None
-    folder.bring(chosen, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")
+    folder.bring(chosen, bounds={chosen: (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")})
     return chosen, _read_index(resolve(os.fspath(folder.path), chosen), folder.where(chosen))
 
 
@@ -283,7 +283,7 @@ def _refuse_missing(index: _Index, missing: list[str]) -> None:
         )
 
 
-def _compare(index: _Index, files: Mapping[str, SafetensorsFile | HeaderAlone], strict: bool) -> None:
+def _compare(index: _Index, files: Mapping[str, SafetensorsFile] | Mapping[str, Header], strict: bool) -> None:
     """Check the shards' own headers against the index."""
     holders: dict[str, list[str]] = defaultdict(list)
     for shard, file in files.items():
@@ -305,6 +305,7 @@ def _compare(index: _Index, files: Mapping[str, SafetensorsFile | HeaderAlone], 
     if extra:
         problem = f"{index.where}: the shards hold {len(extra)} tensors that it does not list: {listing(extra)}"
         _complain(UnexpectedWeightError, problem, strict)
+    limits.at_most(len(holders), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
     total = sum(info.nbytes for file in files.values() for info in file.tensors.values())
     if index.total_size not in (None, total):
         problem = f"{index.where}: metadata.total_size is {index.total_size}, the tensors have {total} bytes"

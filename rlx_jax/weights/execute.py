@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,13 +19,13 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_space, freed
-from rlx_jax.errors import RlxNumericsWarning, WeightError, WeightShapeError, quote
+from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.ir.packed import PackedSpec, decoded
 from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, Zeros, boxed, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored
 from rlx_jax.ir.stored import Box, side_by_side, slices
-from rlx_jax.ir.types import TensorType, is_float, short_name
-from rlx_jax.weights.finite import all_finite
+from rlx_jax.ir.types import TensorType, short_name
+from rlx_jax.weights.finite import narrowed
 
 HostArray = np.ndarray[Any, Any]
 # Threads that read leaves: one alone does not fill the bus to an accelerator.
@@ -248,27 +247,12 @@ def _rounded(data: HostArray, program: Program, dtype: np.dtype[Any], source: We
     key = next(stored_keys(program), None)
     if key is None:  # a device's part of a padded leaf may be padding alone
         return data.astype(dtype)
+    where = f"weight {quote(key.key)} ({source.where(key.key)})"
     if dtype.kind in "iu":
-        _check_range(data, dtype, key, source)
-    with np.errstate(over="ignore"):
-        out = data.astype(dtype)
-    if is_float(dtype) and not all_finite(out):
-        count = int((np.isinf(out) & np.isfinite(data)).sum())
-        if count:
-            message = f"weight {quote(key.key)} ({source.where(key.key)}): {count} of {data.size} values are over the"
-            warnings.warn(
-                f"{message} range of {short_name(dtype)} and become infinite", RlxNumericsWarning, stacklevel=2
-            )
-    return out
-
-
-def _check_range(data: HostArray, dtype: np.dtype[Any], key: Key, source: WeightSource) -> None:
-    info = np.iinfo(dtype)
-    if data.size and (data.min() < info.min or data.max() > info.max):
-        raise WeightError(
-            f"weight {key.key!r} ({source.where(key.key)}): values {data.min()} … {data.max()} do not fit "
-            f"{short_name(dtype)}"
-        )
+        info = np.iinfo(dtype)
+        if data.size and (data.min() < info.min or data.max() > info.max):
+            raise WeightError(f"{where}: values {data.min()} … {data.max()} do not fit {short_name(dtype)}")
+    return narrowed(data, dtype, where)
 
 
 def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:

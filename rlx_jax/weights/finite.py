@@ -48,18 +48,19 @@ def check_finite(values: np.ndarray[Any, Any], key: str, where: str, on_nonfinit
     warnings.warn(message, RlxNumericsWarning, stacklevel=3)
 
 
-def narrowed(values: np.ndarray[Any, Any], dtype: np.dtype[Any], key: str) -> np.ndarray[Any, Any]:
-    """A tensor that is to be stored, in another floating dtype.
+def narrowed(values: np.ndarray[Any, Any], dtype: np.dtype[Any], where: str) -> np.ndarray[Any, Any]:
+    """A tensor in another dtype. Messages begin with `where`.
 
     Warns:
         RlxNumericsWarning: values that are finite and too large for it.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         cast = values.astype(dtype)
-    over = int(np.isinf(cast).sum() - np.isinf(values).sum())
-    if over:
-        message = f"weight {quote(key)}: {over} values are too large for {short_name(dtype)}: now infinite"
-        warnings.warn(message, RlxNumericsWarning, stacklevel=2)
+    if is_float(dtype) and not all_finite(cast):
+        over = int(np.isinf(cast).sum() - np.isinf(values).sum())
+        if over:
+            message = f"{where}: {over} values are too large for {short_name(dtype)}: now infinite"
+            warnings.warn(message, RlxNumericsWarning, stacklevel=2)
     return cast
 
 

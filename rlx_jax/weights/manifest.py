@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -107,7 +107,7 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
         raise UnsupportedError(f"{where}: version {quote(content.get('version'))}; this rlx_jax reads {VERSION}")
     try:
         weights = {
-            key: WeightEntry(_type(entry, f"{where}: {quote(key)}"), _text_or_none(entry["sha256"]))
+            key: WeightEntry(_type(entry, f"{where}: {quote(key)}"), entry["sha256"])
             for key, entry in content["weights"].items()
         }
         files = {name: FileEntry(int(e["nbytes"]), str(e["sha256"])) for name, e in content["files"].items()}
@@ -115,10 +115,6 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
     except (KeyError, TypeError, ValueError, AttributeError) as cause:
         raise IntegrityError(f"{where}: an entry is not what rlx_jax.save writes; {_ADVICE}") from cause
     return Manifest(weights, files, beside)
-
-
-def _text_or_none(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 def _type(entry: Mapping[str, Any], where: str) -> TensorType:
@@ -273,11 +269,6 @@ class VerifiedSource(SourceView):
             where = quote(self._directory)
             raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
         self._compared.add(key)
-
-
-def manifest_of(directory: str, weights: Mapping[str, WeightEntry], names: Iterable[str]) -> Manifest:
-    """The manifest for files that are in a directory already."""
-    return Manifest(weights, file_digests(directory, list(names)))
 
 
 def open_verified(

@@ -9,20 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import (
-    IntegrityError,
-    MissingWeightError,
-    UnsupportedError,
-    WeightError,
-    WeightShapeError,
-    quote,
-)
+from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, WeightShapeError, quote
 from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, packed_types, suspects
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import short_name
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
-from rlx_jax.weights.safetensors import check_index, find
+from rlx_jax.weights.named import NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import check_shape
 
 HostArray = np.ndarray[Any, Any]
@@ -49,10 +42,11 @@ class MappingFormat:
         raise UnsupportedError("a mapping is no file: model.weights() makes one")
 
 
-class MappingSource:
+class MappingSource(NamedTensors[Any]):
     """Weights from a mapping: arrays of NumPy or JAX, or `Packed`; for shapes `jax.ShapeDtypeStruct` or `PackedSpec`.
 
-    The arrays are neither copied nor checked before they are read; the mapping itself is copied.
+    The arrays are neither copied nor checked before they are read; the mapping itself is copied. Messages call it
+    `name`.
 
     Raises:
         WeightError: a key is not a string.
@@ -60,38 +54,32 @@ class MappingSource:
         WeightShapeError, LimitError: a symbolic shape, or one too large; one that packed bytes contradict.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], *, on_nonfinite: OnNonfinite = "error") -> None:
-        self._arrays = dict(arrays)
-        self._on_nonfinite = on_nonfinite
-        for key, value in self._arrays.items():
+    def __init__(
+        self, arrays: Mapping[str, Any], *, on_nonfinite: OnNonfinite = "error", name: str = "mapping"
+    ) -> None:
+        self._tensors = dict(arrays)
+        self._on_nonfinite, self._name, self._place = on_nonfinite, name, f"the {name}"
+        for key, value in self._tensors.items():
             _check_value(key, value)
 
     @property
     def shapes_only(self) -> bool:
         """Whether every entry is a shape alone: enough to compile, not to run."""
-        values = self._arrays.values()
+        values = self._tensors.values()
         return bool(values) and all(isinstance(v, WeightSpec) for v in values)
 
     def has_numbers(self, key: str) -> bool:
         """Whether there is an array under `key`, not only its shape."""
-        return self.has(key) and not isinstance(self._arrays[key], WeightSpec)
-
-    def keys(self) -> tuple[str, ...]:
-        """The keys, in the mapping's order."""
-        return tuple(self._arrays)
-
-    def has(self, key: str) -> bool:
-        """Whether there is a tensor under `key`."""
-        return isinstance(key, str) and key in self._arrays
+        return self.has(key) and not isinstance(self._tensors[key], WeightSpec)
 
     def where(self, key: str) -> str:
-        """`"mapping"`.
+        """Return `name`.
 
         Raises:
             MissingWeightError: no such key.
         """
-        self._value(key)
-        return "mapping"
+        self._find(key)
+        return self._name
 
     def spec(self, key: str) -> WeightSpec:
         """Shape and dtype under `key`; the logical ones of what is packed.
@@ -99,7 +87,7 @@ class MappingSource:
         Raises:
             MissingWeightError: no such key.
         """
-        value = self._value(key)
+        value = self._find(key)
         if isinstance(value, Packed | PackedSpec):
             return value.spec if isinstance(value, Packed) else value
         return stored_spec(value.shape, value.dtype)
@@ -115,7 +103,7 @@ class MappingSource:
             WeightError: there is a shape only, or the JAX array is deleted, traced or on other hosts.
             NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
         """
-        given = self._value(key)
+        given = self._find(key)
         value = given.data if isinstance(given, Packed) else given
         slices = check_index(index, value.shape, key)
         if isinstance(value, WeightSpec):
@@ -135,18 +123,8 @@ class MappingSource:
         part = part.astype(part.dtype.newbyteorder("="), copy=False).view()
         part.flags.writeable = False
         searched = suspects(part, given.scheme) if isinstance(given, Packed) else part
-        check_finite(searched, key, "mapping", self._on_nonfinite)
+        check_finite(searched, key, self._name, self._on_nonfinite)
         return part
-
-    def _value(self, key: str) -> Any:
-        try:
-            return find(self._arrays, key, "the mapping")
-        except MissingWeightError as missing:
-            if any("{" in known for known in self._arrays):
-                raise MissingWeightError(
-                    f"{missing}; leaves of rolled layers: model.weights(params) gives them by key"
-                ) from None
-            raise
 
 
 def _check_value(key: object, value: Any) -> None:

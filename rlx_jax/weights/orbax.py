@@ -39,8 +39,8 @@ from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions
 from rlx_jax.weights.manifest import NAME, open_verified
+from rlx_jax.weights.named import NamedTensors, check_index, span
 from rlx_jax.weights.orbax_tree import ArrayTree, below, find_item, is_orbax, read_tree
-from rlx_jax.weights.safetensors import check_index, find, span
 from rlx_jax.weights.safetensors_header import check_shape
 
 HostArray = np.ndarray[Any, Any]
@@ -73,10 +73,21 @@ class Orbax:
         return source
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
-        _write(directory, entries)
+        """A flat tree of arrays by key, as `orbax.checkpoint.StandardCheckpointer` writes it."""
+        import orbax.checkpoint as ocp
+
+        if not is_text(directory):
+            raise UnsupportedError(f"{quote(directory)}: orbax takes paths in UTF-8 alone; use format='safetensors'")
+        empty = [e.key for e in entries if 0 in e.type.shape]
+        if empty or not entries:
+            raise UnsupportedError(f"orbax stores no empty arrays: {listing(empty)}; use format='safetensors'")
+        tree = {entry.key: _stored(entry.values()) for entry in entries}
+        chunks = dict.fromkeys(tree, ocp.SaveArgs(chunk_byte_size=_CHUNK))
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            checkpointer.save(directory, args=ocp.args.StandardSave(tree, save_args=chunks))
 
 
-class OrbaxSource:
+class OrbaxSource(NamedTensors[TensorType]):
     """Weights of one orbax checkpoint. Opening reads names, shapes and dtypes only.
 
     Raises:
@@ -91,15 +102,7 @@ class OrbaxSource:
             for name in tree.arrays.values():
                 check_name(name)
         self._store = _Store(tree, self._where())
-        self._arrays = self._store.describe()
-
-    def keys(self) -> tuple[str, ...]:
-        """The dotted paths of the arrays, in the order of the tree."""
-        return tuple(self._arrays)
-
-    def has(self, key: str) -> bool:
-        """Whether there is an array `key`."""
-        return isinstance(key, str) and key in self._arrays
+        self._tensors, self._place = self._store.describe(), f"{self._where()}, a checkpoint"
 
     def where(self, key: str) -> str:
         """The directory of the tree.
@@ -107,7 +110,7 @@ class OrbaxSource:
         Raises:
             MissingWeightError: no such array.
         """
-        self._info(key)
+        self._find(key)
         return self._tree.directory
 
     def spec(self, key: str) -> jax.ShapeDtypeStruct:
@@ -116,7 +119,7 @@ class OrbaxSource:
         Raises:
             MissingWeightError: no such array.
         """
-        return self._info(key).spec
+        return self._find(key).spec
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """An array, or the part that `index` selects as in NumPy; a new C-contiguous array on the host.
@@ -128,7 +131,7 @@ class OrbaxSource:
             LimitError: it does not fit in memory.
             NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
         """
-        spec = self._info(key).spec
+        spec = self._find(key).spec
         slices = check_index(index, spec.shape, key)
         values = self._store.read(self._tree.arrays[key], spec, slices)
         check_finite(values, key, self._where(), self._on_nonfinite)
@@ -140,9 +143,6 @@ class OrbaxSource:
 
     def _where(self) -> str:
         return quote(self._tree.directory)
-
-    def _info(self, key: str) -> TensorType:
-        return find(self._arrays, key, f"{self._where()}, a checkpoint")
 
 
 # -- tensorstore -------------------------------------------------------------------------------
@@ -310,21 +310,6 @@ def _dtype(name: Any, where: str) -> np.dtype[Any]:
 
 
 # -- writing -----------------------------------------------------------------------------------
-
-
-def _write(directory: str, entries: Sequence[Entry]) -> None:
-    """A flat tree of arrays by key, as `orbax.checkpoint.StandardCheckpointer` writes it."""
-    import orbax.checkpoint as ocp
-
-    if not is_text(directory):
-        raise UnsupportedError(f"{quote(directory)}: orbax takes paths in UTF-8 alone; use format='safetensors'")
-    empty = [e.key for e in entries if 0 in e.type.shape]
-    if empty or not entries:
-        raise UnsupportedError(f"orbax stores no empty arrays: {listing(empty)}; use format='safetensors'")
-    tree = {entry.key: _stored(entry.values()) for entry in entries}
-    chunks = dict.fromkeys(tree, ocp.SaveArgs(chunk_byte_size=_CHUNK))
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save(directory, args=ocp.args.StandardSave(tree, save_args=chunks))
 
 
 def _stored(values: Any) -> Any:

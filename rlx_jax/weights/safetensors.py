@@ -18,32 +18,23 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import (
-    MissingWeightError,
-    SafetensorsError,
-    StorageError,
-    WeightShapeError,
-    did_you_mean,
-    quote,
-    shown,
-)
+from rlx_jax.errors import SafetensorsError, StorageError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import open_regular, read_at
-from rlx_jax.weights.safetensors_header import Header, TensorInfo, parse_header
+from rlx_jax.weights.named import Closing, check_index, find, span
+from rlx_jax.weights.safetensors_header import Header, parse_header
 
-T = TypeVar("T")
 _RUN = 2**12  # bytes that are worth a call to the system of their own: a page, which a disk reads whole anyway
 _BAND = 2**20  # bytes that are read at once where runs are shorter: what they are copied from stays in cache
 
 
-class SafetensorsFile:
+class SafetensorsFile(Closing):
     """One open `.safetensors` file. Opening reads the header only.
 
     A context manager; the file is closed at the latest when the object goes. A copy opens it again.
@@ -107,12 +98,6 @@ class SafetensorsFile:
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), name=self.name), (self._path,)  # a copy opens the file again
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _read_box(self, name: str, begins: Sequence[int], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """An array of `shape` that stands in a tensor where `begins` says."""
         if not self._close.alive:
@@ -171,71 +156,6 @@ class SafetensorsFile:
             )
 
 
-def check_index(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: str) -> tuple[slice, ...]:
-    """`index` as a tuple of slices that fit `shape`; trailing axes may be left out.
-
-    Raises:
-        WeightShapeError: more slices than axes, or something else than slices of whole numbers.
-    """
-    slices = () if index is None else index
-    if not isinstance(slices, tuple) or len(slices) > len(shape):
-        raise WeightShapeError(
-            f"{quote(name)}: expected at most {len(shape)} slices for shape {shape}, got {quote(index)}"
-        )
-    for part, dim in zip(slices, shape, strict=False):
-        try:
-            slice.indices(part, dim)
-        except (TypeError, ValueError) as cause:
-            raise WeightShapeError(f"{quote(name)}: {quote(part)} is not a slice of {dim} rows") from cause
-    return slices
-
-
-def find(tensors: Mapping[str, T], key: object, what: str) -> T:
-    """What `tensors`, which messages call `what`, have under `key`.
-
-    Raises:
-        MissingWeightError: nothing; it names keys close to it.
-    """
-    if not isinstance(key, str):
-        raise MissingWeightError(f"the key of a weight is a string, got {shown(key)} for {what} of {len(tensors)}")
-    if key not in tensors:
-        count = len(tensors)
-        raise MissingWeightError(
-            f"no weight {quote(key)} in {what} of {count} weight{'s' * (count != 1)}{close_names(key, tensors)}"
-        )
-    return tensors[key]
-
-
-def close_names(name: str, known: Iterable[str]) -> str:
-    """A suggestion among many names; comparing with 200,000 would take minutes."""
-    known = list(known)
-    prefixed = [k for k in known if k.endswith(f".{name}") or name.endswith(f".{k}")]
-    if prefixed:  # all of them have it, or none: the first shows which
-        return f"; did you mean {quote(prefixed[0])}?"
-    last = name.rpartition(".")[2]
-    likely = [k for k in known if k.rpartition(".")[2] == last or abs(len(k) - len(name)) < 3]
-    return did_you_mean(name, likely[:1000])
-
-
-@dataclass(frozen=True)
-class HeaderAlone:
-    """What `SafetensorsFile` is, of a file whose data is not here."""
-
-    name: str
-    tensors: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str]
-    bytes_read: int = 0
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """Raises:
-        StorageError: always.
-        """
-        raise StorageError(f"{quote(self.name)}: tensor {quote(name)}: only the header of the file was fetched")
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 def read_header(read: Callable[[int, int, str], bytes], size: int, where: str) -> Header:
     """The header of a file of `size` bytes; `read(count, start, where)` gives its bytes.
 
@@ -270,16 +190,3 @@ def _read_bytes(descriptor: int, count: int, start: int, where: str) -> bytes:
     if read_at(descriptor, memoryview(buffer), start, where) < count:
         raise SafetensorsError(f"{where}: the file was cut while its header was read")
     return bytes(buffer)
-
-
-def span(part: slice, dim: int) -> tuple[int, int, slice]:
-    """The rows first … first + count that hold all of `part`, and the slice that takes `part` out of them.
-
-    >>> span(slice(8, 2, -3), 10)
-    (5, 4, slice(None, None, -3))
-    """
-    rows = range(dim)[part]
-    if not rows:
-        return 0, 0, slice(None)
-    first = min(rows[0], rows[-1])
-    return first, abs(rows[-1] - rows[0]) + 1, slice(None, None, rows.step)

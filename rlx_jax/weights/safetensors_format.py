@@ -6,13 +6,12 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 
-from rlx_jax.errors import DuplicateWeightError, IntegrityError, UnsupportedError, WeightError, listing, quote
-from rlx_jax.io import limits
+from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, listing, quote
 from rlx_jax.io.atomic import write_synced
 from rlx_jax.io.files import Links, resolve
 from rlx_jax.ir.reading import WeightSource
@@ -20,7 +19,8 @@ from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_dire
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import NAME, open_verified
-from rlx_jax.weights.safetensors import HeaderAlone, SafetensorsFile, find
+from rlx_jax.weights.named import Closing, NamedTensors
+from rlx_jax.weights.safetensors import SafetensorsFile
 from rlx_jax.weights.safetensors_header import DTYPES
 
 HostArray = np.ndarray[Any, Any]
@@ -52,51 +52,45 @@ class Safetensors:
         return _read(weights, options)
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
-        _write(directory, entries)
+        """`model.safetensors`, or shards and their index."""
+        unknown = [e.key for e in entries if e.type.dtype not in _NAMES]
+        if unknown:
+            raise UnsupportedError(f"safetensors has no dtype for {listing(unknown)}; use format='orbax'")
+        os.mkdir(directory)
+        shards = _shards(entries)
+        names = [
+            "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+            for i in range(len(shards))
+        ]
+        for name, shard in zip(names, shards, strict=True):
+            write_file(os.path.join(directory, name), shard)
+        if len(shards) > 1:
+            where = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+            total = sum(entry.type.nbytes for entry in entries)
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            write_synced(os.path.join(directory, "model" + INDEX_SUFFIX), json.dumps(index, indent=1).encode())
 
 
-class SafetensorsSource:
+class SafetensorsSource(NamedTensors[SafetensorsFile], Closing):
     """Weights from one `.safetensors` file or from the shards of one checkpoint.
 
     A context manager; the files are closed at the latest when the source goes. Several threads may read.
-
-    Raises:
-        DuplicateWeightError: two files hold a tensor of the same name.
-        LimitError: more than `limits.MAX_TENSORS` tensors.
+    `open_index` has checked that no two files hold a tensor of one name.
     """
 
     def __init__(
-        self,
-        files: Sequence[SafetensorsFile | HeaderAlone],
-        *,
-        on_nonfinite: OnNonfinite = "error",
-        directory: str = "",
+        self, files: Sequence[SafetensorsFile], *, on_nonfinite: OnNonfinite = "error", directory: str = ""
     ) -> None:
         self.files = tuple(files)
         self.directory = directory  # that was opened; "" for files
         self._on_nonfinite = on_nonfinite
-        self._file_of: dict[str, SafetensorsFile | HeaderAlone] = {}
-        for file in self.files:
-            for key in file.tensors:
-                if key in self._file_of:
-                    raise DuplicateWeightError(
-                        f"{quote(key)} is in {quote(self._file_of[key].name)} and in {quote(file.name)}"
-                    )
-                self._file_of[key] = file
-        limits.at_most(len(self._file_of), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
+        self._tensors = {key: file for file in self.files for key in file.tensors}
+        self._place = f"{listing((file.name for file in self.files), 2)}, a checkpoint"
 
     @property
     def bytes_read(self) -> int:
         """Bytes of tensors read so far; headers do not count."""
         return sum(file.bytes_read for file in self.files)
-
-    def keys(self) -> tuple[str, ...]:
-        """The tensor names, in the order of the data, shard by shard."""
-        return tuple(self._file_of)
-
-    def has(self, key: str) -> bool:
-        """Whether there is a tensor `key`."""
-        return isinstance(key, str) and key in self._file_of
 
     def where(self, key: str) -> str:
         """The file that holds `key`: its name in the directory, or the path that was opened.
@@ -104,7 +98,7 @@ class SafetensorsSource:
         Raises:
             MissingWeightError: no such tensor.
         """
-        return self._file(key).name
+        return self._find(key).name
 
     def spec(self, key: str) -> jax.ShapeDtypeStruct:
         """Shape and dtype of a tensor, from the header.
@@ -112,7 +106,7 @@ class SafetensorsSource:
         Raises:
             MissingWeightError: no such tensor.
         """
-        info = self._file(key).tensors[key]
+        info = self._find(key).tensors[key]
         return stored_spec(info.shape, info.dtype)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
@@ -122,7 +116,7 @@ class SafetensorsSource:
             NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
             Others: as `SafetensorsFile.read`.
         """
-        file = self._file(key)
+        file = self._find(key)
         values = file.read(key, index)
         check_finite(values, key, quote(file.name), self._on_nonfinite)
         return values
@@ -132,26 +126,12 @@ class SafetensorsSource:
         for file in self.files:
             file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _file(self, key: str) -> SafetensorsFile | HeaderAlone:
-        return find(self._file_of, key, f"{listing((f.name for f in self.files), 2)}, a checkpoint")
-
 
 def _read(path: str, options: OpenOptions) -> SafetensorsSource:
     """The source of the files at `path`."""
     files = _files(path, options.strict, options.links)
-    try:
-        directory = path if os.path.isdir(path) else ""
-        return SafetensorsSource(files, on_nonfinite=options.on_nonfinite, directory=directory)
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
+    directory = path if os.path.isdir(path) else ""
+    return SafetensorsSource(files, on_nonfinite=options.on_nonfinite, directory=directory)
 
 
 def _files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
@@ -168,26 +148,6 @@ def _files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
 # -- writing -----------------------------------------------------------------------------------
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def _write(directory: str, entries: Sequence[Entry]) -> None:
-    """`model.safetensors`, or shards and their index."""
-    unknown = [e.key for e in entries if e.type.dtype not in _NAMES]
-    if unknown:
-        raise UnsupportedError(f"safetensors has no dtype for {listing(unknown)}; use format='orbax'")
-    os.mkdir(directory)
-    shards = _shards(entries)
-    names = [
-        "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        for i in range(len(shards))
-    ]
-    for name, shard in zip(names, shards, strict=True):
-        write_file(os.path.join(directory, name), shard)
-    if len(shards) > 1:
-        where = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-        total = sum(entry.type.nbytes for entry in entries)
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        write_synced(os.path.join(directory, "model" + INDEX_SUFFIX), json.dumps(index, indent=1).encode())
 
 
 def _shards(entries: Sequence[Entry]) -> list[list[Entry]]:

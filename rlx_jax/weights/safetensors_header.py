@@ -15,14 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rlx_jax.errors import (
-    DuplicateWeightError,
-    LimitError,
-    SafetensorsError,
-    UnsupportedError,
-    did_you_mean,
-    quote,
-)
+from rlx_jax.errors import DuplicateWeightError, LimitError, SafetensorsError, UnsupportedError, did_you_mean, quote
 from rlx_jax.io import limits
 from rlx_jax.io.strict_json import parse
 from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, MAX_RANK, short_name

@@ -25,7 +25,7 @@ from rlx_jax.io.files import files_below
 from rlx_jax.ir.types import short_name
 from rlx_jax.weights import formats, manifest
 from rlx_jax.weights.format import Entry, Format, OpenOptions
-from rlx_jax.weights.manifest import Manifest, VerifiedSource, WeightEntry, digest, manifest_of, read_manifest
+from rlx_jax.weights.manifest import Manifest, VerifiedSource, WeightEntry, digest, file_digests, read_manifest
 
 
 def write_checkpoint(
@@ -60,7 +60,7 @@ def write_checkpoint(
         there = os.path.join(new, inside) if inside else new
         os.makedirs(os.path.dirname(there), exist_ok=True)
         known[format].write(there, [replace(e, values=partial(_values, e, weights)) for e in entries])
-        found = replace(manifest_of(new, weights, files_below(new)), beside=(*beside, *ours))
+        found = Manifest(weights, file_digests(new, files_below(new)), (*beside, *ours))
         _read_back(there, known[format], found)
         write_synced(os.path.join(new, manifest.NAME), found.to_json())
         for name, content in beside.items():

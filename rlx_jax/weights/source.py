@@ -10,14 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from rlx_jax.errors import (
-    MissingFileError,
-    RlxError,
-    UnsupportedError,
-    WeightError,
-    listing,
-    quote,
-)
+from rlx_jax.errors import MissingFileError, RlxError, UnsupportedError, WeightError, listing, quote
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import abandoned_old
 from rlx_jax.io.files import Links, list_directory
@@ -29,10 +22,10 @@ from rlx_jax.ir.types import short_name as short_name
 from rlx_jax.weights import formats
 from rlx_jax.weights.directory import bring, headers, refuse_directory, refuse_other_format
 from rlx_jax.weights.finite import OnNonfinite
-from rlx_jax.weights.format import Format, OpenOptions
+from rlx_jax.weights.format import Format, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import Verify
+from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.orbax_tree import usable_steps
-from rlx_jax.weights.safetensors_format import SafetensorsSource
 from rlx_jax.weights.views import close
 
 
@@ -119,15 +112,12 @@ def _here(weights: Any, max_bytes: int | None, revision: str | None, token: str 
     """
     if isinstance(weights, str | os.PathLike):
         path = os.fsdecode(weights)
-        there = os.path.lexists(abandoned_old(path) or path) or os.path.isdir(os.path.dirname(path))
-        if is_name(path) and not there:
+        weights = abandoned_old(path) or path
+        if is_name(path) and not (os.path.lexists(weights) or os.path.isdir(os.path.dirname(path))):
             weights, revision, token = open_folder(path, revision, token), None, None
     if isinstance(weights, Folder):
         bring(weights, max_bytes)
-        weights = weights.path
-    if isinstance(weights, str | os.PathLike):
-        path = os.fsdecode(weights)
-        weights = abandoned_old(path) or path
+        weights = os.fspath(weights.path)
     refuse_asked(revision, token, "these weights are on this machine", WeightError)
     return weights
 
@@ -156,7 +146,11 @@ def open_headers(folder: Folder) -> WeightSource:
     Raises:
         As `open_weights`.
     """
-    return open_weights(folder) if folder.snapshot is None else SafetensorsSource(headers(folder))
+    if folder.snapshot is None:
+        return open_weights(folder)
+    tensors = {key: info for header in headers(folder).values() for key, info in header.tensors.items()}
+    specs = {key: stored_spec(info.shape, info.dtype) for key, info in tensors.items()}
+    return MappingSource(specs, name=f"checkpoint {folder.where('')}")
 
 
 def _refuse(path: str) -> NoReturn:

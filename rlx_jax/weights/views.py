@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.reading import WeightSource
-from rlx_jax.weights.safetensors import find
-
-
-@runtime_checkable
-class SupportsClose(Protocol):
-    """A source that holds files open."""
-
-    def close(self) -> None: ...
+from rlx_jax.weights.named import Closing, NamedTensors
 
 
 def close(source: WeightSource) -> None:
     """Close the files that a source holds open, if it does."""
-    if isinstance(source, SupportsClose):
-        source.close()
+    if callable(method := getattr(source, "close", None)):
+        method()
 
 
-class SourceView:
+class SourceView(Closing):
     """The weights of `source`; a view overrides what it sees otherwise."""
 
     def __init__(self, source: WeightSource) -> None:
@@ -48,28 +41,15 @@ class SourceView:
         return self.source.read(key, index)
 
     def close(self) -> None:
-        """Close the files, if the source holds any open."""
         close(self.source)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class RenamedSource(SourceView):
+class RenamedSource(NamedTensors[str], SourceView):
     """The weights of `source` that `names` lists: new key → key in `source`. The others are not seen."""
 
     def __init__(self, source: WeightSource, names: Mapping[str, str]) -> None:
         super().__init__(source)
-        self._names = dict(names)
-
-    def keys(self) -> tuple[str, ...]:
-        return tuple(self._names)
-
-    def has(self, key: str) -> bool:
-        return isinstance(key, str) and key in self._names
+        self._tensors, self._place = dict(names), "a part of a checkpoint"
 
     def where(self, key: str) -> str:
         return self.source.where(self.stored(key))
@@ -82,7 +62,7 @@ class RenamedSource(SourceView):
 
     def stored(self, key: str) -> str:
         """The key of a weight in `source`."""
-        return find(self._names, key, "a part of a checkpoint")
+        return self._find(key)
 
 
 class MarkedSource(SourceView):

@@ -1,0 +1,102 @@
+"""Tensors by name: what the sources of all formats have in common, and errors about names and parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Generic, Self, TypeVar
+
+from rlx_jax.errors import MissingWeightError, WeightShapeError, did_you_mean, quote, shown
+
+T = TypeVar("T")
+
+
+class Closing:
+    """A context manager that closes itself at the end."""
+
+    def close(self) -> None:
+        """Close the files, if any are open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class NamedTensors(Generic[T]):
+    """A source of what `_tensors` has under each key, in the order of the data. Messages call it `_place`."""
+
+    _tensors: Mapping[str, T]
+    _place: str
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys, in the order of the data."""
+        return tuple(self._tensors)
+
+    def has(self, key: str) -> bool:
+        """Return whether there is a tensor under `key`."""
+        return isinstance(key, str) and key in self._tensors
+
+    def _find(self, key: str) -> T:
+        return find(self._tensors, key, self._place)
+
+
+def find(tensors: Mapping[str, T], key: object, place: str) -> T:
+    """Return what `tensors`, which messages call `place`, have under `key`.
+
+    Raises:
+        MissingWeightError: nothing; it names keys close to it.
+    """
+    if not isinstance(key, str):
+        raise MissingWeightError(f"the key of a weight is a string, got {shown(key)} for {place} of {len(tensors)}")
+    if key not in tensors:
+        count = len(tensors)
+        rolled = any("{" in name for name in tensors)
+        hint = "; leaves of rolled layers: model.weights(params) gives them by key" if rolled else ""
+        raise MissingWeightError(
+            f"no weight {quote(key)} in {place} of {count} weight{'s' * (count != 1)}{close_names(key, tensors)}{hint}"
+        )
+    return tensors[key]
+
+
+def close_names(name: str, known: Iterable[str]) -> str:
+    """A suggestion among many names; comparing with 200,000 would take minutes."""
+    known = list(known)
+    prefixed = [k for k in known if k.endswith(f".{name}") or name.endswith(f".{k}")]
+    if prefixed:  # all of them have it, or none: the first shows which
+        return f"; did you mean {quote(prefixed[0])}?"
+    last = name.rpartition(".")[2]
+    likely = [k for k in known if k.rpartition(".")[2] == last or abs(len(k) - len(name)) < 3]
+    return did_you_mean(name, likely[:1000])
+
+
+def check_index(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: str) -> tuple[slice, ...]:
+    """`index` as a tuple of slices that fit `shape`; trailing axes may be left out.
+
+    Raises:
+        WeightShapeError: more slices than axes, or something else than slices of whole numbers.
+    """
+    slices = () if index is None else index
+    if not isinstance(slices, tuple) or len(slices) > len(shape):
+        raise WeightShapeError(
+            f"{quote(name)}: expected at most {len(shape)} slices for shape {shape}, got {quote(index)}"
+        )
+    for part, dim in zip(slices, shape, strict=False):
+        try:
+            slice.indices(part, dim)
+        except (TypeError, ValueError) as cause:
+            raise WeightShapeError(f"{quote(name)}: {quote(part)} is not a slice of {dim} rows") from cause
+    return slices
+
+
+def span(part: slice, dim: int) -> tuple[int, int, slice]:
+    """The rows first … first + count that hold all of `part`, and the slice that takes `part` out of them.
+
+    >>> span(slice(8, 2, -3), 10)
+    (5, 4, slice(None, None, -3))
+    """
+    rows = range(dim)[part]
+    if not rows:
+        return 0, 0, slice(None)
+    first = min(rows[0], rows[-1])
+    return first, abs(rows[-1] - rows[0]) + 1, slice(None, None, rows.step)
