@@ -165,6 +165,12 @@ class Fields:
             raise self.wrong(name, "true or false", value)
         return value
 
+    def plain(self, config: type[Any], *names: str) -> dict[str, Any]:
+        """Read fields by name, each as the default that a config's class has: a bool, an integer or a number."""
+        readers: dict[type, Callable[..., Any]] = {bool: self.flag, int: self.whole, float: self.real}
+        defaults = {name: getattr(config, name) for name in names}
+        return {name: readers[type(default)](name, default) for name, default in defaults.items()}
+
     def text(self, name: str, default: str | None = None) -> str:
         """A string."""
         value = self._given(name, default, "a string")

@@ -7,40 +7,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from rlx_jax import models
 from rlx_jax.errors import GraphError, UnsupportedError, WeightError, did_you_mean, listing, quote
 from rlx_jax.flow import ModelRecipe
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
-from rlx_jax.models import (
-    bert,
-    clip,
-    dinov2,
-    flux2,
-    gemma,
-    gpt2,
-    gpt_oss,
-    llama,
-    mamba2,
-    mistral,
-    mixtral,
-    mpnet,
-    nomic,
-    nomic_vision,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    qwen35,
-    roberta,
-    siglip,
-    vit,
-)
 from rlx_jax.models.checked import checked
+from rlx_jax.models.clip import ClipVisionFlow
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
+from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
 from rlx_jax.models.hooks import WithIgnored
+from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.recipe import Recipe
+from rlx_jax.models.siglip import SiglipVisionFlow
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
 from rlx_jax.weights.directory import refuse_without_config
@@ -149,49 +131,45 @@ def tasks(name: str, *others: str) -> tuple[str, ...]:
     return (f"{name}Model", *(f"{name}For{task}" for task in (*TASKS, *others)))
 
 
+DINOV2 = ("Model", "ForImageClassification", "Backbone")
+
 # The families by `model_type`, those of diffusers by their class: a row each. Installed plugins have more, under other
 # names.
 FAMILIES: dict[str, Family] = {
-    "llama": Family.decoder(llama.Llama32Flow, "LlamaForCausalLM", "LlamaModel"),
-    "mistral": Family.decoder(mistral.MistralFlow, "MistralForCausalLM", "MistralModel"),
-    "mixtral": Family.decoder(mixtral.MixtralFlow, "MixtralForCausalLM", "MixtralModel"),
-    "qwen2": Family.decoder(qwen2.Qwen2Flow, "Qwen2ForCausalLM", "Qwen2Model"),
-    "qwen3": Family.decoder(qwen3.Qwen3Flow, "Qwen3ForCausalLM", "Qwen3Model"),
-    "qwen3_moe": Family.decoder(qwen3_moe.Qwen3MoeFlow, "Qwen3MoeForCausalLM", "Qwen3MoeModel"),
-    "qwen3_5_text": Family.decoder(qwen35.Qwen35Flow, "Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
-    "qwen3_5": Family.with_images(qwen35.TEXT, "Qwen3_5ForConditionalGeneration"),
-    "gemma": Family.decoder(gemma.GemmaFlow, "GemmaForCausalLM", "GemmaModel"),
-    "gemma2": Family.decoder(gemma.GemmaFlow, "Gemma2ForCausalLM", "Gemma2Model"),
-    "gemma3_text": Family.decoder(gemma.GemmaFlow, "Gemma3ForCausalLM", "Gemma3TextModel"),
-    "gemma3": Family.with_images(gemma.TEXT, "Gemma3ForConditionalGeneration"),
-    "mamba2": Family.decoder(mamba2.Mamba2Flow, "Mamba2ForCausalLM", "Mamba2Model"),
-    "gpt_oss": Family.decoder(gpt_oss.GptOssFlow, "GptOssForCausalLM", "GptOssModel"),
-    "gpt2": Family.decoder(gpt2.Gpt2Flow, "GPT2LMHeadModel", "GPT2Model"),
-    "bert": Family.encoder(bert.BertFlow, *tasks("Bert", "PreTraining", "NextSentencePrediction")),
-    "roberta": Family.encoder(roberta.RobertaFlow, *tasks("Roberta")),
-    "xlm-roberta": Family.encoder(roberta.RobertaFlow, *tasks("XLMRoberta")),
-    "camembert": Family.encoder(roberta.RobertaFlow, *tasks("Camembert")),
-    "mpnet": Family.encoder(mpnet.MPNetFlow, *tasks("MPNet")),
+    "llama": Family.decoder(models.Llama32Flow, "LlamaForCausalLM", "LlamaModel"),
+    "mistral": Family.decoder(models.MistralFlow, "MistralForCausalLM", "MistralModel"),
+    "mixtral": Family.decoder(models.MixtralFlow, "MixtralForCausalLM", "MixtralModel"),
+    "qwen2": Family.decoder(models.Qwen2Flow, "Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen3": Family.decoder(models.Qwen3Flow, "Qwen3ForCausalLM", "Qwen3Model"),
+    "qwen3_moe": Family.decoder(models.Qwen3MoeFlow, "Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    "qwen3_5_text": Family.decoder(models.Qwen35Flow, "Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
+    "qwen3_5": Family.with_images(QWEN35_TEXT, "Qwen3_5ForConditionalGeneration"),
+    "gemma": Family.decoder(models.GemmaFlow, "GemmaForCausalLM", "GemmaModel"),
+    "gemma2": Family.decoder(models.GemmaFlow, "Gemma2ForCausalLM", "Gemma2Model"),
+    "gemma3_text": Family.decoder(models.GemmaFlow, "Gemma3ForCausalLM", "Gemma3TextModel"),
+    "gemma3": Family.with_images(GEMMA_TEXT, "Gemma3ForConditionalGeneration"),
+    "mamba2": Family.decoder(models.Mamba2Flow, "Mamba2ForCausalLM", "Mamba2Model"),
+    "gpt_oss": Family.decoder(models.GptOssFlow, "GptOssForCausalLM", "GptOssModel"),
+    "gpt2": Family.decoder(models.Gpt2Flow, "GPT2LMHeadModel", "GPT2Model"),
+    "bert": Family.encoder(models.BertFlow, *tasks("Bert", "PreTraining", "NextSentencePrediction")),
+    "roberta": Family.encoder(models.RobertaFlow, *tasks("Roberta")),
+    "xlm-roberta": Family.encoder(models.RobertaFlow, *tasks("XLMRoberta")),
+    "camembert": Family.encoder(models.RobertaFlow, *tasks("Camembert")),
+    "mpnet": Family.encoder(models.MPNetFlow, *tasks("MPNet")),
     "nomic_bert": Family.either(
-        Family.encoder(nomic.NomicFlow, *tasks("NomicBert", "PreTraining")),
-        Family.vision(nomic_vision.NomicVisionFlow, "CLIP", "NomicVisionModel"),
+        Family.encoder(models.NomicFlow, *tasks("NomicBert", "PreTraining")),
+        Family.vision(models.NomicVisionFlow, "CLIP", "NomicVisionModel"),
     ),
-    "vit": Family.vision(vit.ViTFlow, "ViT", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
-    "dinov2": Family.vision(dinov2.Dinov2Flow, "Bit", "Dinov2Model", "Dinov2ForImageClassification", "Dinov2Backbone"),
-    "dinov2_with_registers": Family.vision(
-        dinov2.Dinov2Flow,
-        "Bit",
-        "Dinov2WithRegistersModel",
-        "Dinov2WithRegistersForImageClassification",
-        "Dinov2WithRegistersBackbone",
-    ),
-    "clip": Family.dual(clip.ClipFlow, "CLIP", "CLIPModel"),
-    "clip_text_model": Family.encoder(clip.ClipTextFlow, "CLIPTextModel", "CLIPTextModelWithProjection"),
-    "clip_vision_model": Family.vision(clip.ClipVisionFlow, "CLIP", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
-    "siglip": Family.dual(siglip.SiglipFlow, "Siglip", "SiglipModel"),
-    "siglip_text_model": Family.encoder(siglip.SiglipTextFlow, "SiglipTextModel"),
-    "siglip_vision_model": Family.vision(siglip.SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
-    "Flux2Transformer2DModel": Family.of(flux2.Flux2Flow, "denoiser", "", "Flux2Transformer2DModel"),
+    "vit": Family.vision(models.ViTFlow, "ViT", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
+    "dinov2": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2{end}" for end in DINOV2)),
+    "dinov2_with_registers": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2WithRegisters{end}" for end in DINOV2)),
+    "clip": Family.dual(models.ClipFlow, "CLIP", "CLIPModel"),
+    "clip_text_model": Family.encoder(models.ClipTextFlow, "CLIPTextModel", "CLIPTextModelWithProjection"),
+    "clip_vision_model": Family.vision(ClipVisionFlow, "CLIP", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    "siglip": Family.dual(models.SiglipFlow, "Siglip", "SiglipModel"),
+    "siglip_text_model": Family.encoder(models.SiglipTextFlow, "SiglipTextModel"),
+    "siglip_vision_model": Family.vision(SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
+    "Flux2Transformer2DModel": Family.of(models.Flux2Flow, "denoiser", "", "Flux2Transformer2DModel"),
 }
 
 

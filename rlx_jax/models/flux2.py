@@ -59,7 +59,7 @@ class Flux2Config(ModelConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        sizes = {
+        sizes: dict[str, Any] = {
             name: c.whole(name, getattr(cls, name), high=MAX_LAYERS if "layers" in name else 2**20)
             for name in (
                 "in_channels", "patch_size", "num_layers", "num_single_layers", "attention_head_dim",
@@ -69,11 +69,8 @@ class Flux2Config(ModelConfig):
         made = cls(
             **sizes,
             out_channels=c.whole_or_null("out_channels", None) or sizes["in_channels"],
-            mlp_ratio=c.real("mlp_ratio", cls.mlp_ratio),
             axes_dims_rope=_axes(c),
-            rope_theta=c.real("rope_theta", cls.rope_theta),
-            eps=c.real("eps", cls.eps),
-            guidance_embeds=c.flag("guidance_embeds", cls.guidance_embeds),
+            **c.plain(cls, "mlp_ratio", "rope_theta", "eps", "guidance_embeds"),
         )
         if sum(made.axes_dims_rope) != made.attention_head_dim:
             raise ConfigError(

@@ -49,10 +49,8 @@ class Gpt2Config(CausalConfig):
             num_hidden_layers=c.whole("n_layer", cls.num_hidden_layers, high=MAX_LAYERS),
             num_attention_heads=heads,
             max_position_embeddings=c.whole("n_positions", cls.max_position_embeddings, high=2**31 - 1),
-            layer_norm_epsilon=c.real("layer_norm_epsilon", cls.layer_norm_epsilon),
             activation=c.choice("activation_function", "gelu_new", ACTIVATIONS),
-            scale_attn_weights=c.flag("scale_attn_weights", True),
-            scale_attn_by_inverse_layer_idx=c.flag("scale_attn_by_inverse_layer_idx", False),
+            **c.plain(cls, "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
             tie_word_embeddings=c.flag("tie_word_embeddings", True),
         )
 

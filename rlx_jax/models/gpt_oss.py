@@ -57,12 +57,10 @@ class GptOssConfig(DecoderConfig):
             **common,
             inv_freq=rope.inv_freq,
             rope_factor=rope.factor,
-            attention_bias=c.flag("attention_bias", cls.attention_bias),
             windows=layer_windows(c, layers, c.whole_or_null("sliding_window", 128), lambda i: i % 2 == 0),
             num_local_experts=experts,
             num_experts_per_tok=top_k,
-            swiglu_limit=c.real("swiglu_limit", cls.swiglu_limit),
-            swiglu_alpha=c.real("swiglu_alpha", cls.swiglu_alpha),
+            **c.plain(cls, "attention_bias", "swiglu_limit", "swiglu_alpha"),
         )
 
     def layer_spec(self, index: int) -> LayerSpec:

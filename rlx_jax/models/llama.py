@@ -23,8 +23,7 @@ class LlamaConfig(DecoderConfig):
     def read(cls, c: Fields) -> Self:
         return cls(
             **plain_fields(c, max_positions=cls.max_position_embeddings),
-            attention_bias=c.flag("attention_bias", cls.attention_bias),
-            mlp_bias=c.flag("mlp_bias", cls.mlp_bias),
+            **c.plain(cls, "attention_bias", "mlp_bias"),
         )
 
     def layer_spec(self, index: int) -> LayerSpec:

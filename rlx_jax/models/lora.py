@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -134,9 +134,7 @@ def lora(
 
 def _patched(recipe: R, edit: Edit) -> R:
     made: Any = recipe
-    found: Any = edit(made) if isinstance(made, ModelFlow) else made.patch_flow(edit)
-    changed: R = found
-    return changed
+    return cast(R, edit(made) if isinstance(made, ModelFlow) else made.patch_flow(edit))
 
 
 # -- what a model has of them --------------------------------------------------------------------

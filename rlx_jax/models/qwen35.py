@@ -81,10 +81,9 @@ class Qwen35Config(DecoderConfig):
             **common,
             inv_freq=rope.inv_freq,
             rope_factor=rope.factor,
-            attention_bias=c.flag("attention_bias", False),
+            **c.plain(cls, "attention_bias", "mtp_use_dedicated_embeddings"),
             attends=attends,
             mtp_num_hidden_layers=c.whole("mtp_num_hidden_layers", 1, low=0, high=MAX_LAYERS),
-            mtp_use_dedicated_embeddings=c.flag("mtp_use_dedicated_embeddings", False),
             delta=_delta(c, common["rms_norm_eps"]),
         )
 

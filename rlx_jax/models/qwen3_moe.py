@@ -41,23 +41,16 @@ class Qwen3MoeConfig(DecoderConfig):
         c.seen.add("max_window_layers")  # the reference has one window for all layers
         return cls(
             **plain,
-            attention_bias=c.flag("attention_bias", cls.attention_bias),
+            **c.plain(cls, "attention_bias", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
             sliding_window=window if c.flag("use_sliding_window", False) else None,
-            moe_intermediate_size=c.whole("moe_intermediate_size", cls.moe_intermediate_size),
             num_experts=experts,
             num_experts_per_tok=top_k,
-            norm_topk_prob=c.flag("norm_topk_prob", cls.norm_topk_prob),
-            decoder_sparse_step=c.whole("decoder_sparse_step", cls.decoder_sparse_step),
             mlp_only_layers=tuple(sorted(set(dense))),
         )
 
-    def has_experts(self, index: int) -> bool:
-        """Whether layer `index` has them."""
-        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
-
     def layer_spec(self, index: int) -> LayerSpec:
         bias, moe = self.attention_bias, None
-        if self.has_experts(index):
+        if index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0:
             moe = MoeSpec(
                 num_experts=self.num_experts, top_k=self.num_experts_per_tok, inner=self.moe_intermediate_size,
                 normalise=self.norm_topk_prob,

@@ -29,7 +29,8 @@ def token_block(
         TokenIdError: not integers, or one not in `[0, vocab_size)`. RequestError: not a `[B, S]` array with B, S ≥ 1,
             or both `lengths` and `mask`. Others as `row_lengths` and `mask_spans`.
     """
-    if mask is not None and any_text(tokens):
+    texts = isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(t, str) for t in tokens))
+    if mask is not None and texts:
         raise RequestError(f"{what}: attention_mask goes with token ids, padded to [batch, seq]; strings need none")
     padding = "pass lengths= where the model takes it" if mask is None else "say where in attention_mask"
     array = id_array(what, tokens, vocab_size, padding)
@@ -47,11 +48,6 @@ def token_block(
     if starts.any():
         block = np.take_along_axis(block, (at + starts[:, None]) % block.shape[1], axis=1)
     return block, valid, starts
-
-
-def any_text(tokens: Any) -> bool:
-    """A string, or a list that holds one."""
-    return isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(t, str) for t in tokens))
 
 
 def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:

@@ -59,7 +59,7 @@ def narrowed(values: np.ndarray[Any, Any], dtype: np.dtype[Any], where: str) -> 
     if is_float(dtype) and not all_finite(cast):
         over = int(np.isinf(cast).sum() - np.isinf(values).sum())
         if over:
-            message = f"{where}: {over} values are too large for {short_name(dtype)}: now infinite"
+            message = f"{where}: {over} of {values.size} values are over the range of {short_name(dtype)}, now infinite"
             warnings.warn(message, RlxNumericsWarning, stacklevel=2)
     return cast
 

@@ -210,7 +210,7 @@ class _Store:
 
     def _check_chunks(self, grid: _Grid, stored: list[str], where: str) -> None:
         """As many chunks are stored as the shape asks for."""
-        found = sum(grid.is_chunk(name) for name in stored)
+        found = sum(grid.names.fullmatch(name) is not None for name in stored)
         count = math.prod(-(-dim // chunk) for dim, chunk in zip(grid.type.shape, grid.chunks, strict=True))
         if found > count or (self._tree.all_chunks and found < count):
             raise _Error(
@@ -261,9 +261,6 @@ class _Grid:
     type: TensorType
     chunks: tuple[int, ...]
     names: re.Pattern[str]
-
-    def is_chunk(self, name: str) -> bool:
-        return self.names.fullmatch(name) is not None
 
 
 def _parse_zarr(raw: bytes, zarr3: bool, where: str) -> _Grid:

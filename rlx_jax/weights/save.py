@@ -49,9 +49,10 @@ def write_checkpoint(
         raise UnsupportedError(
             f"save: format {quote(format)}: expected {' or '.join(names)}{did_you_mean(str(format), names)}"
         )
-    if not isinstance(path, str | bytes | os.PathLike) or not _is_path(os.fsdecode(path)):
-        raise RequestError(f"save: path is {shown(path)}; expected the path of a directory")
-    target = os.path.realpath(os.fsdecode(path))
+    try:
+        target = os.path.realpath(os.fsdecode(path))
+    except (TypeError, ValueError) as cause:  # no path, or one that no file system can have
+        raise RequestError(f"save: path is {shown(path)}; expected the path of a directory") from cause
     kept, ours = _files_to_keep(target, whole=beside is not None)
     beside = beside or {}
     weights: dict[str, WeightEntry] = {}
@@ -69,15 +70,6 @@ def write_checkpoint(
         for name in (n for n in kept if n not in beside):
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
             shutil.copy2(os.path.join(target, name), os.path.join(new, name), follow_symlinks=False)
-
-
-def _is_path(path: str) -> bool:
-    """Whether a file system can have such a path."""
-    try:
-        os.fsencode(path)
-        return "\0" not in path
-    except UnicodeEncodeError:
-        return False
 
 
 def _files_to_keep(target: str, whole: bool) -> tuple[list[str], list[str]]:
