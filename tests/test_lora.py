@@ -265,7 +265,7 @@ def test_names_of_alphas_are_matched_as_peft_matches_them(tmp_path: Path) -> Non
     names = {"v_proj": 2, "v.proj": 2, "layers.1.self_attn.v_proj": 7, "_proj": 7, "^v_proj": 7}
     for i, (name, alpha) in enumerate((names | {"^model.layers.0.self.attn.v_proj": 2}).items()):
         sizes, _ = open_adapter(with_config(tmp_path / str(i), alpha_pattern={name: 2}))
-        assert sizes.scales["model.layers.0.self_attn.v_proj"] == alpha / 3
+        assert sizes.modules["model.layers.0.self_attn.v_proj"][1] == alpha / 3
     sizes, _ = open_adapter(with_config(tmp_path / "adapter", use_rslora=True))
     assert len(set(sizes.ranks.values())) == 2
     for module, rank in sizes.ranks.items():

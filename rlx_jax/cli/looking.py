@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import rlx_jax as rlx
 from rlx_jax.cli.command import Command, Session, add_json, add_model, as_line, table
 from rlx_jax.cli.terminal import in_bytes
 from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.errors import RequestError, quote
+from rlx_jax.generate.load import computing_in
 from rlx_jax.generate.plan import cache_sizes
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.packed import stored_bytes
-from rlx_jax.ir.types import as_dtype, short_name
+from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained
@@ -27,22 +26,6 @@ from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.opening import check_positions
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.mxfp4 import unpacked
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that a model takes for a batch of this size and context: parameters as they are stored on the device, what
-    is kept between calls (keys and values, rings of windows, recurrent states), and what the larger of its programs
-    takes beside them: activations as planned, an estimate."""
-
-    parameters: int
-    state: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.parameters + self.state + self.activations
 
 
 def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
@@ -117,23 +100,19 @@ def needs_of_batch(pretrained: Pretrained, args: argparse.Namespace) -> dict[str
     context = whole_number("--context", min(2048, longest) if args.context is None else args.context, 1)
     check_positions(context, pretrained.max_positions, "--context")
     model = without_weights(pretrained, args)
-    found, memory = needs_of(model, batch, context, pretrained.max_positions), running_device().memory
-    fits = None if memory is None else found.total <= memory
+    needs, memory = needs_of(model, batch, context, pretrained.max_positions), running_device().memory
+    total = sum(needs.values())
+    fits = None if memory is None else total <= memory
     would = {} if fits or memory is None else fitting(model, batch, context, pretrained.max_positions, memory)
     return {
-        "batch": batch, "context": context, "parameter_bytes": found.parameters, "state_bytes": found.state,
-        "activation_bytes": found.activations, "total_bytes": found.total, "device_bytes": memory, "fits": fits,
+        "batch": batch, "context": context, **needs, "total_bytes": total, "device_bytes": memory, "fits": fits,
         "context_that_fits": would.get("context"), "batch_that_fits": would.get("batch"),
     }  # fmt: skip
 
 
 def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
     """The model as `rlx_jax.load` would open it, but for its weights: shapes are all that is read."""
-    profile = rlx.CompileProfile.of(args.profile) if args.profile is not None else None
-    if args.dtype is not None:
-        profile = (profile or rlx.CompileProfile()).replace(
-            precision={"compute": args.dtype if args.dtype == "auto" else short_name(as_dtype(args.dtype))}
-        )
+    profile = args.profile if args.dtype is None else computing_in(args.dtype, args.profile)
     flow = pretrained.recipe.assemble()
     causal = pretrained.kind == "causal"
     serves = ("forward", *CACHED_PROGRAMS) if causal else ("forward",)
@@ -143,9 +122,11 @@ def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> Compile
     return CompiledModel(programs, flow.name, "prefill" if causal else "forward")
 
 
-def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int | None) -> Needs:
-    """What a batch of prompts as long as the context takes, in the rows and slots that `generate` makes for it; nothing
-    is compiled."""
+def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int | None) -> dict[str, int]:
+    """Bytes that a batch of prompts as long as the context takes, in the rows and slots that `generate` makes for it:
+    parameters as they are stored on the device, what is kept between calls (keys and values, rings of windows,
+    recurrent states), and what the larger of the programs takes beside them: activations as planned, an estimate.
+    Nothing is compiled."""
     cached, buckets, state = model.program == "prefill", model.settings.buckets, 0
     template = model.template(last_only=cached)
     sizes = {"batch": buckets.rows(batch), "seq": context}
@@ -155,7 +136,8 @@ def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int 
         state = sum(kept.bind(held).nbytes for kept in template.state.values())
     lir = make_lir(template, sizes, model.settings)
     parameters = sum(t.nbytes for t in model.programs.layout.types().values())
-    return Needs(parameters, state, activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan))
+    activations = activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan)
+    return {"parameter_bytes": parameters, "state_bytes": state, "activation_bytes": activations}
 
 
 def fitting(model: CompiledModel, batch: int, context: int, longest: int | None, memory: int) -> dict[str, int]:
@@ -165,7 +147,7 @@ def fitting(model: CompiledModel, batch: int, context: int, longest: int | None,
         ("batch", [(batch >> i, context) for i in range(1, 30) if batch >> i]),
     ):
         for rows, tokens in halves:
-            if needs_of(model, rows, tokens, longest).total <= memory:
+            if sum(needs_of(model, rows, tokens, longest).values()) <= memory:
                 return {name: tokens if name == "context" else rows}
     return {}
 

@@ -30,14 +30,6 @@ A = TypeVar("A", bound="CausalConfig")
 
 
 @dataclass(frozen=True)
-class EndKeys:
-    """Under which keys the embedding and the head stand."""
-
-    embedding: str = EMBEDDING
-    head: str = HEAD
-
-
-@dataclass(frozen=True)
 class Decode:
     """A recipe's flow as explicit decode, behind cached keys and values that are inputs: see `ModelFlow.explicit`."""
 
@@ -194,7 +186,6 @@ def decoder_flow(
     layer: Callable[[int, Any], BlockStage],
     *,
     norm: BlockStage,
-    keys: EndKeys = EndKeys(),
     tables: Iterable[BlockStage] = (),
     embedded: Iterable[BlockStage] = (),
     logits: Iterable[BlockStage] = (),
@@ -205,19 +196,18 @@ def decoder_flow(
     Args:
         layer: makes layer i as `layer(i, recipe.spec(i))`.
         norm: the final norm.
-        keys: of the embedding and of the head.
         tables: stages before the embedding, such as those of the rope.
         embedded: stages between the embedding and the layers, such as a scale; `inputs_embeds` passes them too.
         logits: stages behind the head, such as a softcap.
         leave: keys that are left unread on purpose.
     """
     c = recipe.config
-    unread = [keys.embedding] * recipe.inputs_embeds + [keys.head] * recipe.hidden_only
+    unread = [recipe.embedding] * recipe.inputs_embeds + [HEAD] * recipe.hidden_only
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile, _max_positions=c.max_position_embeddings)
         .with_weights(recipe.weights, leave=(*leave, *unread))
         ._read_through(recipe.reads)
-        .patch(partial(_opened, recipe, keys, tables))
+        .patch(partial(_opened, recipe, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)
         .when(recipe.export_kv and not recipe.decode, ModelFlow.export_kv)  # decode gives them anyway
@@ -225,11 +215,11 @@ def decoder_flow(
         .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
         .stage(norm)
         .patch(recipe.hooks.edit)
-        .patch(partial(_closed, recipe, keys, logits))
+        .patch(partial(_closed, recipe, logits))
     )
 
 
-def _opened(recipe: CausalFlow[Any], keys: EndKeys, tables: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
+def _opened(recipe: CausalFlow[Any], tables: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
     """A flow with the inputs, the tables and the embedding."""
     table = (recipe.config.vocab_size, recipe.config.hidden_size)
     if recipe.inputs_embeds:
@@ -239,10 +229,10 @@ def _opened(recipe: CausalFlow[Any], keys: EndKeys, tables: Iterable[BlockStage]
     if recipe.decode:
         flow = flow.explicit(recipe.decode.past, recipe.decode.custom_mask)
     flow = flow.raw_stages(tables)
-    return flow if recipe.inputs_embeds else flow.stage(Embed(keys.embedding, table))
+    return flow if recipe.inputs_embeds else flow.stage(Embed(recipe.embedding, table))
 
 
-def _closed(recipe: CausalFlow[Any], keys: EndKeys, logits: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
+def _closed(recipe: CausalFlow[Any], logits: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
     """A flow with the head, and what follows it."""
     sizes = (recipe.config.vocab_size, recipe.config.hidden_size)
     if recipe.hidden_only:
@@ -251,5 +241,5 @@ def _closed(recipe: CausalFlow[Any], keys: EndKeys, logits: Iterable[BlockStage]
     if tied and not recipe.inputs_embeds:
         head = LmHead.tied(*sizes)
     else:  # inputs_embeds: there is no Embed stage to be tied to
-        head = LmHead.separate(keys.embedding if tied else keys.head, *sizes)
+        head = LmHead.separate(recipe.embedding if tied else HEAD, *sizes)
     return flow.stage(head).output("logits").raw_stages(logits)

@@ -219,13 +219,15 @@ def rope_of(
 
 
 def frequencies_of(
-    c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta", default: float = 1e4,
-    max_positions: int | None = None,
+    c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta",
+    default: float | None = 1e4, max_positions: int | None = None,
 ) -> ScaledRope:  # fmt: skip
-    """That of the parameters in `group` (transformers 5), or of the field `base` and the scaling in `old` (4).
+    """Inverse frequencies of the parameters in `group` (transformers 5), or of the field `base` and the scaling in
+    `old` (4): `rope_type` default, linear, llama3, and of models whose `max_positions` are given, yarn.
 
     Raises:
-        ConfigError: both are given and differ.
+        UnsupportedError: another type, or a field that is not handled. ConfigError: no float32 frequencies, or both are
+            given and differ.
     """
     theta = c.real(base, default)
     if group is not None:
@@ -236,18 +238,7 @@ def frequencies_of(
             theta = inner
         if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
             raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
-    return scaled_frequencies(c, group or old, theta, head_dim, max_positions)
-
-
-def scaled_frequencies(
-    c: Fields, group: Fields | None, theta: float, head_dim: int, max_positions: int | None = None
-) -> ScaledRope:
-    """Inverse frequencies of base `theta`, scaled as `group` says: `rope_type` default, linear, llama3, and of models
-    whose `max_positions` are given, yarn.
-
-    Raises:
-        UnsupportedError: another type, or a field that is not handled. ConfigError: no float32 frequencies.
-    """
+    group = group or old
     with np.errstate(over="ignore"):  # refused in the next line
         plain = frequencies(head_dim, theta)
     if not all(0 < f < math.inf for f in plain):

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, LearnedPositions
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields, width_and_heads
-from rlx_jax.models.decoder import CausalFlow, EndKeys, decoder_flow
+from rlx_jax.models.decoder import CausalFlow, decoder_flow
 from rlx_jax.weights.source import WeightSource
 
 # The causal mask, which old checkpoints carry in every layer.
@@ -100,7 +100,6 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
         return decoder_flow(
             self,
             self.stage,
-            keys=EndKeys(self.embedding),
             embedded=[places],
             norm=LayerNorm(self._key("ln_f.weight"), self._key("ln_f.bias"), c.layer_norm_epsilon),
             leave=[self._key(f"h.{i}.{buffer}") for i in layers for buffer in BUFFERS],

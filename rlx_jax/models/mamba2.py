@@ -10,9 +10,8 @@ from rlx_jax.blocks import BlockStage, Mamba2Spec, RmsNorm, mamba2_layer
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
-from rlx_jax.models.decoder import CausalFlow, EndKeys, decoder_flow
+from rlx_jax.models.decoder import CausalFlow, decoder_flow
 
-KEYS = EndKeys("backbone.embeddings.weight")
 # Fields of how a prompt is cut, of how weights are drawn, and of sums between layers, which are f32 where the program
 # is; `rms_norm` and `norm_before_gate` are of the first implementation, and Hugging Face's model does not read them.
 INERT = (
@@ -58,7 +57,7 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
 
     @property
     def embedding(self) -> str:
-        return KEYS.embedding
+        return "backbone.embeddings.weight"
 
     def spec(self, index: int = 0) -> Mamba2Spec:
         return self.config.mixer
@@ -68,7 +67,7 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
 
     def assemble(self) -> ModelFlow:
         norm = RmsNorm("backbone.norm_f.weight", self.config.mixer.eps)
-        return decoder_flow(self, self.stage, keys=KEYS, norm=norm)
+        return decoder_flow(self, self.stage, norm=norm)
 
 
 # -- fields ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from rlx_jax.blocks import (
 )
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, TokenConfig
-from rlx_jax.models.decoder_config import frequencies_of, scaled_frequencies
+from rlx_jax.models.decoder_config import frequencies_of
 from rlx_jax.models.encoder import EncoderFlow
 
 # How the first implementation computes, not what. (`max_trained_positions` is read by a scaling of the rope alone.)
@@ -87,7 +87,7 @@ class NomicConfig(TokenConfig):
             num_hidden_layers=c.whole("n_layer", high=MAX_LAYERS),
             num_attention_heads=heads,
             head_dim=head_dim,
-            inv_freq=scaled_frequencies(c, None, c.real("rotary_emb_base"), head_dim).inv_freq,
+            inv_freq=frequencies_of(c, None, None, head_dim, "rotary_emb_base", None).inv_freq,
             max_position_embeddings=c.whole("n_positions", high=2**31 - 1),
             type_vocab_size=c.whole("type_vocab_size", 2),
             layer_norm_eps=c.real("layer_norm_epsilon"),

@@ -189,8 +189,6 @@ def _spelt_out(tokenizer: Tokenizer, template: str, given: dict[str, Any]) -> li
     added, written = tokenizer.added_tokens, list(_strings(given))
     control = {t for t in added if added[t].special or (t in template and not t.isspace())}
     names, twin = control, _twin(given, template, control, {t for t in control if not added[t].special})
-    for i, message in enumerate(given["messages"]):
-        _check_parts(message, control, f"messages[{i}]")
     control = {t for t in control if any(t in text for text in written)}  # vocabularies have thousands
     special = {t for t in control if added[t].special}
     marks = _unused([template, *written])
@@ -299,20 +297,6 @@ def _twin(given: Mapping[str, Any], template: str, control: set[str], meant: set
 def _any_of(tokens: set[str]) -> re.Pattern[str]:
     """Finds the longest of the tokens that stands at a place."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
-
-
-def _check_parts(message: Mapping[str, Any], tokens: set[str], where: str) -> None:
-    """Parts of a content make no control token that none of them holds."""
-    if not isinstance(message.get("content"), list):
-        return
-    texts = [part["text"] for part in message["content"]]
-    joined = "".join(texts)
-    for token in tokens:
-        if joined.count(token) > sum(text.count(token) for text in texts):
-            raise RequestError(
-                f"{where}['content']: parts of it spell the control token {quote(token)} together; join them, or pass "
-                "allow_special=True"
-            )
 
 
 def _unused(texts: Iterable[str]) -> tuple[str, str]:

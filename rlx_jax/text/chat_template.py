@@ -29,7 +29,6 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
-from rlx_jax.io.hub import SizeBound
 from rlx_jax.io.strict_json import is_text
 
 # One chat template in UTF-8.
@@ -76,7 +75,9 @@ def load_templates(folder: Folder, settings: Mapping[str, Any], where: str) -> d
         return {}
     if isinstance(stored, str):
         return {DEFAULT: stored}
-    pairs = [(t.get("name"), t.get("template")) if isinstance(t, dict) else (None, t) for t in _items(stored)]
+    listed = stored if isinstance(stored, list) else [stored]
+    pairs = [(t.get("name"), t.get("template")) if isinstance(t, dict) else (None, t) for t in listed]
+    pairs = list(stored.items()) if isinstance(stored, dict) else pairs  # templates by name
     named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
     if not pairs or len(named) < len(pairs):
         raise ConfigError(
@@ -99,18 +100,6 @@ def template_files(folder: Folder) -> dict[str, str]:
         len(paths), MAX_TEMPLATES, "MAX_TEMPLATES", f"{folder.where(TEMPLATE_FOLDER)}: the number of chat templates"
     )
     return paths
-
-
-def template_bounds(folder: Folder) -> dict[str, SizeBound]:
-    """The bytes that each of these files may have, and the name of that limit; errors as of `template_files`."""
-    return dict.fromkeys(template_files(folder).values(), (MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES"))
-
-
-def _items(stored: Any) -> list[Any]:
-    """A list as it is; an object of templates by name as such a list."""
-    if isinstance(stored, dict):
-        return [{"name": name, "template": text} for name, text in stored.items()]
-    return stored if isinstance(stored, list) else [stored]
 
 
 def _read(folder: Folder, name: str) -> str | None:
@@ -213,7 +202,8 @@ def _answers(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, str]]:
     try:
         answers: list[dict[str, str]] = json.loads(done.stdout)
     except ValueError:
-        raise TokenizerError(f"the chat template ended the process that renders it: {_status(done)}") from None
+        status = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        raise TokenizerError(f"the chat template ended the process that renders it: {status}") from None
     return answers
 
 
@@ -235,10 +225,6 @@ def _text(answer: Mapping[str, str]) -> str:
             raise LimitError(f"the chat template: rendering takes more than RENDER_MEMORY = {RENDER_MEMORY} bytes")
         case _:
             raise TokenizerError(f"the chat template: {message}")
-
-
-def _status(done: subprocess.CompletedProcess[bytes]) -> str:
-    return f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from rlx_jax.io.hub import SizeBound
 from rlx_jax.io.strict_json import parse
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import whole_number
-from rlx_jax.text.chat_template import load_templates, template_bounds
+from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.requests import id_list
 from rlx_jax.text.tokenizer_checks import refuse_panics
 
@@ -282,7 +282,7 @@ def _bring(folder: Folder) -> None:
         beside = (*_SIDE_FILES, "generation_config.json")
         bounds: dict[str, SizeBound] = {TOKENIZER: (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES")}
         bounds |= dict.fromkeys(beside, json_bound())
-        bounds |= template_bounds(folder)
+        bounds |= dict.fromkeys(template_files(folder).values(), (MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES"))
         folder.bring(*bounds, bounds=bounds)
 
 

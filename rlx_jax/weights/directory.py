@@ -32,7 +32,7 @@ from rlx_jax.io.hub import run_together
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.weights.manifest import NAME
 from rlx_jax.weights.safetensors import SafetensorsFile, read_header
-from rlx_jax.weights.safetensors_header import Header
+from rlx_jax.weights.safetensors_header import Header, TensorInfo
 
 INDEX_SUFFIX = ".safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -87,7 +87,7 @@ def bring(folder: Folder, max_bytes: int | None = None) -> None:
         return
     chosen, index = _listed(folder)
     if max_bytes is not None:
-        total = sum(info.nbytes for file in headers(folder).values() for info in file.tensors.values())
+        total = sum(info.nbytes for file in headers(folder).values() for info in file.values())
         limits.at_most(total, max_bytes, "max_bytes", "the size of all weights in bytes")
     folder.bring(NAME, bounds={NAME: (limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")})
     folder.bring(*([chosen] if index is None else index.shards))  # what is lacking is named when the index is opened
@@ -173,7 +173,7 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
     _refuse_missing(index, missing)
     with ExitStack() as opened:
         files = {shard: opened.enter_context(SafetensorsFile(path, name=shard)) for shard, path in paths.items()}
-        _compare(index, files, strict)
+        _compare(index, {shard: file.tensors for shard, file in files.items()}, strict)
         opened.pop_all()
     return list(files.values())
 
@@ -283,11 +283,11 @@ def _refuse_missing(index: _Index, missing: list[str]) -> None:
         )
 
 
-def _compare(index: _Index, files: Mapping[str, SafetensorsFile] | Mapping[str, Header], strict: bool) -> None:
+def _compare(index: _Index, headers: Mapping[str, Mapping[str, TensorInfo]], strict: bool) -> None:
     """Check the shards' own headers against the index."""
     holders: dict[str, list[str]] = defaultdict(list)
-    for shard, file in files.items():
-        for tensor in file.tensors:
+    for shard, tensors in headers.items():
+        for tensor in tensors:
             holders[tensor].append(shard)
     missing = [
         f"{tensor} of {shard}"
@@ -306,7 +306,7 @@ def _compare(index: _Index, files: Mapping[str, SafetensorsFile] | Mapping[str, 
         problem = f"{index.where}: the shards hold {len(extra)} tensors that it does not list: {listing(extra)}"
         _complain(UnexpectedWeightError, problem, strict)
     limits.at_most(len(holders), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
-    total = sum(info.nbytes for file in files.values() for info in file.tensors.values())
+    total = sum(info.nbytes for tensors in headers.values() for info in tensors.values())
     if index.total_size not in (None, total):
         problem = f"{index.where}: metadata.total_size is {index.total_size}, the tensors have {total} bytes"
         _complain(CheckpointFormatError, problem, strict)

@@ -101,8 +101,14 @@ class OrbaxSource(NamedTensors[TensorType]):
         if not tree.ocdbt:  # the names of arrays are those of directories
             for name in tree.arrays.values():
                 check_name(name)
-        self._store = _Store(tree, self._where())
-        self._tensors, self._place = self._store.describe(), f"{self._where()}, a checkpoint"
+        self._place = f"{self._where()}, a checkpoint"
+        self._chunks: dict[str, tuple[int, ...]] = {}
+        self._driver, self._metadata = ("zarr3", "zarr.json") if tree.zarr3 else ("zarr", ".zarray")
+        with _typed(self._where()):
+            import tensorstore
+
+            self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**24}})
+        self._tensors = self._describe()
 
     def where(self, key: str) -> str:
         """The directory of the tree.
@@ -133,7 +139,7 @@ class OrbaxSource(NamedTensors[TensorType]):
         """
         spec = self._find(key).spec
         slices = check_index(index, spec.shape, key)
-        values = self._store.read(self._tree.arrays[key], spec, slices)
+        values = self._read(self._tree.arrays[key], spec, slices)
         check_finite(values, key, self._where(), self._on_nonfinite)
         return values
 
@@ -144,21 +150,7 @@ class OrbaxSource(NamedTensors[TensorType]):
     def _where(self) -> str:
         return quote(self._tree.directory)
 
-
-# -- tensorstore -------------------------------------------------------------------------------
-
-
-class _Store:
-    """The key-value store below an array tree."""
-
-    def __init__(self, tree: ArrayTree, where: str) -> None:
-        self._tree, self._where = tree, where
-        self._chunks: dict[str, tuple[int, ...]] = {}
-        self._driver, self._metadata = ("zarr3", "zarr.json") if tree.zarr3 else ("zarr", ".zarray")
-        with _typed(where):
-            import tensorstore
-
-            self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**24}})
+    # -- tensorstore ---------------------------------------------------------------------------
 
     def _below(self, name: str) -> dict[str, Any]:
         """The part of the store whose names begin with `name`."""
@@ -167,18 +159,18 @@ class _Store:
             return {"driver": "ocdbt", "base": {"driver": "file", "path": root}, "path": name}
         return {"driver": "file", "path": root + name}
 
-    def describe(self) -> dict[str, TensorType]:
+    def _describe(self) -> dict[str, TensorType]:
         """The type of every array, after its metadata agreed with the chunks that are there."""
         import tensorstore
 
-        with _typed(self._where):
+        with _typed(self._where()):
             store = tensorstore.KvStore.open(self._below(""), context=self._context).result()
             stored = sorted(os.fsdecode(name) for name in store.list().result())
             asked = {key: store.read(f"{name}/{self._metadata}") for key, name in self._tree.arrays.items()}
             answers = {key: future.result() for key, future in asked.items()}
         types = {}
         for key, name in self._tree.arrays.items():
-            where = f"{self._where}: array {quote(key)}"
+            where = f"{self._where()}: array {quote(key)}"
             if answers[key].state != "value":
                 raise _Error(f"{where}: no metadata: {quote(f'{name}/{self._metadata}')} is missing")
             grid = _parse_zarr(bytes(answers[key].value), self._tree.zarr3, where)
@@ -187,13 +179,13 @@ class _Store:
             types[key] = grid.type
         return types
 
-    def read(self, name: str, spec: jax.ShapeDtypeStruct, slices: tuple[slice, ...]) -> HostArray:
+    def _read(self, name: str, spec: jax.ShapeDtypeStruct, slices: tuple[slice, ...]) -> HostArray:
         """The part of an array that `slices` select. The chunks that it crosses are read, and decoded whole."""
         import tensorstore
 
         spans = [span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
         rows = tuple(slice(first, first + count) for first, count, _ in spans)
-        where = f"{self._where}: array {quote(name)}"
+        where = f"{self._where()}: array {quote(name)}"
         all_rows = (*rows, *(slice(0, dim) for dim in spec.shape[len(rows) :]))
         cells = zip(all_rows, self._chunks[name], strict=True)
         decoded = math.prod((-(-row.stop // chunk) - row.start // chunk) * chunk for row, chunk in cells)

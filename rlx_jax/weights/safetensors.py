@@ -42,7 +42,6 @@ class SafetensorsFile(Closing):
     Attributes:
         name: the path as given, or the name it has in its directory.
         tensors: name → `TensorInfo`, in the order of the data.
-        metadata: the strings of `__metadata__`.
         bytes_read: how many bytes of tensors have been read so far.
 
     Raises:
@@ -67,8 +66,7 @@ class SafetensorsFile(Closing):
             raise
         self._counting = threading.Lock()
         self.bytes_read = 0
-        self.tensors = MappingProxyType(header.tensors)
-        self.metadata = MappingProxyType(header.metadata)
+        self.tensors = MappingProxyType(header)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
         """A tensor, or the part of it that `index` selects as in NumPy, as a new C-contiguous array.

@@ -53,16 +53,12 @@ class TensorInfo:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A checked header: the tensors in the order of their data, and the file's own notes."""
-
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
+# The tensors of a file by name, in the order of their data.
+Header = dict[str, TensorInfo]
 
 
 def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
-    """The header of a file, if all of it can be trusted.
+    """The tensors of a file, if all of its header can be trusted.
 
     Args:
         raw: the JSON, which starts at byte 8 of the file.
@@ -86,7 +82,7 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     tensors = {
         name: _tensor(fields, start, data_bytes, f"{where}: tensor {quote(name)}") for name, fields in content.items()
     }
-    return Header(_in_order(tensors, start, data_bytes, where), metadata)
+    return _in_order(tensors, start, data_bytes, where)
 
 
 def _tensor(fields: Any, data_start: int, data_bytes: int, where: str) -> TensorInfo:

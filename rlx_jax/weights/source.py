@@ -148,8 +148,10 @@ def open_headers(folder: Folder) -> WeightSource:
     """
     if folder.snapshot is None:
         return open_weights(folder)
-    tensors = {key: info for header in headers(folder).values() for key, info in header.tensors.items()}
-    specs = {key: stored_spec(info.shape, info.dtype) for key, info in tensors.items()}
+    specs = {
+        key: stored_spec(info.shape, info.dtype)
+        for header in headers(folder).values() for key, info in header.items()
+    }  # fmt: skip
     return MappingSource(specs, name=f"checkpoint {folder.where('')}")
 
 
