@@ -316,14 +316,13 @@ def test_what_dead_saves_left_goes_and_nothing_else(tmp_path: Path) -> None:
     others = [".notes.rlx-save-1-00000000", "007", "-1", "latest", "11"]
     for name in (*dead, *others):
         (root / name / "new").mkdir(parents=True)
-    alive, lock = atomic._make_work(str(root), "4")
     (root / "12").symlink_to(root / "11")
     (root / "11" / manifest.NAME).write_text("{}")
-    with Checkpoints(root) as checkpoints:
+    with atomic._work_directory(str(root / "4")) as alive, Checkpoints(root) as checkpoints:
         assert checkpoints.steps() == (11,) and len(os.listdir(root)) == 9  # a reader removes nothing
         checkpoints.save(13, ones(13))
-    assert set(os.listdir(root)) == {*others, "12", "13", os.path.basename(alive)}
-    os.close(lock)
+        checkpoints.wait()
+        assert set(os.listdir(root)) == {*others, "12", "13", os.path.basename(alive)}
 
 
 def test_killed_before_any_operation(tmp_path: Path) -> None:

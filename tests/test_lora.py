@@ -267,9 +267,9 @@ def test_names_of_alphas_are_matched_as_peft_matches_them(tmp_path: Path) -> Non
         sizes, _ = open_adapter(with_config(tmp_path / str(i), alpha_pattern={name: 2}))
         assert sizes.modules["model.layers.0.self_attn.v_proj"][1] == alpha / 3
     sizes, _ = open_adapter(with_config(tmp_path / "adapter", use_rslora=True))
-    assert len(set(sizes.ranks.values())) == 2
-    for module, rank in sizes.ranks.items():
-        assert sizes.scales[module] == pytest.approx(scale_of(module) * rank**0.5)
+    assert len({rank for rank, _ in sizes.modules.values()}) == 2
+    for module, (rank, scale) in sizes.modules.items():
+        assert scale == pytest.approx(scale_of(module) * rank**0.5)
 
 
 EMBEDDING, DOWN = "base_model.model.model.embed_tokens", "0.mlp.down_proj"

@@ -53,21 +53,14 @@ def replacing(target: str, overwrite: bool, nbytes: int, kept: str | None = None
         free = shutil.disk_usage(parent).free
         if free < nbytes * 1.1:
             raise NoSpaceError(f"{quote(target)}: about {nbytes} bytes to write, {free} are free; {kept}")
-        work, lock = _make_work(parent, name)
-    try:
-        with storage_errors(target, kept):
+        with _work_directory(target) as work:
             new = os.path.join(work, NEW)
             yield new
             sync_tree(new)
             _commit(work, target, overwrite)
-        with storage_errors(target, "the new content is there, but a power failure may still undo it"):
-            sync(work)
-            sync(parent)
-    finally:
-        try:
-            _discard(work, target)
-        finally:
-            os.close(lock)
+            with storage_errors(target, "the new content is there, but a power failure may still undo it"):
+                sync(work)
+                sync(parent)
 
 
 def abandoned_old(target: str) -> str | None:
@@ -104,17 +97,9 @@ def remove(target: str, kept: str) -> None:
     Raises:
         SaveFailedError: the system refused; the message says that `kept` is still good.
     """
-    parent, name = os.path.split(target)
-    with storage_errors(target, kept):
-        work, lock = _make_work(parent, name)
-        try:
-            os.rename(target, os.path.join(work, NEW))
-            sync(parent)
-        finally:
-            try:
-                _discard(work, target)
-            finally:
-                os.close(lock)
+    with storage_errors(target, kept), _work_directory(target) as work:
+        os.rename(target, os.path.join(work, NEW))
+        sync(os.path.dirname(target))
 
 
 def sync_tree(directory: str) -> None:
@@ -189,15 +174,24 @@ def _make_folders(directory: str) -> None:
 # -- work directories --------------------------------------------------------------------------
 
 
-def _make_work(parent: str, name: str) -> tuple[str, int]:
-    """A locked work directory: its path, and the descriptor that holds the lock."""
+@contextmanager
+def _work_directory(target: str) -> Iterator[str]:
+    """A locked work directory for a target, which is removed at the end."""
+    parent, name = os.path.split(target)
     while True:
         work = os.path.join(parent, f".{name}.rlx-save-{os.getpid()}-{secrets.token_hex(4)}")
         os.mkdir(work)
         descriptor, lock = _lock(work)
         if descriptor is not None and lock != "taken" and os.path.isdir(work):
-            return work, descriptor
+            break
         if descriptor is not None:  # another save has just removed it, as it was not locked yet
+            os.close(descriptor)
+    try:
+        yield work
+    finally:
+        try:
+            _discard(work, target)
+        finally:
             os.close(descriptor)
 
 

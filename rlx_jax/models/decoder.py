@@ -103,14 +103,6 @@ class CausalFlow(Recipe[A]):
             return source
         return RenamedSource(source, {key if key == HEAD else f"{prefix}.{key}": key for key in source.keys()})
 
-    def spec(self, index: int = 0) -> Any:
-        """The spec of layer `index`: what a layer hook sees."""
-        raise NotImplementedError
-
-    def stage(self, index: int, spec: Any) -> BlockStage:
-        """The family's own layer."""
-        raise NotImplementedError
-
     def heads_in(self, source: WeightSource) -> tuple[str, ...]:
         return (HEAD,) if self.hidden_only and source.has(HEAD) else ()
 

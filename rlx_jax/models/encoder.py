@@ -49,14 +49,6 @@ class TowerFlow(Recipe[L]):
         """The stages before the layers, the first of which takes the first input."""
         raise NotImplementedError
 
-    def spec(self, index: int) -> Any:
-        """The spec of layer `index`, which holds the layer's keys."""
-        raise NotImplementedError
-
-    def stage(self, index: int, spec: Any) -> BlockStage:
-        """The family's own layer."""
-        raise NotImplementedError
-
     def closing(self) -> tuple[BlockStage, ...]:
         """The stages behind the layers."""
         return ()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import jax
 
+from rlx_jax.blocks import BlockStage
 from rlx_jax.errors import ConfigError, GraphError, shown
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import ModelConfig, TokenConfig
@@ -76,6 +77,14 @@ class Recipe(HookMethods, Generic[C]):
     def reads(self, source: WeightSource) -> WeightSource:
         """A checkpoint's weights as the recipe reads them."""
         return source
+
+    def spec(self, index: int) -> Any:
+        """The spec of layer `index`: what a layer hook sees."""
+        raise NotImplementedError
+
+    def stage(self, index: int, spec: Any) -> BlockStage:
+        """The family's own layer."""
+        raise NotImplementedError
 
     def heads_in(self, source: WeightSource) -> tuple[str, ...]:
         """The keys of a task's head in a checkpoint, which the recipe does not read."""
