@@ -63,7 +63,6 @@ def test_legal_oddity(tmp_path: Path, name: str) -> None:
         assert name != "unsorted" or list(file.tensors) == list(shapes), "in the order of the data"
         assert {key: file.read(key).tobytes() for key in file.tensors} == reference
         assert all(file.read(key).shape == shape for key, shape in shapes.items())
-        assert file.metadata.get("format") == ("pt" if name == "metadata" else None)
 
 
 # -- reading -------------------------------------------------------------------------------------

@@ -170,7 +170,6 @@ def test_one_file(tmp_path: Path) -> None:
         assert set(source.keys()) == {"w", "b"} and source.has("w") and not source.has("x")
         assert source.where("w") == str(tmp_path / "any name.safetensors")
         assert source.spec("b") == jax.ShapeDtypeStruct((3,), jnp.bfloat16)
-        assert source.files[0].metadata == {"format": "pt"}
         np.testing.assert_array_equal(source.read("w", (slice(1, 2), slice(0, 2))), W[1:2, :2])
         with pytest.raises(
             errors.MissingWeightError, match=r"no weight 'x' in '.*any name\.safetensors', a checkpoint of 2"
