@@ -367,8 +367,7 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
         resizer=resizer,
     )
     unused = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")
-    off = [name for name, values in OFF.items() if c.values.get(name) in values]
-    c.finish_model((*INERT, *unused, *off))
+    c.finish_model((*INERT, *unused), OFF)
     return made
 
 

@@ -73,11 +73,7 @@ class CausalFlow(Recipe[A]):
 
     @classmethod
     def for_decode(
-        cls,
-        config: A | Mapping[str, Any],
-        batch: int | None = None,
-        past: int | None = None,
-        custom_mask: bool = False,
+        cls, config: A | Mapping[str, Any], batch: int | None = None, past: int | None = None, custom_mask: bool = False
     ) -> Self:
         """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
         return as_decode(cls.for_prefill(config, batch), past, custom_mask)

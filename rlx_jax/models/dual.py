@@ -132,10 +132,8 @@ class DualFlow(Recipe[C]):
         if self.part != "both":
             others = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
             flow = replace(flow, _elsewhere=tuple(others))
-        if self.part == "vision":
-            return under("vision", flow, vision.tower(flow))
-        if self.part == "text":
-            return under("text", flow, text.tower(flow))
+        if self.part in TOWERS:
+            return under(self.part, flow, (text if self.part == "text" else vision).tower(flow))
         if self.part == "similarity":
             flow = self.compared(flow)
             blocks = replace(self.hooks, edits=tuple(e for e in self.hooks.edits if isinstance(e, WithBlocks)))
@@ -162,7 +160,7 @@ class DualFlow(Recipe[C]):
 
     def left(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose: position ids, and what other parts read."""
-        ids = tuple(f"{tower}_model.embeddings.position_ids" for tower in ("text", "vision"))
+        ids = tuple(f"{tower}_model.embeddings.position_ids" for tower in TOWERS)
         return ids if self.part == "both" else (*ids, *self.shapes())
 
 

@@ -22,12 +22,7 @@ from rlx_jax.models.decoder_config import frequencies_of
 from rlx_jax.models.encoder import EncoderFlow
 
 # How the first implementation computes, not what. (`max_trained_positions` is read by a scaling of the rope alone.)
-INERT = (
-    "dense_seq_output",
-    "last_layer_subset",
-    "max_trained_positions",
-    "tie_word_embeddings",
-)
+INERT = ("dense_seq_output", "last_layer_subset", "max_trained_positions", "tie_word_embeddings")
 
 # Fields of the first spelling, and what they may be: models that differ in them are no text encoders.
 ONLY: dict[str, tuple[Any, ...]] = {

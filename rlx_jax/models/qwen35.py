@@ -29,9 +29,7 @@ from rlx_jax.models.text_part import TextPart
 from rlx_jax.weights.source import WeightSource
 
 # Fields that `layer_types` reads or that training alone does, and the dtype of the state, which is f32 here too.
-INERT = (
-    "full_attention_interval", "mamba_ssm_dtype", "mtp_loss_scaling_factor",
-)  # fmt: skip
+INERT = ("full_attention_interval", "mamba_ssm_dtype", "mtp_loss_scaling_factor")
 
 # How columns of a head are shared by time, height and width: of text all three are the token's position.
 MROPE = ("mrope_section", "mrope_interleaved")
@@ -44,9 +42,7 @@ TEXT = TextPart(
         "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
         "num_attention_heads": 16,
     },
-    others=(
-        "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-    ),
+    others=("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     tied=False,
 )  # fmt: skip
 

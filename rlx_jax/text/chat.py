@@ -249,10 +249,7 @@ def _inside(tokenizer: Tokenizer, piece: str, plain: bool, newline: list[int]) -
 def _marked(value: Any, tokens: set[str], marks: tuple[str, str]) -> Any:
     """`value` with each of `tokens` between the marks wherever it stands in a string."""
     find = _any_of(tokens)
-
-    def mark(text: str) -> str:
-        return find.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", text)
-
+    mark = functools.partial(find.sub, lambda found: f"{marks[0]}{found[0]}{marks[1]}")
     return _each(value, mark, mark)
 
 

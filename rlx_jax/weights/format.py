@@ -55,7 +55,9 @@ class OpenOptions:
 
     def changed(self) -> list[str]:
         """Return the names of the options that are not the defaults."""
-        return [f.name for f in fields(self) if not _is_default(getattr(self, f.name), f.default)]
+        values = [(f.name, f.default, getattr(self, f.name)) for f in fields(self)]
+        # An array, as `key` may be, is no default and compares with nothing.
+        return [name for name, default, v in values if v is not default and not (isinstance(v, str) and v == default)]
 
     def check_weights(self) -> None:
         """The options of reading weights are of their kinds.
@@ -76,11 +78,6 @@ class OpenOptions:
             raise WeightError(f"max_bytes: expected a number of bytes, got {quote(most)}")
         if not isinstance(self.subtree, str) or (self.subtree and not all(self.subtree.split("."))):
             raise WeightError(f"subtree: expected a dotted path such as 'params', got {quote(self.subtree)}")
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    """Whether an option is the default; an array, as `key` may be, is none and compares with nothing."""
-    return value is default or (isinstance(value, str) and value == default)
 
 
 @dataclass(frozen=True)
