@@ -37,7 +37,10 @@ from rlx_jax.weights.safetensors_header import Header, TensorInfo
 INDEX_SUFFIX = ".safetensors.index.json"
 ADAPTER = "adapter_config.json"
 
-_PICKLE = "it is a pickle, which runs code when it is loaded; convert it with `safetensors.torch.save_file`"
+_PICKLE = (
+    "it is a pickle, which runs code when it is loaded; convert it with `safetensors.torch.save_file`, or, of a model "
+    "of the Hub, ask for a pull request that has done so: revision='refs/pr/1'"
+)
 _OTHER_FORMATS = {
     ".gguf": "GGUF is not read yet; take the model that it was made from, or convert it to safetensors",
     ".bin": _PICKLE,
@@ -120,8 +123,7 @@ def headers(folder: Folder) -> dict[str, Header]:
 def _listed(folder: Folder) -> tuple[str, _Index | None]:
     """The name of the file of weights in a model of the Hub; or of its index, which is fetched."""
     where, names = folder.where("").strip("'"), folder.names()
-    pickles = ", or ask for a pull request of the Hub that has done so: revision='refs/pr/1'"
-    chosen = _choose(where, names, pickles)
+    chosen = _choose(where, names)
     if not chosen.endswith(INDEX_SUFFIX):
         return chosen, None
     folder.bring(chosen, bounds={chosen: (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")})
@@ -178,23 +180,20 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
     return list(files.values())
 
 
-def refuse_other_format(path: str, pickles: str = "") -> None:
-    """Raise `UnsupportedError` with advice if the file name is that of another weight format. `pickles`: more of it, of
-    those."""
-    advice = _OTHER_FORMATS.get(os.path.splitext(path)[1].lower())
-    if advice:
-        more = pickles if advice is _PICKLE else ""
-        raise UnsupportedError(f"{quote(path)} is not a .safetensors file: {advice}{more}")
+def refuse_other_format(path: str) -> None:
+    """Raise `UnsupportedError` with advice if the file name is that of another weight format."""
+    if advice := _OTHER_FORMATS.get(os.path.splitext(path)[1].lower()):
+        raise UnsupportedError(f"{quote(path)} is not a .safetensors file: {advice}")
 
 
-def refuse_directory(directory: str, names: list[str], pickles: str = "") -> NoReturn:
-    """Say that none of `names`, which are in a directory, holds weights that are read. `pickles`: as above.
+def refuse_directory(directory: str, names: list[str]) -> NoReturn:
+    """Say that none of `names`, which are in a directory, holds weights that are read.
 
     Raises:
         UnsupportedError: advice for weights of another format. MissingFileError: there are none; lists what is there.
     """
     for name in names:
-        refuse_other_format(os.path.join(directory, name), pickles)
+        refuse_other_format(os.path.join(directory, name))
     raise MissingFileError(f"{quote(directory)}: no .safetensors file; there is {listing(names) or 'nothing'}")
 
 
@@ -207,8 +206,8 @@ class _Index:
     total_size: int | None
 
 
-def _choose(directory: str, names: list[str], pickles: str = "") -> str:
-    """The name of the index or the file to open. `pickles`: as `refuse_directory`."""
+def _choose(directory: str, names: list[str]) -> str:
+    """The name of the index or the file to open."""
     for name in ("model" + INDEX_SUFFIX, "model.safetensors"):
         if name in names:
             return name
@@ -224,7 +223,7 @@ def _choose(directory: str, names: list[str], pickles: str = "") -> str:
                 f"{where}: no model{suffix}, and {len(fitting)} others: {listing(fitting)}; "
                 f"{advice if shards else 'name the one you mean'}"
             )
-    refuse_directory(directory, names, pickles)
+    refuse_directory(directory, names)
 
 
 def _read_index(path: str, where: str) -> _Index:
