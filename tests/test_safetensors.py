@@ -437,7 +437,6 @@ def load_twins(count: int, seed: int, path: Path) -> None:
                 assert reference(raw) is not None, "the twin is not valid"
                 with SafetensorsFile(path) as file:
                     assert_same(file, tensors)
-                    assert file.metadata == ({"k": "v,}"} if odd else {})
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.soak)])
