@@ -1,4 +1,4 @@
-"""Stages that contain stages, what stages promise of themselves, and the one place that holds them to it.
+"""Stages that contain stages, streams, what stages promise of themselves, and the one place that holds them to it.
 
 A stage needs only `emit`. Attention stages also say what they would keep in a cache, feed-forward stages how wide they
 are inside, norms their epsilon; `run_stage`, through which all stages of a flow run, holds the first two against what

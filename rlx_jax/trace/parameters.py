@@ -21,6 +21,12 @@ from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_sta
 from rlx_jax.trace.checks import check_init
 from rlx_jax.trace.selecting import BlockPattern
 
+F32 = np.dtype(np.float32)
+
+StoredShape = tuple[int, ...]
+# What a stage knows of a stored shape, axis by axis; a size that is None or symbolic is not known.
+AxisSizes = Sequence[DimLike | None]
+
 
 @dataclass(frozen=True)
 class WeightPart:
@@ -193,13 +199,6 @@ def check_declared(declared: Sequence[WeightDecl], keys: Iterable[str], where: s
         if not any(map(decl.matches, known)):
             near = did_you_mean(decl.keys.text, known, alike=0.7)
             raise GraphError(f"{where}: {decl} matches no weight that a stage reads{near}")
-
-
-F32 = np.dtype(np.float32)
-
-StoredShape = tuple[int, ...]
-# What a stage knows of a stored shape, axis by axis; a size that is None or symbolic is not known.
-AxisSizes = Sequence[DimLike | None]
 
 
 def size_text(sizes: Sequence[int | None]) -> str:
