@@ -166,7 +166,8 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
     if d.behind is not None:
         return tuple(d.behind.carried(b, block, inputs, slots))
     batch = operands[0].shape[0]
-    leaves = [d.state(b, node.origin.path, s.name, s.leaf(batch), s.leaf_roles) for s in slots]
+    roles = [("batch", *(s.roles or (None,) * s.type.rank)) for s in slots]
+    leaves = [d.state(b, node.origin.path, s.name, s.leaf(batch), r) for s, r in zip(slots, roles, strict=True)]
     every = d.program == "verify"  # the state stays what it was; what it would be after each token goes beside it
     op = hir.Carried(block, len(slots), fresh=d.program == "prefill", every=every)
     made = b.add(op, *inputs, *(value for _, value in leaves), b.leaf(LENGTH), b.leaf(LENGTHS))

@@ -52,9 +52,7 @@ class Builders(Attending[V]):
         shape = None if like is None else self.type_of(like).shape[-1:]
         for weight in weights:
             if is_number(weight):
-                raise GraphError(
-                    f"{self.path}: {weight!r} stands where a weight is expected; a number has a name: eps="
-                )
+                raise GraphError(f"{self.path}: expected a value or a weight key, got {weight!r}; a number is eps=")
         return [self.weight(w, shape=shape) for w in weights if w is not None]
 
     # -- products ----------------------------------------------------------------------------

@@ -55,11 +55,6 @@ class StateSlot:
         """With its rows."""
         return TensorType((batch, *self.type.shape), self.type.dtype)
 
-    @property
-    def leaf_roles(self) -> Roles:
-        """Of all axes."""
-        return ("batch", *(self.roles or (None,) * self.type.rank))
-
 
 @dataclass(frozen=True)
 class BlockRun:

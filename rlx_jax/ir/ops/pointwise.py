@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Mir, Value
-from rlx_jax.ir.traits import ELEMENTWISE, MOVEMENT, Initial, Types, results_written
+from rlx_jax.ir.traits import ELEMENTWISE, MOVEMENT, Initial, results_written
 from rlx_jax.ir.types import TensorType, device_dtype, is_float, short_name
 
 Array = jax.Array
@@ -253,11 +253,6 @@ class Where(Mir):
         return jnp.where(condition.astype(bool), on_true, on_false)
 
 
-def _same_type(op: Any, operands: Types, results: Types) -> int | None:
-    """A cast to the dtype that is there already."""
-    return 0 if operands[0] == results[0] else None
-
-
 @dataclass(frozen=True)
 class CastTo(Mir):
     """The same values in another dtype.
@@ -267,7 +262,8 @@ class CastTo(Mir):
     the higher bits are dropped, with `saturate` the nearest number is taken.
     """
 
-    traits = replace(MOVEMENT, widens=False, view=_same_type)
+    # A cast to the dtype that is there already is a view.
+    traits = replace(MOVEMENT, widens=False, view=lambda op, x, out: 0 if x[0] == out[0] else None)
 
     dtype: np.dtype[Any]
     saturate: bool = False
