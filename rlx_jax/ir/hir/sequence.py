@@ -10,7 +10,16 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable, SinusoidTable, check_heads
+from rlx_jax.ir.ops.attention import (
+    AttentionOp,
+    CacheUpdate,
+    RingStep,
+    RopeOp,
+    RopeTable,
+    SinusoidTable,
+    check_heads,
+    check_scores,
+)
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Gather, Iota, RelativeBuckets, TakeRow
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where, in_dtype
@@ -151,6 +160,7 @@ class Attention(Hir):
         if self.bias_of is None:
             check_arity("attention", len(operands), 3 + len(self.extra) + self.sinks)
         check_heads(self.heads, self.kv_heads)
+        check_scores(self.scale, self.softcap)
 
     def op(self, kv_heads: int) -> AttentionOp:
         """The MIR op over `kv_heads` heads."""

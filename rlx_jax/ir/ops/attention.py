@@ -75,12 +75,7 @@ class AttentionOp(Mir):
     def check(self, *operands: TensorType) -> None:
         q, k, v, *extra = operands
         check_heads(self.heads, self.kv_heads)
-        # A softcap of 0 would make all weights equal, a negative one changes nothing.
-        if self.softcap is not None and not (_is_real(self.softcap) and 0 < self.softcap < math.inf):
-            got = shown(self.softcap)
-            raise GraphError(f"attention: softcap is a finite number over 0, or None for no cap; got {got}")
-        if self.scale is not None and not (_is_real(self.scale) and math.isfinite(self.scale)):
-            raise GraphError(f"attention: scale is a finite number, got {shown(self.scale)}")
+        check_scores(self.scale, self.softcap)
         if self.window is not None and self.window < 1:
             raise GraphError(f"attention: a window keeps at least 1 key, got {self.window}")
         if self.ahead < 0 or self.ahead and (self.causal or self.window is None):
@@ -218,6 +213,14 @@ def check_heads(heads: int, kv_heads: int) -> None:
     """Query heads are a multiple of key/value heads."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise GraphError(f"attention: {heads} query heads are not a multiple of {kv_heads} key/value heads")
+
+
+def check_scores(scale: float | None, softcap: float | None) -> None:
+    """Scores are finite: a softcap of 0 would make all weights equal, a negative one changes nothing."""
+    if softcap is not None and not (_is_real(softcap) and 0 < softcap < math.inf):
+        raise GraphError(f"attention: softcap is a finite number over 0, or None for no cap; got {shown(softcap)}")
+    if scale is not None and not (_is_real(scale) and math.isfinite(scale)):
+        raise GraphError(f"attention: scale is a finite number, got {shown(scale)}")
 
 
 def _is_real(value: object) -> bool:
