@@ -20,11 +20,6 @@ def test_passages_are_the_first_paragraphs() -> None:
     assert demo.passages({"topic": text, "other": long}, 1) == [first, demo.Passage("other", long.strip())]
 
 
-def test_a_line_is_cut() -> None:
-    assert all(len(line) <= 80 for line in demo.NEXT.splitlines())
-    assert demo.cut("a" * 80) == "a" * 80 and demo.cut("b" * 81) == "b" * 78 + " …"
-
-
 @pytest.mark.slow
 def test_the_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds what `try` does, tells a share of the peak, and nothing is over 80 columns or coloured in a file."""

@@ -13,8 +13,6 @@ from typing import Any, Union, get_args, get_origin
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax.compiler.settings import CLEANING
@@ -105,13 +103,15 @@ def test_replace_merges_tables_and_options() -> None:
 
 
 def test_profiles_are_values() -> None:
-    """Copies are equal; options of XLA of other types are other options."""
-    options = [{"backend": {"cpu": {"compiler_options": {"xla_a": value}}}} for value in (True, 1, 1.0, "1")]
-    profiles = [CompileProfile().replace(**tables) for tables in options]
-    for twin in (copy.deepcopy(profiles[0]), pickle.loads(pickle.dumps(profiles[0]))):
-        assert twin == profiles[0] and hash(twin) == hash(profiles[0])
-    assert len({*profiles, CompileProfile()}) == 5
-    assert [type(p.backend.cpu.compiler_options["xla_a"]) for p in profiles] == [bool, int, float, str]
+    """Copies are equal, and so is what is read of what was written; options of XLA of other types are others."""
+    values = (True, 1, 1.0, "1", -(2**63), 1e300, 5e-324, 'é😀 \'x"""\\y\\', "# [a]\\n")
+    options = [{"backend": {"cpu": {"compiler_options": {"xla_a": value}}}} for value in values]
+    profiles = [CompileProfile().replace(name="a \"b\" 'c' \\ é", **tables) for tables in options]
+    for one in profiles:
+        for twin in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), read(one.to_toml())):
+            assert twin == one and hash(twin) == hash(one) and twin.to_toml() == one.to_toml()
+    assert len({*profiles, CompileProfile()}) == 1 + len(values)
+    assert [p.backend.cpu.compiler_options["xla_a"] for p in profiles] == list(values)
     b_a = read("backend.cpu.compiler_options = {b = 2, a = 1}").backend.cpu.compiler_options
     assert b_a == {"a": 1, "b": 2} and hash(b_a) == hash(Options((("b", 2), ("a", 1))))
 
@@ -124,36 +124,6 @@ def test_the_page_lists_every_setting() -> None:
 
 def test_roles_are_those_of_the_compiler() -> None:
     assert [f.name for f in fields(CompileProfile().sharding)] == list(ROLES)
-
-
-# -- TOML out ----------------------------------------------------------------------------------
-
-printable = st.text(st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"]) | st.just(" "), max_size=20)
-scalars = (
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | printable
-)
-options = st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True), scalars, max_size=4)
-backends = st.fixed_dictionaries(
-    {}, optional={"merge": st.sampled_from([True, False, "auto"]), "compiler_options": options}
-)
-changes = st.fixed_dictionaries(
-    {"name": printable.filter(bool)},
-    optional={
-        "fusion": st.fixed_dictionaries({"target": st.sampled_from(["auto", "cpu", "cuda", "rocm", "tpu"])}),
-        "passes": st.dictionaries(st.sampled_from(["dce", "cse", "constant_folding"]), st.booleans()),
-        "precision": st.fixed_dictionaries({"matmul": st.sampled_from(["default", "high", "highest"])}),
-        "backend": st.dictionaries(st.sampled_from(["cpu", "cuda", "rocm", "tpu"]), backends),
-    },
-)
-
-
-@settings(max_examples=15)
-@given(changes)
-def test_round_trip(change: dict[str, Any]) -> None:
-    profile = CompileProfile().replace(**change)
-    again = read(profile.to_toml())
-    assert again == profile and hash(again) == hash(profile) and again.name == profile.name
-    assert again.to_toml() == profile.to_toml()
 
 
 # -- presets -----------------------------------------------------------------------------------

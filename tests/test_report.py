@@ -15,7 +15,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError
-from rlx_jax.lowering.inspect.hlo import Instruction, block_paths, instructions, kernel_name, module_id
+from rlx_jax.lowering.inspect.hlo import Instruction, block_paths, kernel_name, module_id
 from rlx_jax.runtime.block_times import (
     IDLE,
     MARK,
@@ -32,46 +32,6 @@ from rlx_jax.runtime.block_times import (
 )
 from tests import divided
 from tests.oracles import checkpoints, numpy_reference
-
-HLO = """HloModule jit_function, is_scheduled=true
-
-%fused (p: f32[2,64], q: f32[64,64]) -> f32[2,64] {
-  %p = f32[2,64]{1,0} parameter(0)
-  %neg = f32[2,64]{1,0} negate(%p), metadata={op_name="jit(function)/norm/neg" stack_frame_id=1}
-  ROOT %dot.1 = f32[2,64]{1,0} dot(%neg, %q), metadata={op_name="jit(function)/layers/layers.3.up/dot_general"}
-}
-
-%body (t: (s32[], f32[2,64])) -> (s32[], f32[2,64]) {
-  %tanh.7 = f32[2,64]{1,0} tanh(%x), metadata={op_name="jit(function)/layers/while/body/closed_call/layers.{i}.up/tanh"}
-  ROOT %tuple.3 = (s32[], /*index=1*/f32[2,64]{1,0}) tuple(%i, %tanh.7)
-}
-
-ENTRY %main (x: f32[2,64]) -> f32[2,64] {
-  %x = f32[2,64]{1,0} parameter(0), metadata={op_name="x"}
-  %fusion.2 = f32[2,64]{1,0} fusion(%x), kind=kLoop, calls=%fused
-  %copy.6 = s32[] copy(%x)
-  %while.5 = (s32[], f32[2,64]{1,0}) while(%tuple), condition=%c, body=%body, metadata={op_name="jit(function)/while"}
-  %sorted = f32[2,64]{1,0} sort(%x), to_apply=%body, metadata={op_name="jit(function)/norm/jit(sort)/sort"}
-  %drafted = f32[2]{0} add(%x, %x), metadata={op_name="jit(function)/while/body/draft/layers.0.up/add"}
-  ROOT %chosen = s32[2]{0} reduce(%x, %x), metadata={op_name="jit(function)/while/body/sampler/argmax"}
-}
-"""
-PATHS = frozenset({"layers", "layers.{i}.up", "layers.0.up", "layers.3.up", "norm", "sort", "add"})
-WANTED = {
-    "dot.1": Instruction("dot", "dot_general", "layers.3.up"),
-    "fusion.2": Instruction("fusion", "dot_general", "layers.3.up"),  # of its last op
-    "tanh.7": Instruction("tanh", "tanh", "layers.*.up"),
-    "copy.6": Instruction("copy", "", ""),
-    "while.5": Instruction("while", "while", ""),
-    "sorted": Instruction("sort", "sort", "norm"),  # the last name is a primitive, whatever blocks are called
-    "drafted": Instruction("add", "add", "draft.layers.0.up"),
-    "chosen": Instruction("reduce", "argmax", "sampler"),
-}
-
-
-def test_instructions_have_their_blocks() -> None:
-    found = instructions(HLO, PATHS)
-    assert {name: found[name] for name in WANTED} == WANTED
 
 
 def proto_of(executable: Any) -> bytes:

@@ -148,18 +148,6 @@ def test_two_saves_to_one_place(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["it"]
 
 
-def test_killed_between_two_renames_and_then_no_space(tmp_path: Path) -> None:
-    """A reader finds the old content where it is; the next save puts it back, even if it can do no more."""
-    write(tmp_path / "it", 1)
-    work = tmp_path / ".it.rlx-save-1-00000000"
-    work.mkdir()
-    os.rename(tmp_path / "it", work / "old")
-    assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == [work.name]
-    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=0)), pytest.raises(NoSpaceError):
-        write(tmp_path / "it", 2)
-    assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == ["it"]
-
-
 # -- the disk fails ----------------------------------------------------------------------------
 
 
