@@ -184,12 +184,10 @@ WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[errors.RlxError], str]]
     "no past_k_1": (
         lambda: two_layers(past_k_1=None).stage(BIND), errors.UnboundInputError, r"decode_inputs: no input 'past_k_1'",
     ),
-    "no mask": (lambda: two_layers(mask=None).stage(BIND), errors.UnboundInputError, r"no input 'mask'"),
     "length of the mask": (
         lambda: two_layers(mask=("batch", "keys")).stage(BIND), errors.ShapeError,
         r"input mask is f32\[batch,keys\]; expected \[batch,seq \+ past\].*'past \+ seq'",
     ),
-    "no tables": (lambda: attention_flow(seq="seq"), errors.UnboundInputError, r"no input 'rope_cos'"),
     "rank of past": (
         lambda: two_layers(past_v_0=("batch", "past", 2, DIM)).stage(BIND), errors.ShapeError,
         r"input past_v_0 is .*expected floats \[batch, P, K·D\]",

@@ -52,9 +52,6 @@ def greedy(family: str) -> list[list[int]]:
     return lm(family).generate(PROMPTS[:3], max_new_tokens=12)
 
 
-# -- the same numbers and tokens ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
     [*(pytest.param(*m, marks=SLOW) for m in CHOSEN), *(pytest.param(*m, marks=SOAK) for m in MESHES)],
@@ -151,8 +148,6 @@ def test_scanned_layers() -> None:
     assert_close(ours.logits(IDS), np.asarray(one.logits(IDS)))
     assert ours.generate(PROMPTS[:3], max_new_tokens=12) == one.generate(PROMPTS[:3], max_new_tokens=12)
 
-
-# -- what it sends -----------------------------------------------------------------------------
 
 _LINE = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
 SLOTS = 80

@@ -48,8 +48,6 @@ def check_resting(model: rlx.CompiledModel, params: Any) -> None:
         assert params[name].sharding.is_equivalent_to(division.resting(program), params[name].ndim), name
 
 
-# -- training ----------------------------------------------------------------------------------
-
 TRAINED = [
     ("llama tied", "data fsdp tensor", 8), pytest.param("mixtral", "fsdp expert", 4, marks=pytest.mark.slow),
     pytest.param("mamba2", "fsdp tensor", 4, marks=pytest.mark.slow),
@@ -75,9 +73,6 @@ def test_gradients(family: str, kinds: str, devices: int) -> None:
     got, want = ours.weights(of_b), one.weights(of_a)
     for key, gradient in want.items():
         assert_close(got[key], np.asarray(gradient))
-
-
-# -- what is kept, and what is written ---------------------------------------------------------
 
 
 def test_resting() -> None:
@@ -173,8 +168,6 @@ def test_packed_weights() -> None:
             np.testing.assert_array_equal(ours.params[key], meaning(packed_one))  # type: ignore[index]
 
 
-# -- flows of one's own ------------------------------------------------------------------------
-
 OWN = {
     "w": RNG.normal(size=(24, 16)).astype(np.float32),
     "b": RNG.normal(size=(24,)).astype(np.float32),
@@ -207,8 +200,6 @@ def test_roles_divide_a_flow_of_ones_own() -> None:
     assert_close(silent(X), want)
     assert silent.report().whole == ("w", "v") and silent.report().collectives == {}
 
-
-# -- meshes and the profile's table ------------------------------------------------------------
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 BASE = {
@@ -279,9 +270,6 @@ def test_numbers_of_devices() -> None:
     assert one.report().mesh == ""
     with pytest.raises(errors.RequestError, match="llama is compiled already: leave out 'mesh'"):
         rlx.CausalLM(one, mesh=2)
-
-
-# -- arguments, and functions of JAX -----------------------------------------------------------
 
 
 def test_inputs_and_transformations() -> None:

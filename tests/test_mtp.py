@@ -26,7 +26,7 @@ from tests.oracles.numpy_reference import read_config, read_weights
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [9], [2, 7, 1, 8, 2]]
 """The first is longer than the prompt's bucket: it is read in two parts."""
-NEW, DRAFTS = 14, 3
+NEW, DRAFTS = 10, 3
 TABLES = {"prompt": [8], "batch": [3], "context": [32]}
 
 

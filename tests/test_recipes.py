@@ -31,9 +31,6 @@ def compiled(flow: Any, weights: Any = None, **tables: Any) -> Any:
     return rlx.compile(flow, weights, profile=rlx.CompileProfile().replace(**tables))
 
 
-# -- one layer replaced ------------------------------------------------------------------------
-
-
 def composed_at_1(ctx: LayerContext[LlamaDecoderSpec]) -> BlockStage:
     """Layer 1 from small stages."""
     if ctx.index == 1:
@@ -70,9 +67,6 @@ def test_a_recipe_of_another_config_is_refused() -> None:
         rlx.load(BERT, recipe=recipe)
 
 
-# -- hidden states -----------------------------------------------------------------------------
-
-
 def capturing(recipe: Any) -> Any:
     """What enters each layer, and what leaves the last one and its norm, as outputs `hidden.0` …"""
 
@@ -95,9 +89,6 @@ def test_live_hidden_states(directory: Path, kind: str) -> None:
     assert len(states) == len(NAMES)
     for name, state in zip(NAMES, states, strict=True):
         assert_close(out[name], state)
-
-
-# -- stages before, after, and in the flow ---------------------------------------------------------
 
 
 def scale(factor: float) -> BlockStage:
@@ -161,9 +152,6 @@ def test_hooks_chain_and_recipes_are_values() -> None:
     assert stock.hooks.layers == () and stock == rlx.BertFlow(BertConfig(11, 8, 16, 2, 2), prefix="bert")
     hooked.assemble().build()
     assert seen == [(i, "mine", f"bert.encoder.layer.{i}") for i in (0, 1)]
-
-
-# -- options of recipes ------------------------------------------------------------------------
 
 
 def test_options() -> None:

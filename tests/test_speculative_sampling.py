@@ -94,8 +94,8 @@ def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler) -> No
 def test_generated_texts_have_the_targets_distribution() -> None:
     """Texts of three tokens, of which the second is drafted by another model, against the probabilities of the logits.
 
-    About two drafts in three are kept. Were what follows a refused one drawn from the target as it is, χ² would be far
-    over its limit.
+    About two drafts in three are kept. Were what follows a refused one drawn from the target as it is, χ² would be
+    1,700.
     """
     prompt = [1, 2, 3]
     flow, weights = windowed(3)

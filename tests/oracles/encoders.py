@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,12 +251,3 @@ def nomic_row(config: dict[str, Any], w: Weights, ids: Ids, keep: Ids, types: Id
         inner = linear(w, f"{p}.mlp.fc11", x) * activation(linear(w, f"{p}.mlp.fc12", x))
         x = layer_norm(w, f"{p}.norm2", linear(w, f"{p}.mlp.fc2", inner) + x, eps)
     return x
-
-
-def rows(config: dict[str, Any], w: Weights, tokens: Ids, lengths: Sequence[int] | None = None, **inputs: Any) -> Array:
-    """`row` of each row of tokens `[B, S]`."""
-    if lengths is not None:
-        inputs["attention_mask"] = (np.arange(tokens.shape[1])[None] < np.asarray(lengths)[:, None]).astype(int)
-    return np.stack(
-        [row(config, w, ids, **{name: value[b] for name, value in inputs.items()}) for b, ids in enumerate(tokens)]
-    )

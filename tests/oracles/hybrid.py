@@ -32,14 +32,6 @@ def row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[A
     return (mamba2_row if config["model_type"] == "mamba2" else qwen35_row)(config, w, np.asarray(ids))
 
 
-def greedy(config: dict[str, Any], w: Weights, prompt: Sequence[int], count: int) -> list[int]:
-    """`count` greedy tokens after `prompt`; the whole row is recomputed for each."""
-    ids = [int(t) for t in prompt]
-    for _ in range(count):
-        ids.append(int(np.argmax(row(config, w, ids)[1][-1])))
-    return ids[len(prompt) :]
-
-
 def qwen35_row(config: dict[str, Any], w: Weights, ids: Ids) -> tuple[Array, Array]:
     """Norms add 1 to their weights, but for the gated one."""
     eps = config["rms_norm_eps"]
