@@ -24,8 +24,6 @@ from tests.fuzz.check import check_lowering, check_tensor_graph
 from tests.fuzz.tensor_ops import mir_case
 
 TYPES = TypeCache()
-
-
 SEEDS = st.integers(0, 2**32 - 1)
 
 
