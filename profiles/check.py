@@ -145,11 +145,13 @@ def _spelled(options: Mapping[str, Any]) -> dict[str, str]:
     return {name: repr(value) for name, value in options.items()}
 
 
-@cache
-def field_types(table: Any) -> dict[str, Any]:
-    """Field name → resolved type of a `Table`, in the order of the dataclass."""
+def _field_types(table: type[Any]) -> dict[str, Any]:
     hints = get_type_hints(table)
     return {f.name: hints[f.name] for f in fields(table)}
+
+
+# Field name → resolved type of a `Table`, in the order of the dataclass.
+field_types: Callable[[Any], dict[str, Any]] = cache(_field_types)
 
 
 def is_table(hint: Any) -> bool:
