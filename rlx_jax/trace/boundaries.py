@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rlx_jax.errors import MissingWeightError
 from rlx_jax.ir import hir
@@ -82,7 +83,8 @@ def _is_inside(block: Path, nodes: Iterable[Node]) -> bool:
 
 def _copy_registers(state: FlowState) -> FlowState:
     """Return the registers as they are now, which later writes to `state` do not change."""
-    return replace(state, **{name: v.copy() for name, v in vars(state).items() if isinstance(v, dict | list)})
+    copies: dict[str, Any] = {name: v.copy() for name, v in vars(state).items() if isinstance(v, dict | list)}
+    return replace(state, **copies)
 
 
 # -- reading the marks ---------------------------------------------------------------------------
