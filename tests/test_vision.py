@@ -235,7 +235,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"size": {"shortest_edge": 0}}, "expected at least 1"), ({"resample": 6}, "the limit is 5"),
         ({"size": {"height": 2**20, "width": 1}}, "the limit is"),
         ({"resample": 5, "image_processor_type": "BitImageProcessorFast"}, "5, hamming, which torch does not have"),
-        ({"image_std": [0.5, 0, 0.5]}, "expected 3 finite numbers over 0"),
+        ({"image_std": [0.5, 0, 0.5]}, "expected a list of 3 finite numbers over 0"),
         ({"crop_size": {"height": 3}}, "field 'width' is missing"), ({"do_resize": "yes"}, "expected true or false"),
         ({"tiles": 4}, "field 'tiles' is '4'; it may change the computation"),
     ):  # fmt: skip
