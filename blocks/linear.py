@@ -9,7 +9,7 @@ from typing import ClassVar
 from rlx_jax.blocks.control import check_hidden
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote
 from rlx_jax.ir import hir
-from rlx_jax.ir.inits import Init
+from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import DimLike, TensorType

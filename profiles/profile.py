@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Union
 
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.ir.table import TextTable
-from rlx_jax.profiles import text
+from rlx_jax.profiles import toml_text
 from rlx_jax.profiles.check import At, Options, Setting, Table, build, field_types, rows
 from rlx_jax.profiles.effects import always
 from rlx_jax.profiles.schema import (
@@ -113,7 +113,7 @@ def _preset(name: str) -> CompileProfile:
     if name in PRESETS:
         resource = _FOLDER.joinpath(f"{name}.rlx.toml")
         source = f"preset {quote(name)}"
-        return build(CompileProfile, {"name": name} | text.parse(resource.read_bytes(), source), At(source))
+        return build(CompileProfile, {"name": name} | toml_text.parse(resource.read_bytes(), source), At(source))
     if name in UNMEASURED:
         raise UnsupportedError(
             f"preset {quote(name)}: its family is not built yet, so that nothing is measured; 'auto' serves every flow"
@@ -201,7 +201,7 @@ class CompileProfile(Table):
             )
         source = f"compile profile {quote(os.fspath(path))}"
         name = re.sub(r"[^\w.-]", "_", os.path.basename(os.fsdecode(path)).removesuffix(".toml").removesuffix(".rlx"))
-        return build(cls, {"name": name[:64] or "custom"} | text.parse(text.read(path), source), At(source))
+        return build(cls, {"name": name[:64] or "custom"} | toml_text.parse(toml_text.read(path), source), At(source))
 
     @classmethod
     def near(cls, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto") -> CompileProfile:
@@ -243,11 +243,11 @@ class CompileProfile(Table):
             raise ProfileError(f"{source}: expected a string of TOML, found {type(toml).__name__}")
         # A lone surrogate is not UTF-8 either, and is reported as such.
         data = toml.encode("utf-8", "surrogatepass")
-        return build(cls, {"name": "custom"} | text.parse(data, source), At(source))
+        return build(cls, {"name": "custom"} | toml_text.parse(data, source), At(source))
 
     def to_toml(self) -> str:
         """Every setting as TOML, defaults included. `from_toml_str` gives an equal profile of the same name."""
-        return text.dump(_as_dict(self))
+        return toml_text.dump(_as_dict(self))
 
     def replace(self, **changes: object) -> CompileProfile:
         """A copy with other settings: each keyword is `name` or a table. A mapping is merged into the present

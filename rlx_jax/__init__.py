@@ -29,9 +29,9 @@ from rlx_jax.layer_stack import LayerStack
 from rlx_jax.models import *  # noqa: F403 (every recipe, by its name)
 from rlx_jax.models.lora import lora, merge_lora, save_lora, unmerge_lora
 from rlx_jax.profiles import CompileProfile
-from rlx_jax.runtime.compiling import compile, init
+from rlx_jax.runtime.compile_flow import compile, init
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.save import save
+from rlx_jax.runtime.save_model import save
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import open_weights
 

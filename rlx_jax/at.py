@@ -15,10 +15,10 @@ from rlx_jax.blocks.control import BlockStage, check_stages, run_stage
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Constant, Value, constant
 from rlx_jax.ir.types import as_name, is_static
+from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.boundaries import HeadsAround
 from rlx_jax.trace.editing import BlockEdit, BlockWrapper, CapturedBlock, Inner
 from rlx_jax.trace.emit import Emit, FlowValue, read_numbers
-from rlx_jax.trace.selecting import BlockPattern
 
 T = TypeVar("T")
 

@@ -26,18 +26,18 @@ from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.compiler.settings import choose_settings
 from rlx_jax.errors import GraphError, RlxError, ShapeError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.flow_outputs import FlowOutputs, names_of
-from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.extensions import FlowExtensionPlan
 from rlx_jax.ir.graph import Builder, TypeCache
-from rlx_jax.ir.inits import Init
+from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.paths import Origin
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import as_dim, as_name, is_float, is_static
+from rlx_jax.ir.user_functions import Captured
 from rlx_jax.ir.verify import verify
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.layer_stack import Stages
 from rlx_jax.lowering.hir.weights import pad_vocabulary
 from rlx_jax.lowering.inspect.outline import Outline
@@ -45,11 +45,11 @@ from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, MakesMtp, Weights
+from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.editing import BlockEdit, edit_blocks, run_stand_in
 from rlx_jax.trace.emit import Emit, FlowValue, input_type
 from rlx_jax.trace.parameters import F32, Parameters, WeightDecl, check_declared
-from rlx_jax.trace.selecting import BlockPattern
-from rlx_jax.weights.beside import beside
+from rlx_jax.weights.overlay import beside
 from rlx_jax.weights.source import open_weights
 
 

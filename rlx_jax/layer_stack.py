@@ -14,7 +14,7 @@ from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.blocks.encoder import bert_layer_prefix, known_style
 from rlx_jax.errors import GraphError, quote, shown
-from rlx_jax.ir.inits import Init
+from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Roles
 from rlx_jax.trace.emit import Emit
 from rlx_jax.trace.flow_value import FlowValue

@@ -35,8 +35,8 @@ from rlx_jax.errors import (
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import is_static, short_name, symbols_of
-from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.mir.head import Head
+from rlx_jax.lowering.sharding import Division
 from rlx_jax.runtime.inputs import as_host_array, check_ids, host_view, token_ids, whole_number
 from rlx_jax.runtime.model import CompiledModel
 

@@ -14,7 +14,7 @@ from flax import nnx
 from rlx_jax.errors import MissingWeightError
 from rlx_jax.ir.types import is_float
 from rlx_jax.program import Weights
-from rlx_jax.runtime import compiling
+from rlx_jax.runtime import compile_flow
 from rlx_jax.runtime.model import CompiledModel
 
 
@@ -41,7 +41,7 @@ class FlowModule(nnx.Module):
     def __init__(
         self, flow: Any, weights: Weights = None, *, rngs: nnx.Rngs | jax.Array | int | None = None, **options: Any
     ) -> None:
-        compiled = compiling.compile(flow, weights, **options)
+        compiled = compile_flow.compile(flow, weights, **options)
         params = compiled.params
         if params is None:
             if rngs is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.opening import open_programs
+from rlx_jax.runtime.model_setup import open_programs
 from rlx_jax.weights.format import OpenOptions
 
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.safetensors import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.captured import MAX_CAPTURED
+from rlx_jax.ir.user_functions import MAX_CAPTURED
 
 TABLE = np.full(3, 2.0, np.float32)
 SCALE = 2.0

@@ -25,7 +25,7 @@ import safetensors.numpy
 import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.cli.entry import COMMANDS, parser
-from rlx_jax.cli.generating import Timed, closing_line
+from rlx_jax.cli.generate import Timed, closing_line
 from rlx_jax.cli.terminal import CONTROLS, Interrupt, Status, next_line, whole_input, write
 from rlx_jax.runtime.model import CompiledModel
 from tests.oracles.chat_templates import BASE, checkpoint, format_checkpoint
@@ -342,7 +342,7 @@ def test_inspect_says_what_is_needed(
     monkeypatch.setattr("rlx_jax.weights.safetensors_format.SafetensorsSource.read", lambda *_: 1 / 0)
     (found,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 64)
     (narrow,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 64, "--dtype", "bf16")
-    monkeypatch.setattr("rlx_jax.cli.looking.running_device", lambda: SimpleNamespace(memory=600_000))
+    monkeypatch.setattr("rlx_jax.cli.inspect.running_device", lambda: SimpleNamespace(memory=600_000))
     (small,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 128)
     assert cli.main(["inspect", str(BASE), "--batch", "3", "--context", "128"]) == 0
     assert re.search(
@@ -455,12 +455,12 @@ def test_a_message_without_an_answer(
         pieces.append(piece)
 
     monkeypatch.setattr("rlx_jax.cli.entry.write", written)
-    monkeypatch.setattr("rlx_jax.cli.generating.language_model", lambda args, session: lm)
+    monkeypatch.setattr("rlx_jax.cli.generate.language_model", lambda args, session: lm)
     for somebody, status in ((True, 0), (False, 130)):
         pieces.clear()
         lines = iter([b"Hi\n", b"left\n", b"\xff\n", b" \n", b"word " * 99 + b"\n", b"And?\n", b"/new\n", b"Hi\n", b""])
-        monkeypatch.setattr("rlx_jax.cli.generating.next_line", lambda prompt, lines=lines: next(lines))
-        monkeypatch.setattr("rlx_jax.cli.generating.in_terminal", lambda there=somebody: there)
+        monkeypatch.setattr("rlx_jax.cli.generate.next_line", lambda prompt, lines=lines: next(lines))
+        monkeypatch.setattr("rlx_jax.cli.generate.in_terminal", lambda there=somebody: there)
         assert cli.main(["chat", "nowhere", "--max-new-tokens", "8"]) == status
         assert "".join(pieces).startswith(f"{first}\n") and pieces.count("\n") == (4 if somebody else 1)
         assert "".join(pieces).endswith(f"\n{second}\n{first}\n") == somebody
@@ -472,7 +472,7 @@ def test_a_message_without_an_answer(
     ):
         assert problems.count(told) == 1
     lines = iter([b"Hi\n", b""])
-    monkeypatch.setattr("rlx_jax.cli.generating.next_line", lambda prompt: next(lines))
+    monkeypatch.setattr("rlx_jax.cli.generate.next_line", lambda prompt: next(lines))
     assert cli.main(["chat", "nowhere"]) == 0
     served = lm.report().request
     assert served is not None and served.new_tokens == 128 // 4 == (lm.max_positions or 0) // 4

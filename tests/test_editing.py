@@ -20,7 +20,7 @@ from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.lowering.lower import expand_composites
-from rlx_jax.trace.selecting import BlockPattern
+from rlx_jax.trace.block_selection import BlockPattern
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record

@@ -15,8 +15,8 @@ import rlx_jax as rlx
 from rlx_jax.device import named_device
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.experts import block_rows, choose_apart, sorted_blocks
+from rlx_jax.lowering.sharding import Division
 from tests.divided import mesh
 from tests.oracles.comparing import assert_close
 

@@ -14,7 +14,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.drafting import drafter_of
+from rlx_jax.generate.drafters import drafter_of
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import TypeCache
 from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow

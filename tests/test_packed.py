@@ -36,8 +36,8 @@ from rlx_jax.ir.param import (
     packed_keys,
     stored_keys,
 )
-from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
+from rlx_jax.ir.weight_reads import read_from
 from rlx_jax.weights.execute import bytes_to_fill, fill, load_leaf, pieces
 from rlx_jax.weights.mapping import MappingSource
 from tests.oracles.packed import BLOCKS, DECODED, FLOATS, damaged, meaning, numbers, packed, random_bytes

@@ -32,8 +32,8 @@ from rlx_jax.ir.param import (
     strided,
 )
 from rlx_jax.ir.paths import Origin
-from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
+from rlx_jax.ir.weight_reads import read_from
 from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.weights.execute import fill, load_leaf, pieces, whole
 from rlx_jax.weights.mapping import MappingSource

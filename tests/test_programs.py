@@ -19,8 +19,8 @@ from rlx_jax.ir.graph import Builder, Input, StateLeaf, StateRead, TypeCache
 from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.types import TensorType, as_dtype, symbol
 from rlx_jax.models.llama import Llama32Flow
-from rlx_jax.runtime.compiling import compile_together
-from rlx_jax.runtime.opening import open_programs
+from rlx_jax.runtime.compile_flow import compile_together
+from rlx_jax.runtime.model_setup import open_programs
 from rlx_jax.runtime.programs import ProgramKey, Variant
 from rlx_jax.weights.format import OpenOptions
 from tests.divided import RING_VOCAB, windowed

@@ -9,7 +9,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule
-from rlx_jax.compiler.observe import Scale, insert_q_dq
+from rlx_jax.compiler.fake_quant import Scale, insert_q_dq
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from tests.oracles.comparing import assert_close
 

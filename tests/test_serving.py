@@ -19,8 +19,8 @@ from rlx_jax import errors
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.compiler.settings import Buckets
 from rlx_jax.generate.decode import Sizes
-from rlx_jax.generate.plan import request_sizes
-from rlx_jax.generate.warming import warm_contexts, warm_requests
+from rlx_jax.generate.request_plan import request_sizes
+from rlx_jax.generate.warm_up import warm_contexts, warm_requests
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.text.padding import check_buckets
 from tests.small import compiles_of

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import rlx_jax as rlx
 from rlx_jax.errors import LimitError, WeightError, WeightShapeError
 from rlx_jax.io import limits
+from rlx_jax.ir.checkpoint_tensor import Box, along, sizes, slices
 from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import (
     Joined,
@@ -37,9 +38,8 @@ from rlx_jax.ir.param import (
     leaf_name,
     sliced,
 )
-from rlx_jax.ir.reading import read_from
-from rlx_jax.ir.stored import Box, along, sizes, slices
 from rlx_jax.ir.types import as_dtype, tensor_type
+from rlx_jax.ir.weight_reads import read_from
 from rlx_jax.weights import orbax as orbax_format
 from rlx_jax.weights.execute import by_key, bytes_to_fill, fill, load_leaf, load_leaves
 from rlx_jax.weights.mapping import MappingSource

@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.drafting import LONGEST, drafter_of, find_place
+from rlx_jax.generate.drafters import LONGEST, drafter_of, find_place
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests import test_cross_attention, test_mesh, test_recurrent
 from tests.divided import RING_VOCAB as VOCAB

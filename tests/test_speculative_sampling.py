@@ -12,7 +12,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.generate.decode import new_rows
-from rlx_jax.generate.drafting import PromptLookup
+from rlx_jax.generate.drafters import PromptLookup
 from rlx_jax.generate.speculative import DRAFT, Drafts, VerifyLoop
 from tests.divided import RING_VOCAB as VOCAB
 from tests.divided import windowed

@@ -29,10 +29,10 @@ from rlx_jax.ir.region import unroll
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import TensorType, symbol
 from rlx_jax.lowering.hir.explicit import Behind
-from rlx_jax.lowering.hir.request import REQUEST, Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
-from rlx_jax.lowering.hir.rows import POSITIONS, SEGMENTS, TokenMask, check_bias
+from rlx_jax.lowering.hir.independence import prove, try_blocks, try_slices, why_not_alone
+from rlx_jax.lowering.hir.per_request import REQUEST, Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
+from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS, TokenMask, check_bias
 from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carried, rule_of
-from rlx_jax.lowering.hir.trials import prove, try_blocks, try_slices, why_not_alone
 
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
 # Inputs that programs have beside those of the flow.

@@ -19,10 +19,10 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.plugins import derive_rule, is_ours
 from rlx_jax.ir.types import TensorType, symbol
-from rlx_jax.lowering.hir import rows
+from rlx_jax.lowering.hir import row_layouts
 from rlx_jax.lowering.hir.explicit import Behind
-from rlx_jax.lowering.hir.rows import TokenMask
-from rlx_jax.lowering.hir.trials import pieces_differ
+from rlx_jax.lowering.hir.independence import pieces_differ
+from rlx_jax.lowering.hir.row_layouts import TokenMask
 
 I32 = np.dtype(np.int32)
 PER_ROW = TensorType((symbol("batch"),), I32)
@@ -87,7 +87,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
             f"attention is not causal and mixes positions: a token would read later ones, so {d.program} has no meaning"
         )
     check_extra(d, op)
-    rows.check_bias(d.types, op, tuple(b.type(x) for x in inputs))
+    row_layouts.check_bias(d.types, op, tuple(b.type(x) for x in inputs))
     if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if d.behind is not None:
@@ -122,8 +122,8 @@ def keys_kept(b: Builder, keep: Value) -> Value:
             "say which later tokens read it; a function of positions does, attention(…, bias=lambda q, k: …)"
         )
     if t.rank == 4:
-        keep = b(Slice((rows.ALL, 0, 0, rows.ALL)), keep)
-    keep = rows.kept(b, keep)
+        keep = b(Slice((row_layouts.ALL, 0, 0, row_layouts.ALL)), keep)
+    keep = row_layouts.kept(b, keep)
     if t.shape[0] != 1:
         return keep
     every = b(Compare("ge"), b(Reshape((-1, 1)), b.leaf(LENGTHS)), b.leaf(constant(0, I32)))
@@ -235,11 +235,11 @@ RULES: dict[type[Op], Rule] = {
 
 # The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused.
 PACKED: dict[type[Op], Rule] = {
-    hir.Positions: lambda d, b, node, inputs: (b.leaf(rows.POSITIONS),),
+    hir.Positions: lambda d, b, node, inputs: (b.leaf(row_layouts.POSITIONS),),
     hir.RopeAngles: keep,
     hir.RopeRows: keep,
-    hir.Attention: lambda d, b, node, inputs: rows.packed_attention(d.types, b, node, inputs),
-    hir.CountedPositions: lambda d, b, node, inputs: rows.counted_positions(b, cast(Any, node.op), *inputs),
+    hir.Attention: lambda d, b, node, inputs: row_layouts.packed_attention(d.types, b, node, inputs),
+    hir.CountedPositions: lambda d, b, node, inputs: row_layouts.counted_positions(b, cast(Any, node.op), *inputs),
     hir.RelativeBias: keep,
 }
 

@@ -21,10 +21,10 @@ from rlx_jax.ir.ops.shape import Narrow, Shard
 from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, padded, sliced
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import of_dims, of_program
-from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.fusion import Fused, Place
 from rlx_jax.lowering.lir.plan import tied
 from rlx_jax.lowering.mir.small import dce, live
+from rlx_jax.lowering.sharding import Division
 
 
 def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:

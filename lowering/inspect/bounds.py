@@ -13,7 +13,7 @@ from rlx_jax.ir.ops.shape import Narrow, Reshape, Slice, Transpose
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import MAX_DIM, DimLike, is_float, is_static, symbol
 from rlx_jax.lowering.hir.explicit import POSITION_IDS
-from rlx_jax.lowering.hir.rows import POSITIONS
+from rlx_jax.lowering.hir.row_layouts import POSITIONS
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from rlx_jax.ir.graph import Graph, Mir, Param, StateRead
 from rlx_jax.ir.ops.attention import RingStep
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import TensorType, short_name
-from rlx_jax.lowering.division import on_one
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.outline import cost
 from rlx_jax.lowering.lir.plan import Lir, state_types
+from rlx_jax.lowering.sharding import on_one
 
 SLACK = 2**16  # bytes: alignment and small constants
 LEAST_CACHE = 2**16  # bytes of a cache from which a copy is reported

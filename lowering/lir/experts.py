@@ -32,8 +32,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlx_jax.device import Device
 from rlx_jax.ir.ops.experts import ExpertFfn, plus
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.division import Division, on_one
 from rlx_jax.lowering.lir.plan import Call, Choice
+from rlx_jax.lowering.sharding import Division, on_one
 
 AnyArray = Any
 

@@ -23,13 +23,13 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.types import is_float
-from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOSEN, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
 from rlx_jax.lowering.lir.recurrent import chunk_by_chunk, chunks_at_once, one_token
+from rlx_jax.lowering.sharding import Division
 
 AnyArray = Any
 

@@ -24,10 +24,10 @@ from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Program, Stack
 from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.region import Repeat
-from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.experts import over_devices
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.plan import CHOSEN, Call, Choice, call_of, rows
+from rlx_jax.lowering.sharding import Division
 
 AnyArray = Any
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status, in_bytes, whole_input
 from rlx_jax.errors import RequestError, listing, quote, shown
-from rlx_jax.generate.drafting import SOURCES
+from rlx_jax.generate.drafters import SOURCES
 from rlx_jax.generate.sampler import OPTIONS, one_sampler
 from rlx_jax.io.strict_json import is_text
 from rlx_jax.ir.table import TextTable

@@ -20,11 +20,11 @@ import rlx_jax as rlx
 from rlx_jax.cli.bench import BENCH
 from rlx_jax.cli.command import Command, Session, chosen_device
 from rlx_jax.cli.completion import SHELLS, known, options_of, subparsers
-from rlx_jax.cli.converting import CONVERT
+from rlx_jax.cli.convert import CONVERT
 from rlx_jax.cli.doctor import DOCTOR
-from rlx_jax.cli.encoding import EMBED, SCORE
-from rlx_jax.cli.generating import CHAT, GENERATE
-from rlx_jax.cli.looking import INSPECT
+from rlx_jax.cli.encode import EMBED, SCORE
+from rlx_jax.cli.generate import CHAT, GENERATE
+from rlx_jax.cli.inspect import INSPECT
 from rlx_jax.cli.terminal import Interrupt, Status, leave_stdout, warn, write
 from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 

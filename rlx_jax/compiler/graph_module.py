@@ -17,7 +17,6 @@ from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, plain
 from rlx_jax.errors import FormatError, GraphError, VersionMismatchError, check_known, quote, shown
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir import queries
-from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, TypeCache, Value
 from rlx_jax.ir.packed import PackedSpec, packed_types
 from rlx_jax.ir.param import keys_of
@@ -26,6 +25,7 @@ from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import block_paths, dump
 from rlx_jax.ir.types import as_dim, as_names
+from rlx_jax.ir.user_functions import Captured
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.inspect.buffers import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan

@@ -19,10 +19,10 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage
 from rlx_jax.ir.param import Conflict, Roles
 from rlx_jax.ir.roles import agreed, of_dims
-from rlx_jax.lowering.division import Division, heads_of, with_groups
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.plan import Lir, given_leaves
 from rlx_jax.lowering.lower import expand_composites
+from rlx_jax.lowering.sharding import Division, heads_of, with_groups
 from rlx_jax.program import Built
 
 

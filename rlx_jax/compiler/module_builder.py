@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rlx_jax.errors import GraphError, quote, shown
-from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Param, Value
-from rlx_jax.ir.inits import Init
+from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Roles, cast, key_kinds
 from rlx_jax.ir.paths import Origin, Path, free_path
-from rlx_jax.ir.reading import as_stored
 from rlx_jax.ir.types import DimLike, as_name, as_names, device_dtype, tensor_type
+from rlx_jax.ir.user_functions import Captured
 from rlx_jax.ir.verify import verify
+from rlx_jax.ir.weight_reads import as_stored
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.compat import SpecBuilders

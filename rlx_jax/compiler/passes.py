@@ -20,7 +20,6 @@ from rlx_jax.errors import GraphError, ProfileError, check_known, did_you_mean, 
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.division import divide, undivided
 from rlx_jax.lowering.fusion import Fused, Place
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
@@ -37,6 +36,7 @@ from rlx_jax.lowering.mir.small import (
     without_inputs,
 )
 from rlx_jax.lowering.precision import compute_in, mixed, pin_matmul, store_in
+from rlx_jax.lowering.sharding import divide, undivided
 
 HIR, MIR = GraphStage.HIR, GraphStage.MIR
 Kind = Literal["program", "layout", "fusion", "cleaning"]

@@ -43,9 +43,8 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim, is_float
-from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.fusion import FusionReport, fusion_report
-from rlx_jax.lowering.hir import explicit, rows
+from rlx_jax.lowering.hir import explicit, row_layouts
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.hir.rules import ring_sizes
 from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of, packed_rows
@@ -56,6 +55,7 @@ from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, given_leaves, state_types, taken_back
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.lowering.mir.small import without_inputs
+from rlx_jax.lowering.sharding import Division
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.profiles.effects import Facts, warn_of_idle
 from rlx_jax.program import Built
@@ -183,7 +183,7 @@ def make_template(
         bounds = behind_cache(bounds, given)
     elif job.program == "packed":
         bounds = packed_rows(bounds)
-    adds = {"explicit": explicit.optional_inputs, "padded": rows.optional_inputs}.get(job.program)
+    adds = {"explicit": explicit.optional_inputs, "padded": row_layouts.optional_inputs}.get(job.program)
     optional = () if adds is None else adds(built.hir)
     times = built.types, seconds, ran.nodes, fusion
     return Template(built, ran.blocks, ran.graph, bounds, settings.plan.scan, optional, *times)

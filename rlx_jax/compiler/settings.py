@@ -11,10 +11,10 @@ import numpy as np
 
 from rlx_jax.device import Device, named_device, running_device
 from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_known, quote
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
-from rlx_jax.lowering.division import Division
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Plan
+from rlx_jax.lowering.sharding import Division
 from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Precision
 from rlx_jax.profiles.check import field_types, rows
 from rlx_jax.program import Buildable, Built

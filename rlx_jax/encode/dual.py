@@ -17,12 +17,12 @@ from rlx_jax.errors import RequestError, suggests
 from rlx_jax.ir.types import is_float
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.runtime.compiling import finish_models
+from rlx_jax.runtime.compile_flow import finish_models
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.opening import open_programs
+from rlx_jax.runtime.model_setup import open_programs
 from rlx_jax.runtime.report import Report
-from rlx_jax.text.opening import OpenedModel, TokenizerLike, open_tokenizer
 from rlx_jax.text.padding import padded_to
+from rlx_jax.text.token_model import OpenedModel, TokenizerLike, open_tokenizer
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 

@@ -15,12 +15,12 @@ import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.encode.packing import Block, BlockSizes, apart, packed_rows, plan
+from rlx_jax.encode.padded_rows import RowForm, masks_of
 from rlx_jax.encode.pooled import Vectors
-from rlx_jax.encode.rows import RowForm, masks_of
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Variant
-from rlx_jax.text.requests import Ids
+from rlx_jax.text.request_checks import Ids
 
 # Texts that are read and tokenised at once; the next ones are while these run.
 CHUNK = 2048

@@ -13,19 +13,21 @@ import numpy as np
 
 from rlx_jax.encode.embedding import Form, PackedForm, Stream, ahead, chunks
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
+from rlx_jax.encode.padded_rows import RowForm, exact_rows, masks_of
 from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
-from rlx_jax.encode.rows import RowForm, exact_rows, masks_of
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import DeriveError, RequestError, UnboundInputError, check_known, shown, suggests
-from rlx_jax.lowering.hir.rows import MASK
+from rlx_jax.lowering.hir.independence import why_rows_mix
+from rlx_jax.lowering.hir.row_layouts import MASK
 from rlx_jax.lowering.hir.rules import reads_from_the_left
-from rlx_jax.lowering.hir.trials import why_rows_mix
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.inputs import as_host_array, whole_number
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.opening import (
+from rlx_jax.text.padding import check_buckets, check_sizes, cropped
+from rlx_jax.text.request_checks import NO_TOKENIZER, Ids, id_list, keep_mask, row_lengths, split_prompts, token_block
+from rlx_jax.text.token_model import (
     OpenedModel,
     TokenizerLike,
     check_hidden,
@@ -36,8 +38,6 @@ from rlx_jax.text.opening import (
     open_tokenizer,
     primary,
 )
-from rlx_jax.text.padding import check_buckets, check_sizes, cropped
-from rlx_jax.text.requests import NO_TOKENIZER, Ids, id_list, keep_mask, row_lengths, split_prompts, token_block
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 # Texts from which on progress is shown where someone looks.

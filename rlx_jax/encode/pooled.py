@@ -9,8 +9,8 @@ import numpy as np
 from rlx_jax.errors import GraphError, NumericsError, RequestError, listing, shown
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import id_list
+from rlx_jax.text.request_checks import id_list
+from rlx_jax.text.token_model import check_positions
 
 POOLED = "pooled"
 

@@ -18,11 +18,11 @@ from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.runtime.compiling import open_model
+from rlx_jax.runtime.compile_flow import open_model
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.opening import OpenedModel, primary
+from rlx_jax.text.token_model import OpenedModel, primary
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 BATCH = 32

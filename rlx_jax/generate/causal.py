@@ -16,7 +16,7 @@ import numpy as np
 from rlx_jax.errors import RequestError, RlxWarning, listing, shown, suggests
 from rlx_jax.generate.conversation import Conversation, open_conversation, refuse_in_stream
 from rlx_jax.generate.decode_state import DecodeState
-from rlx_jax.generate.drafting import DRAFT_TOKENS, drafter_of
+from rlx_jax.generate.drafters import DRAFT_TOKENS, drafter_of
 from rlx_jax.generate.generation import NewTokens, answered, pieces
 from rlx_jax.generate.prefill import capture, extend, logits_of, prefill
 from rlx_jax.generate.request import (
@@ -34,13 +34,15 @@ from rlx_jax.generate.sampler import SAMPLING, Sampler, one_sampler
 from rlx_jax.generate.score_program import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import Score, perplexity_of, perplexity_windows, scores_of
 from rlx_jax.generate.speculative import Drafter
-from rlx_jax.generate.warming import warm_all
+from rlx_jax.generate.warm_up import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
-from rlx_jax.text.opening import (
+from rlx_jax.text.padding import check_buckets
+from rlx_jax.text.request_checks import Prompts, id_list, split_prompts, token_block
+from rlx_jax.text.token_model import (
     OpenedModel,
     TokenizerLike,
     check_logits,
@@ -49,8 +51,6 @@ from rlx_jax.text.opening import (
     open_token_model,
     open_tokenizer,
 )
-from rlx_jax.text.padding import check_buckets
-from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 IdPair = tuple[list[int], list[int]]

@@ -27,10 +27,10 @@ from rlx_jax.generate.speculative import OWN
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.state import LENGTH
+from rlx_jax.runtime.sequence_state import LENGTH
 from rlx_jax.text.chat import check_messages, chosen_template
-from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import Prompts
+from rlx_jax.text.request_checks import Prompts
+from rlx_jax.text.token_model import check_positions
 
 Message = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 

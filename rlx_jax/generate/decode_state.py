@@ -15,9 +15,9 @@ from rlx_jax.errors import RequestError, SessionStateError
 from rlx_jax.ir.types import TensorType
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.programs import state_shardings
-from rlx_jax.runtime.state import LENGTH, State, check_room
+from rlx_jax.runtime.sequence_state import LENGTH, State, check_room
 from rlx_jax.text.padding import cropped
-from rlx_jax.text.requests import Ids
+from rlx_jax.text.request_checks import Ids
 
 
 @dataclass(eq=False)

@@ -15,14 +15,14 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, Rows, new_rows
 from rlx_jax.generate.decode_state import fits, fork_of, fork_rows, moved_state
-from rlx_jax.generate.plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.request import Before, LanguageModel, Request, settled, stopped_at
+from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.speculative import OWN
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.programs import state_shardings
 from rlx_jax.runtime.report import RequestReport, Speculated
-from rlx_jax.runtime.state import LENGTH, as_state
+from rlx_jax.runtime.sequence_state import LENGTH, as_state
 
 AnyArray = Any
 

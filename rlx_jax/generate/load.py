@@ -18,7 +18,7 @@ from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
-from rlx_jax.runtime.loaded_from import LoadedFrom
+from rlx_jax.runtime.checkpoint_origin import LoadedFrom
 from rlx_jax.text.tokenizer import Tokenizer, configured_ids
 from rlx_jax.weights.format import OpenOptions
 

@@ -14,16 +14,16 @@ from jax import lax
 from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.errors import RequestError, SequenceLengthError, quote, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state, moved_back, run_padded
-from rlx_jax.generate.plan import CONTEXT_BUCKET
 from rlx_jax.generate.request import LanguageModel, RequestInputs, request_inputs
+from rlx_jax.generate.request_plan import CONTEXT_BUCKET
 from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.runtime.inputs import bind_sizes, whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Variant
-from rlx_jax.runtime.state import as_state
-from rlx_jax.text.opening import check_positions, primary
+from rlx_jax.runtime.sequence_state import as_state
 from rlx_jax.text.padding import block_width, cropped, pad_block, padded_to
-from rlx_jax.text.requests import Ids, pad_rows, split_prompts, token_block
+from rlx_jax.text.request_checks import Ids, pad_rows, split_prompts, token_block
+from rlx_jax.text.token_model import check_positions, primary
 
 ROOM = 256  # free slots after a prompt when prefill is not told max_len
 

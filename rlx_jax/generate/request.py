@@ -22,8 +22,8 @@ from rlx_jax.program import InputDecl
 from rlx_jax.runtime.inputs import bind_sizes, host_value, random_key, read_array, whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import NO_TOKENIZER, Prompts, id_list
+from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
+from rlx_jax.text.token_model import check_positions
 from rlx_jax.text.tokenizer import Tokenizer
 
 Inputs = Mapping[str, Any] | None

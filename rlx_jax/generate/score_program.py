@@ -24,12 +24,12 @@ from rlx_jax.errors import GraphError, RequestError, shown
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.ir.types import is_static
 from rlx_jax.losses import InPieces, count_pieces, logits_of_piece, split_tokens
-from rlx_jax.lowering.hir.rows import POSITIONS, SEGMENTS
+from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Variant
-from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import as_known_arrays, id_list
+from rlx_jax.text.request_checks import as_known_arrays, id_list
+from rlx_jax.text.token_model import check_positions
 
 # Tokens that may stand behind those that a text reads, beside the first one.
 MOST_OTHERS = 16

@@ -32,7 +32,7 @@ from rlx_jax.generate.score_program import (
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import RequestReport
-from rlx_jax.text.opening import check_positions
+from rlx_jax.text.token_model import check_positions
 
 # Calls whose results are not fetched yet.
 AHEAD = 8

@@ -25,7 +25,7 @@ from rlx_jax.ir.graph import every_key
 from rlx_jax.lowering.inspect.hlo import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.runtime.state import LENGTH
+from rlx_jax.runtime.sequence_state import LENGTH
 
 # What the names of a source's arrays begin with among those of the state; block paths have no slash.
 OWN = "draft/"

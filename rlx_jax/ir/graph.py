@@ -22,11 +22,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from rlx_jax.errors import RlxError, wrong_arity
-from rlx_jax.ir.inference import arity, as_in_jit, kept_types, misfit, traced_types
 from rlx_jax.ir.operands import check_declared
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Origin, Path, bind_path, path_text
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits, check_traits
+from rlx_jax.ir.type_inference import arity, as_in_jit, kept_types, misfit, traced_types
 from rlx_jax.ir.types import TensorType, check_elements
 
 T = TypeVar("T")

@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import WeightShapeError
-from rlx_jax.ir.stored import Box, NoParts, OverOne, crossed, full, part_of, rows, side_by_side, sizes, steps
-from rlx_jax.ir.stored import Conflict as Conflict
-from rlx_jax.ir.stored import Cut as Cut
-from rlx_jax.ir.stored import Dequantized as Dequantized
-from rlx_jax.ir.stored import Key as Key
-from rlx_jax.ir.stored import Parts as Parts
-from rlx_jax.ir.stored import Role as Role
-from rlx_jax.ir.stored import Roles as Roles
-from rlx_jax.ir.stored import Sliced as Sliced
-from rlx_jax.ir.stored import Strided as Strided
+from rlx_jax.ir.checkpoint_tensor import Box, NoParts, OverOne, crossed, full, part_of, rows, side_by_side, sizes, steps
+from rlx_jax.ir.checkpoint_tensor import Conflict as Conflict
+from rlx_jax.ir.checkpoint_tensor import Cut as Cut
+from rlx_jax.ir.checkpoint_tensor import Dequantized as Dequantized
+from rlx_jax.ir.checkpoint_tensor import Key as Key
+from rlx_jax.ir.checkpoint_tensor import Parts as Parts
+from rlx_jax.ir.checkpoint_tensor import Role as Role
+from rlx_jax.ir.checkpoint_tensor import Roles as Roles
+from rlx_jax.ir.checkpoint_tensor import Sliced as Sliced
+from rlx_jax.ir.checkpoint_tensor import Strided as Strided
 from rlx_jax.ir.types import TensorType, is_float, short_name, widens
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.alike import Layer, Ref, Run, find_runs, layers_of
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Op, Param, TypeCache, Value
 from rlx_jax.ir.paths import LayerIndex, Origin, Path, bind_path
+from rlx_jax.ir.repeated_layers import Layer, Ref, Run, find_runs, layers_of
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.types import TensorType
 

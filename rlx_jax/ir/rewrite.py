@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Param, TypeCache, Value, located
-from rlx_jax.ir.reading import WeightSource, read_from
 from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.weight_reads import WeightSource, read_from
 
 # Given the builder, a node's number, the node and its already rewritten operands: the values that replace its
 # results, None to keep the node, or () to drop a node that nothing reads.

@@ -28,7 +28,6 @@ import numpy as np
 
 from rlx_jax.errors import FormatError, LimitError, RlxError, UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir import hir, plugins
-from rlx_jax.ir.captured import meaning, trace
 from rlx_jax.ir.graph import (
     BodyInput,
     Constant,
@@ -49,6 +48,7 @@ from rlx_jax.ir.ops.recurrent import TokenScan
 from rlx_jax.ir.paths import Origin, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, short_name, spelled, tensor_type
+from rlx_jax.ir.user_functions import meaning, trace
 
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16

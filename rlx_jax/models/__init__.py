@@ -1,8 +1,7 @@
 """Recipes: a checkpoint's config → a flow. One file for each family; each recipe is also a name of `rlx_jax`."""
 
 from rlx_jax.models.bert import BertFlow
-from rlx_jax.models.clip import ClipFlow
-from rlx_jax.models.clip import ClipTextFlow
+from rlx_jax.models.clip import ClipFlow, ClipTextFlow
 from rlx_jax.models.dinov2 import Dinov2Flow
 from rlx_jax.models.flux2 import Flux2Flow
 from rlx_jax.models.gemma import GemmaFlow
@@ -20,8 +19,7 @@ from rlx_jax.models.qwen3 import Qwen3Flow
 from rlx_jax.models.qwen3_moe import Qwen3MoeFlow
 from rlx_jax.models.qwen35 import Qwen35Flow
 from rlx_jax.models.roberta import RobertaFlow
-from rlx_jax.models.siglip import SiglipFlow
-from rlx_jax.models.siglip import SiglipTextFlow
+from rlx_jax.models.siglip import SiglipFlow, SiglipTextFlow
 from rlx_jax.models.vit import ViTFlow
 
 __all__ = [

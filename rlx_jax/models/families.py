@@ -12,7 +12,6 @@ from rlx_jax.errors import GraphError, UnsupportedError, WeightError, did_you_me
 from rlx_jax.flow import ModelRecipe
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
-from rlx_jax.models.checked import checked
 from rlx_jax.models.clip import ClipVisionFlow
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import CausalFlow
@@ -25,6 +24,7 @@ from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.siglip import SiglipVisionFlow
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
+from rlx_jax.models.weight_check import checked
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource
 

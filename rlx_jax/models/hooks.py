@@ -21,9 +21,9 @@ from rlx_jax.blocks.control import check_stages
 from rlx_jax.errors import GraphError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.editing import BlockEdit
 from rlx_jax.trace.parameters import Init, WeightDecl
-from rlx_jax.trace.selecting import BlockPattern
 
 Spec = TypeVar("Spec")
 

@@ -32,9 +32,9 @@ from rlx_jax.models.lora_files import (
 )
 from rlx_jax.program import Buildable
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.trace.block_selection import BlockPattern, BlocksReading, ProductsIn
 from rlx_jax.trace.editing import BlockEdit, Inner
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.selecting import BlockPattern, BlocksReading, ProductsIn
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import MarkedSource, RenamedSource
 

@@ -21,11 +21,11 @@ from rlx_jax.blocks import (
 )
 from rlx_jax.errors import ConfigError, MissingWeightError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow, declared_shapes
-from rlx_jax.models.checked import checked
 from rlx_jax.models.config import MAX_LAYERS, Fields
 from rlx_jax.models.decoder import EMBEDDING, HEAD, DecoderFlow
 from rlx_jax.models.decoder_config import DecoderConfig, Ends, common_fields, layer_of, rope_of
 from rlx_jax.models.text_part import TextPart
+from rlx_jax.models.weight_check import checked
 from rlx_jax.weights.source import WeightSource
 
 # Fields that `layer_types` reads or that training alone does, and the dtype of the state, which is f32 here too.

@@ -20,8 +20,8 @@ from rlx_jax.errors import (
     named_kind,
     quote,
 )
-from rlx_jax.ir.captured import is_consumed
 from rlx_jax.ir.types import short_name
+from rlx_jax.ir.user_functions import is_consumed
 
 
 def is_traced(arrays: Iterable[Any]) -> bool:

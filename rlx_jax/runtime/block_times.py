@@ -30,7 +30,7 @@ from rlx_jax.lowering.inspect.hlo import (
 )
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.programs import ProgramKey, Programs
-from rlx_jax.runtime.state import State
+from rlx_jax.runtime.sequence_state import State
 
 # What stands in place of a path: kernels of no block, as XLA's own copies and the control of loops; kernels of no
 # program, such as the choice of a first token; time in which the device had nothing to do.

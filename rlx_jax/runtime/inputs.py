@@ -30,8 +30,8 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import limits
-from rlx_jax.ir.captured import is_consumed
 from rlx_jax.ir.types import MAX_DIM, TensorType, bound, check_elements, is_float, is_static, short_name
+from rlx_jax.ir.user_functions import is_consumed
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.program import InputDecl
 from rlx_jax.runtime.arguments import refuse_consumed

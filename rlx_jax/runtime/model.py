@@ -37,10 +37,10 @@ from rlx_jax.runtime.inputs import (
     value_or_spec,
     whole_number,
 )
-from rlx_jax.runtime.opening import drawn_params
+from rlx_jax.runtime.model_setup import drawn_params
 from rlx_jax.runtime.programs import LAST, ProgramKey, Programs, Variant
 from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
-from rlx_jax.runtime.state import FromEmpty, State, as_state, check_room, given_state
+from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_room, given_state
 from rlx_jax.weights.execute import by_key
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")

@@ -43,17 +43,17 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.ir.captured import Captured
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import DimLike
-from rlx_jax.lowering.division import Division
+from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Layout, Lir, given_leaves, state_leaves
 from rlx_jax.lowering.mir.small import unread_inputs
+from rlx_jax.lowering.sharding import Division
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.inputs import check_length
 from rlx_jax.runtime.lru import Lru
-from rlx_jax.runtime.state import EmptyState, empty_state
+from rlx_jax.runtime.sequence_state import EmptyState, empty_state
 
 
 @dataclass(frozen=True)

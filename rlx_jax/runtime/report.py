@@ -15,11 +15,11 @@ from rlx_jax.compiler.settings import Loop, Settings
 from rlx_jax.device import Device
 from rlx_jax.errors import GraphError, listing
 from rlx_jax.ir.table import TextTable
-from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.lowering.inspect.buffers import activation_bytes, dump_lir
 from rlx_jax.lowering.inspect.hlo import collectives, together
 from rlx_jax.lowering.lir.plan import Layout, Lir
+from rlx_jax.lowering.sharding import Division
 from rlx_jax.runtime.block_times import shortened
 from rlx_jax.runtime.inputs import check_counted
 from rlx_jax.runtime.programs import ProgramKey, Programs

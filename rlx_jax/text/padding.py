@@ -10,7 +10,7 @@ import numpy as np
 from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.errors import ProfileError, RequestError
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.text.requests import Ids
+from rlx_jax.text.request_checks import Ids
 
 PROMPT_BUCKET = 16
 

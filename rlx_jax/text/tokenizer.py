@@ -32,7 +32,7 @@ from rlx_jax.io.strict_json import parse
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
-from rlx_jax.text.requests import id_list
+from rlx_jax.text.request_checks import id_list
 from rlx_jax.text.tokenizer_checks import refuse_panics
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Literal
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
-from rlx_jax.ir.inits import Init
+from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.experts import ClampedGate
 from rlx_jax.ir.ops.fused import (
     FusedAttentionBlock,

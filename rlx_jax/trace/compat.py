@@ -12,7 +12,7 @@ from typing import Any
 from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage
-from rlx_jax.ir.inits import Init
+from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
 from rlx_jax.ir.plugins import known
 from rlx_jax.ir.types import is_static

@@ -16,14 +16,14 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, first_line, shown
 from rlx_jax.ir import hir
-from rlx_jax.ir.captured import traced_step
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Value, located
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While, in_tensor_ops
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.types import TensorType, is_float, is_static
+from rlx_jax.ir.user_functions import traced_step
 from rlx_jax.trace.checks import check_count
-from rlx_jax.trace.images import Images
+from rlx_jax.trace.image_ops import Images
 from rlx_jax.trace.parameters import F32, WeightKey
 from rlx_jax.trace.writer import Body, V, is_number
 

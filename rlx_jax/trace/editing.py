@@ -19,11 +19,11 @@ from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Value, located
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.paths import Origin, Path, path_text
+from rlx_jax.trace.block_selection import BlockPattern, BlockSelector, BlocksReading
 from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, HeadsAround, Ports
 from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
-from rlx_jax.trace.selecting import BlockPattern, BlockSelector, BlocksReading
 
 # A block as a function: it is written at that place, with this value in the place of what it reads.
 Inner = Callable[[FlowValue | None], FlowValue]

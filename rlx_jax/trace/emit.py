@@ -28,12 +28,10 @@ from rlx_jax.errors import (
     named_kind,
     quote,
 )
-from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, located
-from rlx_jax.ir.inits import Init
+from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Role, Roles, stored_keys
 from rlx_jax.ir.paths import Path, path_text
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import (
     Dim,
     TensorType,
@@ -42,6 +40,8 @@ from rlx_jax.ir.types import (
     short_name,
     tensor_type,
 )
+from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.trace.checks import has_no
 from rlx_jax.trace.compat import SpecBuilders
 from rlx_jax.trace.flow_value import FlowState as FlowState

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import numpy as np
 
 from rlx_jax.errors import GraphError, MissingWeightError, WeightError, WeightShapeError, did_you_mean, quote, shown
-from rlx_jax.ir.inits import Init as Init
+from rlx_jax.ir.initializers import Init as Init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Role, Roles, Sliced, Stack, Strided, cast, sliced, strided
-from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
+from rlx_jax.ir.weight_reads import WeightSource, as_stored, shapes_only
+from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.checks import check_init
-from rlx_jax.trace.selecting import BlockPattern
 
 F32 = np.dtype(np.float32)
 

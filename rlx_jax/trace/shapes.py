@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, quote, shown
 from rlx_jax.ir.graph import Value, located
-from rlx_jax.ir.inits import Init
+from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
 from rlx_jax.ir.ops.pointwise import FullLike
@@ -34,8 +34,8 @@ from rlx_jax.ir.roles import check_roles
 from rlx_jax.ir.types import Dim, as_dim, as_dtype, is_static
 from rlx_jax.trace.arithmetic import Arithmetic
 from rlx_jax.trace.checks import check_count, items_of, of_kind
-from rlx_jax.trace.cuts import cut_of, is_cut, places_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart
+from rlx_jax.trace.symbolic_slices import cut_of, is_cut, places_of
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
 

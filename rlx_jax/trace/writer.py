@@ -35,13 +35,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, named_kind
-from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, located
-from rlx_jax.ir.inits import Init
+from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, is_static
+from rlx_jax.ir.user_functions import Captured
 from rlx_jax.trace.checks import check_attributes, check_calls, of_shape
 from rlx_jax.trace.checks import is_number as is_number
 from rlx_jax.trace.parameters import WeightKey, WeightStack

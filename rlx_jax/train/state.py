@@ -18,8 +18,8 @@ from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.runtime.arguments import check_params, refuse_consumed
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.opening import refuse_untrained
-from rlx_jax.trace.selecting import BlockPattern
+from rlx_jax.runtime.model_setup import refuse_untrained
+from rlx_jax.trace.block_selection import BlockPattern
 
 
 class Optimizer(Protocol):

@@ -15,7 +15,7 @@ from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import RequestError, SessionStateError, listing, shown, suggests
-from rlx_jax.ir.captured import is_consumed
+from rlx_jax.ir.user_functions import is_consumed
 from rlx_jax.runtime.inputs import as_host_array, whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.checks import check_takes

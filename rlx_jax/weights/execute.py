@@ -20,11 +20,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_space, freed
 from rlx_jax.errors import WeightError, WeightShapeError, quote
+from rlx_jax.ir.checkpoint_tensor import Box, side_by_side, slices
 from rlx_jax.ir.packed import PackedSpec, decoded
 from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, Zeros, boxed, stored_keys
-from rlx_jax.ir.reading import WeightSource, as_stored
-from rlx_jax.ir.stored import Box, side_by_side, slices
 from rlx_jax.ir.types import TensorType, short_name
+from rlx_jax.ir.weight_reads import WeightSource, as_stored
 from rlx_jax.weights.finite import narrowed
 
 HostArray = np.ndarray[Any, Any]

@@ -11,8 +11,8 @@ import numpy as np
 
 from rlx_jax.errors import WeightError, did_you_mean, quote
 from rlx_jax.io.files import Links
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite
 from rlx_jax.weights.manifest import Verify
 

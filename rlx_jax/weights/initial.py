@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx_jax.errors import quote
 from rlx_jax.ir.graph import Graph, Node, Param
-from rlx_jax.ir.inits import Init, drawn
+from rlx_jax.ir.initializers import Init, drawn
 from rlx_jax.ir.param import Dequantized, Key, Program, keys_of, stored_keys
 from rlx_jax.ir.traits import Normal
 from rlx_jax.ir.types import TensorType

@@ -32,8 +32,8 @@ from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, read_whole, resolve, storage_error
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.packed import stored_bytes
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.views import SourceView
 
 # Digests are checked where there is a manifest; there must be one; or shapes and dtypes only.

@@ -11,8 +11,8 @@ import numpy as np
 
 from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, WeightShapeError, quote
 from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, packed_types, suspects
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import short_name
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.named import NamedTensors, check_index

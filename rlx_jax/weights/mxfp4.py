@@ -10,8 +10,8 @@ import numpy as np
 
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.ir.packed import WeightSpec
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import short_name
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import all_finite
 from rlx_jax.weights.views import SourceView
 

@@ -34,8 +34,8 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, resolve
 from rlx_jax.io.strict_json import is_text, parse_object
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions
 from rlx_jax.weights.manifest import NAME, open_verified

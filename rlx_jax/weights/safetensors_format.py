@@ -14,7 +14,7 @@ import numpy as np
 from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, listing, quote
 from rlx_jax.io.atomic import write_synced
 from rlx_jax.io.files import Links, resolve
-from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec

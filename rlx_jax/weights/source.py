@@ -17,8 +17,8 @@ from rlx_jax.io.files import Links, list_directory
 from rlx_jax.io.folder import Folder, open_folder, refuse_asked
 from rlx_jax.io.hub import is_name
 from rlx_jax.ir.packed import stored_bytes
-from rlx_jax.ir.reading import WeightSource as WeightSource
 from rlx_jax.ir.types import short_name as short_name
+from rlx_jax.ir.weight_reads import WeightSource as WeightSource
 from rlx_jax.weights import formats
 from rlx_jax.weights.directory import bring, headers, refuse_directory, refuse_other_format
 from rlx_jax.weights.finite import OnNonfinite

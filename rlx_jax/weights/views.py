@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlx_jax.ir.packed import WeightSpec
-from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.named import Closing, NamedTensors
 
 

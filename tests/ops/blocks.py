@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.ir import hir
-from rlx_jax.ir.captured import traced_step
 from rlx_jax.ir.graph import Op, constant
 from rlx_jax.ir.ops.experts import ClampedGate
+from rlx_jax.ir.user_functions import traced_step
 from tests.ops import sequences
 from tests.ops.elements import activation, normed, product, rms_norm
 from tests.ops.evaluate import wide

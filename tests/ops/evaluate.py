@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlx_jax.ir.checkpoint_tensor import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.param import Cast, Cut, Dequantized, Key, Program, Sliced, Stack, Transposed, Zeros
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.stored import slices
 from rlx_jax.ir.types import TensorType, is_float
 from tests.ops.sample import MEANING, Array
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.ir import hir
-from rlx_jax.ir.captured import traced_step
 from rlx_jax.ir.graph import Op
+from rlx_jax.ir.user_functions import traced_step
 from tests.ops.sample import Array, Meaning, Sample, o, operand
 from tests.oracles import op_formulas as formula
 from tests.oracles.gated_delta import causal_conv, gated_delta

@@ -9,7 +9,7 @@ from rlx_jax.ir.hir.composites import *  # noqa: F403
 from rlx_jax.ir.hir.masks import *  # noqa: F403
 from rlx_jax.ir.hir.recurrent import *  # noqa: F403
 from rlx_jax.ir.hir.sequence import *  # noqa: F403
-from rlx_jax.ir.hir.token_wise import *  # noqa: F403
+from rlx_jax.ir.hir.tokenwise_blocks import *  # noqa: F403
 
 # Every block.
 BLOCKS: tuple[type[Hir], ...] = tuple(cls for cls in Hir.__subclasses__() if cls.__module__.startswith(__name__))

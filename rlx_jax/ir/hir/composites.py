@@ -13,7 +13,7 @@ from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value
 from rlx_jax.ir.hir.masks import MASK_KINDS, MaskKind
 from rlx_jax.ir.hir.sequence import LastToken, Rope, attention
-from rlx_jax.ir.hir.token_wise import Embed, GatedFfn, Linear, RmsNorm, Split
+from rlx_jax.ir.hir.tokenwise_blocks import Embed, GatedFfn, Linear, RmsNorm, Split
 from rlx_jax.ir.ops.attention import check_heads
 from rlx_jax.ir.ops.linalg import check_linear
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary

@@ -16,7 +16,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 
 from rlx_jax.errors import GraphError, ShapeError
-from rlx_jax.ir.captured import TokenStep
 from rlx_jax.ir.graph import Builder, Constant, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
 from rlx_jax.ir.ops.index import Iota, TailRows, TokenWindows
@@ -27,6 +26,7 @@ from rlx_jax.ir.ops.shape import Concat, Narrow, Pad, Reshape, Slice, merge_axes
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.traits import BLOCK, TABLES, BlockTraits, Initial
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
+from rlx_jax.ir.user_functions import TokenStep
 
 F32 = np.dtype(np.float32)
 Values = Sequence[Value]

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, first_line, shown
-from rlx_jax.ir import captured
+from rlx_jax.ir import user_functions
 from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant
-from rlx_jax.ir.inference import types_of
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.traits import Types, product_traits
+from rlx_jax.ir.type_inference import types_of
 from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, is_whole, short_name
 
 Array = jax.Array
@@ -37,10 +37,11 @@ def check_constants(graph: Graph, types: TypeCache) -> None:
             traced = isinstance(array, jax.core.Tracer)
             sizes.setdefault(id(array) if traced else np.asarray(array).tobytes(), (array.nbytes, place))
     total = sum(size for size, _ in sizes.values())
-    if total > captured.MAX_CAPTURED:
+    if total > user_functions.MAX_CAPTURED:
         largest = sorted(sizes.values(), reverse=True)[:4]
         told = f"The largest: {'; '.join(f'{place}: {size} bytes' for size, place in largest)}"
-        raise GraphError(f"{graph.name}: {total} bytes of constants in one program, {captured.CAPTURED_LIMIT}. {told}")
+        constants = f"{total} bytes of constants in one program"
+        raise GraphError(f"{graph.name}: {constants}, {user_functions.CAPTURED_LIMIT}. {told}")
 
 
 def check_captured(graph: Graph) -> None:
@@ -55,8 +56,9 @@ def check_captured(graph: Graph) -> None:
     for _, node in graph.walk():
         if isinstance(node.op, JaxFn):
             for operands, before in node.op.first:
-                if captured.meaning(captured.trace_anew(node.op.fn, operands), precision=False) != before:
-                    raise GraphError(captured.changed(f"{path_text(node.origin.path)}: {node.op.text()}", node.op.fn))
+                if user_functions.meaning(user_functions.trace_anew(node.op.fn, operands), precision=False) != before:
+                    where = f"{path_text(node.origin.path)}: {node.op.text()}"
+                    raise GraphError(user_functions.changed(where, node.op.fn))
 
 
 def small_constant(value: Any, dtype: Any = None) -> Constant:
@@ -71,8 +73,8 @@ def small_constant(value: Any, dtype: Any = None) -> Constant:
         raise GraphError(f"a constant is a number or an array of them: {first_line(error)}") from error
     if not given.size:
         raise GraphError(f"a constant of shape {list(given.shape)} has no elements; every dimension is at least 1")
-    if given.size * given.itemsize > captured.MAX_CAPTURED:
-        raise GraphError(f"a constant of {given.size * given.itemsize} bytes, {captured.CAPTURED_LIMIT}")
+    if given.size * given.itemsize > user_functions.MAX_CAPTURED:
+        raise GraphError(f"a constant of {given.size * given.itemsize} bytes, {user_functions.CAPTURED_LIMIT}")
     whole = given.dtype == object and all(isinstance(v, int) for v in given.flat)  # beyond 64 bits
     if not (whole or is_float(given.dtype) or given.dtype.kind in "biuc" or is_whole(given.dtype)):
         raise GraphError(f"a constant is a number or an array of them, got {shown(value)}")
@@ -127,7 +129,7 @@ def jaxpr_flops(jaxpr: Any) -> int:
         elif name == "conv_general_dilated":
             features, *summed = (equation.invars[1].aval.shape[i] for i in params["dimension_numbers"].rhs_spec)
             total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(summed)
-        inner = list(map(jaxpr_flops, captured.inner_jaxprs(equation)))
+        inner = list(map(jaxpr_flops, user_functions.inner_jaxprs(equation)))
         total += max(inner, default=0) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)
     return total
 
@@ -145,12 +147,12 @@ class JaxFn(Mir):
     fn: Callable[..., Any]
     label: str = ""
     precision: str = "default"
-    first: list[tuple[Types, captured.Meaning]] = field(default_factory=list, compare=False, repr=False)
+    first: list[tuple[Types, user_functions.Meaning]] = field(default_factory=list, compare=False, repr=False)
 
     def remember(self, operands: Types) -> Any:
         """Keep what `fn` computes now, as every program has to; return the form of its result."""
-        closed, out = captured.trace(self.fn, operands)
-        self.first.append((operands, captured.meaning(closed, precision=False)))
+        closed, out = user_functions.trace(self.fn, operands)
+        self.first.append((operands, user_functions.meaning(closed, precision=False)))
         return out
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -158,8 +160,8 @@ class JaxFn(Mir):
         flat = out if isinstance(out, tuple | list) else (out,)
         if not flat or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in flat):
             raise GraphError(f"{self.text()} returns {type(out).__name__}; expected an array or a tuple of arrays")
-        types.captured[self] = tuple(captured.captured_arrays(closed))
-        captured.check_captures(self.text(), types.captured[self])
+        types.captured[self] = tuple(user_functions.captured_arrays(closed))
+        user_functions.check_captures(self.text(), types.captured[self])
         return types_of(closed.out_avals)
 
     def eval(self, *arrays: Array) -> Any:

@@ -18,11 +18,11 @@ import numpy as np
 from jax import Array, lax
 
 from rlx_jax.errors import ShapeError, wrong_arity
-from rlx_jax.ir.captured import TokenStep, inner_jaxprs
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.ops.custom import jaxpr_flops
 from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
+from rlx_jax.ir.user_functions import TokenStep, inner_jaxprs
 
 F32 = np.dtype(np.float32)
 # Tokens that are taken together where there are many.

@@ -15,13 +15,13 @@ import jax
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.device import running_device
 from rlx_jax.errors import DeriveError, MissingWeightError, RequestError, RlxWarning, listing, suggests
-from rlx_jax.ir.reading import shapes_only
+from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import MakesMtp, Weights
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.opening import open_programs
+from rlx_jax.runtime.model_setup import open_programs
 from rlx_jax.runtime.programs import Beside, ProgramKey, Programs
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import CompileOptions, OpenOptions

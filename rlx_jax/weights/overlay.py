@@ -10,7 +10,7 @@ import numpy as np
 
 from rlx_jax.errors import WeightError, listing
 from rlx_jax.ir.packed import WeightSpec
-from rlx_jax.ir.reading import WeightSource, shapes_only
+from rlx_jax.ir.weight_reads import WeightSource, shapes_only
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.views import MarkedSource, RenamedSource, SourceView, close
 

@@ -17,9 +17,9 @@ from rlx_jax.cli.terminal import in_bytes
 from rlx_jax.errors import ConfigError, DTypeError, RequestError, RlxNumericsWarning, WeightError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import open_folder
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float, short_name
-from rlx_jax.runtime.loaded_from import BESIDE, CONFIG, in_dtype, whole_checkpoint
+from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.runtime.checkpoint_origin import BESIDE, CONFIG, in_dtype, whole_checkpoint
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
 from rlx_jax.weights.source import open_weights

@@ -27,7 +27,7 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where
 from rlx_jax.ir.ops.reduce import Cumsum
 from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.types import TensorType, is_float, symbol
-from rlx_jax.lowering.hir.trials import prove
+from rlx_jax.lowering.hir.independence import prove
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 EACH = TensorType((symbol("batch"), symbol("seq")), I32)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlx_jax.ir.captured import Meaning, meaning, trace
 from rlx_jax.ir.graph import Graph, Leaf, Node, Op, Param, Value
 from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.user_functions import Meaning, meaning, trace
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.ir.param import Key, Program, narrows, packed_keys
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.arguments import check_params
-from rlx_jax.runtime.compiling import has_data
-from rlx_jax.runtime.loaded_from import LoadedFrom, whole_checkpoint
+from rlx_jax.runtime.checkpoint_origin import LoadedFrom, whole_checkpoint
+from rlx_jax.runtime.compile_flow import has_data
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.weights.execute import Piece, fill, pieces, read_numbers, whole
 from rlx_jax.weights.finite import narrowed

@@ -19,7 +19,7 @@ from rlx_jax.generate.speculative import VerifyLoop
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import ProgramKey, Variant
 from rlx_jax.text.padding import PROMPT_BUCKET
-from rlx_jax.text.requests import pad_rows
+from rlx_jax.text.request_checks import pad_rows
 
 CONTEXT_BUCKET = 64
 # Programs tell of 0, 8, 16, 32 … likeliest tokens; the host leaves out what was not requested.

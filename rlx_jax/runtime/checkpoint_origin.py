@@ -18,9 +18,9 @@ from rlx_jax.ir.graph import Leaf, Param, TypeCache
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import unroll
 from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.program import Built
 from rlx_jax.weights.finite import narrowed
 from rlx_jax.weights.format import Entry

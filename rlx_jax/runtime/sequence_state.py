@@ -15,7 +15,7 @@ from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.device import check_fits
 from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.ir.types import TensorType, bound, check_elements, is_static, short_name, terms_of
-from rlx_jax.lowering.division import on_one
+from rlx_jax.lowering.sharding import on_one
 
 # The name of the tokens that each row holds.
 LENGTH = "length"

@@ -13,7 +13,7 @@ from rlx_jax.device import running_device
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.load import computing_in
-from rlx_jax.generate.plan import cache_sizes
+from rlx_jax.generate.request_plan import cache_sizes
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import short_name
@@ -22,8 +22,8 @@ from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.opening import open_programs
-from rlx_jax.text.opening import check_positions
+from rlx_jax.runtime.model_setup import open_programs
+from rlx_jax.text.token_model import check_positions
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.mxfp4 import unpacked
 

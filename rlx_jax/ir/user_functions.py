@@ -22,7 +22,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex
 
 from rlx_jax.errors import GraphError, RlxError
-from rlx_jax.ir.inference import as_in_jit, misfit
+from rlx_jax.ir.type_inference import as_in_jit, misfit
 from rlx_jax.ir.types import TensorType
 
 MAX_CAPTURED = 2**20  # bytes that a function may capture

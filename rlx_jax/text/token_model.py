@@ -26,9 +26,9 @@ from rlx_jax.errors import (
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
-from rlx_jax.runtime.compiling import open_model
+from rlx_jax.runtime.checkpoint_origin import LoadedFrom
+from rlx_jax.runtime.compile_flow import open_model
 from rlx_jax.runtime.inputs import whole_number
-from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from rlx_jax.weights.format import OpenOptions

@@ -32,19 +32,19 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.flow import ModelFlow
-from rlx_jax.ir.reading import WeightSource, shapes_only
 from rlx_jax.ir.types import is_float
-from rlx_jax.lowering.division import check_divides, on_one
+from rlx_jax.ir.weight_reads import WeightSource, shapes_only
 from rlx_jax.lowering.lir.plan import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites
+from rlx_jax.lowering.sharding import check_divides, on_one
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.profiles.effects import warn_of_idle
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.programs import ProgramKey, Programs
-from rlx_jax.weights.beside import has_numbers, with_drawn
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.initial import initial_params, initial_weights
+from rlx_jax.weights.overlay import has_numbers, with_drawn
 from rlx_jax.weights.source import open_weights
 
 # Each flow by its name, built, and the seconds that it took.

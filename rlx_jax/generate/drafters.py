@@ -27,17 +27,17 @@ from jax import lax
 from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.errors import GraphError, RequestError, UnsupportedError, did_you_mean, listing, shown
 from rlx_jax.generate.decode import Array, Sizes
-from rlx_jax.generate.plan import PromptPart, bind_readers, prompt_blocks
 from rlx_jax.generate.request import LanguageModel
+from rlx_jax.generate.request_plan import PromptPart, bind_readers, prompt_blocks
 from rlx_jax.generate.speculative import Drafter, Drafts, Judged, Own, Turn, after_tokens, choose_draft
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.program import Buildable, Built, MakesMtp
-from rlx_jax.runtime.compiling import model_beside
+from rlx_jax.runtime.compile_flow import model_beside
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import ProgramKey, Programs, Variant
-from rlx_jax.runtime.state import LENGTH
-from rlx_jax.text.requests import pad_rows
+from rlx_jax.runtime.sequence_state import LENGTH
+from rlx_jax.text.request_checks import pad_rows
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import pooled_of
 from rlx_jax.encode.sentence import SentencePipeline, pool
-from rlx_jax.lowering.hir.rows import EACH, MASK
+from rlx_jax.lowering.hir.row_layouts import EACH, MASK
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.text.opening import primary
 from rlx_jax.text.padding import block_width, padded_to
-from rlx_jax.text.requests import Ids, pad_rows
+from rlx_jax.text.request_checks import Ids, pad_rows
+from rlx_jax.text.token_model import primary
 
 # Rows of a call, where the profile does not say.
 BATCH = 32

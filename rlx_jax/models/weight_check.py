@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from rlx_jax.errors import MissingWeightError, WeightError, WeightShapeError, listing
 from rlx_jax.flow import ModelRecipe, read_weights
 from rlx_jax.trace.parameters import Parameters
-from rlx_jax.weights.beside import may_lack
 from rlx_jax.weights.named import close_names
+from rlx_jax.weights.overlay import may_lack
 from rlx_jax.weights.source import WeightSource, short_name
 
 # Missing weights after which the check stops: a config with a thousand layers may be a lie.

@@ -13,16 +13,16 @@ from rlx_jax.compiler.settings import Buckets, bucket
 from rlx_jax.errors import RequestError, listing
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.generation import start, state_behind
-from rlx_jax.generate.plan import CONTEXT_BUCKET, plan_request
 from rlx_jax.generate.prefill import extend, prefill
 from rlx_jax.generate.request import Before, LanguageModel, Request, check_answers
+from rlx_jax.generate.request_plan import CONTEXT_BUCKET, plan_request
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import warm_scores
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.padding import check_sizes
-from rlx_jax.text.requests import Ids
+from rlx_jax.text.request_checks import Ids
 
 # A sampler for each method that `Method.widened` gives.
 KINDS = (Sampler(), Sampler(temperature=1.0), Sampler(repetition_penalty=2.0), Sampler(temperature=1.0, top_k=1))
