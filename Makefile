@@ -24,7 +24,7 @@ help:
 	@echo "make demo | test | short | slow | soak | lint | types | oracle | notebooks | wheel | clean"
 
 demo: $(VENV)/.installed-demo
-	$(PY) -m rlx_jax.demo
+	$(PY) examples/search.py
 
 test: $(VENV)/.installed-dev
 	$(PYTEST)
