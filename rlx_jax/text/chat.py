@@ -1,12 +1,13 @@
-"""Chat messages to token ids: checked, rendered by the checkpoint's template, encoded.
+"""`chat_prompt`: check chat messages, render them with the checkpoint's template, and encode them.
 
-A template writes control tokens (`<|im_start|>`) around what people wrote. Where people wrote one themselves it is
-spelt as plain text: before rendering, their control tokens are put between two marks; after it, what stands between
-marks is encoded as text. transformers does so where it is told `sanitize_control_tokens=True`.
+A template writes control tokens (`<|im_start|>`) around the texts of messages. A control token inside such a text must
+not work as one (prompt injection), so it is encoded as plain text: before rendering, it is put between two marker
+characters; afterwards, the text between markers is encoded as plain text. transformers does the same with
+`sanitize_control_tokens=True`.
 
-A template may also make one of what people wrote, by leaving something out of it or by writing two texts side by side.
-So it renders the messages a second time, as a twin in which people's characters are others that mean nothing. A
-control token that the twin has not is refused.
+A template may also create a control token from message texts, by dropping characters or by joining two texts. So it
+renders a second conversation, the twin, in which the characters of message texts are replaced by meaningless ones. A
+control token that the rendered twin does not have comes from message texts, and is refused.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from rlx_jax.io.strict_json import is_text
 from rlx_jax.text.chat_template import choose_template, render, render_with_twin
 from rlx_jax.text.tokenizer import Tokenizer
 
-# What `CausalLM.chat` and `apply_chat_template` take, for suggestions.
+# Keyword arguments of `CausalLM.chat` and `apply_chat_template`, for suggestions in error messages.
 ARGUMENTS = (
     "max_new_tokens", "sampler", "stop", "seed", "stream", "tools", "chat_template", "add_generation_prompt",
     "tokenize", "allow_special", "speculative", "draft_tokens", "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "logit_bias", "n", "logprobs", "max_len",
 )  # fmt: skip
-# Lists and objects inside each other in a message or a tool.
+# Nesting depth of lists and objects in a message or a tool.
 MAX_NESTING = 32
 
-# Roles that any template may get; others are taken where the template's own text names them.
+# Roles that are allowed with any template; another role is allowed where the template's source quotes it.
 ROLES = ("system", "user", "assistant", "tool", "developer")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing, named differently by templates
-_PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))  # characters of Unicode that mean nothing
-_LITERAL = re.compile(r"""(["'])((?:(?!\1).){1,200})\1""")  # of a template, all on one line
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms: each template reads one of them
+_PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))  # code points of Unicode without a meaning
+_LITERAL = re.compile(r"""(["'])((?:(?!\1).){1,200})\1""")  # a string literal in a template, on one line
 
 
 def chat_prompt(
@@ -51,37 +52,40 @@ def chat_prompt(
     allow_special: bool = False,
     variables: Mapping[str, Any],
 ) -> Any:
-    """The token ids of a conversation, or its text; see `CausalLM.apply_chat_template`."""
+    """Return the token ids of a conversation, or its text without `tokenize`.
+
+    Arguments are those of `CausalLM.apply_chat_template`; `variables` are the additional ones for the template.
+    """
     for name, value in (
         ("add_generation_prompt", add_generation_prompt), ("tokenize", tokenize), ("allow_special", allow_special),
     ):  # fmt: skip
         if not isinstance(value, bool):
             raise RequestError(f"{name} is {shown(value)}; expected True or False")
     template = chosen_template(tokenizer, chat_template, tools is not None, variables)
-    given = {name: _plain(value, name) for name, value in variables.items()}
-    given["messages"] = check_messages(messages, template)
-    given["tools"] = None if tools is None else _check_tools(tools)
-    given.setdefault("documents", None)
-    given["add_generation_prompt"] = add_generation_prompt
+    template_vars = {name: _plain(value, name) for name, value in variables.items()}
+    template_vars["messages"] = check_messages(messages, template)
+    template_vars["tools"] = None if tools is None else _check_tools(tools)
+    template_vars.setdefault("documents", None)
+    template_vars["add_generation_prompt"] = add_generation_prompt
     if tokenize and not allow_special:
-        return _spelt_out(tokenizer, template, given)
-    text = render(template, {**tokenizer.special_tokens, **given})
+        return _spelt_out(tokenizer, template, template_vars)
+    text = render(template, {**tokenizer.special_tokens, **template_vars})
     return tokenizer.encode(text, add_special_tokens=False) if tokenize else text
 
 
 def chosen_template(tokenizer: Tokenizer, chat_template: str | None, tools: bool, variables: Iterable[str]) -> str:
-    """The template of a conversation, which mentions all variables of the caller's.
+    """Return the template of a conversation, after checking that it mentions each of the caller's variables.
 
     Raises:
-        RequestError: there is none. TypeError: it does not mention one of the variables: a misspelt argument.
+        RequestError: there is none. TypeError: it does not mention a variable, so that is a misspelled argument.
     """
     template = choose_template(tokenizer.chat_templates, chat_template, tools)
     for name in variables:
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            known = re.findall(r"\b[a-z_]{4,}\b", template)
+            words = re.findall(r"\b[a-z_]{4,}\b", template)
             raise TypeError(
                 f"unexpected keyword argument {quote(name)}: no argument, and no variable of the chat template"
-                f"{did_you_mean(name, dict.fromkeys([*ARGUMENTS, *known]), 0.75)}"
+                f"{did_you_mean(name, dict.fromkeys([*ARGUMENTS, *words]), 0.75)}"
             )
     return template
 
@@ -90,12 +94,13 @@ def chosen_template(tokenizer: Tokenizer, chat_template: str | None, tools: bool
 
 
 def check_messages(messages: Any, template: str = "") -> list[dict[str, Any]]:
-    """A conversation as plain JSON values; a string is one message of the user.
+    """Return a conversation as a list of messages in plain JSON values; a string is one user message.
 
-    Keys whose value is None are left out. Reasoning is there under each name that templates read it by.
+    Keys with the value None are left out. Reasoning is set under `thinking` and `reasoning_content`, as templates
+    differ in which one they read.
 
     Raises:
-        RequestError: not a list of messages, or one of them is wrong; the place is named.
+        RequestError: not a list of messages, or one of them is invalid; the message names its position.
     """
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -109,6 +114,7 @@ def check_messages(messages: Any, template: str = "") -> list[dict[str, Any]]:
 
 
 def _check_message(message: Any, where: str, template: str) -> dict[str, Any]:
+    """Return one message in plain JSON values, with its role and content checked."""
     if not isinstance(message, Mapping):
         raise RequestError(f"{where}: expected {{'role': …, 'content': …}}, got {shown(message)}")
     plain: dict[str, Any] = {k: v for k, v in _plain(dict(message), where).items() if v is not None}
@@ -128,13 +134,13 @@ def _check_message(message: Any, where: str, template: str) -> dict[str, Any]:
 
 
 def _check_content(message: Mapping[str, Any], where: str) -> None:
-    """Text, a list of parts with text, or nothing beside tool calls."""
+    """Check that the content is a text or a list of text parts; only tool calls or reasoning may come without one."""
     content = message.get("content")
     if isinstance(content, str) or (content is None and (message.keys() & {"tool_calls", *_REASONING})):
         return
     if not isinstance(content, list):
-        found = shown(content) if "content" in message else f"None; the message has {listing(message)}"
-        raise RequestError(f"{where}['content']: expected text, got {found}")
+        description = shown(content) if "content" in message else f"None; the message has {listing(message)}"
+        raise RequestError(f"{where}['content']: expected text, got {description}")
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
@@ -144,6 +150,7 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
 
 
 def _check_tools(tools: Any) -> list[Any]:
+    """Return a list of tool schemas as plain JSON values."""
     if not isinstance(tools, list | tuple):
         raise RequestError(f"tools: expected a list of JSON schemas, got {type(tools).__name__}")
     for i, tool in enumerate(tools):
@@ -153,7 +160,7 @@ def _check_tools(tools: Any) -> list[Any]:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy of `value` in plain JSON values."""
+    """Return a copy of `value` in plain JSON values; subclasses of str, int and so on become the plain type."""
     if depth > MAX_NESTING:
         raise RequestError(f"{where}: nested deeper than MAX_NESTING = {MAX_NESTING}")
     if isinstance(value, str):
@@ -162,7 +169,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return str(value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int) and abs(value) < 2**63:
+    if isinstance(value, int) and abs(value) < 2**63:  # arbitrarily long numbers would be slow to print
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
@@ -177,37 +184,39 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     raise RequestError(f"{where}: expected text, numbers, lists and dicts, got {shown(value)}")
 
 
-# -- control tokens in what people wrote -------------------------------------------------------
+# -- control tokens in the texts of messages ---------------------------------------------------
 
 
 def _spelt_out(tokenizer: Tokenizer, template: str, given: dict[str, Any]) -> list[int]:
-    """The ids of the rendered template, with control tokens that `given` holds as plain text.
+    """Return the ids of the rendered template, with control tokens in the values of `given` encoded as plain text.
 
-    Those are special tokens and the added tokens that the template's own text names. The assistant's messages are
-    the model's own text: special tokens are left out of it, and others (`</think>`) are meant.
+    Control tokens are special tokens, and added tokens that the template's source contains. Messages of the assistant
+    are output of the model: decoding has left special tokens out, and other control tokens (`</think>`) are intended,
+    so only special tokens are encoded as plain text there.
     """
-    added, written = tokenizer.added_tokens, list(_strings(given))
+    added, message_texts = tokenizer.added_tokens, list(_strings(given))
     control = {t for t in added if added[t].special or (t in template and not t.isspace())}
-    names, twin = control, _twin(given, template, control, {t for t in control if not added[t].special})
-    control = {t for t in control if any(t in text for text in written)}  # vocabularies have thousands
+    all_control, twin = control, _twin(given, template, control, {t for t in control if not added[t].special})
+    # Vocabularies have thousands of control tokens: the regex of markers is built from those that occur.
+    control = {t for t in control if any(t in text for text in message_texts)}
     special = {t for t in control if added[t].special}
-    marks = _unused([template, *written])
-    marked = {
-        name: [_marked(m, special if m["role"] == "assistant" else control, marks) for m in value]
+    markers = _unused([template, *message_texts])
+    marked_vars = {
+        name: [_marked(m, special if m["role"] == "assistant" else control, markers) for m in value]
         if name == "messages"
-        else _marked(value, control, marks)
+        else _marked(value, control, markers)
         for name, value in given.items()
     }
-    text, of_twin = render_with_twin(
-        template, {**tokenizer.special_tokens, **marked}, {**tokenizer.special_tokens, **twin}
+    text, twin_text = render_with_twin(
+        template, {**tokenizer.special_tokens, **marked_vars}, {**tokenizer.special_tokens, **twin}
     )
-    # One group: texts, and at odd places what stood between marks. A template that splits text may part two marks;
-    # None is one alone, which is dropped, and nothing joins across it.
-    between = re.compile(f"{marks[0]}({_any_of(control).pattern}){marks[1]}|[{marks[0]}{marks[1]}]")
-    first, *pieces = between.split(text)
-    _check_meant([first, *pieces[1::2]], of_twin, _any_of(names))
+    # With one group, `split` returns the texts, and at odd positions the tokens between markers. A template that splits
+    # texts may separate two markers; a single marker gives None there: it is dropped, and nothing joins across it.
+    marker_pattern = re.compile(f"{markers[0]}({_any_of(control).pattern}){markers[1]}|[{markers[0]}{markers[1]}]")
+    first_text, *pieces = marker_pattern.split(text)
+    _check_meant([first_text, *pieces[1::2]], twin_text, _any_of(all_control))
     newline = tokenizer.encode("\n", add_special_tokens=False)
-    ids = tokenizer.encode(first, add_special_tokens=False)
+    ids = tokenizer.encode(first_text, add_special_tokens=False)
     for i, piece in enumerate(pieces):
         if piece:
             ids += _inside(tokenizer, piece, i % 2 == 0, newline)
@@ -215,18 +224,20 @@ def _spelt_out(tokenizer: Tokenizer, template: str, given: dict[str, Any]) -> li
 
 
 def _check_meant(texts: list[str], of_twin: str | None, control: re.Pattern[str]) -> None:
-    """Every control token in what is encoded as it is, `texts`, is the template's own: the twin has as many.
+    """Check that every control token in `texts`, which are encoded as they are, comes from the template.
+
+    It does if the rendered twin has at least as many of it.
 
     Raises:
-        RequestError: people's text takes part in one.
+        RequestError: a control token is formed from the text of messages.
     """
-    found = Counter(itertools.chain.from_iterable(map(control.findall, texts)))
-    if found and of_twin is None:
+    counts = Counter(itertools.chain.from_iterable(map(control.findall, texts)))
+    if counts and of_twin is None:
         raise RequestError(
             "messages: the chat template renders them, and not others in their place, so it cannot be told whether its "
             "control tokens are its own; pass allow_special=True where people's words are trusted"
         )
-    for token in found - Counter(control.findall(of_twin or "")):
+    for token in counts - Counter(control.findall(of_twin or "")):
         raise RequestError(
             f"messages: the chat template makes the control token {quote(token)} of what they hold, as it changes or "
             "joins texts; take it out, or pass allow_special=True"
@@ -234,7 +245,11 @@ def _check_meant(texts: list[str], of_twin: str | None, control: re.Pattern[str]
 
 
 def _inside(tokenizer: Tokenizer, piece: str, plain: bool, newline: list[int]) -> list[int]:
-    """The ids of a piece from within a text. SentencePiece puts a space before a text; not so behind a new line."""
+    """Return the ids of a piece from the middle of a text.
+
+    SentencePiece puts a space at the start of a text, but not after a newline. So the piece is encoded after a newline,
+    and the ids of that newline are removed.
+    """
     encode = tokenizer.encode_plain if plain else functools.partial(tokenizer.encode, add_special_tokens=False)
     ids = encode("\n" + piece)
     ids = ids[len(newline) :] if ids[: len(newline)] == newline else encode(piece)
@@ -247,14 +262,14 @@ def _inside(tokenizer: Tokenizer, piece: str, plain: bool, newline: list[int]) -
 
 
 def _marked(value: Any, tokens: set[str], marks: tuple[str, str]) -> Any:
-    """`value` with each of `tokens` between the marks wherever it stands in a string."""
-    find = _any_of(tokens)
-    mark = functools.partial(find.sub, lambda found: f"{marks[0]}{found[0]}{marks[1]}")
+    """Return `value` with the marks around each occurrence of `tokens` in its strings."""
+    pattern = _any_of(tokens)
+    mark = functools.partial(pattern.sub, lambda match: f"{marks[0]}{match[0]}{marks[1]}")
     return _each(value, mark, mark)
 
 
 def _each(value: Any, change: Callable[[str], str], rename: Callable[[str], str]) -> Any:
-    """`value` with every string in it changed, and every name of a member."""
+    """Return a JSON value with `change` applied to each string in it, and `rename` to each key of its objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -263,47 +278,51 @@ def _each(value: Any, change: Callable[[str], str], rename: Callable[[str], str]
 
 
 def _twin(given: Mapping[str, Any], template: str, control: set[str], meant: set[str]) -> dict[str, Any]:
-    """`given` with other characters than people's, which take part in no control token; white space and lengths stay.
+    """Return a copy of `given` with the characters of its texts replaced by ones that no control token contains.
 
-    What the template compares with stays too: roles, names that it reads, texts that it quotes. In the assistant's
-    messages so do the control tokens that are `meant` there.
+    White space and lengths stay. So do the strings that the template may compare with: roles, keys that it reads and
+    string literals in it, as otherwise it would take other branches than for the messages. In messages of the
+    assistant, the control tokens in `meant` stay too.
     """
     tokens = _any_of(control)
-    quoted = {text for _, text in _LITERAL.findall(template) if not tokens.search(text)} | {*ROLES}
-    read = quoted.union(re.findall(r"\w+", tokens.sub(" ", template)))
-    within = {text for text in quoted if len(text) > 3 and not any(text in token for token in control)}
-    written = set(itertools.chain.from_iterable(_strings(given)))
-    fresh = (c for c in _PRIVATE_USE if chr(c) not in written)
-    others = dict(zip((ord(c) for c in sorted(written) if not c.isspace()), fresh, strict=False))
+    literals = {text for _, text in _LITERAL.findall(template) if not tokens.search(text)} | {*ROLES}
+    keys = literals.union(re.findall(r"\w+", tokens.sub(" ", template)))
+    # Literals inside longer texts stay too, as a template may split texts at them. Not so short ones, which match by
+    # chance, and parts of control tokens.
+    inner_literals = {text for text in literals if len(text) > 3 and not any(text in token for token in control)}
+    used_chars = set(itertools.chain.from_iterable(_strings(given)))
+    unused_chars = (c for c in _PRIVATE_USE if chr(c) not in used_chars)
+    replacements = dict(zip((ord(c) for c in sorted(used_chars) if not c.isspace()), unused_chars, strict=False))
 
     def disguised(text: str, whole: set[str], parts: set[str]) -> str:
         if text in whole:
             return text
         pieces = re.split(f"({_any_of(parts).pattern})", text)
-        pieces[::2] = [piece.translate(others) for piece in pieces[::2]]
+        pieces[::2] = [piece.translate(replacements) for piece in pieces[::2]]
         return "".join(pieces)
 
     def twin(value: Any, parts: set[str]) -> Any:
-        return _each(value, lambda text: disguised(text, quoted, parts), lambda name: disguised(name, read, set()))
+        return _each(value, lambda text: disguised(text, literals, parts), lambda name: disguised(name, keys, set()))
 
-    made = {name: twin(value, within) for name, value in given.items() if name != "messages"}
-    turns = [twin(m, within | meant if m["role"] == "assistant" else within) for m in given["messages"]]
-    return {**made, "messages": turns}
+    other_vars = {name: twin(value, inner_literals) for name, value in given.items() if name != "messages"}
+    turns = [twin(m, inner_literals | meant if m["role"] == "assistant" else inner_literals) for m in given["messages"]]
+    return {**other_vars, "messages": turns}
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:
-    """Finds the longest of the tokens that stands at a place."""
+    """Return a pattern that matches the longest of the tokens at a position; without tokens, one that never matches."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
 def _unused(texts: Iterable[str]) -> tuple[str, str]:
-    """Two characters that the texts have nowhere."""
-    used = set(itertools.chain.from_iterable(texts))
-    first, second = itertools.islice((chr(c) for c in _PRIVATE_USE if chr(c) not in used), 2)
-    return first, second
+    """Return two private-use characters that do not occur in the texts."""
+    used_chars = set(itertools.chain.from_iterable(texts))
+    opening_mark, closing_mark = itertools.islice((chr(c) for c in _PRIVATE_USE if chr(c) not in used_chars), 2)
+    return opening_mark, closing_mark
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """Yield every string in a JSON value, keys of objects included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,11 +1,11 @@
-"""Text to token ids and back, as a checkpoint's `tokenizer.json` says.
+"""`Tokenizer`: text to token ids and back, as defined by a checkpoint's `tokenizer.json`.
 
-The work is done by the `tokenizers` library, which is native code: on a bad file it can panic, and a
-panic is no `Exception`. Here a file is checked first for what makes it panic, every native call is
-guarded, and nothing of the native object changes once it is loaded, so that threads can share it.
+The native `tokenizers` library does the work. On a malformed file it can panic, and a panic is not an `Exception`.
+So this module first checks the file for known causes of panics, guards every native call, and never changes the native
+object after loading, so that threads can share it.
 
-`encode` reads the names of special tokens in a text as these tokens, as transformers and
-sentence-transformers do; `encode_plain` does not.
+`encode` parses the text of a special token (`</s>`) as that token, as transformers and sentence-transformers do;
+`encode_plain` encodes it as plain text.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from rlx_jax.text.tokenizer_checks import refuse_panics
 
 T = TypeVar("T")
 
-# The file of a tokenizer, with its vocabulary.
+# The file that defines a tokenizer, vocabulary included.
 TOKENIZER = "tokenizer.json"
-# `tokenizer.json`.
+# Largest size of `tokenizer.json`.
 MAX_TOKENIZER_BYTES = 64 * 2**20
-# Values in `tokenizer.json`. The largest known (a vocabulary of 2^18 with its merges) have 2^21.
+# JSON values in `tokenizer.json`. The largest known files (a vocabulary of 2^18 with its merges) have 2^21.
 MAX_TOKENIZER_VALUES = 2**23
 # Largest token id, plus one.
 MAX_VOCABULARY = 2**24
-# A model_max_length this large is transformers' way to write "none" (it writes 10^30).
+# transformers writes 10^30 for "no maximum"; every model_max_length from here on means that.
 _NO_MAX_LENGTH = 2**31
 
-# Letters, a digit, a combining accent, an emoji, and a sign that hardly any vocabulary has.
+# Letters, a digit, a combining accent, an emoji, and a hieroglyph that hardly any vocabulary has.
 _PROBE = "Hello, world 12 e\u0301 \U0001f600 \U00013000"
-# The classes of transformers that take a tokenizer.json as it is.
+# Tokenizer classes of transformers that use tokenizer.json unchanged.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Settings of those that have a BertNormalizer, and what it calls them.
+# Keys of tokenizer_config.json that override a BertNormalizer, with the names of its arguments.
 _BERT_SETTINGS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -64,7 +64,7 @@ _SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class AddedToken(NamedTuple):
-    """A token that is looked for in a text before anything else; `special` ones are left out of decoded text."""
+    """A token that is matched in a text before pre-tokenization; `special` ones are left out of decoded text."""
 
     id: int
     special: bool
@@ -79,8 +79,9 @@ class Tokenizer:
         eos_ids: tokens that end a generated row; empty if the checkpoint names none.
         bos_id: the token that starts a text, if there is one.
         pad_id: the token that fills rows, if there is one.
-        model_max_length: tokens that the checkpoint says its model takes, special ones included, if it does.
-        truncation_side: which end of a text that is too long is cut off.
+        model_max_length: the longest input that the checkpoint declares, in tokens with special ones; None if it
+            declares none.
+        truncation_side: the end at which a text that is too long is cut.
         special_count: how many special tokens `encode` adds to a text.
         special_tokens: the checkpoint's tokens by role, `{"bos_token": "<s>"}`, which chat templates read.
         added_tokens: by their text.
@@ -100,24 +101,24 @@ class Tokenizer:
     _native: Any = field(repr=False)
 
     def same_ids(self, other: Tokenizer) -> bool:
-        """Whether every token has the same id in both."""
+        """Whether every token has the same id in both tokenizers."""
         return self is other or bool(self._native.get_vocab() == other._native.get_vocab())
 
     def is_special(self, token: int) -> bool:
-        """Whether a token has a role, such as the one that ends a text, or is left out of decoded text."""
+        """Whether a token id has a role (such as `eos`) or is left out of decoded text."""
         roles = map(self._native.token_to_id, self.special_tokens.values())
         return token in (*roles, *(added.id for added in self.added_tokens.values() if added.special))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
-        """The token ids of `text`.
+        """Return the token ids of `text`.
 
         Args:
             text: any Unicode text; `""` gives the special tokens alone.
-            add_special_tokens: put the checkpoint's own (`[CLS]` and `[SEP]`, a begin token) around it.
-            max_length: cut the text so that at most this many ids remain, special tokens included.
+            add_special_tokens: add the checkpoint's special tokens (`[CLS]` and `[SEP]`, a begin token) around it.
+            max_length: truncate the text so that at most this many ids remain, special tokens included.
 
         Raises:
-            RequestError: not a str, a lone surrogate, or `max_length` has no room for the special tokens.
+            RequestError: not a str, a lone surrogate, or `max_length` is below the number of special tokens.
             TokenizerError: the tokenizer fails on this text.
         """
         _check_text(text, "the text")
@@ -126,10 +127,13 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None, first: int = 0
     ) -> list[list[int]]:
-        """The token ids of each text, unpadded; else as `encode`. `first`: the number that messages give the first one.
+        """Return the token ids of each text, unpadded; arguments as for `encode`.
+
+        Args:
+            first: the index of the first text in error messages, where a caller passes several batches.
 
         Raises:
-            RequestError: as `encode`, with the position of the text; or `texts` is itself a str.
+            RequestError: as `encode`, with the index of the text; or `texts` is itself a str.
             TokenizerError: the tokenizer fails on one of the texts.
         """
         if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
@@ -140,7 +144,7 @@ class Tokenizer:
         return self._encode(batch, add_special_tokens, max_length)
 
     def encode_plain(self, text: str) -> list[int]:
-        """The token ids of `text` with the names of added tokens in it spelt as any text is; none stand around it.
+        """Return the token ids of `text`, without special tokens; added tokens in it are encoded as plain text.
 
         Raises:
             RequestError, TokenizerError: as `encode`.
@@ -148,7 +152,7 @@ class Tokenizer:
         _check_text(text, "the text")
         native = self._native
 
-        def spell() -> list[int]:  # the steps of an encoding without the first, which looks for added tokens
+        def spell() -> list[int]:  # the steps of `encode` without the first, which matches added tokens
             plain = native.normalizer.normalize_str(text) if native.normalizer else text
             words = native.pre_tokenizer.pre_tokenize_str(plain) if native.pre_tokenizer else [(plain, None)]
             return [token.id for word, _ in words for token in native.model.tokenize(word)]
@@ -156,14 +160,14 @@ class Tokenizer:
         return _guard(spell, "encoding failed")
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`. An id without a token (a padding row of the model) stands for no text.
+        """Return the text of `ids`. An id without a token (a padding row of the embedding) decodes to nothing.
 
         Args:
-            ids: one sequence of ints, an integer array of rank 1 included.
+            ids: one sequence of ints, or an integer array of rank 1.
             skip_special_tokens: leave special tokens out.
 
         Raises:
-            TokenIdError: not an int, negative, or 2^32 and over.
+            TokenIdError: not an int, negative, or at least 2^32.
             TokenizerError: the tokenizer fails on these ids.
         """
         try:
@@ -176,24 +180,27 @@ class Tokenizer:
         return text
 
     def _encode(self, texts: list[str], special: bool, max_length: int | None) -> list[list[int]]:
+        """Return the ids of checked texts, truncated to `max_length`, with special tokens if `special`."""
         encode = self._native.encode_batch_fast
         if max_length is None:
             return _guard(lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed")
-        around = self.special_count if special else 0
-        whole_number("max_length", max_length, max(1, around))
+        num_special = self.special_count if special else 0
+        whole_number("max_length", max_length, max(1, num_special))
 
         def within() -> list[list[int]]:
+            # Few texts are too long, so only those are encoded again, without special tokens.
             rows = [row.ids for row in encode(texts, add_special_tokens=special)]
-            long = [i for i, ids in enumerate(rows) if len(ids) > max_length]
-            for i, row in zip(long, encode([texts[i] for i in long], add_special_tokens=False), strict=True):
-                rows[i] = self._cut(row, max_length - around, special)
+            long_rows = [i for i, ids in enumerate(rows) if len(ids) > max_length]
+            for i, row in zip(long_rows, encode([texts[i] for i in long_rows], add_special_tokens=False), strict=True):
+                rows[i] = self._cut(row, max_length - num_special, special)
             return rows
 
         return _guard(within, "encoding failed")
 
-    # Truncation is a setting of the native object, which concurrent calls would take from each other;
-    # so the text's own tokens are cut here, and the special ones come after.
+    # Native truncation is a setting of the shared object, so concurrent calls would overwrite each other's; hence the
+    # text's tokens are truncated here, and special tokens are added afterwards.
     def _cut(self, encoding: Any, room: int, special: bool) -> list[int]:
+        """Return the ids of an encoding of at most `room` tokens, with special tokens around them if `special`."""
         if len(encoding) > room:
             encoding.truncate(room, direction=self.truncation_side)
         if special:
@@ -203,32 +210,33 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: bool = False) -> Tokenizer | None:
-    """The tokenizer of a model directory, or None if it has no `tokenizer.json`.
+    """Return the tokenizer of a model directory, or None if it has no `tokenizer.json`.
 
-    Which special tokens stand around a text is up to `tokenizer.json`; lower case and accents are up to
-    `tokenizer_config.json` where it names them (both as in transformers 5). Truncation and padding baked into the
-    file are ignored. Ids of special tokens come from `generation_config.json`, else `config.json`, else the
+    `tokenizer.json` decides which special tokens are added to a text; `tokenizer_config.json` decides about lower case
+    and accents where it has these settings (both as in transformers 5). Truncation and padding settings in
+    `tokenizer.json` are ignored. Ids of special tokens come from `generation_config.json`, else `config.json`, else the
     tokenizer's own files.
 
     Args:
         directory: the model directory, with its files or, in a Hugging Face cache, links to them.
-        lowercase: lower the text first (`do_lower_case` of sentence-transformers).
+        lowercase: convert the text to lower case first (`do_lower_case` of sentence-transformers).
 
     Raises:
-        TokenizerError: `tokenizer.json` is malformed, or disagrees with the files beside it.
-        ConfigError: a file beside it is malformed.
+        TokenizerError: `tokenizer.json` is malformed, or disagrees with its companion files.
+        ConfigError: a companion file is malformed.
         PathEscapeError: a file is a link that leads out of the directory.
         LimitError: more than `MAX_TOKENIZER_BYTES`, `MAX_TOKENIZER_VALUES` or `MAX_VOCABULARY`.
-        UnsupportedError: the file asks for random tokenisation.
+        UnsupportedError: the file enables random tokenization (BPE dropout).
     """
     folder = Folder.at(directory)
     _bring(folder)
     where = folder.where(TOKENIZER)
-    found = _read_document(folder, where)
-    if found is None:
+    content = _read_document(folder, where)
+    if content is None:
         return None
-    raw, document = found
-    # The native object parses the file again; until then, its large part need not stay.
+    raw, document = content
+    # The native library parses the file again, so the vocabulary, its largest part, is freed before that. Only Unigram
+    # models have a list here.
     by_place = isinstance(document.pop("model").get("vocab"), list)
     native = _guard(lambda: _native_tokenizer(raw), where)
     words, vocab_size = _vocabulary(native, by_place, document, where)
@@ -242,8 +250,8 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         native.encode_special_tokens = True
     special_count = _check_works(native, words, where)
 
-    own = {role: () if (name := names[role]) is None else (words[name],) for role in _ROLES_WITH_IDS}
-    bos, eos, pad = (configured_ids(folder, role) or own[role] for role in _ROLES_WITH_IDS)
+    tokenizer_ids = {role: () if (name := names[role]) is None else (words[name],) for role in _ROLES_WITH_IDS}
+    bos, eos, pad = (configured_ids(folder, role) or tokenizer_ids[role] for role in _ROLES_WITH_IDS)
     return Tokenizer(
         vocab_size=vocab_size,
         eos_ids=eos,
@@ -263,7 +271,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
 
 
 def _read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] | None:
-    """The bytes of `tokenizer.json` and what they say, after it was checked; None if there is no such file."""
+    """Return the bytes of `tokenizer.json` and the parsed document, checked; None if there is no such file."""
     raw = folder.read(TOKENIZER, MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES", TokenizerError)
     if raw is None:
         return None
@@ -277,11 +285,11 @@ def _read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] |
 
 
 def _bring(folder: Folder) -> None:
-    """Fetch what is read of a model of the Hub, together."""
+    """Fetch the tokenizer files of a Hub model in one parallel call; do nothing without a `tokenizer.json`."""
     if folder.listed(TOKENIZER) is not None:
-        beside = (*_SIDE_FILES, "generation_config.json")
+        companions = (*_SIDE_FILES, "generation_config.json")
         bounds: dict[str, SizeBound] = {TOKENIZER: (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES")}
-        bounds |= dict.fromkeys(beside, json_bound())
+        bounds |= dict.fromkeys(companions, json_bound())
         bounds |= dict.fromkeys(template_files(folder).values(), (MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES"))
         folder.bring(*bounds, bounds=bounds)
 
@@ -290,16 +298,17 @@ def _bring(folder: Folder) -> None:
 
 
 def _guard(call: Callable[[], T], doing: str) -> T:
-    """`call()`; whatever native code raises, a panic included, becomes a TokenizerError."""
+    """Return `call()`; anything that native code raises, panics included, becomes a TokenizerError."""
     try:
         return call()
     except (KeyboardInterrupt, SystemExit, MemoryError, TokenizerError):
         raise
-    except BaseException as cause:  # pyo3's PanicException is no Exception
+    except BaseException as cause:  # pyo3's PanicException does not derive from Exception
         raise TokenizerError(f"{doing}: {type(cause).__name__}: {quote(cause)}") from cause
 
 
 def _native_tokenizer(raw: bytes) -> Any:
+    """Return the native tokenizer of a `tokenizer.json`, with truncation and padding disabled."""
     from tokenizers import Tokenizer as Native
 
     native = Native.from_buffer(raw)
@@ -309,67 +318,68 @@ def _native_tokenizer(raw: bytes) -> Any:
 
 
 def _apply_normalizer(native: Any, settings: Mapping[str, Any], lowercase: bool) -> None:
-    """Lower case and accents as `tokenizer_config.json` says, where it and `tokenizer.json` differ."""
+    """Apply lower case and accent settings of `tokenizer_config.json` where they differ from `tokenizer.json`."""
     from tokenizers import normalizers
 
     current = native.normalizer
+    # Model-specific classes of transformers rebuild the normalizer from tokenizer_config.json; the generic ones do not.
     if isinstance(current, normalizers.BertNormalizer) and settings.get("tokenizer_class") not in _GENERIC_CLASSES:
-        present = {name: getattr(current, name) for name in ("clean_text", *_BERT_SETTINGS.values())}
-        wanted = present | {_BERT_SETTINGS[key]: settings[key] for key in _BERT_SETTINGS if key in settings}
-        if wanted != present:
-            native.normalizer = normalizers.BertNormalizer(**wanted)
+        old = {name: getattr(current, name) for name in ("clean_text", *_BERT_SETTINGS.values())}
+        new = old | {_BERT_SETTINGS[key]: settings[key] for key in _BERT_SETTINGS if key in settings}
+        if new != old:
+            native.normalizer = normalizers.BertNormalizer(**new)
     if lowercase:
-        parts = [] if native.normalizer is None else [native.normalizer]
-        native.normalizer = normalizers.Sequence([normalizers.Lowercase(), *parts])
+        normalizer_steps = [] if native.normalizer is None else [native.normalizer]
+        native.normalizer = normalizers.Sequence([normalizers.Lowercase(), *normalizer_steps])
 
 
 # -- checks ------------------------------------------------------------------------------------
 
 
 def _vocabulary(native: Any, by_place: bool, document: Mapping[str, Any], where: str) -> tuple[dict[str, int], int]:
-    """All tokens with their ids, and the largest id plus one.
+    """Return the ids of all tokens by text, and the largest id plus one.
 
-    Ids must differ, and none may be missing below the largest of a token that is no added one. (Above, added tokens
-    may leave gaps: those of tiktoken do.) Unigram numbers its pieces `by_place`: there, a piece given twice has its
-    last place for an id, and the first is no gap.
+    Ids must be unique, and every id up to the largest one of a token that is not an added token must have a token.
+    (Added tokens above that may leave gaps: tiktoken's do.) Unigram models number their pieces by position
+    (`by_place`): a piece that occurs twice takes its last position as its id, so its first position is not an error.
     """
     words, model = _guard(lambda: (native.get_vocab(True), native.get_vocab(False)), where)
     if not words:
         raise TokenizerError(f"{where}: the vocabulary is empty")
-    largest = max(words.values())
-    if largest >= MAX_VOCABULARY:
-        raise LimitError(f"{where}: token id {largest} is over the limit MAX_VOCABULARY = {MAX_VOCABULARY}")
-    shared = sorted(i for i, uses in Counter(words.values()).items() if uses > 1)
-    if shared:
-        raise TokenizerError(f"{where}: token ids used twice: {listing(shared)}")
-    added = {entry["content"]: entry["id"] for entry in document.get("added_tokens") or []}
-    for content, stated in added.items():
-        if words.get(content) != stated:
+    largest_id = max(words.values())
+    if largest_id >= MAX_VOCABULARY:
+        raise LimitError(f"{where}: token id {largest_id} is over the limit MAX_VOCABULARY = {MAX_VOCABULARY}")
+    duplicate_ids = sorted(i for i, uses in Counter(words.values()).items() if uses > 1)
+    if duplicate_ids:
+        raise TokenizerError(f"{where}: token ids used twice: {listing(duplicate_ids)}")
+    added_ids = {entry["content"]: entry["id"] for entry in document.get("added_tokens") or []}
+    for content, declared_id in added_ids.items():
+        if words.get(content) != declared_id:
             raise TokenizerError(
-                f"{where}: added token {quote(content)} has id {stated}, but would be read as {words.get(content)}"
+                f"{where}: added token {quote(content)} has id {declared_id}, but would be read as {words.get(content)}"
             )
-    last = max((i for content, i in model.items() if content not in added), default=0)
-    missing = sorted(set(range(last)).difference(words.values()))
-    if missing and not by_place:
-        raise TokenizerError(f"{where}: token ids without a token: {listing(missing)}")
-    return words, largest + 1
+    last_id = max((i for content, i in model.items() if content not in added_ids), default=0)
+    missing_ids = sorted(set(range(last_id)).difference(words.values()))
+    if missing_ids and not by_place:
+        raise TokenizerError(f"{where}: token ids without a token: {listing(missing_ids)}")
+    return words, largest_id + 1
 
 
 def _check_declared(words: Mapping[str, int], source: Fields) -> None:
-    """Tokens that `tokenizer_config.json` lists must be those of `tokenizer.json`."""
-    declared, wrong = source.group("added_tokens_decoder"), []
-    for stated, entry in ({} if declared is None else declared.values).items():
+    """Check that the tokens and ids in `tokenizer_config.json` agree with `tokenizer.json`."""
+    decoder, mismatches = source.group("added_tokens_decoder"), []
+    for id_text, entry in ({} if decoder is None else decoder.values).items():
         content = entry.get("content") if isinstance(entry, dict) else None
         if not isinstance(content, str):
-            raise ConfigError(f"{source.where}: added_tokens_decoder: {quote(stated)} has no 'content' that is a str")
-        if str(words.get(content)) != stated:
-            wrong.append(f"{content} = {stated}")
-    if wrong:
-        raise TokenizerError(f"{source.where}: added_tokens_decoder: not so in tokenizer.json: {listing(wrong)}")
+            raise ConfigError(f"{source.where}: added_tokens_decoder: {quote(id_text)} has no 'content' that is a str")
+        if str(words.get(content)) != id_text:
+            mismatches.append(f"{content} = {id_text}")
+    if mismatches:
+        raise TokenizerError(f"{source.where}: added_tokens_decoder: not so in tokenizer.json: {listing(mismatches)}")
 
 
 def _check_works(native: Any, words: Mapping[str, int], where: str) -> int:
-    """How many special tokens an encoding gets. Encodes something, so that what is missing shows now."""
+    """Encode a probe text, so that a broken tokenizer fails at load; return the number of added special tokens."""
 
     def probe() -> tuple[list[int], list[int], list[int], int]:
         bare = native.encode(_PROBE, add_special_tokens=False)
@@ -377,11 +387,11 @@ def _check_works(native: Any, words: Mapping[str, int], where: str) -> int:
         count: int = native.num_special_tokens_to_add(False)
         return bare.ids, native.encode(_PROBE).ids, native.post_process(bare, None, True).ids, count
 
-    bare, whole, steps, count = _guard(probe, where)
-    unknown = sorted(set(whole).difference(words.values(), bare))
+    bare, with_special, post_processed, count = _guard(probe, where)
+    unknown = sorted(set(with_special).difference(words.values(), bare))
     if unknown:
         raise TokenizerError(f"{where}: post_processor adds token ids that the vocabulary lacks: {listing(unknown)}")
-    if whole != steps or len(whole) != len(bare) + count:
+    if with_special != post_processed or len(with_special) != len(bare) + count:
         raise TokenizerError(f"{where}: post_processor does more than to put special tokens around a text")
     return count
 
@@ -390,7 +400,7 @@ def _check_works(native: Any, words: Mapping[str, int], where: str) -> int:
 
 
 def _token_name(sources: Sequence[Fields], role: str, words: Mapping[str, int]) -> str | None:
-    """The token of this role (`eos`) in the first file that has one, as text or as an object with its text."""
+    """Return the token of a role (`eos`) from the first file that names one; an entry is a text or an object."""
     for source in sources:
         value = source.values.get(f"{role}_token")
         content = value.get("content", value) if isinstance(value, dict) else value
@@ -398,6 +408,7 @@ def _token_name(sources: Sequence[Fields], role: str, words: Mapping[str, int]) 
             continue
         if not isinstance(content, str):
             raise ConfigError(f"{source.where}: {role}_token: expected a str or 'content', found {quote(value)}")
+        # Files of many checkpoints name `unk` or `mask` tokens that the vocabulary does not have; they are harmless.
         if content not in words and role in _ROLES_WITH_IDS:
             raise TokenizerError(f"{source.where}: {role}_token is {quote(content)}, which tokenizer.json lacks")
         return content
@@ -405,10 +416,10 @@ def _token_name(sources: Sequence[Fields], role: str, words: Mapping[str, int]) 
 
 
 def configured_ids(folder: Folder, role: str) -> tuple[int, ...]:
-    """The ids of this role (`eos`) in `generation_config.json`, else in `config.json`; none if neither names one.
+    """Return the ids of a role (`eos`) from `generation_config.json`, else from `config.json`; `()` without either.
 
     Raises:
-        ConfigError: not token ids.
+        ConfigError: the value is not a token id or a list of them.
     """
     for name in ("generation_config.json", "config.json"):
         value = folder.json(name).get(f"{role}_token_id")
@@ -422,28 +433,30 @@ def configured_ids(folder: Folder, role: str) -> tuple[int, ...]:
 
 
 def _truncation_side(source: Fields, document: Mapping[str, Any]) -> Literal["left", "right"]:
-    baked = document.get("truncation") or {}
-    side = source.raw("truncation_side") or str(baked.get("direction", "right")).lower()
+    """Return the side at which texts are truncated: `tokenizer_config.json`, else `tokenizer.json`, else right."""
+    truncation = document.get("truncation") or {}
+    side = source.raw("truncation_side") or str(truncation.get("direction", "right")).lower()
     if side not in ("left", "right"):
         raise source.wrong("truncation_side", "left or right", side)
     return "left" if side == "left" else "right"
 
 
 def model_max_length(config: Fields) -> int | None:
-    """`model_max_length` of a `tokenizer_config.json`: tokens, or None if it names no real length.
+    """Return `model_max_length` of a `tokenizer_config.json` in tokens, or None if it sets no actual limit.
 
     Raises:
         ConfigError: not a positive whole number.
     """
     value = config.raw("model_max_length")
-    none = value is None or (isinstance(value, int | float) and value >= _NO_MAX_LENGTH)
-    return None if none else config.whole("model_max_length", high=_NO_MAX_LENGTH)
+    is_unlimited = value is None or (isinstance(value, int | float) and value >= _NO_MAX_LENGTH)
+    return None if is_unlimited else config.whole("model_max_length", high=_NO_MAX_LENGTH)
 
 
 # -- requests ----------------------------------------------------------------------------------
 
 
 def _check_text(text: object, what: str) -> None:
+    """Check that `text` is a str without lone surrogates, on which the native library fails."""
     if not isinstance(text, str):
         raise RequestError(f"{what}: expected a str, found {type(text).__name__}")
     try:
