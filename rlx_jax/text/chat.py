@@ -287,8 +287,8 @@ def _twin(given: Mapping[str, Any], template: str, control: set[str], meant: set
     tokens = _any_of(control)
     literals = {text for _, text in _LITERAL.findall(template) if not tokens.search(text)} | {*ROLES}
     keys = literals.union(re.findall(r"\w+", tokens.sub(" ", template)))
-    # Literals inside longer texts stay too, as a template may split texts at them. Not so short ones, which match by
-    # chance, and parts of control tokens.
+    # Literals inside longer texts stay too, as a template may split texts at them. Exceptions: short literals, which
+    # match by chance, and parts of control tokens.
     inner_literals = {text for text in literals if len(text) > 3 and not any(text in token for token in control)}
     used_chars = set(itertools.chain.from_iterable(_strings(given)))
     unused_chars = (c for c in _PRIVATE_USE if chr(c) not in used_chars)

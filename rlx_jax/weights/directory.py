@@ -1,4 +1,4 @@
-"""Which files of a model directory hold the weights, and whether they agree with each other."""
+"""Choose the safetensors files of a model directory, check that index and shards agree, and open or fetch them."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ _PICKLE = (
     "it is a pickle, which runs code when it is loaded; convert it with `safetensors.torch.save_file`, or, of a model "
     "of the Hub, ask for a pull request that has done so: revision='refs/pr/1'"
 )
+# Advice by the suffix of file names of other formats.
 _OTHER_FORMATS = {
     ".gguf": "GGUF is not read yet; take the model that it was made from, or convert it to safetensors",
     ".bin": _PICKLE,
@@ -59,18 +60,18 @@ _OTHER_FORMATS = {
 
 
 def open_directory(directory: str, *, strict: bool, links: Links) -> list[SafetensorsFile]:
-    """The `.safetensors` files of a model directory, opened.
+    """Open and return the `.safetensors` files of a model directory.
 
-    The first of these that is there decides, and the rest is not looked at:
+    The first of these that exists is used; the others are ignored:
 
-    1. `model.safetensors.index.json` and the shards it names;
+    1. `model.safetensors.index.json` and the shards that it names;
     2. `model.safetensors`;
     3. the only `*.safetensors.index.json`;
     4. the only `*.safetensors`.
 
     Raises:
-        MissingFileError: none of them; the message lists what is there.
-        UnsupportedError: weights of another format only.
+        MissingFileError: none of them exists; the message lists the files in the directory.
+        UnsupportedError: there are only weights of another format.
         Others: as `open_index` and `SafetensorsFile`.
     """
     chosen = _choose(directory, list_directory(directory))
@@ -80,11 +81,11 @@ def open_directory(directory: str, *, strict: bool, links: Links) -> list[Safete
 
 
 def bring(folder: Folder, max_bytes: int | None = None) -> None:
-    """Fetch what `open_directory` opens of a model of the Hub, and what it is checked with; no other file of weights.
+    """Fetch the files of a Hub model that `open_directory` opens, and the manifest; no other weight files.
 
     Raises:
-        LimitError: tensors of more than `max_bytes`, by their headers; nothing of them was fetched.
-        As `open_directory`, of the names that the Hub lists. HubError and others: as `Snapshot.fetch`.
+        LimitError: the headers declare tensors of more than `max_bytes`; no weights were fetched.
+        As `open_directory`, applied to the file names on the Hub. HubError and others: as `Snapshot.fetch`.
     """
     if folder.snapshot is None:
         return
@@ -93,35 +94,35 @@ def bring(folder: Folder, max_bytes: int | None = None) -> None:
         total = sum(info.nbytes for file in headers(folder).values() for info in file.values())
         limits.at_most(total, max_bytes, "max_bytes", "the size of all weights in bytes")
     folder.bring(NAME, bounds={NAME: (limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")})
-    folder.bring(*([chosen] if index is None else index.shards))  # what is lacking is named when the index is opened
+    folder.bring(*([chosen] if index is None else index.shards))  # `open_index` reports missing shards
 
 
 def headers(folder: Folder) -> dict[str, Header]:
-    """The headers of what `open_directory` would open of a model of the Hub, by file: no weights are fetched.
+    """Return the headers of a Hub model's weight files, by file name, without fetching weights.
 
     Raises:
-        As `open_directory`, of the names that the Hub lists. HubError and others: as `Snapshot.part`.
+        As `open_directory`, applied to the file names on the Hub. HubError and others: as `Snapshot.part`.
     """
     chosen, index = _listed(folder)
     shards = [chosen] if index is None else list(index.shards)
     if index is not None:
         _refuse_missing(index, [shard for shard in shards if folder.listed(shard) is None])
-    found: dict[str, Header] = {}
+    results: dict[str, Header] = {}
 
     def read(shard: str, stop: threading.Event) -> None:
         where, listed = folder.where(shard), folder.listed(shard)
         if listed is None or listed.nbytes is None:
             raise IntegrityError(f"{where}: the Hub does not say how long it is, so that its header cannot be trusted")
-        found[shard] = read_header(lambda count, start, _: folder.part(shard, start, count), listed.nbytes, where)
+        results[shard] = read_header(lambda count, start, _: folder.part(shard, start, count), listed.nbytes, where)
 
     run_together(read, shards)
     if index is not None:
-        _compare(index, found, strict=True)
-    return {shard: found[shard] for shard in shards}
+        _compare(index, results, strict=True)
+    return {shard: results[shard] for shard in shards}
 
 
 def _listed(folder: Folder) -> tuple[str, _Index | None]:
-    """The name of the file of weights in a model of the Hub; or of its index, which is fetched."""
+    """Return the name of a Hub model's weight file and None, or the name of its index and the index, fetched."""
     where, names = folder.where("").strip("'"), folder.names()
     chosen = _choose(where, names)
     if not chosen.endswith(INDEX_SUFFIX):
@@ -131,10 +132,10 @@ def _listed(folder: Folder) -> tuple[str, _Index | None]:
 
 
 def refuse_without_config(folder: Folder) -> None:
-    """Say what a directory without `config.json` is, where its names tell.
+    """Raise an error with advice if a directory without `config.json` has files of a known other kind.
 
     Raises:
-        UnsupportedError: it is an adapter, or has weights of another format; advice.
+        UnsupportedError: it is an adapter, or has weights of another format.
     """
     names = folder.names()
     if CONFIG in names:
@@ -145,22 +146,22 @@ def refuse_without_config(folder: Folder) -> None:
             "and give this directory as adapter=: rlx_jax.load(path, adapter=), or rlx_jax.lora(recipe, adapter=)"
         )
     for suffix, advice in _OTHER_FORMATS.items():
-        if found := [name for name in names if name.lower().endswith(suffix)]:
-            raise UnsupportedError(f"{folder.where('')}: no {CONFIG}; it has {listing(found, 3)}: {advice}")
+        if matches := [name for name in names if name.lower().endswith(suffix)]:
+            raise UnsupportedError(f"{folder.where('')}: no {CONFIG}; it has {listing(matches, 3)}: {advice}")
 
 
 def holds_safetensors(directory: str) -> bool:
-    """Whether `open_directory` would find files, or an index that names them."""
+    """Whether a directory has `.safetensors` files or an index of some."""
     return any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in list_directory(directory))
 
 
 def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list[SafetensorsFile]:
-    """The shards that the index file `name` in `directory` refers to, opened and checked against it.
+    """Open and return the shards that the index file `name` in `directory` refers to, checked against it.
 
     Raises:
         ConfigError: the index is malformed or empty, or names something that is not a file.
-        PathEscapeError: it names a file outside the directory, or links are refused.
-        MissingWeightError: shards, or tensors in shards, are missing; all are listed.
+        PathEscapeError: it names a file outside the directory, or a link while links are refused.
+        MissingWeightError: shards, or tensors in shards, are missing; the message lists them.
         DuplicateWeightError: a tensor is in two shards.
         UnexpectedWeightError: a tensor is not in the index; a warning unless `strict`.
         CheckpointFormatError: `total_size` differs; a warning unless `strict`.
@@ -173,24 +174,25 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
         except MissingFileError:
             missing.append(shard)
     _refuse_missing(index, missing)
-    with ExitStack() as opened:
-        files = {shard: opened.enter_context(SafetensorsFile(path, name=shard)) for shard, path in paths.items()}
+    with ExitStack() as stack:  # closes the files that are open if one of them, or the comparison, fails
+        files = {shard: stack.enter_context(SafetensorsFile(path, name=shard)) for shard, path in paths.items()}
         _compare(index, {shard: file.tensors for shard, file in files.items()}, strict)
-        opened.pop_all()
+        stack.pop_all()
     return list(files.values())
 
 
 def refuse_other_format(path: str) -> None:
-    """Raise `UnsupportedError` with advice if the file name is that of another weight format."""
+    """Raise `UnsupportedError` with advice if a file name has the suffix of another weight format."""
     if advice := _OTHER_FORMATS.get(os.path.splitext(path)[1].lower()):
         raise UnsupportedError(f"{quote(path)} is not a .safetensors file: {advice}")
 
 
 def refuse_directory(directory: str, names: list[str]) -> NoReturn:
-    """Say that none of `names`, which are in a directory, holds weights that are read.
+    """Raise the error for a directory with the entries `names`, none of which holds readable weights.
 
     Raises:
-        UnsupportedError: advice for weights of another format. MissingFileError: there are none; lists what is there.
+        UnsupportedError: there are weights of another format; the message has advice.
+        MissingFileError: there are none; the message lists the entries.
     """
     for name in names:
         refuse_other_format(os.path.join(directory, name))
@@ -199,7 +201,7 @@ def refuse_directory(directory: str, names: list[str]) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Index:
-    """A checked index file: shard → names of its tensors, and the bytes of all tensors if given."""
+    """A checked index file: shard → names of its tensors, and the bytes of all tensors if the file has them."""
 
     where: str
     shards: Mapping[str, frozenset[str]]
@@ -207,26 +209,31 @@ class _Index:
 
 
 def _choose(directory: str, names: list[str]) -> str:
-    """The name of the index or the file to open."""
+    """Return the name of the index or of the file to open, in the order of `open_directory`."""
     for name in ("model" + INDEX_SUFFIX, "model.safetensors"):
         if name in names:
             return name
     where = quote(directory)
     for suffix in (INDEX_SUFFIX, ".safetensors"):
-        fitting = [name for name in names if name.endswith(suffix)]
-        if len(fitting) == 1:
-            return fitting[0]
-        if fitting:
-            shards = all("-of-" in name for name in fitting)
+        candidates = [name for name in names if name.endswith(suffix)]
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
+            shards = all("-of-" in name for name in candidates)
             advice = "they are shards, and model.safetensors.index.json says what is in which: copy it too"
             raise MissingFileError(
-                f"{where}: no model{suffix}, and {len(fitting)} others: {listing(fitting)}; "
+                f"{where}: no model{suffix}, and {len(candidates)} others: {listing(candidates)}; "
                 f"{advice if shards else 'name the one you mean'}"
             )
     refuse_directory(directory, names)
 
 
 def _read_index(path: str, where: str) -> _Index:
+    """Return the index in a file, with the names of its shards checked.
+
+    Raises:
+        ConfigError, PathEscapeError, LimitError: the index is malformed, names other files, or is too large.
+    """
     raw = read_whole(path, where, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
     content = parse_object(raw, where, ConfigError)
     weight_map = content.get("weight_map")
@@ -245,23 +252,25 @@ def _read_index(path: str, where: str) -> _Index:
 
 
 def _check_shard_names(shards: Mapping[str, list[str]], where: str) -> None:
-    seen: dict[str, str] = {}
+    """Check that shards are plain names of `.safetensors` files that differ on every file system."""
+    originals: dict[str, str] = {}
     for shard in shards:
         check_name(shard)
         if not shard.endswith(".safetensors"):
             refuse_other_format(shard)
             raise ConfigError(f"{where}: {quote(shard)}: expected the name of a .safetensors file")
+        # Case folding may decompose letters, so the name is normalized again.
         folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", shard).casefold())
-        if folded in seen:
+        if folded in originals:
             raise ConfigError(
-                f"{where}: {quote(seen[folded])} and {quote(shard)} differ in case or composed letters only, "
+                f"{where}: {quote(originals[folded])} and {quote(shard)} differ in case or composed letters only, "
                 "which makes them one file on some systems"
             )
-        seen[folded] = shard
+        originals[folded] = shard
 
 
 def _total_size(content: dict[str, Any], where: str) -> int | None:
-    """`metadata.total_size` in bytes. Some writers make it a float."""
+    """Return `metadata.total_size` in bytes, None if it is missing. Some writers store it as a float."""
     metadata = content.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ConfigError(f"{where}: metadata: expected an object, found {quote(metadata)}")
@@ -274,7 +283,7 @@ def _total_size(content: dict[str, Any], where: str) -> int | None:
 
 
 def _refuse_missing(index: _Index, missing: list[str]) -> None:
-    """Shards of an index that are not there, with what they hold."""
+    """Raise `MissingWeightError` if shards are missing, with the number of their tensors."""
     if missing:
         count, total = sum(len(index.shards[shard]) for shard in missing), len(index.shards)
         raise MissingWeightError(
@@ -283,28 +292,28 @@ def _refuse_missing(index: _Index, missing: list[str]) -> None:
 
 
 def _compare(index: _Index, headers: Mapping[str, Mapping[str, TensorInfo]], strict: bool) -> None:
-    """Check the shards' own headers against the index."""
-    holders: dict[str, list[str]] = defaultdict(list)
+    """Check the headers of all shards against the index. Errors are documented in `open_index`."""
+    owners: dict[str, list[str]] = defaultdict(list)
     for shard, tensors in headers.items():
         for tensor in tensors:
-            holders[tensor].append(shard)
+            owners[tensor].append(shard)
     missing = [
         f"{tensor} of {shard}"
         for shard, tensors in index.shards.items()
         for tensor in sorted(tensors)
-        if shard not in holders[tensor]
+        if shard not in owners[tensor]
     ]
     if missing:
         raise MissingWeightError(f"{index.where}: the shards lack {len(missing)} of its tensors: {listing(missing)}")
-    twice = [f"{tensor} in {' and '.join(shards)}" for tensor, shards in holders.items() if len(shards) > 1]
-    if twice:
-        raise DuplicateWeightError(f"{index.where}: {len(twice)} tensors are in two shards: {listing(twice)}")
+    duplicates = [f"{tensor} in {' and '.join(shards)}" for tensor, shards in owners.items() if len(shards) > 1]
+    if duplicates:
+        raise DuplicateWeightError(f"{index.where}: {len(duplicates)} tensors are in two shards: {listing(duplicates)}")
     listed = frozenset().union(*index.shards.values())
-    extra = [f"{tensor} in {shards[0]}" for tensor, shards in holders.items() if tensor not in listed]
+    extra = [f"{tensor} in {shards[0]}" for tensor, shards in owners.items() if tensor not in listed]
     if extra:
         problem = f"{index.where}: the shards hold {len(extra)} tensors that it does not list: {listing(extra)}"
         _complain(UnexpectedWeightError, problem, strict)
-    limits.at_most(len(holders), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
+    limits.at_most(len(owners), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
     total = sum(info.nbytes for tensors in headers.values() for info in tensors.values())
     if index.total_size not in (None, total):
         problem = f"{index.where}: metadata.total_size is {index.total_size}, the tensors have {total} bytes"
@@ -312,6 +321,7 @@ def _compare(index: _Index, headers: Mapping[str, Mapping[str, TensorInfo]], str
 
 
 def _complain(error: type[UnexpectedWeightError] | type[CheckpointFormatError], problem: str, strict: bool) -> None:
+    """Raise an error if `strict`, else warn."""
     if strict:
         raise error(f"{problem}; pass strict=False to load what the shards hold")
     warnings.warn(problem, RlxWarning, stacklevel=2)

@@ -1,7 +1,7 @@
-"""Run parameter programs on a weight source, and read them backwards.
+"""Run parameter programs: checkpoint tensors to parameters (`load_leaves`), and parameters to tensors (`by_key`).
 
-Leaves are filled piece by piece: what is on its way, a leaf or the box of one that a device holds, takes itself and one
-checkpoint tensor, or the part of one that it needs, of the host's memory.
+A leaf is a parameter of the compiled model. Leaves are loaded one box at a time, a box being the part of a leaf on one
+device. A box in transfer takes host memory for itself and for one checkpoint tensor, or the part of it that it needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlx_jax.ir.weight_reads import WeightSource, as_stored
 from rlx_jax.weights.finite import narrowed
 
 HostArray = np.ndarray[Any, Any]
-# Threads that read leaves: one alone does not fill the bus to an accelerator.
+# Threads that read leaves: a single one does not saturate the bus to an accelerator.
 READERS = 4
 
 
@@ -39,17 +39,21 @@ def load_leaves(
     tell: Callable[[str, int, int], None],
     given_up: threading.Event,
 ) -> dict[str, jax.Array]:
-    """The array of every leaf, several read at a time.
+    """Load every leaf, several at a time, and return the arrays by name.
 
-    `placement` is where they go: a device (None: the default one), or a mapping with the sharding of each leaf. Of a
-    sharded leaf each box that devices of this process hold is read alone, and once: `boxed` says what it is made of.
+    Leaves in transfer take host memory of at most a tenth of the bytes that this process reads, plus the largest box.
 
-    What is on its way takes host memory of at most a tenth of the bytes that this process reads and the largest box.
-    `tell` hears ("load", bytes read, bytes in all) after each leaf, in order. Ends early once it is `given_up`.
+    Args:
+        leaves: the program of each leaf.
+        source: the checkpoint to read from.
+        placement: a device (None: the default one), or a mapping with the sharding of each leaf. Each box of a sharded
+            leaf that devices of this process hold is read separately, and once; `boxed` gives its program.
+        tell: progress callback, called with ("load", bytes read, total bytes) after each leaf, in order.
+        given_up: once set, loading ends early, and the result is incomplete.
 
     Raises:
-        LimitError, DeviceOutOfMemoryError: there is no room for them; nothing was read.
-        WeightShapeError: a sharding does not divide its leaf evenly.
+        LimitError, DeviceOutOfMemoryError: there is not enough memory; nothing was read.
+        WeightShapeError: a sharding does not split its leaf evenly.
     """
     plan = {name: _plan(name, program, placement) for name, program in leaves.items()}
     needs = {name: max((bytes_to_fill(share.program) for share in p.shares), default=0) for name, p in plan.items()}
@@ -60,7 +64,7 @@ def load_leaves(
     pending: dict[str, Future[jax.Array]] = {}
 
     def collect(room: int) -> None:
-        """Wait for leaves, in order, until those on their way take no more than `room` bytes."""
+        """Wait for leaves, in order, until the pending ones take at most `room` bytes."""
         nonlocal done
         while pending and sum(needs[name] for name in pending) > room:
             name = next(iter(pending))
@@ -70,12 +74,13 @@ def load_leaves(
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
         try:
             for name, planned in plan.items():
+                # Wait first, so that the next leaf fits under the limit as well.
                 collect(limit - needs[name])
                 if given_up.is_set():
                     break
                 pending[name] = pool.submit(planned.load, source)
             if not given_up.is_set():
-                collect(-1)
+                collect(-1)  # below 0, so that all leaves are awaited, those of 0 bytes too
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -83,14 +88,14 @@ def load_leaves(
 
 
 class Share(NamedTuple):
-    """What is read once of a leaf: the program of a box, and the devices that hold it; None: the default one."""
+    """A part of a leaf that is read once: the program of a box, and the devices that hold it (None: the default)."""
 
     program: Program
     devices: tuple[Any, ...]
 
 
 class Filling(NamedTuple):
-    """How a leaf is loaded: what of it is read here, and its sharding, if it has one."""
+    """How a leaf is loaded: its type, the shares that this process reads, and its sharding, if it has one."""
 
     type: TensorType
     shares: tuple[Share, ...]
@@ -98,29 +103,33 @@ class Filling(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What is read: replicas share one read."""
+        """Return how many bytes are read: replicas share one read."""
         return sum(share.program.type.nbytes for share in self.shares)
 
     def load(self, source: WeightSource) -> jax.Array:
-        """The array. Its shares are read and put in place one after the other."""
+        """Return the leaf's array. Its shares are read and transferred one after the other, to limit host memory."""
         if self.sharding is None:
             ((program, (device,)),) = self.shares
             return load_leaf(program, source, device)
-        held: list[jax.Array] = []
+        shards: list[jax.Array] = []
         for program, devices in self.shares:
-            homes = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
+            shardings = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
             values = _value(program, source)
             if isinstance(program, Key | Sliced) and devices[0].platform == "cpu":
-                values = values.copy()  # it may be the caller's memory, which JAX would share where it is aligned
-            first = jax.device_put(values, homes[0])
-            held += [first.block_until_ready(), *(jax.device_put(first, home) for home in homes[1:])]
+                values = values.copy()  # may be the caller's memory, which JAX on CPU shares if it is aligned
+            shard = jax.device_put(values, shardings[0])
+            shards += [shard.block_until_ready(), *(jax.device_put(shard, target) for target in shardings[1:])]
         shape, dtype = self.type.shape, jax.dtypes.canonicalize_dtype(self.type.dtype)
-        leaf: jax.Array = jax.make_array_from_single_device_arrays(shape, self.sharding, held, dtype=dtype)
+        leaf: jax.Array = jax.make_array_from_single_device_arrays(shape, self.sharding, shards, dtype=dtype)
         return leaf.block_until_ready()
 
 
 def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) -> Filling:
-    """How a leaf is loaded."""
+    """Return how a leaf is loaded: one share without a sharding, else one for each distinct box of this process.
+
+    Raises:
+        WeightShapeError: the sharding does not split the leaf evenly.
+    """
     if not isinstance(placement, Mapping):
         return Filling(program.type, (Share(program, (placement,)),), None)
     sharding, shape = placement[name], program.type.shape
@@ -139,36 +148,36 @@ def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) 
 
 
 def _check_space(plans: Iterable[Filling], on_host: int) -> None:
-    """Whether each device has room for its shares, and the host for what it holds meanwhile."""
-    held: Counter[Any] = Counter()
+    """Check that each device has memory for its shares, and the host `on_host` bytes for leaves in transfer."""
+    device_bytes: Counter[Any] = Counter()
     for plan in plans:
         for share in plan.shares:
-            held.update(dict.fromkeys(share.devices, share.program.type.nbytes))
-    check_space(max(held.values(), default=0), "the weights", on_host, together=held.total())
+            device_bytes.update(dict.fromkeys(share.devices, share.program.type.nbytes))
+    check_space(max(device_bytes.values(), default=0), "the weights", on_host, together=device_bytes.total())
 
 
 def bytes_to_fill(program: Program) -> int:
-    """What a leaf needs of the host's memory while it is filled: itself, and the largest of what it is made of.
+    """Return the bytes of host memory that loading a leaf takes: the leaf, and the largest temporary to fill it.
 
-    Of a packed tensor that is its bytes and, as float32, the numbers that are decoded from them; of a step that cannot
-    fill its parts in place, their values.
+    The temporary of a packed tensor is its bytes and its decoded numbers in float32; that of an operation that cannot
+    fill its parts in place is the values of these parts.
     """
     return program.type.nbytes + (0 if isinstance(program, Key | Sliced) else _beside(program))
 
 
 def _beside(program: Program) -> int:
-    """The bytes that `fill` takes beside what it fills."""
+    """Return the bytes of temporaries that `fill` takes, in addition to the array that it fills."""
     if isinstance(program, Key | Sliced):
         return program.type.nbytes
     if program.in_place:
         return max((_beside(part) for part in program.parts), default=0)
     values = {Dequantized: 4 * program.type.size, Cast: program.type.nbytes, Zeros: program.type.nbytes}
-    made = sum(_beside(p) + (0 if isinstance(p, Key | Sliced | Dequantized) else p.type.nbytes) for p in program.parts)
-    return made + values.get(type(program), 0)
+    total = sum(_beside(p) + (0 if isinstance(p, Key | Sliced | Dequantized) else p.type.nbytes) for p in program.parts)
+    return total + values.get(type(program), 0)
 
 
 def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
-    """The leaf's array, there on `device` (None: the default one)."""
+    """Return the leaf's array on `device` (None: the default one), once the transfer is complete."""
     with jax.default_device(device):
         if isinstance(program, Key | Sliced):
             leaf = jnp.array(_read(program, source))  # a copy: jnp.asarray may share the caller's memory
@@ -178,7 +187,7 @@ def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax
 
 
 def fill(out: HostArray, program: Program, source: WeightSource) -> None:
-    """Write the program's value into `out`, a view of the right shape in the leaf's dtype."""
+    """Write the program's value into `out`, an array or a view with the shape and the dtype of the program's type."""
     if isinstance(program, Key | Sliced | Dequantized):
         out[...] = _read(program, source)
     elif isinstance(program, Cast):
@@ -191,18 +200,19 @@ def fill(out: HostArray, program: Program, source: WeightSource) -> None:
 
 
 def _value(program: Program, source: WeightSource) -> HostArray:
-    """The program's value: what the source gives, or a new array."""
+    """Return the program's value: the array that the source returns, or a new one."""
     return _read(program, source) if isinstance(program, Key | Sliced | Dequantized) else _filled(program, source)
 
 
 def _filled(program: Program, source: WeightSource) -> HostArray:
+    """Return the program's value in a new array."""
     out = np.empty(program.type.shape, program.type.dtype)
     fill(out, program, source)
     return out
 
 
 def read_numbers(key: str, source: WeightSource) -> HostArray:
-    """The tensor under a key; of a packed one the numbers."""
+    """Return the tensor under a key; a packed one is decoded."""
     spec = source.spec(key)
     if not isinstance(spec, PackedSpec):
         return source.read(key)
@@ -210,7 +220,11 @@ def read_numbers(key: str, source: WeightSource) -> HostArray:
 
 
 def _read(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray:
-    """What is stored, decoded if it is packed."""
+    """Return a tensor of the checkpoint or a slice of one, decoded if it is packed.
+
+    Raises:
+        WeightError, WeightShapeError: `read` of the source returns another type than its `spec` declared.
+    """
     if isinstance(stored, Dequantized):
         numbers: HostArray = decoded(_read(stored.of, source), stored.scheme)
         return numbers if numbers.dtype == stored.dtype else _rounded(numbers, stored, stored.dtype, source)
@@ -230,7 +244,10 @@ def _read(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray
 
 
 def _index(stored: Key | Sliced) -> tuple[slice, ...] | None:
-    """Where it stands in its tensor, as `WeightSource.read` takes it: None for all, no axes behind the last one cut."""
+    """Return the index argument of `WeightSource.read` for a tensor or a slice of one.
+
+    None selects all of the tensor. Axes after the last sliced one are left out.
+    """
     edges = zip(stored.place, stored.stored.type.shape, strict=True)
     index = [slice(None) if edge == (0, size) else slice(*edge) for edge, size in edges]
     while index and index[-1] == slice(None):
@@ -239,13 +256,13 @@ def _index(stored: Key | Sliced) -> tuple[slice, ...] | None:
 
 
 def _rounded(data: HostArray, program: Program, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
-    """A value of stored numbers as `dtype`; floats that only the wider type can hold become infinite, with a warning.
+    """Return stored values cast to `dtype`; floats over its range become infinite, with a warning.
 
     Raises:
         WeightError: integers that the narrower type cannot hold.
     """
     key = next(stored_keys(program), None)
-    if key is None:  # a device's part of a padded leaf may be padding alone
+    if key is None:  # a device's box of a padded leaf may be all padding
         return data.astype(dtype)
     where = f"weight {quote(key.key)} ({source.where(key.key)})"
     if dtype.kind in "iu":
@@ -256,22 +273,22 @@ def _rounded(data: HostArray, program: Program, dtype: np.dtype[Any], source: We
 
 
 def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
-    """Read programs backwards: every checkpoint key with its array, in the stored shape and dtype.
+    """Invert programs: return the array of every checkpoint key, in its stored shape and dtype.
 
-    Of a packed tensor these are the logical ones.
+    A packed tensor has its logical shape and dtype.
 
     Raises:
-        WeightError: the leaves hold a part of a key alone.
+        WeightError: the leaves hold only a part of a tensor.
     """
-    found: dict[str, list[Piece]] = {}
+    groups: dict[str, list[Piece]] = {}
     for program, array in leaves.items():
         for piece in pieces(program, freed(array)):
-            found.setdefault(piece.key.key, []).append(piece)
-    return {name: _as_stored(whole(held), held[0].key.type.dtype) for name, held in found.items()}
+            groups.setdefault(piece.key.key, []).append(piece)
+    return {name: _as_stored(whole(group), group[0].key.type.dtype) for name, group in groups.items()}
 
 
 class Piece(NamedTuple):
-    """What a leaf holds of a checkpoint key: all of it, or the part that `sliced` says; in the leaf's dtype."""
+    """A checkpoint tensor in a leaf, in the leaf's dtype: all of it, or the part that `sliced` selects."""
 
     key: Key
     values: Any
@@ -279,21 +296,21 @@ class Piece(NamedTuple):
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Where it stands in the stored tensor, as an index of NumPy."""
+        """Return the NumPy index of this piece in the stored tensor."""
         if isinstance(self.sliced, Strided):
             return self.sliced.index
         return () if self.sliced is None else slices(self.sliced.place)
 
 
 def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
-    """A leaf cut into what it holds of each checkpoint key: stored shapes, the leaf's dtype; views where possible.
+    """Yield the checkpoint tensors, or parts of them, in a leaf: stored shapes, the leaf's dtype, views if possible.
 
-    `leaf` is an array of NumPy or JAX, and so are the pieces.
+    `leaf` is an array of NumPy or JAX, and so are the values of the pieces.
     """
     if isinstance(program, Key):
         yield Piece(program, leaf)
     elif isinstance(program, Dequantized):
-        yield from pieces(program.logical, leaf)  # numbers, which are not packed again
+        yield from pieces(program.logical, leaf)  # the decoded numbers are not packed again
     elif isinstance(program, Sliced):
         yield Piece(program.stored, leaf, program)
     elif isinstance(program, Strided):
@@ -305,16 +322,17 @@ def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
 
 
 def whole(held: Sequence[Piece]) -> Any:
-    """The values of one key, of which each piece holds all or a part.
+    """Return all values of one key from its pieces, each of which holds all or a part of them.
 
     Raises:
-        WeightError: something is in no piece; names the key and what there is.
+        WeightError: a part is in no piece; the message names the key and its existing parts.
     """
     for piece in held:
         if piece.sliced is None:
             return piece.values
     if all(isinstance(piece.sliced, Strided) for piece in held):
         return _interleaved(held)
+    # Tied leaves repeat a part; iterating in reverse makes the first one count.
     parts = {p.sliced.place: p for p in reversed(held) if isinstance(p.sliced, Sliced)}
     key, ordered = held[0].key, [parts[place] for place in sorted(parts)]
     axis = side_by_side(key.type.shape, list(parts))
@@ -326,9 +344,9 @@ def whole(held: Sequence[Piece]) -> Any:
 
 
 def _interleaved(held: Sequence[Piece]) -> Any:
-    """`whole` of parts that stand between each other."""
-    found = [(piece.sliced, piece) for piece in reversed(held) if isinstance(piece.sliced, Strided)]
-    parts = {(part.axis, part.step, part.start): piece for part, piece in found}
+    """Return all values of one key from strided pieces, whose entries alternate along an axis."""
+    strided = [(piece.sliced, piece) for piece in reversed(held) if isinstance(piece.sliced, Strided)]
+    parts = {(part.axis, part.step, part.start): piece for part, piece in strided}
     key, ((axis, step, _), *_) = held[0].key, parts
     if set(parts) != {(axis, step, start) for start in range(step)}:
         raise _not_all(key, held)
@@ -338,12 +356,15 @@ def _interleaved(held: Sequence[Piece]) -> Any:
 
 
 def _not_all(key: Key, held: Sequence[Piece]) -> WeightError:
-    there = ", ".join(sorted({str(part.sliced) for part in held}))
-    return WeightError(f"weight {quote(key.key)} is {key.type}, and the model's parts are not all of it: {there}")
+    """Return the error for a tensor of which the pieces cover only a part."""
+    part_names = ", ".join(sorted({str(part.sliced) for part in held}))
+    return WeightError(f"weight {quote(key.key)} is {key.type}, and the model's parts are not all of it: {part_names}")
 
 
 def _as_stored(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return an array in its stored dtype."""
     if value.dtype == dtype:
         return value
-    wide = dtype.itemsize == 8 and not isinstance(value, jax.core.Tracer)
-    return (np.asarray(value) if wide else value).astype(dtype)  # JAX has no 64-bit types by default, NumPy does
+    # JAX has no 64-bit types by default, so NumPy casts to these.
+    in_numpy = dtype.itemsize == 8 and not isinstance(value, jax.core.Tracer)
+    return (np.asarray(value) if in_numpy else value).astype(dtype)

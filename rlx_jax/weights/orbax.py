@@ -1,8 +1,8 @@
-"""Orbax checkpoints: arrays read with tensorstore, one at a time and onto the host.
+"""`Orbax` and `OrbaxSource`: Orbax checkpoints, read with tensorstore, one array at a time, into host memory.
 
-Orbax itself restores onto the devices that the checkpoint was saved from, and takes shapes and chunks
-as the files give them; a wrong one can abort the process. Here the zarr metadata of every array are
-checked before tensorstore may allocate anything of that size, and no device plays a part.
+Orbax itself restores onto the devices that the checkpoint was saved from, and trusts the shapes and chunks in the
+files, where a wrong one can abort the process. This module checks the zarr metadata of every array before tensorstore
+allocates anything of that size, and uses no devices.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from rlx_jax.weights.safetensors_header import check_shape
 
 HostArray = np.ndarray[Any, Any]
 _Error = CheckpointFormatError
-_CHUNK = 2**24  # bytes of a chunk that we write: who reads a part of an array decodes the chunks that it crosses
+_CHUNK = 2**24  # bytes of a written chunk; small, as reading a part of an array decodes every chunk it overlaps
 _NUMPY = re.compile(r"[<|>]?[biufc][0-9]{1,2}")
 
 
 @dataclass(frozen=True)
 class Orbax:
-    """The format of orbax, as a directory: an item, a checkpoint, or the root of a manager's."""
+    """The Orbax format: a directory that is an item, a checkpoint, or the root of a CheckpointManager."""
 
     name: str = "orbax"
     writes: bool = True
@@ -73,7 +73,11 @@ class Orbax:
         return source
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
-        """A flat tree of arrays by key, as `orbax.checkpoint.StandardCheckpointer` writes it."""
+        """Write a flat tree of arrays by key, as `orbax.checkpoint.StandardCheckpointer` does.
+
+        Raises:
+            UnsupportedError: an empty array, no array at all, or a path that is not UTF-8.
+        """
         import orbax.checkpoint as ocp
 
         if not is_text(directory):
@@ -88,17 +92,17 @@ class Orbax:
 
 
 class OrbaxSource(NamedTensors[TensorType]):
-    """Weights of one orbax checkpoint. Opening reads names, shapes and dtypes only.
+    """Weights of one Orbax checkpoint. Opening reads names, shapes and dtypes only.
 
     Raises:
-        CheckpointFormatError: shapes, dtypes or chunks that contradict each other or the files that are there.
+        CheckpointFormatError: shapes, dtypes or chunks that contradict each other or the stored files.
         LimitError, PathEscapeError: see `rlx_jax.io.limits` and `files.resolve`.
     """
 
     def __init__(self, tree: ArrayTree, *, on_nonfinite: OnNonfinite = "error", links: Links = "follow") -> None:
         self._tree, self._on_nonfinite, self._links = tree, on_nonfinite, links
         _check_links(tree.directory, links)
-        if not tree.ocdbt:  # the names of arrays are those of directories
+        if not tree.ocdbt:  # without OCDBT, the names of arrays are paths of directories
             for name in tree.arrays.values():
                 check_name(name)
         self._place = f"{self._where()}, a checkpoint"
@@ -111,7 +115,7 @@ class OrbaxSource(NamedTensors[TensorType]):
         self._tensors = self._describe()
 
     def where(self, key: str) -> str:
-        """The directory of the tree.
+        """Return the directory of the tree, which is the same for every array.
 
         Raises:
             MissingWeightError: no such array.
@@ -120,7 +124,7 @@ class OrbaxSource(NamedTensors[TensorType]):
         return self._tree.directory
 
     def spec(self, key: str) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of an array, from the metadata.
+        """Return the shape and dtype of an array, from the metadata.
 
         Raises:
             MissingWeightError: no such array.
@@ -128,14 +132,14 @@ class OrbaxSource(NamedTensors[TensorType]):
         return self._find(key).spec
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
-        """An array, or the part that `index` selects as in NumPy; a new C-contiguous array on the host.
+        """Return an array, or the part that `index` selects as in NumPy, as a new C-contiguous array on the host.
 
         Raises:
             MissingWeightError: no such array.
             WeightShapeError: `index` does not fit the shape.
             CheckpointFormatError: the data cannot be decoded, or changed since the checkpoint was opened.
             LimitError: it does not fit in memory.
-            NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
+            NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
         """
         spec = self._find(key).spec
         slices = check_index(index, spec.shape, key)
@@ -153,34 +157,35 @@ class OrbaxSource(NamedTensors[TensorType]):
     # -- tensorstore ---------------------------------------------------------------------------
 
     def _below(self, name: str) -> dict[str, Any]:
-        """The part of the store whose names begin with `name`."""
+        """Return the tensorstore spec of the key-value store below `name`."""
         root = os.path.join(os.path.realpath(self._tree.directory), "")
         if self._tree.ocdbt:
             return {"driver": "ocdbt", "base": {"driver": "file", "path": root}, "path": name}
         return {"driver": "file", "path": root + name}
 
     def _describe(self) -> dict[str, TensorType]:
-        """The type of every array, after its metadata agreed with the chunks that are there."""
+        """Return the type of every array, after comparing its metadata with the stored chunks."""
         import tensorstore
 
         with _typed(self._where()):
             store = tensorstore.KvStore.open(self._below(""), context=self._context).result()
-            stored = sorted(os.fsdecode(name) for name in store.list().result())
-            asked = {key: store.read(f"{name}/{self._metadata}") for key, name in self._tree.arrays.items()}
-            answers = {key: future.result() for key, future in asked.items()}
+            stored_names = sorted(os.fsdecode(name) for name in store.list().result())
+            # All reads start before the first is awaited, so that they overlap.
+            futures = {key: store.read(f"{name}/{self._metadata}") for key, name in self._tree.arrays.items()}
+            replies = {key: future.result() for key, future in futures.items()}
         types = {}
         for key, name in self._tree.arrays.items():
             where = f"{self._where()}: array {quote(key)}"
-            if answers[key].state != "value":
+            if replies[key].state != "value":
                 raise _Error(f"{where}: no metadata: {quote(f'{name}/{self._metadata}')} is missing")
-            grid = _parse_zarr(bytes(answers[key].value), self._tree.zarr3, where)
-            self._check_chunks(grid, _below(stored, f"{name}/"), where)
+            grid = _parse_zarr(bytes(replies[key].value), self._tree.zarr3, where)
+            self._check_chunks(grid, _below(stored_names, f"{name}/"), where)
             self._chunks[name] = grid.chunks
             types[key] = grid.type
         return types
 
     def _read(self, name: str, spec: jax.ShapeDtypeStruct, slices: tuple[slice, ...]) -> HostArray:
-        """The part of an array that `slices` select. The chunks that it crosses are read, and decoded whole."""
+        """Return the part of an array that `slices` select. Every chunk that it overlaps is read and fully decoded."""
         import tensorstore
 
         spans = [span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
@@ -201,20 +206,24 @@ class OrbaxSource(NamedTensors[TensorType]):
         return np.asarray(values[tuple(rest for _, _, rest in spans)], order="C")
 
     def _check_chunks(self, grid: _Grid, stored: list[str], where: str) -> None:
-        """As many chunks are stored as the shape asks for."""
-        found = sum(grid.names.fullmatch(name) is not None for name in stored)
+        """Check that the number of stored chunks agrees with the shape.
+
+        Raises:
+            CheckpointFormatError: it does not. LimitError: too many chunks.
+        """
+        num_stored = sum(grid.names.fullmatch(name) is not None for name in stored)
         count = math.prod(-(-dim // chunk) for dim, chunk in zip(grid.type.shape, grid.chunks, strict=True))
-        if found > count or (self._tree.all_chunks and found < count):
+        if num_stored > count or (self._tree.all_chunks and num_stored < count):
             raise _Error(
                 f"{where}: shape {list(grid.type.shape)} in chunks {list(grid.chunks)} takes {count} chunks, "
-                f"{found} are stored"
+                f"{num_stored} are stored"
             )
         limits.at_most(count, limits.MAX_CHUNKS, "limits.MAX_CHUNKS", f"{where}: the number of chunks")
 
 
 @contextmanager
 def _typed(where: str) -> Iterator[None]:
-    """What native code raises, as one of our exceptions."""
+    """Convert exceptions of native code to exceptions of this package."""
     try:
         yield
     except RlxError:
@@ -226,14 +235,14 @@ def _typed(where: str) -> Iterator[None]:
 
 
 def _below(names: list[str], prefix: str) -> list[str]:
-    """The names with that prefix, without it. `names` are sorted."""
-    first = bisect_left(names, prefix)
-    last = bisect_left(names, prefix + "\U0010ffff")
-    return [name[len(prefix) :] for name in names[first:last]]
+    """Return the names that have the prefix, with it removed. `names` is sorted."""
+    start = bisect_left(names, prefix)
+    stop = bisect_left(names, prefix + "\U0010ffff")
+    return [name[len(prefix) :] for name in names[start:stop]]
 
 
 def _check_links(directory: str, links: Links) -> None:
-    """No file below `directory` leads out of it."""
+    """Check that no file below `directory` leads out of it, and under `links="refuse"` that none is a link."""
     for folder, inside, files in os.walk(directory):
         for name in (*inside, *files):
             path = os.path.join(folder, name)
@@ -248,7 +257,7 @@ def _check_links(directory: str, links: Links) -> None:
 
 @dataclass(frozen=True)
 class _Grid:
-    """An array and how it is cut into chunks."""
+    """The type of an array, the shape of its chunks, and a pattern that matches the names of its chunks."""
 
     type: TensorType
     chunks: tuple[int, ...]
@@ -256,7 +265,11 @@ class _Grid:
 
 
 def _parse_zarr(raw: bytes, zarr3: bool, where: str) -> _Grid:
-    """Shape, dtype and chunks of one array, from its `.zarray` or `zarr.json`."""
+    """Return the shape, dtype and chunks of one array, from the content of its `.zarray` or `zarr.json`.
+
+    Raises:
+        CheckpointFormatError, LimitError: the metadata is malformed, contradicts itself, or is over a limit.
+    """
     limit = limits.MAX_ARRAY_METADATA_BYTES
     limits.at_most(len(raw), limit, "limits.MAX_ARRAY_METADATA_BYTES", f"{where}: bytes of metadata")
     content = parse_object(raw, where, _Error)
@@ -278,18 +291,21 @@ def _parse_zarr(raw: bytes, zarr3: bool, where: str) -> _Grid:
 
 
 def _chunk_shape(content: Mapping[str, Any]) -> Any:
+    """Return the chunk shape in the metadata of a zarr 3 array, unchecked; None if it is missing."""
     grid = content.get("chunk_grid")
     configuration = grid.get("configuration") if isinstance(grid, dict) else None
     return configuration.get("chunk_shape") if isinstance(configuration, dict) else None
 
 
 def _sizes(value: Any, where: str) -> tuple[int, ...]:
+    """Return a JSON list of non-negative whole numbers as a tuple."""
     if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
         raise _Error(f"{where}: expected whole numbers, found {quote(value)}")
     return tuple(value)
 
 
 def _dtype(name: Any, where: str) -> np.dtype[Any]:
+    """Return the dtype that zarr metadata name, in native byte order; zarr 2 writes NumPy names such as `<f4`."""
     try:
         if not isinstance(name, str):
             raise TypeError(name)
@@ -302,5 +318,6 @@ def _dtype(name: Any, where: str) -> np.dtype[Any]:
 
 
 def _stored(values: Any) -> Any:
-    """An array as orbax takes it: a jax.Array as it lies on its devices, or a plain host array."""
+    """Return an array in a form that Orbax accepts: a `jax.Array` on its devices, or a contiguous host array."""
+    # `ascontiguousarray` makes a scalar an array of rank 1, hence the reshape.
     return values if isinstance(values, jax.Array) else np.ascontiguousarray(values).reshape(values.shape)

@@ -1,7 +1,7 @@
-"""Opening weights: one function for all formats, and the sources it returns.
+"""`open_weights`: open weights of any format as a `WeightSource`.
 
-A source names its tensors, tells their shapes and dtypes without reading them, and reads them whole or
-in part. Reading never removes or changes anything.
+A source lists its tensors, gives their shapes and dtypes without reading them, and reads all or a part of a tensor.
+It never changes the stored weights.
 """
 
 from __future__ import annotations
@@ -41,35 +41,36 @@ def open_weights(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> WeightSource:
-    """A source of weights. Nothing but names, shapes and dtypes is read yet.
+    """Return a source of weights. Only names, shapes and dtypes are read yet.
 
     Args:
         weights: a mapping of checkpoint key → array, `jax.Array`, `Packed` or `jax.ShapeDtypeStruct`; the path of a
-            `.safetensors` file, of a `*.safetensors.index.json`, or of a directory (`open_directory` tells
-            which of its files count); or a source, which is returned as it is. `"org/name"` is a model of the Hub,
-            if there is no such path and no directory `org`. A `Folder` is one that is open.
-        strict: a directory whose index and shards disagree about `total_size`, or whose shards hold tensors
-            that the index does not list, is an error; otherwise a warning, and all tensors are there.
-        on_nonfinite: `"error"`: a tensor with NaN is an error when it is read, one with infinity a warning;
-            `"warn"`: both are warnings; `"ignore"`: neither is looked for.
-        links: `"follow"` links in the directory that stay inside it or inside its Hugging Face cache;
-            `"refuse"` symbolic and hard links, for what came out of an archive. A path that you pass is
+            `.safetensors` file, of a `*.safetensors.index.json`, or of a directory (`open_directory` documents
+            which of its files are used); or a source, which is returned unchanged. `"org/name"` is a model of the
+            Hub, if there is no such path and no directory `org`. A `Folder` is an open model directory.
+        strict: if the index and the shards of a directory disagree about `total_size`, or the shards hold tensors
+            that the index does not list, raise an error; otherwise warn, and include all tensors.
+        on_nonfinite: `"error"`: reading a tensor with NaN is an error, one with infinity a warning;
+            `"warn"`: both are warnings; `"ignore"`: values are not checked.
+        links: `"follow"`: follow links in the directory that stay inside it or inside its Hugging Face cache;
+            `"refuse"`: refuse symbolic and hard links, for directories from an archive. The path that you pass is
             followed wherever it leads.
-        max_bytes: refuse weights with more bytes than that, all tensors together; those of the Hub by their headers,
-            before they are fetched. No limit unless given.
-        verify: `"auto"`: what `rlx_jax.save` wrote is compared with its digests when it is read, and an orbax
-            checkpoint without them is read with a warning; `"full"`: no digests are an error; `"metadata"`:
-            digests are not looked at.
-        subtree: of an orbax checkpoint, only the arrays below this dotted path, whose keys lose it: `"params"`.
-        revision, token: of a model of the Hub, as `rlx_jax.load` has them.
+        max_bytes: refuse weights with more bytes than that, all tensors together. The headers decide, so weights of
+            the Hub are refused before they are fetched. No limit by default.
+        verify: `"auto"`: compare weights that `rlx_jax.save` wrote with their digests when they are read, and warn
+            about an Orbax checkpoint without digests; `"full"`: missing digests are an error; `"metadata"`: ignore
+            digests.
+        subtree: read only the arrays of an Orbax checkpoint below this dotted path (`"params"`), which is removed
+            from their keys.
+        revision, token: for a model of the Hub; see `rlx_jax.load`.
 
     Raises:
-        MissingFileError: the path, or anything usable in the directory, does not exist.
-        UnsupportedError: another format; the message says what to do.
+        MissingFileError: the path does not exist, or the directory has no usable file.
+        UnsupportedError: another format; the message has advice.
         SafetensorsError, ConfigError, PathEscapeError, CheckpointFormatError: malformed files.
-        StorageError: an orbax checkpoint that was never finished; lists those that were.
-        IntegrityError: files differ from the manifest beside them, or there is none to verify with.
-        WeightError: `weights` is something else, or its values are; or a subclass for contradictory shards.
+        StorageError: an Orbax checkpoint that was never finished; the message lists finished ones.
+        IntegrityError: files differ from their manifest, or `verify="full"` and there is no manifest.
+        WeightError: `weights` or one of its values has another type; or a subclass for contradictory shards.
         LimitError: over `max_bytes` or one of `rlx_jax.io.limits`.
 
     >>> import numpy as np
@@ -84,16 +85,16 @@ def open_weights(
 def open_with(
     weights: Any, options: OpenOptions, revision: str | None = None, token: str | bool | None = None
 ) -> WeightSource:
-    """`open_weights` with its options as one record."""
+    """Return a source of weights, as `open_weights` does, with its options as one record."""
     options.check_weights()
     if isinstance(weights, WeightSource):
         if options.changed() or (revision, token) != (None, None):
             raise WeightError("these weights are open already; give the options where you open them")
         return weights
     weights = _here(weights, options.max_bytes, revision, token)
-    found = next((row for row in formats.FORMATS if row.detect(weights)), None)
-    if found is not None:
-        return _opened(found, weights, options)
+    weight_format = next((row for row in formats.FORMATS if row.detect(weights)), None)
+    if weight_format is not None:
+        return _opened(weight_format, weights, options)
     if isinstance(weights, str):
         _refuse(weights)
     lacks = [name for name in ("keys", "spec", "read", "has", "where") if not callable(getattr(weights, name, None))]
@@ -104,15 +105,14 @@ def open_with(
 
 
 def _here(weights: Any, max_bytes: int | None, revision: str | None, token: str | bool | None) -> Any:
-    """The path on this machine of a path, of a folder, or of a model of the Hub, which is fetched; what is none of them
-    as it is.
+    """Return the local path of a path, a folder, or a model of the Hub, which is fetched; other values unchanged.
 
     Raises:
-        WeightError: a revision of what is on this machine, or a token for it.
+        WeightError: a revision or a token for local weights.
     """
     if isinstance(weights, str | os.PathLike):
         path = os.fsdecode(weights)
-        weights = abandoned_old(path) or path
+        weights = abandoned_old(path) or path  # an interrupted save may have moved the directory
         if is_name(path) and not (os.path.lexists(weights) or os.path.isdir(os.path.dirname(path))):
             weights, revision, token = open_folder(path, revision, token), None, None
     if isinstance(weights, Folder):
@@ -123,7 +123,7 @@ def _here(weights: Any, max_bytes: int | None, revision: str | None, token: str 
 
 
 def _opened(row: Format, weights: Any, options: OpenOptions) -> WeightSource:
-    """The source of a format, closed again where it is too large."""
+    """Open weights in a format and return the source; it is closed if the weights are over `max_bytes`."""
     try:
         source: WeightSource = row.open(weights, options)
     except RlxError as error:
@@ -141,7 +141,7 @@ def _opened(row: Format, weights: Any, options: OpenOptions) -> WeightSource:
 
 
 def open_headers(folder: Folder) -> WeightSource:
-    """A source that tells names, shapes and dtypes. Of a model of the Hub only headers are fetched: it reads none.
+    """Return a source for names, shapes and dtypes. Only headers of a Hub model are fetched, so it cannot read weights.
 
     Raises:
         As `open_weights`.
@@ -156,7 +156,7 @@ def open_headers(folder: Folder) -> WeightSource:
 
 
 def _refuse(path: str) -> NoReturn:
-    """Say what is wrong with a path that no format takes."""
+    """Raise the error that explains why no format accepts a path."""
     if os.path.isdir(path):
         refuse_directory(path, list_directory(path))
     if not os.path.lexists(path):
