@@ -1,4 +1,7 @@
-"""`CompiledModel`: what `rlx_jax.compile` returns. It checks a call, finds the program for its sizes, and runs it."""
+"""This module defines `CompiledModel`, the result of `rlx_jax.compile`, and `BoundProgram`.
+
+A `CompiledModel` checks the arguments of a call, finds or compiles the program for their sizes, and runs it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,14 @@ LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
 class CompiledModel:
     """A jitted callable: `model(x)` checks inputs, compiles each size once, and runs.
 
-    `params` maps leaf names to arrays (None without weights: use `init`, `.apply`, `.lower`).
+    Attributes:
+        programs: the compiled programs, shared by all models that `as_program` and `replace` derive from this one.
+        name: the name of the flow.
+        program: the program that calls run: `forward`, `train`, `prefill`, `extend`, `verify`, `explicit`, `packed`.
+        params: the arrays by parameter name; None without weights: use `init`, `apply` or `lower`.
+        load_seconds: the seconds that loading the parameters took.
+        traced: whether `params` are tracers of a `jax.grad` or `jax.jit` around the call.
+        last: the key of the program that ran last, for `report` and `text`.
     """
 
     programs: Programs = field(repr=False)
@@ -58,20 +68,27 @@ class CompiledModel:
     program: str = "forward"
     params: dict[str, Any] | None = field(default=None, repr=False)
     load_seconds: float = 0.0
-    traced: bool = field(default=False, repr=False)  # `params` are of a jax.grad or jax.jit around the call
+    traced: bool = field(default=False, repr=False)
     last: ProgramKey | None = field(default=None, repr=False)
 
     # -- calling -----------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, state: State | None = None, **named: Any) -> Any:
-        """Run the program. One output is returned as an array, several as a dict by name.
+        """Check the inputs, run the program and return its outputs.
 
-        Inputs are checked: dtype, shape, ids against their tables. Of `jax.Array`s on an accelerator ids are read only
-        where the profile's `checks.ids` is "all", which copies them to the host. An array of the host is not to be
-        overwritten before the result is here: JAX may read it until then. A program with state takes `state=` (donated:
-        not to be used again) and returns `(outputs, state)`. `extend` waits for the state's lengths and refuses tokens
-        that do not fit its slots; under `jax.jit` and in `apply` nothing is checked, and tokens past the last slot are
-        dropped.
+        The dtype and the shape of every input are checked, and ids against the size of their table. Ids in a
+        `jax.Array` on an accelerator are checked only if the profile's `checks.ids` is "all", which copies them to the
+        host. Do not overwrite a host array before the result is ready: JAX may read it until then.
+
+        `extend` waits for the state's lengths and refuses tokens that do not fit its slots. Under `jax.jit` and in
+        `apply` values are not checked, and tokens past the last slot are dropped.
+
+        Args:
+            inputs, named: the inputs by position and by name.
+            state: the state, of a program that has one. It is donated, so do not use it again.
+
+        Returns:
+            An array for one output, a dict by name for several. A program with state returns `(outputs, state)`.
         """
         params = self.require_params("calling the model")
         values, key, arrays = self._bind(inputs, named, state)
@@ -81,48 +98,64 @@ class CompiledModel:
         return self._result(self.execute(key, params, arrays, values), key)
 
     def bound(self, sizes: Mapping[str, int], around: Around | None = None, variant: Variant = LAST) -> BoundProgram:
-        """The program for these sizes, by default with outputs of the last token; wrapped in `around` as one program.
+        """Return the program for these sizes.
+
+        Args:
+            sizes: the size of each symbolic dimension, such as `batch`, `seq` and `context`.
+            around: a wrapper, such as a generation loop, that is compiled with the program as one.
+            variant: the outputs and optional inputs; by default all outputs, at each row's last token.
 
         Raises:
-            RequestError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
+            RequestError: the program is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
         key = self.sized(sizes, variant)
         return self.bind(replace(key, around=around or key.around))
 
     def bind(self, key: ProgramKey) -> BoundProgram:
-        """The program of a key; see `bound` for what it raises."""
+        """Return the program of a key; raises as `bound` does."""
         self.programs.check_compiled(key)
         return BoundProgram(self, key)
 
     def sized(self, sizes: Mapping[str, int], variant: Variant = LAST) -> ProgramKey:
-        """The key of the program for these sizes; see `bound`. Of `prefill` it is called without a state, and makes the
-        empty one itself."""
+        """Return the key of the program for these sizes; see `bound`.
+
+        A `prefill` program is called without a state: the wrapper `FromEmpty` creates the empty one inside it.
+        """
         key = self.key(variant.given, variant.outputs, variant.last_only)
         if self.program == "prefill":
-            held = {name: size for name, size in sizes.items() if name != "seq"}
-            key = replace(key, around=FromEmpty(self.programs.empty_state(key, held, variant.spare)))
+            # The length of the prompt changes no array of the state.
+            state_sizes = {name: size for name, size in sizes.items() if name != "seq"}
+            key = replace(key, around=FromEmpty(self.programs.empty_state(key, state_sizes, variant.spare)))
         key = replace(key, hidden=variant.hidden)
         template = self.programs.template(key.symbolic)
         slots = self.programs.ring_sizes(template, sizes.get("context"), variant.spare)
-        # Where every layer has a window, no array has `context` slots, and the program is the same for all.
+        # If every layer has a window, no array has `context` slots, and one program serves every context.
         binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in template.symbols))
         return replace(key, binding=binding)
 
     def as_program(self, program: str) -> CompiledModel:
-        """Another program of the same flow."""
+        """Return the model that runs another program of the same flow, with the same parameters."""
         return replace(self, program=program, last=None)
 
     def execute(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-        """Call the executable of `key`, made if this is its first call."""
+        """Run the program of `key`, compiled at its first call; traced arguments are inlined into the caller's trace.
+
+        Returns:
+            The outputs in order, and the new state by name.
+        """
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.programs.function(key).run(params, state, inputs)
         if self.traced or is_traced(jax.tree.leaves((state, inputs))):
-            refuse_consumed(params, inputs)  # jax.jit would find out behind our back
+            refuse_consumed(params, inputs)  # a donated array would fail inside the caller's jax.jit, without its name
             return self.programs.function(key).jitted(params, state, inputs)
         return self.launch(key, params, state, inputs)
 
     def launch(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-        """`execute` where no argument is traced, which to look for takes longer than all the rest."""
+        """Run the program of `key` with concrete arguments.
+
+        It skips the search for tracers of `execute`, which takes longer than the rest of the dispatch. Arguments are
+        examined only after a failure, to name the faulty one.
+        """
         executable = self._executable(key, params, state, inputs)
         what = f"{self.name}: {key.program} of {dict(key.binding)}"
         check_fits(executable.peak_bytes, what)
@@ -133,10 +166,11 @@ class CompiledModel:
                 except ValueError:
                     if executable.fits(params, state, inputs):
                         raise
+                # The arguments are on other devices than those that the executable was compiled for.
                 if (at := self.programs.shardings(key, inputs)) is not None:
                     places = (at.params, {name: at.state[name] for name in state}, at.inputs)
                     return executable.run(*jax.device_put((dict(params), state, inputs), places))
-                # On other devices than those of the first call: jax.jit compiles again, for each placement.
+                # Without a mesh there is no required placement: jax.jit compiles once more for each.
                 return self.programs.function(key).jitted(params, state, inputs)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
             consumed = {f"state {quote(name)}": a for name, a in state.items()}
@@ -145,20 +179,23 @@ class CompiledModel:
             raise
 
     def apply(self, params: Arrays, *inputs: Any, state: State | None = None, **named: Any) -> Any:
-        """The same as a pure function of `params`: `jax.jit`, `grad`, `vmap` and `checkpoint` go through.
+        """Run the program as a pure function of `params`, which `jax.jit`, `grad`, `vmap` and `checkpoint` transform.
 
-        Traced inputs cannot be checked: an id out of range reads the nearest row.
+        Values of traced inputs are not checked: an id out of range reads the nearest row. Returns as `__call__` does.
         """
         return self._result(*self.trace(params, inputs, named, state))
 
     def trace(
         self, params: Arrays, inputs: tuple[Any, ...], named: Arrays, state: State | None, headless: bool = False
     ) -> tuple[Results, ProgramKey]:
-        """What `apply` runs, and its key; where `headless`, up to the head, whose operands are the outputs."""
+        """Return the results of `apply` before they are named, and the key of the program.
+
+        With `headless` the program ends before the head, and the operands of the head are its outputs.
+        """
         check_params(params, self.param_specs())
         values, key, arrays = self._bind(inputs, named, state)
         self.last = key = replace(key, headless=headless)
-        refuse_consumed(params, values)  # where this is traced, jax.jit would find out behind our back
+        refuse_consumed(params, values)  # a donated array would fail inside the caller's jax.jit, without its name
         arguments = at_home((dict(params), arrays, values), self.programs.division)
         traced = is_traced(jax.tree.leaves(arguments))
         try:
@@ -169,7 +206,9 @@ class CompiledModel:
             raise
 
     def _explain(self, error: Exception, params: Arrays, inputs: Arrays, donated: Arrays | None = None) -> None:
-        """Say which argument of a failed call it was. Before a call nobody looks: it takes longer than a small model.
+        """Raise an error that names the faulty argument of a failed call, if there is one.
+
+        This runs only after a failure: checking every argument takes longer than a call of a small model.
 
         Raises:
             WeightShapeError: `params` was edited. Others as `refuse_consumed` and `refuse_shared`.
@@ -180,7 +219,10 @@ class CompiledModel:
             refuse_shared(donated or {}, params, inputs, error)
 
     def lower(self, *inputs: Any, state: State | None = None, **named: Any) -> jax.stages.Lowered:
-        """Lower `apply(params, *inputs)` like `jax.jit(f).lower`. Inputs may be `ShapeDtypeStruct`."""
+        """Return the lowered program of `apply(params, *inputs)`, as `jax.jit(f).lower` does.
+
+        Inputs may be `jax.ShapeDtypeStruct`.
+        """
         values, key, arrays = self._bind(inputs, named, state)
         return self._executable(key, self.param_specs(), arrays, values).lowered
 
@@ -199,22 +241,26 @@ class CompiledModel:
     def _bind(
         self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None
     ) -> tuple[dict[str, Any], ProgramKey, StateArrays]:
-        """Normalise the inputs and find the program they ask for."""
-        flow, known, given = self.flow, *self._given(args, named)
-        optional = frozenset(d.name for d in known if d.optional and d.name in given)
+        """Check and normalize the inputs.
+
+        Returns:
+            The inputs by name, the key of the program for their sizes, and the arrays of the state.
+        """
+        flow, decls, values_by_name = self.flow, *self._given(args, named)
+        optional = frozenset(d.name for d in decls if d.optional and d.name in values_by_name)
         template = self._template(optional)
         refuse_unread(optional, self._unread(optional), flow.name)
         declared = {i.input: i.type for i in template.mir.inputs}
-        check_all_given(declared, given, flow.name)
+        check_all_given(declared, values_by_name, flow.name)
         bounds = template.bounds
         devices = self.settings.check_ids
-        one_row = {d.name for d in known if d.rows_optional}
-        # A first input that no output reads may be given: it is checked like the others, and left out.
-        unread = {d.name: d.type for d in flow._inputs[:1] if d.name in given and d.name not in declared}
-        both = {**declared, **unread}
-        values = {n: value_or_spec(n, given[n], t, bounds.ids.get(n), devices) for n, t in both.items()}
-        values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == both[n].rank - 1}
-        sizes = bind_sizes(both, values, flow.name)
+        one_row = {d.name for d in decls if d.rows_optional}
+        # Callers may pass the first input even if no output reads it: it is checked like the others, then dropped.
+        unread = {d.name: d.type for d in flow._inputs[:1] if d.name in values_by_name and d.name not in declared}
+        types = {**declared, **unread}
+        values = {n: value_or_spec(n, values_by_name[n], t, bounds.ids.get(n), devices) for n, t in types.items()}
+        values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == types[n].rank - 1}
+        sizes = bind_sizes(types, values, flow.name)
         if unread:
             symbols = {symbol for t in declared.values() for symbol in t.symbols}
             sizes = {symbol: size for symbol, size in sizes.items() if symbol in symbols}
@@ -230,76 +276,81 @@ class CompiledModel:
 
     @property
     def inputs(self) -> tuple[InputDecl, ...]:
-        """The inputs of the program: the flow's, then those that stages or `derive` added (`lengths`, a cache).
+        """Return the inputs of the program: first the inputs of the flow, then those added by stages or `derive`.
 
-        Of the required ones those are left out that no output reads, or whose values the program has in its state.
+        Added ones are, for example, `lengths` and the arrays of an explicit cache. Required inputs that no output
+        reads, or that the program has in its state, are left out.
         """
         return self._inputs(frozenset())
 
     def _given(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[InputDecl, ...], dict[str, Any]]:
-        """The inputs that a call may have, and what it gives of them; which are read depends on the optional ones."""
-        known = self.inputs
-        if optional := frozenset(d.name for d in known if d.optional and named.get(d.name) is not None):
-            known = self._inputs(optional)
+        """Return the inputs that a call may have, and the values that this call passes, by name.
+
+        Which inputs the program reads depends on the optional ones that are passed.
+        """
+        decls = self.inputs
+        if optional := frozenset(d.name for d in decls if d.optional and named.get(d.name) is not None):
+            decls = self._inputs(optional)
         unread = self._unread(optional)
         first = next((d.name for d in self.flow._inputs[:1] if d.name in unread and not d.optional), "")
-        return known, bind_names(known, args, named, self.flow.name, unread, first)
+        return decls, bind_names(decls, args, named, self.flow.name, unread, first)
 
     def _inputs(self, given: frozenset[str]) -> tuple[InputDecl, ...]:
+        """Return the inputs of the program with the optional inputs `given`; see `inputs`."""
         template = self._template(given)
         read = {i.input for i in template.mir.inputs}
-        known = tuple(d for d in self.flow._inputs if d.optional or d.name in read)
-        names = {d.name for d in known}
+        flow_decls = tuple(d for d in self.flow._inputs if d.optional or d.name in read)
+        names = {d.name for d in flow_decls}
         added = (i for i in template.mir.inputs if i.input not in names)
         optional = (InputDecl(i.input, i.type, None) for i in template.optional if i.input not in names)
-        return (*known, *(InputDecl(i.input, i.type) for i in added), *optional)
+        return (*flow_decls, *(InputDecl(i.input, i.type) for i in added), *optional)
 
     @property
     def first_input(self) -> str:
-        """The name of the first input that the outputs read: of a model of text, its tokens."""
+        """Return the name of the first input that an output reads; for a text model, its tokens."""
         return self.programs.first_input(self.name)
 
     @property
     def flow(self) -> Buildable:
-        """What was compiled."""
+        """Return the flow that was compiled."""
         return self.programs.flows[self.name]
 
     @property
     def built(self) -> Built:
-        """What its flow became when it was built, without optional inputs."""
+        """Return the built flow, without optional inputs."""
         return self.programs.build(self.name, frozenset())[0]
 
     @property
     def settings(self) -> Settings:
-        """The profile as it was resolved for this model."""
+        """Return the profile, resolved for this model."""
         return self.programs.settings
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The names of the outputs, the primary one first."""
+        """Return the names of the outputs, the primary one first."""
         names: tuple[str, ...] = self._template().mir.output_names
         return names
 
     def template(self, program: str | None = None, *, last_only: bool = False) -> Template:
-        """A program with symbolic sizes, by default this one."""
+        """Return the template of a program, its form with symbolic sizes; by default of `self.program`."""
         return self.programs.template(ProgramKey(self.name, program or self.program, last_only=last_only))
 
     def _template(self, given: frozenset[str] = frozenset()) -> Template:
         return self.programs.template(self.key(given))
 
     def _unread(self, given: frozenset[str] = frozenset()) -> tuple[str, ...]:
-        """The inputs that no output reads, of the programs that users call with all of them."""
+        """Return the inputs that no output reads; () for programs that the package calls, which pass no such input."""
         return self._template(given).unread if self.program in ("forward", "train", "explicit") else ()
 
     def key(
         self, given: frozenset[str] = frozenset(), outputs: tuple[str, ...] | None = None, last_only: bool = False
     ) -> ProgramKey:
-        """The key of this program with these optional inputs and outputs, without sizes."""
+        """Return the key of this program, without sizes, for these optional inputs and outputs."""
         wanted = None if outputs is None or outputs == self.output_names else outputs
         return ProgramKey(self.name, self.program, given, outputs=wanted, last_only=last_only)
 
     def warm(self) -> None:
-        """Compile now if every size is known: a static flow, or one with a binding."""
+        """Compile the program now if every size is known: the flow is static, or has a binding for its symbols."""
         flow = self.flow
         template = self._template()
         declared = {i.input: i.type.bind(flow._binding) for i in template.mir.inputs}
@@ -310,10 +361,13 @@ class CompiledModel:
     # -- parameters --------------------------------------------------------------------------
 
     def require_params(self, doing: str) -> dict[str, Any]:
-        """`params`, or an error that says how to get them.
+        """Return `params`.
+
+        Args:
+            doing: the operation that needs them, for the message.
 
         Raises:
-            MissingWeightError: there are none; `doing` needs them.
+            MissingWeightError: there are none; the message explains how to get them.
         """
         if self.params is None:
             raise MissingWeightError(
@@ -323,10 +377,10 @@ class CompiledModel:
         return self.params
 
     def refuse_traced(self) -> None:
-        """Requests read what comes out, and traced parameters give nothing to read.
+        """Refuse traced parameters: requests read results on the host, and tracers have no values.
 
         Raises:
-            RequestError: says what can be differentiated.
+            RequestError: the parameters are traced; the message lists what can be differentiated.
         """
         if self.traced:
             raise RequestError(
@@ -335,11 +389,15 @@ class CompiledModel:
             )
 
     def param_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every leaf."""
+        """Return the shape and dtype of every parameter, by name."""
         return {name: t.spec for name, t in self.programs.layout.types().items()}
 
     def weights(self, params: Arrays | None = None) -> dict[str, jax.Array]:
-        """Parameters by checkpoint key, in the checkpoint's shapes and dtypes."""
+        """Return the parameters by checkpoint key, in the shapes and dtypes of the checkpoint.
+
+        Args:
+            params: parameters by name; None for `self.params`.
+        """
         arrays = self.require_params("weights()") if params is None else params
         if params is None:
             check_params(arrays, self.param_specs())
@@ -348,11 +406,13 @@ class CompiledModel:
         return by_key({program: arrays[name] for name, program in self.programs.layout.leaves.items()})
 
     def replace(self, params: Arrays) -> CompiledModel:
-        """The same executables with other numbers, which may be traced: `jax.grad(lambda p: f(model.replace(p)(x)))`.
-        Over a mesh they are moved to where the model keeps them.
+        """Return a model with other parameters and the same executables.
+
+        The parameters may be traced: `jax.grad(lambda p: f(model.replace(p)(x)))`. On a mesh concrete ones are moved to
+        their storage sharding.
 
         Raises:
-            WeightShapeError: a leaf is missing, unknown, or has another shape or dtype.
+            WeightShapeError: a parameter is missing, unknown, or has another shape or dtype.
         """
         check_params(params, self.param_specs())
         traced, resting = is_traced(params.values()), self.programs.resting()
@@ -360,19 +420,29 @@ class CompiledModel:
         return replace(self, params=placed, traced=traced)
 
     def init(self, key: jax.Array | int) -> dict[str, jax.Array]:
-        """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0. `key` may be a seed below 2**64.
+        """Return random parameters: normal with standard deviation 1/√fan_in, 1 for norms, 0 for biases.
+
+        Args:
+            key: a key of `jax.random`, or a seed below 2**64.
 
         Raises:
-            LimitError, DeviceOutOfMemoryError: there is no room for them.
+            LimitError, DeviceOutOfMemoryError: there is not enough memory for them.
         """
         return drawn_params(self.programs, self._template().built, random_key("init", key), f"{self.name}: init")
 
     def init_state(self, batch: int, context: int | None = None, *, given: Sequence[str] = (), **sizes: int) -> State:
-        """An empty state for `batch` rows and `context` cached tokens.
+        """Return an empty state.
 
-        A layer that attends in a window of w keys holds min(context, w) of them. `given` are the optional inputs that
-        calls will bring: a mask over keys is kept in the state. `sizes` are those of other inputs, such as patches of
-        an image, where the state keeps what is computed of them.
+        Args:
+            batch: the number of rows.
+            context: the number of cached tokens per row. A layer with a window of w keys caches min(context, w).
+            given: the optional inputs that later calls pass; a mask over keys is part of the state.
+            sizes: the sizes of other inputs, such as patches of an image, if the state caches values computed from
+                them.
+
+        Raises:
+            GraphError: an unknown optional input or size, or a missing size; or the program has no state.
+            DeviceOutOfMemoryError: the state does not fit.
         """
         optional = [d.name for d in self.inputs if d.optional]
         if isinstance(given, str) or (others := [name for name in given if name not in optional]):
@@ -380,22 +450,24 @@ class CompiledModel:
             raise GraphError(f"init_state: given is {what}; expected names of optional inputs: {listing(optional)}")
         if unknown := [name for name in sizes if name not in self._template().symbols]:
             raise GraphError(f"init_state: {self.name} has no size {listing(unknown)}")
-        held = {"batch": batch, **({} if context is None else {"context": context}), **sizes}
-        held = {name: as_dim(size, f"init_state: {name}") for name, size in held.items()}
-        empty = self.programs.empty_state(self.key(frozenset(given)), held)
+        dims = {"batch": batch, **({} if context is None else {"context": context}), **sizes}
+        dims = {name: as_dim(size, f"init_state: {name}") for name, size in dims.items()}
+        empty = self.programs.empty_state(self.key(frozenset(given)), dims)
         with out_of_memory(f"{self.name}: init_state(batch={batch}, context={context})"):
             return as_state(self.programs.call(empty))
 
-    # -- looking -----------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------
 
     def text(self, level: str, *inputs: Any, after: str = "", **named: Any) -> str:
-        """The program at a level: "hir", "mir", "jaxpr" (symbolic), "lir", "stablehlo", "hlo" (for sizes).
+        """Return the dump of the program at a level.
 
-        Sizes are those of the given inputs, else of the last call. With `after`, a HIR or MIR program is shown as the
-        pass of that name leaves it.
+        Args:
+            level: "hir", "mir" or "jaxpr", with symbolic sizes; "lir", "stablehlo" or "hlo", with the sizes of the
+                inputs, or else of the last call.
+            after: the name of a pass; the HIR or MIR program is shown after it.
 
         Raises:
-            GraphError: an unknown level or pass, a pass that is not part of this program, or a level without sizes.
+            GraphError: an unknown level or pass, a pass that is not part of this program, or no sizes for the level.
         """
         if level not in LEVELS:
             raise GraphError(f"text: levels are {', '.join(LEVELS)}; got {level!r}{did_you_mean(str(level), LEVELS)}")
@@ -403,12 +475,13 @@ class CompiledModel:
         if after:
             return text_after(template.built, self.settings, self.program, level, after)
         if level == "hir":
+            # Nothing is derived for these programs: show the blocks that the user wrote, before any pass.
             as_built = derived_program(template.built, self.program) in ("forward", "train")
-            found = template.built.hir if as_built else template.hir
-            return dump(found, "hir", f", fusion={self.settings.profile.fusion.policy}")
+            graph = template.built.hir if as_built else template.hir
+            return dump(graph, "hir", f", fusion={self.settings.profile.fusion.policy}")
         if level == "mir":
             return dump(template.mir, "mir")
-        if level == "lir" and (inputs or named):  # a plan can be looked at where it cannot run
+        if level == "lir" and (inputs or named):  # no compile: a plan can be inspected on a device that cannot run it
             self.last = self._bind(inputs, named, named.pop("state", None))[1]
         elif inputs or named:
             self.lower(*inputs, **named)
@@ -419,68 +492,76 @@ class CompiledModel:
         return text_of(self.programs, self.last, level)
 
     def outline(self) -> Outline:
-        """The table of its blocks, which `print(model)` prints and a notebook shows: path, what leaves it, parameters,
-        FLOPs and bytes. Sizes are those of the last call, else those that the flow is bound to, else 1."""
-        last = dict(self.last.binding) if self.last is not None and self.last.program == self.program else {}
-        return self._template().outline({**self.flow._binding, **last})
+        """Return the table of blocks that `print(model)` prints and a notebook displays.
+
+        Its columns are the block path, the output type, parameters, FLOPs and bytes. Sizes come from the last call,
+        else the binding of the flow, else 1.
+        """
+        last_sizes = dict(self.last.binding) if self.last is not None and self.last.program == self.program else {}
+        return self._template().outline({**self.flow._binding, **last_sizes})
 
     def __str__(self) -> str:
         return str(self.outline())
 
     def __repr__(self) -> str:
         count = sum(t.size for t in self.programs.layout.types().values())
-        there = "" if self.params is not None or not count else ", no numbers yet"
-        return f"CompiledModel({self.name}: {self.program}, {count:,} parameters{there})"
+        suffix = "" if self.params is not None or not count else ", no numbers yet"
+        return f"CompiledModel({self.name}: {self.program}, {count:,} parameters{suffix})"
 
     def _repr_html_(self) -> str:
         return self.outline()._repr_html_()
 
     def report(self, **sizes: int) -> Report:
-        """What compiling cost, and what the program of the last call needs.
+        """Return the cost of compilation, and the cost of a run of the last program.
 
-        With `sizes` (`batch=1, seq=128`) nothing is compiled: FLOPs, bytes and scratch memory of the program of those.
+        Args:
+            sizes: sizes such as `batch=1, seq=128`. With them nothing is compiled: the report has the FLOPs, bytes and
+                scratch memory of the program with these sizes.
 
         Raises:
-            GraphError: a size of the program is missing, or is none of it. SequenceLengthError: over the positions.
+            GraphError: a size is missing or unknown. SequenceLengthError: more tokens than the model has positions.
         """
         seconds = {**self._template().seconds, "load": self.load_seconds}
         return report_of(self.programs, self._template(), self.last, seconds, sizes)
 
     def compare(self, ours: CompileProfile, theirs: CompileProfile) -> tuple[Change, ...]:
-        """What a profile changes in this program in place of another; see `CompileProfile.diff`. Choices that depend on
-        sizes are those of the last call, if there was one.
+        """Return the changes in this program from the profile `ours` to `theirs`; see `CompileProfile.diff`.
+
+        Choices that depend on sizes are compared for the sizes of the last call, if there was one.
 
         Raises:
-            ProfileError: one of them asks for what this program cannot be.
+            ProfileError: one of the profiles does not apply to this program.
         """
         built = self._template().built
         sizes = None if self.last is None or self.last.program != self.program else dict(self.last.binding)
-        found = [self.programs.resolved(profile, self.name) for profile in (ours, theirs)]
-        return program_changes(built, found[0], found[1], self.program, self.programs.opened[0], sizes)
+        settings = [self.programs.resolved(profile, self.name) for profile in (ours, theirs)]
+        return program_changes(built, settings[0], settings[1], self.program, self.programs.opened[0], sizes)
 
     def profile(self, *inputs: Any, state: State | None = None, runs: int = 5, **named: Any) -> BlockTimes:
-        """Time by block of a call, of `runs` under `jax.profiler`. What a call consumes is copied for each: the state
-        and the inputs that are given are as they were.
+        """Return the time that each block takes, measured by `jax.profiler` over `runs` calls.
+
+        Donated arguments are copied for each call, so the caller's state and inputs stay valid.
 
         Raises:
-            RequestError: a trace is being taken already, or `runs` is no number over 0. UnsupportedError: this device's
-            traces name no kernels. Others as a call.
+            RequestError: another trace is running, or `runs` is not a positive integer.
+            UnsupportedError: traces of this device name no kernels.
+            Others as a call.
         """
         self.refuse_traced()
-        _, given = self._given(inputs, named)
-        return profile_calls(self.programs, self, given, state, whole_number("runs", runs, 1))
+        _, values = self._given(inputs, named)
+        return profile_calls(self.programs, self, values, state, whole_number("runs", runs, 1))
 
 
 @dataclass(frozen=True, eq=False)
 class BoundProgram:
-    """A program for one choice of sizes. Whoever calls it has checked the arguments; the state is consumed."""
+    """The program of a model for one choice of sizes. It does not check its arguments, and it consumes the state."""
 
     model: CompiledModel
     key: ProgramKey
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a call runs at once."""
+        """Return whether the program is compiled, so that a call starts without delay."""
         return self.key in self.model.programs.executables
 
     def __call__(self, inputs: Arrays, state: StateArrays) -> Results:

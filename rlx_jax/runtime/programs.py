@@ -1,4 +1,7 @@
-"""All programs of one model: what is compiled for it, once for each choice of sizes. The only place that compiles."""
+"""This module defines `Programs`, the cache of all compiled programs of one model.
+
+Each program is built, lowered and compiled once for each choice of sizes. Nothing outside this module compiles.
+"""
 
 from __future__ import annotations
 
@@ -58,18 +61,21 @@ from rlx_jax.runtime.sequence_state import EmptyState, empty_state
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """What an executable is for: a flow of the model, by name, one of its programs, and sizes.
+    """The key of an executable: a flow of the model, one of its programs, and sizes.
 
-    The profile and the layout are those of all flows. Without `binding` it is the key of the template, whose sizes are
-    symbols.
+    All flows share the profile and the layout, so neither is part of the key. Without `binding` it is the key of the
+    template, which has symbolic sizes.
 
     Attributes:
-        given: the optional inputs that there are.
-        outputs: the outputs that are wanted, by name; None for all of them.
-        last_only: outputs are those of each row's last token.
-        headless: it ends at the head, whose operands are the outputs.
-        hidden: outputs are the logits, which alone are of the last token where `last_only`, and what the head reads of
-            every token, `[B, S, H]`.
+        flow, program: the names of the flow and of the program.
+        given: the optional inputs that calls pass.
+        outputs: the names of the outputs to compute; None for all.
+        last_only: compute the outputs for each row's last token only.
+        headless: end before the head; its operands are the outputs.
+        hidden: the outputs are the logits and the hidden states `[B, S, H]` that the head reads. `last_only` then
+            applies to the logits alone.
+        binding: the sizes by name, sorted.
+        around: a wrapper that is compiled with the program, such as a generation loop.
     """
 
     flow: str
@@ -84,23 +90,24 @@ class ProgramKey:
 
     @property
     def symbolic(self) -> ProgramKey:
-        """The key of its template."""
+        """Return the key of the template, without sizes and wrapper."""
         return replace(self, binding=(), around=None)
 
     @property
     def text(self) -> str:
-        """`prefill of batch 1, seq 16`."""
+        """Return the program and its sizes as text, such as `prefill of batch 1, seq 16`."""
         sizes = ", ".join(f"{name} {size}" for name, size in self.binding)
         return f"{self.program} of {sizes}" if sizes else self.program
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Which of a program's forms a caller wants, beside its sizes.
+    """The options of a program besides its sizes.
 
     Attributes:
-        last_only, outputs, given, hidden: as `ProgramKey` has them.
-        spare: tokens that may be taken back from the state's rings, if those are more than the profile says.
+        last_only, outputs, given, hidden: see `ProgramKey`.
+        spare: the number of tokens that may be rolled back from ring buffers of the state; it applies if it exceeds the
+            profile's `buckets.spare`.
     """
 
     last_only: bool = True
@@ -110,23 +117,23 @@ class Variant:
     hidden: bool = False
 
 
-# All outputs, of each row's last token.
+# All outputs, at each row's last token: the variant that generation runs most.
 LAST = Variant()
 
 
 @dataclass(frozen=True)
 class Specialised:
-    """A program for one choice of sizes, as a pure function and as the same under `jax.jit`."""
+    """A program for one choice of sizes: a pure function `run`, and `jitted`, the same function under `jax.jit`."""
 
     lir: Lir
     run: Function
     jitted: Function
-    seconds: float  # that its sizes and its plan took
+    seconds: float  # for specialization and planning
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Programs of a flow that runs beside those of a model, and the parameters that are its own alone."""
+    """Programs of a companion flow, such as a drafter, and the parameters that it does not share with the model."""
 
     programs: Programs
     params: Mapping[str, Any]
@@ -135,23 +142,23 @@ class Beside:
 def state_shardings(
     template: Template, sizes: Mapping[str, int], division: Division, given: bool = False
 ) -> dict[str, NamedSharding]:
-    """Where each array of the state is: of that which a program takes, or `given` of that which it gives."""
-    found = (given_leaves if given else state_leaves)(template.mir, template.scan)
-    return {name: division.value(roles, t.bind(sizes).shape) for name, (t, roles) in found.items()}
+    """Return the sharding of each array of the state that a program takes, or with `given` that it returns."""
+    leaves = (given_leaves if given else state_leaves)(template.mir, template.scan)
+    return {name: division.value(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
 
 
-# Programs compiled after warm-up that the report names.
+# How many programs compiled after warm-up the report lists; a loop that recompiles must not grow it without bound.
 SURPRISES = 32
 
-# Symbolic programs that are kept: a flow has few, by program and by which optional inputs are given.
+# Templates that are retained: a flow has few, one for each program and set of optional inputs.
 TEMPLATES = 32
 
 
 class Programs:
-    """All programs of a model: of its flows, over one Layout. The only place that compiles.
+    """All programs of the flows of a model, over one Layout. Nothing else compiles.
 
-    Of compiled programs, of the small functions beside them and of what they are made of, `settings.buckets.programs`
-    each are kept; the least recently used goes first, and is compiled again when it is asked for.
+    Executables, helper functions and the functions that they are compiled from are cached, at most
+    `settings.buckets.programs` of each. The least recently used is evicted first, and compiled again on demand.
     """
 
     def __init__(
@@ -160,56 +167,61 @@ class Programs:
     ) -> None:  # fmt: skip
         self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
         self.captured = captured
-        self.initialised: tuple[str, ...] = ()  # keys of weights that were drawn
-        self.seed: jax.Array | None = None  # what they are drawn with
+        self.initialised: tuple[str, ...] = ()  # keys of weights that were initialized at random
+        self.seed: jax.Array | None = None  # the key that they are initialized with
         self.idle: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # inputs that no output reads
-        self.opened = (False, "forward")  # whether for requests, whose weights are merged; and for which program
-        making, limit = threading.RLock(), settings.buckets.programs  # one compile at a time, whatever it is of
-        self.builds: Lru[tuple[str, frozenset[str]], tuple[Built, float]] = Lru(TEMPLATES, making)
-        self.templates: Lru[ProgramKey, Template] = Lru(TEMPLATES, making)
-        self.reasons: Lru[tuple[str, str, frozenset[str]], str] = Lru(TEMPLATES, making)
-        self.functions: Lru[ProgramKey, Specialised] = Lru(limit, making)
-        self.executables: Lru[ProgramKey, Executable] = Lru(limit, making)
-        self.empty: Lru[Hashable, EmptyState] = Lru(limit, making)
-        self.small: Lru[Hashable, Callable[..., Any]] = Lru(limit, making)
-        self.plans: Lru[Hashable, Any] = Lru(limit, making)  # the keys of the programs that requests run
-        self.beside: Lru[str, Beside] = Lru(TEMPLATES, making)
-        self.donation_warnings: set[tuple[str, str]] = set()  # flows and programs with such a warning
-        self.warm = False  # warm-up is over
-        self.warming: set[ProgramKey] | None = None  # what it has run so far
-        self.recompiles = 0  # programs compiled since
-        self.loaded = self.loaded_small = 0  # programs and small functions that came from the compile cache
-        self.surprises: deque[str] = deque(maxlen=SURPRISES)  # the last of them, and why
+        self.opened = (False, "forward")  # whether it serves requests, with merged weights; and the first program
+        # One lock for all caches: making an entry of one makes entries of others, and separate locks could deadlock.
+        lock, limit = threading.RLock(), settings.buckets.programs
+        self.builds: Lru[tuple[str, frozenset[str]], tuple[Built, float]] = Lru(TEMPLATES, lock)
+        self.templates: Lru[ProgramKey, Template] = Lru(TEMPLATES, lock)
+        self.reasons: Lru[tuple[str, str, frozenset[str]], str] = Lru(TEMPLATES, lock)
+        self.functions: Lru[ProgramKey, Specialised] = Lru(limit, lock)
+        self.executables: Lru[ProgramKey, Executable] = Lru(limit, lock)
+        self.empty: Lru[Hashable, EmptyState] = Lru(limit, lock)
+        self.small: Lru[Hashable, Callable[..., Any]] = Lru(limit, lock)
+        self.plans: Lru[Hashable, Any] = Lru(limit, lock)  # the keys of the programs that each kind of request runs
+        self.beside: Lru[str, Beside] = Lru(TEMPLATES, lock)
+        self.donation_warnings: set[tuple[str, str]] = set()  # flow and program: each is warned of once
+        self.warm = False  # whether warm-up is complete
+        self.warming: set[ProgramKey] | None = None  # the programs that the current warm-up has run
+        self.recompiles = 0  # programs and helper functions compiled after warm-up
+        self.loaded = self.loaded_small = 0  # programs and helper functions loaded from the compile cache
+        self.surprises: deque[str] = deque(maxlen=SURPRISES)  # the latest recompiles and their reasons
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Whatever holds this, a model or a state, is not pickled or copied in depth."""
+        """Refuse to pickle or deep-copy any object that contains this one: executables cannot be copied."""
         raise UnsupportedError(
             f"{', '.join(self.flows)}: compiled programs cannot be pickled or deep-copied; write the parameters with "
             "rlx_jax.save(model, directory), and make the model again with weights=directory, or by rlx_jax.load"
         )
 
     def template(self, key: ProgramKey) -> Template:
-        """The symbolic program; made once."""
+        """Return the program with symbolic sizes, lowered at its first use."""
 
         def make() -> Template:
             if key.hidden:
                 return self.template(replace(self.whole_of(key), headless=True))
             if key.headless:
                 return self.template(replace(key, headless=False)).headless()
-            own = key.given & {i.name for i in self.flows[key.flow]._inputs}  # the others are the program's
+            # Other optional inputs come from the derived program, and the flow is built without them.
+            flow_inputs = key.given & {i.name for i in self.flows[key.flow]._inputs}
             return make_template(
-                *self.build(key.flow, own), self.settings, key.program, key.last_only, key.given, key.outputs
+                *self.build(key.flow, flow_inputs), self.settings, key.program, key.last_only, key.given, key.outputs
             )
 
         return self.templates(key, make)
 
     def whole_of(self, key: ProgramKey) -> ProgramKey:
-        """The key of the program with symbolic sizes that one with hidden states is cut from."""
+        """Return the key of the full program, all rows and no hidden states, that a `hidden` program is split from."""
         return replace(key.symbolic, hidden=False, last_only=False)
 
     def build(self, flow: str, given: frozenset[str]) -> tuple[Built, float]:
-        """A flow with these optional inputs, and the seconds that it took; built once. All programs are made of the
-        same ops, closures of the user among them, so that what is proved for one of them holds for the others."""
+        """Return the flow built with these optional inputs, and the seconds that the build took.
+
+        A flow is built once for all its programs. They share its ops, including user closures, so that a proof about
+        one program holds for the others.
+        """
 
         def make() -> tuple[Built, float]:
             start = time.perf_counter()
@@ -218,35 +230,35 @@ class Programs:
         return self.builds((flow, given), make)
 
     def first_input(self, flow: str) -> str:
-        """The name of the first input of a flow that its outputs read: of a model of text, its tokens."""
+        """Return the name of the first input of a flow that an output reads; for a text model, its tokens."""
         names, unread = [i.name for i in self.flows[flow]._inputs], self.unread(flow, frozenset())
         return next((name for name in names if name not in unread), names[0])
 
     def unread(self, flow: str, given: frozenset[str]) -> frozenset[str]:
-        """The inputs, with these optional ones, that no output of a flow reads."""
+        """Return the inputs that no output of a flow reads when these optional inputs are passed."""
         if (flow, given) not in self.idle:
             self.idle[flow, given] = unread_inputs(self.build(flow, given)[0].hir)
         return self.idle[flow, given]
 
     def any_template(self, key: ProgramKey) -> Template:
-        """The template of a program, of all rows of its output or of the last ones, whichever is made already."""
+        """Return the template of a program, for all tokens or each row's last one, whichever is cached already."""
         other = replace(key, last_only=not key.last_only)
         return self.template(other if other in self.templates and key not in self.templates else key)
 
     def why_not(self, flow: str, program: str, given: frozenset[str] = frozenset()) -> str:
-        """Why a program cannot be derived for calls that bring these inputs; empty if it can."""
+        """Return the reason why a program cannot be derived for calls with these inputs; empty if it can."""
 
         def make() -> str:
             try:
                 self.any_template(ProgramKey(flow, program, given))
-            except (DeriveError, FusionError) as reason:  # a profile may want each program to be clean
+            except (DeriveError, FusionError) as reason:  # FusionError: the profile's fusion.assert_clean
                 return str(reason)
             return ""
 
         return self.reasons((flow, program, given), make)
 
     def function(self, key: ProgramKey) -> Specialised:
-        """The pure function for one choice of sizes; made once."""
+        """Return the pure function for one choice of sizes, created at its first use."""
 
         def make() -> Specialised:
             template = self.template(key.symbolic)
@@ -256,14 +268,17 @@ class Programs:
             run = make_function(lir, self.layout, self.division)
             if key.hidden:
                 run = with_hidden(run, self.template(self.whole_of(key)).head, key.last_only)
-            if key.around is not None:  # it has inputs of its own
+            if key.around is not None:  # the wrapper has other inputs, which the plan knows nothing about
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
             return Specialised(lir, run, jax.jit(in_any_mesh(run, template, lir, self.division)), seconds)
 
         return self.functions(key, make)
 
     def executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
-        """The compiled program for one choice of sizes; made once. Arguments may be `ShapeDtypeStruct`."""
+        """Return the executable for one choice of sizes, compiled at its first use.
+
+        Arguments may be `jax.ShapeDtypeStruct`.
+        """
 
         def make() -> Executable:
             self.check_compiled(key)
@@ -275,21 +290,21 @@ class Programs:
             self.tell(what, 0, 1)
             program = self.function(key)
             with own_mesh(self.division):
-                beside = key.around.beside() if isinstance(key.around, RunsOthers) else None
+                others = key.around.beside() if isinstance(key.around, RunsOthers) else None
                 at = self.shardings(key, inputs)
-                made = compile_program(program.lir, program.run, params, state, inputs, at, beside, key.text)
-            self.warn_of_donation(key, made)
-            made.seconds = {"plan": program.seconds, **made.seconds}
-            self.loaded += made.loaded
+                executable = compile_program(program.lir, program.run, params, state, inputs, at, others, key.text)
+            self.warn_of_donation(key, executable)
+            executable.seconds = {"plan": program.seconds, **executable.seconds}
+            self.loaded += executable.loaded
             self.tell(what, 1, 1)
-            return made
+            return executable
 
         if self.warming is not None:
             self.warming.add(key)
         return self.executables(key, make)
 
     def warn_of_donation(self, key: ProgramKey, executable: Executable) -> None:
-        """Warn of a program that takes more memory than its plan, once for all sizes of the program."""
+        """Warn if a program takes more memory than planned, once for all its sizes."""
         problem = executable.donation.problem() if executable.donation is not None else ""
         if problem and (key.flow, key.program) not in self.donation_warnings:
             self.donation_warnings.add((key.flow, key.program))
@@ -299,47 +314,54 @@ class Programs:
 
     @property
     def division(self) -> Division | None:
-        """How the model is divided over devices, if it is."""
+        """Return the sharding rules of the model, None on one device."""
         return self.settings.division
 
     @property
     def whole(self) -> NamedSharding | None:
-        """Where every device has all of an array; None on one device."""
+        """Return the replicated sharding, None on one device."""
         return None if self.division is None else self.division.whole
 
     def resting(self) -> dict[str, NamedSharding] | None:
-        """Where each leaf is kept; None on one device."""
+        """Return the storage sharding of each parameter, None on one device."""
         if self.division is None:
             return None
         return {name: self.division.resting(program) for name, program in self.layout.leaves.items()}
 
     def shardings(self, key: ProgramKey, inputs: Arrays) -> Shardings | None:
-        """Where a program has its arguments; None on one device. What is wrapped around it may have inputs of its own:
-        those and its outputs every device has whole."""
+        """Return the shardings of a program's arguments and results, None on one device.
+
+        Extra inputs of a wrapper (`key.around`) are replicated, and so are its outputs.
+        """
         if self.division is None:
             return None
         template, division = self.template(key.symbolic), self.division
         declared = {i.input: i.type for i in template.mir.inputs}
-        bound = dict(key.binding)
-        parts = jax.process_count() == 1  # of several, each brings the whole input, which is divided where it is used
-        given = {
-            name: division.of_input(declared[name], declared[name].bind(bound).shape)
-            if name in declared and parts
+        sizes = dict(key.binding)
+        # With several processes each passes the full input, which is sharded inside the program.
+        shard_inputs = jax.process_count() == 1
+        placements = {
+            name: division.of_input(declared[name], declared[name].bind(sizes).shape)
+            if name in declared and shard_inputs
             else jax.tree.map(lambda _: division.whole, value)
             for name, value in inputs.items()
         }
         outputs = None if set(inputs) <= set(declared) else division.whole
-        state = state_shardings(template, bound, division, given=key.around is None)
-        gathered = division.gathered_bytes(self.layout.leaves.values())
+        state = state_shardings(template, sizes, division, given=key.around is None)
+        nbytes = division.gathered_bytes(self.layout.leaves.values())
         if isinstance(key.around, RunsOthers) and (other := key.around.divided()) is not None:
-            given, state, gathered = given | other.inputs, state | other.state, gathered + other.gathered
-        return Shardings(self.resting() or {}, state, given, outputs, gathered)
+            placements, state, nbytes = (
+                placements | other.inputs,
+                state | other.state,
+                nbytes + other.gathered,
+            )
+        return Shardings(self.resting() or {}, state, placements, outputs, nbytes)
 
     def resolved(self, profile: CompileProfile, flow: str) -> Settings:
-        """What another profile would mean for a flow of this model.
+        """Return another profile, resolved for a flow of this model.
 
         Raises:
-            ProfileError: it contradicts itself.
+            ProfileError: the profile contradicts itself.
         """
         merge, program = self.opened
         settings = choose_settings(self.build(flow, frozenset())[0], profile, merge, program)
@@ -347,20 +369,27 @@ class Programs:
         return replace(settings, max_positions=self.settings.max_positions)
 
     def ring_sizes(self, template: Template, context: Any, spare: int = 0) -> dict[str, int]:
-        """The slots of each ring in a state of `context` slots, `spare` of them for tokens that may be taken back."""
+        """Return the number of slots of each ring buffer in a state of `context` slots.
+
+        `spare` slots are added to the window for tokens that may be rolled back.
+        """
         buckets = self.settings.buckets
         return {name: buckets.ring(window, context, spare) for name, window in template.rings.items()}
 
     def empty_state(self, key: ProgramKey, sizes: Mapping[str, DimLike], spare: int = 0) -> EmptyState:
-        """What makes an empty state of a program: one for each choice of sizes, of optional inputs and of outputs, as
-        what no output reads keeps nothing.
+        """Return the function that creates an empty state of a program.
 
-        `key` is without sizes, and `sizes` has them: `batch`, `context` where there are slots, and others; `spare` as
-        `Variant` has it.
+        There is one for each choice of sizes, optional inputs and outputs: blocks that no output reads have no state.
+
+        Args:
+            key: the program, without sizes.
+            sizes: `batch`, `context` if the state has slots, and others.
+            spare: see `Variant`.
 
         Raises:
-            GraphError: the program has no state, or a size is not given. SequenceLengthError: over the model's
-                positions. ShapeError, DeviceOutOfMemoryError: it is too large.
+            GraphError: the program has no state, or a size is missing.
+            SequenceLengthError: more slots than the model has positions.
+            ShapeError, DeviceOutOfMemoryError: the state is too large.
         """
 
         def make() -> EmptyState:
@@ -370,30 +399,37 @@ class Programs:
             binding: dict[str, Any] = {**self.flows[key.flow]._binding, **sizes}
             check_length(binding.get("context", 0), template.bounds, f"{key.flow}: init_state")
             binding |= self.ring_sizes(template, sizes.get("context"), spare)
-            at = {} if self.division is None else state_shardings(template, binding, self.division)
-            where = f"{key.flow}: init_state(batch={sizes['batch']}, context={sizes.get('context')})"
-            return empty_state(template.state, binding, where, at)
+            shardings = {} if self.division is None else state_shardings(template, binding, self.division)
+            description = f"{key.flow}: init_state(batch={sizes['batch']}, context={sizes.get('context')})"
+            return empty_state(template.state, binding, description, shardings)
 
-        same = replace(key, last_only=False)  # which rows of the output are wanted changes no state
-        return self.empty((same, tuple(sorted(sizes.items())), spare), make)
+        cache_key = replace(key, last_only=False)  # the choice of output rows does not change the state
+        return self.empty((cache_key, tuple(sorted(sizes.items())), spare), make)
 
     def tell(self, what: str, done: int, total: int) -> None:
-        """Tell whoever asked for progress."""
+        """Report progress to the callback, if there is one."""
         if self.progress is not None:
             self.progress(what, done, total)
 
     def call(self, function: Callable[..., Any], *arguments: Any, static: tuple[Any, ...] = (), at: Any = None) -> Any:
-        """A small function beside the programs, such as one that makes an empty state. It is compared by value, and
-        compiled once for each choice of its first arguments, `static`, and of types of the others, which are arrays.
-        `at`: shardings of what it returns, the same in every call; None leaves them to XLA."""
+        """Run a helper function, such as the one that creates an empty state, and return its result.
+
+        It is compiled once for each function (compared by value), choice of static arguments and types of the arrays.
+
+        Args:
+            function: called as `function(*static, *arguments)`.
+            arguments: arrays, or pytrees of arrays.
+            static: hashable arguments that are compiled in.
+            at: the shardings of the result, the same in every call; None leaves them to XLA.
+        """
 
         def make() -> Callable[..., Any]:
             if self.warm:
-                lacked = new_arguments(function, (key[0] for key in self.small if isinstance(key, tuple)))
-                why = lacked or f"for {', '.join(str(jax.typeof(a)) for a in arguments)}"
+                difference = new_arguments(function, (key[0] for key in self.small if isinstance(key, tuple)))
+                reason = difference or f"for {', '.join(str(jax.typeof(a)) for a in arguments)}"
                 name = getattr(function, "__name__", type(function).__name__)
-                self.surprise(f"{name}, a function beside the programs: {why}")
-            # one of its own, that goes with its one program
+                self.surprise(f"{name}, a function beside the programs: {reason}")
+            # A new function for each entry: jax.jit drops its executable when the entry is evicted.
             jitted = jax.jit(lambda *arrays: function(*static, *arrays), out_shardings=at)
             call, loaded = from_cache(jitted, moved, at)
             self.loaded_small += loaded
@@ -402,16 +438,18 @@ class Programs:
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
         with own_mesh(self.division):
             moved = on_device(at_home(arguments, self.division))
-            if self.division is not None and guarded():  # what is on one device would go to the others unasked
+            if self.division is not None and guarded():  # a copy to the other devices has to be explicit
                 moved = jax.device_put(moved, self.whole)
             return self.small((function, static, types), make)(*moved)
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
-        """Inside, everything is run that requests will need; from then on, what compiles is a surprise.
+        """Mark a block of code that runs every program that requests will need.
+
+        Whatever compiles after it counts as a recompile.
 
         Raises:
-            RequestError: that is more than are kept.
+            RequestError: the block runs more programs than the cache retains.
         """
         self.warm, self.warming = False, set()
         try:
@@ -430,44 +468,49 @@ class Programs:
 
     @property
     def closed(self) -> bool:
-        """Whether warm-up is over and whatever compiles is an error."""
+        """Return whether warm-up is complete and any further compile is an error."""
         return self.warm and self.settings.buckets.on_recompile == "error"
 
     def refusal(self, key: ProgramKey) -> tuple[str, str]:
-        """Why this program should not be compiled now, and what to do; empty if it may be."""
+        """Return why this program should not be compiled now, and a remedy; two empty strings if it may be.
+
+        The most specific reason comes first: the outputs, the optional inputs, the arguments of the wrapper, the
+        program, and last the sizes.
+        """
         buckets, binding = self.settings.buckets, dict(key.binding)
-        sizes = {dim: n for dim, n in binding.items() if (key.program, dim) != ("verify", "seq")}  # drafts, no prompt
+        # The tokens of `verify` are drafts; their number is no bucket of prompts.
+        sizes = {dim: n for dim, n in binding.items() if (key.program, dim) != ("verify", "seq")}
         if key in self.executables or not (self.warm or buckets.foreign(sizes)):
             return "", ""
         texts = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
-        told = ", ".join(text.format(binding[dim]) for dim, text in texts.items() if dim in binding)
+        described = ", ".join(text.format(binding[dim]) for dim, text in texts.items() if dim in binding)
         if not key.last_only and replace(key, last_only=True) in self.executables:
-            reason = f'{key.flow}: {told}: warm-up was for logits="last", not for those of every position'
+            reason = f'{key.flow}: {described}: warm-up was for logits="last", not for those of every position'
             return reason, 'ask for logits="last"'
-        other = next((k.given for k in self.executables if replace(k, given=key.given) == key), None)
-        if other is not None:
-            now, then = (f"with {listing(sorted(names))}" if names else "without any" for names in (key.given, other))
-            return f"{key.flow}: {told}: of the optional inputs, warm-up was {then}, not {now}", f"call it {then}"
-        fits = self.warm and not buckets.foreign(sizes)
-        if fits and (lacked := new_arguments(key.around, (k.around for k in self.executables))):
-            return f"{key.flow}: {told}: {lacked}", "warm up for that too"
+        warmed = next((k.given for k in self.executables if replace(k, given=key.given) == key), None)
+        if warmed is not None:
+            now, then = (f"with {listing(sorted(names))}" if names else "without any" for names in (key.given, warmed))
+            return f"{key.flow}: {described}: of the optional inputs, warm-up was {then}, not {now}", f"call it {then}"
+        in_buckets = self.warm and not buckets.foreign(sizes)
+        if in_buckets and (difference := new_arguments(key.around, (k.around for k in self.executables))):
+            return f"{key.flow}: {described}: {difference}", "warm up for that too"
         ran = {k.program for k in self.executables if k.flow == key.flow}
-        if fits and ran and key.program not in ran:
-            asked = ", which `logits` runs" if key.program == "forward" else ""
-            reason = f"{key.flow}: {told}: warm-up ran {listing(sorted(ran))}, not {key.program}{asked}"
+        if in_buckets and ran and key.program not in ran:
+            hint = ", which `logits` runs" if key.program == "forward" else ""
+            reason = f"{key.flow}: {described}: warm-up ran {listing(sorted(ran))}, not {key.program}{hint}"
             return reason, "ask for what it ran"
         first = self.first_input(key.flow)
         reason = (
-            f"{key.flow}: input {quote(first)} with {told or 'no size'}: no {key.program} "
+            f"{key.flow}: input {quote(first)} with {described or 'no size'}: no {key.program} "
             f"program is compiled for that; {buckets.text() or 'warm-up was for other sizes'}"
         )
         return reason, "ask for sizes that fit"
 
     def check_compiled(self, key: ProgramKey) -> None:
-        """Refuse a program that the profile does not want compiled now, before anything runs.
+        """Check, before anything runs, that the profile allows compiling this program now.
 
         Raises:
-            RequestError: `buckets.on_recompile` is `error`.
+            RequestError: it does not, and `buckets.on_recompile` is `error`.
         """
         if self.settings.buckets.on_recompile == "error":
             reason, remedy = self.refusal(key)
@@ -475,8 +518,7 @@ class Programs:
                 raise RequestError(f"{reason}; {remedy}, or change the profile's buckets")
 
     def clock(self) -> Callable[[], tuple[float, int]]:
-        """Return a function that returns the seconds since now, and how many programs and small functions were compiled
-        in them."""
+        """Start a timer. Return a function that reads it: the seconds, and the programs and helpers compiled since."""
 
         def compiled() -> int:
             return self.executables.made - self.loaded + self.small.made - self.loaded_small
@@ -485,6 +527,6 @@ class Programs:
         return lambda: (time.perf_counter() - start, compiled() - before)
 
     def surprise(self, what: str) -> None:
-        """Count what is compiled after warm-up, and keep it for the report."""
+        """Count a compile after warm-up, and record it for the report."""
         self.recompiles += 1
         self.surprises.append(what)
