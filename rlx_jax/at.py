@@ -1,4 +1,4 @@
-"""`at`: changes to a flow's blocks by their paths, for flows and for recipes alike.
+"""`SelectedBlocks`, the result of `at`: changes to blocks of a flow or recipe, selected by their paths.
 
 recipe.at("layers.*.self_attn").capture()
 """
@@ -27,50 +27,50 @@ T = TypeVar("T")
 class SelectedBlocks(Generic[T]):
     """The blocks of a flow or recipe that a pattern matches. Each method returns the changed flow or recipe.
 
-    Changes are made when the flow is built, in their order: a later one finds the blocks as the earlier ones left them,
-    in the forward program and in all that is derived from it. A pattern that matches no block is an error then.
+    Changes apply when the flow is built, in their order: each sees the result of the earlier ones. They hold for the
+    forward program and for all programs derived from it. A pattern that matches no block is an error of `build`.
     """
 
     pattern: BlockPattern
     edited: Callable[[BlockEdit], T]
 
     def wrap(self, fn: BlockWrapper) -> T:
-        """Write `fn(emit, x, inner)` instead of each block: x is what it takes, `inner(x)` what it returns.
+        """Replace each block by `fn(emit, x, inner)`, where x is the block's input and `inner(x)` runs the block.
 
-        x is the block's active value, the one that the flow hands to its stage; other values stay as they are. A part
-        of a stage takes the value that it says, `emit.block_input(x)`, or the only one that it reads, weights aside.
+        x is the block's active value, which the flow passes to its stage; other values that it reads stay as they are.
+        For a part of a stage, x is the value that it declares with `emit.block_input(x)`, or else the only value that
+        it reads apart from weights.
         """
         if not callable(fn):
             raise GraphError(f"wrap: expected a function (emit, x, inner) → value, got {shown(fn)}")
         return self._edit(fn)
 
     def replace(self, stage: BlockStage) -> T:
-        """Put a stage in the place of each block, whose weights may stay in the checkpoint, or be missing."""
-        (found,) = check_stages([stage], "replace")
-        return self._edit(Replaced(found))
+        """Replace each block by a stage. The weights of the block may be in the checkpoint or missing."""
+        (checked_stage,) = check_stages([stage], "replace")
+        return self._edit(Replaced(checked_stage))
 
     def capture(self, *, stacked: bool = False) -> T:
-        """Make what each block returns a side output of the flow, under the block's path.
+        """Add the result of each block as a side output of the flow, named after the block's path.
 
         A block that returns several values, such as rotary tables, has an output for each, `rotary_emb[0]` and so on.
-        With `stacked` the values are one, `[blocks, …]`, in the order of the flow and under the pattern, if all are of
-        one type. Layers stay one region either way.
+        With `stacked` there is one output `[blocks, …]`, named after the pattern, in the order of the flow; all values
+        must have one type. Repeated layers stay one region either way.
         """
         if not isinstance(stacked, bool):
             raise GraphError(f"capture: stacked is {shown(stacked)}; expected True or False")
         return self._edit(CapturedBlock(self.pattern.text if stacked else ""))
 
     def scale(self, by: Any, *, of: Literal["output", "input"] = "output", heads: int | None = None) -> T:
-        """Multiply what each block returns, or what it takes, by a number, an array, or the flow's input of that name.
+        """Multiply the output or the input of each block by a number, an array, or an input of the flow.
 
-        Axes stand behind each other as in NumPy, from the last. An optional input that a call leaves out scales
-        nothing.
+        Shapes broadcast as in NumPy. If a call omits an optional input, the block is not scaled.
 
         Args:
             by: a number, an array that becomes part of the program, or the name of a declared input.
             of: `"output"` of the block or its `"input"`.
-            heads: the last axis is that of so many heads, side by side, and the last of `by` has one number for each.
-                Another number than attention has is refused when the flow is built.
+            heads: split the last axis into this many heads; the last axis of `by` then has one factor for each head.
+                `build` raises an error if attention has another number of heads.
         """
         if of not in ("output", "input"):
             raise GraphError(f"scale: of is 'output' or 'input', got {shown(of)}")
@@ -92,23 +92,23 @@ def _numbers(by: Any) -> Constant:
     return factor
 
 
-# -- what stands in the place of a block ---------------------------------------------------------
+# -- wrappers that replace or scale a block ------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A stage."""
+    """Wrapper that runs a stage in place of the block."""
 
     stage: BlockStage
 
     def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
-        made = run_stage(self.stage, emit, x)
-        return emit.require(x if made is None else made, "replace")
+        result = run_stage(self.stage, emit, x)
+        return emit.require(x if result is None else result, "replace")
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """The block with its value, or what it reads, times a factor."""
+    """Wrapper that multiplies the output, or the input, of the block by a factor."""
 
     factor: str | Constant
     of_input: bool
@@ -120,21 +120,21 @@ class Scaled:
         return self._times(emit, inner(x))
 
     def check_block(self, around: HeadsAround, read: Value | None, given: Value, where: str) -> None:
-        """The heads are those that attention, or whatever else splits the value, has.
+        """Check `heads` against the number of heads of attention, or of any other op that splits the value.
 
         Raises:
-            ShapeError: it has another number of them, or nothing reads or makes it as heads.
+            ShapeError: the value has another number of heads, or no op reads or makes it as heads.
         """
         value, does = (read, "reads") if self.of_input else (given, "gives")
         if self.heads is None or value is None:
             return
-        found, what = around.of(value), f"what the block {does}, {around.type(value)},"
-        if found.known and self.heads not in found.known:
-            known = " or ".join(map(str, sorted(found.known)))
-            raise ShapeError(f"{where}: scale: {what} has {known} heads, not {self.heads}: give heads={known}")
-        if not found.known and not found.unread:
+        head_counts, text = around.of(value), f"what the block {does}, {around.type(value)},"
+        if head_counts.known and self.heads not in head_counts.known:
+            counts = " or ".join(map(str, sorted(head_counts.known)))
+            raise ShapeError(f"{where}: scale: {text} has {counts} heads, not {self.heads}: give heads={counts}")
+        if not head_counts.known and not head_counts.unread:
             raise ShapeError(
-                f"{where}: scale: heads={self.heads}, and {what} is not heads side by side. The projection behind "
+                f"{where}: scale: heads={self.heads}, and {text} is not heads side by side. The projection behind "
                 f"attention reads heads: at('layers.*.self_attn.o_proj').scale(by, of='input', heads={self.heads})"
             )
 
@@ -146,7 +146,7 @@ class Scaled:
         if factor is None:
             return x
         if self.heads is None:
-            made = x * factor
+            product = x * factor
         else:
             wide = x.type.shape[-1]
             if not is_static(wide) or wide % self.heads:
@@ -154,7 +154,7 @@ class Scaled:
             if factor.type.shape[-1:] != (self.heads,):
                 raise ShapeError(f"{emit.path}: scale: of {self.heads} heads, the factor is {factor.type}")
             split = x.reshape(*x.shape[:-1], self.heads, -1) * factor.reshape(*factor.shape, 1)
-            made = split.reshape(x.shape)
-        if made.type != x.type:
-            raise ShapeError(f"{emit.path}: scale: {factor.type} times {x.type} is {made.type}; expected {x.type}")
-        return made
+            product = split.reshape(x.shape)
+        if product.type != x.type:  # a factor may broadcast to x, and must not broadcast x
+            raise ShapeError(f"{emit.path}: scale: {factor.type} times {x.type} is {product.type}; expected {x.type}")
+        return product

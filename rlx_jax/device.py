@@ -1,7 +1,7 @@
-"""What a choice may know of a machine.
+"""`Device`, the facts of an accelerator that compile-time choices read, and checks that arrays fit its memory.
 
-A `Device` is a value that is passed down: from the running backend, or from a table by name. Nothing else asks JAX
-what is here, so that a flow planned for an H200 on a laptop is the program that an H200 runs.
+A `Device` comes from the running backend, or from a table by name, and is passed down as a value. No other module
+queries JAX for devices, so that a flow planned for an H200 on a laptop compiles to the program that an H200 runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rlx_jax.io import limits
 
 @dataclass(frozen=True)
 class Cudnn:
-    """What cuDNN's attention takes: dtypes by their short names, head widths up to `width` that `multiple` divides."""
+    """Limits of cuDNN's attention: dtypes by their short names, and head widths up to `width`, multiples of
+    `multiple`."""
 
     dtypes: tuple[str, ...] = ("bf16", "f16")
     width: int = 128
@@ -33,16 +34,16 @@ class Cudnn:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or the host as one. What is not known is None.
+    """One accelerator, or the host. Unknown facts are None.
 
     Attributes:
-        name: of the product, such as `h200`; the kind where the product is not known.
+        name: name of the product, such as `h200`; the kind if the product is unknown.
         kind: the platform: `cpu`, `cuda`, `rocm` or `tpu`.
-        memory: bytes; of a running device those that a program may have.
-        bandwidth: of its memory, bytes a second.
-        flops: of dense products in bf16, a second.
+        memory: bytes; for a running device, the bytes that a program may allocate.
+        bandwidth: bytes per second of its memory.
+        flops: operations per second of dense products in bf16.
         capability: CUDA's compute capability.
-        cudnn: what its cuDNN takes, if it has one. jax's CUDA plugin always brings it.
+        cudnn: limits of its cuDNN, if it has one. jax's CUDA plugin always includes cuDNN.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Device:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels of our own were measured on it."""
+        """Whether the kernels of this package were measured on the device."""
         return self.kind == "cuda" and self.capability == HOPPER
 
     def __str__(self) -> str:
@@ -66,22 +67,23 @@ class Device:
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
 
-# The compute capability that cuDNN's flash attention begins with.
+# The lowest compute capability with cuDNN's flash attention.
 FLASH = (8, 0)
 
 
-# That of an H100 and an H200.
+# The compute capability of an H100 and an H200.
 HOPPER = (9, 0)
 
 
 def _cudnn(capability: tuple[int, int] | None) -> Cudnn | None:
-    """What cuDNN takes there."""
+    """Return the limits of cuDNN's attention at a compute capability, or None where it has none."""
     if capability is None or capability < FLASH:
         return None
     return Cudnn(width=256) if capability == HOPPER else Cudnn()
 
 
-# Kinds, and products as their makers publish them: of a GPU the form with the most memory (SXM, 80 GB of an A100).
+# Kinds, and products with the published numbers of their makers, in the variant with the most memory (SXM; the A100
+# with 80 GB).
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -101,7 +103,8 @@ DEVICES: dict[str, Device] = {
     )
 }
 
-# The words that JAX's name of a device has, by product; the first that fits.
+# Words in JAX's `device_kind`, by product. The first product with all words in it wins, so "tpu v5 lite" precedes "tpu
+# v5".
 SEEN = {
     **{name: (name,) for name in ("l4", "h200", "b200", "mi300x")},
     "h100": ("h100", "hbm3"),
@@ -113,10 +116,10 @@ SEEN = {
 
 
 def named_device(name: str) -> Device:
-    """A device by its name in `DEVICES`.
+    """Return a device by its name in `DEVICES`.
 
     Raises:
-        ProfileError: there is none, with a suggestion.
+        ProfileError: there is no such device; the message has a suggestion.
     """
     if name in DEVICES:
         return DEVICES[name]
@@ -124,12 +127,12 @@ def named_device(name: str) -> Device:
 
 
 def running_device() -> Device:
-    """The device that JAX computes on: `jax.default_device` where it is set, else the first of the default backend."""
+    """Return the device that JAX computes on: `jax.default_device` if set, else the first of the default backend."""
     return _running(jax.config.jax_default_device)  # type: ignore[attr-defined]
 
 
 def devices_here() -> list[Any]:
-    """Those of the default backend, of all processes."""
+    """Return the devices of the default backend, over all processes."""
     return jax.devices()
 
 
@@ -147,7 +150,7 @@ _CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 def fingerprint() -> str:
-    """Return what compiled programs depend on of the running backend, its devices and the host."""
+    """Return a text of all facts of the backend, its devices and the host that a compiled program depends on."""
     devices = jax.devices()
     backend = f"{devices[0].platform} {devices[0].client.platform_version}"
     cudnn = "" if devices[0].platform == "cpu" else _cudnn_versions()
@@ -158,7 +161,7 @@ def devices_of(kind: str, ids: list[int]) -> list[Any]:
     """Return the running devices of a platform with these ids, in their order.
 
     Raises:
-        KeyError: there is none with such an id.
+        KeyError: no device has such an id.
     """
     by_id = {device.id: device for device in jax.devices(kind)}
     return [by_id[i] for i in ids]
@@ -185,30 +188,32 @@ def _cudnn_versions() -> str:
 
 
 def described(device: Any) -> Device:
-    """What is known of a `jax.Device`: the facts of its product, and the memory that it says it has."""
+    """Return the `Device` of a `jax.Device`: the facts of its product, with the memory that the runtime reports."""
     kind = str(device.platform)
     if kind == "gpu":
         kind = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
     words = device.device_kind.lower().replace("-", " ").split()
-    product = next((name for name, seen in SEEN.items() if set(seen) <= set(words)), kind)
-    known = DEVICES[product] if product in DEVICES and DEVICES[product].kind == kind else Device(kind, kind)
-    if kind == "cuda" and known.name == kind:
+    product = next((name for name, product_words in SEEN.items() if set(product_words) <= set(words)), kind)
+    result = DEVICES[product] if product in DEVICES and DEVICES[product].kind == kind else Device(kind, kind)
+    if kind == "cuda" and result.name == kind:
         major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
         capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-        known = replace(known, capability=capability, cudnn=_cudnn(capability))
+        result = replace(result, capability=capability, cudnn=_cudnn(capability))
     stats = device.memory_stats() if hasattr(device, "memory_stats") else None
-    return replace(known, memory=int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else limits.host_bytes())
+    return replace(
+        result, memory=int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else limits.host_bytes()
+    )
 
 
 def auto_axes(mesh: Any) -> Mesh:
-    """The same mesh, whose axes are no part of types: XLA divides along them by itself."""
+    """Return the mesh with axes of type Auto, along which XLA chooses shardings by itself."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def freed(array: Any) -> Any:
-    """The same array where XLA may choose how what is made of it is divided.
+    """Return the array with its sharding on Auto mesh axes, so that XLA may choose shardings for its consumers.
 
-    Outside of `jax.jit`, JAX does not cut an array along an axis that an explicit axis of a mesh divides.
+    Outside of `jax.jit`, JAX does not slice an array along an axis that is sharded over an Explicit mesh axis.
     """
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return array
@@ -223,12 +228,15 @@ def freed(array: Any) -> Any:
 
 
 def check_fits(nbytes: int, what: str, advice: Callable[[int], str] = lambda limit: "use smaller sizes") -> None:
-    """Refuse what cannot fit. XLA:CPU would hand out a broken buffer, and abort the process when it is read.
+    """Refuse an allocation larger than the device. XLA:CPU would return an invalid buffer and abort when it is read.
 
-    `advice` is asked what to do, with the bytes that there are.
+    Args:
+        nbytes: bytes to allocate.
+        what: what needs them, for the message.
+        advice: function from the device's bytes to the last part of the message.
 
     Raises:
-        DeviceOutOfMemoryError: names both numbers.
+        DeviceOutOfMemoryError: `nbytes` is larger; the message has both numbers.
     """
     limit = running_device().memory
     if limit is not None and nbytes > limit:
@@ -236,20 +244,25 @@ def check_fits(nbytes: int, what: str, advice: Callable[[int], str] = lambda lim
 
 
 def check_space(nbytes: int, what: str, on_host: int = 0, together: int = 0) -> None:
-    """Refuse new arrays of `nbytes` that do not fit the device beside what is there; making them takes `on_host` bytes
-    of the host's memory. Of several devices `nbytes` are those of the fullest one, and `together` those of all.
+    """Refuse new arrays that do not fit into the memory of the device and of the host.
+
+    Args:
+        nbytes: bytes on the device; on the fullest one, of several.
+        what: what needs them, for the message.
+        on_host: bytes of host memory needed to create the arrays.
+        together: bytes on all devices in total.
 
     Raises:
         DeviceOutOfMemoryError: the device is smaller. LimitError: over `limits.MAX_MEMORY_PERCENT` of the host's.
     """
-    here = max(nbytes, together) if running_device().kind == "cpu" else 0  # devices that are the host share its memory
-    limits.fits_in_memory(here + on_host, what)
+    host_bytes = max(nbytes, together) if running_device().kind == "cpu" else 0  # CPU devices share the host's memory
+    limits.fits_in_memory(host_bytes + on_host, what)
     check_fits(nbytes, what)
 
 
 @contextlib.contextmanager
 def out_of_memory(what: str, advice: Callable[[], str] = lambda: "use smaller sizes") -> Iterator[None]:
-    """Turn JAX's error of a full device into a `DeviceOutOfMemoryError` with the operation and what to change.
+    """Convert JAX's out-of-memory error into a `DeviceOutOfMemoryError` with the operation and advice.
 
     XLA:GPU also runs out of memory while it compares kernels during compilation, which it reports as `NOT_FOUND`.
     """

@@ -1,8 +1,8 @@
-"""Every exception that rlx_jax raises on purpose.
+"""Every exception that rlx_jax raises on purpose, and helpers to write their messages.
 
-One tree: catch `RlxError` for everything, or the built-in beside it (`ValueError`, `OSError` ...)
-where code should not know about rlx_jax. A message says what was wrong, where (block path, weight
-key, file), what was expected, what was found and what to do.
+All exceptions derive from `RlxError`, and most also from a built-in (`ValueError`, `OSError` ...), for code that does
+not import rlx_jax. A message gives the error, its location (block path, weight key, file), the expected and the actual
+value, and what to do.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class RlxError(Exception):
     _located = False
 
     def __init__(self, message: str = "") -> None:
-        # A little more than what is kept: escaping megabytes that a file chose would take time.
+        # Cut before escaping too, because a message may quote megabytes of an untrusted file.
         super().__init__(_cut(_printable(message[: MAX_MESSAGE + 1]), MAX_MESSAGE))
 
     def locate(self, where: str) -> None:
-        """Put a block path in front of the message, unless an inner block has done so."""
+        """Prepend a block path to the message, unless an inner block has already done so."""
         text = str(self)
         if where and not self._located:
             self._located = True
@@ -57,7 +57,7 @@ class ProfileError(FormatError):
 
 
 class ConfigError(FormatError):
-    """A `config.json` (or another file beside it) is malformed, absurd or asks for something unhandled."""
+    """A `config.json` (or another file next to it) is malformed, or has a value that is absurd or not handled."""
 
 
 class CheckpointFormatError(FormatError):
@@ -69,7 +69,7 @@ class LimitError(FormatError):
 
 
 class PathEscapeError(FormatError):
-    """A file name leads out of the directory it belongs to."""
+    """A file name points outside of its directory."""
 
 
 class IntegrityError(FormatError):
@@ -77,7 +77,7 @@ class IntegrityError(FormatError):
 
 
 class UnsupportedError(RlxError, NotImplementedError):
-    """Known, but not supported."""
+    """A known feature, model or format is not supported."""
 
 
 # -- weights -----------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class MissingWeightError(WeightError):
 
 
 class UnexpectedWeightError(WeightError):
-    """The source holds a weight that nothing reads."""
+    """The source has a weight that nothing reads."""
 
 
 class DuplicateWeightError(WeightError):
@@ -100,25 +100,25 @@ class DuplicateWeightError(WeightError):
 
 
 class NonFiniteWeightError(WeightError):
-    """A weight holds NaN."""
+    """A weight contains NaN."""
 
 
 # -- graphs built by users or passes -----------------------------------------------------------
 
 
 class GraphError(RlxError, ValueError):
-    """A flow or a graph is wrong. `problems` lists everything that the verifier found, however long."""
+    """A flow or a graph is invalid. `problems` has every finding of the verifier, uncut."""
 
     problems: tuple[str, ...] = ()
 
 
 class ShapeError(GraphError):
-    """Shapes that do not fit together. `operands` are the places of the operands at fault, where the op knows them."""
+    """Shapes do not match. `operands` are the positions of the operands at fault, where the op knows them."""
 
     operands: tuple[int, ...] = ()
 
     def of(self, *operands: int) -> ShapeError:
-        """The same error about these operands of the op."""
+        """Set the positions of the operands at fault, and return this error."""
         self.operands = operands
         return self
 
@@ -128,19 +128,19 @@ class WeightShapeError(WeightError, ShapeError):
 
 
 class DTypeError(GraphError):
-    """Dtypes that do not fit together."""
+    """Dtypes do not match."""
 
 
 class UnboundInputError(GraphError):
-    """An input of the flow was not given, or one was given that the flow does not have."""
+    """An input of the flow is missing, or a call has an input that the flow does not declare."""
 
 
 class PluginError(RlxError, RuntimeError):
-    """A plugin cannot be imported, or gives what a plugin does not give. See `rlx_jax.plugins`."""
+    """A plugin cannot be imported, or does not follow the interface of `rlx_jax.plugins`."""
 
 
 class FusionError(GraphError):
-    """The profile says `fusion.assert_clean`, and a pattern that a pass looks for was not fused. See `report`."""
+    """The profile sets `fusion.assert_clean`, and a pass left a match of its pattern unfused. See `report`."""
 
     def __init__(self, message: str = "", report: object = None) -> None:
         super().__init__(message)
@@ -155,7 +155,7 @@ class DeriveError(GraphError):
 
 
 class RequestError(RlxError, ValueError):
-    """A request to a model is wrong."""
+    """A request to a model is invalid."""
 
 
 class TokenIdError(RequestError):
@@ -170,8 +170,12 @@ class SequenceLengthError(RequestError):
 
 
 class NumericsError(RlxError, ArithmeticError):
-    """Non-finite logits. `rows` has the step (from 0) at which each failed row did; `outputs` is what the request would
-    have returned, failed rows cut off before that step. Other rows are whole."""
+    """Logits are not finite.
+
+    Attributes:
+        rows: for each failed row, the step, from 0, with the first non-finite logits.
+        outputs: the result of the request, with failed rows cut before that step and other rows complete.
+    """
 
     def __init__(
         self, message: str = "", rows: Mapping[int, int] | None = None, outputs: Sequence[object] = ()
@@ -185,7 +189,7 @@ class DeviceOutOfMemoryError(RlxError, RuntimeError, MemoryError):
 
 
 class VersionMismatchError(RlxError, RuntimeError):
-    """An exported artefact was made by an incompatible version."""
+    """An exported artifact is of an incompatible version."""
 
 
 class StorageError(RlxError, OSError):
@@ -197,11 +201,11 @@ class MissingFileError(StorageError, FileNotFoundError):
 
 
 class TargetExistsError(StorageError, FileExistsError):
-    """A save would replace something; the message says how to allow it."""
+    """A save would replace existing files; the message explains how to allow it."""
 
 
 class SaveFailedError(StorageError):
-    """A save failed; the message names what is still good."""
+    """A save failed; the message names the files that are still valid."""
 
 
 class NoSpaceError(StorageError):
@@ -209,7 +213,7 @@ class NoSpaceError(StorageError):
 
 
 class HubError(StorageError):
-    """The Hub does not give what was asked for."""
+    """The Hub does not return the requested files."""
 
 
 class HubUnreachableError(HubError):
@@ -221,19 +225,19 @@ class SessionStateError(RlxError, RuntimeError):
 
 
 class RlxCacheWarning(UserWarning):
-    """The persistent compile cache has a fault; the program is compiled, and its result is the same."""
+    """The persistent compile cache has a fault. The program is compiled again, with the same result."""
 
 
 class RlxNumericsWarning(UserWarning):
-    """Suspicious numbers."""
+    """Numbers are suspicious, such as infinity in weights."""
 
 
 class RlxWarning(UserWarning):
-    """Something was left out on purpose; the message says what."""
+    """Something was left out on purpose; the message names it."""
 
 
 class DonationWarning(RlxWarning):
-    """A compiled program gives right results and takes more memory than its plan: XLA copies the state, or needs more
+    """A compiled program is correct but takes more memory than its plan, because XLA copies the state or needs more
     temporaries. `donation.strict` makes it a `GraphError`."""
 
 
@@ -241,7 +245,7 @@ class DonationWarning(RlxWarning):
 
 
 def quote(text: object) -> str:
-    """`text` as it may stand in a message: escaped, at most 120 characters.
+    """Return `text` quoted for a message: escaped, at most 120 characters.
 
     >>> quote("a\\nb")
     "'a\\\\nb'"
@@ -251,7 +255,7 @@ def quote(text: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` of a stranger as part of a message: escaped, line ends too.
+    """Return untrusted `text` escaped for a message, including line ends.
 
     >>> one_line("no\\nrlx-jax: done")
     'no\\\\nrlx-jax: done'
@@ -260,13 +264,13 @@ def one_line(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, with its type."""
+    """Return the type and the first line of an error's message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
 def number(value: int) -> str:
-    """An integer as it may stand in a message. Python refuses to print one of thousands of digits.
+    """Return an integer as text for a message. Python refuses to print one of thousands of digits.
 
     >>> number(-1), number(10**5000)
     ('-1', 'an integer of 16610 bits')
@@ -275,18 +279,18 @@ def number(value: int) -> str:
 
 
 def shown(value: object) -> str:
-    """The repr of a value that a caller passed, in one line of at most 120 characters; of a tracer what it stands for.
+    """Return the repr of a caller's value in one line of at most 120 characters; for a tracer, its type.
 
     >>> shown("auto"), shown(2.5)
     ("'auto'", '2.5')
     """
     if isinstance(value, int) and not isinstance(value, bool):
         text = number(value)
-    else:  # NumPy's scalars as the numbers that they are
-        if any(kind.__name__ == "Tracer" for kind in type(value).__mro__):  # of jax.core, which is not imported here
+    else:
+        if any(kind.__name__ == "Tracer" for kind in type(value).__mro__):  # by name, to not import jax.core
             return f"a traced {str(getattr(value, 'aval', value)).lstrip('~')} (inside jax.jit or the like)"
         scalar = type(value).__module__ == "numpy" and not hasattr(value, "__len__")
-        text = str(value) if scalar else repr(value)
+        text = str(value) if scalar else repr(value)  # the repr of a NumPy scalar is `np.float32(1.0)`
     return _cut(" ".join(_printable(text).split()), MAX_QUOTED)
 
 
@@ -295,7 +299,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """`text` with everything but lines escaped that a terminal would not show as it is."""
+    """Return `text` with all unprintable characters but line ends escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
@@ -307,7 +311,7 @@ def wrong_arity(op: str, expected: str, got: int, detail: str = "") -> GraphErro
 
 
 def named_kind(value: object) -> str:
-    """What a value is, for who does not know the classes inside of JAX: `a JAX array of shape [3]`.
+    """Return a readable name of a value's type; internal classes of JAX become `a JAX array of shape [3]`.
 
     >>> named_kind([1])
     'list'
@@ -320,7 +324,7 @@ def named_kind(value: object) -> str:
 
 
 def listing(names: Iterable[object], limit: int = 20) -> str:
-    """At most `limit` quoted names, then a count of the rest.
+    """Return at most `limit` quoted names, then a count of the rest.
 
     >>> listing(["a", "b", "c"], limit=2)
     "'a', 'b' and 1 more"
@@ -330,44 +334,44 @@ def listing(names: Iterable[object], limit: int = 20) -> str:
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
-# Arguments of transformers whose name is not like ours: what is meant by them here.
+# Arguments of transformers with another name in this library, too different for `did_you_mean`.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "max_length": ("max_new_tokens", "max_tokens", "max_len"), "do_sample": ("temperature",), "device_map": ("mesh",),
 }  # fmt: skip
 
 
 def check_keywords(caller: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Names that a function was called with are among those that it has; a twin of Python's own check that suggests.
+    """Check the keyword arguments of a call against the function's own, like Python does, but suggest a close name.
 
     Raises:
-        TypeError: an unknown one.
+        TypeError: an unknown name.
     """
     names = dict.fromkeys(known)
     for name in given:
         if name not in names:
-            here = [ours for ours in ELSEWHERE.get(name, ()) if ours in names]
-            meant = f"; did you mean {quote(here[0])}?" if here else did_you_mean(name, names)
-            told = meant or f"; it takes {listing(names, 8)}"
-            raise TypeError(f"{caller}() got an unexpected keyword argument {quote(name)}{told}")
+            equivalents = [ours for ours in ELSEWHERE.get(name, ()) if ours in names]
+            suggestion = f"; did you mean {quote(equivalents[0])}?" if equivalents else did_you_mean(name, names)
+            advice = suggestion or f"; it takes {listing(names, 8)}"
+            raise TypeError(f"{caller}() got an unexpected keyword argument {quote(name)}{advice}")
 
 
 def check_known(
     names: Iterable[str], known: Iterable[str], before: str, after: str, kind: type[RlxError] = GraphError
 ) -> None:
-    """Names that a user gave are among those that there are.
+    """Check that all names of a user are known.
 
     Raises:
-        RlxError: one of this kind: `before`, the first unknown name, `after` and the known names.
+        RlxError: of class `kind`; its message is `before`, the first unknown name, `after` and the known names.
     """
     known = list(known)
     for name in names:
         if name not in known:
-            there = f"{listing(known) or 'none'}{did_you_mean(name, known)}"
-            raise kind(f"{before} {quote(name)}{after} {there}")
+            choices = f"{listing(known) or 'none'}{did_you_mean(name, known)}"
+            raise kind(f"{before} {quote(name)}{after} {choices}")
 
 
 def suggests(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: misspelt keyword arguments get a suggestion. `more` are names that the function takes as `**`.
+    """Return a decorator that suggests names for misspelt keyword arguments; `more` are names that `**` takes.
 
     >>> @suggests()
     ... def generate(max_new_tokens=64): ...
@@ -378,8 +382,8 @@ def suggests(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        known = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
-        names = (*(name for name in known if name != "self"), *more)
+        parameters = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+        names = (*(name for name in parameters if name != "self"), *more)
 
         @functools.wraps(function)
         def checked(*args: P.args, **named: P.kwargs) -> R:
@@ -392,7 +396,7 @@ def suggests(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:
-    """A suggestion to append to a message, or the empty string. Case does not count; `alike` is the least ratio.
+    """Return a suggestion to append to a message, or the empty string. Ignores case; `alike` is the minimum ratio.
 
     >>> did_you_mean("polcy", ["policy", "target"])
     "; did you mean 'policy'?"

@@ -1,6 +1,6 @@
 """`ModelFlow`: a model as a list of stages, its inputs, and where its weights come from.
 
-Every method returns a new flow. `build` runs the stages and gives the HIR; `rlx_jax.compile` does the rest.
+Every method returns a new flow. `build` runs the stages and returns the HIR, which `rlx_jax.compile` lowers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ModelRecipe(Protocol):
 class ModelFlow(Stages):
     """A model: inputs, stages, outputs, profile, weights. The first input is the first active value.
 
-    A value is never changed: each method returns a flow with one of these fields replaced, and says what it means.
+    Flows are immutable: each method returns a copy with one of these fields replaced, and documents that field.
     """
 
     name: str
@@ -85,9 +85,9 @@ class ModelFlow(Stages):
     _missing: Literal["error", "init"] = "error"
     _reads: Callable[[WeightSource], WeightSource] | None = None
     _max_positions: int | None = None  # tokens of the longest sequence; a table of positions may allow fewer
-    _no_training: str = ""  # why it cannot be trained as it was, where it cannot
-    _elsewhere: tuple[str, ...] = ()  # parts of the model that other flows hold, by the first segment of their paths
-    _ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # of the config, as the caller asked
+    _no_training: str = ""  # the reason why the model cannot be trained as published; empty if it can
+    _elsewhere: tuple[str, ...] = ()  # parts of the model in other flows, by the first segment of their block paths
+    _ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # config fields that the caller chose to ignore
     _mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -115,8 +115,9 @@ class ModelFlow(Stages):
     ) -> ModelFlow:
         """Declare an input; strings in the shape are symbolic dimensions (`batch` and `seq` have meaning).
 
-        `default` makes it optional: a number, "positions", or None (the stages that read it do without). With
-        `rows_optional` a call may leave out the first axis of the shape: what it gives is one row.
+        Args:
+            default: makes the input optional: a number, "positions", or None (its stages then run without it).
+            rows_optional: a call may omit the first axis of the shape; the array is then a single row.
         """
         declared = input_type(name, shape, dtype)
         if any(i.name == name for i in self._inputs):
@@ -129,13 +130,17 @@ class ModelFlow(Stages):
         return replace(self, _inputs=(*self._inputs, InputDecl(name, declared, default, bool(rows_optional))))
 
     def with_profile(self, profile: ProfileLike) -> ModelFlow:
-        """Use `profile` (one, the name of a preset, or a path) unless `compile` gets another."""
+        """Use `profile` (a CompileProfile, the name of a preset, or a path) unless `compile` gets another."""
         return replace(self, profile=CompileProfile.of(profile, f"{self.name}: "))
 
     def profile_file(
         self, path: str | os.PathLike[str] | None, default: CompileProfile | Callable[[], CompileProfile] | None = None
     ) -> ModelFlow:
-        """The profile in a `*.rlx.toml`. `default` (or what it returns; else `auto`) is used only for path None.
+        """Use the profile in a `*.rlx.toml`.
+
+        Args:
+            path: the file, or None to use `default`.
+            default: a profile, or a function that returns one; None is `CompileProfile.auto()`.
 
         Raises:
             MissingFileError: no such file. ProfileError: as `CompileProfile.from_toml`.
@@ -146,22 +151,25 @@ class ModelFlow(Stages):
         return self.with_profile(chosen or CompileProfile.auto())
 
     def profile_prefill(self) -> ModelFlow:
-        """The preset `llama32_prefill`."""
+        """Use the preset `llama32_prefill`."""
         return self.with_profile(CompileProfile.preset("llama32_prefill"))
 
     def profile_decode(self) -> ModelFlow:
-        """The preset `llama32_decode`."""
+        """Use the preset `llama32_decode`."""
         return self.with_profile(CompileProfile.preset("llama32_decode"))
 
     def profile_encoder(self) -> ModelFlow:
-        """The preset `encoder`."""
+        """Use the preset `encoder`."""
         return self.with_profile(CompileProfile.preset("encoder"))
 
     def with_weights(self, weights: Weights, leave: Iterable[str] = (), *, add: bool = False) -> ModelFlow:
-        """Bind the flow to its weights. `leave`: keys (or prefixes ending in `.`) that are left unread on purpose.
+        """Bind the flow to its weights.
 
-        With `add` the weights come in addition to those that the flow is bound to, or will be compiled with: an
-        adapter, a vector that a custom stage reads. No key may be in both.
+        Args:
+            weights: a mapping of arrays, a WeightSource, or a path.
+            leave: keys (or prefixes that end in `.`) that are left unread on purpose.
+            add: add the weights to the ones that the flow is bound to, or will be compiled with, such as an adapter
+                or a vector that a custom stage reads. No key may be in both.
         """
         if add:
             if leave:
@@ -171,16 +179,18 @@ class ModelFlow(Stages):
         return replace(self, _weights=opened, _left_keys=(*self._left_keys, *leave))
 
     def _read_through(self, reads: Callable[[WeightSource], WeightSource]) -> ModelFlow:
-        """Read whatever weights the flow is bound to, or compiled with, through a function that gives a source of
-        others, such as numbers of what is packed. It is called again with what it gave, which it returns as it is."""
+        """Pass every weight source that the flow is bound to or compiled with through `reads`, which may decode packed
+        weights. `reads` must be idempotent: it is also called with its own result, and returns that as it is."""
         return replace(self, _reads=reads)
 
     def with_mtp(self, make: MakesMtp) -> ModelFlow:
-        """What `speculative="mtp"` drafts with, a module that predicts several tokens from this model's hidden states:
-        `make(weights)` gives its flow when it is first asked for, or raises.
+        """Set the multi-token-prediction (MTP) module that `speculative="mtp"` drafts with.
 
-        Its inputs are ids `[batch, seq]`, each the token behind one, and `hidden` `[batch, seq, H]`, what the head of
-        this model reads of that one; its outputs `logits`, and `hidden` for the token after that.
+        Args:
+            make: `make(weights)` returns the flow of the module at its first use, or raises. The inputs of that flow
+                are ids `[batch, seq]` and `hidden` `[batch, seq, H]`: at each position the hidden state that this
+                model's head reads for a token, and the id of the token after it. Its outputs are `logits`, and
+                `hidden` to draft the next token with.
         """
         if not callable(make):
             raise GraphError(
@@ -189,27 +199,28 @@ class ModelFlow(Stages):
         return replace(self, _mtp=make)
 
     def bind(self, **sizes: int | None) -> ModelFlow:
-        """Sizes of symbolic dimensions to compile for ahead of the first call; None leaves one open."""
-        known = {s for i in self._inputs for s in i.type.symbols}
-        known |= {"past"} if self._program == "explicit" else set()
-        given = {name: size for name, size in sizes.items() if size is not None}
-        for name, size in given.items():
-            if name not in known:
+        """Set sizes of symbolic dimensions to compile for ahead of the first call; None leaves a dimension open."""
+        dim_names = {s for i in self._inputs for s in i.type.symbols}
+        # An explicit program gets its cache inputs during compilation, so no declared input has this dimension.
+        dim_names |= {"past"} if self._program == "explicit" else set()
+        known_sizes = {name: size for name, size in sizes.items() if size is not None}
+        for name, size in known_sizes.items():
+            if name not in dim_names:
                 raise GraphError(
-                    f"{self.name}: bind: no input has a dimension {quote(name)}{did_you_mean(name, known)}"
+                    f"{self.name}: bind: no input has a dimension {quote(name)}{did_you_mean(name, dim_names)}"
                 )
             if isinstance(size, str):
                 raise ShapeError(f"{self.name}: bind: {name}: expected a number, got {quote(size)}")
             as_dim(size, f"{self.name}: bind: {name}")
-        return replace(self, _binding={**self._binding, **given})
+        return replace(self, _binding={**self._binding, **known_sizes})
 
     def stage(self, *stages: BlockStage) -> ModelFlow:
         """Append stages."""
         return replace(self, _stages=(*self._stages, *check_stages(stages, self._where())))
 
     def lm_head(self, vocab_size: int | None = None, hidden_size: int | None = None, tied: bool = False) -> ModelFlow:
-        """Logits, from the tied embedding or `lm_head.weight`; names the output `logits`. The sizes follow from the
-        embedding or the weight, and are held against it where they are given."""
+        """Append the head, which computes logits from the tied embedding or `lm_head.weight`, and name the output
+        `logits`. The sizes default to the shape of that weight, and are checked against it where they are given."""
         return super().lm_head(vocab_size, hidden_size, tied).output("logits")
 
     def output(self, name: str) -> ModelFlow:
@@ -220,66 +231,73 @@ class ModelFlow(Stages):
         return replace(self, _outputs=replace(self._outputs, **fields))
 
     def outputs(self, names: Iterable[str]) -> ModelFlow:
-        """Choose the outputs by name: no others are computed, and inputs that none of them reads are not asked for.
+        """Choose the outputs by name: no others are computed, and inputs that none of them reads are not required.
 
-        The first is the primary one: the side output, stream or register of that name, or, if there is none, the last
-        active value under that name. The others are as in `with_extra_outputs`.
+        The first name is the primary output: the side output, stream or register of that name, or, if there is none,
+        the last active value under that name. The other names are as in `with_extra_outputs`.
         """
-        found = names_of(names, f"{self.name}: outputs")
-        if not found:
+        output_names = names_of(names, f"{self.name}: outputs")
+        if not output_names:
             raise GraphError(f"{self.name}: outputs needs a name for the primary output")
-        return self._with_outputs(primary=found[0], chooses_primary=True, side=found[1:])
+        return self._with_outputs(primary=output_names[0], chooses_primary=True, side=output_names[1:])
 
     def with_extra_outputs(self, names: Iterable[str]) -> ModelFlow:
-        """The side outputs, by name, in this order: what a stage gave to `emit.output`, a stream, or a register.
+        """Choose the side outputs by name, in this order: each is a value of `emit.output`, a stream, or a register.
 
-        Without this call the side outputs are all that stages give to `emit.output`. Those of `export_kv`
-        follow, unless some of them are named.
+        Without this call, every value that a stage passes to `emit.output` is a side output. The outputs of `export_kv`
+        come last, unless some of them are named here.
         """
         return self._with_outputs(side=names_of(names, f"{self.name}: with_extra_outputs"))
 
     def export_kv(self) -> ModelFlow:
-        """Side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every causal attention, whatever stage writes
-        it, counted in the order of the flow: the keys (rotated) and the values that it reads. Of every block that
-        carries a state, such as a causal convolution, also `state.{i}.{slot}` `[batch, …]` after the last token."""
+        """Add the keys and values of every causal attention, and every recurrent state, as side outputs.
+
+        Attention i, in the order of the flow and whatever stage writes it, adds `kv.{i}.k` (rotated) and `kv.{i}.v`
+        `[batch, seq, K·D]`. A block with a state, such as a causal convolution, adds `state.{i}.{slot}` `[batch, …]`:
+        its state after the last token.
+        """
         return self._with_outputs(taps_caches=True)
 
     def explicit(self, past: int | None = None, custom_mask: bool = False) -> ModelFlow:
-        """Compile to the program `explicit`: the tokens stand behind cached ones, which are inputs and outputs.
+        """Compile to the program `explicit`: the tokens follow cached ones, and the cache is an input and an output.
 
-        Inputs are added behind those of the flow: `past_k_{i}` and `past_v_{i}` `[batch, past, K·D]` of every causal
-        attention, and optionally `position_ids` `[batch, seq]` and `mask` `[batch, past + seq]`, 1 for a key that is
-        kept. Outputs follow: `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`. A block that carries a state reads
-        the input `state_{slot}_{i}` `[batch, …]` and gives the output `state.{i}.{slot}`; it allows no mask.
+        After the flow's own inputs come `past_k_{i}` and `past_v_{i}` `[batch, past, K·D]` of every causal attention,
+        and optionally `position_ids` `[batch, seq]` and `mask` `[batch, past + seq]`, 1 for a key to attend to. After
+        its own outputs come `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`. A block with a state reads the input
+        `state_{slot}_{i}` `[batch, …]` and returns the output `state.{i}.{slot}`; it allows no mask.
 
         Args:
             past: cached tokens to compile for ahead of the first call.
-            custom_mask: the mask has to be given; it is an input int32 behind those declared so far.
+            custom_mask: the mask is required; it is an int32 input after the ones declared so far.
         """
         flow = replace(self, _program="explicit").bind(past=past)
         return flow.input("mask", ("batch", "past + seq"), dtype="int32") if custom_mask else flow
 
     def at(self, pattern: str) -> SelectedBlocks[ModelFlow]:
-        """The blocks whose paths match a glob, `layers.*.self_attn.{q,v}_proj`, to be wrapped, replaced, captured or
-        scaled: see `SelectedBlocks`."""
+        """Select the blocks with paths that match a glob, such as `layers.*.self_attn.{q,v}_proj`, to wrap, replace,
+        capture or scale them: see `SelectedBlocks`."""
         return SelectedBlocks(
             BlockPattern(pattern), lambda edit: replace(self, _block_edits=(*self._block_edits, edit))
         )
 
     def param(self, pattern: str, *, shape: Sequence[int] | None = None, init: Init | None = None) -> ModelFlow:
-        """Say of the weights whose checkpoint keys match a glob, `layers.*.mlp.{gate,up}_proj.weight`, what their
-        stages do not: the shape as stored, for weights that no source has, and how those are drawn.
+        """Declare the shape or init of weights that no source has, where their stages do not.
 
-        Both are as `emit.param` takes them. What a later call says of a weight counts, and its init before the stage's
-        own; a shape is held against the source that has the weight.
+        The last call that matches a weight wins, and its init wins over the one of the stage. Where a source has the
+        weight, the shape is checked against it.
+
+        Args:
+            pattern: a glob over checkpoint keys, such as `layers.*.mlp.{gate,up}_proj.weight`.
+            shape: the shape as in the checkpoint, as `emit.param` takes it.
+            init: the initializer, as `emit.param` takes it.
 
         Raises:
-            GraphError: no such shape or init; when it is built, a pattern that matches no weight.
+            GraphError: invalid shape or init; from `build`, a pattern that matches no weight.
         """
         return replace(self, _declared=(*self._declared, WeightDecl.of(pattern, shape, init)))
 
     def with_extensions(self, plan: FlowExtensionPlan) -> ModelFlow:
-        """Run these rewrites of plugins over the HIR at the end of `build`; see `FlowExtensionPlan`."""
+        """Run these rewrites from plugins over the HIR at the end of `build`; see `FlowExtensionPlan`."""
         if not isinstance(plan, FlowExtensionPlan):
             raise GraphError(f"{self.name}: with_extensions takes a FlowExtensionPlan, got {shown(plan)}")
         return replace(self, _extensions=plan)
@@ -289,16 +307,16 @@ class ModelFlow(Stages):
         return self.output("hidden")
 
     def when(self, condition: bool, edit: Callable[[ModelFlow], ModelFlow]) -> ModelFlow:
-        """`edit(flow)` if the condition holds."""
+        """Return `edit(flow)` if the condition holds, else the flow as it is."""
         return self.patch(edit) if condition else self
 
     def patch(self, edit: Callable[[ModelFlow], ModelFlow]) -> ModelFlow:
-        """`edit(flow)`."""
+        """Return `edit(flow)`, to apply a function within a chain of methods."""
         return _flow(edit(self), f"{self.name}: patch")
 
     @staticmethod
     def from_recipe(recipe: ModelRecipe | Callable[[], ModelFlow]) -> ModelFlow:
-        """`recipe.assemble()`; a function without arguments that returns a flow is a recipe too."""
+        """Return `recipe.assemble()`; a function without arguments that returns a flow is a recipe too."""
         if isinstance(recipe, type) and hasattr(recipe, "assemble"):
             raise GraphError(
                 f"{recipe.__name__} is a class, not a recipe: make one by recipe_for(path) or for_prefill(config)"
@@ -310,10 +328,12 @@ class ModelFlow(Stages):
     # -- building ----------------------------------------------------------------------------
 
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> BuiltModel:
-        """Run the stages: the HIR of the forward program. Shapes are read, data is not.
+        """Run the stages and return the HIR of the forward program. Reads shapes of weights, never their data.
 
-        `given` names the optional inputs that calls will supply, `captured` what functions in `emit.jax`
-        captured in an earlier build of the same model.
+        Args:
+            weights: a source to build with, in place of the one that the flow is bound to.
+            given: names of the optional inputs that calls will supply.
+            captured: arrays that functions in `emit.jax` captured in an earlier build of the same model.
 
         Raises:
             GraphError: a stage does not fit the value it gets; the message starts with its block path.
@@ -328,23 +348,24 @@ class ModelFlow(Stages):
         emit.parameters.draws_missing = self._missing == "init"
         emit.flat = self._outputs.taps_caches or bool(self._block_edits)
         emit.state.program = self._program
-        if self._block_edits:
+        if self._block_edits:  # edits need marked block boundaries; other flows keep the graph free of marks
             emit.builder.marks_blocks, emit.parameters.defers_missing = True, source is not None
             emit.stand_in = partial(run_stand_in, emit, self._block_edits)
         value = self._run_stages(emit, given)
-        own = set(emit.state.outputs)
-        emit.parameters.defers_missing = False  # what an edit reads is not replaced
+        stage_outputs = set(emit.state.outputs)
+        # A missing weight of a stage is deferred, because an edit may replace that stage. Edits have no such escape.
+        emit.parameters.defers_missing = False
         value = edit_blocks(emit, value, self._block_edits, self.name, self._elsewhere)
         if emit.parameters.deferred:
             emit.parameters.refuse_missing(emit.hir_and_params()[1])
-        captured_blocks = tuple(name for name in emit.state.outputs if name not in own)
+        captured_blocks = tuple(name for name in emit.state.outputs if name not in stage_outputs)
         values = self._outputs.values(emit, value, captured_blocks, self.name)
         outputs = {name: emit.own(output) for name, output in values.items()}
         emit.captured.closed = True
         rolled, refusals = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled, "hir", "build", types)
         graph, read = self._extensions.apply(rolled, types), emit.parameters.read
-        if graph is not rolled:  # an extension may read weights of its own
+        if graph is not rolled:  # an extension may read weights that no stage reads
             graph = graph if source is None else bind_params(graph, source, types)
             read |= dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
         check_declared(self._declared, read, self.name)
@@ -356,7 +377,7 @@ class ModelFlow(Stages):
         )  # fmt: skip
 
     def _run_stages(self, emit: Emit, given: Iterable[str] = ()) -> FlowValue:
-        """Write the inputs and the stages; returns the last active value."""
+        """Write the inputs and the stages to `emit`, and return the last active value."""
         value: FlowValue | None = self._declare(emit, set(given))
         try:
             for stage in self._stages:
@@ -372,7 +393,7 @@ class ModelFlow(Stages):
         return value
 
     def build_with(self, weights: Weights = None, packed: None = None) -> BuiltModel:
-        """`build(weights)`. A source has its packed weights itself.
+        """Return `build(weights)`; packed weights are part of the source.
 
         Raises:
             UnsupportedError: `packed` is given.
@@ -385,7 +406,7 @@ class ModelFlow(Stages):
         return self.build(weights)
 
     def _declare(self, emit: Emit, given: set[str]) -> FlowValue:
-        """Declare the inputs, or put the defaults of absent ones in their place; returns the first."""
+        """Declare the inputs, or write the defaults of absent ones, and return the first input."""
         unknown = given - {i.name for i in self._inputs}
         if unknown:
             raise GraphError(f"{self.name}: no inputs are called {sorted(unknown)}")
@@ -405,10 +426,11 @@ class ModelFlow(Stages):
         if decl.default is None:
             return None
         shape = decl.type.shape
-        like = next((i for i in self._inputs if not i.optional and i.type.shape[: len(shape)] == shape), None)
-        if like is None:
+        # A default gets its symbolic sizes from a required input of the same leading axes.
+        reference = next((i for i in self._inputs if not i.optional and i.type.shape[: len(shape)] == shape), None)
+        if reference is None:
             raise ShapeError(f"{self.name}: the default of {quote(decl.name)} needs a required input of its shape")
-        value = emit.flow_input(like.name)
+        value = emit.flow_input(reference.name)
         while value.ndim > len(shape):
             value = value[..., 0]
         if decl.default == POSITIONS:
@@ -416,22 +438,22 @@ class ModelFlow(Stages):
         return emit.full_like(value, float(decl.default), decl.type.dtype)
 
     def summary(self, weights: Weights = None, mesh: Any = None, program: str = "forward") -> str:
-        """A table of block path, shape and weights, one row for each part of the model.
+        """Return a table of block path, shape and weights, one row for each part of the model.
 
-        With `mesh`, as in `rlx_jax.compile` of `program`, also how each weight is divided, `(tensor, -)`, and the bytes
-        that one device has. What is sent between devices XLA decides: `model.report()` counts it.
+        With `mesh` and `program`, as in `rlx_jax.compile`, it also shows the sharding of each weight, `(tensor, -)`,
+        and its bytes on one device. Communication between devices is up to XLA: `model.report()` counts it.
         """
         built = self.build(weights)
         settings = choose_settings(built, None, merge=False, program=program)
-        division = divide_model(mesh, [built], settings, program, ())
-        if division is None:
+        sharding = divide_model(mesh, [built], settings, program, ())
+        if sharding is None:
             return summary(built.hir, unread=unread_inputs(built.hir))
-        padded = pad_vocabulary(built.hir, division, built.types)
-        return summary(padded, division.placed, unread_inputs(built.hir))
+        padded = pad_vocabulary(built.hir, sharding, built.types)
+        return summary(padded, sharding.placed, unread_inputs(built.hir))
 
     def _outline(self) -> Outline:
-        """The table of its blocks, which `print(flow)` prints and a notebook shows: path, what leaves it, parameters,
-        FLOPs and bytes. Sizes are those that the flow is bound to, else 1.
+        """Return the table of blocks that `print(flow)` prints and a notebook shows: path, output, parameters, FLOPs
+        and bytes. Symbolic dimensions have the sizes of `bind`, else 1.
 
         Raises:
             RlxError: as `build`.
@@ -445,7 +467,7 @@ class ModelFlow(Stages):
         return f"ModelFlow({self.name}: {inputs or 'no inputs'}; {len(self._stages)} stages)"
 
     def __str__(self) -> str:
-        """The outline; of a flow that cannot be built yet its stages, and why."""
+        """Return the outline, or, if the flow cannot be built yet, its stages and the error."""
         try:
             return str(self._outline())
         except RlxError as error:
@@ -460,15 +482,15 @@ class ModelFlow(Stages):
 
 
 def read_weights(flow: ModelFlow, parameters: Parameters) -> None:
-    """Run the stages of a flow for the weights that they read, which `parameters` records; nothing is built."""
+    """Run the stages of a flow only to record in `parameters` which weights they read; discard the graph."""
     emit = Emit(Builder(flow.name, TypeCache()), None, None, flow._binding)
     emit.parameters = parameters
     flow._run_stages(emit)
 
 
 def declared_shapes(flow: ModelFlow, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return every weight that the stages of a flow read, by key, with its shape as they declare it: they run without
-    a source.
+    """Return the declared shape of every weight that the stages of a flow read, by checkpoint key. They run without a
+    weight source.
 
     Raises:
         MissingWeightError: a stage declares no size for an axis, and no `flow.param` does.
@@ -479,7 +501,7 @@ def declared_shapes(flow: ModelFlow, dtype: Any = np.float32) -> dict[str, jax.S
 
 
 def _flow(made: object, where: str) -> ModelFlow:
-    """What a function of the user returned, if it is a flow."""
+    """Return the result of a user's function after checking that it is a flow."""
     if not isinstance(made, ModelFlow):
         raise GraphError(f"{where}: the function returns a ModelFlow, got {type(made).__name__}")
     return made

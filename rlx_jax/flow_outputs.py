@@ -1,4 +1,4 @@
-"""`FlowOutputs`: which values of a flow its programs return, and under which names."""
+"""`FlowOutputs` chooses which values of a flow its programs return, and under which names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class FlowOutputs:
     """The outputs of a flow by name.
 
     Attributes:
-        primary: the name of the first output, by default the last active value.
-        side: the names of the others; None for all that stages give to `emit.output`.
-        chooses_primary: the first output is whatever has its name, else the last active value.
-        taps_caches: what later tokens read of earlier ones is returned too; see `ModelFlow.export_kv`.
+        primary: name of the first output, by default the last active value.
+        side: names of the side outputs; None for every value that stages pass to `emit.output`.
+        chooses_primary: the first output is the value registered under its name, if any, else the last active value.
+        taps_caches: keys, values and states for later tokens are outputs too; see `ModelFlow.export_kv`.
     """
 
     primary: str = "output"
@@ -28,15 +28,15 @@ class FlowOutputs:
     taps_caches: bool = False
 
     def values(self, emit: Emit, last: FlowValue, captured: tuple[str, ...], where: str) -> dict[str, FlowValue]:
-        """Return the outputs of a flow that is written, the primary one first.
+        """Return the outputs of a flow, after its stages have run, the primary output first.
 
         Args:
             last: its last active value.
-            captured: the side outputs that edits added.
-            where: what errors call the flow.
+            captured: names of the side outputs that edits added.
+            where: name of the flow in errors.
 
         Raises:
-            GraphError: there is no value of a name, or there are two.
+            GraphError: a name has no value, or two.
         """
         taps = _tap_caches(emit, where) if self.taps_caches else ()
         side = self._side(emit, (*captured, *taps), where)
@@ -45,7 +45,7 @@ class FlowOutputs:
         return {self.primary: self._primary(emit, last, where)} | side
 
     def _primary(self, emit: Emit, last: FlowValue, where: str) -> FlowValue:
-        """The value that the name of the primary output stands for."""
+        """Return the value of the primary output."""
         named = _named_values(emit).get(self.primary)
         if named is None or self.chooses_primary:
             return last if named is None else named
@@ -57,39 +57,40 @@ class FlowOutputs:
         return last
 
     def _side(self, emit: Emit, taps: tuple[str, ...], where: str) -> dict[str, FlowValue]:
-        """Those that stages emitted, or those that the flow names; where it names none of `taps`, they follow."""
+        """Return the side outputs: all that stages emitted, or the ones that the flow names. The values of `taps` come
+        last if the flow names none of them."""
         if self.side is None:
             return emit.state.outputs
-        known = _named_values(emit)
+        values = _named_values(emit)
         names = self.side if any(name in taps for name in self.side) else (*self.side, *taps)
         for name in names:
-            if name not in known:
+            if name not in values:
                 raise GraphError(
                     f"{where}: output {quote(name)} is no side output, register or stream; "
-                    f"known are {listing(known) or 'none'}"
-                    f"{did_you_mean(name, known) or '; emit.output(name, value) and store_stream(name) make one'}"
+                    f"known are {listing(values) or 'none'}"
+                    f"{did_you_mean(name, values) or '; emit.output(name, value) and store_stream(name) make one'}"
                 )
-        return {name: known[name] for name in names}
+        return {name: values[name] for name in names}
 
 
 def _named_values(emit: Emit) -> dict[str, FlowValue]:
-    """What an output may be called after, beside the last value."""
+    """Return the values that an output may refer to by name: streams, registers and side outputs."""
     return {**emit.state.streams, **emit.state.named, **emit.state.outputs}
 
 
 def _tap_caches(emit: Emit, where: str) -> tuple[str, ...]:
-    """Make what later tokens read of earlier ones side outputs; return their names."""
+    """Register keys, values and states for later tokens as side outputs, and return their names."""
     taps, states = caches_of(emit.builder)
     if states:
-        emit.state.repeats.clear()  # cse merges a state with its block's own ops where layers are no region
+        emit.state.repeats.clear()  # CSE can merge a state with ops of its block only outside of regions
         taps |= states
     if not taps:
         raise GraphError(
             f"{where}: export_kv: no stage writes causal attention, and none carries a state: there are no keys to give"
         )
     for name, value in taps.items():
-        known = emit.state.outputs.setdefault(name, emit.wrap(value))  # a layer may give its own
-        if known.value != value:
+        registered = emit.state.outputs.setdefault(name, emit.wrap(value))  # a layer may have tapped it already
+        if registered.value != value:
             raise GraphError(
                 f"{where}: export_kv gives {quote(name)}, and a stage has a side output of that name and of another "
                 "value: leave out export_kv, or the stage that taps them"
@@ -98,5 +99,5 @@ def _tap_caches(emit: Emit, where: str) -> tuple[str, ...]:
 
 
 def names_of(names: str | Iterable[str], where: str) -> tuple[str, ...]:
-    """Return names of outputs; one may stand alone."""
+    """Return the names of outputs as a tuple, checked; `names` may be a single string."""
     return as_names((names,) if isinstance(names, str) else names, where)

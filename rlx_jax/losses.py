@@ -1,8 +1,9 @@
-"""Losses of a compiled model, taken from its hidden states: the logits of a whole batch never stand in memory.
+"""Chunked losses of a compiled model: the logits of the full batch are never in memory at once.
 
-Logits of 8 x 2048 tokens over 128256 words are 8.4 GB in f32, and their gradient is as large. Here they are made for a
-piece of the sequence at a time, and where a gradient is wanted, those of the hidden states and of the head are formed
-from the same piece at once: each product with the head is made once, and nothing of a piece is kept.
+Logits of 8 x 2048 tokens over a vocabulary of 128256 are 8.4 GB in f32, and their gradient is as large. This module
+computes them for one chunk of the sequence at a time. Under differentiation, the gradients of the hidden states and of
+the head come from the same chunk in the forward pass, so that each product with the head runs once and no logits are
+retained for the backward pass.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from rlx_jax.runtime.model import CompiledModel
 
 AnyArray = Any
 
-# What the f32 logits of a piece may take on a device where the caller does not say how long it is. One H200, 1B shape,
-# 8 x 2048, `benchmarks/train.py`: pieces of 0.98, 1.96 and 3.9 GiB take the same time, and 15.2, 16.7 and 19.6 GiB.
+# Default limit, in bytes, of the f32 logits of one chunk on one device. On one H200 with the 1B shape and 8 x 2048
+# tokens (`benchmarks/train.py`), chunks of 0.98, 1.96 and 3.9 GiB take the same time; the peak memory is 15.2, 16.7 and
+# 19.6 GiB.
 PIECE_BYTES = 2**30
 
 
@@ -51,46 +53,47 @@ def cross_entropy(
     model: CompiledModel, params: Arrays, tokens: Any, *, lengths: Any = None, labels: Any = None,
     weights: Any = None, chunk: int | None = None, z_loss: float = 0.0, vocab: int | None = None, **inputs: Any,
 ) -> jax.Array:  # fmt: skip
-    """The mean negative log-likelihood of the next token: `Σ w (lse(z) − z[y] + z_loss · lse(z)²) / Σ w`, f32.
+    """Return the mean negative log-likelihood of the next token, `Σ w (lse(z) − z[y] + z_loss · lse(z)²) / Σ w`, f32.
 
-    `z` are the model's logits, in f32 before the softmax. A pure function of `params`: `jax.jit`, `jax.grad` and
-    `jax.vmap` go through it (forward mode, `jax.jvp`, does not). Without a gradient only the loss is computed. The
-    gradient with respect to the head is summed over pieces in f32, and has the dtype of its leaf. Arrays are checked
-    as those of a call of the model; under `jax.jit` values are not.
+    `z` are the model's logits, cast to f32 before the softmax. The function is pure in `params` and works under
+    `jax.jit`, `jax.grad` and `jax.vmap`, but not under forward mode (`jax.jvp`). Without a gradient only the loss is
+    computed. The gradient of the head is summed over chunks in f32, and is returned in the dtype of its parameter.
+    Arguments are checked as in a call of the model; under `jax.jit` their values are not.
 
     Args:
-        model: its first output is `head(hidden)`: a product with a weight `[V, H]` or `[H, V]`, then casts and
-            functions of single logits alone, such as a softcap. Best compiled with `program="train"`.
-        tokens: `[B, S]` ids, its first input.
-        lengths: `[B]` in 0 … S, rows padded on the right: what is behind has no target and is none.
-        labels: `[B, S]`, what each position is to predict, in place of the token after it; none where negative. Only
-            with these may attention read the tokens that follow.
-        weights: `[B, S]` of each position's target, f32. They are constants: their gradient is zero.
-        chunk: tokens of each row whose logits stand in memory at a time; by default those that `PIECE_BYTES` hold.
-        z_loss: keeps the normaliser near 1 (Chowdhery et al. 2022, with 1e-4).
-        vocab: the words that there are, where the head was padded with rows behind them.
+        model: its first output is `head(hidden)`: a product with a weight `[V, H]` or `[H, V]`, then only casts and
+            elementwise functions of logits, such as a softcap. Best compiled with `program="train"`.
+        tokens: `[B, S]` ids, the model's first input.
+        lengths: `[B]` in 0 … S, for rows padded on the right: tokens past the length have no target and are no target.
+        labels: `[B, S]` ids to predict at each position, in place of the next token; negative for no target. Only
+            with labels may attention read later tokens.
+        weights: `[B, S]` weight of each position's target, f32. They are constants: their gradient is zero.
+        chunk: tokens of each row in one chunk; by default as many as have logits of at most `PIECE_BYTES`.
+        z_loss: coefficient of the z-loss, which keeps the log of the normalizer near 0 (Chowdhery et al. 2022 use
+            1e-4).
+        vocab: size of the vocabulary, where the head is padded with more rows.
         inputs: the flow's other inputs, by name.
 
     Returns:
-        A scalar; 0 where there is no target at all.
+        A scalar; 0 if the batch has no target.
 
     Raises:
-        GraphError: the model has a state, or its output is made otherwise; names the op in the way.
-        ShapeError, TokenIdError, SequenceLengthError, RequestError: the arguments.
+        GraphError: the model has a state, or its output is no such head; the message names the op at fault.
+        ShapeError, TokenIdError, SequenceLengthError, RequestError: invalid arguments.
     """
     head_of(model)
     tokens = _checked_tokens(model, tokens)
-    if "attention_mask" in inputs and all(known.name != "attention_mask" for known in model.flow._inputs):
+    if "attention_mask" in inputs and all(decl.name != "attention_mask" for decl in model.flow._inputs):
         raise UnboundInputError(
             f"cross_entropy: {model.name} has no input 'attention_mask'; give lengths= [batch], how many tokens "
             "each row has before its padding"
         )
-    how = _in_pieces(model, tokens.shape, chunk, vocab, z_loss)
+    chunking = _in_pieces(model, tokens.shape, chunk, vocab, z_loss)
     if labels is None:
         _refuse_foresight(model)
     else:
-        labels = _checked_labels(labels, tokens.shape, how.vocab, model.settings.check_ids)
-    aim, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=how.vocab)
+        labels = _checked_labels(labels, tokens.shape, chunking.vocab, model.settings.check_ids)
+    target_ids, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=chunking.vocab)
     total = weight.sum()
     (operands, _), _ = model.trace(params, (tokens,), inputs, None, headless=True)
     if tuple(operands[0].shape[:2]) != tuple(tokens.shape):
@@ -100,7 +103,7 @@ def cross_entropy(
         )
     scaled = weight / jnp.where(total > 0, total, 1.0)  # a batch without targets has loss 0, not NaN
     hidden, kernel, *bias = operands
-    loss: jax.Array = _loss(how, hidden, kernel, bias[0] if bias else None, aim, scaled)
+    loss: jax.Array = _loss(chunking, hidden, kernel, bias[0] if bias else None, target_ids, scaled)
     return loss
 
 
@@ -110,10 +113,10 @@ def cross_entropy(
 def targets(
     tokens: Any, *, lengths: Any = None, labels: Any = None, weights: Any = None, vocab: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """What each position is to predict, `[B, S]` int32, and what that counts, `[B, S]` f32: 0 where there is no target.
+    """Return the target id of each position, `[B, S]` int32, and its weight, `[B, S]` f32: 0 where there is no target.
 
-    Arguments as those of `cross_entropy`, which counts so. `weight.sum()` is the number of targets: what batches are
-    weighed with where they are averaged.
+    The arguments are as in `cross_entropy`, which uses the same targets. `weight.sum()` is the weighted number of
+    targets, to average the losses of several batches with.
     """
     tokens = _shaped("tokens", tokens, None, "iu")
     batch, seq = tokens.shape
@@ -121,24 +124,33 @@ def targets(
     if lengths is not None:
         end = _checked_lengths(lengths, batch, seq)[:, None]
     if labels is None:
-        aim = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1).astype(jnp.int32)
-        real = position < end - 1
+        # The last column has no next token: the first one fills it, and its weight is 0.
+        target_ids = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1).astype(jnp.int32)
+        is_target = position < end - 1
     else:
-        aim = jnp.asarray(_checked_labels(labels, tokens.shape, vocab)).astype(jnp.int32)
-        real = (aim >= 0) & (position < end)
-    weight = jnp.broadcast_to(real, (batch, seq)).astype(jnp.float32)
+        target_ids = jnp.asarray(_checked_labels(labels, tokens.shape, vocab)).astype(jnp.int32)
+        is_target = (target_ids >= 0) & (position < end)
+    weight = jnp.broadcast_to(is_target, (batch, seq)).astype(jnp.float32)
     if weights is not None:
-        given = _shaped("weights", weights, tokens.shape, "biuf")
-        weight = weight * lax.stop_gradient(jnp.asarray(given)).astype(jnp.float32)
-    return jnp.maximum(aim, 0), weight
+        checked_weights = _shaped("weights", weights, tokens.shape, "biuf")
+        weight = weight * lax.stop_gradient(jnp.asarray(checked_weights)).astype(jnp.float32)
+    return jnp.maximum(target_ids, 0), weight
 
 
-# -- the loss in pieces ------------------------------------------------------------------------
+# -- the chunked loss --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class InPieces:
-    """What does not change from call to call: the head, the number of pieces, the words, the weight of lse²."""
+    """Static configuration of a chunked loss.
+
+    Attributes:
+        head: the head of the model.
+        pieces: number of chunks that the sequence is split into.
+        vocab: number of vocabulary entries; later columns of the logits are padding.
+        z_loss: coefficient of lse².
+        division: sharding of the model, if it runs on several devices.
+    """
 
     head: Head
     pieces: int
@@ -147,11 +159,11 @@ class InPieces:
     division: Division | None = None
 
     def apart(self, sums: AnyArray) -> AnyArray:
-        """`[g, …]`, of each group where its rows are."""
+        """Constrain sums `[g, …]` over groups of rows to the devices that hold the rows of each group."""
         if self.division is None:
             return sums
-        of_weight = ("vocab", None) if self.head.product.contract == 1 else (None, "vocab")
-        roles = ("batch", *(("vocab",) if sums.ndim == 2 else of_weight))
+        weight_roles = ("vocab", None) if self.head.product.contract == 1 else (None, "vocab")
+        roles = ("batch", *(("vocab",) if sums.ndim == 2 else weight_roles))
         return lax.with_sharding_constraint(sums, self.division.value(roles, sums.shape))
 
 
@@ -159,7 +171,8 @@ class InPieces:
 def _loss(
     how: InPieces, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray
 ) -> AnyArray:
-    """Σ weight · nll. hidden `[B, S, H]`; kernel as the head's product takes it, in the dtype of its leaf."""
+    """Return Σ weight · nll for hidden `[B, S, H]`; the kernel is laid out as in the head's product, in the dtype of
+    its parameter."""
     operands = head_operands(how.head, kernel, bias)
 
     def piece(total: AnyArray, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[AnyArray, None]:
@@ -174,43 +187,47 @@ def _loss(
 def _forward(
     how: InPieces, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray
 ) -> tuple[AnyArray, tuple[AnyArray, ...]]:
-    """The loss with its gradients: of each piece while its logits are there."""
+    """Return the loss and, as residuals, its gradients, which each chunk computes while its logits are in memory."""
     operands = head_operands(how.head, kernel, bias)
-    # Parts of the batch, each on devices of its own: the gradient of the weight is summed in each of them alone, over
-    # all pieces, and then over them.
+    # Each group of rows is on its own devices. Summing the gradient of the weight per group over all chunks, and then
+    # once over the groups, needs one all-reduce in place of one per chunk.
     groups = 1 if how.division is None else how.division.row_parts(hidden.shape[0])
     zeros = [how.apart(jnp.zeros((groups, *a.shape), jnp.float32)) for a in operands]
 
     def piece(sums: Any, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
         total, gradients = sums
         hidden, aim, weight = part
-        logits, back = logits_of_piece(how, hidden, operands)
+        logits, pull_back = logits_of_piece(how, hidden, operands)
         nll, slope = _nll(how, logits, aim)
-        raw = back(weight[..., None] * slope)
-        made, *others = _gradients(how.head, raw, hidden, operands, groups)
-        sums = [how.apart(g + o) for g, o in zip(gradients, others, strict=True)]
-        return (total + (weight * nll).sum(), sums), made
+        raw = pull_back(weight[..., None] * slope)
+        hidden_grad, *head_grads = _gradients(how.head, raw, hidden, operands, groups)
+        sums = [how.apart(g + o) for g, o in zip(gradients, head_grads, strict=True)]
+        return (total + (weight * nll).sum(), sums), hidden_grad
 
-    (total, apart), made = lax.scan(piece, (jnp.float32(0), zeros), split_tokens(how, hidden, aim, weight))
-    whole = made.swapaxes(0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
-    gradients = [g.sum(0) for g in apart]
-    like = (jnp.zeros((), kernel.dtype), None if bias is None else jnp.zeros((), bias.dtype))
-    return total, (whole, gradients, like)
+    (total, grouped_grads), hidden_grad = lax.scan(
+        piece, (jnp.float32(0), zeros), split_tokens(how, hidden, aim, weight)
+    )
+    full_hidden_grad = hidden_grad.swapaxes(0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
+    gradients = [g.sum(0) for g in grouped_grads]
+    # Residuals of a custom VJP are arrays, so that scalars carry the dtypes of the parameters.
+    dtype_examples = (jnp.zeros((), kernel.dtype), None if bias is None else jnp.zeros((), bias.dtype))
+    return total, (full_hidden_grad, gradients, dtype_examples)
 
 
 def _backward(how: InPieces, kept: tuple[AnyArray, ...], slope: AnyArray) -> tuple[AnyArray, ...]:
-    """The gradients times that of the loss, in the dtypes of what they belong to."""
-    hidden, (kernel, *bias), (like_kernel, like_bias) = kept
+    """Return the gradients from `_forward` scaled by the gradient of the loss, in the dtypes of the primals."""
+    hidden, (kernel, *bias), (kernel_example, bias_example) = kept
     hidden = (hidden.astype(jnp.float32) * slope).astype(hidden.dtype)
-    of_bias = (bias[0] * slope).astype(like_bias.dtype) if bias else None
-    return hidden, (kernel * slope).astype(like_kernel.dtype), of_bias, None, None
+    bias_gradient = (bias[0] * slope).astype(bias_example.dtype) if bias else None
+    return hidden, (kernel * slope).astype(kernel_example.dtype), bias_gradient, None, None
 
 
 _loss.defvjp(_forward, _backward)
 
 
 def split_tokens(how: InPieces, *arrays: AnyArray) -> tuple[AnyArray, ...]:
-    """`[B, S, …]` → `[n, B, S/n, …]`, padded with zeros. The batch stays an axis: it may be divided over devices."""
+    """Split `[B, S, …]` into chunks `[n, B, S/n, …]`, padded with zeros. The batch stays an axis, because it may be
+    sharded over devices."""
 
     def split(x: AnyArray) -> AnyArray:
         padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % how.pieces), *[(0, 0)] * (x.ndim - 2)))
@@ -220,57 +237,60 @@ def split_tokens(how: InPieces, *arrays: AnyArray) -> tuple[AnyArray, ...]:
 
 
 def logits_of_piece(how: InPieces, hidden: AnyArray, operands: list[AnyArray]) -> tuple[AnyArray, Any]:
-    """The logits of a piece in f32, −inf for words that are not, and from their gradient that of the product."""
+    """Return the logits of a chunk in f32, −inf in padded vocabulary entries, and a function from their gradient to the
+    gradient of the head's product."""
     head = how.head
     product = head.product.eval(hidden, *operands)
 
     def tail(product: AnyArray) -> AnyArray:
         logits = behind_product(head, product).astype(jnp.float32)
-        known = lax.broadcasted_iota(jnp.int32, logits.shape, 2) < how.vocab
-        return jnp.where(known, logits, -jnp.inf) if how.vocab < logits.shape[2] else logits
+        is_word = lax.broadcasted_iota(jnp.int32, logits.shape, 2) < how.vocab
+        return jnp.where(is_word, logits, -jnp.inf) if how.vocab < logits.shape[2] else logits
 
-    logits, back = jax.vjp(tail, product)
-    return logits, lambda slope: back(slope)[0]
+    logits, pull_back = jax.vjp(tail, product)
+    return logits, lambda slope: pull_back(slope)[0]
 
 
 def _nll(how: InPieces, logits: AnyArray, aim: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """`[B, c]` and its gradient `[B, c, V]`."""
-    most = logits.max(2, keepdims=True)
-    sums = jnp.exp(logits - most).sum(2, keepdims=True)
-    lse = (most + jnp.log(sums))[..., 0]
+    """Return the loss `[B, c]` of each target and its gradient `[B, c, V]` with respect to the logits."""
+    max_logit = logits.max(2, keepdims=True)
+    sums = jnp.exp(logits - max_logit).sum(2, keepdims=True)
+    lse = (max_logit + jnp.log(sums))[..., 0]
     nll = lse - jnp.take_along_axis(logits, aim[..., None], 2)[..., 0]
-    hit = lax.broadcasted_iota(jnp.int32, logits.shape, 2) == aim[..., None]
+    is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 2) == aim[..., None]
     softmax = jnp.exp(logits - lse[..., None])
     if how.z_loss:
         nll, softmax = nll + how.z_loss * lse * lse, softmax * (1 + 2 * how.z_loss * lse[..., None])
-    return nll, softmax - hit.astype(jnp.float32)
+    return nll, softmax - is_target.astype(jnp.float32)
 
 
 def _gradients(head: Head, raw: AnyArray, hidden: AnyArray, operands: list[AnyArray], groups: int) -> list[AnyArray]:
-    """Of the hidden states, in their dtype, of the weight and of the bias, in f32 and of each group of rows `[g, …]`,
-    from that of the product.
+    """Return the gradients of the hidden states, the weight and the bias, from the gradient `raw` of the product.
 
-    Products are of the dtype that the head has, so that bf16 stays bf16, and are summed in f32.
+    The gradient of the hidden states has their dtype; the others are f32 and have an axis of row groups, `[g, …]`.
+    Products run in the dtype of the head, so that bf16 stays bf16, and accumulate in f32.
     """
     narrow, contract = raw.astype(head.dtype), head.product.contract
     product = functools.partial(
         lax.dot_general, precision=lax.Precision(head.product.precision), preferred_element_type=jnp.float32
     )
-    back = product(narrow, operands[0], (((2,), (1 - contract,)), ((), ())))
+    hidden_grad = product(narrow, operands[0], (((2,), (1 - contract,)), ((), ())))
     grouped = [a.reshape(groups, -1, *a.shape[1:]) for a in (narrow, hidden, raw)]
     left, right = grouped[:2] if contract == 1 else grouped[1::-1]
-    weight = product(left, right, (((1, 2), (1, 2)), ((0,), (0,))))
-    return [back.astype(hidden.dtype), weight] + [grouped[2].astype(jnp.float32).sum((1, 2)) for _ in operands[1:]]
+    weight_grad = product(left, right, (((1, 2), (1, 2)), ((0,), (0,))))
+    return [hidden_grad.astype(hidden.dtype), weight_grad] + [
+        grouped[2].astype(jnp.float32).sum((1, 2)) for _ in operands[1:]
+    ]
 
 
 # -- checks ------------------------------------------------------------------------------------
 
 
 def head_of(model: CompiledModel) -> Head:
-    """The head of a model whose loss can be taken; found once.
+    """Return the head of a model that can compute a loss; the model's template caches it.
 
     Raises:
-        RequestError: no compiled model. GraphError: it has a state, or no head.
+        RequestError: not a compiled model. GraphError: it has a state, or no head.
     """
     if not isinstance(model, CompiledModel):
         inner = "; pass its .model" if isinstance(getattr(model, "model", None), CompiledModel) else ""
@@ -287,13 +307,17 @@ def head_of(model: CompiledModel) -> Head:
 
 
 def _refuse_foresight(model: CompiledModel) -> None:
-    """A model that reads the next token has nothing to learn from predicting it."""
+    """Refuse a model with attention to later tokens: it reads the token that it is trained to predict.
+
+    Raises:
+        GraphError: names the attention.
+    """
     seq = model.template().head.type.shape[1]
     for inner, node in model.template().mir.walk():
         op = node.op
         if not isinstance(op, AttentionOp) or op.causal or not (op.window is None or op.ahead > 0):
             continue
-        keys = inner.type(node.inputs[1])  # `[B, T, …]`, maybe of another sequence than the tokens
+        keys = inner.type(node.inputs[1])  # `[B, T, …]`, which may be of another sequence than the tokens
         if keys.shape[1] == seq or symbols_of(seq) & keys.symbols:
             raise GraphError(
                 f"{path_text(node.origin.path)}: this attention is not causal, so the model reads the token that it is "
@@ -304,7 +328,7 @@ def _refuse_foresight(model: CompiledModel) -> None:
 def _in_pieces(
     model: CompiledModel, shape: tuple[int, ...], chunk: int | None, vocab: int | None, z_loss: float
 ) -> InPieces:
-    """How the loss of tokens `[B, S]` is taken, by arguments of `cross_entropy`, which are checked."""
+    """Check arguments of `cross_entropy` for tokens of shape `[B, S]`, and return the configuration of the loss."""
     head, division = model.template().head, model.programs.division
     rows = int(head.words)
     if vocab is not None:
@@ -320,7 +344,8 @@ def _in_pieces(
 def count_pieces(
     shape: tuple[int, ...], chunk: int | None, vocab: Any, division: Division | None, room: int = PIECE_BYTES
 ) -> int:
-    """In how many pieces the sequence is taken; by default so that the f32 logits of one on one device fit `room`."""
+    """Return the number of chunks of the sequence; by default the f32 logits of one chunk take at most `room` bytes on
+    a device."""
     batch, seq = shape
     if chunk is None:
         share = 1 if division is None else division.row_parts(batch) * division.parts("vocab")
@@ -329,7 +354,7 @@ def count_pieces(
 
 
 def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
-    """Return `[B, S]` ids with a token to predict; each that the host can read is in the model's table."""
+    """Return `[B, S]` ids with at least one target; ids that the host can read are checked against the vocabulary."""
     first = model.first_input
     rows = model.template().bounds.ids.get(first)
     if not isinstance(tokens, jax.Array):
@@ -345,7 +370,12 @@ def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
 
 
 def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) -> Any:
-    """An array of a shape, or `[B, S]`, of numbers of these kinds; of the host, or of JAX as it is."""
+    """Return `value` as a NumPy array, or as it is if it is a JAX array, after checks of its shape and dtype.
+
+    Args:
+        shape: the expected shape; None is any `[B, S]`.
+        kinds: letters of the accepted NumPy dtype kinds.
+    """
     array = value if isinstance(value, jax.Array) else as_host_array(name, value)
     if 0 in array.shape or (array.ndim != 2 if shape is None else tuple(array.shape) != tuple(shape)):
         want = "[batch, seq]" if shape is None else f"those of tokens, {list(shape)}"
@@ -365,20 +395,20 @@ def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
 
 def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int | None, devices: bool = False) -> Any:
     array = _shaped("labels", labels, shape, "iu")
-    known = None if vocab is None else host_view(array, devices)
-    if known is not None and known.max() >= vocab:
-        at = np.argwhere(known >= vocab)[0]
+    ids = None if vocab is None else host_view(array, devices)
+    if ids is not None and ids.max() >= vocab:
+        index = np.argwhere(ids >= vocab)[0]
         raise TokenIdError(
-            f"labels: id {number(int(known[tuple(at)]))} at {tuple(int(i) for i in at)} is not in [0, {vocab}); "
+            f"labels: id {number(int(ids[tuple(index)]))} at {tuple(int(i) for i in index)} is not in [0, {vocab}); "
             "a position without a target has a negative one"
         )
     return array
 
 
 def check_batch(model: CompiledModel, batch: Mapping[str, Any]) -> None:
-    """Check what `cross_entropy` would refuse of the arrays in `batch`, its arguments by name.
+    """Check the values in `batch`, arguments of `cross_entropy` by name, as that function does outside of `jax.jit`.
 
-    A step under `jax.jit` sees no values, so that its caller checks them. Raises as `cross_entropy`.
+    A training step under `jax.jit` sees no values, so its caller checks them. Raises the errors of `cross_entropy`.
     """
     tokens = _checked_tokens(model, batch["tokens"])
     if batch.get("labels") is not None:

@@ -1,6 +1,7 @@
-"""A flow as a Flax module: `rlx_jax.nnx.FlowModule(flow, weights)` trains, splits, merges and is saved as `nnx` does.
+"""A flow as a Flax module: `rlx_jax.nnx.FlowModule(flow, weights)` trains, splits, merges and is saved like any `nnx`
+module.
 
-The only module that imports flax; `import rlx_jax` does not.
+It is the only module that imports flax; `import rlx_jax` does not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rlx_jax.runtime.model import CompiledModel
 
 
 class FlowModule(nnx.Module):
-    """A compiled flow whose parameters are `nnx.Param`s. Calling it is `.apply` with its own parameters.
+    """A compiled flow with `nnx.Param`s as parameters. Calling it is `.apply` with its own parameters.
 
     `params` is one flat dict by leaf name, the same names and arrays as `rlx_jax.compile(…).params`:
     `module.params["model.norm.weight"]`. Names are not split at their dots, so that a path in `nnx.state` holds
@@ -29,10 +30,10 @@ class FlowModule(nnx.Module):
     Args:
         flow: as in `rlx_jax.compile`.
         weights: as in `rlx_jax.compile`.
-        rngs: what random parameters are drawn from, where there are no weights: `nnx.Rngs` (its stream `params`),
-            a key of `jax.random`, or a seed. Weights win: where both are given, nothing is drawn.
-        options: of `rlx_jax.compile`, such as `profile` and `strict`. `program` is `forward`; or `train`, which follows
-            the profile's `layers.remat` and rolls equal layers.
+        rngs: random source to initialize parameters with, if there are no weights: `nnx.Rngs` (its stream `params`), a
+            key of `jax.random`, or a seed. It is not used if there are weights.
+        options: of `rlx_jax.compile`, such as `profile` and `strict`. `program` is `forward` or `train`, which follows
+            the profile's `layers.remat` and runs repeated layers as a scan.
 
     Raises:
         MissingWeightError: neither weights nor `rngs`. Others: as `rlx_jax.compile`.
@@ -53,18 +54,21 @@ class FlowModule(nnx.Module):
         self.params = nnx.data({name: variable(array) for name, array in params.items()})
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """`.apply` with these parameters: inputs by position or name; one output, or a dict by output name."""
+        """Return `.apply` with these parameters for inputs by position or name: one output, or a dict by output
+        name."""
         return self.compiled.apply(self.arrays(), *inputs, **named)
 
     def arrays(self) -> dict[str, jax.Array]:
-        """The parameters as plain arrays by leaf name, as `.apply` and `CompiledModel.replace` take them."""
+        """Return the parameters as plain arrays by parameter name, as `.apply` and `CompiledModel.replace` take
+        them."""
         return {name: v.get_value() for name, v in self.params.items()}
 
     def to_model(self) -> CompiledModel:
-        """The compiled model with these parameters: to call, to save, to read `.weights()` by checkpoint key."""
+        """Return the compiled model with these parameters, to call, to save, or to read `.weights()` by checkpoint
+        key."""
         return self.compiled.replace(params=self.arrays())
 
 
 def variable(array: jax.Array) -> nnx.Variable[jax.Array]:
-    """A `Param` where there is a gradient."""
+    """Return a `Param` for floats, which have a gradient, else a plain `Variable`."""
     return nnx.Param(array) if is_float(array.dtype) else nnx.Variable(array)

@@ -1,4 +1,5 @@
-"""What a flow becomes when it is built: plain records, which the compiler reads."""
+"""The records that `build` makes of a flow, which the compiler reads: `InputDecl`, `Built` and the protocol
+`Buildable`."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ POSITIONS = "positions"
 
 @dataclass(frozen=True)
 class InputDecl:
-    """A declared input. `default`: REQUIRED, POSITIONS (0, 1, 2 …), a number, or None (absent: stages do without).
+    """A declared input of a flow.
 
-    With `rows_optional` a call may leave out the first axis: what it gives is one row.
+    Attributes:
+        default: REQUIRED, POSITIONS (0, 1, 2 …), a number, or None (stages run without the input).
+        rows_optional: a call may omit the first axis; the array is then a single row.
     """
 
     name: str
@@ -44,7 +47,7 @@ class InputDecl:
 
 @runtime_checkable
 class Buildable(Protocol):
-    """What can be compiled: a ModelFlow, a GraphModule or what one of them was built into."""
+    """Anything that can be compiled: a ModelFlow, a GraphModule, or the result of `build`."""
 
     @property
     def name(self) -> str: ...
@@ -58,19 +61,23 @@ class Buildable(Protocol):
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built: ...
 
 
-# Makes the flow of a module that drafts, over the weights of the model it drafts for: see `ModelFlow.with_mtp`.
+# Function from the weights of a model to the flow of its drafting module: see `ModelFlow.with_mtp`.
 MakesMtp = Callable[[WeightSource | None], Buildable]
 
 
 @dataclass(frozen=True)
 class Built:
-    """A flow or a module after `build`: its graph and what building it learned. No weight data was read.
+    """A flow or a module after `build`: its graph and the facts that `build` collects. It reads no weight data.
 
-    `hir` is a MIR graph where a module at that level was built; `plan` is that of a module at LIR. `program` is the one
-    that the flow asks for by itself: `forward`, or `explicit` behind cached keys and values. `roles` say what the axes
-    of stored weights are, by key, `inits` how weights are drawn whose stages say so, and `fresh` the keys of those that
-    no source has. `max_positions` is the longest sequence that the flow declares, in tokens,
-    and `captures` are the side outputs that edits by path added.
+    Attributes:
+        hir: the graph; a MIR graph if the module is at that level.
+        plan: the plan of a module at LIR.
+        program: the program that the flow compiles to by default: `forward`, or `explicit` with cached keys and values.
+        roles: roles of the axes of weights, as in the checkpoint, by key.
+        inits: initializers that stages or the flow declare, by key.
+        fresh: keys of weights that no source has.
+        max_positions: the longest sequence that the flow declares, in tokens.
+        captures: the side outputs that edits by path added.
     """
 
     name: str
@@ -107,10 +114,10 @@ class Built:
         return self.binding
 
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built:
-        """Built again: with other weights, or with other optional inputs given."""
+        """Return a new build of the same flow, with other weights or other optional inputs."""
         return self.flow.build(self.source if weights is None else weights, given, captured or self.captured)
 
-    # -- looking -----------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -122,14 +129,14 @@ class Built:
         return self.hir.type(self.hir.outputs[0]).shape
 
     def readers(self) -> dict[str, str]:
-        """Checkpoint key → path of the first block that reads it."""
-        found: dict[str, str] = {}
+        """Return, for each checkpoint key, the path of the first block that reads it."""
+        paths: dict[str, str] = {}
         for inner, node in self.hir.walk():
             ops = (inner.nodes[value.node].op for value in node.inputs)
             for i, program in ((i, p) for op in ops if isinstance(op, Param) for i, p in enumerate(op.programs)):
                 for key in keys_of(program):
-                    found.setdefault(key, path_text(bind_path(node.origin.path, i)))
-        return found
+                    paths.setdefault(key, path_text(bind_path(node.origin.path, i)))
+        return paths
 
     @property
     def params(self) -> dict[str, jax.ShapeDtypeStruct]:
