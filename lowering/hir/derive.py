@@ -1,15 +1,17 @@
-"""Derive prefill, extend, verify, explicit, packed and padded from the forward program: a rewrite of HIR.
+"""Derive the programs prefill, extend, verify, explicit, packed and padded from the forward program, by rewriting HIR.
 
-Every block that knows the sequence has a rule (`rules.py`). Any other node is copied only if it is proved to treat each
-token alone (`tokenwise`); otherwise the flow is refused, naming the stage.
+Every block that depends on the sequence has a rule (`rules.py`). Any other node is copied only if it is proved to treat
+each token independently (`tokenwise.py`); otherwise derivation fails with an error that names the stage.
 
-`prefill` reads a whole prompt into an empty state, attending inside the block. `extend` reads tokens after a state.
-Both get an input `lengths` `[batch]` int32, the new valid tokens of each row, right-padded. `verify` is `extend` for
-tokens that may be taken back: the state's length stays what it was, and whoever judges the logits advances it by the
-tokens that are kept. `explicit` has no state:
-its cache comes as inputs and goes as outputs, longer by the new tokens (see `explicit.py`). `packed` has neither: its
-rows hold several sequences each. Rows of `padded` hold one, and padding behind it that no token reads (see `rows.py`
-for both).
+- `prefill` reads a full prompt into an empty state; attention stays inside the block of new tokens. `extend` reads
+  tokens after a state. Both get an input `lengths` `[batch]` int32: the number of valid new tokens of each
+  right-padded row.
+- `verify` is `extend` for tokens that may be rejected. It leaves the state's length unchanged; the caller that judges
+  the logits advances the length by the number of accepted tokens.
+- `explicit` has no state. Its cache is passed as inputs and returned as outputs, longer by the new tokens
+  (`explicit.py`).
+- `packed` has neither state nor cache: each row contains several sequences. Rows of `padded` contain one sequence each,
+  followed by padding that no token reads (`row_layouts.py` has both).
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS, TokenMask, che
 from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carried, rule_of
 
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
-# Inputs that programs have beside those of the flow.
+# Inputs that programs have in addition to those of the flow.
 ADDED = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (SEGMENTS, POSITIONS)}
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
 
 
 def unknown_program(program: object) -> str:
-    """What to say of a program that there is not."""
-    known = ", ".join(PROGRAMS)
-    return f"unknown program {shown(program)}; programs are {known}{did_you_mean(program, PROGRAMS, 0.5)}"
+    """Return the error message for a program name that does not exist."""
+    programs = ", ".join(PROGRAMS)
+    return f"unknown program {shown(program)}; programs are {programs}{did_you_mean(program, PROGRAMS, 0.5)}"
 
 
 def derive(
@@ -54,9 +56,16 @@ def derive(
     kv: np.dtype[Any] | None = None,
     given: Collection[str] = (),
 ) -> Graph:
-    """The HIR of `program`. With `last_only` outputs are those of each row's last token, `[B, 1, …]`. Keys and values
-    are cached as `kv`, or as they are (`explicit`: as f32, like every output); `given` names the optional inputs that
-    calls will supply.
+    """Return the HIR of `program`, derived from the forward graph.
+
+    Args:
+        graph: the HIR of the forward program.
+        program: one of `PROGRAMS`.
+        types: the cache of inferred types and of proofs.
+        last_only: whether to compute outputs of each row's last token only, `[B, 1, …]`.
+        kv: dtype of cached keys and values; None caches them in their own dtype (in `explicit` as float32, like every
+            output).
+        given: names of the optional inputs that calls will supply.
 
     Raises:
         DeriveError: the sequence dimension is a number, or a stage mixes positions and has no rule.
@@ -70,6 +79,7 @@ def derive(
     if program == "explicit":
         graph = unroll(graph, types)  # every layer has inputs and outputs of its own
     check_inputs(graph, program)
+    # Plugins' blocks, and then the nodes without a rule, are tried in one XLA program each: compilation dominates.
     if program in CACHED_PROGRAMS:
         check_last_tokens(graph)
         try_blocks(graph, types, lambda op: rule_of(op) is carried)
@@ -79,16 +89,20 @@ def derive(
         d.behind = Behind.of(graph, kv, given)
     if program == "padded":
         d.tokens = TokenMask.of(graph, given)
-    asks = program in CACHED_PROGRAMS or program == "explicit" and not reads_cache(graph)
-    brought, fn = request_of(graph) if asks else Brought(), by_rules(d)
+    # Values that depend on the request but on no token are computed once, in prefill. A flow that reads its cache
+    # itself already separates them.
+    has_request_values = program in CACHED_PROGRAMS or program == "explicit" and not reads_cache(graph)
+    request_levels, fn = request_of(graph) if has_request_values else Brought(), by_rules(d)
 
     def enter(graph: Graph) -> Rewrite:
         if program == "padded":
             return beside_padding(d, graph, fn)
-        return fn if id(graph) not in brought.graphs else beside_request(d, graph, brought, fn)
+        return fn if id(graph) not in request_levels.graphs else beside_request(d, graph, request_levels, fn)
 
     out = rewrite(graph, enter, types, program)
-    if program in ("extend", "verify") and brought.graphs:
+    if (
+        program in ("extend", "verify") and request_levels.graphs
+    ):  # prefill has kept what is computed from the other inputs
         out = replace(out, inputs=tuple(inputs_read(out)))
     if program == "packed":
         return replace(out, inputs=(*out.inputs, *ADDED[program]))
@@ -98,42 +112,50 @@ def derive(
 
 
 def by_rules(d: Derivation) -> Rewrite:
-    """Each node by the rule of its block; one without stays as it is, if it treats each token alone."""
+    """Return the rewrite that applies the rule of each block.
+
+    A node without a rule stays unchanged if it is proved to treat each token independently, and is refused otherwise.
+    """
 
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         rule = rule_of(node.op, d.program)
         if rule is None:
             check_token_wise(d, node, tuple(map(b.type, inputs)))
             return None
-        written = len(b.writes)
-        made = rule(d, b, node, inputs)
-        if d.program == "verify" and type(node.op) not in RULES and len(b.writes) > written:
+        num_writes = len(b.writes)
+        results = rule(d, b, node, inputs)
+        # Rejected tokens have to leave the state again. The rules of `RULES` handle that; plugins have no way to yet.
+        if d.program == "verify" and type(node.op) not in RULES and len(b.writes) > num_writes:
             raise DeriveError(
                 f"{node.op.text()} keeps a state by the rule of its plugin, which does not say how tokens are "
                 "taken back: no verify rule; generate without speculative="
             )
-        return made
+        return results
 
     return rewritten
 
 
 def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -> Rewrite:
-    """`fn` for what moves in a graph. Of what the request brings beside its tokens `prefill` keeps what is read, and
-    `extend` reads it there; it has to treat rows of the batch alone, and no more."""
-    cut = Cutting(graph, brought.levels(graph), d.program) if brought.cuts(graph) and d.behind is None else None
-    levels, whole = brought.levels(graph), id(graph) in brought.whole
+    """Return `fn` extended by the nodes of a graph that depend on the request but on no token.
+
+    `fn` rewrites the nodes that depend on tokens. The other values that they read are stored in the state by `prefill`
+    and read from there by `extend`. Nodes of the request have to treat rows of the batch independently, and have no
+    token dimension.
+    """
+    cutting = Cutting(graph, brought.levels(graph), d.program) if brought.cuts(graph) and d.behind is None else None
+    levels, is_fixed = brought.levels(graph), id(graph) in brought.whole
 
     def alone(node: Node) -> None:
         check_token_wise(d, node, tuple(map(graph.type, node.inputs)))
 
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        if whole or levels[number] == REQUEST:
+        if is_fixed or levels[number] == REQUEST:
             alone(node)
-            return cut.dropped(b, number, node) if cut is not None and d.program != "prefill" else None
+            return cutting.dropped(b, number, node) if cutting is not None and d.program != "prefill" else None
         if isinstance(node.op, Leaf):
             return fn(b, number, node, inputs)
-        if cut is not None:
-            inputs = cut.operands(b, node, inputs, d.state)
+        if cutting is not None:
+            inputs = cutting.operands(b, node, inputs, d.state)
         if node.op.regions():
             op, inputs = pruned(node.op, inputs, d.types)
             return b.add(op, *inputs)
@@ -141,14 +163,14 @@ def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -
             check_fixed_keys(node)
             alone(node)
             return b.add(node.op, *inputs)
-        made = fn(b, number, node, inputs)
-        return b.add(node.op, *inputs) if made is None else made
+        results = fn(b, number, node, inputs)
+        return b.add(node.op, *inputs) if results is None else results
 
     return rewritten
 
 
 def beside_padding(d: Derivation, graph: Graph, fn: Rewrite) -> Rewrite:
-    """`fn` for a graph of `padded`, whose attention and ends of texts read no padding."""
+    """Return `fn` extended by the rules of `padded`: attention and end-of-text tokens do not read padding."""
 
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if isinstance(node.op, hir.EndToken):
@@ -158,6 +180,7 @@ def beside_padding(d: Derivation, graph: Graph, fn: Rewrite) -> Rewrite:
         if "seq" in b.type(inputs[1]).symbols:
             check_bias(d.types, node.op, tuple(b.type(v) for v in inputs))
             return d.tokens.attention(b, graph, node, inputs)
+        # Keys of another sequence contain no padding of this one.
         check_fixed_keys(node)
         check_token_wise(d, node, tuple(b.type(v) for v in inputs))
         return None
@@ -166,10 +189,10 @@ def beside_padding(d: Derivation, graph: Graph, fn: Rewrite) -> Rewrite:
 
 
 def check_fixed_keys(node: Node) -> None:
-    """Attention over keys that are the same for every token reads all of them, or those that a mask keeps.
+    """Check that attention over another sequence's keys selects them by a mask only, if at all.
 
     Raises:
-        DeriveError: which keys a token reads hangs on where it stands.
+        DeriveError: attention is causal or windowed, so that the keys read by a token depend on its position.
     """
     op = node.op
     assert isinstance(op, hir.Attention)
@@ -181,32 +204,38 @@ def check_fixed_keys(node: Node) -> None:
 
 
 def check_last_tokens(graph: Graph) -> None:
-    """What is read of the last token of a row goes to outputs alone: in `extend` another token is the last one.
+    """Check that values of each row's last token reach outputs only, since in `extend` another token is the last one.
 
     Raises:
-        DeriveError: a node reads it beside every token.
+        DeriveError: a node combines such a value with a value of every token.
     """
     for inner in dict.fromkeys(g for g, _ in graph.walk()):
-        behind: set[int] = set()
+        last_token_nodes: set[int] = set()
         for number, node in enumerate(inner.nodes):
-            reads = [v for v in node.inputs if v.node in behind]
-            beside = any("seq" in inner.type(v).symbols for v in node.inputs if v.node not in behind)
-            if reads and beside and isinstance(node.op, hir.Attention):
-                reads = reads if node.op.last else []  # else its rule refuses it, and says more
-            elif reads and beside:
+            last_reads = [v for v in node.inputs if v.node in last_token_nodes]
+            reads_all_tokens = any(
+                "seq" in inner.type(v).symbols for v in node.inputs if v.node not in last_token_nodes
+            )
+            if last_reads and reads_all_tokens and isinstance(node.op, hir.Attention):
+                last_reads = (
+                    last_reads if node.op.last else []
+                )  # otherwise its rule refuses it, with a more precise message
+            elif last_reads and reads_all_tokens:
                 raise DeriveError(
                     f"{path_text(node.origin.path)}: {node.op.text()} reads the last token of each row beside every "
                     "token: an earlier one would read a later one"
                 )
-            if isinstance(node.op, hir.LastToken) or reads:
-                behind.add(number)
+            if isinstance(node.op, hir.LastToken) or last_reads:
+                last_token_nodes.add(number)
 
 
 def check_inputs(graph: Graph, program: str) -> None:
-    """The sequence dimension is a symbol, unless the flow reads its cache itself, and no name is taken.
+    """Check that an input has the symbolic dims batch and seq, and that the program's own inputs have unused names.
+
+    A flow that reads its cache itself may lack the symbolic dims.
 
     Raises:
-        DeriveError: names the inputs.
+        DeriveError: one of these conditions does not hold; the message names the inputs.
     """
     if not (reads_cache(graph) or any({"batch", "seq"} <= i.type.symbols for i in graph.inputs)):
         shapes = ", ".join(f"{i.input} {i.type}" for i in graph.inputs)
@@ -217,22 +246,27 @@ def check_inputs(graph: Graph, program: str) -> None:
 
 
 def reads_cache(graph: Graph) -> bool:
-    """Whether a flow reads cached keys and values itself."""
+    """Return whether a flow reads cached keys and values itself."""
     return any(isinstance(node.op, hir.GrowingAttention) for node in graph.nodes)
 
 
 def _with_length(graph: Graph, types: TypeCache, program: str) -> Graph:
-    """Declare `lengths` and advance the state's length by it, in `verify` by nothing."""
+    """Add the input `lengths` and advance the state's length by it; `verify` leaves the length unchanged."""
     b = Builder.resume(graph, types)
     b.inputs += ADDED[program]
-    held = b(LENGTH)
-    b.writes.append((LENGTH_LEAF, held if program == "verify" else b(Binary("add"), held, b(LENGTHS))))
+    length = b(LENGTH)
+    b.writes.append((LENGTH_LEAF, length if program == "verify" else b(Binary("add"), length, b(LENGTHS))))
     return b.finish(graph.outputs, graph.output_names)
 
 
 def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]) -> None:
-    """Refuse a node that mixes positions or rows of the batch. A leaf reads none, and of a region the nodes of its body
-    are looked at."""
+    """Check that a node treats positions and rows of the batch independently.
+
+    Leaves have no operands, and the nodes in the body of a region are checked one by one, so both pass.
+
+    Raises:
+        DeriveError: there is no proof; the message has the reason.
+    """
     if isinstance(node.op, Leaf) or node.op.regions():
         return
     for dim, what in (("seq", "positions"), ("batch", "rows of the batch")):
@@ -246,22 +280,22 @@ def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]
 
 
 def last_token_only(graph: Graph, types: TypeCache) -> Graph:
-    """Gather the last token above the token-wise suffix, so that the head sees one row for each sequence.
+    """Gather the last token before the token-wise suffix of the graph, so that the head computes one row per sequence.
 
-    The suffix goes on through attention on the side of its queries: its last query reads what the last row needs.
+    The suffix continues through the query operand of causal attention: the last query alone gives the last row.
     """
     try_slices(graph, types, rule_of)
     suffix = _suffix(graph, types)
 
     def enter(inner: Graph) -> Rewrite:
-        moved: dict[Value, Value] = {}
+        moved: dict[Value, Value] = {}  # one gather for all readers of a value
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             if inner is not graph or number not in suffix:
                 return None
             gathered = []
-            for at, (old, new) in enumerate(zip(node.inputs, inputs, strict=True)):
-                if by_row(node.op, at) and old.node not in suffix and "seq" in b.type(new).symbols:
+            for index, (old, new) in enumerate(zip(node.inputs, inputs, strict=True)):
+                if by_row(node.op, index) and old.node not in suffix and "seq" in b.type(new).symbols:
                     if new not in moved:
                         moved[new] = b(hir.LastToken(), new)
                     new = moved[new]
@@ -273,24 +307,25 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
 
     out = rewrite(graph, enter, types, "last_token_only")
     b = Builder.resume(out, types)
+    # An output outside of the suffix still has all tokens.
     outputs = [b(hir.LastToken(), v) if "seq" in out.type(v).symbols else v for v in out.outputs]
     return b.finish(outputs, out.output_names)
 
 
 def _suffix(graph: Graph, types: TypeCache) -> set[int]:
-    """Nodes whose rows only outputs and other suffix nodes read, one by one, and that treat tokens alone."""
+    """Return the token-wise nodes with results that only outputs and other suffix nodes read, row by row."""
     users: dict[int, set[int]] = {}
-    whole = {v.node for _, v in graph.writes}
+    full_readers = {v.node for _, v in graph.writes}
     for number, node in enumerate(graph.nodes):
-        for at, v in enumerate(node.inputs):
+        for index, v in enumerate(node.inputs):
             users.setdefault(v.node, set()).add(number)
-            if not by_row(node.op, at):
-                whole.add(v.node)
+            if not by_row(node.op, index):
+                full_readers.add(v.node)
     suffix: set[int] = set()
-    for number in range(len(graph.nodes) - 1, -1, -1):
+    for number in range(len(graph.nodes) - 1, -1, -1):  # backwards, as a node's users decide whether it is in
         node = graph.nodes[number]
         plain = not (isinstance(node.op, Leaf) or node.op.regions() or rule_of(node.op))
-        if number in whole or not users.get(number, set()) <= suffix:
+        if number in full_readers or not users.get(number, set()) <= suffix:
             continue
         operands = tuple(graph.type(v) for v in node.inputs)
         if has_last_query(node.op) and all(t.shape[1] == symbol("seq") for t in operands[:3]):
@@ -307,10 +342,13 @@ def _suffix(graph: Graph, types: TypeCache) -> set[int]:
 
 
 def has_last_query(op: Op) -> bool:
-    """Whether the op is attention whose last query, given alone, is still the last: queries stand where keys end."""
+    """Return whether the op is attention that gives the last row from the last query alone.
+
+    That needs causal attention without a mask or bias array, because single queries are aligned with the last keys.
+    """
     return isinstance(op, hir.Attention) and op.causal and not op.extra
 
 
 def by_row(op: Op, operand: int) -> bool:
-    """Whether a row of the result needs only that row of the operand."""
+    """Return whether a row of the result needs only the same row of the operand."""
     return operand == 0 or not isinstance(op, hir.Attention)

@@ -1,20 +1,20 @@
-"""Proof that a function treats every position of one dimension alone and alike.
+"""Prove that a function computes every position along one dimension independently and in the same way.
 
-A stage without a rule of its own may be copied into the incremental program only if it is token-wise, and two requests
-may share a batch only if no stage looks across it. Both are the same claim about one symbolic dim, and here it is
-proved, not sampled: a numeric slicing test misses a mixer whose effect happens to vanish on the sample.
+A stage without a rule may be copied into the incremental program only if it is token-wise, and two requests may share
+a batch only if no stage mixes rows of the batch. Both are the same claim about one symbolic dim. This module proves it
+instead of sampling it: a numeric slicing test misses a mixer that happens to have no effect on the sample.
 
-The function is traced with the dim as a symbol, so that a shape tells where the dim is, and the jaxpr is walked once
-to keep one invariant. A value whose shape does not mention the dim depends neither on its size nor on what lies along
-it. A value that mentions it does so on one axis, and entry t of that axis depends on entry t of the inputs alone. Any
-other value is `_Mixed`, with the sentence that says which primitive made it; it refuses only where it reaches an
-output, as JAX leaves dead size reads in its jaxprs.
+The function is traced with the dim as a symbol, so that shapes show on which axis the dim is. One walk over the jaxpr
+then maintains an invariant. A value without the dim in its shape depends neither on the dim's size nor on the entries
+along it. A value with the dim has it on one axis, and entry t of that axis depends on entry t of the inputs only. Any
+other value is `_Mixed` and carries a message that names the primitive that produced it. A mixed value fails the proof
+only if it reaches an output, because JAX leaves unused reads of sizes in its jaxprs.
 
-An equation keeps the invariant by its rule in `_RULES` or `_CONTROL`; a primitive without one mixes. Many rules need
-no check of their own: `reduce_sum` cannot sum over the dim and still have it in its result.
+An equation keeps the invariant by its rule in `_RULES` or `_CONTROL`; a primitive without a rule mixes. Many rules need
+no check: `reduce_sum` cannot sum over the dim and still have it in its result.
 
-What a trace cannot see: `x.shape[1] == 1` is plain False for a symbol, so a branch on it, or a `squeeze()` without an
-axis, is proved for the other sizes only. (`<` and `>` are seen: they fail to trace.)
+Limit of the trace: `x.shape[1] == 1` is plain False for a symbol. A branch on it, or a `squeeze()` without an axis, is
+therefore proved for the other sizes only. (`<` and `>` on symbols fail to trace, so they are refused.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ from rlx_jax.ir.types import short_name
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether it is proved, with the axis of the dim in each output leaf (None: does not depend on it), or why not."""
+    """Result of a proof by `token_wise`.
+
+    Attributes:
+        token_wise: whether the function is proved to be token-wise.
+        reason: why there is no proof; empty if there is one.
+        out_axes: the axis of the dim in each output leaf, None for a leaf that does not depend on it; empty without a
+            proof.
+    """
 
     token_wise: bool
     reason: str
@@ -45,9 +52,19 @@ class Verdict:
 
 
 def token_wise(fn: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], dim: str) -> Verdict:
-    """Prove that entry t of `fn`'s outputs along `dim` depends on entry t of its inputs alone, alike for every t.
+    """Prove that entry t of `fn`'s outputs along `dim` is the same function of entry t of its inputs for every t.
 
-    An input has `dim` as one whole axis, or does not have it and is shared by all positions.
+    Args:
+        fn: the function, of as many arguments as there are `avals`.
+        avals: shapes and dtypes of the inputs. Each has `dim` as one full axis, or does not have it and is shared by
+            all positions.
+        dim: the name of the symbolic dimension.
+
+    Returns:
+        The verdict, with the axis of `dim` in each output or the reason why the proof fails.
+
+    Raises:
+        Exception: any error of tracing that is not caused by the symbolic sizes.
 
     >>> batch, seq = jax.export.symbolic_shape("batch, seq")
     >>> x = jax.ShapeDtypeStruct((batch, seq, 64), "float32")
@@ -56,44 +73,46 @@ def token_wise(fn: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], di
     >>> token_wise(lambda x: x - x.sum(1, keepdims=True), [x], "seq").reason
     "reduce_sum reduces over 'seq' (axis 1 of f32[batch,seq,64])"
     """
-    symbol = _Dim(dim)
+    symbolic_dim = _Dim(dim)
     leaves = jax.tree.leaves(list(avals))
     for i, aval in enumerate(leaves):
-        if not symbol.is_whole(aval):
+        if not symbolic_dim.is_whole(aval):
             return Verdict(False, f"input {i} does not hold {dim!r} as one whole axis: {_text(aval)}", ())
     try:
         closed = jax.make_jaxpr(fn)(*avals)
     except Exception as error:
         if not _is_about_symbols(error, leaves):
-            raise
+            raise  # a fault of the function itself, which the caller should see
         return Verdict(False, f"does not trace with symbolic sizes: {first_line(error)}", ())
-    states = _run(closed, [_Apart(1, 1) if symbol.axes(aval) else None for aval in leaves], symbol)
+    states = _run(closed, [_Apart(1, 1) if symbolic_dim.axes(aval) else None for aval in leaves], symbolic_dim)
     for i, (state, aval) in enumerate(zip(states, closed.out_avals, strict=True)):
         if isinstance(state, _Mixed):
             return Verdict(False, state.reason, ())
-        if not symbol.is_whole(aval):
+        if not symbolic_dim.is_whole(aval):
             return Verdict(False, f"output {i} does not hold {dim!r} as one whole axis: {_text(aval)}", ())
-    return Verdict(True, "", tuple(next(iter(symbol.axes(aval)), None) for aval in closed.out_avals))
+    return Verdict(True, "", tuple(next(iter(symbolic_dim.axes(aval)), None) for aval in closed.out_avals))
 
 
 def _is_about_symbols(error: Exception, leaves: Sequence[Any]) -> bool:
-    """Whether tracing failed because a size is a symbol, rather than because the function is wrong at any size."""
+    """Return whether tracing failed because a size is a symbol, rather than because the function is wrong anyway."""
     if isinstance(error, jex.InconclusiveDimensionOperation):
         return True
+    # JAX has no common class for these errors, so that the message has to name a symbol or JAX's type of symbols.
     names = {name for aval in leaves for size in aval.shape for name in re.findall(r"[A-Za-z_]\w*", str(size))}
     words = "|".join(["_DimExpr", "dim_as_value", *names])
     expected = isinstance(error, (TypeError, ValueError, IndexError, NotImplementedError))
     return expected and re.search(rf"\b({words})\b", str(error)) is not None
 
 
-# -- what is known of a value ------------------------------------------------------------------
+# -- state of a value --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Apart:
-    """Positions lie apart on the one axis that mentions the dim: its entry i belongs to position i // inner % dim.
+    """State of a value with positions separate on one axis: entry i of it belongs to position i // inner % dim.
 
-    The size of that axis is outer * dim * inner. Both are 1 on a whole axis; `[b, s, h] -> [b * s, h]` makes outer b.
+    The size of that axis is outer * dim * inner. Both factors are 1 if the axis is the dim alone; the reshape
+    `[b, s, h] -> [b * s, h]` makes outer b.
     """
 
     outer: Any
@@ -102,27 +121,32 @@ class _Apart:
 
 @dataclass(frozen=True)
 class _Mixed:
+    """State of a value that may mix positions, with a message that names the primitive and the axis."""
+
     reason: str
 
 
-_State = _Apart | _Mixed | None  # None: the same in every entry along the dim, if its shape mentions that at all
+_State = _Apart | _Mixed | None  # None: independent of the position; all entries along the dim, if any, are the same
 
 
 def _join(a: _State, b: _State) -> _State:
-    """The state of a value that is one or the other, or made of both entry by entry."""
+    """Return the state of a value that is one of two values, or is computed from both entry by entry."""
     if isinstance(a, _Mixed) or b is None:
         return a
     if isinstance(b, _Mixed) or a is None or a == b:
         return b
-    return _Mixed("a branch or loop lays out positions in two ways")  # of operands, `_apply` says more
+    # Only branches and loops report this message; `_apply` replaces it by one that names the equation.
+    return _Mixed("a branch or loop lays out positions in two ways")
 
 
 @dataclass(frozen=True)
 class _Dim:
+    """The symbolic dimension of the proof, by name."""
+
     name: str
 
     def within(self, value: Any) -> bool:
-        """Whether a size, or any other parameter of an equation, mentions the dim. A jaxpr is read as printed."""
+        """Return whether a size, or any other parameter of an equation, mentions the dim in its printed form."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return False
         return re.search(rf"\b{re.escape(self.name)}\b", str(value)) is not None
@@ -134,7 +158,10 @@ class _Dim:
         return [str(aval.shape[axis]) for axis in self.axes(aval)] in ([], [self.name])
 
     def layouts(self, state: _State, size: Any) -> list[_Apart]:
-        """How positions may lie on an axis of this size. Where entries are all the same: slowest, or fastest."""
+        """Return the layouts that positions may have on an axis of this size.
+
+        A value with all entries equal along the dim fits two: the dim as the slowest or as the fastest factor.
+        """
         if isinstance(state, _Apart):
             rest = _quotient(size, state.outer * state.inner)
             return [state] if str(rest) == self.name else []
@@ -144,7 +171,7 @@ class _Dim:
 
 
 def _quotient(size: Any, factor: Any) -> Any:
-    """size / factor where that is exact for all sizes, else None."""
+    """Return size / factor if that is exact for all values of the symbols, else None."""
     try:
         quotient = size // factor
         return quotient if quotient * factor == size else None
@@ -160,10 +187,12 @@ def _text(aval: Any) -> str:
 
 
 def _run(jaxpr: Any, arguments: Sequence[_State], dim: _Dim) -> list[_State]:
+    """Return the states of a jaxpr's outputs, from those of its arguments."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # closed or open; from JAX 0.11 on the two are one class
     env: dict[Any, _State] = dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def read(atom: Any) -> _State:  # what the environment lacks is a captured constant
+    def read(atom: Any) -> _State:
+        # A variable that the environment does not have is a captured constant, the same for all positions.
         return None if isinstance(atom, jex.Literal) else env.get(atom)
 
     for eqn in jaxpr.eqns:
@@ -174,7 +203,7 @@ def _run(jaxpr: Any, arguments: Sequence[_State], dim: _Dim) -> list[_State]:
 
 
 class _Equation:
-    """One equation as its rule sees it: where the dim is in each operand, and where it is first found at all."""
+    """One equation for its rule: the axis of the dim in each operand, and the first value with the dim (`where`)."""
 
     def __init__(self, eqn: Any, dim: _Dim) -> None:
         self.name: str = eqn.primitive.name
@@ -183,20 +212,21 @@ class _Equation:
         self.outputs = [atom.aval for atom in eqn.outvars]
         self.dim = dim
         self.axes = [next(iter(dim.axes(aval)), None) for aval in self.inputs]
-        # These two may lay something out along the dim where no operand has it; elsewhere that reads its size.
-        places = self.inputs + (self.outputs if self.name in ("broadcast_in_dim", "iota") else [])
-        self.where = next((aval for aval in places if dim.axes(aval)), None)
+        # These two may create the dim in their result although no operand has it. Any other primitive that does so
+        # has read the dim's size.
+        candidates = self.inputs + (self.outputs if self.name in ("broadcast_in_dim", "iota") else [])
+        self.where = next((aval for aval in candidates if dim.axes(aval)), None)
 
     def mixes(self, verb: str) -> _Mixed:
-        """`NAME VERB 'seq' (axis 1 of f32[batch,seq,64])`"""
-        place = _text(self.outputs[0])
+        """Return the state with the message `NAME VERB 'seq' (axis 1 of f32[batch,seq,64])`."""
+        location = _text(self.outputs[0])
         if self.where is not None:
-            place = f"axis {self.dim.axes(self.where)[0]} of {_text(self.where)}"
-        return _Mixed(f"{self.name} {verb} {self.dim.name!r} ({place})")
+            location = f"axis {self.dim.axes(self.where)[0]} of {_text(self.where)}"
+        return _Mixed(f"{self.name} {verb} {self.dim.name!r} ({location})")
 
 
 def _leaf(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
-    """An equation without control flow: all its results have one state."""
+    """Return the states of the results of an equation without control flow; all results have the same state."""
     state: _State = next((state for state in states if isinstance(state, _Mixed)), None)
     if state is None and eqn.outvars:
         state = _apply(_Equation(eqn, dim), functools.reduce(_join, states, None), bool(eqn.effects))
@@ -204,9 +234,15 @@ def _leaf(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
 
 
 def _apply(eqn: _Equation, state: _State, has_effects: bool) -> _State:
-    """The state of the results, given the one that the operands, none of them mixed, agree on."""
+    """Return the state of an equation's results.
+
+    Args:
+        eqn: the equation; none of its operands is mixed.
+        state: the state that its operands have in common, `_Mixed` if they lay out positions differently.
+        has_effects: whether the equation reads or writes mutable arrays, or has other effects.
+    """
     verb, keeps = _RULES.get(eqn.name, ("is not known to keep apart", lambda eqn, axis: False))
-    if has_effects:  # behind the data flow: a mutable array may take a value to another position
+    if has_effects:  # invisible in the data flow: a mutable array may carry a value to another position
         return eqn.mixes("has effects, which may join positions of")
     if isinstance(state, _Mixed):
         return eqn.mixes("lays out in two ways")
@@ -214,6 +250,8 @@ def _apply(eqn: _Equation, state: _State, has_effects: bool) -> _State:
         return eqn.mixes(verb)
     for key, value in eqn.params.items():
         nested = isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+        # Parameters may name the dim where they describe its axis. A nested jaxpr, or an equation on values without
+        # the dim, computes with its size.
         if (nested or eqn.where is None) and eqn.dim.within(value):
             return _Mixed(f"{eqn.name} depends on the size of {eqn.dim.name!r} ({key}={value})")
     if eqn.name == "reshape" and eqn.where is not None:
@@ -228,7 +266,11 @@ def _apply(eqn: _Equation, state: _State, has_effects: bool) -> _State:
 
 
 def _reshaped(eqn: _Equation, state: _State) -> _State:
-    """The dim keeps its place in row-major order: as many entries vary slower, and as many faster, as before."""
+    """Return the state of a reshape's result.
+
+    Positions stay separate if the dim keeps its place in row-major order: as many entries vary slower, and as many
+    faster, as in the operand.
+    """
     (old_axis,), new_axes = eqn.dim.axes(eqn.inputs[0]), eqn.dim.axes(eqn.outputs[0])
     old, new = eqn.inputs[0].shape, eqn.outputs[0].shape
     if len(new_axes) == 1 and eqn.params.get("dimensions") is None:
@@ -242,37 +284,42 @@ def _reshaped(eqn: _Equation, state: _State) -> _State:
 
 # -- rules of equations ------------------------------------------------------------------------
 
-# What the primitive does to the dim where it mixes, and whether it keeps it apart given the axis of the first operand
-# that has it. A result without the dim, or with it twice, is refused in any case, by `_apply`.
+# A rule is a verb for the message (what the primitive does to the dim if it mixes) and a check: whether positions stay
+# separate, given the axis of the first operand that has the dim. `_apply` refuses in any case a result that lost the
+# dim, or that has it twice.
 _Check = Callable[[_Equation, int], bool]
 _Rule = tuple[str, _Check]
 
 
 def _always(eqn: _Equation, axis: int) -> bool:
-    """No check but that of the result's shape: an operand that lacks the axis is the same for all positions."""
+    """Return True: the check of the result's shape suffices, as all positions share an operand without the dim."""
     return True
 
 
 def _not_along(key: str) -> _Check:
+    """Return a check that the primitive's parameter `key`, an axis or several, does not include the dim's axis."""
     return lambda eqn, axis: axis not in np.ravel(eqn.params[key])
 
 
 def _in_full(eqn: _Equation, axis: int, size: Any) -> bool:
+    """Return whether `size` is the full size of the first operand's axis."""
     return bool(size == eqn.inputs[0].shape[axis])
 
 
 def _slice(eqn: _Equation, axis: int) -> bool:
+    """Return whether a slice takes the axis in full and in order."""
     start, limit, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
     return start[axis] == 0 and _in_full(eqn, axis, limit[axis]) and (strides is None or strides[axis] == 1)
 
 
 def _reduce_window(eqn: _Equation, axis: int) -> bool:
+    """Return whether the window covers one position at a time, without padding."""
     keys = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     return all(eqn.params[key][axis] == 1 for key in keys) and not any(eqn.params["padding"][axis])
 
 
 def _gather(eqn: _Equation, axis: int) -> bool:
-    """A position looks up its own index in a shared table, or in its own slice, or all of them look up the same one.
+    """Return whether every position gathers from a shared table, from its own slice, or at one index that all share.
 
     A slice that is full along the dim starts at 0. If the indices had the dim as well, the result would have it twice.
     """
@@ -284,18 +331,18 @@ def _gather(eqn: _Equation, axis: int) -> bool:
 
 
 def _scatter(eqn: _Equation, axis: int) -> bool:
-    """A position writes at its own index into its own slice, or all of them write at the same index."""
+    """Return whether every position writes at its own index into its own slice, or all write at the same index."""
     numbers, (operand_axis, indices_axis, updates_axis) = eqn.params["dimension_numbers"], eqn.axes
     if operand_axis is None or updates_axis is None:
-        return False
+        return False  # positions would write to one shared array
     batching, windows = list(numbers.operand_batching_dims), list(numbers.update_window_dims)
     if operand_axis in batching:
         pair = numbers.scatter_indices_batching_dims[batching.index(operand_axis)]
         scattered = [a for a in range(eqn.inputs[2].ndim) if a not in windows]  # as the axes of indices but the last
         return bool(indices_axis == pair and updates_axis == scattered[pair])
     window = [a for a in range(eqn.inputs[0].ndim) if a not in (*numbers.inserted_window_dims, *batching)]
-    alike = indices_axis is None and operand_axis in window and windows[window.index(operand_axis)] == updates_axis
-    return alike and _in_full(eqn, operand_axis, eqn.inputs[2].shape[updates_axis])
+    shared = indices_axis is None and operand_axis in window and windows[window.index(operand_axis)] == updates_axis
+    return shared and _in_full(eqn, operand_axis, eqn.inputs[2].shape[updates_axis])
 
 
 _ELEMENTWISE = """
@@ -347,28 +394,32 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-# -- control flow: operands and results have a state each, mixed or not ------------------------
+# -- control flow: each operand and each result has its state, mixed or not --------------------
 
 
 def _call(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
+    """Return the results' states of a call: those of the jaxpr it calls."""
     return _run(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], states, dim)
 
 
 def _cond(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
+    """Return the results' states of a cond: all are mixed if the index is, else each joins those of the branches."""
     branches = [_run(branch, states[1:], dim) for branch in eqn.params["branches"]]
     results = [functools.reduce(_join, options) for options in zip(*branches, strict=True)]
     return [states[0] if isinstance(states[0], _Mixed) else result for result in results]
 
 
 def _while(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
+    """Return the results' states of a while loop: all are mixed if its condition is."""
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond, body, carry = states[:num_cond], states[num_cond:][:num_body], states[num_cond + num_body :]
     carry = _settled(carry, lambda carry: _run(eqn.params["body_jaxpr"], [*body, *carry], dim))
-    (again,) = _run(eqn.params["cond_jaxpr"], [*cond, *carry], dim)
-    return [again] * len(carry) if isinstance(again, _Mixed) else carry
+    (condition,) = _run(eqn.params["cond_jaxpr"], [*cond, *carry], dim)
+    return [condition] * len(carry) if isinstance(condition, _Mixed) else carry
 
 
 def _scan(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
+    """Return the results' states of a scan: all are mixed if it runs over the dim itself."""
     params = eqn.params
     if dim.within(params["length"]):
         return [_Mixed(f"scan runs over {dim.name!r} (length={params['length']})")] * len(eqn.outvars)
@@ -381,8 +432,8 @@ def _scan(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
 
 
 def _settled(carry: list[_State], body: Callable[[list[_State]], list[_State]]) -> list[_State]:
-    """The states of a loop's carry that hold before and after every step, then of what a step returns beside it."""
-    while True:
+    """Return the states of a loop's carry that hold before and after every step, then those of its other results."""
+    while True:  # ends: joining only moves a state from None to separate to mixed
         results = body(carry)
         joined = [_join(before, after) for before, after in zip(carry, results, strict=False)]
         if joined == carry:
