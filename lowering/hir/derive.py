@@ -100,9 +100,8 @@ def derive(
         return fn if id(graph) not in request_levels.graphs else beside_request(d, graph, request_levels, fn)
 
     out = rewrite(graph, enter, types, program)
-    if (
-        program in ("extend", "verify") and request_levels.graphs
-    ):  # prefill has kept what is computed from the other inputs
+    if program in ("extend", "verify") and request_levels.graphs:
+        # The state has all that is computed from the other inputs, so they are no inputs of these programs.
         out = replace(out, inputs=tuple(inputs_read(out)))
     if program == "packed":
         return replace(out, inputs=(*out.inputs, *ADDED[program]))
@@ -232,7 +231,7 @@ def check_last_tokens(graph: Graph) -> None:
 def check_inputs(graph: Graph, program: str) -> None:
     """Check that an input has the symbolic dims batch and seq, and that the program's own inputs have unused names.
 
-    A flow that reads its cache itself may lack the symbolic dims.
+    A flow that reads its cache itself may have other dims.
 
     Raises:
         DeriveError: one of these conditions does not hold; the message names the inputs.

@@ -1,5 +1,8 @@
-"""What each block that knows the sequence is in derived programs: a table for programs with a state, and one for each
-other way to lay rows out."""
+"""Rules that rewrite the blocks that depend on the sequence, for each derived program.
+
+`RULES` is the table of programs with a state and of `explicit`. `PACKED` and `PADDED` are those of the programs with
+another row layout.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,42 @@ I32 = np.dtype(np.int32)
 PER_ROW = TensorType((symbol("batch"),), I32)
 LENGTHS = Input("lengths", type=PER_ROW)
 LENGTH_LEAF = StateLeaf((), "length")
-LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)  # small, and every device asks for it: nowhere in parts
+LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)  # replicated (no roles): it is small, and every device reads it
 
 
 @dataclass
 class Derivation:
-    """What the rules share while one program is derived."""
+    """State shared by the rules while one program is derived.
+
+    Attributes:
+        program: the name of the program.
+        types: the cache of inferred types and of proofs.
+        kv: dtype of cached keys and values, None for their own.
+        behind: the cache inputs and outputs of `explicit`, else None.
+        tokens: the token mask of `padded`.
+        slots: the paths and names of state leaves so far.
+    """
 
     program: str
     types: TypeCache
     kv: np.dtype[Any] | None = None
-    behind: Behind | None = None  # of `explicit`
-    tokens: TokenMask = field(default_factory=TokenMask)  # of `padded`
+    behind: Behind | None = None
+    tokens: TokenMask = field(default_factory=TokenMask)
     slots: set[tuple[Path, str]] = field(default_factory=set)
 
     def state(self, b: Builder, path: Path, slot: str, type: TensorType, roles: Roles) -> tuple[StateLeaf, Value]:
-        """The leaf of one block, whose axes are `roles`, and its value at the start."""
+        """Add a leaf to the state of one block.
+
+        Args:
+            b: the builder of the program.
+            path: the block's path.
+            slot: the name of the leaf within the block; a number is appended if the block has one of that name.
+            type: the shape and dtype.
+            roles: the role of each axis, for sharding.
+
+        Returns:
+            The leaf and its value at the beginning of the program.
+        """
         name, n = slot, 1
         while (path, name) in self.slots:
             n += 1
@@ -57,11 +80,11 @@ Rule = Callable[[Derivation, Builder, Node, tuple[Value, ...]], tuple[Value, ...
 
 
 def keep(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
-    """The block reads positions, not the sequence."""
+    """Leave the block as it is: it depends on the sequence only through positions, which have a rule."""
 
 
 def positions(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-    """positions(x) → state.length[:, None] + iota"""
+    """Rewrite positions(x) → state.length[:, None] + iota; prefill starts at 0 and leaves positions(x)."""
     if d.behind is not None:
         return (d.behind.positions(b, *inputs),)
     if d.program == "prefill":
@@ -72,9 +95,14 @@ def positions(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
 
 
 def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
-    """attention(q, k, v) → cached_attention(q, k, v, state.k, state.v, state.length, lengths); state.k, state.v := …
+    """Rewrite attention(q, k, v) → cached_attention(q, k, v, state.k, state.v, state.length, lengths).
 
-    Attention in a window of w keys gets a ring of min(context, w) slots.
+    Also write the state leaves k and v. Attention in a window of w keys gets a ring buffer of min(context, w) slots.
+    In `explicit` the caches are inputs and outputs instead.
+
+    Raises:
+        DeriveError: attention is not causal, reads keys of another sequence, or reads an array over keys that later
+            calls do not have.
     """
     op = node.op
     assert isinstance(op, hir.Attention)
@@ -99,7 +127,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
         for slot, x in (("k", t), ("v", b.type(v)))
     )
     leaves, masks = [leaf_k, leaf_v], list[Value]()
-    if op.extra:  # which of the keys are kept is known to later calls too
+    if op.extra:  # later calls need the mask of cached keys too, so it is part of the state
         keep = keys_kept(b, rest[0])
         leaf, cache = d.state(b, node.origin.path, "keep", TensorType(slots[:2], b.type(keep).dtype), roles[:2])
         leaves, masks = [*leaves, leaf], [keep, cache]
@@ -110,10 +138,10 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
 
 
 def keys_kept(b: Builder, keep: Value) -> Value:
-    """A keep mask over the new keys as bools `[batch, seq]`.
+    """Return a keep mask over the new keys as bools `[batch, seq]`.
 
     Raises:
-        DeriveError: it says something else of each query.
+        DeriveError: the mask depends on queries or heads, not on keys alone.
     """
     t = b.type(keep)
     if t.shape[-1] != symbol("seq") or any(size != 1 for size in t.shape[1:-1]):
@@ -126,15 +154,16 @@ def keys_kept(b: Builder, keep: Value) -> Value:
     keep = row_layouts.kept(b, keep)
     if t.shape[0] != 1:
         return keep
+    # Broadcast over the batch: the state has a row of the mask for each sequence.
     every = b(Compare("ge"), b(Reshape((-1, 1)), b.leaf(LENGTHS)), b.leaf(constant(0, I32)))
-    return b(Where(), every, keep, b.leaf(constant(False, np.bool_)))  # the same for each row
+    return b(Where(), every, keep, b.leaf(constant(False, np.bool_)))
 
 
 def check_extra(d: Derivation, op: hir.Attention) -> None:
-    """Attention reads no array with an entry for each key that later calls do not know: of cached keys it has none.
+    """Check that attention reads no array over new keys that has no entries for the cached keys.
 
     Raises:
-        DeriveError: it does.
+        DeriveError: it adds a bias array, or in `explicit` reads a mask of its own.
     """
     if "bias" in op.extra:
         raise DeriveError(
@@ -149,15 +178,23 @@ def check_extra(d: Derivation, op: hir.Attention) -> None:
 
 
 def from_the_left(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
-    """A block that carries a state along the tokens, and has read none of the padding behind them, as it is."""
+    """Leave a block that carries a state along the tokens as it is: padding comes after the tokens.
+
+    Raises:
+        DeriveError: the block runs along another axis than the tokens.
+    """
     op, x = node.op, b.type(inputs[0])
     if x.shape[:2] != (symbol("batch"), symbol("seq")):
         raise DeriveError(f"{op.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
 
 
 def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
-    """block(x, …) → carried(block, x, …, state.slot …, state.length, lengths); state.slot := … for each slot"""
-    block: Any = node.op  # what `hir.CarriesState` says
+    """Rewrite block(x, …) → carried(block, x, …, state.slot …, state.length, lengths), and write each slot's leaf.
+
+    Raises:
+        DeriveError: a plugin's block gives other results when its tokens arrive in chunks.
+    """
+    block: Any = node.op  # implements `hir.CarriesState`
     from_the_left(d, b, node, inputs)
     operands = tuple(b.type(v) for v in inputs)
     if not is_ours(type(block)) and (reason := d.types.ask(pieces_differ, block, operands)):
@@ -168,18 +205,23 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
     batch = operands[0].shape[0]
     roles = [("batch", *(s.roles or (None,) * s.type.rank)) for s in slots]
     leaves = [d.state(b, node.origin.path, s.name, s.leaf(batch), r) for s, r in zip(slots, roles, strict=True)]
-    every = d.program == "verify"  # the state stays what it was; what it would be after each token goes beside it
+    # `verify` leaves the state unchanged, and writes the states after each token to companion leaves.
+    every = d.program == "verify"
     op = hir.Carried(block, len(slots), fresh=d.program == "prefill", every=every)
-    made = b.add(op, *inputs, *(value for _, value in leaves), b.leaf(LENGTH), b.leaf(LENGTHS))
-    results = len(made) - len(slots) * (1 + every)
-    behind = made[results + len(slots) * every :]
-    b.writes += [(replace(leaf, every=every), after) for (leaf, _), after in zip(leaves, behind, strict=True)]
+    values = b.add(op, *inputs, *(value for _, value in leaves), b.leaf(LENGTH), b.leaf(LENGTHS))
+    num_results = len(values) - len(slots) * (1 + every)
+    new_states = values[num_results + len(slots) * every :]
+    b.writes += [(replace(leaf, every=every), after) for (leaf, _), after in zip(leaves, new_states, strict=True)]
     b.writes += leaves if every else []
-    return made[:results]
+    return values[:num_results]
 
 
 def exported(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
-    """A state that `export_kv` makes an output is that after the last token of the forward program."""
+    """Refuse a state that `export_kv` made an output: the derived program keeps the state itself.
+
+    Raises:
+        DeriveError: always.
+    """
     raise DeriveError(
         f"{node.op.text()}: export_kv gives the state after the last token of a row, which {d.program} keeps itself: "
         "leave out export_kv"
@@ -187,14 +229,18 @@ def exported(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -
 
 
 def growing(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
-    """A flow that reads its cache itself is `explicit`, and stays as it is."""
+    """Leave attention over a cache that the flow reads itself as it is; only `explicit` has a rule for it.
+
+    Raises:
+        DeriveError: the program is another one.
+    """
     if d.behind is None:
         raise DeriveError(f"the flow reads cached keys and values itself (BindDecodeInputs): no {d.program} rule")
     d.behind.layers += 1
 
 
 def ring_sizes(graph: Graph) -> dict[str, int]:
-    """The dimensions of rings in a derived program, with the most slots that each may have: its window."""
+    """Return the symbolic sizes of ring buffers in a derived program, each with its maximum, the attention window."""
     sizes: dict[str, int] = {}
     for inner, node in graph.walk():
         op = node.op
@@ -204,19 +250,24 @@ def ring_sizes(graph: Graph) -> dict[str, int]:
 
 
 def last_token(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-    """last_token(x) → last_token(x, lengths − 1)"""
-    if d.behind is not None:  # without lengths every token counts
+    """Rewrite last_token(x) → last_token(x, lengths − 1)."""
+    if d.behind is not None:  # `explicit` has no lengths, so every token is valid
         return None
     lengths = b.leaf(LENGTHS)
     return (b(hir.LastToken(), inputs[0], b(Binary("sub"), lengths, b.scalar(1, lengths))),)
 
 
 def unpacked(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
-    """What a plugin's op that knows the sequence is for rows laid out otherwise, its rule does not say."""
+    """Refuse a plugin's op in `packed` and `padded`: its derive rule covers rows of one sequence only.
+
+    Raises:
+        DeriveError: always.
+    """
     raise DeriveError(f"{node.op.text()} has a rule of its plugin, for rows of one sequence: no {d.program} rule")
 
 
-# The blocks that know the sequence. Nothing else mentions a cache.
+# Rules for the blocks that depend on the sequence, in programs with a state and in `explicit`. Only these rules read or
+# write caches.
 RULES: dict[type[Op], Rule] = {
     hir.Positions: positions,
     hir.RopeAngles: keep,
@@ -233,7 +284,7 @@ RULES: dict[type[Op], Rule] = {
 }
 
 
-# The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused.
+# Rules of `packed`, with rows of several sequences. A block without a rule is proved to be token-wise, or refused.
 PACKED: dict[type[Op], Rule] = {
     hir.Positions: lambda d, b, node, inputs: (b.leaf(row_layouts.POSITIONS),),
     hir.RopeAngles: keep,
@@ -244,7 +295,8 @@ PACKED: dict[type[Op], Rule] = {
 }
 
 
-# The same for rows that are padded: these look at no later token. `beside_padding` has the others.
+# Rules of `padded`: these blocks read no later token, so padding at the end does not change them. `beside_padding` has
+# the rules of the other blocks.
 PADDED: dict[type[Op], Rule] = {
     **dict.fromkeys(
         (hir.Positions, hir.RopeAngles, hir.RopeRows, hir.CountedPositions, hir.RelativeBias, hir.FirstToken), keep
@@ -254,7 +306,10 @@ PADDED: dict[type[Op], Rule] = {
 
 
 def rule_of(op: Op, program: str = "") -> Rule | None:
-    """The rule of an op: one of `RULES`, or that of the plugin whose op it is; for `packed` and `padded`, of theirs."""
+    """Return the rule of an op for a program, or None.
+
+    A plugin's op has the derive rule that the plugin registered, but not in `packed` and `padded`, which refuse it.
+    """
     if program not in ("packed", "padded"):
         return RULES.get(type(op)) or derive_rule(type(op))
     table = PACKED if program == "packed" else PADDED
@@ -262,7 +317,7 @@ def rule_of(op: Op, program: str = "") -> Rule | None:
 
 
 def reads_from_the_left(graph: Graph) -> str:
-    """Which block reads all that stands before a token, so that padding may only stand behind; empty if none does."""
+    """Return a block that reads every preceding position, so that padding has to come last; empty if there is none."""
     for _, node in graph.walk():
         if rule_of(node.op, "padded") is from_the_left:
             return f"{path_text(node.origin.path)}: {node.op.text()}"
