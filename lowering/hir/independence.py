@@ -1,11 +1,11 @@
-"""Whether a node treats tokens, or rows of the batch, alone, and whether a block that carries a state is the same in
-pieces: by the proof of `tokenwise`, or by tests on random numbers, where there is no proof or where one may not see
-all.
+"""Check that a node treats tokens, or rows of the batch, independently, and that blocks with a state may run in chunks.
 
-Of a block with a state prefill, then extend, have to give forward's numbers. A user's step needs no trial: one pure
-function that was traced once runs in every program (`TokenStep`), and blocks of this package are held to their formulas
-by tests. A block of a plugin is tried: two rows of five tokens, read whole and in ragged pieces, one of which is a
-single token. All of them are tried in one program of XLA, and equal ones once.
+Independence is proved by `tokenwise`, or tested on random numbers if there is no proof or if a proof may miss a case.
+
+For a block with a state, prefill followed by extend has to compute what forward computes. A user-defined step needs no
+test, because every program runs the same pure function, traced once (`TokenStep`). The test suite compares blocks of
+this package with their formulas. Blocks of plugins are tested here: two rows of five tokens, in full and in ragged
+chunks, one of which is a single token. All blocks of a graph run in one XLA program, and equal ones once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
 from rlx_jax.lowering.lower import as_function
 
-# What the dims are where a function is tried; every other is 2.
+# Sizes of the symbolic dims in a test; every other dim is 2.
 SIZES = {"batch": 4, "seq": 5}
 
-# A program that runs once, on a few numbers: what it takes is its compile.
+# A test program runs once on a few numbers, so its compile time is all that matters.
 QUICK = {"xla_backend_optimization_level": 0}
 
 T = TypeVar("T")
@@ -43,23 +43,34 @@ def try_together(
     tried: Callable[[TypeCache, list[Asked]], list[T]],
     wanted: Callable[[Node, tuple[TensorType, ...]], bool],
 ) -> None:
-    """Answer `question` for all nodes that are `wanted`, as far as it is not known of them yet, by `tried` in one
-    program: its compile takes most of the time."""
+    """Compute an analysis of several nodes in one XLA program, since compilation takes most of the time.
+
+    Args:
+        graph: the graph with its regions.
+        types: the cache of results; it receives the new ones.
+        question: the function, under which results are cached by op and operands.
+        tried: computes a list of results at once.
+        wanted: whether a node needs the analysis.
+    """
     nodes = ((node, tuple(map(inner.type, node.inputs))) for inner, node in graph.walk())
-    asked = dict.fromkeys((node.op, operands) for node, operands in nodes if wanted(node, operands))
-    new = [a for a in asked if not types.is_known(question, *a)]
-    if len(new) < 2:
-        return  # one is tried where it stands
+    candidates = dict.fromkeys((node.op, operands) for node, operands in nodes if wanted(node, operands))
+    unknown = [candidate for candidate in candidates if not types.is_known(question, *candidate)]
+    if len(unknown) < 2:
+        return  # a single node is tested on demand
     try:
-        answers = tried(types, new)
-    except Exception:  # one of them fails at these sizes: that is said of the one, where it stands
+        answers = tried(types, unknown)
+    except Exception:  # one of them fails at these sizes; the test on demand will report which one
         return
-    for answer, a in zip(answers, new, strict=True):
-        types.tell(answer, question, *a)
+    for answer, candidate in zip(answers, unknown, strict=True):
+        types.tell(answer, question, *candidate)
 
 
 def differing(types: TypeCache, op: Op, operands: tuple[TensorType, ...]) -> dict[str, str]:
-    """The dims along which the op of a slice is not the slice of the op, on random numbers, and what it is instead."""
+    """Return the dims along which the op on a slice differs from the slice of the op's result, on random numbers.
+
+    Returns:
+        For each such dim a description of the failure; empty if there is none.
+    """
     try:
         return tried(types, [(op, operands)])[0]
     except Exception as error:
@@ -67,12 +78,12 @@ def differing(types: TypeCache, op: Op, operands: tuple[TensorType, ...]) -> dic
 
 
 def dims_of(operands: tuple[TensorType, ...]) -> tuple[str, ...]:
-    """Those of `SIZES` that operands have."""
+    """Return the dims of `SIZES` that occur in the operands."""
     return tuple(dim for dim in SIZES if any(dim in t.symbols for t in operands))
 
 
 def tried(types: TypeCache, asked: list[Asked]) -> list[dict[str, str]]:
-    """`differing` for each, evaluated by one program. At once, as a program may be derived inside a trace."""
+    """Return the result of `differing` for each op, computed by one XLA program."""
     drawn = [[random_array(_bound(t, SIZES)) for t in operands] for _, operands in asked]
     plans = [list(_cuts(operands)) for _, operands in asked]
     functions = [as_function(op, operands, types) for op, operands in asked]
@@ -84,25 +95,26 @@ def tried(types: TypeCache, asked: list[Asked]) -> list[dict[str, str]]:
             for fn, arrays, cuts in zip(functions, drawn, plans, strict=True)
         ]  # fmt: skip
 
-    with jax.ensure_compile_time_eval():
-        found = jax.jit(results, compiler_options=QUICK)(drawn)
-    out = []
-    for (op, operands), cuts, (full, *parts) in zip(asked, plans, found, strict=True):
-        made = types.infer(op, operands)
-        differ = (
+    with jax.ensure_compile_time_eval():  # programs may be derived while a user's function is traced
+        outputs = jax.jit(results, compiler_options=QUICK)(drawn)
+    differences = []
+    for (op, operands), cuts, (full, *parts) in zip(asked, plans, outputs, strict=True):
+        result_types = types.infer(op, operands)
+        failing_dims = (
             dim
             for (dim, _, keep), part in zip(cuts, parts, strict=True)
-            for whole, piece, t in zip(full, part, made, strict=True)
-            if not _equal(_cut(np.asarray(whole), _axis(t, dim), keep), np.asarray(piece))
+            for full_result, sliced_result, t in zip(full, part, result_types, strict=True)
+            if not _equal(_cut(np.asarray(full_result), _axis(t, dim), keep), np.asarray(sliced_result))
         )
-        out.append({dim: f"a slice along {dim!r} alone gives other numbers" for dim in differ})
-    return out
+        differences.append({dim: f"a slice along {dim!r} alone gives other numbers" for dim in failing_dims})
+    return differences
 
 
 def _cuts(operands: tuple[TensorType, ...]) -> Iterator[tuple[str, tuple[int | None, ...], slice]]:
-    """Slices along each dim: the dim, its axis in each operand, and what to keep of it."""
+    """Yield the slices to test along each dim: the dim, its axis in each operand, and the range of it."""
     for dim in dims_of(operands):
         size, axes = SIZES[dim], tuple(_axis(t, dim) for t in operands)
+        # The first and the last entry alone have size 1, where a squeeze or a branch may behave differently.
         yield from ((dim, axes, keep) for keep in (slice(0, 1), slice(size - 1, size), slice(1, size - 1)))
 
 
@@ -111,10 +123,10 @@ def _axis(t: TensorType, dim: str) -> int | None:
 
 
 def random_array(t: TensorType) -> np.ndarray[Any, Any]:
-    """Numbers of a type: normal ones, 0 and 1 where they are whole."""
+    """Return a random array of a type: normally distributed floats; integers and bools are 0 or 1."""
     rng = np.random.default_rng(0)
-    drawn = rng.integers(0, 2, t.shape) if t.dtype.kind in "biu" else rng.standard_normal(t.shape)
-    return drawn.astype(t.dtype)
+    values = rng.integers(0, 2, t.shape) if t.dtype.kind in "biu" else rng.standard_normal(t.shape)
+    return values.astype(t.dtype)
 
 
 def _cut(array: Any, axis: int | None, keep: slice) -> Any:
@@ -126,7 +138,10 @@ def _equal(want: np.ndarray[Any, Any], got: np.ndarray[Any, Any]) -> bool:
 
 
 def why_not_alone(types: TypeCache, node: Node, operands: tuple[TensorType, ...], dim: str) -> str:
-    """Why a node may not treat every entry along `dim` alone; empty if it does. Found out once for all programs."""
+    """Return why a node may mix entries along `dim`; empty if it treats each independently.
+
+    The result is cached for all programs. A node that its author declared token-wise is tested instead of proved.
+    """
     verdict = types.ask(prove, node.op, operands, dim)
     if not (verdict.token_wise or node.origin.token_wise):
         return verdict.reason
@@ -134,7 +149,7 @@ def why_not_alone(types: TypeCache, node: Node, operands: tuple[TensorType, ...]
 
 
 def why_rows_mix(graph: Graph, types: TypeCache) -> str:
-    """Which stage may mix rows of the batch, and why; empty if every one is proved to treat them alone."""
+    """Return which stage may mix rows of the batch, and why; empty if all are proved to treat them independently."""
     for inner, node in graph.walk():
         operands = tuple(inner.type(v) for v in node.inputs)
         if isinstance(node.op, Leaf) or node.op.regions():
@@ -146,19 +161,22 @@ def why_rows_mix(graph: Graph, types: TypeCache) -> str:
 
 
 def prove(types: TypeCache, op: Op, operands: tuple[TensorType, ...], dim: str) -> Verdict:
-    """The verdict on one op."""
+    """Return the proof's verdict on one op along `dim`."""
     return token_wise(as_function(op, operands, types), [t.spec for t in operands], dim)
 
 
 def asks_slices(types: TypeCache, node: Node, operands: tuple[TensorType, ...], dim: str) -> bool:
-    """Whether slices along `dim` have a say: for a claim that is not proved, and for a closure, which may branch on a
-    size of 1, which a symbol hides from the proof."""
-    proved = types.ask(prove, node.op, operands, dim).token_wise
-    return isinstance(node.op, JaxFn) if proved else node.origin.token_wise
+    """Return whether a node has to be tested on slices along `dim`.
+
+    A declared claim is tested if there is no proof. A JAX closure is tested in spite of its proof, as it may branch on
+    a size of 1, which the proof on symbolic sizes does not cover.
+    """
+    is_proved = types.ask(prove, node.op, operands, dim).token_wise
+    return isinstance(node.op, JaxFn) if is_proved else node.origin.token_wise
 
 
 def try_slices(graph: Graph, types: TypeCache, ruled: Callable[[Op], object]) -> None:
-    """Try together all nodes of a graph that slices will be asked of: those without a rule."""
+    """Test all nodes of a graph without a rule that need a test on slices, in one XLA program."""
 
     def wanted(node: Node, operands: tuple[TensorType, ...]) -> bool:
         if isinstance(node.op, Leaf) or node.op.regions() or ruled(node.op):
@@ -170,12 +188,12 @@ def try_slices(graph: Graph, types: TypeCache, ruled: Callable[[Op], object]) ->
 
 ROWS, TOKENS = 2, 5
 WHOLE = {"batch": ROWS, "seq": TOKENS}
-# The width of each piece, and how many of its tokens each row has.
+# The width of each chunk, and the number of valid tokens of each row in it.
 PIECES = ((3, (3, 2)), (1, (1, 1)), (2, (1, 2)))
 
 
 def try_blocks(graph: Graph, types: TypeCache, is_carried: Callable[[Op], bool]) -> None:
-    """Try together those that carry a state, as far as it is not known of them yet."""
+    """Test all blocks of plugins that carry a state, in one XLA program."""
 
     def wanted(node: Node, _: tuple[TensorType, ...]) -> bool:
         return is_carried(node.op) and not is_ours(type(node.op))
@@ -184,59 +202,65 @@ def try_blocks(graph: Graph, types: TypeCache, is_carried: Callable[[Op], bool])
 
 
 def pieces_differ(types: TypeCache, op: Hir, operands: tuple[TensorType, ...]) -> str:
-    """What differs between the pieces and the whole; empty if nothing does."""
+    """Return a description of the first difference between a run in chunks and a full run; empty if there is none."""
     return _tried_in_pieces(types, [(op, operands)])[0]
 
 
 def _tried_in_pieces(types: TypeCache, asked: list[Asked]) -> list[str]:
+    """Return the result of `pieces_differ` for each block, computed by one XLA program."""
     drawn = [[random_array(_bound(t, WHOLE)) for t in operands] for _, operands in asked]
 
     def results(drawn: list[list[Any]]) -> list[tuple[Any, Any]]:
         return [_both(types, op, kinds, arrays) for (op, kinds), arrays in zip(asked, drawn, strict=True)]
 
     with jax.ensure_compile_time_eval():
-        found = jax.device_get(jax.jit(results, compiler_options=QUICK)(drawn))
-    return [_difference(*pair) for pair in found]
+        outputs = jax.device_get(jax.jit(results, compiler_options=QUICK)(drawn))
+    return [_difference(*pair) for pair in outputs]
 
 
 def _bound(t: TensorType, sizes: Mapping[str, int]) -> TensorType:
+    """Return a type with numbers for its symbols: `sizes`, and 2 for every other."""
     return t.bind({**dict.fromkeys(t.symbols, 2), **sizes})
 
 
 def _both(types: TypeCache, op: Any, kinds: Sequence[TensorType], arrays: list[Any]) -> tuple[Any, Any]:
-    """The results of the whole, and those of the pieces by piece."""
+    """Return the results of a block on all tokens at once, and its results on each chunk."""
     bound = tuple(_bound(t, WHOLE) for t in kinds)
-    whole = jax.tree.leaves(as_function(op, bound, types)(*arrays))
+    full_results = jax.tree.leaves(as_function(op, bound, types)(*arrays))
     leaves = [np.zeros((ROWS, *s.type.shape), s.type.dtype) for s in op.slots(*bound)]
-    length, made = np.zeros(ROWS, np.int32), []
+    length, chunk_results = np.zeros(ROWS, np.int32), []
     for number, (width, counts) in enumerate(PIECES):
         new = np.array(counts, np.int32)
-        piece = [_piece(a, t, length, width) for a, t in zip(arrays, kinds, strict=True)]
-        given = [*piece, *leaves, length, new]
+        chunk = [_piece(a, t, length, width) for a, t in zip(arrays, kinds, strict=True)]
+        block_operands = [*chunk, *leaves, length, new]
         block = hir.Carried(op, len(leaves), fresh=not number)
-        shapes = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in given)
-        out = jax.tree.leaves(as_function(block, shapes, types)(*given))
-        made.append(out[: len(whole)])
-        leaves, length = out[len(whole) :], length + new
-    return whole, made
+        shapes = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in block_operands)
+        out = jax.tree.leaves(as_function(block, shapes, types)(*block_operands))
+        chunk_results.append(out[: len(full_results)])
+        leaves, length = out[len(full_results) :], length + new
+    return full_results, chunk_results
 
 
 def _piece(array: Any, kind: TensorType, length: np.ndarray[Any, Any], width: int) -> Any:
-    """The next tokens of each row; what has none, whole."""
+    """Return the next `width` tokens of each row; an operand without a token axis stays as it is.
+
+    Rows may end earlier than the chunk. Their padding repeats the last token, which the block has to ignore.
+    """
     if "seq" not in kind.symbols:
         return array
-    at = np.minimum(length[:, None] + np.arange(width), TOKENS - 1)
-    return array[np.arange(ROWS)[:, None], at]
+    indices = np.minimum(length[:, None] + np.arange(width), TOKENS - 1)
+    return array[np.arange(ROWS)[:, None], indices]
 
 
 def _difference(whole: list[Any], pieces: list[list[Any]]) -> str:
+    """Compare the valid tokens of each chunk with the full run; return the first difference or an empty string."""
     length = np.zeros(ROWS, np.int64)
-    for (_, counts), made in zip(PIECES, pieces, strict=True):
-        for number, (want, got) in enumerate(zip(whole, made, strict=True)):
+    for (_, counts), chunk_results in zip(PIECES, pieces, strict=True):
+        for number, (want, got) in enumerate(zip(whole, chunk_results, strict=True)):
             for row, count in enumerate(counts):
-                expected, found = want[row, length[row] : length[row] + count], got[row, :count]
-                if not np.allclose(expected, found, rtol=1e-3, atol=1e-4, equal_nan=True):
-                    at = f"tokens {length[row]} to {length[row] + count - 1} of a row"
-                    return f"result {number} of {at} read in pieces is another than read whole"
+                expected, actual = want[row, length[row] : length[row] + count], got[row, :count]
+                if not np.allclose(expected, actual, rtol=1e-3, atol=1e-4, equal_nan=True):
+                    tokens = f"tokens {length[row]} to {length[row] + count - 1} of a row"
+                    return f"result {number} of {tokens} read in pieces is another than read whole"
         length += np.array(counts)
     return ""
