@@ -1,5 +1,6 @@
-"""What passes say of each place that they looked at, fused or why not, and the report of a program: that, and counts of
-its ops. It knows no pattern: passes do.
+"""Reports of fusion: the sites that each pass matched, fused or missed, and counts of a program's ops.
+
+Passes define the patterns; this module only has the data types and the counting.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ from rlx_jax.lowering.mir.small import live
 
 @dataclass(frozen=True)
 class Place:
-    """A pattern that a pass looks for, where it is in the program.
+    """Fusion site: a match of a pass's pattern in the program.
 
-    node: the number of its node in the graph, or region, that the pass left: `text(level, after=by)` shows it.
-    context: its block path. by: the pass.
-    reason: why it was not fused, with `detail` and a `hint` at what to do about it; empty if it was.
+    Attributes:
+        pattern: the name of the pattern.
+        node: the number of the matched node in the graph or region after the pass; `text(level, after=by)` shows it.
+        context: the block path.
+        by: the name of the pass.
+        reason: why the match was not fused; empty if it was.
+        detail: more about the reason, such as a count.
+        hint: what to change so that it is fused.
     """
 
     pattern: str
@@ -43,7 +49,7 @@ class Place:
 
     @staticmethod
     def of(pattern: str, by: str, number: int, node: Node, **missed: str) -> Place:
-        """At node `number` of the HIR graph that the pass leaves, which stands where `node` does."""
+        """Return the site at node `number` of the HIR graph after the pass, with the block path of `node`."""
         return Place(pattern, f"h{number}", path_text(node.origin.path) or "—", by, **missed)
 
     def __str__(self) -> str:
@@ -53,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Fused:
-    """What a pass made of a program, and the places that it looked at."""
+    """Result of a fusion pass: the rewritten graph and its fusion sites."""
 
     graph: Graph
     places: tuple[Place, ...] = ()
@@ -61,12 +67,14 @@ class Fused:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """Ops of one program after its passes, and what they missed. A layer that repeats is counted once.
+    """Counts of ops in one program after its passes, with the fused and missed sites. Repeated layers count once.
 
-    A miss counts only where its pass ran and the pattern is there: two products that the profile keeps apart are none.
+    A site is missed only if its pass ran and the pattern is present. Products that the profile keeps separate are not
+    missed.
 
     Attributes:
-        left_to_xla: the passes that rewrite nothing, since XLA fuses what they look for itself.
+        places: the fusion sites.
+        left_to_xla: names of the passes that rewrite nothing because XLA fuses their patterns itself.
     """
 
     nodes_before: int
@@ -88,22 +96,22 @@ class FusionReport:
 
     @property
     def fused(self) -> tuple[Place, ...]:
-        """What the passes fused. A policy may have written fused ops before they came by."""
+        """Return the sites that passes fused. Fused ops written by the lowering policy are not among them."""
         return tuple(place for place in self.places if not place.reason)
 
     @property
     def missed(self) -> tuple[Place, ...]:
-        """What they looked for, and could not fuse."""
+        """Return the sites that passes could not fuse."""
         return tuple(place for place in self.places if place.reason)
 
     @property
     def clean(self) -> bool:
-        """Nothing was missed."""
+        """Return whether no site was missed."""
         return not self.missed
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """Return the counts and misses in one line."""
         missed = Counter(m.pattern for m in self.missed)
         return (
             f"nodes={self.nodes_before}→{self.nodes_after} matmul={self.matmul_before}→{self.matmul_after} "
@@ -123,7 +131,14 @@ class FusionReport:
 
 
 def fusion_report(before: Graph, after: Graph, places: tuple[Place, ...], left: Sequence[str] = ()) -> FusionReport:
-    """Count ops of a MIR program before and after its passes; `places` is what those said, `left` those left to XLA."""
+    """Return the report of a MIR program.
+
+    Args:
+        before: the program before its passes.
+        after: the program after them.
+        places: the fusion sites of all passes.
+        left: names of the passes that leave their pattern to XLA.
+    """
     count = Counter(type(node.op) for node in _live_nodes(after))
     ops = (op for node in _live_nodes(after) for op in _steps(node.op))
     pointwise = Counter(op for op in ops if isinstance(op, Unary | Binary))
@@ -148,10 +163,12 @@ def fusion_report(before: Graph, after: Graph, places: tuple[Place, ...], left: 
 
 
 def _steps(op: Op) -> tuple[Op, ...]:
+    """Return the ops inside an elementwise region; any other op alone."""
     return tuple(step.op for step in op.steps) if isinstance(op, ElementwiseRegion) else (op,)
 
 
 def _live_nodes(graph: Graph) -> Iterator[Node]:
+    """Yield the nodes that contribute to outputs or writes, in regions too."""
     for number in sorted(live(graph)):
         yield graph.nodes[number]
         for region in graph.nodes[number].op.regions():

@@ -1,4 +1,4 @@
-"""HIR → MIR: composites into blocks, then every block by its `direct` rule or its own expansion."""
+"""Lower HIR to MIR: expand composites into blocks, then lower each block by a `direct` rule or its own expansion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LowerRule = Callable[[Any, Builder, tuple[Value, ...]], tuple[Value, ...] | None
 
 
 def expand_composites(graph: Graph, types: TypeCache) -> Graph:
-    """Replace `LlamaDecoderBlock` and its like by the HIR blocks they stand for."""
+    """Replace composites such as `LlamaDecoderBlock` by the HIR blocks of their expansion."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, Hir) or not node.op.traits.composite:
@@ -35,12 +35,19 @@ def expand_composites(graph: Graph, types: TypeCache) -> Graph:
 
 
 def labelled(node: Node) -> Origin:
-    """The origin of what a block becomes: it keeps the block's path, and its label or its kind as one."""
+    """Return the origin of the nodes that replace a block: its path, and its label or else the name of its op."""
     return replace(node.origin, label=node.origin.label or node.op.name())
 
 
 def lower(graph: Graph, policy: str, types: TypeCache) -> Graph:
-    """HIR → MIR. `direct` takes the rules of `DIRECT` where one applies, `fusable` always the expansion."""
+    """Lower HIR to MIR.
+
+    Args:
+        graph: the HIR graph without composites.
+        policy: `direct` uses a rule of `DIRECT` or of a plugin if one applies, and the expansion otherwise; `fusable`
+            always uses the expansion.
+        types: the cache of inferred types.
+    """
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, Hir):
@@ -52,10 +59,11 @@ def lower(graph: Graph, policy: str, types: TypeCache) -> Graph:
 
 
 def _lower(op: Hir, b: Builder, inputs: tuple[Value, ...], policy: str) -> tuple[Value, ...]:
+    """Add the MIR of one block to the builder and return its results."""
     rule = DIRECT.get(type(op)) or direct_rule(type(op)) if policy == "direct" else None
-    done = rule(op, b, inputs) if rule else None
-    if done is not None:
-        return done
+    results = rule(op, b, inputs) if rule else None
+    if results is not None:
+        return results
     start = len(b.nodes)
     out = as_values(op.expand(b, *inputs))
     if not any(isinstance(n.op, Hir) for n in b.nodes[start:]):
@@ -64,7 +72,7 @@ def _lower(op: Hir, b: Builder, inputs: tuple[Value, ...], policy: str) -> tuple
 
 
 def _lower_tail(b: Builder, start: int, out: tuple[Value, ...], policy: str) -> tuple[Value, ...]:
-    """An expansion wrote HIR blocks: take its nodes back and lower them one by one."""
+    """Lower the HIR blocks that an expansion wrote: remove its nodes from the builder and lower them one by one."""
     tail, b.nodes[start:] = b.nodes[start:], []
     mapped: dict[Value, Value] = {}
     for number, node in enumerate(tail, start):
@@ -75,22 +83,22 @@ def _lower_tail(b: Builder, start: int, out: tuple[Value, ...], policy: str) -> 
     return tuple(mapped.get(v, v) for v in out)
 
 
-# -- direct rules: each must equal `expand` ----------------------------------------------------
+# -- direct rules: each must compute the same as `expand` --------------------------------------
 
 
 def linear(op: hir.Linear, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-    """linear(x, w, b) → fused_mm_bias_act(x, w, b)."""
+    """Lower linear(x, w, b) → fused_mm_bias_act(x, w, b); None without a bias."""
     fused = FusedMatMulBiasAct(op.contract, op.activation, f32_result=op.f32_result)
     return b.add(fused, *inputs) if op.bias else None
 
 
 def attention(op: hir.Attention, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
-    """attention(q, k, v) → the grouped op over the key/value heads as they are."""
+    """Lower attention(q, k, v) → the grouped op, without repeating key and value heads."""
     return (op.over(b, 1, *inputs),)
 
 
 def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-    """rms_norm(x, γ, zeros) → rms_norm(x, γ)."""
+    """Lower rms_norm(x, γ, zeros) → rms_norm(x, γ); None if the bias is not all zeros."""
     if len(inputs) == 3:
         beta = b.nodes[inputs[2].node].op
         if isinstance(beta, Constant) and not np.any(beta.array):
@@ -98,13 +106,13 @@ def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Va
     return None
 
 
-# Better lowerings than `expand`, by block. Plugins have more, for blocks of their own.
+# Faster lowerings than `expand`, by block. Plugins register more for their own blocks.
 DIRECT: dict[type[Hir], LowerRule] = {
     hir.Linear: linear,
     hir.Attention: attention,
     hir.CachedAttention: lambda op, b, inputs: op.grouped(b, 1, *inputs),
     hir.RmsNorm: rms_norm,
-    # The one op, which computes the experts that were chosen.
+    # One op, so that an implementation may compute only the experts that the router chose.
     hir.Experts: lambda op, b, inputs: b.add(
         ExpertFfn(op.activation, op.contract, biased=op.biased, clamp=op.clamp), *inputs
     ),
@@ -115,7 +123,7 @@ DIRECT: dict[type[Hir], LowerRule] = {
 
 
 def as_function(op: Op, operands: tuple[TensorType, ...], types: TypeCache) -> Callable[..., Any]:
-    """What one node computes, as a JAX function of its operands."""
+    """Return the computation of one op as a JAX function of its operands."""
     if isinstance(op, Mir):
         return op.eval
     b = Builder("function", types)

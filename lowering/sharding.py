@@ -1,6 +1,6 @@
-"""How a model is divided over a mesh of devices: roles of axes → axes of the mesh → shardings.
+"""Sharding of a model over a device mesh: roles of array axes → mesh axes → `NamedSharding`.
 
-Passes, Layout, plan and interpreter ask here; XLA (GSPMD) does what follows from it for everything in between.
+Passes, Layout, plan and interpreter get their shardings from here; XLA (GSPMD) propagates them to all other values.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ from rlx_jax.ir.types import DimLike, TensorType, is_static
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """A mesh, the mesh axes that each role is divided over (those that the mesh has), and what the axes of stored
-    weights are, by key."""
+    """Sharding rules of a model on a mesh.
+
+    Attributes:
+        mesh: the device mesh.
+        axes: for each role the mesh axes over which it is sharded; only axes of this mesh.
+        roles: the roles of the axes of checkpoint weights, by key.
+    """
 
     mesh: Mesh
     axes: Mapping[str, tuple[str, ...]]
@@ -41,59 +46,69 @@ class Division:
     # -- numbers -----------------------------------------------------------------------------
 
     def parts(self, role: Role) -> int:
-        """How many pieces an axis of that role is cut into."""
+        """Return the number of shards of an axis with that role."""
         return math.prod(self.mesh.shape[name] for name in self._over(role))
 
     def weight_parts(self, program: Program, axis: int) -> int:
-        """How many pieces an axis of a parameter is cut into where it is multiplied."""
+        """Return the number of shards of a parameter's axis in the compute sharding."""
         role = of_program(program, self.roles)[axis]
         return math.prod(self.mesh.shape[name] for name in self._used_over(role))
 
     def row_parts(self, rows: int) -> int:
-        """How many pieces so many rows are cut into."""
+        """Return the number of shards of a batch of so many rows."""
         return math.prod(self.mesh.shape[name] for name in self._fitting("batch", rows, self._over("batch")))
 
     def repeats(self, program: Program, axis: int) -> bool:
-        """Whether an axis of a parameter is key heads that every device has, while query heads are divided."""
-        whole = self.parts("kv_heads") < self.parts("heads")
-        return whole and of_program(program, self.roles)[axis] == "kv_heads"
+        """Return whether an axis of a parameter is key heads with fewer shards than the query heads have."""
+        is_replicated = self.parts("kv_heads") < self.parts("heads")
+        return is_replicated and of_program(program, self.roles)[axis] == "kv_heads"
 
     # -- shardings ---------------------------------------------------------------------------
 
     def resting(self, program: Program) -> NamedSharding:
-        """Where a parameter is kept: divided over all axes that its roles have."""
+        """Return the storage sharding of a parameter: sharded over all mesh axes of its roles."""
         return self._sharding(of_program(program, self.roles), program.type.shape, ())
 
     def used(self, program: Program) -> NamedSharding:
-        """Where it is when it is used: gathered along the mesh axes that divide the batch, but for experts, to which
-        rows are brought."""
+        """Return the compute sharding of a parameter.
+
+        It is gathered along the mesh axes that shard the batch. Only experts stay sharded; tokens are sent to them.
+        """
         return self._sharding(of_program(program, self.roles), program.type.shape, self._rows)
 
     def value(self, roles: Roles, shape: Iterable[DimLike]) -> NamedSharding:
-        """Of a value or a state. The mesh axes that divide the batch divide nothing else of it but experts, and an axis
-        that they do not divide evenly stays whole; rows are divided along the first of theirs, as far as that goes."""
+        """Return the sharding of a value or a state leaf.
+
+        The mesh axes of the batch shard only the batch and experts. An axis that does not divide evenly is replicated;
+        the batch is sharded over the longest prefix of its mesh axes that divides it.
+        """
         return self._sharding(roles, tuple(shape), self._rows)
 
     def of_input(self, t: TensorType, shape: Iterable[DimLike]) -> NamedSharding:
-        """Of an input, whose dims have meaning: `t` has them by name, `shape` by number."""
+        """Return the sharding of an input with the symbolic type `t` and the static shape `shape`.
+
+        The names of its dims determine their roles.
+        """
         return self.value(of_dims(t), shape)
 
     def placed(self, program: Program) -> tuple[str, int]:
-        """How a parameter is kept, as `(tensor, -)`, and the bytes of it that one device has."""
+        """Return the storage sharding of a parameter as text, `(tensor, -)`, and its bytes per device."""
         sharding = self.resting(program)
         entries = [*sharding.spec, *[None] * (program.type.rank - len(sharding.spec))]
         names = ("-" if e is None else "+".join(e) if isinstance(e, tuple) else str(e) for e in entries)
         return f"({', '.join(names)})", on_one(program.type, sharding).nbytes
 
     def gathered_bytes(self, programs: Iterable[Program]) -> int:
-        """What the parameters that are gathered to be used take of one device beside the parts that it keeps, if all
-        of them are there at once."""
-        gathered = [p for p in programs if self.used(p) != self.resting(p)]
-        return sum(on_one(p.type, self.used(p)).nbytes for p in gathered)
+        """Return the bytes per device of all gathered parameters, if all of them are live at once.
+
+        The stored shards come in addition.
+        """
+        gathered_programs = [p for p in programs if self.used(p) != self.resting(p)]
+        return sum(on_one(p.type, self.used(p)).nbytes for p in gathered_programs)
 
     @property
     def whole(self) -> NamedSharding:
-        """On every device, all of it."""
+        """Return the replicated sharding: every device has the full array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -101,54 +116,63 @@ class Division:
         return self.axes.get("batch", ())
 
     def _over(self, role: Role) -> tuple[str, ...]:
-        return self.axes.get(role, ()) if isinstance(role, str) else ()  # parts side by side are divided each alone
+        # A role that is no string is a packed axis of several parts, which passes separate before they shard them.
+        return self.axes.get(role, ()) if isinstance(role, str) else ()
 
     def _used_over(self, role: Role) -> tuple[str, ...]:
-        """Where it is used: rows go to the experts of other devices, and all other weights to the rows."""
+        """Return the mesh axes of a role in the compute sharding.
+
+        Tokens are sent to the experts of other devices; all other weights are gathered on the devices with the tokens.
+        """
         return tuple(n for n in self._over(role) if role == "experts" or n not in self._rows)
 
     def _fitting(self, role: Role, size: DimLike, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those mesh axes that divide so much evenly: all of them or none, and of rows the first ones."""
+        """Return the mesh axes that divide a size evenly: all or none of them; for the batch, the longest prefix."""
         while names and not (is_static(size) and int(size) % math.prod(self.mesh.shape[n] for n in names) == 0):
             names = names[:-1] if role == "batch" else ()
         return names
 
     def _sharding(self, roles: Roles, shape: tuple[DimLike, ...], without: tuple[str, ...]) -> NamedSharding:
-        taken: set[str] = set()
+        taken: set[str] = set()  # a mesh axis may shard only one axis of an array
         entries: list[tuple[str, ...] | None] = []
         for role, size in zip(roles, shape, strict=True):
             free = without if role not in ("batch", "experts") else ()
             names = self._fitting(role, size, tuple(n for n in self._over(role) if n not in taken and n not in free))
             entries.append(names or None)
             taken |= set(names)
-        while entries and entries[-1] is None:
+        while entries and entries[-1] is None:  # so that equal shardings compare equal
             entries.pop()
         return NamedSharding(self.mesh, PartitionSpec(*(e[0] if e and len(e) == 1 else e for e in entries)))
 
     # -- what does not divide ----------------------------------------------------------------
 
     def text(self) -> str:
-        """`data 2 × tensor 4`."""
+        """Return the mesh axes with their sizes, such as `data 2 × tensor 4`."""
         return " × ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
 
     def whole_leaves(self, programs: Iterable[Program]) -> tuple[str, ...]:
-        """Leaves of more than one axis, beside that of stacked layers, that every device has whole: by name."""
-        named = ((p, p.parts[0] if isinstance(p, Stack) else p) for p in programs)
-        return tuple(leaf_name(p) for p, one in named if one.type.rank > 1 and self.resting(p).is_fully_replicated)
+        """Return the names of replicated parameters with at least two axes, not counting the axis of stacked layers."""
+        names = ((p, p.parts[0] if isinstance(p, Stack) else p) for p in programs)
+        return tuple(leaf_name(p) for p, one in names if one.type.rank > 1 and self.resting(p).is_fully_replicated)
 
 
 def on_one(t: TensorType, sharding: NamedSharding | None) -> TensorType:
-    """What one device has of an array; all of it without a sharding."""
+    """Return the type of one device's shard of an array; without a sharding, of the full array."""
     return t if sharding is None else TensorType(sharding.shard_shape(t.spec.shape), t.dtype)
 
 
 def with_groups(division: Division, graph: Graph) -> Division:
-    """The division for the attention of a flow, whose composites are expanded. Where the devices are more than the key
-    heads, and a multiple of them, keys and values are whole on each; so is what heads with a state share, where they do
-    not divide it.
+    """Return the sharding rules adapted to the attention and recurrent heads of a flow.
+
+    Key heads are replicated if their number of shards is a multiple of the number of key heads. Groups shared by heads
+    with a state are replicated if they do not divide evenly.
+
+    Args:
+        division: the rules.
+        graph: the flow's HIR with composites expanded.
 
     Raises:
-        UnsupportedError: heads that do not divide; names the block and what would.
+        UnsupportedError: a number of heads does not divide; names the block and possible remedies.
     """
     for _, node in graph.walk():
         where = path_text(node.origin.path)
@@ -174,17 +198,18 @@ def with_groups(division: Division, graph: Graph) -> Division:
 
 
 def _without(division: Division, role: str) -> Division:
-    """The division in which axes of that role are whole."""
+    """Return the sharding rules with axes of that role replicated."""
     return replace(division, axes={name: over for name, over in division.axes.items() if name != role})
 
 
 def heads_of(op: hir.Attention | hir.GrowingAttention) -> tuple[int, int]:
-    """Query heads and key heads."""
+    """Return the numbers of query heads and of key heads."""
     attend = op if isinstance(op, hir.Attention) else op.attend
     return attend.heads, attend.kv_heads
 
 
 def _refusal(division: Division, where: str, what: str, role: str, parts: int) -> str:
+    """Return the message of an error about a size that does not divide."""
     axes = listing(division.axes[role])
     return (
         f"{where}: {what} cannot be divided over {parts} devices ({role} over mesh axis {axes}); use a mesh in which "
@@ -193,11 +218,12 @@ def _refusal(division: Division, where: str, what: str, role: str, parts: int) -
 
 
 def check_divides(division: Division, programs: Iterable[Program]) -> None:
-    """Every axis that a product is divided along has equal pieces. (What is only kept in pieces stays whole where it
-    has none; the report says so.)
+    """Check that every sharded axis of the compute shardings divides evenly.
+
+    (An axis that is sharded in storage only is replicated instead; the report lists such parameters.)
 
     Raises:
-        UnsupportedError: names the leaf.
+        UnsupportedError: an axis does not divide; names the parameter.
     """
     for program in programs:
         for axis, role in enumerate(of_program(program, division.roles)):
@@ -209,17 +235,20 @@ def check_divides(division: Division, programs: Iterable[Program]) -> None:
 
 
 def divide(graph: Graph, division: Division, types: TypeCache) -> Graph:
-    """x · w → shard(x · w), and so experts: rows of the batch, tokens, and what the other axis of w is; the width
-    between blocks is whole, so that a sum over divided axes is made where it is."""
+    """Rewrite x · w → shard(x · w), and likewise embeddings and experts: add sharding constraints to results.
+
+    The last axis of the result has the role of the output axis of w. The hidden width between blocks is replicated, so
+    that a sum over a sharded axis is reduced right after its product.
+    """
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        if isinstance(node.op, RopeTable):  # every device makes its own
+        if isinstance(node.op, RopeTable):  # replicated: every device computes its own table
             return b.add(node.op, *(b(Shard((None,) * b.type(v).rank), v) for v in inputs))
-        if isinstance(node.op, TopK):  # of each row where it is: XLA would bring all rows together
+        if isinstance(node.op, TopK):  # per row, on the device of the row: XLA would gather all rows
             roles = list(of_dims(b.type(inputs[0])))
             roles[node.op.axis] = None
             return b.add(replace(node.op, roles=tuple(roles)), *inputs) if any(roles) else None
-        if isinstance(node.op, ExpertFfn):  # each token is whole where its row is
+        if isinstance(node.op, ExpertFfn):  # results are sharded over rows only, as the tokens are
             rows = of_dims(b.type(inputs[0]))[:-1]
             return (b(Shard((*rows, None)), b(replace(node.op, roles=rows), *inputs)),)
         weight = 0 if isinstance(node.op, Gather) else 1
@@ -228,21 +257,21 @@ def divide(graph: Graph, division: Division, types: TypeCache) -> Graph:
         param = _param(b, inputs[weight])
         if param is None:
             return None
-        made = b(node.op, *inputs)
-        *lead, _ = of_dims(b.type(made))
-        return (b(Shard((*lead, _last(node, of_program(param.programs[0], division.roles)))), made),)
+        product = b(node.op, *inputs)
+        *lead, _ = of_dims(b.type(product))
+        return (b(Shard((*lead, _last(node, of_program(param.programs[0], division.roles)))), product),)
 
     return rewrite(graph, everywhere(fn), types, "divide")
 
 
 def _last(node: Node, roles: Roles) -> str | None:
-    """What the last axis of the result is."""
+    """Return the role of the result's last axis; None for the hidden width and packed axes, which are replicated."""
     role = roles[-1] if isinstance(node.op, Gather) else roles[1 - node.op.contract]  # type: ignore[attr-defined]
     return role if isinstance(role, str) and role != "hidden" else None
 
 
 def _param(b: Builder, value: Value) -> Param | None:
-    """The parameter that a value is, through casts."""
+    """Return the parameter behind a value and its casts, or None."""
     node = b.nodes[value.node]
     while isinstance(node.op, CastTo):
         node = b.nodes[node.inputs[0].node]
@@ -250,7 +279,7 @@ def _param(b: Builder, value: Value) -> Param | None:
 
 
 def undivided(graph: Graph, types: TypeCache) -> Graph:
-    """shard(x) → x: one device has all of it."""
+    """Rewrite shard(x) → x, for a program on one device."""
     if not any(isinstance(node.op, Shard) for _, node in graph.walk()):
         return graph
 

@@ -1,16 +1,15 @@
-"""What the program `explicit` adds to a flow: keys and values of earlier tokens as inputs, and the longer ones as
-outputs.
+"""The program `explicit`: cached keys and values of past tokens are inputs, and the extended ones are outputs.
 
-Attention i of the flow, counted in its order, reads the inputs `past_k_{i}` and `past_v_{i}` `[batch, past, K·D]`, the
-keys rotated, and gives the outputs `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`. Positions go on behind the
-cache. Two more inputs are optional: `position_ids` `[batch, seq]`, and `mask` `[batch, past + seq]` over cached and new
-keys, where 1 keeps a key, less than ½ drops it, and causality holds besides.
+Attention i of the flow, in graph order, reads the inputs `past_k_{i}` and `past_v_{i}` `[batch, past, K·D]`, with keys
+after rotary embedding, and returns the outputs `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`. Positions continue
+after the cache. Two more inputs are optional: `position_ids` `[batch, seq]`, and `mask` `[batch, past + seq]` over
+cached and new keys: 1 keeps a key, less than ½ drops it. The causal mask applies in addition.
 
-Block i with a state slot, counted for each name of a slot, reads the input `state_{slot}_{i}` and gives the output
-`state.{i}.{slot}` `[batch, …]`, the state after the last token: a flow with such a block has no `mask`, because its
+A block with a state slot reads the input `state_{slot}_{i}` and returns the output `state.{i}.{slot}` `[batch, …]`, the
+state after the last token; i counts the slots of the same name. A flow with such a block has no `mask`, because the
 state has read every token.
 
-An input that the flow declares under one of these names is taken as it is, if its shape is the right one.
+An input that the flow declares under one of these names is used as it is, if its shape matches.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rlx_jax.ir.types import DimLike, TensorType, is_float, symbol
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 KINDS = hir.Attention | hir.GrowingAttention
 MASK, POSITION_IDS = "mask", "position_ids"
-OPTIONAL = (  # of every explicit program that has no inputs of these names otherwise
+OPTIONAL = (  # of every explicit program, unless the flow has inputs of these names
     Input(MASK, type=TensorType((symbol("batch"), symbol("past") + symbol("seq")), I32)),
     Input(POSITION_IDS, type=TensorType((symbol("batch"), symbol("seq")), I32)),
 )
@@ -40,10 +39,17 @@ OPTIONAL = (  # of every explicit program that has no inputs of these names othe
 
 @dataclass
 class Behind:
-    """The inputs and outputs of one explicit program while it is derived.
+    """Cache inputs and outputs of one `explicit` program while it is derived.
 
-    `past` is the first layer's cached keys if there is attention, `caches` their dtype where the flow declares none,
-    `given` the optional inputs that calls will supply.
+    Attributes:
+        declared: the inputs of the flow, by name.
+        past: the input of the first layer's cached keys; None without attention.
+        caches: dtype of cache inputs that the flow does not declare.
+        given: names of the optional inputs that calls will supply.
+        added: the inputs added so far, by name.
+        grown: the outputs added so far, by name: extended caches and new states.
+        layers: the number of attentions so far.
+        slots: the names of the state slots so far.
     """
 
     declared: dict[str, Input]
@@ -57,24 +63,29 @@ class Behind:
 
     @staticmethod
     def of(graph: Graph, caches: np.dtype[np.generic] | None, given: Collection[str]) -> Behind:
-        """For the attention of a flow without regions.
+        """Return the initial value for a flow without regions.
+
+        Args:
+            graph: the flow's HIR.
+            caches: dtype of caches, None for float32.
+            given: names of the optional inputs that calls will supply.
 
         Raises:
-            DeriveError: there is none, and no block that carries a state.
+            DeriveError: the flow has neither attention nor a block that carries a state.
         """
-        found = next((n for n in graph.nodes if isinstance(n.op, KINDS) and _moves(graph, n)), None)
+        attention = next((n for n in graph.nodes if isinstance(n.op, KINDS) and _moves(graph, n)), None)
         declared, dtype = {i.input: i for i in graph.inputs}, caches or F32
-        past = declared.get(name_of("k", 0)) if found is not None else None
-        if found is None and not carries_state(graph):
+        past = declared.get(name_of("k", 0)) if attention is not None else None
+        if attention is None and not carries_state(graph):
             raise DeriveError("the flow has no attention, so explicit has nothing to cache: compile it as it is")
-        if found is not None and past is None:
-            past = Input(name_of("k", 0), type=cache_type(graph.type(found.inputs[1]), symbol("past"), dtype))
+        if attention is not None and past is None:
+            past = Input(name_of("k", 0), type=cache_type(graph.type(attention.inputs[1]), symbol("past"), dtype))
         return Behind(declared, past, dtype, frozenset(given))
 
     # -- the rules ---------------------------------------------------------------------------
 
     def positions(self, b: Builder, x: Value) -> Value:
-        """positions(x) → past + iota, or the input `position_ids`"""
+        """Rewrite positions(x) → past + iota, or → the input `position_ids`."""
         rows = b.type(x)
         if POSITION_IDS in self.given and POSITION_IDS not in self.declared:
             return self._input(b, Input(POSITION_IDS, type=TensorType(rows.shape[:2], I32)))
@@ -83,12 +94,13 @@ class Behind:
                 "the flow reads positions, and without attention no input has one row for each cached token: give "
                 f"{POSITION_IDS}"
             )
+        # The number of past tokens as a value: the last index along the cache, plus 1.
         last = b(Narrow(0, -1, 1), b(Iota(1), b.leaf(self.past)))
         start = b(Reshape((1, 1)), b(Binary("add"), last, b.scalar(1, last)))
         return b(Binary("add"), start, b(Reshape((1, -1)), b(Iota(1), x)))
 
     def attention(self, b: Builder, op: hir.Attention, q: Value, k: Value, v: Value, *read: Value) -> Value:
-        """attention(q, k, v) → growing_attention(q, k, v, past_k, past_v, mask); kv.k, kv.v are outputs"""
+        """Rewrite attention(q, k, v) → growing_attention(q, k, v, past_k, past_v, mask), with outputs kv.k and kv.v."""
         layer, new = self.layers, b.type(k)
         past = [self._cache(b, name_of(kind, layer), b.type(x)) for kind, x in (("k", k), ("v", v))]
         keep = self._mask(b, new)
@@ -98,7 +110,7 @@ class Behind:
         return context
 
     def carried(self, b: Builder, op: Hir, operands: Sequence[Value], slots: Sequence[hir.StateSlot]) -> list[Value]:
-        """block(x, …) → carried(block, x, …, state_{slot}_{i}); state.{i}.{slot} are outputs"""
+        """Rewrite block(x, …) → carried(block, x, …, state_{slot}_{i}), with the outputs state.{i}.{slot}."""
         batch = b.type(operands[0]).shape[0]
         names: list[str] = []
         leaves: list[Value] = []
@@ -117,10 +129,11 @@ class Behind:
         return list(values[:count])
 
     def finish(self, graph: Graph, types: TypeCache) -> Graph:
-        """The program with its inputs and outputs.
+        """Return the program with its inputs and outputs.
 
         Raises:
-            DeriveError: an output has the name of another, or nothing reads an input that is given.
+            DeriveError: two outputs have the same name, nothing reads a supplied optional input, or a flow with states
+                has a mask over past tokens.
         """
         for name in self.grown:
             if name in graph.output_names:
@@ -139,8 +152,9 @@ class Behind:
                 "lengths"
             )
         b = Builder.resume(graph, types)
-        at = (MASK, *(name for name in self.added if name not in (MASK, POSITION_IDS)), POSITION_IDS)
-        b.inputs = [*graph.inputs, *(self.added[name] for name in at if name in self.added)]
+        # The order of arguments is public: the mask, caches and states in layer order, position ids.
+        names = (MASK, *(name for name in self.added if name not in (MASK, POSITION_IDS)), POSITION_IDS)
+        b.inputs = [*graph.inputs, *(self.added[name] for name in names if name in self.added)]
         return b.finish([*graph.outputs, *self.grown.values()], [*graph.output_names, *self.grown])
 
     # -- the inputs --------------------------------------------------------------------------
@@ -159,7 +173,10 @@ class Behind:
         return self._input(b, leaf)
 
     def _mask(self, b: Builder, new: TensorType) -> tuple[Value, ...]:
-        """The keep mask, if there is one over cached and new keys."""
+        """Return the keep mask over cached and new keys, if there is one.
+
+        A declared input `mask` of another shape is not used here; the flow may read it itself.
+        """
         assert self.past is not None
         shape = (new.shape[0], self.past.type.shape[1] + new.shape[1])
         if MASK in self.given and MASK not in self.declared:
@@ -169,19 +186,23 @@ class Behind:
 
 
 def _moves(graph: Graph, node: Node) -> bool:
-    """Whether it is attention over tokens, not over what a request brings beside them."""
+    """Return whether a node is attention over tokens, not over other inputs of a request."""
     return isinstance(node.op, hir.GrowingAttention) or "seq" in graph.type(node.inputs[1]).symbols
 
 
 def optional_inputs(graph: Graph) -> tuple[Input, ...]:
-    """The optional inputs that the program adds to those of the flow."""
-    taken = {i.input for i in graph.inputs} | ({MASK} if carries_state(graph) else set())
-    return tuple(i for i in OPTIONAL if i.input not in taken)
+    """Return the optional inputs that the program adds to those of the flow."""
+    unavailable = {i.input for i in graph.inputs} | ({MASK} if carries_state(graph) else set())
+    return tuple(i for i in OPTIONAL if i.input not in unavailable)
 
 
 def caches_of(b: Builder) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Return what later tokens read of those of a flow, by the names of the program's outputs: the keys and values of
-    every causal attention, and the state of every block after the last token, which is written here."""
+    """Return the values that later tokens need, by the names of the program's outputs.
+
+    Returns:
+        The keys and values of every causal attention, and the state of every block after the last token. The nodes
+        that compute those states are added to the builder.
+    """
     nodes = list(b.nodes)
     attention = [n for n in nodes if isinstance(n.op, hir.Attention) and n.op.causal]
     caches = {f"kv.{i}.{kind}": v for i, n in enumerate(attention) for kind, v in zip("kv", n.inputs[1:3], strict=True)}
@@ -206,10 +227,10 @@ def carries_state(graph: Graph) -> bool:
 
 
 def name_of(kind: str, layer: int) -> str:
-    """The input of cached keys (`k`) or values (`v`) of one layer."""
+    """Return the name of the input with cached keys (`k`) or values (`v`) of one layer."""
     return f"past_{kind}_{layer}"
 
 
 def cache_type(new: TensorType, past: DimLike, dtype: np.dtype[np.generic]) -> TensorType:
-    """The type of a cache of `past` tokens in front of `new` `[B, S, K·D]`."""
+    """Return the type of a cache of `past` tokens that precede new keys or values `[B, S, K·D]`."""
     return TensorType((new.shape[0], past, *new.shape[2:]), dtype)
