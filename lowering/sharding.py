@@ -271,7 +271,7 @@ def _last(node: Node, roles: Roles) -> str | None:
 
 
 def _param(b: Builder, value: Value) -> Param | None:
-    """Return the parameter behind a value and its casts, or None."""
+    """Return the parameter that a value is, after removing casts; None if it is something else."""
     node = b.nodes[value.node]
     while isinstance(node.op, CastTo):
         node = b.nodes[node.inputs[0].node]
