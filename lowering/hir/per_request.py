@@ -40,7 +40,7 @@ from rlx_jax.ir.types import TensorType, is_static, terms_of
 # Adds a leaf to the state: `Derivation.state`.
 Keep = Callable[[Builder, Path, str, TensorType, Roles], tuple[StateLeaf, Value]]
 
-# Levels of dependence: on weights only, on inputs without tokens too, on tokens. A node has the maximum of its operands.
+# Levels of dependence: on weights only, on inputs without tokens too, on tokens. A node has its operands' maximum.
 WEIGHTS, REQUEST, MOVES = range(3)
 
 # The level of each node of a graph, by number.
