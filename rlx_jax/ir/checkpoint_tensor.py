@@ -1,6 +1,6 @@
-"""What parameter programs begin with: stored tensors, parts of them, and their numbers where they are packed.
+"""The first steps of a parameter program: a checkpoint tensor, a slice of one, or the decoded values of a packed one.
 
-A box is what a device holds of a tensor that lies on several.
+`ProgramStep` is the protocol of every step. A box is a rectangular part of a tensor, such as the shard of one device.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from rlx_jax.ir.types import TensorType
 
 @dataclass(frozen=True)
 class Parts:
-    """An axis that is several side by side: the size of each, and its role. Whole it is divided over nothing; a pass
-    takes it apart where devices divide a part (`rlx_jax.lowering.hir.weights`)."""
+    """The role of an axis that concatenates several parts: the size and the role of each part.
+
+    The axis itself is never sharded. If a mesh shards one of the parts, a pass separates them
+    (`rlx_jax.lowering.hir.weights`).
+    """
 
     of: tuple[tuple[int, str | None], ...]
 
     def within(self, start: int, stop: int) -> Role:
-        """Of `start` to `stop` of the axis."""
-        found: list[tuple[int, str | None]] = []
-        at = 0
+        """Return the role of `start` to `stop` of the axis: that of a single part, or the `Parts` in this range."""
+        parts: list[tuple[int, str | None]] = []
+        offset = 0
         for size, role in self.of:
-            kept = min(stop, at + size) - max(start, at)
-            found += [(kept, role)] if kept > 0 else []
-            at += size
-        return found[0][1] if len(found) == 1 else Parts(tuple(found))
+            overlap = min(stop, offset + size) - max(start, offset)
+            parts += [(overlap, role)] if overlap > 0 else []
+            offset += size
+        return parts[0][1] if len(parts) == 1 else Parts(tuple(parts))
 
     def __str__(self) -> str:
         return " ‖ ".join(f"{size} {role or 'whole'}" for size, role in self.of)
@@ -39,13 +42,16 @@ class Parts:
 
 @dataclass(frozen=True)
 class Conflict:
-    """An axis to which several uses of one weight give different roles. A mesh that divides one of them is refused."""
+    """The role of an axis to which several uses of one weight give different roles.
+
+    A mesh that shards one of these roles is refused.
+    """
 
     of: tuple[str | Parts, ...]
 
     @property
     def names(self) -> Iterator[str]:
-        """The roles, those of parts one by one."""
+        """The names of the roles, including those of each part."""
         for role in self.of:
             yield from (role,) if isinstance(role, str) else (name for _, name in role.of if name is not None)
 
@@ -57,12 +63,15 @@ class Conflict:
 
 
 Role = str | Parts | Conflict | None
-# What each axis is (`rlx_jax.ir.roles`); None where nobody said.
+# The role of each axis (`rlx_jax.ir.roles`); None if it is unknown.
 Roles = tuple[Role, ...]
 
 
 class ProgramStep(Protocol):
-    """What every program is: one step over the programs in `parts`. One more is a class with these members."""
+    """The protocol of a program: one step over the programs in `parts`.
+
+    A new kind of step is a class with these members.
+    """
 
     @property
     def type(self) -> TensorType:
@@ -70,38 +79,43 @@ class ProgramStep(Protocol):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The programs that it is made of, in order."""
+        """The programs that this step combines, in order."""
 
     @property
     def lossy(self) -> bool:
-        """Whether this step may lose bits of a float. (Integers are checked against their range when loaded.)"""
+        """Whether this step may lose bits of a float. (Loading checks integers against their range.)"""
 
     @property
     def in_place(self) -> bool:
-        """Whether `cut` gives views of a NumPy array, so that who fills them fills it."""
+        """Whether `cut` returns views of a NumPy array, so that writing to the views fills the array."""
 
     def over(self, *parts: Any) -> Any:
-        """The same step over other parts."""
+        """Return the same step over other parts."""
 
     def box(self, box: Box) -> Any:
-        """The program of a box of the value, which reads no more than it has to. `rlx_jax.ir.param.boxed` asks."""
+        """Return the program of a box of the value, which reads no more than necessary.
+
+        Call it through `rlx_jax.ir.param.boxed`, which handles the full box.
+        """
 
     def join(self, *values: Any) -> Any:
-        """The value, of those of the parts: arrays of NumPy or JAX."""
+        """Return the value, given the values of the parts: NumPy or JAX arrays."""
 
     def cut(self, value: Any) -> tuple[Any, ...]:
-        """`join` backwards: what of a value each part has, in the value's dtype; views where possible."""
+        """Return the value of each part, given the joined value: the inverse of `join`.
+
+        Results keep the dtype of `value` and are views where possible.
+        """
 
     def name(self, *names: str) -> str:
-        """What messages call it, of the names of its parts."""
+        """Return the name for messages, given the names of the parts."""
 
     def roles(self, *parts: Roles) -> Roles:
-        """What its axes are, of what those of its parts are."""
+        """Return the roles of the axes, given the roles of the parts."""
 
 
 class OverOne:
-    """What most steps have in common: one program `of`, whose roles and name they have; they are exact, and what fills
-    them fills an array of their own."""
+    """Base of steps over one program `of`: they keep its roles and name, are exact, and fill a new array."""
 
     in_place: ClassVar[bool] = False
 
@@ -128,7 +142,7 @@ class OverOne:
 
 
 class NoParts:
-    """What steps have in common that begin a program."""
+    """Base of steps that begin a program and so have no parts."""
 
     type: TensorType
     parts: ClassVar[tuple[Any, ...]] = ()
@@ -145,7 +159,7 @@ class NoParts:
 
 
 class Indexed(OverOne):
-    """What steps have in common that take `index` of `of`."""
+    """Base of steps that select `index` of `of`."""
 
     of: Any
     index: Any
@@ -166,7 +180,7 @@ class Indexed(OverOne):
 
 @dataclass(frozen=True)
 class Key(NoParts):
-    """The tensor stored under a checkpoint key, as it is."""
+    """The checkpoint tensor under a key, unchanged."""
 
     key: str
     type: TensorType
@@ -180,21 +194,22 @@ class Key(NoParts):
 
     @property
     def stored(self) -> Key:
+        """The key itself, as `Sliced.stored`."""
         return self
 
     @property
     def place(self) -> Box:
-        """Where it stands in the stored tensor: all of it."""
+        """The box that this program selects of the checkpoint tensor: all of it."""
         return full(self.type.shape)
 
     def box(self, box: Box) -> Key | Sliced:
-        found: Key | Sliced = self
+        part: Key | Sliced = self
         for axis, (edges, size) in enumerate(zip(box, self.type.shape, strict=True)):
-            found = found if edges == (0, size) else Sliced(found, axis, *edges)
-        return found
+            part = part if edges == (0, size) else Sliced(part, axis, *edges)
+        return part
 
     def join(self, *values: Any) -> Any:
-        return values[0]  # what is stored is the value
+        return values[0]  # the value is the checkpoint tensor itself
 
     def name(self, *names: str) -> str:
         return self.key
@@ -202,10 +217,9 @@ class Key(NoParts):
 
 @dataclass(frozen=True)
 class Sliced(Indexed):
-    """`start` to `stop` along an axis of a stored tensor, or of such a part: one projection of several that are stored
-    as one.
+    """`start` to `stop` along an axis of a checkpoint tensor or of another slice: one of several fused projections.
 
-    Only what it holds is read. Read backwards, it is a piece of its key.
+    Loading reads only this slice. Saving writes it as a part of its key.
     """
 
     of: Key | Sliced
@@ -220,25 +234,26 @@ class Sliced(Indexed):
 
     @property
     def stored(self) -> Key:
-        """The key that it is a part of."""
+        """The checkpoint key that contains the slice."""
         return self.of.stored
 
     @property
     def place(self) -> Box:
-        """Where it stands in the stored tensor."""
-        around = self.of.place
-        first = around[self.axis][0]
-        return (*around[: self.axis], (first + self.start, first + self.stop), *around[self.axis + 1 :])
+        """The box that the slice selects of the checkpoint tensor."""
+        outer = self.of.place
+        axis_start = outer[self.axis][0]
+        return (*outer[: self.axis], (axis_start + self.start, axis_start + self.stop), *outer[self.axis + 1 :])
 
     @property
     def index(self) -> Index:
-        """Where it stands in what it is a part of."""
+        """The slice as an index of `of`."""
         return rows(self.axis, self.start, self.stop)
 
     def over(self, *parts: Any) -> Any:
         (part,) = parts
         if isinstance(part, Key | Sliced):
             return super().over(part)
+        # Over any other step, the slice moves inward to the checkpoint tensors, so that loading reads only the slice.
         return part_of(part, self.axis, self.start, self.stop)
 
     def box(self, box: Box) -> Key | Sliced:
@@ -247,17 +262,18 @@ class Sliced(Indexed):
     def roles(self, *parts: Roles) -> Roles:
         (of,) = parts
         role = of[self.axis]
-        if not isinstance(role, Parts):
+        if not isinstance(role, Parts):  # a slice of "heads" is still "heads"
             return of
         return (*of[: self.axis], role.within(self.start, self.stop), *of[self.axis + 1 :])
 
 
 @dataclass(frozen=True)
 class Dequantized(OverOne):
-    """The numbers of a packed tensor, decoded row by row and rounded to `dtype`, a floating one.
+    """The values of a packed tensor, decoded row by row and rounded to the floating `dtype`.
 
-    The type of `of` is that of the bytes, uint8 `[..., k / elements · bytes]`; the type of this is the logical one,
-    `[..., k]`. Lossy: read backwards it is numbers, under the key and in the logical type; they are not packed again.
+    `of` has the type of the bytes, uint8 `[..., k / elements · bytes]`. This step has the logical type, `[..., k]`.
+    The step is lossy: saving writes the decoded values under the key, in the logical type, and does not pack them
+    again.
     """
 
     of: Key | Sliced
@@ -273,16 +289,17 @@ class Dequantized(OverOne):
 
     @property
     def type(self) -> TensorType:
-        *before, last = self.of.type.shape or (0,)
+        *row_dims, num_bytes = self.of.type.shape or (0,)
         scheme = SCHEMES[self.scheme]
-        return TensorType((*before, last // scheme.bytes * scheme.elements), self.dtype)
+        return TensorType((*row_dims, num_bytes // scheme.bytes * scheme.elements), self.dtype)
 
     @property
     def logical(self) -> Key | Sliced:
-        """What is decoded, as blocks see it: the key or the part of it, with the logical type."""
+        """The decoded key or slice as blocks see it: with the logical type."""
         if isinstance(self.of, Key):
             return Key(self.of.key, self.type)
         part, scheme = self.of, SCHEMES[self.scheme]
+        # Only edges on the last axis count bytes; elsewhere the factor below is bytes / bytes = 1.
         per_byte = scheme.elements if part.axis == part.of.type.rank - 1 else scheme.bytes
         start, stop = (edge * per_byte // scheme.bytes for edge in (part.start, part.stop))
         return Sliced(self.over(part.of).logical, part.axis, start, stop)
@@ -297,12 +314,12 @@ class Dequantized(OverOne):
         return Dequantized(part, self.scheme, self.dtype)
 
     def box(self, box: Box) -> Dequantized | Cut:
-        """Of the blocks that it begins or ends inside of, the rest is cut off the numbers."""
-        scheme, (*before, (start, stop)) = SCHEMES[self.scheme], box
-        first, last = start // scheme.elements, -(-stop // scheme.elements)
-        blocks = self.over(self.of.box((*before, (first * scheme.bytes, last * scheme.bytes))))
-        begins = first * scheme.elements
-        inside = (*full(sizes(tuple(before))), (start - begins, stop - begins))
+        """Return the program of a box: decode all packed blocks that it touches, then cut off the values outside it."""
+        scheme, (*row_box, (start, stop)) = SCHEMES[self.scheme], box
+        first_block, stop_block = start // scheme.elements, -(-stop // scheme.elements)
+        blocks = self.over(self.of.box((*row_box, (first_block * scheme.bytes, stop_block * scheme.bytes))))
+        first_element = first_block * scheme.elements
+        inside = (*full(sizes(tuple(row_box))), (start - first_element, stop - first_element))
         return blocks if inside == full(blocks.type.shape) else Cut(blocks, inside)
 
     def join(self, *values: Any) -> Any:
@@ -317,10 +334,10 @@ class Dequantized(OverOne):
 
 @dataclass(frozen=True)
 class Strided(Indexed):
-    """Every `step`-th row of a program along an axis, from `start` on: one of `step` projections that are stored
-    interleaved. `start` lies before `step`, which divides the axis.
+    """Every `step`-th row of a program along an axis, from `start` on: one of `step` interleaved projections.
 
-    Read backwards, it is a part of its key, which is whole once all `step` are there.
+    `start` is less than `step`, and `step` divides the axis. Saving interleaves all `step` projections into the key
+    again, so it needs all of them.
     """
 
     of: ProgramStep
@@ -336,14 +353,14 @@ class Strided(Indexed):
 
     @property
     def index(self) -> Index:
-        """Where it stands in what it is a part of."""
+        """The slice as an index of `of`."""
         return rows(self.axis, self.start, None, self.step)
 
     def box(self, box: Box) -> Strided:
-        first, stop = box[self.axis]
-        around = (*box[: self.axis], (first * self.step, stop * self.step), *box[self.axis + 1 :])
-        found: Strided = self.over(self.of if around == full(self.of.type.shape) else self.of.box(around))
-        return found
+        box_start, stop = box[self.axis]
+        outer = (*box[: self.axis], (box_start * self.step, stop * self.step), *box[self.axis + 1 :])
+        boxed: Strided = self.over(self.of if outer == full(self.of.type.shape) else self.of.box(outer))
+        return boxed
 
     def cut(self, value: Any) -> tuple[Any, ...]:
         raise UnsupportedError(f"{self}: it is a part of what is stored; `pieces` joins the parts")
@@ -351,9 +368,9 @@ class Strided(Indexed):
 
 @dataclass(frozen=True)
 class Cut(Indexed):
-    """A box of numbers that are decoded as whole blocks: it begins or ends inside of one.
+    """A box of decoded values that begins or ends inside a packed block, although only full blocks can be decoded.
 
-    Only `box` makes one, for reading. No leaf is one, as nothing reads it backwards.
+    Only `box` creates this step, for loading. A parameter is never one, because it cannot be saved.
     """
 
     of: Dequantized
@@ -361,7 +378,7 @@ class Cut(Indexed):
 
     @property
     def index(self) -> Index:
-        """Where it stands in what it is a part of."""
+        """The slice as an index of `of`."""
         return slices(self.inside)
 
     def box(self, box: Box) -> Cut:
@@ -372,25 +389,25 @@ class Cut(Indexed):
 
 
 def part_of(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
-    """`start` to `stop` of a program along an axis, as `rlx_jax.ir.param.sliced` says."""
+    """Return `start` to `stop` of a program along an axis, with the contract of `rlx_jax.ir.param.sliced`."""
     shape, what = program.type.shape, f"{program}: {start}:{stop} of {program.type} along axis {axis}"
     if not (0 <= axis < len(shape) and 0 <= start < stop <= shape[axis]):
         raise WeightShapeError(f"{what}: there is no such part")
     if (start, stop) == (0, shape[axis]):
         return program
-    found = program.box(along(shape, axis, start, stop))
-    cut = next((step for step in steps(found) if isinstance(step, Cut)), None)
+    part = program.box(along(shape, axis, start, stop))
+    cut = next((step for step in steps(part) if isinstance(step, Cut)), None)
     if cut is not None:
         size = SCHEMES[cut.of.scheme].elements
         raise WeightShapeError(f"{what} cuts a block of {size}; take multiples of {size}, or rows")
-    interleaved = [step for step in steps(found) if isinstance(step, Strided)]
+    interleaved = [step for step in steps(part) if isinstance(step, Strided)]
     if any(isinstance(inner, Sliced) for step in interleaved for inner in steps(step)):
         raise WeightShapeError(f"{what} is a part of one of several that are stored interleaved; take all of that")
-    return found
+    return part
 
 
 def steps(program: ProgramStep) -> Iterator[ProgramStep]:
-    """A program and all that it is made of, the last step first."""
+    """Return a program and all programs inside it, the outermost step first."""
     yield program
     for part in program.parts:
         yield from steps(part)
@@ -398,47 +415,47 @@ def steps(program: ProgramStep) -> Iterator[ProgramStep]:
 
 # (start, stop) for every axis.
 Box = tuple[tuple[int, int], ...]
-# What NumPy takes between brackets; of axes behind it all.
+# An index of NumPy; it selects all of the axes after its last entry.
 Index = tuple[slice, ...]
 
 
 def full(shape: Sequence[int]) -> Box:
-    """All of an array."""
+    """Return the box of a full array."""
     return tuple((0, size) for size in shape)
 
 
 def along(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
-    """`start` to `stop` along one axis, and all of the others."""
+    """Return the box from `start` to `stop` along one axis, and over all of the others."""
     return tuple((start, stop) if i == axis else (0, size) for i, size in enumerate(shape))
 
 
 def sizes(box: Box) -> tuple[int, ...]:
-    """The shape of what a box holds."""
+    """Return the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def slices(box: Box) -> Index:
-    """A box as an index of NumPy."""
+    """Return a box as an index of NumPy."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def rows(axis: int, start: int, stop: int | None, step: int | None = None) -> Index:
-    """Those along one axis, and all of the axes before it."""
+    """Return the index `start:stop:step` along one axis, and all of the axes before it."""
     return (*(slice(None),) * axis, slice(start, stop, step))
 
 
 def indexed(shape: Sequence[int], index: Index) -> tuple[int, ...]:
-    """The shape of what an index takes of an array.
+    """Return the shape of the elements that an index selects from an array.
 
     >>> indexed((2, 6, 4), rows(1, 1, None, 3))
     (2, 2, 4)
     """
-    taken = (len(range(*part.indices(size))) for part, size in zip(index, shape, strict=False))
-    return (*taken, *shape[len(index) :])
+    selected = (len(range(*part.indices(size))) for part, size in zip(index, shape, strict=False))
+    return (*selected, *shape[len(index) :])
 
 
 def index_text(index: Index) -> str:
-    """An index as it is written.
+    """Return an index as Python source text.
 
     >>> index_text(rows(1, 0, 2)), index_text(rows(2, 1, None, 3))
     ('[:, 0:2]', '[:, :, 1::3]')
@@ -448,25 +465,34 @@ def index_text(index: Index) -> str:
 
 
 def moved(box: Box, by: Sequence[int]) -> Box:
-    """A box that begins `by` further along each axis."""
-    return tuple((start + far, stop + far) for (start, stop), far in zip(box, by, strict=True))
+    """Return a box shifted by `by` along each axis."""
+    return tuple((start + offset, stop + offset) for (start, stop), offset in zip(box, by, strict=True))
 
 
 def crossed(box: Box, axis: int, lengths: Sequence[int]) -> Iterator[tuple[int, Box]]:
-    """Of arrays side by side along `axis`, those that a box crosses: each with its number and its own box."""
-    begins, (start, stop) = 0, box[axis]
+    """Return the arrays that a box overlaps, among arrays concatenated along `axis`.
+
+    Args:
+        box: a box of the concatenation.
+        axis: the axis of the concatenation.
+        lengths: the size of each array along it.
+
+    Returns:
+        The number of each such array, and the overlap as a box of that array.
+    """
+    offset, (start, stop) = 0, box[axis]
     for number, length in enumerate(lengths):
-        first, last = max(start, begins), min(stop, begins + length)
-        if first < last:
-            yield number, (*box[:axis], (first - begins, last - begins), *box[axis + 1 :])
-        begins += length
+        overlap_start, overlap_stop = max(start, offset), min(stop, offset + length)
+        if overlap_start < overlap_stop:
+            yield number, (*box[:axis], (overlap_start - offset, overlap_stop - offset), *box[axis + 1 :])
+        offset += length
 
 
 def side_by_side(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
-    """The axis along which boxes are all of an array of that shape, no place of it twice; None if they are not."""
+    """Return the axis along which `boxes` cover an array of `shape` exactly once; None if there is no such axis."""
     for axis, size in enumerate(shape):
         edges = sorted(box[axis] for box in boxes)
-        lined_up = [start for start, _ in edges] + [size] == [0, *(stop for _, stop in edges)]
-        if lined_up and all(box == along(shape, axis, *box[axis]) for box in boxes):
+        contiguous = [start for start, _ in edges] + [size] == [0, *(stop for _, stop in edges)]
+        if contiguous and all(box == along(shape, axis, *box[axis]) for box in boxes):
             return axis
     return None

@@ -1,4 +1,7 @@
-"""`FlowExtensionPlan`: which rewrites of HIR, of plugins or registered, run at the end of a flow's `build`."""
+"""HIR extensions: rewrites from plugins or registered here, and the `FlowExtensionPlan` that selects them for a flow.
+
+The selected extensions run at the end of a flow's `build`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,17 @@ from rlx_jax.ir.plugins import HirExtension, known
 from rlx_jax.ir.types import as_name, as_names
 from rlx_jax.ir.verify import verify
 
-_registered: dict[str, HirExtension] = {}  # of this process; plugins have theirs
+_registered: dict[str, HirExtension] = {}  # by `register_hir_extension`; plugins bring their own tables
 
 
 def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph], Graph]) -> None:
-    """Add a rewrite `graph → graph`, or `(graph, types) → graph`, under a name; an earlier one of that name goes.
+    """Register a rewrite `graph → graph`, or `(graph, types) → graph`, and replace an earlier one with the same name.
 
-    No flow runs it unless its `FlowExtensionPlan` says so.
+    A flow runs it only if its `FlowExtensionPlan` selects it.
 
     Raises:
-        PluginError: it is no function of these arguments. GraphError: a plugin has an extension of that name.
+        PluginError: it is not a function of these arguments.
+        GraphError: a plugin has an extension of that name.
     """
     as_name(name, "register_hir_extension")
     counts = [n for n in (2, 1) if callable(extension) and _takes(extension, n)]
@@ -33,7 +37,7 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
         )
     if name in known().extensions:
         raise GraphError(f"register_hir_extension: a plugin has an extension {quote(name)}; use another name")
-    _registered.pop(name, None)  # one that is registered again runs last
+    _registered.pop(name, None)  # the order of the dict is that of running; a new registration runs last
     rewrite: Any = extension
     _registered[name] = rewrite if counts[0] == 2 else lambda graph, types: rewrite(graph)
 
@@ -47,8 +51,10 @@ def _takes(fn: Callable[..., Any], count: int) -> bool:
 
 
 def registered_hir_extensions() -> tuple[str, ...]:
-    """Return the names of all extensions, in the order in which `FlowExtensionPlan.all()` runs them: those of plugins,
-    then those of `register_hir_extension`."""
+    """Return the names of all extensions in the order in which `FlowExtensionPlan.all()` runs them.
+
+    Plugins come first, then `register_hir_extension`.
+    """
     return tuple(_extensions())
 
 
@@ -60,15 +66,15 @@ def _extensions() -> dict[str, HirExtension]:
 
 
 def apply_hir_extensions(graph: Graph) -> Graph:
-    """Return HIR after every extension, as `FlowExtensionPlan.all().apply`."""
+    """Return the HIR after every extension, as `FlowExtensionPlan.all().apply`."""
     return FlowExtensionPlan.all().apply(graph, TypeCache())
 
 
 def apply_hir_extensions_named(graph: Graph, names: Iterable[str]) -> Graph:
-    """Return HIR after the extensions of these names, in the order in which they were registered.
+    """Return the HIR after the extensions of these names, in the order of `registered_hir_extensions`.
 
     Raises:
-        PluginError: there is no extension of one of the names.
+        PluginError: a name has no extension.
     """
     chosen = FlowExtensionPlan.only(names).names()
     return FlowExtensionPlan.only(n for n in registered_hir_extensions() if n in chosen).apply(graph, TypeCache())
@@ -76,43 +82,43 @@ def apply_hir_extensions_named(graph: Graph, names: Iterable[str]) -> Graph:
 
 @dataclass(frozen=True)
 class FlowExtensionPlan:
-    """The extensions of a flow: those of `enabled`, in that order, or with `apply_all` every one; by default none."""
+    """The extensions of a flow: the names in `enabled`, in that order, or with `apply_all` all; by default none."""
 
     enabled: tuple[str, ...] = ()
     apply_all: bool = False
 
     @staticmethod
     def all() -> FlowExtensionPlan:
-        """Every extension of every plugin, whatever is installed where the flow is built."""
+        """Return a plan with every extension that is installed or registered where the flow is built."""
         return FlowExtensionPlan(apply_all=True)
 
     @staticmethod
     def only(names: Iterable[str]) -> FlowExtensionPlan:
-        """These, in this order."""
+        """Return a plan with these extensions, in this order."""
         return FlowExtensionPlan(as_names((names,) if isinstance(names, str) else names, "FlowExtensionPlan.only"))
 
     def names(self) -> tuple[str, ...]:
-        """What runs.
+        """Return the names of the extensions that run, in order.
 
         Raises:
-            PluginError: no plugin gives one of them.
+            PluginError: an enabled name has no extension.
         """
-        if not (self.apply_all or self.enabled):
+        if not (self.apply_all or self.enabled):  # plugins are not imported for a flow without extensions
             return ()
-        there = registered_hir_extensions()
-        check_known(self.enabled, there, "no plugin gives an extension", "; known are", PluginError)
-        return there if self.apply_all else self.enabled
+        available = registered_hir_extensions()
+        check_known(self.enabled, available, "no plugin gives an extension", "; known are", PluginError)
+        return available if self.apply_all else self.enabled
 
     def apply(self, graph: Graph, types: TypeCache) -> Graph:
-        """The HIR after all of them, verified after each.
+        """Return the HIR after all extensions of the plan, verified after each.
 
         Raises:
-            PluginError: no plugin gives one of them, or one returns no graph.
-            GraphError: one leaves a graph that is wrong; the message names it.
+            PluginError: an enabled name has no extension, or an extension does not return a graph.
+            GraphError: the graph is invalid after an extension; the message names it.
         """
         for name in self.names():
-            made = _extensions()[name](graph, types)
-            if not isinstance(made, Graph):
-                raise PluginError(f"extension {quote(name)} returns a Graph, got {shown(made)}")
-            graph = verify(made, "hir", f"extension {name}", types)
+            rewritten = _extensions()[name](graph, types)
+            if not isinstance(rewritten, Graph):
+                raise PluginError(f"extension {quote(name)} returns a Graph, got {shown(rewritten)}")
+            graph = verify(rewritten, "hir", f"extension {name}", types)
         return graph

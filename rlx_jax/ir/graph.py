@@ -1,4 +1,4 @@
-"""The graph that HIR and MIR share: nodes, values, ops, the builder and its cache of types.
+"""The graph that HIR and MIR share: nodes, values, ops, the builder and its cache of inferred types.
 
     graph  ::= inputs, nodes, outputs, writes
     node   ::= op(value, ...) : type, ...        origin = block path, label, pass
@@ -6,7 +6,8 @@
     write  ::= state leaf := value
 
 Nodes are append-only, so their order is a topological order. Leaves (`Input`, `Param`, `Constant`,
-`StateRead`) are global by identity and may stand inside a region; `BodyInput` is what a region is given.
+`StateRead`) mean the same value everywhere, so a region may contain them directly. `BodyInput` is an operand of the
+region.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class GraphStage(StrEnum):
 
 @dataclass(frozen=True)
 class Value:
-    """Result `index` of node number `node`. `owner`: the builder of the `GraphModule` that handed it out, if any."""
+    """Result `index` of node number `node`.
+
+    `owner` is the builder of the `GraphModule` that returned the value to the user, if there is one.
+    """
 
     node: int
     index: int = 0
@@ -50,69 +54,79 @@ class Value:
 
 
 class Op:
-    """What a node does. A frozen dataclass: attributes are fields and never hold a symbolic dimension.
+    """The operation of a node: a frozen dataclass with its attributes as fields, which never hold a symbolic dimension.
 
     Subclasses are either `Mir` (they have `eval`) or `Hir` (they have `expand`), or one of the leaves below.
     """
 
     ids: ClassVar[tuple[int, int, int] | None] = None
-    """(k, table, axis) where operand k numbers entries along `axis` of operand `table`: ids, checked on the host before
-    a call."""
+    """(k, table, axis): operand k holds ids that index `axis` of operand `table`. The host checks their range before a
+    call."""
 
     choices: ClassVar[Mapping[str, Collection[str]]] = {}
-    """The values that attributes may have which are names."""
+    """The allowed values of each attribute that is a name."""
 
     operands: ClassVar[str] = ""
-    """What operands it takes (`rlx_jax.ir.operands`); empty where nothing is said of them."""
+    """The declaration of the operands (`rlx_jax.ir.operands`); empty if the op does not declare them."""
 
     def declaration(self) -> str:
         """Return `operands`, which may depend on the attributes."""
         return self.operands
 
     def check(self, *operands: TensorType) -> None:
-        """Raise what is wrong beside what is declared, in the op's own words, before types are inferred."""
+        """Raise an error if the attributes or operands are invalid in a way that the declaration cannot express.
+
+        Runs before type inference, so that the message is in terms of the op and not of JAX.
+        """
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        """Result types from operand types; raises `ShapeError`, `DTypeError` or `GraphError`."""
+        """Return the result types for these operand types.
+
+        Raises:
+            ShapeError, DTypeError, GraphError: the operands do not fit the op.
+        """
         raise NotImplementedError(type(self).__name__)
 
     def text(self) -> str:
-        """How dumps print the op: its name and the attributes that are not at their default."""
+        """Return the op as dumps print it: its name and the attributes that differ from their default."""
         fields = getattr(self, "__dataclass_fields__", {})
         values = {name: getattr(self, name) for name in fields}
         changed = {name: v for name, v in values.items() if not callable(v) and v != fields[name].default}
-        shown = ", ".join(f"{name}={f'{v:g}' if isinstance(v, float) else v}" for name, v in changed.items())
-        return f"{self.name()}({shown})" if shown else self.name()
+        attributes = ", ".join(f"{name}={f'{v:g}' if isinstance(v, float) else v}" for name, v in changed.items())
+        return f"{self.name()}({attributes})" if attributes else self.name()
 
     @classmethod
     def name(cls) -> str:
-        """`RmsNorm` is printed `rms_norm`."""
+        """Return the name that dumps and messages use: `rms_norm` for `RmsNorm`."""
         return re.sub(r"(?<=[^A-Z])(?=[A-Z])", "_", cls.__name__).lower()
 
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """How `init` draws a weight that the op reads as operand number `place`: in general a vector is ones, and a
-        matrix normal, over what its last axis sums."""
+        """Return how `init` initializes a weight that the op reads as operand number `place`.
+
+        By default a vector is all ones, and a matrix is normal with the size of its last axis as fan-in.
+        """
         return 1.0 if weight.rank < 2 else Normal(int(weight.shape[-1]))
 
     def regions(self) -> tuple[Graph, ...]:
-        """Graphs inside the op."""
+        """Return the graphs nested inside the op."""
         return ()
 
     def with_regions(self, regions: tuple[Graph, ...]) -> Op:
+        """Return the op with other regions, in the order of `regions()`."""
         return self
 
     def iterations(self) -> int:
-        """How often the regions run."""
+        """Return how many times the regions run."""
         return 1
 
     def carried(self) -> int:
-        """How many of the operands that regions are given, from the first on, become their outputs when they run again;
-        the others stay as they are."""
+        """Return the number of carries: that many leading operands are replaced by the region's outputs for its next
+        iteration. The other operands are the same in every iteration."""
         return 0
 
 
 class Mir(Op):
-    """A tensor op. `eval` is its meaning: shape-polymorphic, device-free `jax.numpy`."""
+    """A tensor op. `eval` defines its semantics in shape-polymorphic `jax.numpy` that depends on no device."""
 
     traits: ClassVar[Traits]
 
@@ -121,22 +135,24 @@ class Mir(Op):
         check_traits(cls, Traits, "traits = ELEMENTWISE")
 
     def eval(self, *arrays: Any, **how: Any) -> Any:
+        """Return the result for these arrays: one array, or a tuple if the op has several results."""
         raise NotImplementedError(type(self).__name__)
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        """The types of `eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
+        """Return the types of `eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
         check_declared(self, operands)
         try:
             inspect.signature(self.eval).bind(*operands)
         except TypeError as error:
             raise wrong_arity(self.name(), arity(self.eval), len(operands)) from error
         self.check(*operands)
-        # One whose attributes are no values may hold a user's function.
+        # The process-wide cache takes only ops with plain values as attributes: another op may hold a user's function,
+        # which the cache would keep alive.
         return kept_types(self, operands) if self.traits.stored else traced_types(self, operands)
 
 
 class Hir(Op):
-    """A block. `expand` is its meaning: the ops it stands for, written with a builder."""
+    """A block. `expand` defines its semantics: it writes the equivalent ops with a builder."""
 
     traits: ClassVar[BlockTraits]
 
@@ -145,14 +161,18 @@ class Hir(Op):
         check_traits(cls, BlockTraits, "traits = BLOCK")
 
     def expand(self, b: Builder, *operands: Value) -> Value | tuple[Value, ...]:
+        """Append the ops of the block to `b` and return their results."""
         raise NotImplementedError(type(self).__name__)
 
     def packed(self, place: int | None) -> int | None:
-        """How many heads stand side by side on the last axis of operand `place`, of the result for None; None: none."""
+        """Return the number of heads packed into the last axis of operand `place`, or of the result if `place` is None.
+
+        None means that the axis has no packed heads.
+        """
         return None
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        """The types of `expand`, run on a scratch graph."""
+        """Return the types of `expand`, run on a scratch graph."""
         check_declared(self, operands)
         self.check(*operands)
         scratch = Builder("scratch", types)
@@ -165,7 +185,7 @@ class Hir(Op):
 
 @dataclass(frozen=True)
 class Leaf(Op):
-    """An op without operands whose type is known."""
+    """An op without operands, with its type as an attribute."""
 
     type: TensorType = field(kw_only=True)
 
@@ -185,11 +205,11 @@ class Input(Leaf):
 
 @dataclass(frozen=True)
 class Param(Leaf):
-    """A parameter. `programs` has one entry, or one for every iteration of the region around it."""
+    """A parameter. `programs` has one entry, or one for every iteration of the enclosing region."""
 
     programs: tuple[Program, ...]
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # the generated hash would cover every layer's program; one is distinctive enough
         return hash(self.programs[0])
 
     def text(self) -> str:
@@ -198,16 +218,17 @@ class Param(Leaf):
 
     @property
     def varies(self) -> bool:
-        """Whether it is another array in some iteration."""
+        """Whether some iteration reads another array than the first."""
         return any(program != self.programs[0] for program in self.programs[1:])
 
     def at(self, iteration: int | None) -> Program:
+        """Return the program for one iteration of the enclosing region; None means the first."""
         return self.programs[0] if len(self.programs) == 1 or iteration is None else self.programs[iteration]
 
 
 @dataclass(frozen=True)
 class Constant(Leaf):
-    """A small array that belongs to the program: a scalar, a table of frequencies. Never a weight."""
+    """A small array that is part of the program, such as a scalar or a table of frequencies. Never a weight."""
 
     data: bytes
 
@@ -220,17 +241,17 @@ class Constant(Leaf):
 
 
 def constant(value: Any, dtype: Any) -> Constant:
-    """A `Constant` holding `value` as `dtype`."""
+    """Return a `Constant` that holds `value` as `dtype`."""
     array = np.asarray(value).astype(dtype)
     return Constant(array.tobytes(), type=TensorType(array.shape, array.dtype))
 
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """One array of the state, identified by the block it belongs to and its slot there.
+    """One array of the state, identified by the path of its block and its slot in that block.
 
-    `every`: what it would be after each token, `[B, S, …]`: no part of the state. A program that can be taken back
-    writes it, and nothing reads it.
+    With `every` it is the array's value after each token, `[B, S, …]`. A program that can be rolled back to an earlier
+    token writes this value. It is not part of the state, and no program reads it.
     """
 
     path: Path
@@ -241,18 +262,21 @@ class StateLeaf:
         return every_key(self.slot) if self.every else self.slot
 
     def key(self, iteration: int | None) -> str:
-        """The name that the array has in a state: `layers.3.self_attn.k`. Slots have no dots, so no two share one."""
+        """Return the array's key in a state, such as `layers.3.self_attn.k`.
+
+        Slots have no dots, so the keys of two leaves always differ.
+        """
         return path_text((*bind_path(self.path, iteration), str(self)))
 
 
 def every_key(key: str) -> str:
-    """The name of what the array of that name would be after each token."""
+    """Return the key of the values after each token of the state array `key`."""
     return f"{key}/every"
 
 
 @dataclass(frozen=True)
 class StateRead(Leaf):
-    """The value a state leaf has when the program starts. `roles`: what its axes are; empty where nobody said."""
+    """The value of a state leaf when the program starts. `roles` describes its axes; empty if they are unknown."""
 
     leaf: StateLeaf
     roles: Roles = ()
@@ -263,7 +287,7 @@ class StateRead(Leaf):
 
 @dataclass(frozen=True)
 class BodyInput(Leaf):
-    """Operand `index` of the region around it."""
+    """Operand `index` of the enclosing region."""
 
     index: int
 
@@ -273,11 +297,11 @@ class BodyInput(Leaf):
 
 @dataclass(frozen=True)
 class Boundary(Op):
-    """The active value of the block in whose path the node stands, as it enters (`input`) or leaves (`output`).
+    """The active value of the block at the node's path, as it enters (`role="input"`) or leaves (`"output"`) the block.
 
-    Only a flow with edits by path has them, and only while it is built. A block's value has a name of its own this
-    way: a residual or a stream that is the same value outside the block is not edited with it. An empty `role` marks
-    nothing.
+    These nodes exist only in a flow with edits by path, and only while it is built. They make the block's value
+    distinct from the residual that carries the same value outside the block, so that an edit changes only the former.
+    An empty `role` marks nothing.
     """
 
     role: str
@@ -311,32 +335,34 @@ class Graph:
     writes: tuple[tuple[StateLeaf, Value], ...] = ()
 
     def type(self, value: Value) -> TensorType:
+        """Return the type of a value of this graph."""
         return self.nodes[value.node].types[value.index]
 
     def roots(self) -> tuple[Value, ...]:
-        """Everything that must be computed."""
+        """Return all values that must be computed: the outputs and the written state."""
         return (*self.outputs, *(v for _, v in self.writes))
 
     def walk(self) -> Iterator[tuple[Graph, Node]]:
-        """All nodes, those of regions included, each with the graph it stands in."""
+        """Return all nodes, including those of regions, each with the graph that contains it."""
         for node in self.nodes:
             yield self, node
             for region in node.op.regions():
                 yield from region.walk()
 
     def params(self) -> tuple[Param, ...]:
-        """The distinct parameter leaves, in order of first use."""
+        """Return the distinct parameter leaves, in order of first use."""
         return tuple(dict.fromkeys(n.op for _, n in self.walk() if isinstance(n.op, Param)))
 
     def state_reads(self) -> tuple[StateRead, ...]:
-        """The distinct state leaves of the program, in order of first use. Every leaf written is also read."""
+        """Return the distinct state leaves of the program, in order of first use. Every written leaf is also read."""
         return tuple(dict.fromkeys(n.op for _, n in self.walk() if isinstance(n.op, StateRead)))
 
 
 class TypeCache:
-    """What is known of ops on operand types: results of `infer`, and whatever else is asked of them.
+    """Cache of facts about an op on given operand types: the results of `infer`, and answers to other questions.
 
-    Belongs to one build, whose programs share it: ops may hold user closures.
+    It belongs to one build, and the programs of that build share it. It is not global, because ops may hold user
+    closures.
     """
 
     def __init__(self) -> None:
@@ -345,7 +371,7 @@ class TypeCache:
         self._answers: dict[tuple[Hashable, ...], Any] = {}
 
     def ask(self, question: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *more: Hashable) -> T:
-        """`question(self, op, operands, *more)`, asked once."""
+        """Return `question(self, op, operands, *more)`, computed once and cached."""
         if not self.is_known(question, op, operands, *more):
             with as_in_jit():
                 self.tell(question(self, op, operands, *more), question, op, operands, *more)
@@ -355,21 +381,22 @@ class TypeCache:
     def tell(
         self, answer: T, question: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *more: Hashable
     ) -> None:
-        """What `ask` will answer, for questions that are answered several at a time."""
+        """Store `answer` for later calls of `ask`, for code that computes several answers at a time."""
         self._answers[question, op, operands, *more] = answer
 
     def is_known(self, *question: Hashable) -> bool:
-        """Whether `ask` knows the answer already."""
+        """Return whether the answer is cached."""
         return question in self._answers
 
     def infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-        if isinstance(op, Leaf):
+        """Return the result types of an op, cached by op and operand types."""
+        if isinstance(op, Leaf):  # its type is an attribute, so there is nothing to cache
             return (op.type,)
         key = (op, operands)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._infer(op, operands)
-        return found
+        result_types = self._known.get(key)
+        if result_types is None:
+            result_types = self._known[key] = self._infer(op, operands)
+        return result_types
 
     def _infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
         try:
@@ -385,19 +412,19 @@ class TypeCache:
 
 
 class Builder:
-    """Appends nodes, infers their types, and stamps them with the current block path."""
+    """Appends nodes to a graph, infers their types, and records the current block path on each."""
 
     def __init__(self, name: str, types: TypeCache, origin: Origin | None = None) -> None:
         self.name, self.types, self.origin = name, types, origin or Origin()
         self.nodes: list[Node] = []
         self.inputs: list[Input] = []
         self.writes: list[tuple[StateLeaf, Value]] = []
-        self.marks_blocks = False  # whether `boundary` marks what enters and leaves a block
-        self._leaves: dict[Op, Value] = {}
+        self.marks_blocks = False  # whether `boundary` marks the values that enter and leave a block
+        self._leaves: dict[Op, Value] = {}  # equal leaves share one node
 
     @staticmethod
     def resume(graph: Graph, types: TypeCache) -> Builder:
-        """A builder that goes on where `graph` ends."""
+        """Return a builder that continues where `graph` ends."""
         b = Builder(graph.name, types)
         b.nodes, b.inputs, b.writes = list(graph.nodes), list(graph.inputs), list(graph.writes)
         b._leaves = {n.op: Value(i) for i, n in enumerate(graph.nodes) if isinstance(n.op, Leaf)}
@@ -405,33 +432,36 @@ class Builder:
 
     @property
     def here(self) -> Origin:
-        """The origin of what is appended now: outside of all blocks the path is the name of the program."""
+        """The origin of nodes appended now. Outside of all blocks, the path is the name of the program."""
         return self.origin if self.origin.path else replace(self.origin, path=(self.name,))
 
     def add(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
-        """Append a node; all of its results."""
+        """Append a node and return all of its results."""
         types = self.types.infer(op, tuple(self.type(v) for v in inputs))
         self.nodes.append(Node(op, inputs, types, self.here))
         return tuple(Value(len(self.nodes) - 1, i) for i in range(len(types)))
 
     def __call__(self, op: Op, *inputs: Value) -> Value:
-        """Append a node with one result."""
+        """Append a node with one result and return that result."""
         (value,) = self.add(op, *inputs)
         return value
 
     def leaf(self, op: Leaf) -> Value:
-        """The node of a leaf: equal leaves are one node."""
+        """Return the value of a leaf; equal leaves share one node."""
         value = self._leaves.get(op)
         if value is None:
             value = self._leaves[op] = self(op)
         return value
 
     def append(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
-        """Append a node, unless it is a leaf that is there; all of its results."""
+        """Append a node, or reuse that of an equal leaf, and return all of its results."""
         return (self.leaf(op),) if isinstance(op, Leaf) else self.add(op, *inputs)
 
     def boundary(self, role: str, value: Value) -> Value:
-        """Mark a value as the active one of the current block; the value itself where blocks are not marked."""
+        """Mark a value as the active one of the current block and return the marked value.
+
+        Return the value itself if this builder does not mark blocks.
+        """
         return self(Boundary(role), value) if self.marks_blocks else value
 
     def cut(self, length: int) -> None:
@@ -440,28 +470,30 @@ class Builder:
         self._leaves = {op: value for op, value in self._leaves.items() if value.node < length}
 
     def input(self, name: str, type: TensorType) -> Value:
-        """Declare an input of the program."""
+        """Declare an input of the program and return its value."""
         op = Input(name, type=type)
         self.inputs.append(op)
         return self.leaf(op)
 
     def scalar(self, value: float, like: Value) -> Value:
-        """A rank-0 constant in the dtype of `like`."""
+        """Return a rank-0 constant in the dtype of `like`."""
         return self.leaf(constant(value, self.type(like).dtype))
 
     def type(self, value: Value) -> TensorType:
+        """Return the type of a value of this builder."""
         return self.nodes[value.node].types[value.index]
 
     @contextlib.contextmanager
     def at(self, origin: Origin) -> Iterator[None]:
-        """Stamp the nodes made inside with `origin`."""
-        before, self.origin = self.origin, origin
+        """Give `origin` to the nodes that are appended inside the `with` block."""
+        previous, self.origin = self.origin, origin
         try:
             yield
         finally:
-            self.origin = before
+            self.origin = previous
 
     def finish(self, outputs: Sequence[Value], output_names: Sequence[str] = ()) -> Graph:
+        """Return the graph of everything that was appended and declared."""
         return Graph(
             self.name, tuple(self.nodes), tuple(outputs), tuple(self.inputs), tuple(output_names), tuple(self.writes)
         )
@@ -481,5 +513,5 @@ def located(origin: Origin) -> Iterator[None]:
 
 
 def as_values(result: Value | tuple[Value, ...]) -> tuple[Value, ...]:
-    """One value or several, as a tuple."""
+    """Return one value or several as a tuple."""
     return (result,) if isinstance(result, Value) else result

@@ -1,8 +1,8 @@
-"""Parameters are references: a small program over checkpoint keys, and no data.
+"""Parameter programs: a parameter is a small program over checkpoint keys, and holds no data.
 
-The compiler sees programs and shapes only. `rlx_jax.weights.execute` runs a program on a
-`WeightSource`; read backwards, the same program writes the checkpoint keys again.
-A program is *exact* when that round trip loses nothing.
+The compiler sees only programs and shapes. `rlx_jax.weights.execute` runs a program on a
+`WeightSource` to load a parameter. It inverts the same program to save the parameter under the checkpoint keys.
+A program is *exact* if that round trip loses nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Transposed(OverOne):
 
 @dataclass(frozen=True)
 class Cast(OverOne):
-    """Another dtype. Widening is exact; narrowing is lossy."""
+    """A program in another dtype. Widening is exact; narrowing a float is lossy."""
 
     of: Program
     dtype: np.dtype[Any]
@@ -73,6 +73,7 @@ class Cast(OverOne):
 
     @property
     def lossy(self) -> bool:
+        """Whether the cast may lose bits of a float."""
         return is_float(self.of.type.dtype) and not widens(self.of.type.dtype, self.dtype)
 
     def __str__(self) -> str:
@@ -90,7 +91,7 @@ class Cast(OverOne):
 
 @dataclass(frozen=True)
 class Joined:
-    """Several programs side by side along `axis`: merged projections."""
+    """Several programs concatenated along `axis`: fused projections."""
 
     parts: tuple[Program, ...]
     axis: int
@@ -112,8 +113,8 @@ class Joined:
 
     def box(self, box: Box) -> Program:
         lengths = [part.type.shape[self.axis] for part in self.parts]
-        found = tuple(boxed(self.parts[number], inside) for number, inside in crossed(box, self.axis, lengths))
-        return found[0] if len(found) == 1 else Joined(found, self.axis)
+        parts = tuple(boxed(self.parts[number], inside) for number, inside in crossed(box, self.axis, lengths))
+        return parts[0] if len(parts) == 1 else Joined(parts, self.axis)
 
     def join(self, *values: Any) -> Any:
         return jnp.concatenate(values, self.axis)
@@ -124,25 +125,30 @@ class Joined:
         return tuple(value[rows(self.axis, start, end)] for start, end in cuts)
 
     def name(self, *names: str) -> str:
-        """Where all of every sliced key is there, in whatever order, the names of the keys."""
+        """Return the names of the parts, folded; if the parts are slices that cover their keys, the keys instead.
+
+        The order of the slices does not matter.
+        """
         cuts = list(itertools.chain.from_iterable(map(_slices, self.parts)))
         if not cuts or not all(_is_whole(key, cuts) for key in {cut.stored for cut in cuts}):
             return braced(list(names))
-        wholes = []
+        full_names = []
         for part, name in zip(self.parts, names, strict=True):
             for cut in _slices(part):
                 name = name.replace(str(cut), cut.stored.key, 1)
-            wholes.append(name)
-        return braced(list(dict.fromkeys(wholes)))
+            full_names.append(name)
+        return braced(list(dict.fromkeys(full_names)))
 
     def roles(self, *parts: Roles) -> Roles:
-        return parts[0]  # what is divided in another way is not merged
+        return parts[0]  # only projections with the same sharding are fused
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal programs stacked along a new leading axis, which has the `role`: all layers of a scan, which are divided
-    over no devices, or the experts of a mixture."""
+    """Programs of one type stacked along a new leading axis with the given `role`.
+
+    The axis is the layers of a scan, which no mesh shards (`role` None), or the experts of a mixture.
+    """
 
     parts: tuple[Program, ...]
     role: Role = None
@@ -161,8 +167,8 @@ class Stack:
         return Stack(parts, self.role)
 
     def box(self, box: Box) -> Program:
-        first, stop = box[0]
-        return Stack(tuple(boxed(part, box[1:]) for part in self.parts[first:stop]), self.role)
+        start, stop = box[0]
+        return Stack(tuple(boxed(part, box[1:]) for part in self.parts[start:stop]), self.role)
 
     def join(self, *values: Any) -> Any:
         return jnp.stack(values)
@@ -179,7 +185,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Zeros(NoParts):
-    """Zeros that stand in no checkpoint."""
+    """Zeros that no checkpoint stores."""
 
     type: TensorType
     in_place: ClassVar[bool] = False
@@ -199,9 +205,9 @@ class Zeros(NoParts):
 
 @dataclass(frozen=True)
 class Padded(OverOne):
-    """A program with zeros behind it along an axis, up to `size`: a vocabulary that devices share evenly.
+    """A program padded at the end of an axis with zeros to `size`, such as a vocabulary that devices share evenly.
 
-    Read backwards the padding is dropped, whatever it holds by then, so that what is stored keeps its shape.
+    Saving drops the padding, whatever it contains by then, so that the checkpoint tensor keeps its shape.
     """
 
     of: Program
@@ -215,7 +221,7 @@ class Padded(OverOne):
             raise WeightShapeError(f"{self}: {inner} cannot be padded to {self.size} along axis {self.axis}")
 
     def _with(self, size: int) -> TensorType:
-        """The type of `of` with another size along the axis."""
+        """Return the type of `of` with another size along the axis."""
         inner = self.of.type
         return TensorType((*inner.shape[: self.axis], size, *inner.shape[self.axis + 1 :]), inner.dtype)
 
@@ -232,15 +238,16 @@ class Padded(OverOne):
 
     def box(self, box: Box) -> Program:
         lengths = [part.type.shape[self.axis] for part in self.parts]
-        found = [boxed(self.parts[number], inside) for number, inside in crossed(box, self.axis, lengths)]
-        return found[0] if len(found) == 1 else Padded(found[0], self.axis, sizes(box)[self.axis])
+        parts = [boxed(self.parts[number], inside) for number, inside in crossed(box, self.axis, lengths)]
+        # A box that lies in the padding, or outside of it, needs no `Padded`.
+        return parts[0] if len(parts) == 1 else Padded(parts[0], self.axis, sizes(box)[self.axis])
 
     def join(self, *values: Any) -> Any:
         return jnp.concatenate(values, self.axis)
 
     def cut(self, value: Any) -> tuple[Any, ...]:
-        real = self.of.type.shape[self.axis]
-        return value[rows(self.axis, 0, real)], value[rows(self.axis, real, None)]
+        unpadded_size = self.of.type.shape[self.axis]
+        return value[rows(self.axis, 0, unpadded_size)], value[rows(self.axis, unpadded_size, None)]
 
 
 Stored = Key | Sliced | Strided | Dequantized | Cut
@@ -248,9 +255,10 @@ Program = Stored | Transposed | Cast | Joined | Stack | Zeros | Padded
 
 
 def cast(program: Program, dtype: np.dtype[Any]) -> Program:
-    """`program` in `dtype`; casts that undo each other's widening collapse.
+    """Return `program` in `dtype`.
 
-    A cast is applied to the parts of a merge, so that merging and casting commute.
+    A widening cast inside it is dropped, because the other cast alone gives the same value. A cast of a fused program
+    becomes casts of its parts, so that fusing and casting commute.
     """
     if program.type.dtype == dtype:
         return program
@@ -264,31 +272,32 @@ def cast(program: Program, dtype: np.dtype[Any]) -> Program:
 
 
 def concat(parts: tuple[Program, ...], axis: int) -> Program:
-    """Merge programs along `axis`.
+    """Return the concatenation of programs along `axis`.
 
     Raises:
         WeightShapeError: the other axes or the dtypes differ.
     """
     first = parts[0].type
     for part in parts[1:]:
-        rest = [(a, b) for i, (a, b) in enumerate(zip(first.shape, part.type.shape, strict=True)) if i != axis]
-        if part.type.dtype != first.dtype or any(a != b for a, b in rest):
+        other_axes = [(a, b) for i, (a, b) in enumerate(zip(first.shape, part.type.shape, strict=True)) if i != axis]
+        if part.type.dtype != first.dtype or any(a != b for a, b in other_axes):
             raise WeightShapeError(f"cannot merge {parts[0]} {first} with {part} {part.type} along axis {axis}")
     return Joined(parts, axis)
 
 
 def boxed(program: Program, box: Box) -> Program:
-    """The program of a box of the value of `program`: what one device of several holds of a leaf.
+    """Return the program of a box of the value of `program`, such as the shard of a parameter on one device.
 
-    Run, it gives the same numbers, and reads what they are made of alone, of a packed tensor whole blocks. `box` lies
-    inside of the shape.
+    It computes the same values and reads nothing else, except that it reads packed tensors in full blocks. `box` must
+    lie inside the shape.
     """
     return program if box == full(program.type.shape) else program.box(box)
 
 
 def sliced(program: Program, axis: int, start: int, stop: int) -> Program:
-    """`start` to `stop` of a program along an axis, as a program that can stand in a leaf: read backwards, it is a part
-    of the keys that `program` is made of. All of an axis is `program` itself.
+    """Return `start` to `stop` of a program along an axis, as a program that a parameter may have.
+
+    Saving it writes parts of the keys that `program` reads. For the full axis, return `program` itself.
 
     >>> from rlx_jax.ir.types import tensor_type
     >>> q = Key("q", tensor_type((8, 4), "bf16", "doc"))
@@ -296,17 +305,17 @@ def sliced(program: Program, axis: int, start: int, stop: int) -> Program:
     'transpose(cast(q[0:2], f32))'
 
     Raises:
-        WeightShapeError: there is no such part, or it cuts a packed block.
+        WeightShapeError: the range is outside the axis, cuts a packed block, or is a part of interleaved projections.
     """
-    found: Program = part_of(program, axis, start, stop)
-    return found
+    part: Program = part_of(program, axis, start, stop)
+    return part
 
 
 def strided(program: Program, axis: int, start: int, step: int) -> Program:
-    """Every `step`-th row along an axis, from `start` on, of a stored tensor; a cast comes behind.
+    """Return every `step`-th row of a program along an axis, from `start` on. A cast stays the outermost step.
 
     Raises:
-        WeightShapeError: there is no such part.
+        WeightShapeError: `step` does not divide the axis, or `start` is not in 0 … `step` − 1.
     """
     if isinstance(program, Cast):
         return cast(strided(program.of, axis, start, step), program.dtype)
@@ -314,7 +323,7 @@ def strided(program: Program, axis: int, start: int, step: int) -> Program:
 
 
 def padded(program: Program, axis: int, size: int) -> Program:
-    """`program` with zeros behind it along an axis, up to `size`; itself where it has that size.
+    """Return `program` padded at the end of an axis with zeros to `size`; `program` itself if it has that size.
 
     Raises:
         WeightShapeError: it is larger, or has no such axis.
@@ -324,7 +333,7 @@ def padded(program: Program, axis: int, size: int) -> Program:
 
 
 def _slices(program: Program) -> Iterator[Sliced]:
-    """The parts of keys that a program reads, in order; of packed ones the logical parts."""
+    """Return the slices of keys that a program reads, in order; for packed keys the logical slices."""
     if isinstance(program, Dequantized):
         program = program.logical
     if isinstance(program, Sliced):
@@ -335,15 +344,15 @@ def _slices(program: Program) -> Iterator[Sliced]:
 
 
 def _is_whole(key: Key, cuts: Sequence[Sliced]) -> bool:
-    """Whether parts of keys have all of `key` among them, none of it twice."""
+    """Return whether the slices of `key` among `cuts` cover all of it exactly once."""
     return side_by_side(key.type.shape, [cut.place for cut in cuts if cut.stored == key]) is not None
 
 
-# -- what is asked of programs -------------------------------------------------------------------
+# -- queries of programs -------------------------------------------------------------------------
 
 
 def stored_keys(program: Program) -> Iterator[Key]:
-    """The stored tensors a program reads, in order. Of a packed one the type is the logical one."""
+    """Return the checkpoint tensors that a program reads, in order. A packed tensor has its logical type."""
     if isinstance(program, Dequantized):
         program = program.logical
     if isinstance(program, Key):
@@ -353,30 +362,30 @@ def stored_keys(program: Program) -> Iterator[Key]:
 
 
 def keys_of(program: Program) -> Iterator[str]:
-    """The checkpoint keys a program reads, in order."""
+    """Return the checkpoint keys that a program reads, in order."""
     return (stored.key for stored in stored_keys(program))
 
 
 def packed_keys(program: Program) -> Iterator[tuple[str, str]]:
-    """The packed tensors a program reads, in order: the key and the scheme of each."""
+    """Return the key and the scheme of each packed tensor that a program reads, in order."""
     packed = (step for step in steps(program) if isinstance(step, Dequantized))
     return ((key, step.scheme) for step in packed for key in keys_of(step))
 
 
 def key_kinds(program: Program) -> Iterator[tuple[str, str]]:
-    """The keys that a program reads, and in words what each is: `f32[8,4]`, and how it is packed."""
+    """Return the keys that a program reads, each with a description: its type, as `f32[8,4]`, and how it is packed."""
     packed = dict(packed_keys(program))
     for stored in stored_keys(program):
         yield stored.key, f"{stored.type} packed as {packed[stored.key]}" if stored.key in packed else str(stored.type)
 
 
 def narrows(program: Program) -> bool:
-    """Whether running `program` may lose bits of a float."""
+    """Return whether running `program` may lose bits of a float."""
     return any(step.lossy for step in steps(program))
 
 
 def leaf_name(program: Program) -> str:
-    """The printed name of a leaf: `model.layers.{0..3}.self_attn.{q,k,v}_proj.weight`. Never parsed.
+    """Return the printed name of a parameter: `model.layers.{0..3}.self_attn.{q,k,v}_proj.weight`. It is never parsed.
 
     >>> from rlx_jax.ir.types import tensor_type
     >>> t = tensor_type((2, 2), "f32", "doc")
@@ -387,20 +396,25 @@ def leaf_name(program: Program) -> str:
 
 
 def braced(names: list[str]) -> str:
-    """Fold names that differ in one place into `prefix{a,b}suffix`; whole runs of numbers become `{0..3}`.
+    """Return one text for several names: those that differ in one word fold into `prefix{a,b}suffix`.
+
+    Consecutive numbers become `{0..3}`. Names that differ in several words become a list in braces.
 
     >>> braced(["layers.0.q_proj", "layers.1.q_proj"]), braced(["a.q_proj", "a.k_proj"])
     ('layers.{0..1}.q_proj', 'a.{q,k}_proj')
     """
     if len(set(names)) == 1:
         return names[0]
+    # Words split at underscores too, so that `q_proj` and `k_proj` fold. The spaces added for that go again at the end.
     tokens = [re.findall(r"\w+|\W", name.replace("_", " _ ").replace(" ", "\0")) for name in names]
     columns = list(zip(*tokens, strict=False))
-    varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    if len(varying) != 1 or len({len(t) for t in tokens}) != 1:
+    varying_columns = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    if len(varying_columns) != 1 or len({len(t) for t in tokens}) != 1:
         return "{" + ",".join(names) + "}"
-    values = list(columns[varying[0]])
-    run = all(v.isdigit() for v in values) and all(int(b) == int(a) + 1 for a, b in itertools.pairwise(values))
-    inner = f"{values[0]}..{values[-1]}" if run else ",".join(values)
-    parts = [f"{{{inner}}}" if i == varying[0] else column[0] for i, column in enumerate(columns)]
+    values = list(columns[varying_columns[0]])
+    is_consecutive = all(v.isdigit() for v in values) and all(
+        int(b) == int(a) + 1 for a, b in itertools.pairwise(values)
+    )
+    inner = f"{values[0]}..{values[-1]}" if is_consecutive else ",".join(values)
+    parts = [f"{{{inner}}}" if i == varying_columns[0] else column[0] for i, column in enumerate(columns)]
     return "".join(parts).replace("\0", "")

@@ -1,9 +1,9 @@
-"""Layers that repeat: one region instead of many copies.
+"""Repeated layers: one `Repeat` node with a region instead of many copies of a layer.
 
-`roll` looks at the node ranges that `Repeat` stages recorded while the flow was traced. If the layers
-are the same but for their parameters, they become one `Repeat` node whose body is the smallest period.
-Everything after treats that node through `regions` / `with_regions`; how it runs (a Python loop over the
-body, or `lax.scan`) is the plan's choice.
+`roll` reads the node ranges that `Repeat` stages recorded while the flow was traced. If the layers
+are the same except for their parameters, they become one `Repeat` node with the smallest period as its body.
+Later passes treat that node through `regions` / `with_regions`. The plan chooses how it runs (a Python loop over the
+body, or `lax.scan`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ class Repeat(Op):
         return self.carries
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Return the types of the final carries, then those of every side output of every iteration.
+
+        Raises:
+            GraphError: the type of a carry changes in the body.
+        """
         out = [self.body.type(v) for v in self.body.outputs]
         for i, (before, after) in enumerate(zip(operands[: self.carries], out, strict=False)):
             if before != after:
@@ -56,14 +61,23 @@ class Repeat(Op):
 
 
 def roll(graph: Graph, repeats: Sequence[Sequence[int]], types: TypeCache) -> tuple[Graph, tuple[str, ...]]:
-    """Turn each recorded repeat (the node number at which each layer starts, and the end) into regions.
+    """Turn the layers of each recorded repeat into regions.
 
-    Return the graph, and why any repeat stayed as it was.
+    Layers that are the same program become one region. Layers that differ stay plain, and the others become several
+    regions around them.
 
-    Layers that are the same program become one region; where some are not, those around them become several.
+    Args:
+        graph: the traced program.
+        repeats: for each repeat, the node number at which each layer starts, and the number after its last node.
+        types: infers the types of the new graph.
+
+    Returns:
+        The graph, and a message for each repeat that did not become a single region.
     """
     refusals: list[str] = []
-    for bounds in sorted(repeats, key=lambda r: r[0], reverse=True):  # from the back: earlier numbers stay valid
+    for bounds in sorted(
+        repeats, key=lambda r: r[0], reverse=True
+    ):  # from the end, because a new region changes all later node numbers
         layers = layers_of(graph, bounds)
         runs, refusal = find_runs(layers)
         refusals += [refusal] if refusal else []
@@ -73,7 +87,7 @@ def roll(graph: Graph, repeats: Sequence[Sequence[int]], types: TypeCache) -> tu
 
 
 def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, types: TypeCache) -> Graph:
-    """Replace the layers of a run by one Repeat node."""
+    """Return the graph with one Repeat node in place of the layers of a run."""
     start, end = bounds[run.start], bounds[run.stop]
     region = _Region(graph, layers, run, end, types)
     b = Builder(graph.name, types)
@@ -88,7 +102,7 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
 
     for number in range(start):
         copy(number)
-    for number in range(start, end):  # leaves made inside the layers may be used after them
+    for number in range(start, end):  # nodes after the layers may read leaves that were created inside them
         if isinstance(graph.nodes[number].op, Leaf) and Value(number) in region.outside:
             copy(number)
     operands = []
@@ -103,18 +117,22 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
     return b.finish([mapped[v] for v in graph.outputs], graph.output_names)
 
 
-# Where a value comes from: layer within the period, position among its nodes, result.
+# The origin of a value: the layer within the period, the position among that layer's nodes, the result.
 Source = tuple[int, int, int]
 
 
 class _Region:
-    """Works out carries, shared operands, side outputs and the body of one Repeat. Layers count from its first."""
+    """Determines the carries, shared operands, side outputs and body of one Repeat.
+
+    `self.layers` has the layers of the run only, so its indices start at the first of them. A carry is a value that one
+    iteration reads from the iteration before it. A shared operand is computed before the run.
+    """
 
     def __init__(self, graph: Graph, layers: list[Layer], run: Run, end: int, types: TypeCache) -> None:
         self.graph, self.start, self.period, self.count = graph, run.start, run.period, run.count
         self.layers = layers[run.start : run.stop]
         self.outside = {v for n in graph.nodes[end:] for v in n.inputs} | set(graph.roots())
-        self.carries: dict[Source, int] = {}  # by what they are in the iteration before
+        self.carries: dict[Source, int] = {}  # the number of a carry, by its origin in the previous iteration
         self.initial: list[Ref] = []
         self.shared: list[Ref] = []
         self._shared_at: dict[Ref, int] = {}
@@ -123,11 +141,16 @@ class _Region:
         self.results = self._find_results()
 
     def _source(self, ref: Ref) -> Source | None:
-        """The carry that a reference of the second iteration means, if it leaves its iteration."""
+        """Return the origin of a value that the second iteration reads from the first; None for any other value."""
         layer = ref.layer - self.start
         return (layer, ref.at, ref.index) if 0 <= layer < self.period else None
 
     def _find_operands(self) -> None:
+        """Find the carries, their initial values and the shared operands, from the first two iterations.
+
+        An operand that the second iteration reads from the first is a carry, and the corresponding operand of the first
+        iteration is its initial value.
+        """
         for first, second in zip(self.layers[: self.period], self.layers[self.period :], strict=False):
             for refs_0, refs_1 in zip(first.refs, second.refs, strict=True):
                 for ref_0, ref_1 in zip(refs_0, refs_1, strict=True):
@@ -146,11 +169,15 @@ class _Region:
         return ref.op.type if ref.op is not None else self.graph.nodes[ref.node].types[ref.index]
 
     def _make_body(self, types: TypeCache) -> tuple[Graph, Path]:
+        """Return the body, made from the second iteration, and the path of the block around the layers.
+
+        Unlike the first iteration, the second shows which operands are carries.
+        """
         b = Builder("body", types)
-        n = len(self.initial)
+        num_carries = len(self.initial)
         carried = [b.leaf(BodyInput(i, type=self._type(r))) for i, r in enumerate(self.initial)]
-        shared = [b.leaf(BodyInput(n + i, type=self._type(r))) for i, r in enumerate(self.shared)]
-        made: dict[tuple[int, int], tuple[Value, ...]] = {}
+        shared = [b.leaf(BodyInput(num_carries + i, type=self._type(r))) for i, r in enumerate(self.shared)]
+        results: dict[tuple[int, int], tuple[Value, ...]] = {}
 
         def operand(layer: int, ref: Ref, position: int, slot: int) -> Value:
             source = self._source(ref)
@@ -160,7 +187,7 @@ class _Region:
                 return carried[self.carries[source]]
             if self._is_outer(ref):
                 return shared[self._shared_at[ref]]
-            return made[(ref.layer - self.start, ref.at)][ref.index]
+            return results[(ref.layer - self.start, ref.at)][ref.index]
 
         for j in range(self.period, 2 * self.period):
             layer = self.layers[j]
@@ -168,26 +195,27 @@ class _Region:
                 paths = [other.nodes[position].origin.path for other in self.layers[j - self.period :: self.period]]
                 with b.at(replace(node.origin, path=indexed(paths))):
                     inputs = [operand(j, ref, position, slot) for slot, ref in enumerate(refs)]
-                    made[(j, position)] = b.add(node.op, *inputs)
-        outputs = [made[(self.period + j, at)][i] for j, at, i in self.carries]
-        read = self._read_outside()  # and is not the final value of a carry
-        self.sides = list(dict.fromkeys(source for i, source, _ in read if not self._is_final(i, source)))
-        outputs += [made[(self.period + j, at)][i] for j, at, i in self.sides]
-        path = next((n.origin.path for n in b.nodes if not isinstance(n.op, Leaf)), ())
+                    results[(j, position)] = b.add(node.op, *inputs)
+        outputs = [results[(self.period + j, at)][i] for j, at, i in self.carries]
+        outside_reads = self._read_outside()  # the final value of a carry is a result already, so no side output
+        self.sides = list(dict.fromkeys(source for i, source, _ in outside_reads if not self._is_final(i, source)))
+        outputs += [results[(self.period + j, at)][i] for j, at, i in self.sides]
+        path = next((num_carries.origin.path for num_carries in b.nodes if not isinstance(num_carries.op, Leaf)), ())
         return b.finish(outputs), path[: next((i for i, s in enumerate(path) if isinstance(s, LayerIndex)), 0)]
 
     def _leaf(self, layer: int, position: int, slot: int) -> Leaf:
-        """The leaf at one operand place, with the programs of all iterations."""
+        """Return the leaf at one operand of the body, with the programs of all iterations if it is a parameter."""
         ops = [self.layers[k * self.period + layer - self.period].refs[position][slot].op for k in range(self.count)]
         first = ops[0]
         assert first is not None
         if not isinstance(first, Param):
             return first
         programs = tuple(op.programs[0] for op in ops if isinstance(op, Param))
+        # A parameter that all iterations share keeps one program.
         return first if len(set(programs)) == 1 else replace(first, programs=programs)
 
     def _read_outside(self) -> Iterator[tuple[int, Source, Value]]:
-        """Every result of a layer that is read after the repeat: its iteration, where it comes from, the value."""
+        """Return every result of a layer that is read after the repeat: its iteration, its origin, the value."""
         for layer in range(self.count * self.period):
             for position, number in enumerate(self.layers[layer].numbers):
                 for i in range(len(self.graph.nodes[number].types)):
@@ -195,11 +223,11 @@ class _Region:
                         yield layer // self.period, (layer % self.period, position, i), value
 
     def _is_final(self, iteration: int, source: Source) -> bool:
-        """Whether a result is what a carry is in the end."""
+        """Return whether a result is the final value of a carry."""
         return iteration == self.count - 1 and source in self.carries
 
     def _find_results(self) -> dict[Value, int]:
-        """Where each value that is read outside stands among the results of the Repeat node."""
+        """Return the result index at the Repeat node of each value that is read after the repeat."""
         return {
             value: self.carries[source]
             if self._is_final(iteration, source)
@@ -209,7 +237,7 @@ class _Region:
 
 
 def indexed(paths: Sequence[Path]) -> Path:
-    """One path for all iterations: `layers.3.attn`, `layers.4.attn` … become `layers.{i+3}.attn`."""
+    """Return one path for all iterations: `layers.3.attn`, `layers.4.attn` … become `layers.{i+3}.attn`."""
     return tuple(_segment(segments) for segments in zip(*paths, strict=False))
 
 
@@ -225,20 +253,20 @@ def _segment(segments: Sequence[str | int | LayerIndex]) -> str | int | LayerInd
 
 
 def _numbered(segment: str | int | LayerIndex) -> Iterator[tuple[str, int]]:
-    """`("", 3)` of 3, `("ffn", 3)` of "ffn3"; nothing of a segment without a number."""
+    """Return the prefix and number of a segment: `("", 3)` for 3, `("ffn", 3)` for "ffn3", nothing without a number."""
     if isinstance(segment, int):
         yield "", segment
     elif isinstance(segment, str) and (prefix := segment.rstrip("0123456789")) not in ("", segment):
         yield prefix, int(segment.removeprefix(prefix))
 
 
-# -- taking an iteration out ---------------------------------------------------------------------
+# -- peeling and unrolling -----------------------------------------------------------------------
 
 
 def peel_last(graph: Graph, types: TypeCache) -> Graph:
-    """The same program with the last iteration of each region behind it as plain nodes.
+    """Return the same program with the last iteration of each region as plain nodes after it.
 
-    For programs without state: what is written inside a region stays there.
+    Regions that write state, or contain other regions, stay as they are.
     """
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
@@ -246,20 +274,24 @@ def peel_last(graph: Graph, types: TypeCache) -> Graph:
         if not isinstance(op, Repeat) or op.count < 2 or op.body.writes or any(n.op.regions() for n in op.body.nodes):
             return None
         count, shared = op.count - 1, inputs[op.carries :]
+        # A single remaining iteration needs no region.
         if count > 1:
-            first = b.add(replace(op, count=count, body=_first_programs(op.body, count, types)), *inputs)
+            leading = b.add(replace(op, count=count, body=_first_programs(op.body, count, types)), *inputs)
         else:
-            first = _iteration(b, op.body, inputs, 0)
-        carries, sides = first[: op.carries], first[op.carries :]
-        last = _iteration(b, op.body, (*carries, *shared), count)
-        columns = zip(range(0, len(sides), count), last[op.carries :], strict=True)
-        return (*last[: op.carries], *(v for at, side in columns for v in (*sides[at : at + count], side)))
+            leading = _iteration(b, op.body, inputs, 0)
+        carries, sides = leading[: op.carries], leading[op.carries :]
+        final = _iteration(b, op.body, (*carries, *shared), count)
+        columns = zip(range(0, len(sides), count), final[op.carries :], strict=True)
+        return (*final[: op.carries], *(v for at, side in columns for v in (*sides[at : at + count], side)))
 
     return rewrite(graph, everywhere(fn), types)
 
 
 def unroll(graph: Graph, types: TypeCache) -> Graph:
-    """The same program without regions: every iteration as plain nodes. For programs without state, as `peel_last`."""
+    """Return the same program without regions: every iteration becomes plain nodes.
+
+    Regions must not write state.
+    """
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         op = node.op
@@ -276,7 +308,7 @@ def unroll(graph: Graph, types: TypeCache) -> Graph:
 
 
 def _iteration(b: Builder, body: Graph, operands: Sequence[Value], number: int) -> tuple[Value, ...]:
-    """The nodes of one iteration; its outputs."""
+    """Append the nodes of one iteration and return its outputs: the next carries, then the side outputs."""
     mapped: dict[Value, Value] = {}
     for i, node in enumerate(body.nodes):
         with b.at(replace(node.origin, path=bind_path(node.origin.path, number))):
@@ -290,7 +322,7 @@ def _iteration(b: Builder, body: Graph, operands: Sequence[Value], number: int) 
 
 
 def _first_programs(body: Graph, count: int, types: TypeCache) -> Graph:
-    """The body of the first `count` iterations."""
+    """Return the body with the programs of the first `count` iterations only."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, Param) or len(node.op.programs) == 1:

@@ -1,14 +1,14 @@
-"""Graphs as JSON data and back, for all levels.
+"""Serialization of graphs of all levels to JSON data and back.
 
     document ::= {format, version, level, policy, plan?, graph}
     graph    ::= {name, inputs, nodes, outputs, output_names, writes}
     node     ::= {op, inputs: [[node, result] …], types: ["f32[2,8]" …], origin}
     op       ::= "Where" | {"Linear": {"bias": true}}       a field at its default is left out; bytes are base64
 
-Reading trusts nothing. Ops are looked up by name in one table, then among those of installed plugins, and their
-attributes are checked against the fields of their dataclass; a value may only refer to nodes before it; types are
-inferred again and compared. Nothing is imported or called by the name of a file's choice. A user's Python function
-cannot be stored.
+Decoding trusts nothing in the data. It looks up ops by name in one table, then among the ops of installed plugins, and
+checks their attributes against the fields of their dataclass. A value may refer only to earlier nodes. Types are
+inferred again and compared. The data cannot name a module to import or a function to call. A user's Python function
+cannot be serialized.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from rlx_jax.ir.user_functions import meaning, trace
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16
 
-# Every op that can be stored, by name.
+# Every op of this package that can be serialized, by name.
 STORED: dict[str, type[Op]] = {
     cls.__name__: cls
     for cls in (
@@ -66,11 +66,16 @@ STORED: dict[str, type[Op]] = {
 Closure = Callable[[Any, tuple[TensorType, ...]], str]
 
 
-# -- writing -----------------------------------------------------------------------------------
+# -- encoding ----------------------------------------------------------------------------------
 
 
 def encode_graph(graph: Graph, closure: Closure | None = None) -> dict[str, Any]:
-    """A graph as JSON data. `closure` describes a user's function, for digests.
+    """Return a graph as JSON data.
+
+    Args:
+        graph: of any level.
+        closure: returns a text for a user's function and its operand types. Digests pass it; data that will be decoded
+            cannot contain such functions.
 
     Raises:
         UnsupportedError: the graph calls a user's function and there is no `closure`; the message names the block.
@@ -92,7 +97,7 @@ def _ref(value: Value) -> list[int]:
 def _encode_node(graph: Graph, node: Node, closure: Closure | None) -> dict[str, Any]:
     op = node.op
     try:
-        if isinstance(op, BodyInput):  # its type is that of the region's operand
+        if isinstance(op, BodyInput):  # without its type, which is that of the region's operand
             encoded: Any = {"BodyInput": {"index": op.index}}
         elif isinstance(op, Repeat):
             fields = {"count": op.count, "carries": op.carries, "body": encode_graph(op.body, closure)}
@@ -100,8 +105,9 @@ def _encode_node(graph: Graph, node: Node, closure: Closure | None) -> dict[str,
         elif isinstance(op, custom.JaxFn) and closure is not None:
             encoded = {"JaxFn": {"fn": closure(op.fn, tuple(graph.type(v) for v in node.inputs)), "label": op.label}}
         elif isinstance(op, TokenScan) and closure is not None:
-            more = {f: getattr(op, f) for f in ("states", "tokens", "ragged", "every", "unroll", "precision")}
-            encoded = {"TokenScan": {"step": op.step.digest, **more}}
+            # The step is a function too; its digest covers what it computes.
+            attributes = {f: getattr(op, f) for f in ("states", "tokens", "ragged", "every", "unroll", "precision")}
+            encoded = {"TokenScan": {"step": op.step.digest, **attributes}}
         else:
             encoded = encode(op)
     except UnsupportedError as error:
@@ -115,12 +121,12 @@ def _encode_node(graph: Graph, node: Node, closure: Closure | None) -> dict[str,
 
 
 def encode(value: Any) -> Any:
-    """An attribute as JSON data.
+    """Return an attribute as JSON data.
 
     Raises:
-        UnsupportedError: a function.
+        UnsupportedError: it is a function.
     """
-    if isinstance(value, float):
+    if isinstance(value, float):  # JSON has no infinities and no NaN
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, str | int):
         return value
@@ -140,6 +146,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(k, str) for k in value):
             return {k: encode(v) for k, v in sorted(value.items())}
+        # Sorted like the other mappings, so that digests do not depend on insertion order.
         return sorted(([encode(k), encode(v)] for k, v in value.items()), key=json.dumps)
     if dataclasses.is_dataclass(value):
         return {type(value).__name__: fields} if (fields := _fields(value)) else type(value).__name__
@@ -147,7 +154,7 @@ def encode(value: Any) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not at their default."""
+    """Return the fields of a dataclass that differ from their default, as JSON data."""
     shown = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
     return {f.name: encode(v) for f, v in shown if v != _default(f)}
 
@@ -156,14 +163,21 @@ def _default(f: dataclasses.Field[Any]) -> Any:
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
 
 
-# -- reading -----------------------------------------------------------------------------------
+# -- decoding ----------------------------------------------------------------------------------
 
 
 def decode_graph(data: Any, types: TypeCache, where: str = "graph", given: tuple[TensorType, ...] = ()) -> Graph:
-    """A graph from JSON data. `given` are the operand types of the region that it is.
+    """Return the graph that JSON data describes.
+
+    Args:
+        data: the output of `encode_graph`.
+        types: infers the types again.
+        where: the path of `data` in its document, for messages.
+        given: the operand types of the region, if the graph is one.
 
     Raises:
-        FormatError: names the place, what was expected and what was found.
+        FormatError: the data is malformed; the message has the place, what was expected and what was found.
+        LimitError: there are more than `MAX_NODES` nodes.
         GraphError: an op does not fit its operands.
     """
     fields = object_with({"name", "inputs", "nodes", "outputs", "output_names", "writes"}, data, where)
@@ -195,12 +209,12 @@ def _decode_node(data: Any, nodes: list[Node], types: TypeCache, where: str, giv
     try:
         inferred = types.infer(op, operands)
     except RlxError as error:
-        error.args = (f"{where}: {error}",)
+        error.args = (f"{where}: {error}",)  # keeps the class of the error
         raise
-    written = decode(tuple[str, ...], fields["types"], f"{where}.types")
-    if written != tuple(map(str, inferred)):
+    declared = decode(tuple[str, ...], fields["types"], f"{where}.types")
+    if declared != tuple(map(str, inferred)):
         gives = listing(map(str, inferred))
-        raise FormatError(f"{where}.types says {listing(written)}, {quote(op.text())} gives {gives}")
+        raise FormatError(f"{where}.types says {listing(declared)}, {quote(op.text())} gives {gives}")
     return Node(op, inputs, inferred, _record(Origin, fields["origin"], f"{where}.origin"))
 
 
@@ -214,17 +228,21 @@ def _decode_op(
             raise FormatError(f"{where}: body input {index} of a region with {len(given)} operands")
         return BodyInput(index, type=given[index])
     if tag == "Repeat":
-        values = object_with({"count", "carries", "body"}, fields, where)
-        count, carries = (decode(int, values[name], f"{where}.{name}") for name in ("count", "carries"))
+        repeat_fields = object_with({"count", "carries", "body"}, fields, where)
+        count, carries = (decode(int, repeat_fields[name], f"{where}.{name}") for name in ("count", "carries"))
         if not (1 <= count <= MAX_REPEATS and 0 <= carries <= len(operands)):
             raise FormatError(f"{where}: count {count} of at most {MAX_REPEATS}, {carries} carries")
-        return Repeat(count, carries, decode_graph(values["body"], types, f"{where}.body", operands))
+        return Repeat(count, carries, decode_graph(repeat_fields["body"], types, f"{where}.body", operands))
     op: Op = decode(Op, data, where)
     return op
 
 
 def _value(data: Any, nodes: list[Node], where: str) -> Value:
-    """A reference to a result of an earlier node."""
+    """Return a reference to a result of an earlier node.
+
+    Raises:
+        FormatError: there is no such result among `nodes`, the nodes decoded so far.
+    """
     node, index = (decode(int, i, where) for i in _array(data, where, 2))
     if not (0 <= node < len(nodes) and 0 <= index < len(nodes[node].types)):
         raise FormatError(f"{where}: [{node}, {index}] is no result of the {len(nodes)} nodes before it")
@@ -232,7 +250,16 @@ def _value(data: Any, nodes: list[Node], where: str) -> Value:
 
 
 def decode(hint: Any, data: Any, where: str) -> Any:
-    """An attribute of the annotated type `hint` from JSON data."""
+    """Return the attribute that JSON data describes.
+
+    Args:
+        hint: the annotated type of the attribute.
+        data: the output of `encode`.
+        where: the path of `data` in its document, for messages.
+
+    Raises:
+        FormatError: the data does not describe a value of this type.
+    """
     origin = get_origin(hint)
     if origin in (Union, builtin_types.UnionType):
         return _decode_union(get_args(hint), data, where)
@@ -261,7 +288,7 @@ def decode(hint: Any, data: Any, where: str) -> Any:
 
 
 def _plain(hint: type, data: Any, where: str) -> Any:
-    allowed = (int, float) if hint is float else (hint,)
+    allowed = (int, float) if hint is float else (hint,)  # JSON writers may print 1.0 as 1
     if isinstance(data, bool) != (hint is bool) or not isinstance(data, allowed):
         raise _expected(hint.__name__, data, where)
     return data
@@ -273,9 +300,9 @@ def _decode_union(hints: tuple[Any, ...], data: Any, where: str) -> Any:
             return decode(hint, data, where)
         except FormatError:
             continue
-    # The alternative that the tag means says what is wrong.
-    named = [h for h in hints if isinstance(data, dict) and getattr(h, "__name__", "") in data]
-    return decode(named[0] if named else hints[0], data, where)
+    # No alternative fits. The message comes from the alternative that the tag names, if there is one.
+    tagged = [h for h in hints if isinstance(data, dict) and getattr(h, "__name__", "") in data]
+    return decode(tagged[0] if tagged else hints[0], data, where)
 
 
 def _decode_tuple(hints: tuple[Any, ...], data: Any, where: str) -> Any:
@@ -293,16 +320,17 @@ def _decode_bytes(data: Any, where: str) -> bytes:
 
 
 def _decode_record(hint: Any, data: Any, where: str) -> Any:
-    """A dataclass: the annotated one, or for `Op` and its kinds the one that the table has under that name."""
+    """Return an instance of the annotated dataclass; for `Op`, `Mir` and `Hir`, of the op class that the tag names."""
     if not (isinstance(hint, type) and dataclasses.is_dataclass(hint) or hint in (Op, Mir, Hir)):
         raise FormatError(f"{where}: values of {hint} cannot be stored")
     tag, fields = _tagged(data, where)
-    known = STORED if issubclass(hint, Op) else {hint.__name__: hint}
-    if issubclass(hint, Op) and tag not in known:
-        known = STORED | {name: cls for name, cls in plugins.known().op_classes().items() if cls.traits.stored}  # type: ignore[attr-defined]
-    if tag not in known or not issubclass(known[tag], hint):
-        raise FormatError(f"{where}: unknown {hint.__name__} {quote(tag)}{did_you_mean(tag, known)}")
-    return _record(known[tag], fields, where)
+    classes = STORED if issubclass(hint, Op) else {hint.__name__: hint}
+    # Plugins are imported only for a tag that this package does not have.
+    if issubclass(hint, Op) and tag not in classes:
+        classes = STORED | {name: cls for name, cls in plugins.known().op_classes().items() if cls.traits.stored}  # type: ignore[attr-defined]
+    if tag not in classes or not issubclass(classes[tag], hint):
+        raise FormatError(f"{where}: unknown {hint.__name__} {quote(tag)}{did_you_mean(tag, classes)}")
+    return _record(classes[tag], fields, where)
 
 
 @functools.cache
@@ -312,7 +340,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _record(cls: Any, data: Any, where: str) -> Any:
-    """A dataclass from its fields; those left out are at their default."""
+    """Return a dataclass instance from its fields; missing fields have their default."""
     defaults = {f.name: _default(f) for f in dataclasses.fields(cls)}
     data = _object(data, where)
     for name in data:
@@ -321,18 +349,19 @@ def _record(cls: Any, data: Any, where: str) -> Any:
     missing = [n for n, default in defaults.items() if default is dataclasses.MISSING and n not in data]
     if missing:
         raise FormatError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
-    made = cls(**{name: decode(_hints(cls)[name], v, f"{where}.{name}") for name, v in data.items()})
-    if isinstance(made, Constant) and not (made.type.is_static and len(made.data) == made.type.nbytes):
-        raise FormatError(f"{where}: {len(made.data)} bytes for a constant of {made.type}")
-    if isinstance(made, Input):
-        as_name(made.input, where)
-    if isinstance(made, Param) and not made.programs:
+    record = cls(**{name: decode(_hints(cls)[name], v, f"{where}.{name}") for name, v in data.items()})
+    # Types alone do not guarantee what the rest of the compiler relies on for these leaves.
+    if isinstance(record, Constant) and not (record.type.is_static and len(record.data) == record.type.nbytes):
+        raise FormatError(f"{where}: {len(record.data)} bytes for a constant of {record.type}")
+    if isinstance(record, Input):
+        as_name(record.input, where)
+    if isinstance(record, Param) and not record.programs:
         raise FormatError(f"{where}: a parameter without a program")
-    return made
+    return record
 
 
 def _tagged(data: Any, where: str) -> tuple[str, Any]:
-    """`"Where"` or `{"Linear": {…}}`."""
+    """Return the tag and the fields of an encoded dataclass: `"Where"` or `{"Linear": {…}}`."""
     if isinstance(data, str):
         return data, {}
     if isinstance(data, dict) and len(data) == 1:
@@ -348,14 +377,22 @@ def _object(data: Any, where: str) -> dict[str, Any]:
 
 
 def object_with(names: set[str], data: Any, where: str) -> dict[str, Any]:
-    """`data`, if it is an object with exactly these names."""
+    """Return `data` if it is an object with exactly these names.
+
+    Raises:
+        FormatError: it is not.
+    """
     if not isinstance(data, dict) or set(data) != names:
         raise _expected(f"an object with {', '.join(sorted(names))}", data, where)
     return data
 
 
 def one_of(where: str, data: Any, known: tuple[str, ...]) -> str:
-    """`data`, if it is one of the `known` texts."""
+    """Return `data` if it is one of the `known` strings.
+
+    Raises:
+        FormatError: it is not.
+    """
     if not isinstance(data, str) or data not in known:
         raise _expected(f"one of {', '.join(known)}", data, where)
     return data
@@ -369,14 +406,14 @@ def _array(data: Any, where: str, length: int | None = None) -> list[Any]:
 
 def _expected(what: str, data: Any, where: str) -> FormatError:
     keys = ", ".join(map(quote, list(data)[:8])) or "nothing" if isinstance(data, dict) else ""
-    found = f"an object with {keys}" if keys else quote(data)
-    return FormatError(f"{where}: expected {what}, found {found}")
+    description = f"an object with {keys}" if keys else quote(data)
+    return FormatError(f"{where}: expected {what}, found {description}")
 
 
 # -- digests -----------------------------------------------------------------------------------
 
 
 def closure_digest(fn: Any, operands: tuple[TensorType, ...]) -> str:
-    """What a user's function computes, as text: its jaxpr and a hash of the arrays it captures."""
+    """Return a text that identifies what a user's function computes: its jaxpr and hashes of the arrays it captures."""
     text, arrays = meaning(trace(fn, operands)[0])
     return text + " ".join(hashlib.sha256(array).hexdigest() for array in arrays)

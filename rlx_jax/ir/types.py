@@ -1,6 +1,6 @@
-"""Dimensions, dtypes and tensor types: the nouns of the IR.
+"""Dimensions, dtypes and tensor types of the IR, and the checks of those that users give.
 
-A dimension is an `int` or a symbol of `jax.export` (`batch`, `seq`, `seq + past`). All symbols live
+A dimension is an `int` or a symbolic dimension of `jax.export` (`batch`, `seq`, `seq + past`). All symbols live
 in one process-wide scope, because JAX refuses to compare dimensions of two `symbolic_shape` calls.
 """
 
@@ -32,15 +32,15 @@ from rlx_jax.errors import (
 
 _SCOPE = export.SymbolicScope()
 _SYMBOLS: dict[str, Any] = {}
-# One dimension of a tensor.
+# Limit of the size of one dimension.
 MAX_DIM = 2**31 - 1
-# Dimensions of a tensor.
+# Limit of the number of dimensions of a tensor.
 MAX_RANK = 8
-# Symbols and numbers of a dimension that is a sum.
+# Limit of the number of terms (symbols and numbers) of a dimension that is a sum.
 MAX_TERMS = 4
-# Elements of a tensor.
+# Limit of the number of elements of a tensor: XLA aborts the process where their product overflows.
 MAX_ELEMENTS = 2**40
-# Characters of a name: of a flow, an input, an output, a dimension. Messages hold it whole.
+# Limit of the characters of a name (of a flow, an input, an output, a dimension): messages print names in full.
 MAX_NAME = 120
 
 # An `int` or a symbolic dimension (jax's `_DimExpr`, which has no public name).
@@ -60,27 +60,27 @@ _BY_NAME = {**DTYPE_NAMES, **{long: long for long in DTYPE_NAMES.values()}}
 
 
 def as_dtype(dtype: Any, where: str = "") -> np.dtype[Any]:
-    """A NumPy dtype from a short name (`bf16`), a long name or anything NumPy takes. `where` begins the message.
+    """Return the NumPy dtype for a short name (`bf16`), a long name or anything that NumPy takes.
 
     Raises:
-        DTypeError: an unknown name.
+        DTypeError: the name is unknown or the dtype is not supported. The message begins with `where`.
     """
     if isinstance(dtype, str):
         if dtype not in _BY_NAME:
-            known = f"; known are {listing(DTYPE_NAMES, len(DTYPE_NAMES))}"
-            raise DTypeError(f"{where}unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME) or known}")
+            choices = f"; known are {listing(DTYPE_NAMES, len(DTYPE_NAMES))}"
+            raise DTypeError(f"{where}unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME) or choices}")
         dtype = getattr(ml_dtypes, long) if (long := _BY_NAME[dtype]).startswith(FROM_ML_DTYPES) else long
     try:
-        found: np.dtype[Any] = np.dtype(dtype if dtype is not None else "none")  # NumPy takes None for float64
+        np_dtype: np.dtype[Any] = np.dtype(dtype if dtype is not None else "none")  # NumPy takes None for float64
     except TypeError as error:
         raise DTypeError(f"{where}{quote(dtype)} is not a dtype") from error
-    if found.name not in _SHORT:
-        raise DTypeError(f"{where}dtype {quote(found)} is not supported; supported are {', '.join(DTYPE_NAMES)}")
-    return found
+    if np_dtype.name not in _SHORT:
+        raise DTypeError(f"{where}dtype {quote(np_dtype)} is not supported; supported are {', '.join(DTYPE_NAMES)}")
+    return np_dtype
 
 
 def short_name(dtype: np.dtype[Any]) -> str:
-    """`f32` for float32, and so on: the name used in dumps."""
+    """Return the name of a dtype in dumps, such as `f32` for float32."""
     return _SHORT.get(dtype.name, str(dtype))
 
 
@@ -88,22 +88,22 @@ _IN_32_BITS = {"int64": np.dtype(np.int32), "uint64": np.dtype(np.uint32), "floa
 
 
 def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that programs hold numbers of `dtype` in: 32 bits for 64, since JAX has no others by default."""
+    """Return the dtype that programs use for `dtype`: 32 bits instead of 64, which JAX disables by default."""
     return _IN_32_BITS.get(dtype.name, dtype)
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether `dtype` is a real floating type, bf16 and f8 included."""
+    """Return whether `dtype` is a real floating dtype, including bf16 and f8."""
     return bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
 def is_whole(dtype: np.dtype[Any]) -> bool:
-    """Whether `dtype` is one of whole numbers, those of 4 bits included."""
+    """Return whether `dtype` is an integer dtype, including 4-bit integers."""
     return bool(jax.numpy.issubdtype(dtype, np.integer))
 
 
 def widens(narrow: np.dtype[Any], wide: np.dtype[Any]) -> bool:
-    """Whether every value of `narrow` is a value of `wide`.
+    """Return whether `wide` represents every value of `narrow` exactly.
 
     >>> widens(np.dtype("float16"), np.dtype("float32"))
     True
@@ -124,7 +124,7 @@ def widens(narrow: np.dtype[Any], wide: np.dtype[Any]) -> bool:
 
 
 def symbol(name: str) -> DimLike:
-    """The symbolic dimension `name`, the same object every time."""
+    """Return the symbolic dimension `name`: the same object for every call with this name."""
     if name not in _SYMBOLS:
         if not name.isidentifier():
             raise ShapeError(f"a symbolic dimension is a plain identifier, got {quote(name)}")
@@ -134,7 +134,11 @@ def symbol(name: str) -> DimLike:
 
 
 def as_name(name: Any, where: str) -> str:
-    """Check one user-given name: a string that is not empty and prints as it is."""
+    """Check one name that a user gives, and return it.
+
+    Raises:
+        GraphError: it is not a printable, non-empty string of at most `MAX_NAME` characters.
+    """
     if not isinstance(name, str) or not name or not name.isprintable():
         raise GraphError(f"{where}: a name is a printable string that is not empty, got {quote(name)}")
     if len(name) > MAX_NAME:
@@ -143,30 +147,45 @@ def as_name(name: Any, where: str) -> str:
 
 
 def as_names(names: Any, where: str) -> tuple[str, ...]:
-    """Check a list of names, each of which stands there once."""
+    """Check a list of names that a user gives, and return it as a tuple.
+
+    Raises:
+        GraphError: it is not a list of valid names, or contains one twice.
+    """
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise GraphError(f"{where}: expected a list of names, got {shown(names)}")
-    found = tuple(as_name(name, where) for name in names)
-    if len(set(found)) < len(found):
-        raise GraphError(f"{where}: a name stands twice in {listing(found)}")
-    return found
+    checked = tuple(as_name(name, where) for name in names)
+    if len(set(checked)) < len(checked):
+        raise GraphError(f"{where}: a name stands twice in {listing(checked)}")
+    return checked
 
 
 def as_dim(dim: Any, where: str) -> DimLike:
-    """Check one user-given dimension: an identifier, a sum such as `past + seq`, an int in 1 … 2³¹−1, or a symbol."""
+    """Check one dimension that a user gives, and return it as an int or a symbolic dimension.
+
+    Args:
+        dim: an identifier, a sum such as `past + seq`, an int in 1 … 2³¹−1, a `Dim`, or a symbol of `jax.export`.
+        where: the beginning of messages.
+
+    Raises:
+        ShapeError: it is none of these.
+    """
     if isinstance(dim, Dim):
         return dim.expr
     if isinstance(dim, str):
-        first, *rest = (term.strip() for term in dim.split("+"))
-        if len({first, *rest}) <= len(rest) or len(rest) >= MAX_TERMS:
+        first_term, *other_terms = (term.strip() for term in dim.split("+"))
+        # A repeated term would become `2*seq`, which is no sum.
+        if len({first_term, *other_terms}) <= len(other_terms) or len(other_terms) >= MAX_TERMS:
             raise ShapeError(f"{where}: a sum has up to {MAX_TERMS} terms, each of them once; got {quote(dim)}")
-        return sum((_term(term) for term in rest), start=symbol(first))
+        return sum((_term(term) for term in other_terms), start=symbol(first_term))
     if export.is_symbolic_dim(dim):
         return dim
-    if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
-        traced = "; a traced number is no size: call it outside of jax.jit" if isinstance(dim, jax.core.Tracer) else ""
-        named = "; name a size that is not known, such as 'batch'" if dim is None else traced
-        raise ShapeError(f"{where}: a dimension is an identifier or an int, got {shown(dim)}{named}")
+    if isinstance(dim, bool) or not isinstance(dim, int | np.integer):  # bool is a subclass of int
+        tracer_hint = (
+            "; a traced number is no size: call it outside of jax.jit" if isinstance(dim, jax.core.Tracer) else ""
+        )
+        hint = "; name a size that is not known, such as 'batch'" if dim is None else tracer_hint
+        raise ShapeError(f"{where}: a dimension is an identifier or an int, got {shown(dim)}{hint}")
     if not 1 <= int(dim) <= MAX_DIM:
         raise ShapeError(f"{where}: a dimension is between 1 and {MAX_DIM}, got {number(int(dim))}")
     return int(dim)
@@ -177,7 +196,12 @@ def _term(text: str) -> DimLike:
 
 
 def bound(dim: DimLike, binding: Mapping[str, int]) -> DimLike:
-    """The size of a dimension that is a symbol or a sum of them, where all are bound; else the dimension."""
+    """Return the size of a dimension under `binding`, or the dimension itself if it is static or a symbol is unbound.
+
+    Args:
+        dim: an int, a symbol, or a sum of symbols and ints.
+        binding: sizes by the name of the symbol.
+    """
     if is_static(dim):
         return dim
     terms = [binding.get(term, _term(term)) if term.isidentifier() else _term(term) for term in terms_of(dim)]
@@ -185,26 +209,30 @@ def bound(dim: DimLike, binding: Mapping[str, int]) -> DimLike:
 
 
 def terms_of(dim: DimLike) -> tuple[str, ...]:
-    """`("past", "seq")` for `past + seq`; nothing where the dimension is no sum of symbols and ints."""
+    """Return the terms of a sum of symbols and ints, such as `("past", "seq")` for `past + seq`.
+
+    Return () if the dimension is another expression.
+    """
     terms = tuple(str(dim).split(" + "))
     return terms if all(t.isidentifier() or t.isdigit() for t in terms) else ()
 
 
 def is_static(dim: DimLike) -> bool:
-    """Whether a dimension is a plain int."""
+    """Return whether a dimension is a plain int."""
     return not export.is_symbolic_dim(dim)
 
 
 def symbols_of(dim: DimLike) -> frozenset[str]:
-    """Names of the symbols in a dimension."""
+    """Return the names of the symbols in a dimension."""
     if is_static(dim):
         return frozenset()
+    # JAX has no public way to list symbols. The text also contains function names such as `floordiv`.
     return frozenset(re.findall(r"[^\W\d]\w*", str(dim))) & _SYMBOLS.keys()
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """Shape and dtype of a value. Always strongly typed, never JAX's weak types."""
+    """Shape and dtype of a value. Types are always strong: JAX's weak types do not exist in the IR."""
 
     shape: tuple[DimLike, ...]
     dtype: np.dtype[Any]
@@ -232,28 +260,30 @@ class TensorType:
 
     @property
     def nbytes(self) -> int:
-        """Bytes; the shape must be static."""
+        """Size in bytes; the shape must be static."""
         return self.size * self.dtype.itemsize
 
     @property
     def spec(self) -> jax.ShapeDtypeStruct:
+        """The type as `jax.eval_shape` and `jax.make_jaxpr` take it."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Symbols go by name: those that are read again are those of the process that reads them."""
+        """Pickle symbols by name, so that they become symbols of the process that unpickles them."""
         return _tensor_type_of, (tuple(d if is_static(d) else spelled(d) for d in self.shape), self.dtype)
 
-    def __copy__(self) -> TensorType:
+    def __copy__(self) -> TensorType:  # immutable; a copy by way of `__reduce__` would refuse other expressions
         return self
 
     def __deepcopy__(self, memo: Any) -> TensorType:
         return self
 
     def with_dtype(self, dtype: Any) -> TensorType:
+        """Return the type with the same shape and another dtype."""
         return TensorType(self.shape, as_dtype(dtype))
 
     def bind(self, binding: Mapping[str, int]) -> TensorType:
-        """Replace the dimensions that are a bound symbol, or a sum of them."""
+        """Return the type with sizes in place of the dimensions that are a bound symbol or a sum of bound symbols."""
         return TensorType(tuple(bound(d, binding) for d in self.shape), self.dtype)
 
 
@@ -262,17 +292,22 @@ def _tensor_type_of(shape: tuple[int | str, ...], dtype: np.dtype[Any]) -> Tenso
 
 
 def spelled(dim: DimLike) -> str:
-    """A symbolic dimension as `as_dim` takes it."""
+    """Return a symbolic dimension as text that `as_dim` reads.
+
+    Raises:
+        UnsupportedError: it is not a sum of symbols and ints.
+    """
     if terms := terms_of(dim):
         return " + ".join(terms)
     raise UnsupportedError(f"dimension {dim}: only sizes, symbols and sums of them can be stored")
 
 
 def tensor_type(shape: Sequence[Any], dtype: Any, where: str) -> TensorType:
-    """Check a user-given shape and dtype.
+    """Return the type of a shape and a dtype that a user gives.
 
     Raises:
-        ShapeError: a rank over 8, a dimension out of range, or over 2⁴⁰ elements.
+        ShapeError: the rank is over 8, a dimension is out of range, or there are over 2⁴⁰ elements.
+        DTypeError: the dtype is unknown.
     """
     if isinstance(shape, str) or not isinstance(shape, Sequence):
         raise ShapeError(f"{where}: a shape is a tuple of identifiers and ints, got {quote(shape)}")
@@ -284,15 +319,17 @@ def tensor_type(shape: Sequence[Any], dtype: Any, where: str) -> TensorType:
 
 
 def check_elements(shape: Sequence[DimLike], where: str) -> None:
-    """The known dimensions make at most 2⁴⁰ elements: XLA aborts the process where their product overflows.
+    """Check that the static dimensions make at most 2⁴⁰ elements.
+
+    XLA would abort the process where their product overflows.
 
     Raises:
-        ShapeError: names the dimension or the number of elements, and the limit.
+        ShapeError: they make more; the message has the dimension or the number of elements, and the limit.
     """
-    known = [d for d in shape if is_static(d)]
-    if max(known, default=0) > MAX_DIM:
-        raise ShapeError(f"{where}: dimension {number(int(max(known)))} is over the limit of {MAX_DIM}")
-    elements = math.prod(known)
+    static_dims = [d for d in shape if is_static(d)]
+    if max(static_dims, default=0) > MAX_DIM:
+        raise ShapeError(f"{where}: dimension {number(int(max(static_dims)))} is over the limit of {MAX_DIM}")
+    elements = math.prod(static_dims)
     if elements > MAX_ELEMENTS:
         raise ShapeError(f"{where}: {elements} elements are over the limit of {MAX_ELEMENTS}")
 
@@ -303,13 +340,15 @@ def _arithmetic(op: Callable[[DimLike, DimLike], DimLike]) -> tuple[_DimMethod, 
 
 
 def _computed(op: Callable[[DimLike, DimLike], DimLike], left: Any, right: Any) -> Dim | int:
-    """Return what JAX's own arithmetic of sizes gives.
+    """Return the result of JAX's own arithmetic of sizes.
 
     Raises:
-        ShapeError: it has none for these; also where Python would ask the other operand.
+        ShapeError: JAX does not define the operation for these operands. Python then never tries the reflected method
+            of the other operand, as it would after `NotImplemented`.
     """
     sizes = (_expr(left), _expr(right))
     try:
+        # JAX would accept some other operands, such as floats, and give a result that is no size.
         if any(not isinstance(s, int | np.integer) and is_static(s) for s in sizes):
             raise TypeError("sizes go with whole numbers and other sizes")
         result = op(*sizes)
@@ -324,9 +363,9 @@ def _computed(op: Callable[[DimLike, DimLike], DimLike], left: Any, right: Any) 
 
 
 class Dim:
-    """A symbolic dimension as user code sees it: arithmetic works, comparing it with a number is an error.
+    """A symbolic dimension as user code sees it: arithmetic works, and a comparison with a number is an error.
 
-    JAX answers `seq == 1` with a silent False, and a program traced that way is wrong for length 1.
+    In JAX `seq == 1` is silently False, and a program traced that way is wrong for length 1.
     """
 
     __slots__ = ("expr",)
@@ -354,7 +393,7 @@ class Dim:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Dim):
             return bool(self.expr == other.expr)
-        if isinstance(other, str):
+        if isinstance(other, str):  # a comparison by name, such as `x.shape[0] == "batch"`, depends on no size
             return str(self.expr) == other
         raise ShapeError(self._refusal(other))
 
@@ -395,7 +434,7 @@ class ValueType:
 
     @property
     def shape(self) -> tuple[int | Dim, ...]:
-        """Sizes; a symbolic one refuses comparison with a number."""
+        """Sizes. A symbolic one is a `Dim`, which refuses comparison with a number."""
         return tuple(d if is_static(d) else Dim(d) for d in self.type.shape)
 
     @property
@@ -408,56 +447,61 @@ class ValueType:
 
     @property
     def size(self) -> int | Dim:
-        """Number of elements."""
+        """Number of elements; a `Dim` if a size is symbolic."""
         return math.prod(self.shape)
 
     rank, dims = ndim, shape
 
     def dim(self, axis: int) -> int | Dim:
-        """Return one size."""
+        """Return the size of one axis, which may be negative.
+
+        Raises:
+            ShapeError: there is no such axis.
+        """
         if not -self.ndim <= axis < self.ndim:
             raise ShapeError(f"{self} has no axis {axis}")
         return self.shape[axis]
 
     @property
     def is_static(self) -> bool:
-        """Whether every size is a number."""
+        """Whether every size is an int."""
         return self.type.is_static
 
     @property
     def dynamic_symbols(self) -> tuple[str, ...]:
-        """The names of the sizes that are open, sorted."""
+        """The names of all symbols in the shape, sorted."""
         return tuple(sorted(self.type.symbols))
 
     @property
     def num_elements(self) -> int | None:
-        """Number of elements; None where a size is a symbol."""
+        """Number of elements; None if a size is symbolic."""
         return self.type.size if self.is_static else None
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes; None where a size is a symbol."""
+        """Size in bytes; None if a size is symbolic."""
         return self.type.nbytes if self.is_static else None
 
     def bind(self, binding: Mapping[str, int]) -> ValueType:
-        """Return the shape with sizes for some of its symbols."""
+        """Return the type with sizes in place of some of its symbols."""
         return ValueType(self.type.bind(binding))
 
     def with_dim(self, axis: int, size: Any) -> ValueType:
-        """Return the shape with another size on one axis."""
+        """Return the type with another size on one axis."""
         self.dim(axis)
         dims = [as_dim(size, "with_dim") if i == axis % self.ndim else d for i, d in enumerate(self.type.shape)]
         return ValueType(TensorType(tuple(dims), self.dtype))
 
     def with_dtype(self, dtype: Any) -> ValueType:
-        """Return the shape with another dtype."""
+        """Return the type with another dtype."""
         return ValueType(self.type.with_dtype(dtype))
 
     def broadcast_with(self, other: ValueType) -> ValueType:
-        """Return the shape of an elementwise op of both.
+        """Return the result type of an elementwise op on both.
 
         Raises:
-            ShapeError: a size is another one in both, and 1 in none. DTypeError: the dtypes differ.
+            ShapeError: the sizes of an axis differ and neither is 1.
+            DTypeError: the dtypes differ.
         """
         if self.dtype != other.dtype:
             raise DTypeError(f"broadcast_with: {self} and {other}: dtypes differ, cast one")
@@ -468,7 +512,7 @@ class ValueType:
 
     @staticmethod
     def scalar(dtype: Any = "f32") -> ValueType:
-        """Return the shape of one number."""
+        """Return the type of a scalar."""
         return ValueType(TensorType((), as_dtype(dtype)))
 
     def __str__(self) -> str:

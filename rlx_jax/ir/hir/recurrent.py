@@ -1,10 +1,10 @@
-"""Blocks that carry a state along the sequence: one protocol for all of them, and a user's own step as one.
+"""Recurrent blocks: a protocol for blocks with a state along the sequence, Gated DeltaNet, Mamba-2, and custom steps.
 
-Of fixed size are the states of Gated DeltaNet, of Mamba-2, and of the causal convolution before both.
+The states have a fixed size: a matrix for each head, and the last rows of the causal convolution that precedes it.
 
-A block that follows it says which slots its state has, and how it runs from a start. Its forward program, `prefill`,
-`extend` and ragged rows are made of these two; `derive` has one rule for all such blocks. Heads are packed: head h of
-width D is columns h·D … h·D+D−1.
+A block of the protocol `CarriesState` declares the slots of its state, and how it runs from an initial state. `derive`
+builds the forward program, `prefill`, `extend` and ragged rows from these two, with one rule for all such blocks. Heads
+are packed: head h of width D is columns h·D … h·D+D−1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlx_jax.ir.user_functions import TokenStep
 
 F32 = np.dtype(np.float32)
 Values = Sequence[Value]
-# The state that a block runs behind, by slot; None: the initial values.
+# The state that a block starts from, by slot; None: the initial values.
 Start = Values | None
 
 
@@ -39,11 +39,12 @@ class StateSlot:
     """One array of a block's state.
 
     Attributes:
-        name: of the leaf, behind the block's path.
-        type: shape behind the batch, and dtype: f32 whatever the program computes in, or what holds no fractions.
-        roles: of the axes behind the batch.
-        initial: what it holds before the first token, without batch: the number of an operand of the block, or an
-            array; zeros where None.
+        name: the last segment of the leaf's key, after the path of the block.
+        type: the shape without the batch axis, and the dtype: f32 whatever dtype the program computes in, or a dtype
+            without fractions.
+        roles: the roles of the axes without the batch axis.
+        initial: the value before the first token, without the batch axis: the number of an operand of the block, or an
+            array; None means zeros.
     """
 
     name: str
@@ -52,14 +53,19 @@ class StateSlot:
     initial: int | Constant | None = None
 
     def leaf(self, batch: DimLike) -> TensorType:
-        """With its rows."""
+        """Return the type of the state leaf, with the batch axis."""
         return TensorType((batch, *self.type.shape), self.type.dtype)
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """What a block gives: its results; the state after the last valid token of each row, by slot; where asked for, the
-    state after every token, `[B, S, …]`, by slot."""
+    """The result of running a block from a state.
+
+    Attributes:
+        results: the results of the block.
+        after: the state after the last valid token of each row, by slot.
+        every: the state after every token, `[B, S, …]`, by slot; empty unless requested.
+    """
 
     results: tuple[Value, ...]
     after: tuple[Value, ...]
@@ -68,55 +74,55 @@ class BlockRun:
 
 @runtime_checkable
 class CarriesState(Protocol):
-    """A block `[B, S, …] → [B, S, …]` that reads the tokens up to each through a state.
+    """A block `[B, S, …] → [B, S, …]` in which a token depends on the earlier tokens only through a state.
 
-    Its first operand is `[B, S, …]`. `expand` is `expand_from` of nothing.
+    Its first operand is `[B, S, …]`. `expand` equals `expand_from` without a state.
     """
 
     def text(self) -> str:
-        """As dumps print it."""
+        """Return the block as dumps print it."""
         ...
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
-        """The arrays of its state, from the types of its operands."""
+        """Return the arrays of the state, given the types of the block's operands."""
         ...
 
     def expand_from(
         self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
-        """The ops of the block, behind a state.
+        """Append the ops of the block, run from a state, and return their results.
 
         Args:
-            start: the state, `[B, …]` by slot; None: the initial values.
-            lengths: `[B]` int32. A token at or behind it is an identity step: the state stays as it is, and what the
-                block gives there means nothing.
-            every: whether the state after each token is wanted.
+            start: the state, `[B, …]` by slot; None means the initial values.
+            lengths: the number of valid tokens of each row, `[B]` int32. A later token is an identity step: it leaves
+                the state unchanged, and the block's result there is meaningless.
+            every: whether to return the state after each token too.
         """
         ...
 
 
 class FromNothing:
-    """The forward program of a block that carries a state."""
+    """Defines `expand`, the forward program of a block with a state, as a run from the initial state."""
 
     def expand(self: Any, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        ran: BlockRun = self.expand_from(b, operands)
-        return ran.results
+        run: BlockRun = self.expand_from(b, operands)
+        return run.results
 
 
 @dataclass(frozen=True)
 class Carried(Hir):
-    """A block that carries a state, run behind what an earlier call left (written by `derive`, never by a stage).
+    """A block with a state, run from the state of an earlier call (written by `derive`, never by a stage).
 
-    Operands: those of the block, the state leaves `[B, …]` by slot, `state.length` `[B]` and `lengths` `[B]`.
-    Results: those of the block; the new leaves; with `every`, the leaves after each token `[B, S, …]`.
-    With `fresh` no token was read before. Else a row starts from its leaf, or where it has read nothing from the
-    initial value. Without `ragged` every token is valid and every row starts from its leaf: there are no lengths, and
-    with `fresh` no leaves either, among the operands.
+    Operands: the block's operands, the state leaves `[B, …]` by slot, `state.length` `[B]` and `lengths` `[B]`.
+    Results: the block's results; the new leaves; with `every`, the leaves after each token `[B, S, …]`.
+    With `fresh` no row has processed a token yet. Otherwise a row starts from its leaf, or from the initial value if it
+    has processed no token. Without `ragged` every token is valid and every row starts from its leaf: the operands then
+    contain no lengths, and with `fresh` no leaves either.
     """
 
     traits = BLOCK
 
-    block: Hir  # which is a `CarriesState`
+    block: Hir  # also a `CarriesState`; deserialization needs the annotation `Hir`
     states: int
     fresh: bool = False
     every: bool = False
@@ -125,20 +131,21 @@ class Carried(Hir):
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         block = cast(CarriesState, self.block)
         if not self.ragged:
-            own = len(operands) - self.states * (not self.fresh)
-            ran = block.expand_from(b, operands[:own], operands[own:] or None, None, self.every)
-            return (*ran.results, *ran.after, *ran.every)
-        own = len(operands) - self.states - 2
-        given, leaves, (length, lengths) = operands[:own], operands[own:-2], operands[-2:]
-        slots = block.slots(*(b.type(v) for v in given))
+            num_operands = len(operands) - self.states * (not self.fresh)
+            run = block.expand_from(b, operands[:num_operands], operands[num_operands:] or None, None, self.every)
+            return (*run.results, *run.after, *run.every)
+        num_operands = len(operands) - self.states - 2
+        block_operands, leaves, (length, lengths) = operands[:num_operands], operands[num_operands:-2], operands[-2:]
+        slots = block.slots(*(b.type(v) for v in block_operands))
         start = None
         if not self.fresh:
-            start = [_entered(b, s, v, length, given) for s, v in zip(slots, leaves, strict=True)]
-        ran = block.expand_from(b, given, start, lengths, self.every)
-        for slot, leaf, after in zip(slots, leaves, ran.after, strict=True):
+            start = [_entered(b, s, v, length, block_operands) for s, v in zip(slots, leaves, strict=True)]
+        run = block.expand_from(b, block_operands, start, lengths, self.every)
+        # A state leaf is donated, so its type must stay the same.
+        for slot, leaf, after in zip(slots, leaves, run.after, strict=True):
             if b.type(after) != b.type(leaf):
                 raise GraphError(f"{self.block.text()}: slot {slot.name} is {b.type(leaf)}, and {b.type(after)} after")
-        return (*ran.results, *ran.after, *ran.every)
+        return (*run.results, *run.after, *run.every)
 
     def text(self) -> str:
         notes = [", fresh"] * self.fresh + [", every"] * self.every + [", all valid"] * (not self.ragged)
@@ -146,18 +153,18 @@ class Carried(Hir):
 
 
 def _entered(b: Builder, slot: StateSlot, leaf: Value, length: Value, given: Sequence[Value]) -> Value:
-    """The state that a call starts from."""
-    if slot.initial is None:
+    """Return the state that a call starts from: the leaf, or the initial value in rows that have no token yet."""
+    if slot.initial is None:  # a new leaf is zeros already
         return leaf
     rank = slot.type.rank
     start = initial_value(b, slot, given)
     start = b(Slice((None, Ellipsis)), start)
-    none = b(Compare("eq"), length, b.scalar(0, length))
-    return b(Where(), b(Reshape((-1, *(1,) * rank)), none), start, leaf)
+    is_empty = b(Compare("eq"), length, b.scalar(0, length))
+    return b(Where(), b(Reshape((-1, *(1,) * rank)), is_empty), start, leaf)
 
 
 def initial_value(b: Builder, slot: StateSlot, operands: Sequence[Value]) -> Value:
-    """What a slot holds before the first token, without batch; of zeros, one number."""
+    """Return the value of a slot before the first token, without the batch axis; a scalar 0 if it is zeros."""
     if isinstance(slot.initial, int):
         value = operands[slot.initial]
         return in_dtype(b, value, slot.type.dtype)
@@ -169,10 +176,10 @@ def initial_value(b: Builder, slot: StateSlot, operands: Sequence[Value]) -> Val
 
 @dataclass(frozen=True)
 class Recurrent(FromNothing, Hir):
-    """A user's `state, y_t = step(state, x_t, *params)` along the tokens: see `TokenScan`.
+    """A custom `state, y_t = step(state, x_t, *params)`, scanned along the tokens: see `TokenScan`.
 
-    Operands: `tokens` values `[B, S, …]`, the parameters of the step, then the initial values that are values. The step
-    computes in f32, as does the state; floating y come in the dtype of the first floating x.
+    Operands: `tokens` values `[B, S, …]`, the parameters of the step, then the initial values that are operands. The
+    step computes in f32, and so is the state. Floating y have the dtype of the first floating x.
     """
 
     traits = BlockTraits(composite=False, keeps_f32=False, stored=False)
@@ -187,20 +194,22 @@ class Recurrent(FromNothing, Hir):
         check_arity("recurrent", len(operands), len(self.step.given) - len(self.state) + learned)
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
-        """Those of the initial state."""
+        """Return the slots that the user declared with the initial state."""
         return self.state
 
     def expand_from(
         self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
-        """See `CarriesState`."""
-        n = len(self.state)
-        given = operands[: len(self.step.given) - n]
-        begin = start or [initial_value(b, slot, operands) for slot in self.state]
-        op = TokenScan(self.step, n, self.tokens, lengths is not None, every, self.unroll)
-        made = b.add(op, *begin, *given, *([] if lengths is None else [lengths]))
-        ys = len(self.step.results) - n
-        return BlockRun(made[:ys], made[ys : ys + n], made[ys + n :])
+        """Append the ops of the block, run from a state: see `CarriesState`."""
+        num_states = len(self.state)
+        step_operands = operands[: len(self.step.given) - num_states]
+        initial = start or [initial_value(b, slot, operands) for slot in self.state]
+        op = TokenScan(self.step, num_states, self.tokens, lengths is not None, every, self.unroll)
+        results = b.add(op, *initial, *step_operands, *([] if lengths is None else [lengths]))
+        num_results = len(self.step.results) - num_states
+        return BlockRun(
+            results[:num_results], results[num_results : num_results + num_states], results[num_results + num_states :]
+        )
 
     def text(self) -> str:
         return f"recurrent({self.step.label})"
@@ -208,9 +217,9 @@ class Recurrent(FromNothing, Hir):
 
 @dataclass(frozen=True)
 class CausalWindow(FromNothing, Hir):
-    """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
+    """The last `width` tokens up to each token, with zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
 
-    Its state are the last `width − 1` tokens.
+    The state is the last `width − 1` tokens.
     """
 
     traits = BLOCK
@@ -223,56 +232,64 @@ class CausalWindow(FromNothing, Hir):
             raise ShapeError(f"causal_window: a width is at least 1, got {self.width}")
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
-        """The tokens before, if a window has more than one."""
+        """Return the slot of the preceding tokens, if a window has more than one token."""
         (x,) = operands
-        held = TensorType((self.width - 1, *x.shape[2:]), F32 if is_float(x.dtype) else x.dtype)
-        return (StateSlot("window", held),) if self.width > 1 else ()
+        window_type = TensorType((self.width - 1, *x.shape[2:]), F32 if is_float(x.dtype) else x.dtype)
+        return (StateSlot("window", window_type),) if self.width > 1 else ()
 
     def expand_from(
         self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
-        """See `CarriesState`."""
+        """Append the ops of the block, run from a state: see `CarriesState`."""
         (x,) = operands
         if self.width == 1:
             return BlockRun((b(TokenWindows(1), x),), ())
-        read = rows_behind(b, x, self.width, start, lengths)
-        windows = b(TokenWindows(self.width), read.rows)
-        return BlockRun((windows,), (read.tail,), (read.tails(b, windows),) if every else ())
+        rows = rows_behind(b, x, self.width, start, lengths)
+        windows = b(TokenWindows(self.width), rows.rows)
+        return BlockRun((windows,), (rows.tail,), (rows.tails(b, windows),) if every else ())
 
 
 @dataclass(frozen=True)
 class RowsBehind:
-    """Tokens with the `past` before them, which are the state of whatever looks back so far: `rows` `[B, past + S, …]`,
-    and the last valid `past` of them, `tail`."""
+    """Tokens after the `past` preceding ones, for a block that reads a window of `past + 1` tokens.
+
+    Attributes:
+        rows: the preceding tokens, then the tokens of this call, `[B, past + S, …]`.
+        tail: the last `past` valid rows, which are the new state.
+        past: the number of preceding tokens.
+    """
 
     rows: Value
     tail: Value
     past: int
 
     def tails(self, b: Builder, windows: Value) -> Value:
-        """The state after each token `[B, S, past, …]`, out of the windows of `past + 1` rows."""
+        """Return the state after each token, `[B, S, past, …]`, given the windows of `past + 1` rows."""
         return in_dtype(b, b(Narrow(2, 1, self.past), windows), b.type(self.tail).dtype)
 
 
 def rows_behind(b: Builder, x: Value, width: int, start: Sequence[Value] | None, lengths: Value | None) -> RowsBehind:
-    """Tokens x `[B, S, …]` behind the state, or behind zeros, for windows of `width` of at least 2; see `CarriesState`.
+    """Return tokens x `[B, S, …]` after the rows of the state, or after zeros if there is no state.
 
-    The state is f32 where tokens are floats.
+    `width`, at least 2, is the size of the windows; `start` and `lengths` are those of `CarriesState.expand_from`. The
+    state is f32 if the tokens are floats.
     """
-    past, kind = width - 1, b.type(x)
+    past, x_type = width - 1, b.type(x)
     if start is None:
-        rows = b(Pad(((0, 0), (past, 0), *((0, 0),) * (kind.rank - 2))), x)
+        rows = b(Pad(((0, 0), (past, 0), *((0, 0),) * (x_type.rank - 2))), x)
     else:
-        rows = b(Concat(1), in_dtype(b, start[0], kind.dtype), x)
+        rows = b(Concat(1), in_dtype(b, start[0], x_type.dtype), x)
     tail = b(Narrow(1, -past, past), rows) if lengths is None else b(TailRows(past), rows, lengths)
-    return RowsBehind(rows, in_dtype(b, tail, F32 if is_float(kind.dtype) else kind.dtype), past)
+    return RowsBehind(rows, in_dtype(b, tail, F32 if is_float(x_type.dtype) else x_type.dtype), past)
 
 
 @dataclass(frozen=True)
 class TimeSteps(Hir):
-    """How far a recurrence goes at each token, and how fast each head forgets: t `[B,S,H]`, bias `[H]`, A_log `[H]` →
-    `Δ = clip(softplus(t + bias), low, high)` `[B,S,H]` and `A = −exp(A_log)` `[H]`, both f32 whatever a program
-    computes in."""
+    """The time step of a recurrence at each token, and the decay rate of each head.
+
+    t `[B,S,H]`, bias `[H]`, A_log `[H]` → `Δ = clip(softplus(t + bias), low, high)` `[B,S,H]` and `A = −exp(A_log)`
+    `[H]`, both f32 whatever dtype the program computes in.
+    """
 
     traits = TABLES
     operands = "t[B,S,H] bias[H] a_log[H]"
@@ -290,14 +307,17 @@ class TimeSteps(Hir):
         return step, b(Unary("neg"), b(Unary("exp"), a_log))
 
     def initial(self, place: int, weight: TensorType) -> Initial:
+        """Return 1 for the bias and 0 for A_log, so that A starts at −1."""
         return 1.0 if place == 1 else 0.0
 
 
 @dataclass(frozen=True)
 class CausalConv(FromNothing, Hir):
-    """Each channel convolved with its own window over the last J tokens: x `[B,S,C]`, w `[C,J]` or as checkpoints have
-    it `[C,1,J]`, with `bias` that `[C]` → `[B,S,C]`. See `CausalConvOp`. State: the last J−1 rows of x. `role`: what
-    its channels are (`rlx_jax.ir.roles`)."""
+    """A depthwise causal convolution over the last J tokens: see `CausalConvOp`.
+
+    Operands: x `[B,S,C]`, w `[C,J]` or as in checkpoints `[C,1,J]`, with `bias` also the bias `[C]`. Result: `[B,S,C]`.
+    State: the last J−1 rows of x. `role` is the role of the channels (`rlx_jax.ir.roles`).
+    """
 
     traits = TABLES
     operands = "x[B,S,C] w[C,…,J!] bias?bias"
@@ -311,7 +331,7 @@ class CausalConv(FromNothing, Hir):
             raise ShapeError(f"causal_conv: x is [B, S, C], w [C, J] or [C, 1, J]; got {x} and {w}").of(0, 1)
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
-        """The rows before x; of a window of one token there are none."""
+        """Return the slot of the rows that precede x, if a window has more than one token."""
         x, w = operands[:2]
         width = int(w.shape[-1]) - 1
         return (StateSlot("conv", TensorType((width, x.shape[2]), F32), (None, self.role)),) if width else ()
@@ -319,24 +339,24 @@ class CausalConv(FromNothing, Hir):
     def expand_from(
         self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
-        """See `CarriesState`."""
+        """Append the ops of the block, run from a state: see `CarriesState`."""
         x, w, *bias = operands
         taps = int(b.type(w).shape[-1])
         if b.type(w).rank == 3:
             w = b(merge_axes(3, 1), w)
         if taps == 1:
             return BlockRun((b(CausalConvOp(self.bias), x, w, *bias),), ())
-        read = rows_behind(b, x, taps, start, lengths)
-        each = (read.tails(b, b(TokenWindows(taps), read.rows)),) if every else ()
-        return BlockRun((b(CausalConvOp(self.bias), read.rows, w, *bias),), (read.tail,), each)
+        rows = rows_behind(b, x, taps, start, lengths)
+        every_state = (rows.tails(b, b(TokenWindows(taps), rows.rows)),) if every else ()
+        return BlockRun((b(CausalConvOp(self.bias), rows.rows, w, *bias),), (rows.tail,), every_state)
 
 
 @dataclass(frozen=True)
 class GatedDelta(FromNothing, Hir):
     """The gated delta rule over packed heads: q, k `[B,S,Hk·K]`, v `[B,S,Hv·V]`, g and beta `[B,S,Hv]` → `[B,S,Hv·V]`.
-    See `GatedDeltaOp`. State: `[Hv,K,V]`.
 
-    `key_heads` Hk divides `value_heads` Hv. With `unit` each head of q and k is first made `x (Σ x² + unit)^(−½)`.
+    See `GatedDeltaOp`. State: `[Hv,K,V]`. `key_heads` Hk divides `value_heads` Hv. With `unit` each head of q and k is
+    first normalized to `x (Σ x² + unit)^(−½)`.
     """
 
     traits = TABLES
@@ -358,36 +378,40 @@ class GatedDelta(FromNothing, Hir):
             check_packed("gated_delta", t, heads)
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
-        """A matrix for each value head."""
+        """Return the slot of the state, a matrix for each value head."""
         keys, width = (int(operands[i].shape[2]) // heads for i, heads in ((1, self.key_heads), (2, self.value_heads)))
         return (StateSlot("delta", TensorType((self.value_heads, keys, width), F32), ("heads", None, None)),)
 
     def expand_from(
         self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
-        """See `CarriesState`."""
+        """Append the ops of the block, run from a state: see `CarriesState`."""
         q, k, v, g, beta = operands
         q, k = (self._unit(b, b(split_axis(3, 2, (self.key_heads, -1)), x)) for x in (q, k))
         v = b(split_axis(3, 2, (self.value_heads, -1)), v)
-        g, beta = (_valid(b, x, lengths) for x in (g, beta))
+        g, beta = (_valid(b, x, lengths) for x in (g, beta))  # no decay and no update: an identity step
         op = GatedDeltaOp(self.scale, bool(start), every)
         out, *states = b.add(op, q, k, v, g, beta, *(start or ()))
         return BlockRun((b(merge_axes(4, 2), out),), tuple(states[:1]), tuple(states[1:]))
 
     def _unit(self, b: Builder, x: Value) -> Value:
-        """Each head at length 1; in f32, as the length is a sum."""
+        """Return x `[B,S,Hk,K]` with each head normalized to length 1; in f32, because the length is a sum."""
         if self.unit is None:
             return x
         dtype, width = b.type(x).dtype, int(b.type(x).shape[3])
-        wide = b(Standardize((-1,), self.unit / width, centre=False), in_dtype(b, x, F32))
-        short = b(Binary("mul"), wide, b.scalar(width**-0.5, wide))
-        return in_dtype(b, short, dtype)
+        standardized = b(Standardize((-1,), self.unit / width, centre=False), in_dtype(b, x, F32))
+        # Standardize divides by the root mean square, which gives each head the length √width.
+        normalized = b(Binary("mul"), standardized, b.scalar(width**-0.5, standardized))
+        return in_dtype(b, normalized, dtype)
 
 
 @dataclass(frozen=True)
 class SelectiveScan(FromNothing, Hir):
-    """A selective scan over packed heads: x `[B,S,H·P]`, Δ `[B,S,H]`, A `[H]` or `[H,N]`, B and C `[B,S,G·N]` →
-    `[B,S,H·P]`. See `SelectiveScanOp`. State: `[H,P,N]`. `groups` G divides `heads` H."""
+    """A selective scan over packed heads: see `SelectiveScanOp`.
+
+    x `[B,S,H·P]`, Δ `[B,S,H]`, A `[H]` or `[H,N]`, B and C `[B,S,G·N]` → `[B,S,H·P]`. State: `[H,P,N]`. `groups` G
+    divides `heads` H.
+    """
 
     traits = TABLES
     operands = "x dt a b c"
@@ -406,14 +430,14 @@ class SelectiveScan(FromNothing, Hir):
             check_packed("selective_scan", t, heads)
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
-        """A matrix for each head."""
+        """Return the slot of the state, a matrix for each head."""
         width, size = (int(operands[i].shape[2]) // n for i, n in ((0, self.heads), (3, self.groups)))
         return (StateSlot("ssm", TensorType((self.heads, width, size), F32), ("heads", None, None)),)
 
     def expand_from(
         self, b: Builder, operands: Values, start: Start = None, lengths: Value | None = None, every: bool = False
     ) -> BlockRun:
-        """See `CarriesState`."""
+        """Append the ops of the block, run from a state: see `CarriesState`."""
         x, dt, a, gate, query = operands
         x = b(split_axis(3, 2, (self.heads, -1)), x)
         gate, query = (b(split_axis(3, 2, (self.groups, -1)), t) for t in (gate, query))
@@ -426,15 +450,19 @@ class SelectiveScan(FromNothing, Hir):
 
 
 def check_packed(op: str, t: TensorType, heads: int) -> None:
-    """`[B, S, heads · width]` of known width."""
+    """Check that `t` is `[B, S, heads · width]` with a static width.
+
+    Raises:
+        ShapeError: it is not; the message begins with `op`.
+    """
     if t.rank != 3 or not is_static(t.shape[2]) or int(t.shape[2]) % heads:
         raise ShapeError(f"{op}: expected [B, S, {heads} · width], got {t}")
 
 
 def _valid(b: Builder, x: Value, lengths: Value | None) -> Value:
-    """`[B, S, H]` with zeros at and behind the length of each row: identity steps."""
+    """Return x `[B, S, H]` with zeros at the tokens past the length of each row, which makes them identity steps."""
     if lengths is None:
         return x
-    at: Any = b(Reshape((1, -1, 1)), b(Iota(1), x))
-    counts = b(Compare("lt"), at, b(Reshape((-1, 1, 1)), lengths))
-    return b(Where(), counts, x, b.scalar(0.0, x))
+    token_index: Any = b(Reshape((1, -1, 1)), b(Iota(1), x))
+    is_valid = b(Compare("lt"), token_index, b(Reshape((-1, 1, 1)), lengths))
+    return b(Where(), is_valid, x, b.scalar(0.0, x))

@@ -1,4 +1,4 @@
-"""Blocks that know the sequence: positions, rotations, attention, over a cache too; the first, last and end token."""
+"""Blocks that depend on the sequence axis: positions, rotary embedding, attention, and the selection of one token."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RopeAngles(Hir):
 
 @dataclass(frozen=True)
 class RopeRows(Hir):
-    """Rows of given f32 tables `[T, W]` at positions `[B|1, S]`: cos and sin `[B|1, S, W]`."""
+    """Rows of constant f32 tables `[T, W]` at positions `[B|1, S]`: cos and sin `[B|1, S, W]`."""
 
     traits = TABLES
 
@@ -87,8 +87,8 @@ class RopeRows(Hir):
 
     @property
     def rows(self) -> int:
-        """Positions the tables know."""
-        return len(self.cos) // (4 * self.width)
+        """Number of positions in the tables."""
+        return len(self.cos) // (4 * self.width)  # 4 bytes for each f32
 
     def text(self) -> str:
         return f"rope_rows({self.rows} positions, width={self.width})"
@@ -96,7 +96,10 @@ class RopeRows(Hir):
 
 @dataclass(frozen=True)
 class Sinusoids(Hir):
-    """Cosines and sines of times `[B]`: f32 `[B, channels]`, whatever the program computes in. See `SinusoidTable`."""
+    """Cosines and sines of times `[B]`: f32 `[B, channels]` whatever dtype the program computes in.
+
+    See `SinusoidTable`.
+    """
 
     traits = TABLES
 
@@ -113,8 +116,10 @@ class Sinusoids(Hir):
 
 @dataclass(frozen=True)
 class Rope(Hir):
-    """Rotary embedding of packed heads. x `[B,S,N·D]`, cos and sin `[B|1,S,R/2]`; `style` half or interleaved.
-    See `RopeOp`."""
+    """Rotary embedding of packed heads: x `[B,S,N·D]`, cos and sin `[B|1,S,R/2]` → `[B,S,N·D]`. See `RopeOp`.
+
+    `style` is "half" or "interleaved".
+    """
 
     traits = TABLES
     operands = "x cos sin"
@@ -129,13 +134,15 @@ class Rope(Hir):
 
 @dataclass(frozen=True)
 class Attention(Hir):
-    """Attention over packed heads: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`, then `keep` and `bias` as in `extra`,
-    then with `sinks` those `[N]`, then what `bias_of` reads. See `AttentionOp`.
+    """Attention over packed heads. See `AttentionOp`.
+
+    Operands: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`; then `keep` and `bias` as listed in `extra`; with `sinks` the
+    sinks `[N]`; then the operands of `bias_of`.
 
     `expand` repeats each key/value head N/K times; the `direct` rule groups the queries instead.
-    With `last` q is `[B,1,N·D]`, the query of the last token, whose row alone is wanted (written by `derive`).
-    `by_distance` says that the bias is one number for each head and distance of a query and a key. `bias_of` is a bias
-    by the positions of a query and a key, and holds in every program (see `PairBias`).
+    With `last` q is `[B,1,N·D]`, the query of the last token, because only its row is needed (written by `derive`).
+    With `by_distance` the bias depends only on the head and on the distance between query and key. `bias_of` computes a
+    bias from the positions of query and key, and applies in every derived program (see `PairBias`).
     """
 
     traits = BLOCK
@@ -163,7 +170,7 @@ class Attention(Hir):
         check_scores(self.scale, self.softcap)
 
     def op(self, kv_heads: int) -> AttentionOp:
-        """The MIR op over `kv_heads` heads."""
+        """Return the MIR op over `kv_heads` key/value heads."""
         return AttentionOp(
             self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra, ahead=self.ahead
         )
@@ -174,29 +181,36 @@ class Attention(Hir):
     def over(
         self, b: Builder, times: int, q: Value, k: Value, v: Value, *given: Value, at: Mapping[str, Value] | None = None
     ) -> Value:
-        """The block with keys and values repeated `times` times, and operands of `AttentionOp` that say where queries
-        and keys stand."""
+        """Append the attention with key/value heads repeated `times` times, and return its result.
+
+        `at` has further operands of `AttentionOp`, the positions of queries and keys, by name.
+        """
         at = at or {}
-        own, read = dict(zip(self.extra, given, strict=False)), given[len(self.extra) :]
+        extra_operands, other_operands = dict(zip(self.extra, given, strict=False)), given[len(self.extra) :]
         if self.bias_of is not None:
-            rows, slots = self._places(b, q, k, {**own, **at})
-            own["bias"] = b(PairBias(self.bias_of), rows, slots, *read[self.sinks :])
+            query_positions, key_positions = self._places(b, q, k, {**extra_operands, **at})
+            extra_operands["bias"] = b(
+                PairBias(self.bias_of), query_positions, key_positions, *other_operands[self.sinks :]
+            )
         if self.sinks:
-            own["sinks"] = read[0]
+            extra_operands["sinks"] = other_operands[0]
         if times > 1:
             k, v = (b(RepeatHeads(self.kv_heads, times), x) for x in (k, v))
         op = self.op(self.kv_heads * times)
-        return b(replace(op, extra=(*own, *at)), q, k, v, *own.values(), *at.values())
+        return b(replace(op, extra=(*extra_operands, *at)), q, k, v, *extra_operands.values(), *at.values())
 
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """Sinks start at 0."""
+        """Return 0 for sinks, and the default for any other weight."""
         return 0.0 if self.sinks and place == 3 + len(self.extra) else super().initial(place, weight)
 
     def _places(self, b: Builder, q: Value, k: Value, at: Mapping[str, Value]) -> tuple[Value, Value]:
-        """Positions of queries `[B|1, S]`, by default the last of the keys', and of keys `[B|1, T]`, from 0 on."""
-        slots = at.get("key_positions") or b(Reshape((1, -1)), b(Iota(1), k))
-        rows = at.get("positions") or b(CutAxis(1, Bound((SizeOf(1, 1),), from_end=True)), slots, q)
-        return rows, slots
+        """Return the positions of queries `[B|1, S]` and of keys `[B|1, T]`.
+
+        By default keys have positions 0 … T−1, and queries have the last S of them.
+        """
+        key_positions = at.get("key_positions") or b(Reshape((1, -1)), b(Iota(1), k))
+        query_positions = at.get("positions") or b(CutAxis(1, Bound((SizeOf(1, 1),), from_end=True)), key_positions, q)
+        return query_positions, key_positions
 
     def text(self) -> str:
         return replace(self, bias_of=None).text()[:-1] + ", bias by positions)" if self.bias_of else super().text()
@@ -210,14 +224,14 @@ def attention(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> Attention:
-    """`Attention` for a mask kind."""
+    """Return the `Attention` block for a mask kind."""
     extra = (mask.operand,) if mask.operand else ()
     return Attention(heads, kv_heads, mask.causal, mask.window, scale, softcap, extra, sinks=sinks)
 
 
 @dataclass(frozen=True)
 class LastToken(Hir):
-    """The last token of each row: x `[B,S,…]` → `[B,1,…]`; with an index operand `[B]`, row `index[b]`."""
+    """The last token of each row: x `[B,S,…]` → `[B,1,…]`; with an index operand `[B]`, token `index[b]` of row b."""
 
     traits = BLOCK
     ids = (1, 0, 1)
@@ -230,7 +244,7 @@ class LastToken(Hir):
 
 @dataclass(frozen=True)
 class FirstToken(Hir):
-    """The first token, position axis dropped: x `[B,S,H]` → `[B,H]`."""
+    """The first token, without the position axis: x `[B,S,H]` → `[B,H]`."""
 
     traits = BLOCK
 
@@ -240,10 +254,10 @@ class FirstToken(Hir):
 
 @dataclass(frozen=True)
 class EndToken(Hir):
-    """The token at the end of each text, position axis dropped: x `[B,S,H]`, ids `[B,S]` → `[B,H]`.
+    """The token at the end of each text, without the position axis: x `[B,S,H]`, ids `[B,S]` → `[B,H]`.
 
-    It stands at the first place that holds `end_id`, with None at the first of the row's largest id; without any, at
-    the beginning. CLIP (Radford et al. 2021).
+    This is the first token with id `end_id`; if `end_id` is None, the first token with the row's largest id. If there
+    is no such token, it is the first token of the row. CLIP (Radford et al. 2021).
     """
 
     traits = BLOCK
@@ -254,18 +268,19 @@ class EndToken(Hir):
     def expand(self, b: Builder, *operands: Value) -> Value:
         x, ids = operands
         end = b(Reduce("max", (1,), keepdims=True), ids) if self.end_id is None else b.scalar(self.end_id, ids)
-        places = b(Reshape((1, -1)), b(Iota(1), ids))
-        behind = b.scalar(np.iinfo(np.int32).max, places)
-        found = b(Reduce("min", (1,)), b(Where(), b(Compare("eq"), ids, end), places, behind))
-        at = b(Where(), b(Compare("eq"), found, behind), b.scalar(0, found), found)
-        return b(Slice(((None, None, None), 0)), b(TakeRow(), x, at))
+        indices = b(Reshape((1, -1)), b(Iota(1), ids))
+        # Larger than every index: the minimum over a row without an end token, which then becomes 0.
+        sentinel = b.scalar(np.iinfo(np.int32).max, indices)
+        first_index = b(Reduce("min", (1,)), b(Where(), b(Compare("eq"), ids, end), indices, sentinel))
+        end_index = b(Where(), b(Compare("eq"), first_index, sentinel), b.scalar(0, first_index), first_index)
+        return b(Slice(((None, None, None), 0)), b(TakeRow(), x, end_index))
 
 
 @dataclass(frozen=True)
 class CountedPositions(Hir):
-    """Positions counted over the ids `[B, S]` that are not `padding`, from `padding` + 1 on: int32 `[B, S]`.
+    """Positions counted over the ids `[B, S]` that are not `padding`, starting at `padding` + 1: int32 `[B, S]`.
 
-    Padding itself stands at `padding` (RoBERTa, Liu et al. 2019, after fairseq).
+    Padding tokens themselves have position `padding` (RoBERTa, Liu et al. 2019, after fairseq).
     """
 
     traits = TABLES
@@ -279,15 +294,17 @@ class CountedPositions(Hir):
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         (ids,) = operands
-        counts = b(CastTo(np.dtype(np.int32)), b(Compare("ne"), ids, b.scalar(self.padding, ids)))
-        place = b(Binary("mul"), b(Cumsum(1), counts), counts)
-        return b(Binary("add"), place, b.scalar(self.padding, place))
+        is_token = b(CastTo(np.dtype(np.int32)), b(Compare("ne"), ids, b.scalar(self.padding, ids)))
+        count = b(Binary("mul"), b(Cumsum(1), is_token), is_token)
+        return b(Binary("add"), count, b.scalar(self.padding, count))
 
 
 @dataclass(frozen=True)
 class RelativeBias(Hir):
-    """What each head adds to the scores by the distance of query and key: table `[R, N]` and x `[B, S, …]` →
-    `[1, N, S, S]`, for the `buckets` ≤ R of `RelativeBuckets`."""
+    """The bias that each head adds to the scores, by the bucketed distance of query and key (T5).
+
+    table `[R, N]` and x `[B, S, …]` → `[1, N, S, S]`, for the `buckets` ≤ R of `RelativeBuckets`.
+    """
 
     traits = TABLES
     operands = "table[R!,N] x[_,_,…]"
@@ -319,13 +336,13 @@ class CachedAttention(Hir):
     """Attention over a cache that this call extends (written by `derive`, never by a stage).
 
     Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the key and value caches `[B,T,K,D]`, start `[B]`
-    (tokens already in the cache) and lengths `[B]` (new valid tokens); where the attention has a keep mask that of the
-    new keys `[B,S]` and that of the cache `[B,T]`, both bool; then its sinks, and what its `bias_of` reads. The key and
-    value caches may have a dtype of their own.
-    Results: the context, and the caches with the new rows written at `start`, that of the mask last.
-    With `block_only` the cache is empty before the call, so attention stays inside the block.
-    With `ring` the cache holds the last T tokens only, T at least the window (see `RingStep`).
-    Where `attend.last`, q is `[B,1,N·D]`, the query of each row's last valid token.
+    (tokens already in the cache) and lengths `[B]` (new valid tokens); if the attention has a keep mask, the mask of
+    the new keys `[B,S]` and the cached mask `[B,T]`, both bool; then its sinks, and the operands of its `bias_of`. The
+    key and value caches may have another dtype than k and v.
+    Results: the context, and the caches with the new rows written at `start`, the cached mask last.
+    With `block_only` the cache is empty before the call, so that attention reads only the new keys.
+    With `ring` the cache is a ring buffer of the last T tokens, T at least the window (see `RingStep`).
+    With `attend.last`, q is `[B,1,N·D]`, the query of each row's last valid token.
     """
 
     traits = BLOCK
@@ -338,33 +355,36 @@ class CachedAttention(Hir):
         return self.grouped(b, self.attend.heads // self.attend.kv_heads, *operands)
 
     def grouped(self, b: Builder, times: int, *operands: Value) -> tuple[Value, ...]:
-        """The block with keys and values repeated `times` times before attention."""
-        q, k, v, cache_k, cache_v, start, lengths, *more = operands
-        masks, read = more[: 2 * len(self.attend.extra)], more[2 * len(self.attend.extra) :]
+        """Append the block with key/value heads repeated `times` times before attention, and return its results."""
+        q, k, v, cache_k, cache_v, start, lengths, *optional_operands = operands
+        masks, other_operands = (
+            optional_operands[: 2 * len(self.attend.extra)],
+            optional_operands[2 * len(self.attend.extra) :],
+        )
         kv_heads = self.attend.kv_heads
         split = split_axis(3, 2, (kv_heads, -1))
         new_k, new_v = (in_dtype(b, b(split, x), b.type(cache_k).dtype) for x in (k, v))
         at: dict[str, Value] = {}
         if self.ring:
             step = RingStep(self.attend.window)
-            keys, slots, cache_k = b.add(step, cache_k, new_k, start, lengths)
+            keys, key_positions, cache_k = b.add(step, cache_k, new_k, start, lengths)
             values, _, cache_v = b.add(step, cache_v, new_v, start, lengths)
-            at = {"key_positions": slots}
+            at = {"key_positions": key_positions}
         else:
             update = CacheUpdate(fresh=self.block_only)
             keys = cache_k = b(update, cache_k, new_k, start, lengths)
             values = cache_v = b(update, cache_v, new_v, start, lengths)
-        if self.block_only:
+        if self.block_only:  # read the new keys, not the cache, whose unused rows would only be masked
             at = {}
         else:
             k, v = (in_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
         if self.attend.last or not self.block_only:
             at = {"positions": self._positions(b, q, start, lengths), **at}
         keep, caches = self._kept(b, start, lengths, *masks) if masks else ((), ())
-        return self.attend.over(b, times, q, k, v, *keep, *read, at=at), cache_k, cache_v, *caches
+        return self.attend.over(b, times, q, k, v, *keep, *other_operands, at=at), cache_k, cache_v, *caches
 
     def _kept(self, b: Builder, start: Value, lengths: Value, new: Value, cache: Value) -> tuple[Masks, Masks]:
-        """The mask over the keys that are read, and its cache after the call."""
+        """Return the mask over the keys that attention reads, and the cached mask after the call; each as a 1-tuple."""
         if self.ring:
             keep, _, cache = b.add(RingStep(self.attend.window), cache, new, start, lengths)
         else:
@@ -372,13 +392,15 @@ class CachedAttention(Hir):
         return (new if self.block_only else keep,), (cache,)
 
     def _positions(self, b: Builder, q: Value, start: Value, lengths: Value) -> Value:
-        """Where the queries stand among the keys, `[B,S]`. That of a row without new tokens reads something all the
-        same."""
+        """Return the positions of the queries among the keys, `[B,S]`, or `[B,1]` with `attend.last`.
+
+        A row without new tokens gets a valid position too, although its result is not used.
+        """
         if not self.attend.last:
             return b(Binary("add"), b(Reshape((-1, 1)), start), b(Reshape((1, -1)), b(Iota(1), q)))
         one = b.scalar(1, lengths)
-        behind = b(Binary("sub"), b(Binary("max"), lengths, one), one)
-        return b(Reshape((-1, 1)), behind if self.block_only else b(Binary("add"), start, behind))
+        last_index = b(Binary("sub"), b(Binary("max"), lengths, one), one)
+        return b(Reshape((-1, 1)), last_index if self.block_only else b(Binary("add"), start, last_index))
 
     def text(self) -> str:
         notes = [", block_only"] * self.block_only + [", ring"] * self.ring
@@ -387,14 +409,14 @@ class CachedAttention(Hir):
 
 @dataclass(frozen=True)
 class GrowingAttention(Hir):
-    """Attention behind cached keys and values that grow by concatenation (written by `derive` and by SelfAttnDecode).
+    """Attention over cached keys and values that grow by concatenation (written by `derive` and by SelfAttnDecode).
 
-    Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the cached keys and values `[B,P,K·D]`, whose dtype may be one of its
-    own, and with `keep` a mask `[B,P+S]` over both: 1 keeps a key, less than ½ drops it, and causality holds besides;
-    then the attention's sinks, and what its `bias_of` reads, for which a key's position is its place among those that
-    are kept.
-    Results: the context, and the longer keys and values `[B,P+S,K·D]`. Query i of S reads the keys up to P + i, or the
-    last w of those in a window, in which keys that the mask drops take no place.
+    Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the cached keys and values `[B,P,K·D]`, which may have another dtype;
+    with `keep` a mask `[B,P+S]` over cached and new keys, in addition to causality: 1 keeps a key, less than ½ drops
+    it; then the attention's sinks, and the operands of its `bias_of`, for which a key's position is its index among the
+    keys that the mask keeps.
+    Results: the context, and the longer keys and values `[B,P+S,K·D]`. Query i of S reads the keys up to P + i, or with
+    a window the last w of those. Keys that the mask drops do not count towards the window.
     """
 
     traits = BLOCK
@@ -409,19 +431,24 @@ class GrowingAttention(Hir):
             raise GraphError(f"growing_attention: its attention reads {', '.join(self.attend.extra)}; expected no mask")
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        q, k, v, *past = operands[:5]
-        grown = [b(Concat(1), old, in_dtype(b, new, b.type(old).dtype)) for old, new in zip(past, (k, v), strict=True)]
-        extra, rows = self._kept(b, *operands[5 : 5 + self.keep])
+        q, k, v, *cached = operands[:5]
+        grown = [
+            b(Concat(1), old, in_dtype(b, new, b.type(old).dtype)) for old, new in zip(cached, (k, v), strict=True)
+        ]
+        extra, mask_operands = self._kept(b, *operands[5 : 5 + self.keep])
         keys, values = (in_dtype(b, x, b.type(q).dtype) for x in grown)
-        return b(replace(self.attend, extra=extra), q, keys, values, *rows, *operands[5 + self.keep :]), *grown
+        return b(replace(self.attend, extra=extra), q, keys, values, *mask_operands, *operands[5 + self.keep :]), *grown
 
     def _kept(self, b: Builder, *keep: Value) -> tuple[tuple[str, ...], tuple[Value, ...]]:
-        """The mask, and where distances have a say the position of each key among those that it keeps."""
+        """Return the names and values of the mask operands of attention.
+
+        If distances matter (a window or `bias_of`), these include the position of each key among the kept keys.
+        """
         if not keep or self.attend.window is None and self.attend.bias_of is None:
             return ("keep",) * len(keep), keep
-        wide = b(CastTo(F32), *keep)
-        kept = b(CastTo(I32), b(Compare("ge"), wide, b.scalar(0.5, wide)))
-        count = b(Cumsum(1), kept)
+        mask = b(CastTo(F32), *keep)
+        is_kept = b(CastTo(I32), b(Compare("ge"), mask, b.scalar(0.5, mask)))
+        count = b(Cumsum(1), is_kept)
         return ("keep", "key_positions"), (*keep, b(Binary("sub"), count, b.scalar(1, count)))
 
     def text(self) -> str:
