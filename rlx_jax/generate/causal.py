@@ -1,6 +1,7 @@
 """`CausalLM`: logits, and generation with a key/value cache, for any causal flow.
 
-The cached programs are derived from the flow's forward program; nothing here knows how.
+The class checks arguments and delegates: requests run in `generation.py`, prefill and extend in `prefill.py`, scores in
+`scoring.py`. The compiler derives the cached programs from the flow's forward program.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from rlx_jax.text.token_model import (
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 IdPair = tuple[list[int], list[int]]
-# Prompts whose answers have their type.
+# `generate` returns the type of its prompts: text for strings, ids for ids.
 PromptLike = TypeVar("PromptLike", str, list[str], list[int], list[list[int]])
 
 
@@ -62,12 +63,14 @@ class CausalLM(OpenedModel):
     """A causal language model: `flow` maps token ids `[batch, seq]` to logits `[batch, seq, vocab]`.
 
     Args:
-        flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
+        flow: a `ModelFlow` with the ids as first input, or a recipe; or a compiled model, to share its programs.
         weights: as in `rlx_jax.compile`; so are the options `profile`, `mesh`, `strict`, `missing` and `key`.
-        tokenizer: for strings; or the directory of its `tokenizer.json`. `rlx_jax.load` brings the checkpoint's own.
-        max_positions: the longest sequence the model knows, in tokens.
-        eos_ids: tokens that end a row.
-        options: also `progress`, told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
+        tokenizer: the tokenizer that strings need, or the directory of its `tokenizer.json`. `rlx_jax.load` passes the
+            tokenizer of the checkpoint.
+        max_positions: the longest sequence the model supports, in tokens.
+        eos_ids: end tokens; each ends its row.
+        bos_id: the begin token, which starts an empty prompt; by default from the tokenizer.
+        options: also `progress`, a callback for loading and compiling; see `rlx_jax.compiler.executable.Progress`.
     """
 
     _methods = (
@@ -89,7 +92,7 @@ class CausalLM(OpenedModel):
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self._inputs = declared(self.model)
-        self._captures = self.model.built.captures  # until it is said that requests do not return them
+        self._captures = self.model.built.captures  # emptied by the first warning, so that it comes once
         self._drafted: NewTokens | None = None
         self._last: tuple[Request, NewTokens] | RequestReport | None = None
         self.eos_ids = eos_ids
@@ -101,7 +104,7 @@ class CausalLM(OpenedModel):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a row. May be set, to ids or one id of the vocabulary."""
+        """Return the end tokens, each of which ends its row. May be set, to ids or one id of the vocabulary."""
         return self._eos_ids
 
     @eos_ids.setter
@@ -117,13 +120,14 @@ class CausalLM(OpenedModel):
     def logits(
         self, tokens: Any, lengths: Any = None, attention_mask: Any = None, *, inputs: Inputs = None
     ) -> jax.Array:
-        """Logits of every position: tokens `[B, S]` ints → `[B, S, V]` float32. At padding they mean nothing.
+        """Return the logits of every position: tokens `[B, S]` ints → `[B, S, V]` float32, undefined at padding.
 
         Args:
-            lengths: `[B]`, valid tokens of right-padded rows.
+            tokens: ids `[B, S]`.
+            lengths: `[B]`, number of valid tokens in right-padded rows.
             attention_mask: `[B, S]`, 1 at the valid tokens of rows padded on the left or on the right; in place of
                 `lengths`. Positions count valid tokens.
-            inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each of the tokens.
+            inputs: other inputs of the flow by name, `{"image": pixels}`, with one row for each row of tokens.
         """
         self._warn_of_captures()
         return logits_of(self._lm, tokens, lengths, attention_mask, inputs)
@@ -133,13 +137,13 @@ class CausalLM(OpenedModel):
         self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all",
         attention_mask: Any = None, *, inputs: Inputs = None,
     ) -> tuple[jax.Array, DecodeState]:  # fmt: skip
-        """Read prompts into a new state: tokens `[B, S]` right-padded, `lengths` `[B]` ≥ 1 → (`[B, S, V]`, state).
+        """Prefill a new state: tokens `[B, S]` right-padded, `lengths` `[B]` ≥ 1 → (logits `[B, S, V]`, state).
 
         Args:
-            max_len: tokens that a row may hold; by default room for 256 more, within the model's positions.
-            logits: "last" gives those of each row's last token only, `[B, V]`.
+            max_len: capacity of a row in tokens; by default 256 more than the prompt, within the model's positions.
+            logits: "last" returns the logits of each row's last token only, `[B, V]`.
             attention_mask: as in `logits`, for rows padded on the left.
-            inputs: as in `logits`; what is computed of them alone is kept in the state, and `extend` needs none.
+            inputs: as in `logits`; the state caches what depends on them alone, so that `extend` needs none.
         """
         self._warn_of_captures()
         return prefill(self._lm, tokens, lengths, max_len, logits, attention_mask, inputs)
@@ -148,9 +152,9 @@ class CausalLM(OpenedModel):
     def extend(
         self, state: DecodeState, tokens: Any, lengths: Any = None, logits: Literal["all", "last"] = "all"
     ) -> tuple[jax.Array, DecodeState]:
-        """Read more tokens after a state: tokens `[B, S]`, `lengths` `[B]` (0 allowed) → (`[B, S, V]`, new state).
+        """Extend a state by tokens `[B, S]` with `lengths` `[B]` (0 allowed) → (logits `[B, S, V]`, new state).
 
-        The old state is consumed. Positions at or behind `lengths` mean nothing.
+        The old state is consumed. Logits at positions from `lengths` on are undefined.
 
         Raises:
             SequenceLengthError: a row would not fit; the state is unchanged.
@@ -160,29 +164,29 @@ class CausalLM(OpenedModel):
 
     @suggests()
     def capture(self, prompts: Any, *, inputs: Inputs = None) -> dict[str, jax.Array]:
-        """Return what the blocks of prompts give that `recipe.at(pattern).capture()` names, and the flow's other side
+        """Return the outputs of the blocks that `recipe.at(pattern).capture()` selects, and the flow's other side
         outputs: arrays by name, `{"layers.3.mlp": [B, S, hidden]}`. The head is not computed.
 
-        A prompt has the numbers that `lm.model(ids)` gives for it alone. The first axis is that of the prompts, also of
-        one; with `stacked=True` the second. Prompts are padded on the right to the longest: the entries after the end
-        of a prompt are NaN, -1 in signed integers, False or 0 in others. A value without an axis of prompts, such as a
-        table of positions, is that of the longest prompt.
+        The values of a prompt are those that `lm.model(ids)` returns for it alone. The first axis enumerates the
+        prompts, also for a single one; with `stacked=True` the second axis does. Prompts are padded on the right to the
+        longest: the entries after the end of a prompt are NaN, -1 in signed integers, False or 0 in others. A value
+        without an axis of prompts, such as a table of positions, has the length of the longest prompt.
 
         Args:
             prompts: as in `generate`, strings or token ids of any lengths.
             inputs: as in `logits`, a row for each prompt.
 
         Raises:
-            RequestError: the flow has no side outputs; or one of several prompts cannot be told from the others in a
-                value, as its rows and tokens are one axis. TokenIdError, SequenceLengthError: as `generate`.
+            RequestError: the flow has no side outputs; or a value of several prompts cannot be split by prompt, as its
+                rows and tokens share one axis. TokenIdError, SequenceLengthError: as `generate`.
         """
         return capture(self._lm, prompts, inputs)
 
     def _warn_of_captures(self, stacklevel: int = 4) -> None:
         """Warn that requests return no captures, once."""
         if self._captures:
-            told = f"nothing is returned of what the flow captures, {listing(self._captures, 4)}"
-            warnings.warn(f"{told}: lm.capture(prompts) returns it", RlxWarning, stacklevel=stacklevel)
+            message = f"nothing is returned of what the flow captures, {listing(self._captures, 4)}"
+            warnings.warn(f"{message}: lm.capture(prompts) returns it", RlxWarning, stacklevel=stacklevel)
         self._captures = ()
 
     # -- generation --------------------------------------------------------------------------
@@ -210,27 +214,27 @@ class CausalLM(OpenedModel):
 
         Args:
             prompts: a string, a list of strings, an id list, or a list of id lists; rows may differ in length. An empty
-                one starts from the begin token; without a begin token it is an error.
-            max_new_tokens: at most this many new tokens a row; an end token ends its row and is its last id.
-            sampler: how tokens are chosen; greedy by default. See `Sampler`. Its fields may stand in place of one:
+                prompt starts from the begin token; without a begin token it is an error.
+            max_new_tokens: at most this many new tokens per row; an end token ends its row and is its last id.
+            sampler: how tokens are chosen; greedy by default. See `Sampler`. Its fields may be passed in its place:
                 `temperature=0.8, top_p=0.9`.
-            stop: strings that end a row before them, or token ids that end it as an end token does. Ids that are asked
-                for as ids end with the token that completes a stop string.
-            seed: of the random draws, below 2**64; without one they differ each time, and `report().seed` is what they
-                came from. A row draws from its place in the request, whoever shares the batch.
+            stop: strings that end a row and are left out, or token ids that end it as an end token does. A row that is
+                returned as ids ends with the token that completes a stop string.
+            seed: seed of the random draws, below 2**64; by default a new one for each call, in `report().seed`. The
+                draws of a row depend on the seed and its index in the request, not on the other rows.
             attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
-            inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each prompt.
-            speculative: read several tokens a step, of which those are kept that the model itself would choose:
-                "prompt" drafts what followed the same words earlier in the text, "mtp" what the module of a Qwen 3.5
-                checkpoint says that predicts several tokens, another `CausalLM` of the same
-                vocabulary what it would say. What came of it is in `report().speculative`.
-            draft_tokens: drafts a step.
-            n: this many answers to each prompt, as a list in place of one; the prompt is read once.
-            logprobs: a `Completion` in place of each answer, with log-probabilities of its tokens and of this many
-                likeliest ones at each step.
-            state: of `prefill` or `extend`, that the prompts are read behind: a row for each of them, or one for all.
-                It is copied, not consumed. Strings come without the tokenizer's special tokens then.
-            share_prefix: read the tokens that all prompts begin with once, and repeat their state.
+            inputs: other inputs of the flow by name, `{"image": pixels}`, with one row for each prompt.
+            speculative: the source of drafts for speculative decoding. A step verifies several drafts and accepts those
+                that the model itself would choose. "prompt" is the n-gram (prompt lookup) drafter, "mtp" the
+                multi-token prediction module of a Qwen 3.5 checkpoint, and another `CausalLM` of the same vocabulary
+                is a draft model. `report().speculative` counts drafts and accepted drafts.
+            draft_tokens: number of drafts per step.
+            n: number of answers to each prompt, returned as a list; prefill runs once per prompt.
+            logprobs: return a `Completion` in place of each answer, with the log-probabilities of its tokens and of
+                this many likeliest ones at each step.
+            state: a state of `prefill` or `extend` that the prompts continue: a row for each of them, or one for all.
+                It is copied, not consumed. Strings are then encoded without the tokenizer's special tokens.
+            share_prefix: prefill the common prefix of all prompts once, and repeat its state.
 
         Raises:
             RequestError: see `rlx_jax.errors`.
@@ -239,10 +243,12 @@ class CausalLM(OpenedModel):
         if attention_mask is not None:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:length].tolist() for row, length in zip(block, lengths, strict=True)]
-        asked = split_prompts(prompts)
-        asking = self._request(asked, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options)
-        outputs = answered(self._lm, *asking)
-        return outputs[0] if asked.single else outputs
+        checked_prompts = split_prompts(prompts)
+        request_args = self._request(
+            checked_prompts, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options
+        )
+        outputs = answered(self._lm, *request_args)
+        return outputs[0] if checked_prompts.single else outputs
 
     @suggests(*StreamOptions.__annotations__)
     def stream(
@@ -250,20 +256,19 @@ class CausalLM(OpenedModel):
         stop: StopLike = (), seed: Any = None, *, n: int | None = None, logprobs: int | None = None,
         **options: Unpack[StreamOptions],
     ) -> Iterator[Any]:  # fmt: skip
-        """As `generate` for one prompt, in pieces as they come: text of a string, token ids of ids.
+        """Generate for one prompt and yield the answer as it grows: text for a string, token ids for ids.
 
-        Joined together the pieces are what `generate` returns. Text is held back while it may still change: half of a
-        character, or the beginning of a stop string.
+        The joined parts are what `generate` returns; arguments as there. Text that may still change is withheld: an
+        incomplete character, or the beginning of a stop string.
 
         Raises:
-            RequestError: `n` or `logprobs` are given, which pieces of one answer have no place for. Others as
-                `generate`.
+            RequestError: `n` or `logprobs` are given, which a stream of one answer cannot return. Others as `generate`.
         """
         refuse_in_stream("stream", n, logprobs)
-        asked = split_prompts(prompt)
-        if not asked.single:
+        checked_prompts = split_prompts(prompt)
+        if not checked_prompts.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        return pieces(self._lm, *self._request(asked, max_new_tokens, sampler, stop, seed, **options))
+        return pieces(self._lm, *self._request(checked_prompts, max_new_tokens, sampler, stop, seed, **options))
 
     # -- scores ------------------------------------------------------------------------------
 
@@ -278,18 +283,18 @@ class CausalLM(OpenedModel):
 
     @suggests()
     def score(self, texts: Any) -> Any:
-        """How likely texts are: a `Score` for each, in order, or one for one; nothing is generated.
+        """Return the log-likelihood of texts: a `Score` for each, in order, or one for one; nothing is generated.
 
-        Texts may be of all lengths: they are sorted, and read by at most eight programs.
+        Texts may be of all lengths: they are sorted, and at most eight programs process them.
 
         Args:
-            texts: strings or id lists, of which every token behind the first is scored, and pairs `(context,
-                continuation)` of either, tuples, of which the continuation is. A string has the special tokens around
-                it that the tokenizer puts there; an empty context is the begin token, or else the end token.
+            texts: strings or id lists, where every token after the first is scored, or tuples `(context,
+                continuation)` of either, where the continuation is scored. The tokenizer adds its special tokens to
+                strings; an empty context is the begin token, or else the end token.
 
         Raises:
             RequestError, TokenIdError, SequenceLengthError: see `rlx_jax.errors`.
-            DeriveError: tokens of the flow may see those behind them, or rows each other.
+            DeriveError: tokens of the flow may see later tokens, or rows each other.
             NumericsError: logits of a text are not finite; `outputs` has the others.
         """
         items, single = scored_tokens(self._lm, texts)
@@ -298,15 +303,15 @@ class CausalLM(OpenedModel):
 
     @suggests()
     def perplexity(self, text: str | Sequence[int], *, stride: int | None = None, context: int | None = None) -> float:
-        """The perplexity of a text of any length, by windows of `context` tokens, `stride` apart.
+        """Return the perplexity of a text of any length, by windows of `context` tokens, `stride` apart.
 
-        exp(−Σ wᵢ·mᵢ / Σ wᵢ): mᵢ is the mean log-likelihood of window i over its tokens that no window before has, and
-        wᵢ their number less one, as on Hugging Face's page "Perplexity of fixed-length models".
+        It is exp(−Σ wᵢ·mᵢ / Σ wᵢ), where mᵢ is the mean log-likelihood of the tokens of window i that no earlier window
+        has, and wᵢ is their number less one, as on Hugging Face's page "Perplexity of fixed-length models".
 
         Args:
-            text: a string, with the special tokens that the tokenizer puts around it, or ids; 2 tokens at least.
-            stride: half of `context` by default.
-            context: as many tokens as the model has positions by default.
+            text: a string, to which the tokenizer adds its special tokens, or ids; 2 tokens at least.
+            stride: tokens between the starts of two windows; half of `context` by default.
+            context: tokens of a window; by default as many as the model has positions.
 
         Raises:
             RequestError, SequenceLengthError, DeriveError, NumericsError: as `score`.
@@ -326,14 +331,15 @@ class CausalLM(OpenedModel):
         self, messages: Any, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
         seed: Any = None, *, stream: bool = False, n: int | None = None, logprobs: int | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """The model's reply to messages, as text; with `stream` an iterator over its pieces as they come.
+        """Return the model's reply to messages, as text; with `stream` an iterator over the growing reply.
 
-        Each call reads all messages; `conversation` reads those that are new.
+        Each call prefills all messages; `conversation` prefills only the new ones.
 
         Args:
             messages: `[{"role": "user", "content": "Hello"}, …]`, or a string: one message of the user.
-            max_new_tokens, sampler, stop, seed, n, logprobs: as in `generate`; but `n` and `logprobs` are refused with
+            max_new_tokens, sampler, stop, seed, n, logprobs: as in `generate`; but `n` and `logprobs` are an error with
                 `stream`. The checkpoint's end tokens end the reply.
+            stream: yield the reply as it grows.
             options: `speculative`, `draft_tokens` and the fields of a sampler as in `generate`; `tools`,
                 `chat_template`, `allow_special` and the template's variables as in `apply_chat_template`.
 
@@ -344,23 +350,27 @@ class CausalLM(OpenedModel):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
         if stream:
             refuse_in_stream("chat(…, stream=True)", n, logprobs)
-        turn = {name: options.pop(name) for name in TurnOptions.__annotations__ if name in options}
-        asked = Prompts(None, [self.apply_chat_template(messages, **options)], True)
-        asking = self._request(asked, max_new_tokens, sampler, stop, seed, text=True, n=n, logprobs=logprobs, **turn)
-        return pieces(self._lm, *asking) if stream else answered(self._lm, *asking)[0]
+        turn_options = {name: options.pop(name) for name in TurnOptions.__annotations__ if name in options}
+        checked_prompts = Prompts(None, [self.apply_chat_template(messages, **options)], True)
+        request_args = self._request(
+            checked_prompts, max_new_tokens, sampler, stop, seed, text=True, n=n, logprobs=logprobs, **turn_options
+        )
+        return pieces(self._lm, *request_args) if stream else answered(self._lm, *request_args)[0]
 
     def conversation(
         self, messages: Any = (), *, max_len: int | None = None, keep_copy: bool = True, **options: Any
     ) -> Conversation:
-        """A conversation whose state stays on the device, so that each turn reads what is new: `.send("Hello")`,
-        `.stream(…)`, `.messages`, `.fork()`.
+        """Start a conversation with its state on the device, so that each turn prefills only new tokens.
+
+        Its methods are `.send("Hello")`, `.stream(…)` and `.fork()`; its messages are `.messages`.
 
         Args:
-            messages: what it begins with, such as `[{"role": "system", "content": "Be brief."}]`.
-            max_len: tokens that it may have; there is room for all of them at once then. By default as many as the
-                model has positions, in a cache that grows.
-            keep_copy: keep rings of windows and states of blocks as they were before the last reply, too, so that
-                asking again reads next to nothing; False takes less memory, and reads all of it.
+            messages: the first messages, such as `[{"role": "system", "content": "Be brief."}]`.
+            max_len: the most tokens of the conversation; the cache is then allocated for all of them at once. By
+                default as many as the model has positions, in a cache that grows.
+            keep_copy: also retain the ring buffers of sliding windows and the states of recurrent blocks from before
+                the last reply, so that repeating a turn prefills next to nothing. False takes less memory, and
+                prefills everything.
             options: `tools`, `chat_template`, `allow_special` and variables, as in `apply_chat_template`.
 
         Raises:
@@ -372,20 +382,20 @@ class CausalLM(OpenedModel):
         self, messages: Any, *, tools: Any = None, chat_template: str | None = None,
         add_generation_prompt: bool = True, tokenize: bool = True, allow_special: bool = False, **variables: Any,
     ) -> Any:  # fmt: skip
-        """A conversation as the checkpoint's template writes it: token ids to generate from, or the text.
+        """Render messages with the checkpoint's chat template: token ids to generate from, or the text.
 
         Args:
             messages: `[{"role": "user", "content": "Hello"}, …]`, or a string: one message of the user.
-            tools: a list of JSON schemas of functions, for templates that tell the model about them.
+            tools: a list of JSON schemas of functions, for templates that describe them to the model.
             chat_template: the name of one of the checkpoint's templates, or a template to use in their place.
-            add_generation_prompt: end with what begins a reply.
-            tokenize: ids; or else text, with the names of control tokens as people may have written them.
-            allow_special: control tokens that stand in the messages are read as these tokens, not as text.
-            variables: others that the template reads, such as `enable_thinking=False`.
+            add_generation_prompt: end with the beginning of a reply.
+            tokenize: return ids; or else text, where control tokens appear by name, as user text may contain them too.
+            allow_special: read the names of control tokens in the messages as these tokens, not as text.
+            variables: other variables of the template, such as `enable_thinking=False`.
 
         Raises:
-            RequestError: there is no template, it refuses the messages or makes a control token of what they hold, or
-                they are wrong; the place is named.
+            RequestError: there is no template; it refuses the messages or turns their text into a control token; or
+                the messages are malformed. The message names where.
             TokenizerError: the template is wrong, or does what the sandbox forbids.
             LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.text.chat_template`.
         """
@@ -403,18 +413,20 @@ class CausalLM(OpenedModel):
         speculative: Any = None, draft_tokens: int = DRAFT_TOKENS, scoring: bool = False, n: int | None = None,
         logprobs: int | None = None,
     ) -> None:  # fmt: skip
-        """Run every program once that requests within the profile's buckets can need; then none of them compiles.
+        """Run every program once that requests within the profile's buckets can need, so that no request compiles.
 
-        `generate`, `stream` and `chat` are covered, and `prefill` and `extend` with `logits="last"`. What compiles
-        later all the same is counted in `report().recompiles`, and is as the profile's `buckets.on_recompile` says.
+        `generate`, `stream` and `chat` are covered, and `prefill` and `extend` with `logits="last"`. A program that
+        compiles later all the same is counted in `report().recompiles`; the profile's `buckets.on_recompile` decides
+        whether that is an error.
 
         Args:
-            max_new_tokens: what requests will ask for at most, where the profile has no `buckets.context`.
-            samplers: those that requests will use; None stands for every kind.
-            speculative, draft_tokens: what requests will ask for that draft; the others are covered too.
+            max_new_tokens: the largest `max_new_tokens` of later requests, where the profile has no `buckets.context`.
+            samplers: the samplers of later requests; None covers every kind.
+            speculative, draft_tokens: options of later requests with drafts; requests without are covered too.
             scoring: cover `score` and `perplexity`, of texts that are no longer than the largest bucket for prompts.
-            n: the most answers to a prompt that `generate` will be asked for.
-            logprobs: as `generate` will be asked for, too; 0, 1 to 8, 9 to 16, 17 to 32 … are programs of their own.
+            n: the largest `n` of later calls of `generate`.
+            logprobs: the `logprobs` of later calls, in addition to calls without; 0, 1 to 8, 9 to 16, 17 to 32 … are
+                separate programs.
 
         Raises:
             RequestError: the profile has no buckets for prompts and batches.
@@ -435,10 +447,13 @@ class CausalLM(OpenedModel):
         self, prompts: Prompts, max_new_tokens: int, sampler: Sampler | None, stop: StopLike, seed: Any, *,
         speculative: Any = None, draft_tokens: int = DRAFT_TOKENS, **options: Any,
     ) -> tuple[Request, NewTokens]:  # fmt: skip
-        """A checked request, and where its new tokens go; nothing has run yet. `options`: the fields of a sampler, and
-        as in `check_request`."""
+        """Return a checked request, and the container for its new tokens; nothing has run yet.
+
+        Args:
+            options: fields of a sampler, and options of `check_request`.
+        """
         if self._captures:
-            self._warn_of_captures(5)
+            self._warn_of_captures(5)  # one frame deeper than the public methods that call it
         chosen = one_sampler(sampler, {name: options.pop(name) for name in SAMPLING if name in options})
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
         drafter = self._drafter(speculative, draft_tokens) if drafts else None
@@ -454,25 +469,28 @@ class CausalLM(OpenedModel):
         return drafter_of(other, draft_tokens, self._lm)
 
     def report(self, **sizes: int) -> Report:
-        """What compiling cost, and the needs of the program that ran last: forward, prefill or extend.
+        """Report the cost of compiling, and the needs of the program that ran last: forward, prefill or extend.
 
-        With `sizes` (`batch=1, seq=128`) those of `forward` at these; see `CompiledModel.report`.
+        With `sizes` (`batch=1, seq=128`) it reports `forward` at these sizes; see `CompiledModel.report`.
         """
         if sizes:
             return self.model.report(**sizes)
         programs = ("forward", *CACHED_PROGRAMS)  # a model that was compiled before may have run others
-        known = self.model.programs.executables
-        used = [key for key in known if key.flow == self.model.name and key.program in programs]
-        model = replace(self.model, program=used[-1].program, last=used[-1]) if used else self.model
-        drafted = None if self._drafted is None else self._drafted.speculated
-        seed, last = None, self._last
-        if isinstance(last, tuple):
-            seed, last = last[0].drawn_from, last[1].report
-        return replace(model.report(), speculative=drafted, seed=seed, request=last)
+        executables = self.model.programs.executables
+        used_keys = [key for key in executables if key.flow == self.model.name and key.program in programs]
+        model = replace(self.model, program=used_keys[-1].program, last=used_keys[-1]) if used_keys else self.model
+        speculated = None if self._drafted is None else self._drafted.speculated
+        seed, last_request = None, self._last
+        if isinstance(last_request, tuple):
+            seed, last_request = last_request[0].drawn_from, last_request[1].report
+        return replace(model.report(), speculative=speculated, seed=seed, request=last_request)
 
     def profile(self, prompts: Any, max_new_tokens: int = 64, **asked: Any) -> BlockTimes:
-        """Time by block of `generate(prompts, max_new_tokens, **asked)`, which runs twice: the second time under
-        `jax.profiler`. The programs that read prompts and the loop that generates have their own rows."""
-        draft = asked.get("speculative")
-        models = [self.model.programs, *([draft.model.programs] if isinstance(draft, CausalLM) else [])]
+        """Measure the time by block of `generate(prompts, max_new_tokens, **asked)`.
+
+        It runs twice, the second time under `jax.profiler`, so that compiling is not measured. The prefill programs and
+        the generation loop have their own rows.
+        """
+        drafter = asked.get("speculative")
+        models = [self.model.programs, *([drafter.model.programs] if isinstance(drafter, CausalLM) else [])]
         return profile_run(models, lambda: self.generate(prompts, max_new_tokens, **asked))

@@ -1,4 +1,8 @@
-"""A request: what a caller asks of a language model, checked once on the host."""
+"""`Request`: one call of `generate`, `stream` or `chat`, checked once on the host before anything runs.
+
+The module also defines `LanguageModel`, the model data that a request needs, the inputs of a request other than its
+tokens, and the text functions for stop strings.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +32,37 @@ from rlx_jax.text.tokenizer import Tokenizer
 
 Inputs = Mapping[str, Any] | None
 StopLike = str | int | Iterable[str | int]
-MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
+MAX_SLOTS = 2**30  # cache length limit: XLA cannot represent the next power of two, 2**31, as a dimension
 
 
 @dataclass(frozen=True, eq=False)
 class RequestInputs:
-    """Checked arrays by name, with the sizes that they give to symbols other than `batch`; `given` are those that the
-    flow can do without."""
+    """Checked input arrays of a request, other than its tokens.
+
+    Attributes:
+        arrays: by name.
+        sizes: sizes that the arrays bind to symbols other than `batch`.
+        given: the names of optional inputs that the request passes; each set of them has programs of its own.
+        rows: the batch axis of each array that has one.
+    """
 
     arrays: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
-    rows: Mapping[str, int] = field(default_factory=dict)  # the axis that has the batch
+    rows: Mapping[str, int] = field(default_factory=dict)
 
     def padded(self, batch: int) -> dict[str, Any]:
-        """The arrays with `batch` rows; those behind the request's are zeros."""
+        """Return the arrays padded with zeros to `batch` rows."""
         arrays = dict(self.arrays)
         for name, axis in self.rows.items():
-            more = [(0, (batch - size) * (i == axis)) for i, size in enumerate(arrays[name].shape)]
-            if any(n for _, n in more):
-                arrays[name] = (jnp if isinstance(arrays[name], jax.Array) else np).pad(arrays[name], more)
+            pad_widths = [(0, (batch - size) * (i == axis)) for i, size in enumerate(arrays[name].shape)]
+            if any(n for _, n in pad_widths):
+                # NumPy arrays stay on the host, where the program call transfers them once.
+                arrays[name] = (jnp if isinstance(arrays[name], jax.Array) else np).pad(arrays[name], pad_widths)
         return arrays
 
     def of_row(self, row: int) -> dict[str, Any]:
-        """The arrays with this row of the batch alone."""
+        """Return the arrays reduced to one row of the batch, with the batch axis kept."""
         return {
             name: a[(slice(None),) * self.rows[name] + (slice(row, row + 1),)] if name in self.rows else a
             for name, a in self.arrays.items()
@@ -62,15 +73,19 @@ NONE = RequestInputs()
 
 
 def declared(model: CompiledModel) -> dict[str, InputDecl]:
-    """The inputs that a request brings beside its tokens, by name: those without the dimension `seq` that an output
-    reads."""
+    """Return the declarations, by name, of the inputs that a request passes in addition to its tokens.
+
+    These are the inputs that some output reads and that have no dimension `seq`; the others are computed from the
+    tokens.
+    """
     idle = unread(model) | {model.first_input}
     return {d.name: d for d in model.flow._inputs if d.name not in idle and "seq" not in d.type.symbols}
 
 
 def unread(model: CompiledModel) -> frozenset[str]:
-    """The inputs that no output reads, whatever optional ones there are."""
+    """Return the names of the inputs that no output reads, with and without the optional inputs."""
     optional = frozenset(d.name for d in model.flow._inputs if d.optional)
+    # An optional input can change what is read, so both extremes are traced; without one, once is enough.
     idle = model.programs.unread(model.name, frozenset()) - optional
     return idle & model.programs.unread(model.name, optional) if idle and optional else idle
 
@@ -78,35 +93,39 @@ def unread(model: CompiledModel) -> frozenset[str]:
 def request_inputs(
     model: CompiledModel, inputs: Mapping[str, Any] | None, rows: int, known: Mapping[str, InputDecl]
 ) -> RequestInputs:
-    """`inputs=` of a request of so many rows, checked; `known` are those that are `declared`.
+    """Check `inputs=` of a request and return its arrays.
+
+    Args:
+        rows: number of prompts, which every array with a batch axis must have.
+        known: the result of `declared`.
 
     Raises:
-        RequestError: one is missing, or the flow has none of that name, or reads it with the tokens.
-        ShapeError, DTypeError, TokenIdError: it does not fit. RequestError: it has other rows than the prompts.
+        RequestError: an input is missing, the flow has none of that name or reads it with the tokens, or the number of
+            rows differs from that of the prompts. ShapeError, DTypeError, TokenIdError: an array does not fit its type.
     """
     if inputs is not None and not isinstance(inputs, Mapping):
         raise RequestError(f"inputs is {shown(inputs)}; expected a mapping of input names to arrays")
-    brought = {name: value for name, value in (inputs or {}).items() if value is not None}
-    for name in brought:
+    passed = {name: value for name, value in (inputs or {}).items() if value is not None}
+    for name in passed:
         if name not in known:
             with_tokens = name in (d.name for d in model.flow._inputs)
-            why = "it belongs to the tokens, which a request brings itself" if with_tokens else "the flow has none"
-            why = "none of the outputs reads it" if name in unread(model) else why
+            reason = "it belongs to the tokens, which a request brings itself" if with_tokens else "the flow has none"
+            reason = "none of the outputs reads it" if name in unread(model) else reason
             raise RequestError(
-                f"inputs: {quote(name)}: {why}; a request may bring {listing(known) or 'nothing beside tokens'}"
+                f"inputs: {quote(name)}: {reason}; a request may bring {listing(known) or 'nothing beside tokens'}"
                 f"{did_you_mean(str(name), known)}"
             )
-    missing = [name for name, d in known.items() if not d.optional and name not in brought]
+    missing = [name for name, d in known.items() if not d.optional and name not in passed]
     if missing:
         raise RequestError(f"{model.name}: the flow reads {listing(missing)}: pass inputs={{{missing[0]!r}: …}}")
-    if not brought:
+    if not passed:
         return NONE
-    types = {name: known[name].type for name in brought}
-    given = frozenset(name for name in brought if known[name].optional)
+    types = {name: known[name].type for name in passed}
+    given = frozenset(name for name in passed if known[name].optional)
     ids = model.programs.template(model.key(given)).bounds.ids
     arrays = {
         name: host_value(name, value, types[name], ids.get(name), model.settings.check_ids)
-        for name, value in brought.items()
+        for name, value in passed.items()
     }
     axes = {name: t.shape.index(d) for name, t in types.items() for d in t.shape if str(d) == "batch"}
     for name, axis in axes.items():
@@ -117,30 +136,30 @@ def request_inputs(
 
 
 class TurnOptions(Sampling, total=False):
-    """Arguments by name of whatever generates: `CausalLM.generate`, `stream`, `chat`, and turns of a conversation."""
+    """Keyword arguments common to `CausalLM.generate`, `stream`, `chat`, and turns of a conversation."""
 
     speculative: Any
     draft_tokens: int
 
 
 class StreamOptions(TurnOptions, total=False):
-    """Arguments by name of `CausalLM.stream`."""
+    """Keyword arguments of `CausalLM.stream`."""
 
     inputs: Inputs
     state: DecodeState | None
 
 
 class GenerateOptions(StreamOptions, total=False):
-    """Arguments by name of `CausalLM.generate` that decide nothing of the type of what it returns."""
+    """Keyword arguments of `CausalLM.generate` that do not affect its return type."""
 
     share_prefix: bool
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A model that generates, with what a request needs to know of it; fields as in `CausalLM`.
+    """The part of a `CausalLM` that requests need: its model, tokenizer, limits and special tokens.
 
-    `inputs` are the inputs that a request brings beside its token ids, by name.
+    Fields are as in `CausalLM`; `inputs` are the result of `declared`.
     """
 
     model: CompiledModel
@@ -154,16 +173,20 @@ class LanguageModel:
 
     @property
     def owner(self) -> tuple[Programs, str]:
-        """Whose states this model takes: those of its flow's programs, whatever the parameters."""
+        """Return the key that marks states of this model: its flow's programs, whatever the parameters."""
         return self.model.programs, self.model.name
 
     @property
     def required(self) -> list[str]:
-        """The inputs that a request has to bring."""
+        """Return the names of the inputs that a request has to pass."""
         return [name for name, d in self.inputs.items() if not d.optional]
 
     def needed(self, what: str = "strings need", instead: str = "pass token ids") -> Tokenizer:
-        """The tokenizer. What a message says: who needs it, and what goes without.
+        """Return the tokenizer.
+
+        Args:
+            what: beginning of the error message: what needs a tokenizer.
+            instead: end of the error message: what works without one.
 
         Raises:
             RequestError: there is none.
@@ -173,32 +196,32 @@ class LanguageModel:
         return self.tokenizer
 
     def decode(self, ids: list[int]) -> str:
-        """The text of new tokens."""
+        """Return the text of new tokens."""
         return self.needed().decode(ids)
 
     def text(self, ids: list[int], words: tuple[str, ...]) -> str:
-        """The text up to the first stop string."""
+        """Return the text of new tokens up to the first of the stop strings `words`."""
         return cut(self.decode(ids), words)
 
     def rows(self, prompts: Prompts) -> list[list[int]]:
-        """Prompts as ids, each with at least one.
+        """Return prompts as ids, each with at least one: an empty prompt becomes the begin token.
 
         Raises:
-            RequestError, TokenIdError: an empty one, and there is no begin token; ids that the model does not have.
+            RequestError: a prompt is empty, and there is no begin token. TokenIdError: the model does not have an id.
         """
-        given = prompts.ids or [] if prompts.texts is None else self.needed().encode_batch(prompts.texts)
-        rows = [id_list(row, self.vocab_size, f"prompts[{i}]") for i, row in enumerate(given)]
+        prompt_ids = prompts.ids or [] if prompts.texts is None else self.needed().encode_batch(prompts.texts)
+        rows = [id_list(row, self.vocab_size, f"prompts[{i}]") for i, row in enumerate(prompt_ids)]
         for i, row in enumerate(rows):
             if not row and self.bos_id is None:
                 raise RequestError(f"prompts[{i}] is empty, and the model has no begin token to start from")
         return [row or [self.bos_id] for row in rows]  # type: ignore[list-item]
 
     def stops(self, stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Strings and ids that end a row, end tokens among them.
+        """Return the strings and the ids that end a row; the ids include the end tokens.
 
         Raises:
-            RequestError: neither a string, nor an id, nor several; or an empty string. TokenIdError: an id that the
-                model does not have.
+            RequestError: `stop` is neither a string, nor an id, nor a list of them; or a string is empty.
+            TokenIdError: the model does not have an id.
         """
         if isinstance(stop, np.ndarray | jax.Array) and not isinstance(stop, jax.core.Tracer):
             stop = read_array("stop", stop).tolist()
@@ -217,14 +240,14 @@ class LanguageModel:
 
 @dataclass(frozen=True, eq=False)
 class Before:
-    """A state that holds the first tokens of prompts, which need not be read again.
+    """The prefix of a request: a state with the first tokens of its prompts, which skip prefill.
 
     Attributes:
-        arrays: the state's.
-        rows: the row of the state that each prompt goes on from.
-        lengths: the tokens of each prompt that it holds, fewer than the prompt has. Where the state's own length is
-            another, tokens are taken back, which whoever says so knows to be right.
-        slots: of its cache.
+        arrays: arrays of the state.
+        rows: the row of the state that each prompt continues.
+        lengths: number of tokens of each prompt in the state, less than the prompt has. A length below the length of
+            the state truncates it; the caller guarantees that the state is correct when truncated.
+        slots: length of its cache.
         consumed: whether the request may write into its arrays; else it copies them.
     """
 
@@ -236,7 +259,10 @@ class Before:
 
 
 class Mark(NamedTuple):
-    """A place in a prompt, `at` so many tokens, and the arrays of the state that are to be kept as they are there."""
+    """A position in a prompt, after `at` tokens, and the names of the state arrays to copy there.
+
+    `CausalLM.conversation` marks the end of the messages, to return to it if the reply is rendered differently later.
+    """
 
     at: int
     leaves: tuple[str, ...]
@@ -244,24 +270,25 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One call of `generate`, `stream` or `chat`, or a turn of a conversation, checked.
+    """One checked call of `generate`, `stream` or `chat`, or a turn of a conversation.
 
     Attributes:
-        rows: prompts as ids, each with at least one, those that a state holds among them.
-        budget: new tokens for each.
-        sampler: how to choose them.
-        ends, words: ids and texts that end a row.
+        rows: prompts as ids, each with at least one; they include the tokens that a state already has.
+        budget: number of new tokens for each row, at most.
+        sampler: how tokens are chosen.
+        ends, words: ids and strings that end a row.
+        seed: seed or key of the random draws.
         text: whether text is returned, not ids.
-        inputs: what it brings with the tokens.
-        drafter: where drafts come from; None for plain decoding.
-        n: answers to each prompt, whose rows stand together; None for one that is no list.
-        logprobs: the likeliest tokens to return at each step; None to return no log-probabilities.
-        before: the state that the prompts are read behind, if there is one.
-        shared: first tokens that all prompts have, which are read once and repeated; 0 to read each prompt by itself.
-        mark: what to keep a copy of where a place of the one prompt has been read (`Generation.marked`).
-        room: slots that the cache is to have at least.
-        ended: called with the `Generation` that has run, or was left.
-        reread: why tokens are read that a state held; empty if none are.
+        inputs: the inputs other than tokens.
+        drafter: the source of drafts; None for plain decoding.
+        n: number of answers to each prompt, in adjacent rows; None for one answer that is not in a list.
+        logprobs: number of likeliest tokens to return at each step; None to return no log-probabilities.
+        before: the state that the prompts continue, if there is one.
+        shared: length of the common prefix to prefill once and repeat; 0 to prefill each prompt by itself.
+        mark: position in the single prompt at which to copy arrays of the state, into `Generation.marked`.
+        room: lower bound of `cache_len`, the length of the cache.
+        ended: callback for the `Generation` when it has run or was abandoned.
+        reread: why prefill repeats tokens that a state had; empty if it repeats none.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -284,7 +311,7 @@ class Request:
 
     @property
     def drawn_from(self) -> int | None:
-        """The seed of the draws; None where nothing is drawn, or from a key that the caller has."""
+        """Return the seed of the random draws; None where decoding is greedy, or the caller passed a key."""
         return int(self.seed) if self.sampler.temperature and not isinstance(self.seed, jax.Array) else None
 
 
@@ -293,8 +320,10 @@ def check_request(
     text: bool = False, inputs: Any = None, drafter: Drafter | None = None, n: Any = None, logprobs: Any = None,
     state: Any = None, share_prefix: Any = False,
 ) -> Request:  # fmt: skip
-    """A request, checked; nothing has run yet. Arguments as those of `CausalLM.generate`; `text`: what is returned of
-    ids is text too.
+    """Check the arguments of `CausalLM.generate` and return the request; nothing has run yet.
+
+    Args:
+        text: return text also for prompts that are ids.
 
     Raises:
         RequestError: see `rlx_jax.errors`.
@@ -303,32 +332,38 @@ def check_request(
     budget = whole_number("max_new_tokens", max_new_tokens, 0)
     before: Before | None = None
     if state is None:
-        rows, brought = lm.rows(prompts), NONE
+        rows, checked_inputs = lm.rows(prompts), NONE
     else:
-        rows, before, brought = rows_behind(lm, prompts, state)
+        rows, before, checked_inputs = rows_behind(lm, prompts, state)
     words, ends = lm.stops(stop)
     sampler.knobs(lm.vocab_size)
-    if seed is None and sampler.temperature and jax.process_count() > 1:  # each would draw its own
+    if seed is None and sampler.temperature and jax.process_count() > 1:  # the processes would choose different seeds
         raise RequestError("seed: give one, the same in every process, where several run a model together")
-    if seed is None:  # of 64 bits the upper half takes a program more
+    if seed is None:  # 32 bits: a larger seed needs a second program to fold in its upper half
         seed = secrets.randbits(32) if sampler.temperature else 0
     if isinstance(random_key("seed", seed), jax.core.Tracer):
         raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")
     for i, row in enumerate(rows):
         check_length(lm, len(row), budget, f"prompts[{i}]", drafter)
     if before is None and rows and (inputs is not None or lm.inputs):
-        brought = request_inputs(lm.model, inputs, len(rows), lm.inputs)
+        checked_inputs = request_inputs(lm.model, inputs, len(rows), lm.inputs)
     if state is not None or share_prefix is not False:
         check_together(state is not None, share_prefix, inputs, drafter)
     text = text or prompts.texts is not None
     return Request(
-        tuple(map(tuple, rows)), budget, sampler, ends, words, seed, text, brought, drafter, n, logprobs, before,
+        tuple(map(tuple, rows)), budget, sampler, ends, words, seed, text, checked_inputs, drafter, n, logprobs, before,
+        # Each prompt keeps at least one token of its own, as its last token gives the logits of the first new one.
         shared=common(*rows, most=min(map(len, rows)) - 1) if share_prefix and len(rows) > 1 else 0,
     )  # fmt: skip
 
 
 def check_length(lm: LanguageModel, tokens: int, budget: int, what: str, drafter: Drafter | None) -> None:
-    """A prompt of so many tokens and its answer fit the positions of the model, and of what drafts.
+    """Check that a prompt and its answer fit the positions of the model and of the drafter.
+
+    Args:
+        tokens: length of the prompt.
+        budget: number of new tokens.
+        what: the prompt, for the error message.
 
     Raises:
         SequenceLengthError: they do not.
@@ -342,11 +377,11 @@ def check_length(lm: LanguageModel, tokens: int, budget: int, what: str, drafter
 
 
 def check_answers(lm: LanguageModel, n: Any, logprobs: Any, sampler: Sampler | None, drafts: bool) -> None:
-    """How many answers each prompt gets, and how many likeliest tokens are returned. Arguments as those of
-    `CausalLM.generate`.
+    """Check `n` and `logprobs` of `CausalLM.generate`.
 
     Raises:
-        RequestError: no such numbers; several greedy answers, which are one; drafts with them.
+        RequestError: a number is out of range; several greedy answers, which would be equal; or one of the options is
+            combined with drafts.
     """
     answers = 1 if n is None else whole_number("n", n, 1)
     if answers > 1 and sampler is not None and sampler.temperature == 0:
@@ -359,46 +394,49 @@ def check_answers(lm: LanguageModel, n: Any, logprobs: Any, sampler: Sampler | N
 
 
 def check_together(state: bool, share_prefix: Any, inputs: Any, drafter: Drafter | None) -> None:
-    """A state and a shared beginning go together with the rest of a request.
+    """Check that `state=` or `share_prefix=` can be combined with the other options of a request.
 
     Raises:
-        RequestError: names what does not.
+        RequestError: names the option that cannot.
     """
     if not isinstance(share_prefix, bool):
         raise RequestError(f"share_prefix is {shown(share_prefix)}; expected True or False")
-    held = "state=" if state else "share_prefix=True"
+    option = "state=" if state else "share_prefix=True"
     if state and share_prefix:
         raise RequestError(
             "state= and share_prefix=True do not go together: extend the state of one row by what prompts share, and "
             "pass them the state"
         )
     if inputs is not None:
-        why = "the state has them" if state else "prompts that bring others share no state"
-        raise RequestError(f"{held} and inputs= do not go together: {why}; leave one of them out")
+        reason = "the state has them" if state else "prompts that bring others share no state"
+        raise RequestError(f"{option} and inputs= do not go together: {reason}; leave one of them out")
     if drafter is not None and drafter.hidden:
         raise RequestError(
-            f"{held} and speculative='mtp' do not go together: the module reads hidden states of whole prompts; use "
+            f"{option} and speculative='mtp' do not go together: the module reads hidden states of whole prompts; use "
             "speculative='prompt'"
         )
 
 
-# -- a request behind a state ------------------------------------------------------------------
+# -- a request that continues a state ----------------------------------------------------------
 
 
 def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[list[int]], Before, RequestInputs]:
-    """What a state and the prompts of a request behind it are together: full rows, those that the state holds, and
-    what it has of the inputs that come with tokens.
+    """Join a state and the prompts that continue it.
+
+    Returns:
+        the full rows of ids, tokens of the state included; the state as prefix of the request; and the inputs that the
+        state was prefilled with.
 
     Raises:
-        RequestError: no state; an empty prompt. SessionStateError: it was consumed. RequestError: it has several
-            rows, and not one for each prompt.
+        RequestError: `state` is no state; a prompt is empty; or the state has several rows, and not one for each
+            prompt. SessionStateError: the state was consumed.
     """
     cache: DecodeState = check_is_state(state, "state")
     arrays = cache.take(lm.owner, peek=True).arrays()
     encode = lm.needed().encode if prompts.texts is not None else None
     texts = [encode(text, add_special_tokens=False) for text in prompts.texts or []] if encode else []
-    given: list[Any] = prompts.ids or texts
-    new = [id_list(row, lm.vocab_size, f"prompts[{i}]") for i, row in enumerate(given)]
+    prompt_ids: list[Any] = prompts.ids or texts
+    new = [id_list(row, lm.vocab_size, f"prompts[{i}]") for i, row in enumerate(prompt_ids)]
     for i, row in enumerate(new):
         if not row:
             raise RequestError(
@@ -411,49 +449,55 @@ def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[l
             "row, or a state of one row"
         )
     rows = tuple(range(len(new))) if len(cache.lengths) > 1 else (0,) * len(new)
-    held = cache.ids
+    state_ids = cache.ids
     sizes = {name: size for name, size in cache.sizes.items() if name not in ("batch", "context")}
-    before = Before(arrays, rows, tuple(len(held[row]) for row in rows), cache.sizes["context"])
-    full = [held[row] + ids for row, ids in zip(rows, new, strict=True)]
+    before = Before(arrays, rows, tuple(len(state_ids[row]) for row in rows), cache.sizes["context"])
+    full = [state_ids[row] + ids for row, ids in zip(rows, new, strict=True)]
     return full, before, RequestInputs(sizes=sizes, given=cache.given)
 
 
 def common(*rows: Sequence[int], most: int = MAX_SLOTS) -> int:
-    """First tokens that all rows have, at most so many."""
+    """Return the length of the common prefix of all rows, at most `most`."""
     return min(len(os.path.commonprefix([tuple(row) for row in rows])), most)
 
 
-TAIL = 32  # tokens without text of their own that may stand in a stop string
-# What stands for the bytes of a character of which some are still to come.
+TAIL = 32  # allowance, in tokens, for tokens without visible text within a stop string
+# Tokenizers decode an incomplete UTF-8 character to the replacement character.
 PART = "\ufffd"
 
 
 def stopped_at(decode: Callable[[list[int]], str], ids: list[int], new: int, words: tuple[str, ...]) -> int | None:
-    """How many of `ids` it takes for their text to hold a stop string; one of the last `new` completes it, or None."""
+    """Return the length of the shortest prefix of `ids` with a stop string in its text, or None.
+
+    Only the last `new` ids are new: earlier prefixes have been checked before.
+    """
     if not words:
         return None
-    text = decode(ids[-(new + TAIL + max(map(len, words)) * 4) :])  # of some, which does not take longer and longer
+    # Decode only the last tokens, as decoding all of them in every step would be quadratic. A character has at most
+    # four bytes, and so four tokens.
+    text = decode(ids[-(new + TAIL + max(map(len, words)) * 4) :])
     if not any(word in text for word in words):
         return None
-    # The text of some may begin with half of a character, and both may end with one.
+    # Confirm on the full text: the text of the last tokens may begin with an incomplete character.
     for count in range(len(ids) - new + 1, len(ids) + 1):
-        whole = decode(ids[:count]).rstrip(PART)
-        if any(word in whole for word in words):
+        full_text = decode(ids[:count]).rstrip(PART)
+        if any(word in full_text for word in words):
             return count
     return None
 
 
 def cut(text: str, words: tuple[str, ...]) -> str:
-    """`text` up to the first stop string."""
-    ends = [at for word in words if (at := text.find(word)) >= 0]
-    return text[: min(ends)] if ends else text
+    """Return `text` up to the first stop string."""
+    positions = [position for word in words if (position := text.find(word)) >= 0]
+    return text[: min(positions)] if positions else text
 
 
 def settled(text: str, words: tuple[str, ...]) -> str:
-    """The part of a growing text that later tokens cannot take back."""
+    """Return the part of a growing text that later tokens cannot change."""
     text = text.rstrip(PART)
-    before = cut(text, words)
-    if len(before) < len(text):
-        return before
-    held = max((n for w in words for n in range(1, len(w)) if text.endswith(w[:n])), default=0)
-    return text[: len(text) - held]
+    answer = cut(text, words)
+    if len(answer) < len(text):
+        return answer
+    # Withhold an end of the text that may become a stop string.
+    num_withheld = max((n for w in words for n in range(1, len(w)) if text.endswith(w[:n])), default=0)
+    return text[: len(text) - num_withheld]
