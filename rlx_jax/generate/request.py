@@ -57,7 +57,7 @@ class RequestInputs:
         for name, axis in self.rows.items():
             pad_widths = [(0, (batch - size) * (i == axis)) for i, size in enumerate(arrays[name].shape)]
             if any(n for _, n in pad_widths):
-                # NumPy arrays stay on the host, where the program call transfers them once.
+                # NumPy arrays stay on the host; the call of the program transfers them.
                 arrays[name] = (jnp if isinstance(arrays[name], jax.Array) else np).pad(arrays[name], pad_widths)
         return arrays
 
@@ -83,7 +83,7 @@ def declared(model: CompiledModel) -> dict[str, InputDecl]:
 
 
 def unread(model: CompiledModel) -> frozenset[str]:
-    """Return the names of the inputs that no output reads, with and without the optional inputs."""
+    """Return the names of the inputs that no output reads, neither with all optional inputs nor without them."""
     optional = frozenset(d.name for d in model.flow._inputs if d.optional)
     # An optional input can change what is read, so both extremes are traced; without one, once is enough.
     idle = model.programs.unread(model.name, frozenset()) - optional
@@ -101,7 +101,7 @@ def request_inputs(
 
     Raises:
         RequestError: an input is missing, the flow has none of that name or reads it with the tokens, or the number of
-            rows differs from that of the prompts. ShapeError, DTypeError, TokenIdError: an array does not fit its type.
+            rows is not the number of prompts. ShapeError, DTypeError, TokenIdError: an array does not fit its type.
     """
     if inputs is not None and not isinstance(inputs, Mapping):
         raise RequestError(f"inputs is {shown(inputs)}; expected a mapping of input names to arrays")

@@ -1,8 +1,8 @@
-"""Which texts to score stand in which calls, and the program that scores them.
+"""How texts are packed into calls for scoring, and the program that scores them.
 
-Texts are packed in rows, of few sizes, at most eight for all texts. A row holds one text where the flow has no program
-for several. The program reads rows of tokens up to the head, then the logits of a piece of the tokens at a time, so
-that two numbers leave it for each token.
+Texts are packed into rows of few sizes, at most eight for all texts. A row has one text where the flow has no program
+for several. The program computes hidden states up to the head, and then the logits of one chunk of tokens at a time, so
+that it returns two numbers per token and never materializes all logits.
 """
 
 from __future__ import annotations
@@ -31,23 +31,28 @@ from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.request_checks import as_known_arrays, id_list
 from rlx_jax.text.token_model import check_positions
 
-# Tokens that may stand behind those that a text reads, beside the first one.
+# The most alternative last tokens of one prefix, in addition to the first one.
 MOST_OTHERS = 16
-# The widest row that texts share: which pairs of tokens see each other is an array, of the square of that.
+# The widest row that texts share: the attention mask between its tokens takes memory quadratic in the width.
 SHARED = 2048
-# Widths of rows of one text, for models of up to 8192 positions and for others.
+# Widths of rows with one text, for models of up to 8192 positions and for others.
 SHORT, LONG = (64, 128, 256, 512, 1024, 2048, 8192), (64, 128, 512, 2048, 8192, 32768, 131072)
-# Widths of programs of one row, beside those of full calls: for what is left over, and for a text alone.
+# Widths of additional programs of one row, for the texts left over after full calls, and for a single text.
 ALONE = (64, 512)
 
 
-# -- what texts share --------------------------------------------------------------------------
+# -- texts with a common prefix ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """Tokens that are read once, and those that stand behind them: the first one and others. Of each text its number,
-    and the place of its last token among the others; None for the first."""
+    """A prefix that the model reads once, for several texts that differ in their last token alone.
+
+    Attributes:
+        read: ids of the prefix.
+        ends: the different last tokens; the first one is scored as the next token, the others as alternatives.
+        texts: for each text its number, and the index of its last token among `ends[1:]`; None for `ends[0]`.
+    """
 
     read: tuple[int, ...]
     ends: list[int]
@@ -55,36 +60,38 @@ class SharedTokens:
 
 
 def shared_tokens(items: Sequence[ScoredTokens]) -> list[SharedTokens]:
-    """One for all texts that differ in their last token alone, with up to `MOST_OTHERS` beside the first."""
-    last: dict[tuple[int, ...], SharedTokens] = {}
-    found: list[SharedTokens] = []
+    """Group texts that differ in their last token alone, with up to `MOST_OTHERS` + 1 different last tokens a group."""
+    latest_by_prefix: dict[tuple[int, ...], SharedTokens] = {}
+    groups: list[SharedTokens] = []
     for text, item in enumerate(items):
         read, end = item.ids[:-1], item.ids[-1]
-        one = last.get(read)
-        if one is None or (end not in one.ends and len(one.ends) > MOST_OTHERS):
-            one = last[read] = SharedTokens(read, [], [])
-            found.append(one)
-        if end not in one.ends:
-            one.ends.append(end)
-        place = one.ends.index(end)
-        one.texts.append((text, place - 1 if place else None))
-    return found
+        group = latest_by_prefix.get(read)
+        if group is None or (end not in group.ends and len(group.ends) > MOST_OTHERS):
+            group = latest_by_prefix[read] = SharedTokens(read, [], [])
+            groups.append(group)
+        if end not in group.ends:
+            group.ends.append(end)
+        index = group.ends.index(end)
+        group.texts.append((text, index - 1 if index else None))
+    return groups
 
 
 # -- sizes -------------------------------------------------------------------------------------
 
 
 def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longest: int, above: int = 0) -> BlockSizes:
-    """Of rows of one text, for texts of more than `above` and up to `longest` tokens: at most eight programs, of full
-    calls of each width and of one row; with buckets those of their sizes. A text over all widths, which is one over all
-    buckets or over 131072 tokens of a model without a limit, has a width of its own.
+    """Choose the block sizes for rows of one text, for texts of more than `above` and up to `longest` tokens.
+
+    There are at most eight: a full call for each width, and some with one row. With buckets, the sizes are the buckets.
+    A text longer than all widths gets an additional width: this happens over the largest bucket, or over 131072 tokens
+    for a model without a limit.
 
     Raises:
         RequestError: a text is over the largest bucket, and `on_recompile` is `error`.
     """
     costs = costs_on(target)
-    closed = buckets.on_recompile == "error"
-    if buckets.prompt and closed and longest > buckets.prompt[-1]:
+    forbids_recompile = buckets.on_recompile == "error"
+    if buckets.prompt and forbids_recompile and longest > buckets.prompt[-1]:
         raise RequestError(
             f"score: a text of {longest} tokens, and buckets.prompt = {list(buckets.prompt)}; score less at once, or "
             "add a bucket to the profile"
@@ -96,14 +103,14 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
         widths = [*widths[: 6 if max_positions > LONG[-1] else None], max_positions]
     while widths[-1] < longest:
         widths.append(min(4 * widths[-1], max_positions or 4 * longest))
-    widths = [width for width in widths if width > above]
+    widths = [width for width in widths if width > above]  # shorter texts share rows in other blocks
     if buckets.batch:
         blocks = {(rows, width) for rows in buckets.batch for width in widths}
     else:
         full = {(max(1, costs.tokens // width), width) for width in widths}
-        alone = {(1, width) for width in ALONE[: MOST - len(widths)] if width in widths and not buckets.prompt}
-        blocks = {(buckets.rows(rows), width) for rows, width in full | alone}
-    return BlockSizes(tuple(sorted(blocks)), costs.tokens, replace(costs, slot=FULL))
+        single_row = {(1, width) for width in ALONE[: MOST - len(widths)] if width in widths and not buckets.prompt}
+        blocks = {(buckets.rows(rows), width) for rows, width in full | single_row}
+    return BlockSizes(tuple(sorted(blocks)), costs.tokens, replace(costs, slot=FULL))  # FULL: one text fills a row
 
 
 # -- forms -------------------------------------------------------------------------------------
@@ -111,51 +118,51 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """How texts are laid out and run: by the program `packed` of a model, several in a row, or by `forward`."""
+    """A program for scoring and its block sizes: `packed` with several texts in a row, or `forward` with one."""
 
     model: CompiledModel
     sizes: BlockSizes
 
     @property
     def shared(self) -> bool:
-        """Whether a row holds several texts."""
+        """Return whether a row may have several texts."""
         return self.model.program == "packed"
 
     def plan(self, texts: Sequence[SharedTokens]) -> list[Block]:
-        """The cheapest calls."""
+        """Return the cheapest calls for these texts."""
         return plan([self._room(text) for text in texts], self.sizes)
 
     def apart(self, texts: Sequence[SharedTokens]) -> list[Block]:
-        """Calls of a shared form in which no text is in the row of another."""
+        """Return calls that place every text in a row of its own, although rows could be shared."""
         return apart([self._room(text) for text in texts], self.sizes)
 
     def _room(self, text: SharedTokens) -> int:
-        """Tokens of a row that a text takes: a row has one of the other ends for each slot."""
+        """Return the tokens of a row that a text needs: the row has room for one alternative end in each slot."""
         return max(len(text.read), self.sizes.costs.slot * (len(text.ends) - 1) if self.shared else 0)
 
     def program(self, rows: int, width: int) -> BoundProgram:
-        """See `score_program`."""
-        more = (SEGMENTS.input, POSITIONS.input) if self.shared else ()
-        return score_program(self.model, (self.model.first_input, *more), rows, width)
+        """Return the program for blocks of this size; see `score_program`."""
+        row_inputs = (SEGMENTS.input, POSITIONS.input) if self.shared else ()
+        return score_program(self.model, (self.model.first_input, *row_inputs), rows, width)
 
     def inputs(self, block: Block, texts: Sequence[SharedTokens]) -> Mapping[str, Any]:
-        """What the program of a block reads."""
+        """Return the inputs of the program for a block."""
         rows = [[texts[number] for number in numbers] for numbers in block.texts]
         tokens, segments, positions = packed_rows(block, [[text.read for text in row] for row in rows])
         aim, *_ = packed_rows(block, [[(*text.read[1:], text.ends[0]) for text in row] for row in rows])
         slots = self.sizes.slots(block.width) if self.shared else MOST_OTHERS
         others, places = np.zeros((2, block.rows, slots), np.int32)
-        for place in places_in(block, texts):
-            text = texts[place.text]
-            more = slice(place.other, place.other + len(text.ends) - 1)
-            others[place.row, more], places[place.row, more] = text.ends[1:], place.first + len(text.read) - 1
-        known = {self.model.first_input: tokens, AIM: aim, OTHERS: others, PLACES: places}
-        return known | {SEGMENTS.input: segments, POSITIONS.input: positions} if self.shared else known
+        for loc in places_in(block, texts):
+            text = texts[loc.text]
+            columns = slice(loc.other, loc.other + len(text.ends) - 1)
+            others[loc.row, columns], places[loc.row, columns] = text.ends[1:], loc.first + len(text.read) - 1
+        arrays = {self.model.first_input: tokens, AIM: aim, OTHERS: others, PLACES: places}
+        return arrays | {SEGMENTS.input: segments, POSITIONS.input: positions} if self.shared else arrays
 
 
 @dataclass(frozen=True)
 class TextPlace:
-    """Where a text stands in a block: its row, and its first token and the first of its other ends there."""
+    """The location of a text in a block: its row, the column of its first token and of its first alternative end."""
 
     text: int
     row: int
@@ -164,7 +171,7 @@ class TextPlace:
 
 
 def places_in(block: Block, texts: Sequence[SharedTokens]) -> Iterator[TextPlace]:
-    """Those of all texts of a block, one behind the other in each row."""
+    """Yield the location of every text of a block; the texts of a row follow each other."""
     for row, numbers in enumerate(block.texts):
         first = other = 0
         for text in numbers:
@@ -175,8 +182,10 @@ def places_in(block: Block, texts: Sequence[SharedTokens]) -> Iterator[TextPlace
 def forms_for(
     model: CompiledModel, buckets: Buckets, max_positions: int | None, longest: int
 ) -> tuple[ScoreForm | None, ScoreForm | None]:
-    """The form in which texts of up to `SHARED` tokens share rows, if there is one, and that of all others, if the
-    first one does not do for all of up to `longest` tokens.
+    """Return the form for texts that share rows, and the form for all others; None for one that is unavailable or
+    not needed.
+
+    Texts of up to `SHARED` tokens share rows if the flow has a program `packed`, and no buckets prescribe other sizes.
 
     Raises:
         RequestError: as `score_sizes`.
@@ -191,34 +200,39 @@ def forms_for(
 def shared_sizes(
     target: str, share: int, max_positions: int | None, longest: int
 ) -> tuple[BlockSizes | None, BlockSizes]:
-    """Of rows of one text, for those of over `SHARED` tokens where the model reads such, and of rows of several."""
+    """Choose the block sizes for rows of one text, and for rows of several texts.
+
+    The former are for texts of over `SHARED` tokens; None where the model has fewer positions.
+    """
     wide, most, costs = None, MOST, costs_on(target)
     if max_positions is None or max_positions > SHARED:
         wide = score_sizes(target, Buckets(share=share), max_positions, longest, above=SHARED)
         most = MOST - len(wide.blocks)
-    # However few positions there are, a row has room for all other ends of a text.
+    # Even for a model of few positions, a row has room for all alternative ends of a text.
     widest = min(max(max_positions or SHARED, MOST_OTHERS * costs.slot), SHARED)
     return wide, sizes_for(costs, widest, share=share, most=most)
 
 
-# Tokens whose logits are made at a time, on each device; what is not known is taken for a GPU. Every piece reads the
-# weight of the head, which takes a GPU as long as the products of some 250 tokens. On a CPU a small piece stays in its
-# cache.
+# Tokens per chunk of logits, on each device; an unknown target is treated as a GPU. Every chunk loads the weight of the
+# head, which takes a GPU as long as the matrix product of some 250 tokens. On a CPU the logits of a small chunk stay in
+# its cache.
 PIECE = {"cpu": 128, "cuda": 512}
-# The input that has the token after each token. It stands beside those of the flow, which may be called anything.
+# Input with the next token of each token. The dot avoids clashes with inputs of the flow, which may have any names.
 AIM = "score.aim"
-# The inputs that have other tokens, and the place in the row of the token that each of them may stand behind.
+# Inputs with alternative tokens, and the column of the token that each of them follows.
 OTHERS, PLACES = "score.others", "score.places"
 
 
 @dataclass(frozen=True)
 class ScoreTokens:
-    """Around a program of the inputs `reads`: the log-probability `[B, S]` f32 of the token in `AIM` `[B, S]` behind
-    each token, NaN where logits are not finite, and whether it is the likeliest one `[B, S]` bool; and the same
-    `[B, K]` of the tokens in `OTHERS` `[B, K]` behind those at `PLACES` `[B, K]`.
+    """Wrapper that makes a program with the inputs `reads` score tokens instead of returning logits.
 
-    With `pieces` the program ends at its head, and the logits of a piece of the tokens are made at a time; else they
-    are its output.
+    It returns four arrays: the log-probability `[B, S]` f32 of the next token in `AIM` `[B, S]`, NaN where logits are
+    not finite; whether that token is the likeliest one, `[B, S]` bool; and the same two, `[B, K]`, for the alternative
+    tokens in `OTHERS` `[B, K]` after the columns `PLACES` `[B, K]`.
+
+    With `pieces` the program ends before its head, and the wrapper computes the logits of one chunk of tokens at a
+    time; otherwise the logits are the program's output.
     """
 
     reads: tuple[str, ...]
@@ -230,20 +244,20 @@ class ScoreTokens:
 
     def __call__(self, forward: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-            made, state = forward(params, state, {name: inputs[name] for name in self.reads})
-            how, aim, others, places = self.pieces, inputs[AIM], inputs[OTHERS], inputs[PLACES]
-            if how is None:
-                return judged(made[0].astype(jnp.float32), aim, others, places), state
-            hidden, kernel, *bias = made
-            operands = head_operands(how.head, kernel, bias[0] if bias else None)
+            outputs, state = forward(params, state, {name: inputs[name] for name in self.reads})
+            chunking, aim, others, places = self.pieces, inputs[AIM], inputs[OTHERS], inputs[PLACES]
+            if chunking is None:
+                return judged(outputs[0].astype(jnp.float32), aim, others, places), state
+            hidden, kernel, *bias = outputs
+            operands = head_operands(chunking.head, kernel, bias[0] if bias else None)
 
             def piece(first: Any, part: tuple[Any, Any]) -> tuple[Any, tuple[Any, ...]]:
-                logits, _back = logits_of_piece(how, part[0], operands)
+                logits, _back = logits_of_piece(chunking, part[0], operands)
                 return first + logits.shape[1], judged(logits, part[1], others, places - first)
 
-            _, found = lax.scan(piece, jnp.int32(0), split_tokens(how, hidden, aim))
-            each, likeliest, other, other_likeliest = found
-            return (joined(each, aim.shape), joined(likeliest, aim.shape), other.sum(0), other_likeliest.any(0)), state
+            _, chunk_scores = lax.scan(piece, jnp.int32(0), split_tokens(chunking, hidden, aim))
+            probs, likeliest, other, other_likeliest = chunk_scores
+            return (joined(probs, aim.shape), joined(likeliest, aim.shape), other.sum(0), other_likeliest.any(0)), state
 
         return function
 
@@ -251,75 +265,87 @@ class ScoreTokens:
 def judged(
     logits: jax.Array, aim: jax.Array, others: jax.Array, places: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Logits `[B, c, V]` f32, and a token for each `[B, c]`: its log-probability, and whether it is the likeliest; of
-    several that are, the smallest id is, as in greedy decoding. The same of the tokens `others` `[B, K]` behind
-    `places` `[B, K]`; zeros where that is none of `[0, c)`."""
+    """Score tokens by the logits `[B, c, V]` f32 of a chunk.
+
+    Args:
+        aim: the next tokens `[B, c]`.
+        others, places: alternative tokens `[B, K]`, and the column of the chunk that each follows; columns outside
+            `[0, c)` belong to another chunk.
+
+    Returns:
+        the log-probabilities of `aim`, whether each is the likeliest token (the smallest id of several, as in greedy
+        decoding), and the same two for `others`, which are 0 and False for columns of another chunk.
+    """
     lse, best = jax.nn.logsumexp(logits, axis=-1), likeliest_id(logits)
     chosen = jnp.take_along_axis(logits, aim[..., None], axis=-1, mode="clip")[..., 0]
     inside = (places >= 0) & (places < logits.shape[1])
-    at = jnp.clip(places, 0, logits.shape[1] - 1)
-    other = jax.vmap(lambda x, place, word: x.at[place, word].get(mode="clip"))(logits, at, others)
-    lse_at, best_at = (jnp.take_along_axis(x, at, axis=1, mode="clip") for x in (lse, best))
-    found = jnp.where(inside, log_prob(other, lse_at), 0.0)
-    return log_prob(chosen, lse), best == aim, found, inside & (best_at == others)
+    column = jnp.clip(places, 0, logits.shape[1] - 1)
+    other_logits = jax.vmap(lambda x, place, word: x.at[place, word].get(mode="clip"))(logits, column, others)
+    lse_at, best_at = (jnp.take_along_axis(x, column, axis=1, mode="clip") for x in (lse, best))
+    other_log_probs = jnp.where(inside, log_prob(other_logits, lse_at), 0.0)
+    return log_prob(chosen, lse), best == aim, other_log_probs, inside & (best_at == others)
 
 
 def likeliest_id(logits: jax.Array) -> jax.Array:
-    """`[…, V]` f32 → `[…]` int32, the first id with the largest logit; none of them where that is NaN.
+    """Return the first id with the largest logit, `[…, V]` f32 → `[…]` int32; V, which is no id, where that is NaN.
 
-    Two reductions of floats: XLA makes one loop for the CPU of `argmax` that is not in vectors, and takes five times as
-    long. f32 holds ids below 2²⁴.
+    It uses two float reductions, as XLA:CPU compiles `argmax` to a loop without vector instructions, which takes five
+    times as long.
     """
-    words = logits.shape[-1]
-    if words >= 2**24:
+    vocab_size = logits.shape[-1]
+    if vocab_size >= 2**24:  # f32 represents integers exactly only below 2²⁴
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     from_end = lax.broadcasted_iota(jnp.float32, logits.shape, logits.ndim - 1)
-    from_end = jnp.float32(words - 1) - from_end
+    from_end = jnp.float32(vocab_size - 1) - from_end
     largest = logits.max(axis=-1, keepdims=True)
-    return words - 1 - jnp.where(logits == largest, from_end, jnp.float32(-1)).max(axis=-1).astype(jnp.int32)
+    return vocab_size - 1 - jnp.where(logits == largest, from_end, jnp.float32(-1)).max(axis=-1).astype(jnp.int32)
 
 
 def log_prob(chosen: jax.Array, lse: jax.Array) -> jax.Array:
-    """Of a token with the logit `chosen`, NaN where logits are not finite."""
+    """Return the log-probability of a token from its logit and the logsumexp; NaN where logits are not finite."""
     return jnp.where(jnp.isfinite(lse) & (chosen < jnp.inf), chosen - lse, jnp.nan)
 
 
 def joined(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`[n, B, c]` → `[B, S]`, without what fills up the last piece."""
+    """Concatenate the chunks of a row, `[n, B, c]` → `[B, S]`, without the padding of the last chunk."""
     return pieces.swapaxes(0, 1).reshape(shape[0], -1)[:, : shape[1]]
 
 
 def score_program(model: CompiledModel, reads: tuple[str, ...], rows: int, width: int) -> BoundProgram:
-    """The program of `model`, which reads these inputs, for this many rows and tokens.
+    """Return the scoring program of `model` with the inputs `reads`, for blocks of `rows` × `width` tokens.
 
     Raises:
-        RequestError: it is not compiled, and the profile wants that told.
+        RequestError: it is not compiled, and the profile makes that an error.
     """
     key = model.sized({"batch": rows, "seq": width}, Variant(last_only=False, outputs=model.output_names[:1]))
     try:
         pieces = _in_pieces(model, model.template().head, rows, width)
-    except GraphError:  # the output is not a product
+    except GraphError:  # the output is not a matrix product, so there is no head to split into chunks
         pieces = None
     return model.bind(replace(key, headless=pieces is not None, around=ScoreTokens(reads, pieces)))
 
 
 def _in_pieces(model: CompiledModel, head: Head, rows: int, width: int) -> InPieces | None:
-    """How the logits of a head are taken; None where it cannot be taken in pieces."""
-    division = model.programs.division
+    """Return how to compute the logits of a head in chunks; None where that is not possible."""
+    sharding = model.programs.division
     if head.type.rank != 3 or not is_static(head.type.shape[-1]):
         return None
-    words = int(head.type.shape[-1])
-    room = 4 * words * PIECE.get(model.settings.target, PIECE["cuda"])
-    count = count_pieces((rows, width), None, words, division, room)
-    return InPieces(head, count, int(head.words), 0.0, division)
+    vocab_size = int(head.type.shape[-1])
+    chunk_bytes = 4 * vocab_size * PIECE.get(model.settings.target, PIECE["cuda"])  # bytes of f32 logits
+    count = count_pieces((rows, width), None, vocab_size, sharding, chunk_bytes)
+    return InPieces(head, count, int(head.words), 0.0, sharding)
 
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Token ids of which those from `start` on, which is at least 1, are scored behind all that stand before them.
+    """Token ids to score, given the ids before them.
 
-    `name` is what messages call them, and `first` how many tokens of the text stand before the first one. Of a window
-    of a longer text, `new` are the tokens that no window before it has.
+    Attributes:
+        ids: context and continuation.
+        start: index of the first id that is scored, at least 1.
+        name: the text in error messages.
+        first: number of tokens of the text before `ids`, for a window of a longer text.
+        new: number of tokens that no earlier window of the text has.
     """
 
     ids: tuple[int, ...]
@@ -330,16 +356,17 @@ class ScoredTokens:
 
     @property
     def width(self) -> int:
-        """Tokens that the model reads: the last one has nothing behind it to predict."""
+        """Return the number of tokens that the model reads: all but the last one, after which nothing is predicted."""
         return len(self.ids) - 1
 
 
 def scored_tokens(lm: LanguageModel, texts: Any) -> tuple[list[ScoredTokens], bool]:
-    """The tokens of each item, and whether it is one that stands alone.
+    """Return the tokens of each item, and whether `texts` is a single item rather than a list.
 
     Raises:
-        RequestError: neither texts, nor ids, nor pairs of them; nothing to score; no tokenizer, or no begin token.
-        TokenIdError: an id that the model does not have. SequenceLengthError: an item is over the model's positions.
+        RequestError: `texts` has neither texts, nor ids, nor pairs of them; there is nothing to score; or there is no
+            tokenizer, or no begin token. TokenIdError: the model does not have an id. SequenceLengthError: an item is
+            over the model's positions.
     """
     texts = as_known_arrays("texts", texts)
     single = _is_one(texts)
@@ -349,22 +376,22 @@ def scored_tokens(lm: LanguageModel, texts: Any) -> tuple[list[ScoredTokens], bo
             f"{shown(texts)}"
         )
     items = [texts] if single else list(texts)
-    found = [_read(lm, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
-    for item in found:
-        # As in lm-evaluation-harness: the last token is not read, and may stand one behind the last position.
+    scored = [_read(lm, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
+    for item in scored:
+        # As in lm-evaluation-harness: the last token is not read, so it may be one past the last position.
         check_positions(item.width, lm.max_positions, f"{item.name}: {len(item.ids)} tokens, the last one not read")
-    return found, single
+    return scored, single
 
 
 def text_ids(lm: LanguageModel, text: Any, what: str) -> list[int]:
-    """The ids of a string, with the special tokens that the tokenizer puts around it, or ids as they are."""
+    """Return the ids of a string, with the special tokens that the tokenizer adds, or ids unchanged."""
     if isinstance(text, str):
         text = lm.needed("strings need").encode(text)
     return id_list(text, lm.vocab_size, what)
 
 
 def first_id(lm: LanguageModel) -> int:
-    """What stands before a text that has nothing before it: the begin token, or else the end token.
+    """Return the id that serves as context of a text without one: the begin token, or else the end token.
 
     Raises:
         RequestError: there is neither.
@@ -380,31 +407,31 @@ def first_id(lm: LanguageModel) -> int:
 
 
 def pair_ids(lm: LanguageModel, context: Any, continuation: Any, what: str) -> ScoredTokens:
-    """A context and its continuation.
+    """Return the tokens of a context and its continuation, which is scored.
 
-    Of strings, spaces at the end of the context belong to the continuation, both are tokenised as one text, and the
-    continuation is what goes beyond the tokens of the context alone, as in lm-evaluation-harness. Of a context of
-    spaces nothing is left, and then the first token stands before it unless the tokenizer puts one there.
+    Strings are tokenized as in lm-evaluation-harness: spaces at the end of the context belong to the continuation, both
+    are tokenized as one text, and the continuation starts after as many tokens as the context alone has. A context of
+    spaces only becomes empty; `first_id` is then the context, unless the tokenizer adds a begin token.
     """
     if isinstance(context, str) != isinstance(continuation, str):
         raise RequestError(f"{what}: a context and a continuation are both strings or both ids, got {shown(context)}")
     if not isinstance(context, str):
-        before, behind = (text_ids(lm, part, f"{what}[{i}]") for i, part in enumerate((context, continuation)))
-        before = before or [first_id(lm)]
+        context_ids, target_ids = (text_ids(lm, part, f"{what}[{i}]") for i, part in enumerate((context, continuation)))
+        context_ids = context_ids or [first_id(lm)]
     elif context:
         bare = context.rstrip()
         continuation, context = context[len(bare) :] + continuation, bare
-        whole, before = (text_ids(lm, text, what) for text in (context + continuation, context))
-        before, behind = whole[: len(before)] or [first_id(lm)], whole[len(before) :]
+        all_ids, context_ids = (text_ids(lm, text, what) for text in (context + continuation, context))
+        context_ids, target_ids = all_ids[: len(context_ids)] or [first_id(lm)], all_ids[len(context_ids) :]
     else:
         encoded = lm.needed("strings need").encode(continuation, add_special_tokens=False)
-        behind = id_list(encoded, lm.vocab_size, what)
-        before = [first_id(lm)]
-        if behind[:1] == before:  # the text brings its own
-            del behind[0]
-    if not behind:
+        target_ids = id_list(encoded, lm.vocab_size, what)
+        context_ids = [first_id(lm)]
+        if target_ids[:1] == context_ids:  # the text has the token already, for example as `<s>`
+            del target_ids[0]
+    if not target_ids:
         raise RequestError(f"{what}: the continuation has no tokens of its own, so that there is nothing to score")
-    return ScoredTokens((*before, *behind), len(before), what)
+    return ScoredTokens((*context_ids, *target_ids), len(context_ids), what)
 
 
 def _read(lm: LanguageModel, item: Any, what: str) -> ScoredTokens:
@@ -423,12 +450,12 @@ def _read(lm: LanguageModel, item: Any, what: str) -> ScoredTokens:
 
 
 def _is_pair(item: Any) -> bool:
-    """A tuple of two texts, or of two lists of ids."""
+    """Return whether an item is a tuple of two texts, or of two lists of ids."""
     return isinstance(item, tuple) and len(item) == 2 and not any(isinstance(part, int | np.integer) for part in item)
 
 
 def _is_one(item: Any) -> bool:
-    """A string, a list of ids, or a pair."""
+    """Return whether an item is a single text: a string, a list of ids, or a pair."""
     if isinstance(item, str) or _is_pair(item):
         return True
     if isinstance(item, np.ndarray | jax.Array):
