@@ -1,7 +1,7 @@
-"""Log-likelihoods of texts, what `CausalLM.score` returns, and the perplexity of a long text, read window by window.
+"""`Score`: log-likelihoods of texts, which `CausalLM.score` returns, and the perplexity of a long text by windows.
 
-Texts that differ in their last token alone, such as a question with each of its letters, are read once
-(`score_program.py`, which has the program too: it gives two numbers for each token).
+Texts that differ in their last token alone, such as a multiple-choice question with each of its letters, are read once.
+`score_program.py` groups them, and has the program, which returns two numbers per token.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import RequestReport
 from rlx_jax.text.token_model import check_positions
 
-# Calls whose results are not fetched yet.
+# The most calls in flight, that is with results not fetched yet: enough to keep the device busy, and a limit on memory.
 AHEAD = 8
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a model finds a text behind its context.
+    """The log-likelihood of a text given its context.
 
     Attributes:
         logprob: the sum of `token_logprobs`, natural logarithms.
-        greedy: whether each token is the likeliest one where it stands, so that greedy decoding gives this text.
-        tokens: ids of the tokens that were scored.
-        token_logprobs: of each of them, given all tokens before it.
+        greedy: whether each token is the likeliest one at its position, so that greedy decoding returns this text.
+        tokens: ids of the scored tokens.
+        token_logprobs: the log-probability of each of them, given all tokens before it.
     """
 
     logprob: float
@@ -56,92 +56,108 @@ class Score:
 
 
 def scores_of(lm: LanguageModel, items: Sequence[ScoredTokens], what: str) -> tuple[list[Score], RequestReport]:
-    """The score of each item, in order, and how fast that was. `what` messages are about: the method that was called.
+    """Return the score of each item, in order, and a report with the time and tokens of the call.
+
+    Args:
+        what: the public method, for error messages.
 
     Raises:
-        RequestError: the flow reads more than tokens; as `score_sizes`. DeriveError: a token may see those behind it,
-            or rows each other. NumericsError: as `score_all`.
+        RequestError: the flow has other inputs than tokens; as `score_sizes`. DeriveError: a token may see later
+            tokens, or rows each other. NumericsError: as `score_all`.
     """
     model = lm.model
     clock = model.programs.clock()
     if lm.required:
         raise RequestError(f"{what}: {model.name} reads {listing(lm.required)} beside tokens; {what} takes texts alone")
-    model.programs.any_template(model.as_program("prefill").key())  # what is proved before one is derived
+    # Deriving a prefill program proves that tokens do not see later ones, and rows not each other.
+    model.programs.any_template(model.as_program("prefill").key())
     longest = max((item.width for item in items), default=1)
     texts = shared_tokens(items)
     scores = score_all(what, items, texts, *forms_for(model, lm.buckets, lm.max_positions, longest))
     seconds, compiled = clock()
-    every, read = sum(item.width for item in items), sum(len(text.read) for text in texts)
-    told = RequestReport("texts", len(items), every, seconds, compiled=compiled, cached_tokens=every - read)
-    return scores, told
+    num_tokens, num_read = sum(item.width for item in items), sum(len(text.read) for text in texts)
+    report = RequestReport(
+        "texts", len(items), num_tokens, seconds, compiled=compiled, cached_tokens=num_tokens - num_read
+    )
+    return scores, report
 
 
 def score_all(
     what: str, items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], shared: ScoreForm | None,
     alone: ScoreForm | None,
 ) -> list[Score]:  # fmt: skip
-    """The score of each item, in order, of which `texts` are made: in rows with others as long as they fit there.
+    """Return the score of each item, in order.
+
+    Args:
+        texts: the items, grouped by common prefix.
+        shared: the form for texts that share rows; texts longer than its widest row use `alone`.
+        alone: the form for rows of one text.
 
     Raises:
-        NumericsError: logits are not finite; `outputs` has the others, and None for these.
+        NumericsError: logits are not finite; `outputs` has the other scores, and None for these.
     """
-    found: list[Score | None] = [None] * len(items)
+    scores: list[Score | None] = [None] * len(items)
     failed: dict[int, int] = {}
 
     def take(form: ScoreForm, texts: Sequence[SharedTokens], blocks: Iterable[Block]) -> list[SharedTokens]:
-        """Note the scores of texts, and give those that have something that is not finite."""
-        bad = {}
+        """Record the scores of texts, and return the texts with values that are not finite."""
+        not_finite = {}
         for text, number, values, likeliest in _results(form, items, texts, blocks):
             if np.isnan(values).any():
                 failed[number] = int(np.isnan(values).argmax())
-                bad[id(text)] = text
+                not_finite[id(text)] = text
                 continue
             failed.pop(number, None)
             numbers, item = tuple(values.tolist()), items[number]
-            found[number] = Score(math.fsum(numbers), bool(likeliest.all()), item.ids[item.start :], numbers)
-        return [*bad.values()]
+            scores[number] = Score(math.fsum(numbers), bool(likeliest.all()), item.ids[item.start :], numbers)
+        return [*not_finite.values()]
 
     widest = shared.sizes.widths[-1] if shared else 0
-    fitting, wide = ([text for text in texts if (len(text.read) > widest) == over] for over in (False, True))
+    fitting_texts, wide_texts = (
+        [text for text in texts if (len(text.read) > widest) == over] for over in (False, True)
+    )
     if shared is not None:
-        again = take(shared, fitting, shared.plan(fitting))
-        take(shared, again, shared.apart(again))  # what is not finite in one text may reach the others of its row
+        retried = take(shared, fitting_texts, shared.plan(fitting_texts))
+        # A NaN of one text may have spread to the other texts of its row, as 0 · NaN is NaN in masked attention.
+        take(shared, retried, shared.apart(retried))
     if alone is not None:
-        take(alone, wide, alone.plan(wide))
+        take(alone, wide_texts, alone.plan(wide_texts))
     if failed:
-        first: dict[str, int] = {}  # the windows of a text have one name
-        for i, at in sorted(failed.items()):
-            first.setdefault(items[i].name, items[i].first + items[i].start + at)
-        places = [f"{name} (first behind {at:,} token{'s'[: at > 1]})" for name, at in first.items()]
-        more = f" and {len(places) - 8} more" if len(places) > 8 else ""
-        told = f"logits are not finite of {', '.join(places[:8])}{more}"
-        raise NumericsError(f"{what}: {told}; `outputs` of this error has the other scores", failed, found)
-    return [score for score in found if score is not None]
+        first_by_name: dict[str, int] = {}  # the windows of a text have one name
+        for i, offset in sorted(failed.items()):
+            first_by_name.setdefault(items[i].name, items[i].first + items[i].start + offset)
+        failures = [
+            f"{name} (first behind {offset:,} token{'s'[: offset > 1]})" for name, offset in first_by_name.items()
+        ]
+        more = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
+        message = f"logits are not finite of {', '.join(failures[:8])}{more}"
+        raise NumericsError(f"{what}: {message}; `outputs` of this error has the other scores", failed, scores)
+    return [score for score in scores if score is not None]
 
 
 def _results(
     form: ScoreForm, items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], blocks: Iterable[Block]
 ) -> Iterator[tuple[SharedTokens, int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """What each item of the texts gets: the text, the item's number, the log-probabilities of its tokens that are
-    scored, and whether each is the likeliest. The next calls run while the host looks at it."""
+    """Yield, for each item, its text group, its number, the log-probabilities of its scored tokens, and whether each is
+    the likeliest. Up to `AHEAD` later calls run on the device while the host processes a result."""
     running: deque[tuple[Block, tuple[jax.Array, ...]]] = deque()
 
     def fetched() -> Iterator[tuple[SharedTokens, int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        block, made = running.popleft()
-        *each, others, others_likeliest = jax.device_get(made)
-        for place in places_in(block, texts):
-            text, row = texts[place.text], place.row
+        block, outputs = running.popleft()
+        *token_arrays, others, others_likeliest = jax.device_get(outputs)
+        for loc in places_in(block, texts):
+            text, row = texts[loc.text], loc.row
             for number, other in text.texts:
-                span = slice(place.first + items[number].start - 1, place.first + len(text.read))
-                values, likeliest = (array[row, span].copy() for array in each)
+                span = slice(loc.first + items[number].start - 1, loc.first + len(text.read))
+                values, likeliest = (array[row, span].copy() for array in token_arrays)
                 if other is not None:
-                    end = row, place.other + other
+                    end = row, loc.other + other
                     values[-1], likeliest[-1] = others[end], others_likeliest[end]
                 yield text, number, values, likeliest
 
     for block in blocks:
-        made, _ = form.program(block.rows, block.width)(form.inputs(block, texts), {})
-        running.append((block, made))
+        outputs, _ = form.program(block.rows, block.width)(form.inputs(block, texts), {})
+        running.append((block, outputs))
         if len(running) > AHEAD:
             yield from fetched()
     while running:
@@ -149,32 +165,35 @@ def _results(
 
 
 def warm_scores(model: CompiledModel, buckets: Buckets, max_positions: int | None) -> None:
-    """Run every program once that texts within the buckets for prompts can need."""
+    """Run every program once that scoring texts within the prompt buckets can need."""
     form = ScoreForm(model, score_sizes(model.settings.target, buckets, max_positions, buckets.prompt[-1]))
     for rows, width in form.sizes.blocks:
         jax.block_until_ready(form.program(rows, width)(form.inputs(Block(rows, width, 1, ()), ()), {})[0])
 
 
 def strides(ids: Sequence[int], stride: int, context: int) -> list[ScoredTokens]:
-    """Windows of `context` tokens, each `stride` behind the one before, of which the tokens are scored that no window
-    before them has. The first token of a window has nothing before it, and a window of no more than that is left out.
+    """Return windows of `context` tokens, each `stride` tokens after the previous one.
+
+    A window scores the tokens that no earlier window has. Its first token has no context and is never scored; a window
+    with nothing to score is left out.
     """
     windows, end = [], 0
     for begin in range(0, len(ids), stride):
-        seen, end = end, min(begin + context, len(ids))
-        start = max(1, seen - begin)
+        covered, end = end, min(begin + context, len(ids))
+        start = max(1, covered - begin)
         if start < end - begin:
-            windows.append(ScoredTokens(tuple(ids[begin:end]), start, "the text", begin, end - seen))
+            windows.append(ScoredTokens(tuple(ids[begin:end]), start, "the text", begin, end - covered))
         if end == len(ids):
             break
     return windows
 
 
 def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) -> list[ScoredTokens]:
-    """The windows that `CausalLM.perplexity` reads; arguments as there.
+    """Check the arguments of `CausalLM.perplexity` and return its windows.
 
     Raises:
-        RequestError, TokenIdError, SequenceLengthError: as there; a stride of 1 would count the first window alone.
+        RequestError, TokenIdError, SequenceLengthError: as there. A stride of 1 is an error, as windows are weighted by
+            their new tokens less one, and only the first window would count.
     """
     if context is None and lm.max_positions is None:
         raise RequestError("perplexity: the model has no longest text; pass context=, the tokens of a window")
@@ -197,14 +216,14 @@ def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) 
 
 
 def perplexity_of(windows: Sequence[ScoredTokens], scores: Sequence[Score]) -> float:
-    """exp of the mean negative log-likelihood, as Hugging Face's page on perplexity takes it: of the means of the
-    windows, each counted with its new tokens less one."""
+    """Return exp of the mean negative log-likelihood: the mean over the windows of their own means, each weighted by
+    its new tokens less one, as on Hugging Face's page on perplexity."""
     total = math.fsum(s.logprob / len(s.tokens) * (w.new - 1) for w, s in zip(windows, scores, strict=True))
     return exp_of(-total / sum(window.new - 1 for window in windows))
 
 
 def exp_of(nats: float) -> float:
-    """exp, which is infinite where a float cannot hold it."""
+    """Return exp of a number, or infinity where a float would overflow."""
     try:
         return math.exp(nats)
     except OverflowError:
