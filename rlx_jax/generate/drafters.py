@@ -1,16 +1,16 @@
-"""Where the drafts of a request come from: another model, a module of the model's own, or the row's own text.
+"""The drafters for speculative decoding: a draft model, a multi-token prediction module, or n-grams of the text.
 
-`DraftModel`: Leviathan et al. 2023. A smaller model of the same vocabulary reads the same text; it draws its drafts
-from its own distribution, and `VerifyLoop` keeps them so that the tokens are distributed as the larger one's.
+`DraftModel`: Leviathan et al. 2023. A smaller model of the same vocabulary reads the same text and samples drafts from
+its own distribution. `VerifyLoop` accepts them such that the tokens follow the distribution of the larger model.
 
-`MtpModule`: DeepSeek-V3, arXiv:2412.19437, section 2.2. The module reads pairs: what the model's head reads of token i,
-and token i + 1, at position i. It gives logits of token i + 2 and what its own head reads, which stands for the model's
-hidden state where the next draft is made. Of pairs that are certain its state is kept; those of drafts are read once
-more, with the model's hidden states, when `verify` has given them.
+`MtpModule`: DeepSeek-V3, arXiv:2412.19437, section 2.2. At position i the module reads a pair: the model's hidden state
+(the input of its head) at token i, and token i + 1. It returns logits of token i + 2 and a hidden state, which replaces
+the model's hidden state for the next draft. Its state retains pairs of accepted tokens only. Pairs of drafts are read
+again once `verify` has computed the model's hidden states.
 
-`PromptLookup`: Saxena 2023, "Prompt Lookup Decoding": where the last tokens of a row stood before, what came after them
-there. It costs nothing and needs no second model; it helps where a text repeats what it was given, as in edits,
-summaries and code.
+`PromptLookup`: Saxena 2023, "Prompt Lookup Decoding". It finds an earlier occurrence of the last tokens of a row, and
+proposes the tokens that followed it. It costs almost nothing and needs no second model. It helps where a text repeats
+its prompt, as in edits, summaries and code.
 """
 
 from __future__ import annotations
@@ -42,8 +42,16 @@ from rlx_jax.text.request_checks import pad_rows
 
 @dataclass(frozen=True)
 class ProgramDrafter:
-    """What drafters have in common that run programs of another model in the loop. Where one is bound, `keys` are those
-    programs, and it has no `model`: a compiled loop keeps no parameters alive."""
+    """Base class of drafters that run programs of another model in the loop.
+
+    Attributes:
+        tokens: number of drafts per step.
+        programs: the programs of the other model.
+        ids_input: name of its token input.
+        model: the other model; None in a bound drafter, so that a compiled loop keeps no parameters alive.
+        positions: the longest sequence that it supports.
+        keys: in a bound drafter, the programs that it runs.
+    """
 
     tokens: int
     programs: Programs
@@ -54,27 +62,31 @@ class ProgramDrafter:
 
     @property
     def unbound(self) -> CompiledModel:
-        """The model, of what is not bound."""
+        """Return the model of a drafter that is not bound."""
         assert self.model is not None
         return self.model
 
     def params(self) -> Any:
-        """The parameters of the other model."""
+        """Return the parameters of the other model."""
         return self.unbound.require_params("drafting")
 
     def lir(self) -> Lir | None:
-        """The largest of its programs; the state is that of all."""
+        """Return the largest of its programs; all of them share one state."""
         return self.programs.function(self.keys[0]).lir
 
     def shardings(self) -> Shardings | None:
-        """As where it runs alone."""
+        """Return the shardings of that program, the same as where the model runs by itself."""
         return self.programs.shardings(self.keys[0], {})
 
 
 @dataclass(frozen=True)
 class DraftModel(ProgramDrafter):
-    """See `Drafter`: `extend` of another model for one token. `carried`: arrays of its state that every token changes,
-    with the axis of their rows."""
+    """Drafter that runs `extend` of another model, one token at a time.
+
+    Attributes:
+        carried: arrays of its state that every token changes and that have no position axis, with the axis of their
+            rows. They are recorded after each draft, as rejecting a draft must undo it.
+    """
 
     asked: ClassVar[str] = "another model"
     hidden: ClassVar[bool] = False
@@ -91,7 +103,7 @@ class DraftModel(ProgramDrafter):
     def start(
         self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
     ) -> tuple[Any, StateArrays]:
-        """Read the prompts; see `Drafter`."""
+        """Prefill the prompts; see `Drafter`."""
         variant = Variant(outputs=self.unbound.output_names[:1], spare=self.tokens)
         readers = bind_readers(self.unbound, sizes.widths, sizes.state, variant)
         parts = [PromptPart(width, width) for width in sizes.widths]
@@ -99,46 +111,49 @@ class DraftModel(ProgramDrafter):
         return None, last.state
 
     def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
-        """One token after the other; the last draft is read as well, so that the state has it should it be kept."""
+        """Propose drafts one by one.
+
+        The model also reads the last draft, so that its state has it in case the draft is accepted.
+        """
         extend = self.programs.function(self.keys[0]).run
         rows, room, count = turn.rows, turn.room, self.tokens
 
         def step(carry: Any, number: Array) -> Any:
             state, ids, seen, fine = carry
             reads = rows.running & (number <= room)
-            fed = {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
-            outputs, state = extend(own.params, state, fed)
-            ids, here, wanted, seen = choose_draft(turn, seen, outputs[0][:, 0], number)
-            fine = fine & here
-            after = {name: state[name] for name, _ in self.carried}
-            return (state, ids, seen, fine), (ids, fine, wanted, after)
+            extend_inputs = {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
+            outputs, state = extend(own.params, state, extend_inputs)
+            ids, finite, draft_logits, seen = choose_draft(turn, seen, outputs[0][:, 0], number)
+            fine = fine & finite
+            carried = {name: state[name] for name, _ in self.carried}
+            return (state, ids, seen, fine), (ids, fine, draft_logits, carried)
 
         start = (dict(own.state), rows.ids, rows.seen, rows.running)
-        (state, *_), (*steps, after) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
+        (state, *_), (*steps, carried) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
         before = {name: own.state[name] for name, _ in self.carried}
-        return Drafts.of_steps(count, *steps), replace(own, kept=(before, after), state=state)
+        return Drafts.of_steps(count, *steps), replace(own, kept=(before, carried), state=state)
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
-        """The state after the tokens that were taken."""
+        """Reset the state to the accepted tokens."""
         before, after = own.kept
-        state = own.state | {LENGTH: turn.held + judged.count}
+        state = own.state | {LENGTH: turn.held + judged.count}  # truncates arrays with a position axis
         for name, axis in self.carried:
             every = jnp.moveaxis(after[name], 0, axis + 1)
             state[name] = after_tokens(before[name], every, judged.count, axis)
         return replace(own, kept=None, state=state)
 
 
-# The input of hidden states, and the output.
+# Name of the input and of the output of a module that are hidden states.
 HIDDEN = "hidden"
 
 
 @dataclass(frozen=True)
 class MtpModule(ProgramDrafter):
-    """See `Drafter`: `extend` of the module, the first key for the pairs that a step has made certain, the second for
-    one draft.
+    """Drafter that runs `extend` of a module for multi-token prediction (MTP).
 
-    It keeps those pairs: tokens `[B, k + 1]`, hidden states `[B, k + 1, H]`, and how many there are `[B]`, at least 1
-    in a row that runs.
+    The first of its keys is the program for the pairs of the tokens accepted in a step, the second one for a single
+    draft. `Own.kept` are these pairs: tokens `[B, k + 1]`, hidden states `[B, k + 1, H]`, and their number `[B]`, at
+    least 1 in a running row.
     """
 
     asked: ClassVar[str] = "'mtp'"
@@ -153,81 +168,86 @@ class MtpModule(ProgramDrafter):
     def start(
         self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
     ) -> tuple[Any, StateArrays]:
-        """Read the pairs of the prompts, all but the last, which waits for its drafts; see `Drafter`."""
-        filled = [*prompts, *([0] for _ in range(sizes.batch - len(prompts)))]
-        lengths = np.array([len(p) for p in filled], np.int32)
+        """Prefill the pairs of the prompts, except the last pair, which the first `propose` reads; see `Drafter`."""
+        padded = [*prompts, *([0] for _ in range(sizes.batch - len(prompts)))]
+        lengths = np.array([len(p) for p in padded], np.int32)
         readers = bind_readers(self.unbound, sizes.widths, sizes.state, Variant(outputs=(HIDDEN,)))
         state: StateArrays = {}
-        at = 0
+        offset = 0
         for reader, width, block in zip(readers, sizes.widths, hidden, strict=True):
-            tokens = pad_rows([p[at + 1 : at + 1 + width] for p in filled], width)
-            fed = {self.ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - at, 0, width)}
-            _, state = reader(fed, state)
-            at += width
+            tokens = pad_rows([p[offset + 1 : offset + 1 + width] for p in padded], width)  # pair i has token i + 1
+            reader_inputs = {self.ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - offset, 0, width)}
+            _, state = reader(reader_inputs, state)
+            offset += width
         kept = programs.call(first_pair, hidden, lengths, first, static=(self.tokens + 1,), at=programs.whole)
         return kept, state
 
     def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
-        """The first draft from the model's hidden states, the others each from the one before."""
-        first, chain = (self.programs.function(key).run for key in self.keys)
+        """Propose the first draft from the model's hidden states, and each other draft from the previous one."""
+        run_pairs, run_draft = (self.programs.function(key).run for key in self.keys)
         rows, room = turn.rows, turn.room
         ids, hidden, pairs = own.kept
 
         def read(run: Any, state: StateArrays, ids: Array, hidden: Array, lengths: Array) -> tuple[Array, Array, Any]:
-            fed = {self.ids_input: ids, HIDDEN: hidden, "lengths": lengths}
-            (logits, hidden), state = run(own.params, state, fed)
+            module_inputs = {self.ids_input: ids, HIDDEN: hidden, "lengths": lengths}
+            (logits, hidden), state = run(own.params, state, module_inputs)
             return logits[:, 0], hidden.astype(jnp.float32), state
 
-        logits, hidden, state = read(first, dict(own.state), ids, hidden, pairs)
-        held = state[LENGTH]
-        ids, fine, wanted, seen = choose_draft(turn, rows.seen, logits, jnp.int32(0))
+        logits, hidden, state = read(run_pairs, dict(own.state), ids, hidden, pairs)
+        length = state[LENGTH]  # without the drafts below, which are read again once they are accepted
+        ids, fine, draft_logits, seen = choose_draft(turn, rows.seen, logits, jnp.int32(0))
         fine = fine & rows.running
 
         def step(carry: Any, number: Array) -> Any:
             state, ids, hidden, seen, fine = carry
             reads = rows.running & (number < room)
-            logits, hidden, state = read(chain, state, ids[:, None], hidden, reads.astype(jnp.int32))
-            ids, here, wanted, seen = choose_draft(turn, seen, logits, number)
-            fine = fine & here
-            return (state, ids, hidden, seen, fine), (ids, fine, wanted)
+            logits, hidden, state = read(run_draft, state, ids[:, None], hidden, reads.astype(jnp.int32))
+            ids, finite, draft_logits, seen = choose_draft(turn, seen, logits, number)
+            fine = fine & finite
+            return (state, ids, hidden, seen, fine), (ids, fine, draft_logits)
 
-        begin: Any = (state, ids, hidden, seen, fine)
-        (state, *_), others = lax.scan(step, begin, jnp.arange(1, self.tokens, dtype=jnp.int32))
-        steps: Any = jax.tree.map(lambda a, more: jnp.concatenate([a[None], more]), (ids, fine, wanted), others)
-        return Drafts.of_steps(self.tokens, *steps), replace(own, state=state | {LENGTH: held})
+        initial_carry: Any = (state, ids, hidden, seen, fine)
+        (state, *_), more_steps = lax.scan(step, initial_carry, jnp.arange(1, self.tokens, dtype=jnp.int32))
+        steps: Any = jax.tree.map(
+            lambda a, more: jnp.concatenate([a[None], more]), (ids, fine, draft_logits), more_steps
+        )
+        return Drafts.of_steps(self.tokens, *steps), replace(own, state=state | {LENGTH: length})
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
-        """Each token that was taken, with what the model's head read for it."""
-        assert judged.hidden is not None  # `MtpModule.hidden` asks for it
+        """Pair each accepted token with the model's hidden state for it."""
+        assert judged.hidden is not None  # since `MtpModule.hidden` is true
         hidden = jnp.where(judged.now[..., None], judged.hidden, 0.0)
         return replace(own, kept=(judged.chosen, hidden, judged.count))
 
 
 def first_pair(width: int, blocks: tuple[Array, ...], lengths: Array, first: Array) -> tuple[Array, Array, Array]:
-    """What `MtpModule` keeps behind the prompts: of `width` pairs the first, made of the last token's hidden states.
+    """Return the initial pairs of `MtpModule` after prefill: the first of `width` pairs, which has the hidden state of
+    the last prompt token and the first new token; the others are padding.
 
-    `blocks` are hidden states `[B, S, H]` of the prompts, part by part; `lengths` `[B]` of the prompts; `first`
-    `[B, 1]`, the tokens chosen behind them.
+    Args:
+        blocks: hidden states of the prompts, one `[B, S, H]` for each chunk.
+        lengths: `[B]`, lengths of the prompts.
+        first: `[B, 1]`, the tokens chosen after the prompts; negative for idle rows.
     """
-    hidden, at = jnp.zeros_like(blocks[0][:, 0]), 0
+    hidden, offset = jnp.zeros_like(blocks[0][:, 0]), 0
     for block in blocks:
-        number = lengths - 1 - at
-        found = jnp.take_along_axis(block, number[:, None, None], axis=1, mode="clip")[:, 0]
-        hidden = jnp.where(((number >= 0) & (number < block.shape[1]))[:, None], found, hidden)
-        at += block.shape[1]
+        index = lengths - 1 - offset
+        candidate = jnp.take_along_axis(block, index[:, None, None], axis=1, mode="clip")[:, 0]
+        hidden = jnp.where(((index >= 0) & (index < block.shape[1]))[:, None], candidate, hidden)
+        offset += block.shape[1]
     ids = jnp.pad(jnp.maximum(first, 0), ((0, 0), (0, width - 1)))
     return ids, jnp.pad(hidden[:, None], ((0, 0), (0, width - 1), (0, 0))), jnp.ones_like(lengths)
 
 
-# -- which module ------------------------------------------------------------------------------
+# -- the MTP module of a checkpoint ------------------------------------------------------------
 
 
 def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
-    """The module of a model's own checkpoint, which is read when it is first asked for.
+    """Return a drafter with the MTP module of the model's checkpoint, which is loaded on first use.
 
     Raises:
-        UnsupportedError: it has none. GraphError: what there is does not fit the model. Others, of
-            weights that are missing or have another shape, as the family's recipe raises them.
+        UnsupportedError: it has none. GraphError: the module does not fit the model. Errors about weights that are
+            missing or have another shape are raised by the recipe of the family.
     """
     make = mtp_of(model.flow)
     if make is None:
@@ -241,18 +261,18 @@ def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
 
 
 def mtp_of(flow: Buildable) -> MakesMtp | None:
-    """What makes the module of a flow, if it has one."""
+    """Return the function that builds the MTP module of a flow, or None if the flow has no module."""
     return mtp_of(flow.flow) if isinstance(flow, Built) and flow.flow is not flow else getattr(flow, "_mtp", None)
 
 
 def check_module(module: CompiledModel, model: CompiledModel) -> None:
-    """A module reads ids and the model's hidden states, and gives the model's logits and hidden states as wide.
+    """Check that a module reads ids and hidden states, and returns logits and hidden states, of the model's sizes.
 
     Raises:
-        GraphError: names what differs.
+        GraphError: names the difference.
     """
-    whole = model.template("forward")
-    width, vocab = whole.mir.type(whole.head.operands[0]).shape[-1], whole.head.words
+    template = model.template("forward")
+    width, vocab = template.mir.type(template.head.operands[0]).shape[-1], template.head.words
     inputs = {d.name: d.type for d in module.flow._inputs}
     graph = module.template("forward").mir
     outputs = {name: graph.type(v) for name, v in zip(graph.output_names, graph.outputs, strict=True)}
@@ -272,101 +292,116 @@ def _told(types: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {t}" for name, t in types.items())
 
 
-# Tokens of an end of the text that are compared at most.
+# The longest n-gram at the end of the text that is compared with earlier text.
 LONGEST = 8
 
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """See `Drafter`. It keeps the tokens of each row, `[B, T]` int32, of as many as the request has slots."""
+    """Drafter by n-grams of the text itself (prompt lookup). `Own.kept` are the tokens of each row, `[B, T]` int32, T
+    being the length of the cache."""
 
     asked: ClassVar[str] = "'prompt'"
     hidden: ClassVar[bool] = False
     positions: ClassVar[int | None] = None
 
     tokens: int
-    slots: int = 0  # where it is bound: they are in no size of a program whose layers all have windows or states
+    # T, set where it is bound: a program has no such size if all of its layers have windows or recurrent states.
+    slots: int = 0
 
     def bound(self, sizes: Mapping[str, int]) -> PromptLookup:
-        """For a cache of this size."""
+        """Return the drafter for a cache of this length; see `Drafter`."""
         return replace(self, slots=sizes["context"])
 
     def params(self) -> None:
-        """It has none."""
+        """Return None, as it has no parameters."""
 
     def start(
         self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
     ) -> tuple[Any, StateArrays]:
-        """The tokens of prompts `[batch, slots]`, with the first new one of each."""
+        """Return the tokens `[batch, slots]` of the prompts, with the first new token of each; see `Drafter`."""
         tokens, lengths = np.zeros((sizes.batch, sizes.slots), np.int32), np.zeros(sizes.batch, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         return programs.call(written, tokens, lengths, first, at=programs.whole), {}
 
     def lir(self) -> None:
-        """It runs no program of its own."""
+        """Return None, as it runs no program."""
 
     def shardings(self) -> None:
-        """So there is nothing to divide."""
+        """Return None, as it has nothing to shard."""
 
     def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
-        """What came after the place that `find_place` finds; see `Drafter`."""
-        tokens, last = own.kept, turn.held
-        place, found = find_place(tokens, last)
-        # Behind the end of the text come the drafts themselves: what repeats goes on repeating.
-        steps = jnp.arange(self.tokens, dtype=jnp.int32)[None] % jnp.maximum(last - place, 1)[:, None]
-        ids = jnp.take_along_axis(tokens, place[:, None] + 1 + steps, axis=1, mode="clip")
-        return Drafts(ids, jnp.where(found, self.tokens, 0)), own
+        """Propose the tokens that follow the match of `find_place`; see `Drafter`."""
+        tokens, last_index = own.kept, turn.held
+        match_index, has_match = find_place(tokens, last_index)
+        # Past the end of the text the drafts continue themselves, so that a repetition goes on: hence the modulo.
+        steps = jnp.arange(self.tokens, dtype=jnp.int32)[None] % jnp.maximum(last_index - match_index, 1)[:, None]
+        ids = jnp.take_along_axis(tokens, match_index[:, None] + 1 + steps, axis=1, mode="clip")
+        return Drafts(ids, jnp.where(has_match, self.tokens, 0)), own
 
     def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
-        """Put the new tokens behind the others."""
+        """Append the accepted tokens to the text."""
         tokens = own.kept
-        behind = turn.held[:, None] + 1 + jnp.arange(judged.now.shape[1], dtype=jnp.int32)[None]
+        columns = turn.held[:, None] + 1 + jnp.arange(judged.now.shape[1], dtype=jnp.int32)[None]
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-        at = jnp.where(judged.now, behind, tokens.shape[1])
-        return replace(own, kept=tokens.at[rows, at].set(judged.chosen, mode="drop"))
+        target_columns = jnp.where(judged.now, columns, tokens.shape[1])
+        return replace(own, kept=tokens.at[rows, target_columns].set(judged.chosen, mode="drop"))
 
 
 def find_place(tokens: Array, last: Array) -> tuple[Array, Array]:
-    """Where the end of a text stood before: tokens `[B, T]`, the index of the last one `[B]` → (index of the last token
-    there `[B]` int32, whether there is one `[B]` bool).
+    """Find an earlier occurrence of the n-gram at the end of a text.
 
-    Of all earlier places that end with the same token the one with most tokens in common, `LONGEST` at most, and of
-    several the latest.
+    The longest match counts, of at most `LONGEST` tokens, and the latest of several.
+
+    Args:
+        tokens: `[B, T]`.
+        last: `[B]`, index of the last token of each text.
+
+    Returns:
+        index of the last token of the match, `[B]` int32; and whether there is a match, `[B]` bool.
     """
     width = tokens.shape[1]
-    at = jnp.arange(width, dtype=jnp.int32)[None]
-    alike = jnp.zeros(tokens.shape, jnp.int32)
-    same = at < last[:, None]
+    indices = jnp.arange(width, dtype=jnp.int32)[None]
+    match_len = jnp.zeros(tokens.shape, jnp.int32)  # number of matching tokens, for a match that ends at each index
+    same = indices < last[:, None]
     for back in range(min(LONGEST, width)):
         end = jnp.take_along_axis(tokens, (last - back)[:, None], axis=1, mode="clip")
         earlier = jnp.pad(tokens[:, : width - back], ((0, 0), (back, 0)), constant_values=-1)
         same = same & (earlier == end)
-        alike = alike + same.astype(jnp.int32)
-    most = alike.max(axis=1)
-    place = jnp.where((alike == most[:, None]) & (alike > 0), at, 0).max(axis=1)
-    return place, most > 0
+        match_len = match_len + same.astype(jnp.int32)
+    longest = match_len.max(axis=1)
+    place = jnp.where((match_len == longest[:, None]) & (match_len > 0), indices, 0).max(axis=1)
+    return place, longest > 0
 
 
 def written(tokens: Array, at: Array, first: Array) -> Array:
-    """`tokens` `[B, T]` with `first` `[B, 1]` at index `at` `[B]` of its row; what is no token changes nothing."""
+    """Return `tokens` `[B, T]` with `first` `[B, 1]` written at index `at` `[B]` of each row.
+
+    A negative `first` is no token and is skipped.
+    """
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     return tokens.at[rows, jnp.where(first[:, 0] >= 0, at, tokens.shape[1])].set(first[:, 0], mode="drop")
 
 
-# Drafts a step where a request does not say.
+# Default number of drafts per step.
 DRAFT_TOKENS = 4
+# The loop is compiled for this number, and verifies all of them in every step.
 MAX_DRAFTS = 64
 SOURCES = ("prompt", "mtp")
 
 
 def drafter_of(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Drafter | None:
-    """Where the drafts of a request to `lm` come from; None for plain decoding. A `LanguageModel` is another model.
+    """Return the drafter of a request to `lm`; None for plain decoding.
+
+    Args:
+        speculative: "prompt", "mtp", or the `LanguageModel` of a draft model.
+        draft_tokens: number of drafts per step.
 
     Raises:
-        RequestError: neither a source nor None; `draft_tokens` out of range or without a source; a model with another
-            vocabulary, or that reads more than tokens. UnsupportedError: another model over another mesh; as
-            `mtp_module`.
+        RequestError: `speculative` is neither a source nor None; `draft_tokens` is out of range or without a source; or
+            the draft model has another vocabulary or other inputs than tokens. UnsupportedError: the draft model is
+            over another mesh; as `mtp_module`.
     """
     count = whole_number("draft_tokens", draft_tokens, 1)
     if count > MAX_DRAFTS:
@@ -377,8 +412,8 @@ def drafter_of(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Drafte
         return None
     if isinstance(speculative, LanguageModel):
         check_draft_model(speculative, lm)
-        other = speculative.model
-        return DraftModel(count, other.programs, other.first_input, other, speculative.max_positions)
+        draft_model = speculative.model
+        return DraftModel(count, draft_model.programs, draft_model.first_input, draft_model, speculative.max_positions)
     if isinstance(speculative, str) and speculative == "prompt":
         return PromptLookup(count)
     if isinstance(speculative, str) and speculative == "mtp":
@@ -388,24 +423,29 @@ def drafter_of(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Drafte
 
 
 def check_draft_model(draft: LanguageModel, lm: LanguageModel) -> None:
-    """Another model may draft: its ids mean the same, and tokens are all that it reads.
+    """Check that another model may draft: it has the same vocabulary and mesh, enough positions, and no inputs other
+    than tokens.
 
     Raises:
         RequestError, UnsupportedError: as `drafter_of`.
     """
-    names = f"speculative: {draft.model.name} cannot draft for {lm.model.name}"
+    prefix = f"speculative: {draft.model.name} cannot draft for {lm.model.name}"
     if draft.vocab_size != lm.vocab_size:
-        raise RequestError(f"{names}: it has {draft.vocab_size} tokens, and expected are {lm.vocab_size}")
+        raise RequestError(f"{prefix}: it has {draft.vocab_size} tokens, and expected are {lm.vocab_size}")
     if draft.tokenizer and lm.tokenizer and not draft.tokenizer.same_ids(lm.tokenizer):
-        raise RequestError(f"{names}: their tokenizers give other ids to the same tokens; use a model of one tokenizer")
+        raise RequestError(
+            f"{prefix}: their tokenizers give other ids to the same tokens; use a model of one tokenizer"
+        )
     if draft.required:
-        raise RequestError(f"{names}: beside tokens it reads {listing(draft.required)}")
+        raise RequestError(f"{prefix}: beside tokens it reads {listing(draft.required)}")
     largest = max((*lm.buckets.prompt, *lm.buckets.context), default=0)
     if draft.max_positions is not None and draft.max_positions < largest:
         raise RequestError(
-            f"{names}: it knows {draft.max_positions} positions, and the buckets of {lm.model.name} go up to {largest}"
+            f"{prefix}: it knows {draft.max_positions} positions, and the buckets of {lm.model.name} go up to {largest}"
         )
-    ours, other = (model.programs.division for model in (lm.model, draft.model))
-    if (ours and ours.mesh) != (other and other.mesh):
-        over = " and ".join("one device" if d is None else f"a mesh of {d.text()}" for d in (other, ours))
-        raise UnsupportedError(f"{names}: they are over {over}; make both with the same mesh=")
+    sharding, draft_sharding = (model.programs.division for model in (lm.model, draft.model))
+    if (sharding and sharding.mesh) != (draft_sharding and draft_sharding.mesh):
+        meshes = " and ".join(
+            "one device" if d is None else f"a mesh of {d.text()}" for d in (draft_sharding, sharding)
+        )
+        raise UnsupportedError(f"{prefix}: they are over {meshes}; make both with the same mesh=")
