@@ -1,4 +1,4 @@
-"""A checkpoint as a value: a folder, or a model of the Hub, whose parts are each opened when they are first used."""
+"""Define `Checkpoint`: a folder, or a model of the Hub, with parts that are opened when they are first used."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.source import WeightSource, open_headers, open_with
 from rlx_jax.weights.views import MarkedSource
 
-# The options of reading weights.
+# The options of `OpenOptions` that apply to reading weights.
 READING = ("strict", "on_nonfinite", "links", "verify", "subtree", "max_bytes")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A Hugging Face or sentence-transformers directory, or a model of the Hub. Only what is used is read and fetched.
+    """A Hugging Face or sentence-transformers directory, or a model of the Hub. Only parts in use are read and fetched.
 
     Attributes:
         root: the directory.
-        options: how it is opened.
+        options: how to open the weights.
         ignore_fields: fields of `config.json` that are not refused; see `rlx_jax.load`.
-        as_task: the modules of sentence-transformers count: they say where the model is, and that it has no head.
-        headers: of the weights only names, shapes and dtypes are fetched.
+        as_task: apply the modules of sentence-transformers: they define where the model is, and that it has no head.
+        headers: fetch only names, shapes and dtypes of the weights.
     """
 
     root: Folder
@@ -45,26 +45,27 @@ class Checkpoint:
 
     @cached_property
     def pipeline(self) -> SentencePipeline | None:
-        """The modules of sentence-transformers, if there are any."""
+        """The pipeline of a sentence-transformers checkpoint; None if it is not one."""
         return load_pipeline(self.root) if self.as_task else None
 
     @property
     def inside(self) -> str:
-        """The directory in `root` of the weights and their `config.json`; "" for itself."""
+        """Directory of the weights and their `config.json`, relative to `root`; empty for `root` itself."""
         return self.pipeline.transformer if self.pipeline else ""
 
     @cached_property
     def folder(self) -> Folder:
-        """That directory."""
+        """The directory `inside` of `root`."""
         return self.root.below(self.inside)
 
     @cached_property
     def _known(self) -> tuple[Fields, Family | plugins.Opens]:
+        """The config and the family, which are read together."""
         return family_of(self.folder, self.ignore_fields, headless=self.pipeline is not None)
 
     @property
     def config(self) -> Fields:
-        """`config.json`.
+        """Fields of `config.json`.
 
         Raises:
             ConfigError: it is malformed. MissingFileError: there is none. UnsupportedError: as `family`.
@@ -76,13 +77,14 @@ class Checkpoint:
         """The family that the config names.
 
         Raises:
-            UnsupportedError: none that is built; or the directory is of another kind, such as GGUF files.
+            UnsupportedError: the family is not built; or the directory is of another kind, such as GGUF files.
         """
         return self._known[1]
 
     @cached_property
     def weights(self) -> WeightSource:
-        """The weights; errors as `open_weights`. Nothing of them is fetched before the family is known to be built."""
+        """The source of the weights, opened once the family is known to be supported; errors as `open_weights`."""
+        # Reading `family` first refuses an unsupported model before anything large is fetched.
         if self.family and self.headers:
             return open_headers(self.folder)
         source = open_with(self.folder, self.options)
@@ -90,7 +92,7 @@ class Checkpoint:
 
     @cached_property
     def pretrained(self) -> Pretrained:
-        """The family's recipe for the config, bound to the weights, and what the model is for.
+        """The family's recipe for the config, bound to the weights, with the kind of the model.
 
         Raises:
             MissingWeightError, WeightShapeError: the weights contradict the config.
@@ -99,32 +101,34 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, if there is one; errors as `load_tokenizer`."""
+        """The tokenizer; None if there is none. Errors as `load_tokenizer`."""
         return load_tokenizer(self.folder, lowercase=bool(self.pipeline and self.pipeline.do_lower_case))
 
     @cached_property
     def processor(self) -> ImageProcessor | None:
-        """The image processor, if there is one; errors as `load_processor`."""
+        """The image processor; None if there is none. Errors as `load_processor`."""
         return load_processor(self.folder, self.pretrained.images)
 
     def bind(self, recipe: Any) -> Any:
-        """A recipe with the weights of this checkpoint, which is of the same config.
+        """Return a recipe bound to the weights of this checkpoint, which must have the same config.
 
-        How the weights are stored is the checkpoint's matter too: a prefix of their keys, a head beside a tied
-        embedding. What has no config of its own, such as a function that returns a flow, stays as it is.
+        The recipe also takes over how this checkpoint stores its weights: a prefix of the keys, a separate head
+        although the embedding is tied. A recipe without a config, such as a function that returns a flow, is returned
+        unchanged.
 
         Raises:
             ConfigError: the configs differ; the message names the fields.
         """
-        own: Any = self.pretrained.recipe
+        stored: Any = self.pretrained.recipe
         if not hasattr(recipe, "config"):
             return with_ignored(recipe, self.pretrained.ignored)
-        got, want, remedy = recipe.config, own.config, "make it with rlx_jax.recipe_for of that checkpoint"
+        got, want, remedy = recipe.config, stored.config, "make it with rlx_jax.recipe_for of that checkpoint"
         if type(got) is not type(want):
             raise ConfigError(
                 f"the recipe {quote(recipe.name)} has a {type(got).__name__}, the checkpoint a {type(want).__name__}; "
                 f"{remedy}"
             )
+        # A tied embedding with a separate head in the checkpoint is a matter of storage, so that field may differ.
         names = [f.name for f in fields(want) if f.name != "tie_word_embeddings"]
         differ = [n for n in names if getattr(got, n) != getattr(want, n)]
         if differ:
@@ -132,9 +136,9 @@ class Checkpoint:
             raise ConfigError(
                 f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {values}; {remedy}"
             )
-        stored = ["config", "layout", "prefix", "weights"] + ["hidden_only"] * getattr(own, "hidden_only", False)
-        same = replace(recipe, **{n: getattr(own, n) for n in stored if hasattr(recipe, n)})
-        return with_ignored(same, self.pretrained.ignored)
+        shared = ["config", "layout", "prefix", "weights"] + ["hidden_only"] * getattr(stored, "hidden_only", False)
+        rebound = replace(recipe, **{n: getattr(stored, n) for n in shared if hasattr(recipe, n)})
+        return with_ignored(rebound, self.pretrained.ignored)
 
 
 def open_checkpoint(
@@ -149,17 +153,24 @@ def open_checkpoint(
     as_task: bool = True,
     known: Iterable[str] = (),
 ) -> Checkpoint:
-    """The checkpoint at a path, of which nothing is read yet; `options` of a function `caller` become `OpenOptions`,
-    and `known` are the names of its other arguments.
+    """Return the checkpoint at a path, without reading anything yet.
+
+    Args:
+        path: a directory, or the name of a model of the Hub.
+        caller: name of the function that the user called, for messages.
+        options: its keyword options, which become `OpenOptions`.
+        revision, token, subfolder, ignore_fields: as in `rlx_jax.load`.
+        as_task: see `Checkpoint`.
+        known: names of the other arguments of `caller`, for messages.
 
     Raises:
-        TypeError: an unknown option, as Python itself does. MissingFileError and others: as `open_folder`.
+        TypeError: an unknown option, as Python raises it. MissingFileError and others: as `open_folder`.
     """
-    named = ["revision", "token", "subfolder", "ignore_fields", *known]
-    check_keywords(caller, options, [*named, *(READING if caller != "load" else (f.name for f in fields(OpenOptions)))])
-    opened = OpenOptions(**options)
-    folder = open_folder(path, revision, token, opened.progress, subfolder)
-    return Checkpoint(folder, opened, ignore_fields, as_task)
+    names = ["revision", "token", "subfolder", "ignore_fields", *known]
+    check_keywords(caller, options, [*names, *(READING if caller != "load" else (f.name for f in fields(OpenOptions)))])
+    open_options = OpenOptions(**options)
+    folder = open_folder(path, revision, token, open_options.progress, subfolder)
+    return Checkpoint(folder, open_options, ignore_fields, as_task)
 
 
 def from_pretrained(
@@ -171,8 +182,10 @@ def from_pretrained(
     ignore_fields: Iterable[str] = (),
     **options: Any,
 ) -> ModelFlow:
-    """The flow of a Hugging Face directory or of a model of the Hub, bound to its weights: edit it, then
-    `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`, `ignore_fields`: as `rlx_jax.load` has them."""
+    """Return the flow of a Hugging Face directory or of a model of the Hub, bound to its weights.
+
+    Edit it, then call `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`, `ignore_fields`: as in `rlx_jax.load`.
+    """
     where: dict[str, Any] = dict(revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields)
     checkpoint = open_checkpoint(path, "from_pretrained", options, as_task=False, **where)
     return ModelFlow.from_recipe(checkpoint.pretrained.recipe)
@@ -187,12 +200,11 @@ def recipe_for(
     ignore_fields: Iterable[str] = (),
     **options: Any,
 ) -> Any:
-    """The recipe of a Hugging Face directory (`Llama32Flow`, `Qwen3Flow` …) or of a model of the Hub, bound to its
-    weights. `revision`, `token`, `subfolder`, `ignore_fields`: as `rlx_jax.load` has them.
+    """Return the recipe (`Llama32Flow`, `Qwen3Flow` …) of a Hugging Face directory or of a model of the Hub.
 
-    Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or `load(path, recipe=recipe)`
-    for the tokenizer as well. `load` takes the weights of its own `path`, which may be another checkpoint of the same
-    config.
+    It is bound to the checkpoint's weights. Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or
+    `load(path, recipe=recipe)` to get the tokenizer as well. `load` takes the weights of its own `path`, which may be
+    another checkpoint of the same config. `revision`, `token`, `subfolder`, `ignore_fields`: as in `rlx_jax.load`.
     """
     where: dict[str, Any] = dict(revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields)
     return open_checkpoint(path, "recipe_for", options, as_task=False, **where).pretrained.recipe

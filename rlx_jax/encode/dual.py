@@ -1,4 +1,4 @@
-"""`DualEncoder`: vectors of texts and of images that can be compared."""
+"""Define `DualEncoder`, which computes comparable vectors of texts and images."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 
 class DualEncoder(OpenedModel):
-    """Two towers over one set of parameters.
+    """A text tower and an image tower that share one set of parameters.
 
     Args:
-        texts: as the flow of an `Encoder`, whose side output `pooled` is one vector for each text.
-        images: as the flow of a `VisionEncoder`.
-        similarity: from `texts` `[texts, E]` and `images` `[batch, E]` to `[texts, batch]`; None: the cosine.
-        tokenizer, processor: for strings and for images; `rlx_jax.load` brings the checkpoint's own.
-        padding: as `Encoder` has it.
-        options: `profile`, `mesh`, `strict`, `missing`, `key` and `progress`, as `rlx_jax.compile` and `rlx_jax.load`
-            have them.
+        texts: like the flow of an `Encoder`, with a side output `pooled` that is one vector for each text.
+        images: like the flow of a `VisionEncoder`.
+        similarity: a flow from `texts` `[texts, E]` and `images` `[batch, E]` to `[texts, batch]`; None: the cosine.
+        tokenizer, processor: for strings and for images; `rlx_jax.load` passes the checkpoint's.
+        padding: as in `Encoder`.
+        options: `profile`, `mesh`, `strict`, `missing`, `key` and `progress`, as in `rlx_jax.compile` and
+            `rlx_jax.load`.
     """
 
     _methods = "embed(texts), embed_images(images) and similarity(texts, images) give vectors and how alike they are"
@@ -54,12 +54,13 @@ class DualEncoder(OpenedModel):
         padding: tuple[int, int] | None = None,
         **options: Unpack[CompileOptions],
     ) -> None:
-        known = open_tokenizer(tokenizer)
+        text_tokenizer = open_tokenizer(tokenizer)
         flows = [texts, images] + ([] if similarity is None else [similarity])
-        opened = open_programs(flows, weights, OpenOptions(**options), merge=True, serves=("forward",))
-        first, second, *third = finish_models(opened).values()
-        self.texts = Encoder(first, tokenizer=known, padding=padding)
-        pooled_width(first)  # or it says what is missing
+        programs = open_programs(flows, weights, OpenOptions(**options), merge=True, serves=("forward",))
+        first, second, *third = finish_models(programs).values()
+        self.texts = Encoder(first, tokenizer=text_tokenizer, padding=padding)
+        # Raises here, at setup, if the output `pooled` is missing.
+        pooled_width(first)
         self.images = VisionEncoder(second, processor=processor)
         self.compare = third[0] if third else None
 
@@ -74,16 +75,17 @@ class DualEncoder(OpenedModel):
 
     @property
     def model(self) -> CompiledModel:
-        """The tower of texts, whose parameters are those of both; to set it, `both.model = both.model.replace(params)`,
-        gives them to all parts.
+        """The text tower, with parameters that all parts share. Setting it passes its parameters to all parts:
+        `both.model = both.model.replace(params)`.
 
         Raises:
-            RequestError: one tower alone was given others; or it is set to a model that is none of its own.
+            RequestError: one tower got other parameters than the rest; or it is set to a model that is not one of its
+                own.
         """
         parts = [self.images.model, *([] if self.compare is None else [self.compare])]
-        held = self.texts.model.params
+        params = self.texts.model.params
         for part in parts:
-            if _differ(held, part.params):
+            if _differ(params, part.params):
                 raise RequestError(
                     f"{part.name} has other parameters than {self.texts.model.name}, and a DualEncoder has one set: "
                     "both.model = both.texts.model.replace(params) gives them to all parts"
@@ -104,57 +106,61 @@ class DualEncoder(OpenedModel):
 
     @suggests()
     def embed(self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None) -> Vectors:
-        """One vector for each text: see `Encoder.embed`. It is as the tower gives it, before any division by its
-        length."""
+        """Return one vector for each text: see `Encoder.embed`. The vectors are not normalised."""
         if getattr(texts[0] if isinstance(texts, list | tuple) and texts else texts, "ndim", 0) >= 3:
             raise RequestError("texts: expected strings or token ids, got images; embed_images takes them")
         return self.texts.embed(texts, max_tokens=max_tokens, show_progress=show_progress)
 
     @suggests()
     def embed_images(self, images: Any) -> Vectors:
-        """One vector for each image: see `VisionEncoder.embed`."""
+        """Return one vector for each image: see `VisionEncoder.embed`."""
         return self.images.embed(images)
 
     @suggests()
     def similarity(self, texts: Any, images: Any) -> Vectors:
-        """How well each text fits each image, by the model's own scale: `[texts, images]` float32, also of single ones.
+        """Return how well each text fits each image, on the model's scale: `[texts, images]` float32, also for single
+        inputs.
 
-        Of CLIP the logits, whose softmax over texts gives the probability of each; of SigLIP those whose sigmoid is the
-        probability that the two belong together.
+        For CLIP these are logits: their softmax over texts is the probability of each text. For SigLIP their sigmoid is
+        the probability that text and image belong together.
 
         Raises:
             RequestError: as `embed` and `embed_images`.
         """
-        for what, given in (("texts", texts), ("images", images)):
-            if getattr(given, "ndim", 0) in (1, 2) and is_float(given.dtype):
+        for what, value in (("texts", texts), ("images", images)):
+            if getattr(value, "ndim", 0) in (1, 2) and is_float(value.dtype):
                 raise RequestError(
-                    f"{what}: expected {what}, got an array of floats {list(given.shape)}: similarity makes the "
+                    f"{what}: expected {what}, got an array of floats {list(value.shape)}: similarity makes the "
                     "vectors itself; the cosine of two of embed and embed_images is their product over both lengths"
                 )
-        words, pictures = np.atleast_2d(self.embed(texts)), np.atleast_2d(self.embed_images(images))
+        text_rows, image_rows = np.atleast_2d(self.embed(texts)), np.atleast_2d(self.embed_images(images))
         if self.compare is None:
-            units = [v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-12) for v in (words, pictures)]
+            units = [v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-12) for v in (text_rows, image_rows)]
             cosines: Vectors = units[0] @ units[1].T
             return cosines
-        padded = [padded_to(v, bucket(len(v), 1, None), v.shape[1]) for v in (words, pictures)]
-        found = self.compare(texts=padded[0], images=padded[1])
-        scores = next(iter(found.values())) if isinstance(found, dict) else found
-        whole: Vectors = np.asarray(jax.device_get(scores))
-        return whole[: len(words), : len(pictures)]
+        # Padded to buckets, so that few sizes of the comparison compile.
+        padded = [padded_to(v, bucket(len(v), 1, None), v.shape[1]) for v in (text_rows, image_rows)]
+        outputs = self.compare(texts=padded[0], images=padded[1])
+        scores = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
+        padded_scores: Vectors = np.asarray(jax.device_get(scores))
+        return padded_scores[: len(text_rows), : len(image_rows)]
 
     def report(self, **sizes: int) -> Report:
-        """What compiling the tower of texts cost, and its last program's needs, or with `sizes` those of `forward` at
-        these; `images.report()` is the other's."""
+        """Return the cost of compiling the text tower and the requirements of its last program.
+
+        With `sizes` the requirements are those of `forward` at these sizes. `images.report()` reports the image tower.
+        """
         return self.texts.report(**sizes)
 
     @suggests()
     def profile(self, texts: Any, images: Any) -> BlockTimes:
-        """Time by block of `similarity(texts, images)`, which runs twice: the second time under `jax.profiler`."""
+        """Return the time by block of `similarity(texts, images)`, which runs twice: the second time under
+        `jax.profiler`."""
         return profile_run([self.texts.model.programs], lambda: self.similarity(texts, images))
 
 
 def _differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Whether they are not the same arrays."""
+    """Return whether two sets of parameters are not the same array objects."""
     if one is None or other is None:
         return one is not other
     return any(one[name] is not array for name, array in other.items())

@@ -1,4 +1,7 @@
-"""Texts through an encoder: laid out in calls, run one behind the other without waiting, and put back in order."""
+"""Run texts through an encoder: lay them out in calls, dispatch without waiting, and restore their order.
+
+`PackedForm` puts several texts in a row, `RowForm` (in `padded_rows.py`) one; `Stream` runs either.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.request_checks import Ids
 
-# Texts that are read and tokenised at once; the next ones are while these run.
+# Texts that are read and tokenised at once, in a thread, while the previous chunk runs.
 CHUNK = 2048
-# Calls whose vectors are not fetched yet.
+# Maximum number of calls in flight; bounds the memory of results that are not fetched yet.
 AHEAD = 32
-# Threads that make calls, where it is not one: on a CPU, XLA has the calls of a thread wait for each other, and within
-# a call not every op keeps all cores busy. One of 2 cores stood still for a quarter of the time with one thread, for a
-# twentieth with two.
+# Number of threads that make calls, by platform; 1 if not listed. On a CPU, XLA runs the calls of one thread one after
+# the other, and not every op keeps all cores busy. Measured on 2 cores: a core was idle for a quarter of the time with
+# one thread, for a twentieth with two.
 LANES = {"cpu": min(2, os.cpu_count() or 1)}
 
 # The input of a packed program whose pooling leaves out the prompt: the number of its tokens.
@@ -43,16 +46,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class PooledSegments:
-    """Around `packed`: the vectors of each row's texts `[B, slots, D]` in place of hidden states. Its input `skip`, if
-    there is one, is how many tokens of each text pooling leaves out; see `pool`."""
+    """Wrap the program `packed` so that it returns pooled vectors `[B, slots, D]` in place of hidden states.
+
+    The optional input `skip` is the number of leading tokens of each text that pooling leaves out; see `pool`.
+    """
 
     pipeline: SentencePipeline
     slots: int
 
     def __call__(self, hidden: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-            read = {name: value for name, value in inputs.items() if name != SKIP}
-            (states, *_), state = hidden(params, state, read)
+            model_inputs = {name: value for name, value in inputs.items() if name != SKIP}
+            (states, *_), state = hidden(params, state, model_inputs)
             vectors = pool_segments(states, inputs["segments"], self.slots, self.pipeline, inputs.get(SKIP, 0))
             return (vectors,), state
 
@@ -61,8 +66,10 @@ class PooledSegments:
 
 @dataclass(frozen=True)
 class PackedForm:
-    """Rows of several texts, by the program `packed` of `model`. `skip`: tokens of the prompt that pooling leaves out;
-    None: pooling reads every prompt."""
+    """Rows of several texts, run by the program `packed` of `model`.
+
+    `skip`: number of tokens of the prompt that pooling leaves out; None: pooling reads every prompt.
+    """
 
     model: CompiledModel
     pipeline: SentencePipeline
@@ -70,22 +77,26 @@ class PackedForm:
     skip: int | None
 
     def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
-        """Calls for texts of these lengths. Where `more` texts follow, some may be left for later."""
+        """Return calls for texts of these lengths. If `more` texts follow, texts that do not fill a call are left for
+        later."""
         blocks = plan(lengths, self.sizes)
         return [b for b in blocks if len(b.texts) == self.sizes.of(b.width)[0]] if more else blocks
 
     def apart(self, lengths: Sequence[int]) -> list[Block]:
-        """Calls in which no text is in the row of another."""
+        """Return calls in which every text has a row of its own."""
         return apart(lengths, self.sizes)
 
     def lanes(self, block: Block) -> int:
-        """Threads that may make this call while others run."""
-        if self.model.programs.division is not None:  # what devices send each other is in the order of the calls
+        """Return the number of threads that may make this call at the same time as others."""
+        # With sharding, collectives must be enqueued in the same order on all devices.
+        if self.model.programs.division is not None:
             return 1
         lanes = LANES.get(self.model.settings.target, 1)
-        return lanes if self._program(block).is_compiled else 1  # compiled where the caller's settings of JAX are
+        # The first call compiles, and must do so in the caller's thread: JAX's context settings are per thread.
+        return lanes if self._program(block).is_compiled else 1
 
     def _program(self, block: Block) -> BoundProgram:
+        """Return the program for the sizes of a block."""
         return self.model.bound(
             {"batch": block.rows, "seq": block.width},
             PooledSegments(self.pipeline, block.slots),
@@ -93,7 +104,7 @@ class PackedForm:
         )
 
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
-        """The vectors of a block `[rows, slots, D]`; `ids` are of all texts that its numbers may name."""
+        """Return the vectors of a block `[rows, slots, D]`. The text numbers of the block are indices into `ids`."""
         tokens, segments, positions = packed_rows(block, [[ids[text] for text in texts] for texts in block.texts])
         inputs = {self.model.first_input: tokens, "segments": segments, "positions": positions}
         inputs |= dict.fromkeys(masks_of(self.model), (segments > 0).astype(np.int32))
@@ -103,7 +114,7 @@ class PackedForm:
         return vectors  # type: ignore[no-any-return]
 
 
-# How texts are laid out and run.
+# The two ways in which texts are laid out and run.
 Form = PackedForm | RowForm
 
 
@@ -112,7 +123,16 @@ Form = PackedForm | RowForm
 
 @dataclass
 class Stream:
-    """Texts on their way through a form: their ids, those that wait for others, and the vectors that are there."""
+    """Texts that are being embedded by a form.
+
+    Attributes:
+        form: how texts are laid out and run.
+        vectors: result buffer `[capacity, D]`, in the order of the texts.
+        ids: token ids of all texts so far.
+        waiting: numbers of the texts that no call has taken yet.
+        running: results of calls in flight, with the text numbers of each row.
+        lanes: the threads that make calls, if there are several.
+    """
 
     form: Form
     vectors: Vectors
@@ -122,7 +142,7 @@ class Stream:
     lanes: ThreadPoolExecutor | None = None
 
     def add(self, rows: Sequence[Ids], more: bool) -> None:
-        """Run what these texts and those that wait make up: all of it, if no `more` follow."""
+        """Add texts, and start calls for them and for the waiting texts; all of them if no `more` follow."""
         self.waiting += range(len(self.ids), len(self.ids) + len(rows))
         self.ids += rows
         self._make_room()
@@ -133,45 +153,48 @@ class Stream:
         self.waiting = [text for at, text in enumerate(texts) if at not in ran]
 
     def again(self, texts: Sequence[int]) -> None:
-        """Run these once more, each in a row of its own."""
+        """Run texts once more, each in a row of its own."""
         self._run(self.form.apart([len(self.ids[text]) for text in texts]), texts)
 
     def finish(self) -> Vectors:
-        """All vectors, when they are there."""
+        """Wait for all calls and return all vectors."""
         while self.running:
             self._fetch()
         return self.vectors[: len(self.ids)]
 
     def close(self) -> None:
-        """End its threads; calls that did not begin are dropped."""
+        """Stop the threads; calls that have not begun are dropped."""
         if self.lanes is not None:
             self.lanes.shutdown(cancel_futures=True)
 
     def _run(self, blocks: Sequence[Block], texts: Sequence[int]) -> None:
-        """Blocks whose numbers are places in `texts`."""
+        """Start calls for blocks. The numbers in the blocks are indices into `texts`."""
         ids = [self.ids[text] for text in texts]
         for block in blocks:
-            made = self._call(block, ids, self.form.lanes(block) if len(blocks) > 1 else 1)
-            self.running.append((made, [[texts[at] for at in row] for row in block.texts]))
+            result = self._call(block, ids, self.form.lanes(block) if len(blocks) > 1 else 1)
+            self.running.append((result, [[texts[at] for at in row] for row in block.texts]))
             if len(self.running) > AHEAD:
                 self._fetch()
 
     def _call(self, block: Block, ids: Sequence[Ids], lanes: int) -> Future[Vectors] | jax.Array:
+        """Start one call and return its result, or a future of it if threads make the calls."""
         if lanes == 1:
-            made = self.form.run(block, ids)
-            made.copy_to_host_async()
-            return made
+            vectors = self.form.run(block, ids)
+            vectors.copy_to_host_async()
+            return vectors
         if self.lanes is None:
             self.lanes = ThreadPoolExecutor(lanes)
         return self.lanes.submit(lambda: np.asarray(jax.device_get(self.form.run(block, ids))))
 
     def _fetch(self) -> None:
-        made, rows = self.running.popleft()
-        host = made.result() if isinstance(made, Future) else np.asarray(jax.device_get(made))
+        """Wait for the oldest call and copy its vectors into the result buffer."""
+        result, rows = self.running.popleft()
+        host = result.result() if isinstance(result, Future) else np.asarray(jax.device_get(result))
         for row, texts in zip(host.reshape(len(host), -1, self.vectors.shape[1]), rows, strict=False):
             self.vectors[texts] = row[: len(texts)]
 
     def _make_room(self) -> None:
+        """Grow the result buffer, at least by a factor of two, so that an iterator of n texts copies O(n) rows."""
         if len(self.ids) > len(self.vectors):
             larger = np.zeros((max(len(self.ids), 2 * len(self.vectors)), self.vectors.shape[1]), np.float32)
             larger[: len(self.vectors)] = self.vectors
@@ -179,7 +202,7 @@ class Stream:
 
 
 def chunks(items: Iterable[T], size: int | None = None) -> Iterator[tuple[int, list[T]]]:
-    """Consecutive items, `size` at a time or `CHUNK`, and the number of the first."""
+    """Yield (index of the first item, consecutive items), `size` or `CHUNK` items at a time."""
     source, first = iter(items), 0
     while chunk := list(islice(source, size or CHUNK)):
         yield first, chunk
@@ -187,14 +210,14 @@ def chunks(items: Iterable[T], size: int | None = None) -> Iterator[tuple[int, l
 
 
 def ahead(chunks: Iterator[T], prepare: Callable[[T], R]) -> Iterator[tuple[R, bool]]:
-    """Each chunk prepared, and whether another follows, which is prepared in a thread in the meantime."""
+    """Yield (prepared chunk, whether another follows). A thread prepares the next chunk in the meantime."""
     chunk = next(chunks, None)
     if chunk is None:
         return
     with ThreadPoolExecutor(1) as pool:
-        made = prepare(chunk)
+        prepared = prepare(chunk)
         while (chunk := next(chunks, None)) is not None:
-            coming = pool.submit(prepare, chunk)
-            yield made, True
-            made = coming.result()
-        yield made, False
+            upcoming = pool.submit(prepare, chunk)
+            yield prepared, True
+            prepared = upcoming.result()
+        yield prepared, False

@@ -1,4 +1,7 @@
-"""`Encoder`: hidden states and sentence embeddings of an encoder, or of a decoder without its head."""
+"""Define `Encoder`, which computes hidden states and sentence embeddings.
+
+Its model is a text encoder, or a decoder without its language-model head.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,9 @@ from rlx_jax.text.token_model import (
 )
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
-# Texts from which on progress is shown where someone looks.
+# Number of texts from which `embed` shows progress by default, on a terminal.
 LONG = 10_000
-# Tokens that a text may have where the model knows no limit.
+# Maximum length of a text, in tokens, that is assumed for a model without a limit.
 UNKNOWN = 2**20
 
 _BUCKETS = (
@@ -52,21 +55,25 @@ _BUCKETS = (
 
 
 class Encoder(OpenedModel):
-    """`flow` maps ids `[batch, seq]` to hidden states `[batch, seq, hidden]`; a decoder is one without its head, as
-    `dataclasses.replace(recipe, hidden_only=True)` makes it. A text has those that it has alone: where
-    rows are padded, the flow is proved to read no padding, or else they run at their own lengths; see `packing` and
-    `own_lengths`.
+    """Compute hidden states and embeddings of texts.
+
+    `flow` maps ids `[batch, seq]` to hidden states `[batch, seq, hidden]`. A decoder works without its head, as
+    `dataclasses.replace(recipe, hidden_only=True)` makes it. The result for a text does not depend on the other texts
+    of its batch: rows are padded or packed only where an analysis of the flow proves that no token reads padding or
+    another text; otherwise each text runs at its own length. See `packing` and `own_lengths`.
 
     Args:
-        flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
-        tokenizer: for strings; or the directory of its `tokenizer.json`. `rlx_jax.load` brings the checkpoint's own.
-        pipeline: for `embed`; `rlx_jax.load` brings it too. Without one a text's vector is the flow's side output
-            `pooled` `[batch, width]`, or the mean of its hidden states where there is none.
-        padding: (tokens, id): texts are padded to so many tokens by that id, and padding is read as any other token.
-            None: no token reads padding.
-        max_positions: the longest sequence the model knows, in tokens.
-        options: `profile`, `mesh`, `strict`, `missing` and `key` as in `rlx_jax.compile`; `progress`, told how far
-            loading and compiling are: see `rlx_jax.compiler.executable.Progress`.
+        flow: a `ModelFlow` with the ids as its first input, or a recipe; or a compiled model, to share its programs.
+        tokenizer: for strings; or the directory of its `tokenizer.json`. `rlx_jax.load` passes the checkpoint's
+            tokenizer.
+        pipeline: prompt, truncation, pooling and normalization for `embed`; `rlx_jax.load` passes the checkpoint's.
+            Without one, the vector of a text is the flow's side output `pooled` `[batch, width]`, or else the mean of
+            its hidden states.
+        padding: (tokens, id): pad each text to this number of tokens with this id, and let the model read the padding
+            like any other token. None: no token reads padding.
+        max_positions: the longest sequence that the model supports, in tokens.
+        options: `profile`, `mesh`, `strict`, `missing` and `key` as in `rlx_jax.compile`; `progress`, a callback that
+            reports loading and compiling: see `rlx_jax.compiler.executable.Progress`.
     """
 
     _methods = (
@@ -105,23 +112,26 @@ class Encoder(OpenedModel):
         return in_one_line("Encoder", self.model, self.vocab_size, self.max_positions)
 
     def hidden_states(self, tokens: Any, lengths: Any = None, **inputs: Any) -> jax.Array:
-        """The last hidden state: tokens `[B, S]` ints → `[B, S, H]` float32.
+        """Return the last hidden state: tokens `[B, S]` ints → `[B, S, H]` float32.
 
-        `lengths` `[B]`: valid tokens of right-padded rows; without it every token is valid. `inputs` are the flow's
-        optional ones, each `[B, S]`: `attention_mask` of 0 and 1 (instead of `lengths`), `token_type_ids`,
-        `position_ids`.
+        Args:
+            tokens: ids `[B, S]`.
+            lengths: `[B]`, the number of valid tokens of each right-padded row. Without it every token is valid.
+            inputs: the flow's optional inputs, each `[B, S]`: `attention_mask` of 0 and 1 (instead of `lengths`),
+                `token_type_ids`, `position_ids`.
 
         Raises:
-            TokenIdError, SequenceLengthError, RequestError.
-            RequestError: one of `inputs` has another shape than the tokens, or the mask other values; it leaves out a
-                token in front of others, and a stage carries a state past it.
+            TokenIdError, SequenceLengthError: an id or a length is out of range.
+            RequestError: one of `inputs` has another shape than the tokens; or the mask has other values than 0 and 1,
+                or masks a token in front of a valid one although a stage carries a state past it.
         """
         block, _, _ = token_block(tokens, self.vocab_size)
         check_positions(block.shape[1], self.max_positions, "tokens")
         valid = row_lengths(lengths, block.shape, low=1)
-        names = dict.fromkeys([*(d.name for d in self.model.flow._inputs), MASK])  # which a flow need not declare
-        known = [*names, "lengths"]
-        check_known(inputs, known, f"{self.model.name}: has no input", "; there are", UnboundInputError)
+        # A flow need not declare the mask: the derived `padded` program adds it.
+        names = dict.fromkeys([*(d.name for d in self.model.flow._inputs), MASK])
+        input_names = [*names, "lengths"]
+        check_known(inputs, input_names, f"{self.model.name}: has no input", "; there are", UnboundInputError)
         inputs = {name: value for name, value in inputs.items() if value is not None}
         refuse_consumed({}, inputs)
         for name, value in inputs.items():
@@ -133,16 +143,17 @@ class Encoder(OpenedModel):
         if lengths is not None and MASK in inputs:
             raise RequestError(f"lengths and {MASK} say the same; pass one of them")
         pads = bool(self.buckets.batch or self.buckets.prompt)
-        if lengths is None and MASK not in inputs and not pads:  # no token of it is padding
+        # Without lengths, mask and buckets no token is padding, so the plain forward program runs.
+        if lengths is None and MASK not in inputs and not pads:
             return primary(self.model(block, **inputs))
-        # a block that fills its bucket runs the same program
-        given = MASK in inputs
+        # With buckets the padded program also runs blocks that fill their bucket: one program per size.
+        has_mask = MASK in inputs
         inputs = {MASK: np.arange(block.shape[1])[None] < valid[:, None], **inputs}
         form = self._rows(frozenset(inputs))
         if form.exact:
             hidden = exact_rows(form, block, inputs, self._row_lengths(inputs[MASK], block.shape))
         else:
-            if given and self._from_the_left:
+            if has_mask and self._from_the_left:
                 self._row_lengths(inputs[MASK], block.shape)
             sizes = form.sizes(*block.shape) if pads else block.shape
             hidden = cropped(self.model.programs, primary(form.outputs(block, inputs, *sizes)), *block.shape)
@@ -150,15 +161,17 @@ class Encoder(OpenedModel):
         return hidden
 
     def _row_lengths(self, mask: Any, shape: tuple[int, ...]) -> list[int]:
-        """How many tokens each row has, of rows that run at their own lengths, or that are read from the left.
+        """Return the number of tokens of each row of a right-padding mask.
+
+        It is called where rows run at their own lengths, or where the model reads from left to right.
 
         Raises:
-            RequestError: a mask that leaves out other tokens than those behind a row.
+            RequestError: the mask is not ones followed by zeros in some row.
         """
         keep = keep_mask(mask, shape)
         valid = keep.sum(axis=1)
-        other = keep != (np.arange(shape[1])[None] < valid[:, None])
-        for row in np.flatnonzero((valid == 0) | other.any(axis=1))[:1]:
+        is_misplaced = keep != (np.arange(shape[1])[None] < valid[:, None])
+        for row in np.flatnonzero((valid == 0) | is_misplaced.any(axis=1))[:1]:
             why = f"is run at the length of each row: {self.own_lengths}"
             if not self.own_lengths:
                 why = f"carries a state past what the mask leaves out: {self._from_the_left}; pad behind the tokens"
@@ -177,45 +190,45 @@ class Encoder(OpenedModel):
         max_tokens: int | None = None,
         show_progress: bool | None = None,
     ) -> np.ndarray[Any, Any]:
-        """One vector for each text or id list: `[n, H]` float32; a single string gives `[H]`.
+        """Return one vector for each text or id list: `[n, H]` float32; a single string gives `[H]`.
 
-        Texts are tokenised, truncated, pooled and normalised as the checkpoint's own files say. Several stand in one
-        row, where none sees another, unless `packing` says why not.
+        Texts are tokenised, truncated, pooled and normalised as the checkpoint's files define. Several texts share a
+        row of the program, without attending to each other, unless `packing` gives a reason against it.
 
         Args:
-            texts: a string, or a list or an iterator of strings or of id lists. An iterator is read as it goes.
+            texts: a string, or a list or an iterator of strings or of id lists. An iterator is consumed in chunks.
             prompt_name: one of the pipeline's `prompts`, put in front of each string. None: its default prompt, if it
                 has one; id lists get none.
             prompt: the prompt itself, in place of `prompt_name`; `""` embeds without the default prompt.
-            max_tokens: rows times width of one call, and one row at least; None: what the device likes.
-            show_progress: one line on stderr; None: of 10,000 texts and more, where stderr is a terminal.
+            max_tokens: maximum rows × width of one call, which has at least one row; None: the default for the device.
+            show_progress: print one line on stderr; None: for 10,000 texts or more, if stderr is a terminal.
 
         Raises:
             RequestError: not strings or id lists; no such prompt, both ways to choose one, or one for id lists.
             TokenIdError: an id out of range.
-            NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has them all.
+            NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has all vectors.
         """
         self.model.refuse_traced()
         self.model.require_params("embed")
-        lead = self.pipeline.choose_prompt(prompt_name, prompt)
-        chosen = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
+        prompt_text = self.pipeline.choose_prompt(prompt_name, prompt)
+        prompt_argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
         tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
-        form = self._form(tokens, self._prompt_tokens(lead))
+        form = self._form(tokens, self._prompt_tokens(prompt_text))
         if not isinstance(show_progress, bool | None):
             raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")
-        rows, total, single = self._requests(texts, lead, chosen)
+        rows, total, single = self._requests(texts, prompt_text, prompt_argument)
         if show_progress is None:
             show_progress = total is not None and total >= LONG and sys.stderr.isatty()
         width = pooled_width(self.model) if self.pools else self.width * len(self.pipeline.pooling)
         clock = self.model.programs.clock()
         stream = Stream(form, np.zeros((total or 0, width), np.float32))
         try:
-            for made, more in rows:
-                stream.add(made, more)
+            for token_rows, has_more in rows:
+                stream.add(token_rows, has_more)
                 if show_progress:
                     of = "" if total is None else f" of {total}"
                     line = f"\rembed: {len(stream.ids)}{of} texts"
-                    print(line, end="" if more else "\n", file=sys.stderr, flush=True)
+                    print(line, end="" if has_more else "\n", file=sys.stderr, flush=True)
             out = self._finite(stream)
         finally:
             stream.close()
@@ -225,8 +238,11 @@ class Encoder(OpenedModel):
         return out[0] if single else out
 
     def _prompt_tokens(self, prompt: str) -> int:
-        """Return the number of tokens that pooling leaves out of each text: those of the prompt alone, special ones in
-        front included and one at the end not."""
+        """Return the number of leading tokens of each text that pooling leaves out.
+
+        These are the tokens of the prompt encoded alone: leading special tokens count, a special token at the end does
+        not, because in a prompted text it follows the text.
+        """
         if not prompt or self.pipeline.include_prompt or self.tokenizer is None:
             return 0
         ids = self.tokenizer.encode(prompt, max_length=self._longest)
@@ -235,8 +251,17 @@ class Encoder(OpenedModel):
     def _requests(
         self, texts: Any, prompt: str, chosen: str
     ) -> tuple[Iterator[tuple[list[Ids], bool]], int | None, bool]:
-        """Ids of the texts, chunk by chunk, and whether more follow; how many texts there are, where that is known;
-        and whether the request is a single string. `chosen`: the argument that gave the prompt, if one did."""
+        """Tokenise the texts of a request lazily, chunk by chunk.
+
+        Args:
+            texts: as in `embed`.
+            prompt: the text in front of each string.
+            chosen: name of the argument that gave the prompt, for messages; empty for the default prompt.
+
+        Returns:
+            An iterator of (ids of a chunk, whether another chunk follows); the number of texts, None for an iterator of
+            unknown length; and whether the request is a single string.
+        """
 
         def ids(items: Sequence[Any], is_text: bool, first: int) -> list[Ids]:
             if prompt and chosen and items and not is_text:
@@ -246,17 +271,22 @@ class Encoder(OpenedModel):
         if isinstance(texts, Iterator):
 
             def read(chunk: tuple[int, list[Any]]) -> list[Ids]:
-                asked = split_prompts(chunk[1], f"texts[{chunk[0]}:]", flat=False)
-                return ids(asked.texts or asked.ids or [], asked.texts is not None, chunk[0])
+                request = split_prompts(chunk[1], f"texts[{chunk[0]}:]", flat=False)
+                return ids(request.texts or request.ids or [], request.texts is not None, chunk[0])
 
             return ahead(chunks(texts), read), None, False
-        asked = split_prompts(texts, "texts", flat=False)
-        is_text, all_ = asked.texts is not None, asked.texts or asked.ids or []
-        return ahead(chunks(all_), lambda chunk: ids(chunk[1], is_text, chunk[0])), len(all_), asked.single
+        request = split_prompts(texts, "texts", flat=False)
+        is_text, entries = request.texts is not None, request.texts or request.ids or []
+        return ahead(chunks(entries), lambda chunk: ids(chunk[1], is_text, chunk[0])), len(entries), request.single
 
     def _ids(self, items: Sequence[Any], prompt: str | None, first: int) -> list[Ids]:
-        """Token ids of texts after a prompt, or of id lists where it is None, padded if padding is read; the first of
-        them is number `first`."""
+        """Return the token ids of some texts, padded if the model reads padding.
+
+        Args:
+            items: strings, or id lists if `prompt` is None.
+            prompt: the text in front of each string.
+            first: index of the first of the items in the request, for messages.
+        """
         rows = self._listed(items, first) if prompt is None else self._tokenised(items, prompt, first)
         if self.padding is not None:
             tokens, fill = self.padding
@@ -267,6 +297,7 @@ class Encoder(OpenedModel):
         return rows
 
     def _listed(self, items: Sequence[Any], first: int) -> list[Ids]:
+        """Return id lists as arrays, after checking their ids and lengths."""
         rows = []
         for i, ids in enumerate(items, first):
             rows.append(np.array(id_list(ids, self.vocab_size, f"texts[{i}]"), np.int32))
@@ -277,13 +308,14 @@ class Encoder(OpenedModel):
 
     @property
     def _longest(self) -> int | None:
-        """How many tokens of a text are read; None without a limit."""
+        """Maximum number of tokens of a text, where it is truncated; None without a limit."""
         # The checkpoint's max_seq_length replaces the tokenizer's own limit.
-        own = self.pipeline.max_seq_length or (None if self.tokenizer is None else self.tokenizer.model_max_length)
-        limits = (own, self.max_positions, self.padding[0] if self.padding else None)
+        length = self.pipeline.max_seq_length or (None if self.tokenizer is None else self.tokenizer.model_max_length)
+        limits = (length, self.max_positions, self.padding[0] if self.padding else None)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _tokenised(self, texts: Sequence[str], prompt: str, first: int) -> list[Ids]:
+        """Return the token ids of strings, truncated to `_longest`."""
         if self.tokenizer is None:
             raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
         prompted = [prompt + text for text in texts] if prompt else texts
@@ -291,16 +323,19 @@ class Encoder(OpenedModel):
         rows = [np.array(ids, np.int32) for ids in lists]
         for i, row in enumerate(rows, first):
             if not len(row) or row.max() >= self.vocab_size:
+                # `id_list` raises the detailed error for an id out of range; the error below is for an empty list.
                 id_list(lists[i - first], self.vocab_size, f"texts[{i}]")
                 raise RequestError(f"texts[{i}] has no tokens: the tokenizer puts none around a text")
         return rows
 
     def _finite(self, stream: Stream) -> np.ndarray[Any, Any]:
-        """The vectors of a stream. In a row of several texts, what is not finite in one of them may reach the others:
-        they are run apart, and then only those of its own are not.
+        """Return the vectors of a stream, after checking that all are finite.
+
+        A text with non-finite hidden states can spoil the other texts of its row. So all texts with failed vectors run
+        again in rows of their own; then only the faulty texts fail.
 
         Raises:
-            NumericsError: there are some.
+            NumericsError: some vectors are not finite.
         """
         out = stream.finish()
         failed = np.flatnonzero(~np.isfinite(out).all(axis=1))
@@ -312,7 +347,7 @@ class Encoder(OpenedModel):
 
     @functools.cached_property
     def packing(self) -> str:
-        """Why `embed` gives each text a row of its own; empty if several share one."""
+        """Reason why `embed` gives each text a row of its own; empty if texts share rows."""
         if self.pools:
             return f"the flow's output {POOLED!r} is one vector for a row"
         if self.padding is not None:
@@ -323,22 +358,26 @@ class Encoder(OpenedModel):
 
     @functools.cached_property
     def own_lengths(self) -> str:
-        """Why rows are not padded, but run at their own lengths; empty if they are: then no token reads padding."""
+        """Reason why rows run at their own lengths; empty if they are padded, so that no token reads padding."""
         return self._why_not("padded", frozenset({MASK}))
 
     @functools.cached_property
     def _from_the_left(self) -> str:
-        """What reads all that stands before a token, padding in front of it too; empty if nothing does."""
+        """Description of what reads all preceding tokens, including padding in front; empty if nothing does."""
         return reads_from_the_left(self.model.template().hir)
 
     def _why_not(self, program: str, given: frozenset[str]) -> str:
+        """Return the reason why the derived `program` is not available with the `given` inputs; empty if it is."""
         return self.model.programs.why_not(self.model.name, program, given)
 
     def _rows(self, given: frozenset[str] = frozenset({MASK})) -> RowForm:
-        """How rows run that have different lengths; `given` are the inputs that they bring.
+        """Return the form that runs rows of different lengths.
+
+        Args:
+            given: names of the inputs that the request passes along with the tokens.
 
         Raises:
-            DeriveError: the profile has buckets, and tokens may read what is put behind them there.
+            DeriveError: the profile has buckets for lengths, but tokens may read the padding that buckets add.
         """
         reason = self._why_not("padded", given)
         if not reason:
@@ -348,7 +387,7 @@ class Encoder(OpenedModel):
         return self._exact(masks_of(self.model))
 
     def _exact(self, mask: frozenset[str]) -> RowForm:
-        """Rows as they are."""
+        """Return the form that runs rows unpadded, one row per call if rows may influence each other."""
         template = self.model.template()
         mixes = why_rows_mix(template.hir, template.types)
         if mixes and self.buckets.batch:
@@ -356,7 +395,9 @@ class Encoder(OpenedModel):
         return RowForm(self.model, self.buckets, exact=True, single=bool(mixes), mask=mask)
 
     def _form(self, max_tokens: int | None, prompt_tokens: int = 0) -> Form:
-        skip = None if self.pipeline.include_prompt else prompt_tokens  # one program for prompts of all lengths
+        """Return how `embed` lays out and runs texts: packed rows, padded rows, or rows at their own lengths."""
+        # The length is an input of the program, so that one program serves prompts of all lengths.
+        skip = None if self.pipeline.include_prompt else prompt_tokens
         if self.packing:
             rows = self._rows() if self.padding is None else self._exact(frozenset())
             return replace(rows, pipeline=None if self.pools else self.pipeline, tokens=max_tokens, skip=skip)
@@ -365,7 +406,7 @@ class Encoder(OpenedModel):
         return PackedForm(replace(self.model, program="packed", last=None), self.pipeline, sizes, skip)
 
     def _check_buckets(self, lengths: list[int], first: int) -> None:
-        """Refuse texts that no program is compiled for, before any of them runs."""
+        """Refuse texts that are longer than the largest bucket, before any text runs."""
         for i, length in enumerate(lengths, first):
             if self.buckets.on_recompile == "error" and self.buckets.prompt and length > self.buckets.prompt[-1]:
                 raise RequestError(
@@ -375,16 +416,16 @@ class Encoder(OpenedModel):
 
     @suggests()
     def warmup(self) -> None:
-        """Run every program once that `embed` can need, whatever the lengths and the number of texts; then none of them
-        compiles. With buckets `hidden_states` runs the same ones, unless it is given `token_type_ids` or
-        `position_ids`.
+        """Run every program once that `embed` can need, for any lengths and number of texts, so that none compiles
+        later.
 
-        What compiles later all the same is counted in `report().recompiles`, and is as the profile's
-        `buckets.on_recompile` says.
+        With buckets `hidden_states` runs the same programs, unless it gets `token_type_ids` or `position_ids`. A
+        program that compiles later all the same is counted in `report().recompiles` and handled as the profile's
+        `buckets.on_recompile` requests.
 
         Raises:
             RequestError: each text has a row of its own, and the profile has no buckets for lengths and rows; or rows
-                are not padded; or there is no longest text.
+                are not padded; or the model has no maximum length.
         """
         form = self._form(None)
         if isinstance(form, RowForm) and form.exact and self.padding is None:
@@ -398,22 +439,24 @@ class Encoder(OpenedModel):
         else:
             check_sizes(self.buckets, ("prompt", "batch") if self.padding is None else ("batch",))
             widths = self.buckets.prompt if self.padding is None else self.padding[:1]
-            every = [(rows, width) for rows in self.buckets.batch for width in widths]
-            blocks = [Block(rows, width, 1, ((0,),) * rows) for rows, width in every]
+            sizes = [(rows, width) for rows in self.buckets.batch for width in widths]
+            blocks = [Block(rows, width, 1, ((0,),) * rows) for rows, width in sizes]
         with self.model.programs.warm_up():
             for block in blocks:
                 length = block.width if isinstance(form, RowForm) else 1
                 jax.block_until_ready(form.run(block, [np.zeros(length, np.int32)]))
 
     def report(self, **sizes: int) -> Report:
-        """What compiling cost, and the last program's needs; with `sizes` those of `forward` at these."""
-        how = self.packing or "several texts in a row"
+        """Return the cost of compiling and the requirements of the last program; with `sizes` those of `forward` at
+        these sizes."""
+        layout = self.packing or "several texts in a row"
         if self.packing and self.padding is None and self.own_lengths:
-            how = f"rows at their own lengths: {self.own_lengths}"
-        return replace(self.model.report(**sizes), embedding=how, request=self._read)
+            layout = f"rows at their own lengths: {self.own_lengths}"
+        return replace(self.model.report(**sizes), embedding=layout, request=self._read)
 
     @suggests()
     def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
-        """Time by block of `embed(texts)`, which runs twice: the second time under `jax.profiler`."""
-        given = [*texts] if isinstance(texts, Iterator) else texts
-        return profile_run([self.model.programs], lambda: self.embed(given, max_tokens=max_tokens))
+        """Return the time by block of `embed(texts)`, which runs twice: the second time under `jax.profiler`."""
+        # The request runs twice, and an iterator can be read only once.
+        inputs = [*texts] if isinstance(texts, Iterator) else texts
+        return profile_run([self.model.programs], lambda: self.embed(inputs, max_tokens=max_tokens))

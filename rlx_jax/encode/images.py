@@ -1,4 +1,7 @@
-"""From images to the pixel values that a vision model reads, as a checkpoint's `preprocessor_config.json` says."""
+"""Define `ImageProcessor`, which makes the pixel values that a vision model reads from images.
+
+Its settings come from a checkpoint's `preprocessor_config.json` or `processor_config.json`.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,19 @@ MAX_SIDE = 2**16
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """What is done to an image `[H, W, C]` uint8, in this order: colours, size, crop, scale, mean and deviation.
+    """Convert images `[H, W, C]` uint8 to pixel values: colours, resize, crop, rescale, normalize, in this order.
 
     Attributes:
         size: height and width to resize to, whatever the proportions; or None.
-        shortest_edge: length that the shorter side is resized to, the other in proportion; or None.
+        shortest_edge: length to resize the shorter side to, with the proportions preserved; or None.
         resample: the filter by Pillow's number: 0 nearest, 1 lanczos, 2 bilinear, 3 bicubic, 4 box, 5 hamming.
-        crop: height and width that are cut out of the middle; what is smaller stands in the middle of zeros.
+        crop: height and width to cut out of the middle; a smaller image is padded with zeros on all sides.
         rescale: factor of every value, or None.
-        mean, std: what is taken off each channel, and what it is then divided by; or None.
-        resizer: whose resizing it is, `pillow` or `torch`; the odd line that a crop lacks lies before the image at the
-            first and behind it at the other. torch has no box and no hamming.
-        convert_rgb: grey images get three channels, and what is transparent stands on white.
+        mean, std: subtracted from each channel, and the divisor after that; or None.
+        resizer: the library to reproduce, `pillow` or `torch`. They also differ in centering a smaller image by an odd
+            number of pixels: the extra line of zeros comes before the image with `pillow`, after it with `torch`. torch
+            has no box and no hamming.
+        convert_rgb: give grey images three channels, and blend transparent ones onto white.
     """
 
     size: tuple[int, int] | None = None
@@ -67,24 +71,30 @@ class ImageProcessor:
                 raise ConfigError(f"ImageProcessor: {name} is {shown(pair)}; expected (height, width)")
 
     def __call__(self, images: Any) -> PixelValues:
-        """Pixel values `[n, C, H, W]` float32 of one image or several: uint8 arrays `[H, W, C]`, or Pillow's images.
+        """Return pixel values `[n, C, H, W]` float32 of one image or several: uint8 arrays `[H, W, C]`, or Pillow's
+        images.
 
         Raises:
-            RequestError: names the image and what is wrong: its dtype, its rank, its channels, an absurd size; or that
-                of another when all are made.
+            RequestError: an image with a wrong dtype, rank, number of channels or size, or with another processed size
+                than the first; the message names it.
         """
-        named = named_images(images)[0]
-        if not named:
+        named_items = named_images(images)[0]
+        if not named_items:
             raise RequestError("images: there are none")
-        return self.together(named, [])
+        return self.together(named_items, [])
 
     def together(self, named: Sequence[tuple[str, Any]], sizes: list[tuple[int, ...]]) -> PixelValues:
-        """Pixel values of one image or more and their names. `sizes` holds that of the first of all, when it is known.
+        """Return pixel values `[n, C, H, W]` of one image or more, given as (name, image).
+
+        Args:
+            named: names for messages, and images.
+            sizes: the shape that every image must have after processing, once the first image determines it; this
+                method appends it to an empty list.
 
         Raises:
-            RequestError: as a call.
+            RequestError: as `__call__`.
         """
-        made = []
+        batch = []
         for name, image in named:
             pixels = self.one(image, name)
             sizes += [] if sizes else [pixels.shape]
@@ -93,11 +103,11 @@ class ImageProcessor:
                     f"{name}: {list(pixels.shape)} when it is made, and the first {list(sizes[0])}: the "
                     "checkpoint's image processor gives sizes in proportion; pass images of one size together"
                 )
-            made.append(pixels)
-        return np.stack(made)
+            batch.append(pixels)
+        return np.stack(batch)
 
     def one(self, image: Any, name: str = "image") -> PixelValues:
-        """Pixel values `[C, H, W]` of one image."""
+        """Return pixel values `[C, H, W]` float32 of one image."""
         pixels = self.colours(image, name)
         if self.size is not None or self.shortest_edge is not None:
             height, width = self.resized(pixels.shape[0], pixels.shape[1])
@@ -110,31 +120,33 @@ class ImageProcessor:
         pixels = pixels if self.crop is None else cropped_middle(pixels, *self.crop, self.resizer)
         values: Any = pixels.astype(np.float32)
         if self.rescale is not None:
+            # The reference multiplies in float64 and then rounds to float32.
             values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
         if self.mean is not None and self.std is not None:
             values = (values - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
-        made: PixelValues = np.ascontiguousarray(values.transpose(2, 0, 1))
-        return made
+        channels_first: PixelValues = np.ascontiguousarray(values.transpose(2, 0, 1))
+        return channels_first
 
     @property
     def range(self) -> tuple[float, float]:
-        """The least and the largest pixel value that it can make."""
+        """Smallest and largest pixel value that the processor can produce."""
         levels = np.array([[0.0], [255.0]]) * (1 if self.rescale is None else self.rescale)
         if self.mean is not None and self.std is not None:
             levels = (levels - np.asarray(self.mean)) / np.asarray(self.std)
         return float(levels.min()), float(levels.max())
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The size that an image is resized to."""
+        """Return the height and width that an image is resized to."""
         if self.size is not None:
             return self.size
         edge = self.shortest_edge or 1
         if width <= height:
+            # Truncated, not rounded, like the reference.
             return int(edge * height / width), edge
         return edge, int(edge * width / height)
 
     def colours(self, image: Any, name: str) -> Pixels:
-        """The image as `[H, W, 3]` uint8."""
+        """Return the image as `[H, W, 3]` uint8."""
         pixels = as_pixels(image, name, self.convert_rgb)
         channels = pixels.shape[2]
         if channels == CHANNELS:
@@ -146,12 +158,13 @@ class ImageProcessor:
             )
         if channels == 1:
             return np.repeat(pixels, CHANNELS, axis=2)
+        # Four channels: blend by the alpha channel onto a white background.
         alpha = pixels[..., 3:] / 255
         return np.round(alpha * pixels[..., :3] + (1 - alpha) * 255).astype(np.uint8)
 
 
 def check_filter(where: str, resample: int, resizer: Resizer) -> None:
-    """Whether there is a filter of that number.
+    """Check that there is a filter of that number.
 
     Raises:
         UnsupportedError: there is none, or torch has none.
@@ -169,7 +182,7 @@ def check_filter(where: str, resample: int, resizer: Resizer) -> None:
 
 
 def named_images(images: Any) -> tuple[list[tuple[str, Any]], bool]:
-    """The images of a request with their names for messages, and whether it was a single one.
+    """Return the images of a request as (name for messages, image), and whether it is a single image.
 
     Raises:
         RequestError: no images.
@@ -188,28 +201,30 @@ def named_images(images: Any) -> tuple[list[tuple[str, Any]], bool]:
 
 
 def numbered(images: Sequence[Any], first: int = 0) -> list[tuple[str, Any]]:
-    """Images with their names for messages, the first of which is number `first`."""
+    """Return images with names for messages, numbered from `first`."""
     return [(f"images[{i}]", image) for i, image in enumerate(images, first)]
 
 
 def _is_picture(image: Any) -> bool:
-    """One of Pillow's images, which this package does not import."""
+    """Return whether it is an image of Pillow, by its attributes: this package does not import Pillow."""
     return hasattr(image, "convert") and hasattr(image, "getbands") and hasattr(image, "size")
 
 
 def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
-    """An image as `[H, W, C]` uint8 with 1, 3 or 4 channels.
+    """Return an image as `[H, W, C]` uint8 with 1, 3 or 4 channels.
 
     Raises:
         RequestError: another dtype, rank or number of channels; no pixels, or over `limits.MAX_IMAGE_PIXELS`.
     """
     if _is_picture(image):
         columns, rows = image.size
+        # Checked before Pillow decodes the file, which a small file can make expensive.
         _check_size(rows, columns, name)
         _check_levels(image, name)
-        if convert_rgb:  # palettes have no meaning as plain numbers
-            clear = "A" in image.getbands() or getattr(image, "info", {}).get("transparency") is not None
-            image = image.convert("RGBA" if clear else "RGB")
+        # Palette images hold indices, which have no meaning as intensities.
+        if convert_rgb:
+            has_alpha = "A" in image.getbands() or getattr(image, "info", {}).get("transparency") is not None
+            image = image.convert("RGBA" if has_alpha else "RGB")
     elif not isinstance(image, np.ndarray | jax.Array):
         file = "; PIL.Image.open(path) opens a file" if isinstance(image, str | os.PathLike) else ""
         raise RequestError(
@@ -222,23 +237,25 @@ def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
         hint = "; divide it by 257, say, and cast it" if pixels.dtype == np.uint16 else hint
         raise RequestError(f"{name}: expected u8, got {short_name(pixels.dtype)}{hint}")
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4):
-        turned = "; transpose it" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
-        raise RequestError(f"{name}: expected [height, width, 1, 3 or 4 channels], got {list(pixels.shape)}{turned}")
+        advice = "; transpose it" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
+        raise RequestError(f"{name}: expected [height, width, 1, 3 or 4 channels], got {list(pixels.shape)}{advice}")
     _check_size(pixels.shape[0], pixels.shape[1], name)
     return pixels
 
 
 def _check_levels(image: Any, name: str) -> None:
-    """One of Pillow's images in a mode of more than 8 bits has values from 0 to 255: Pillow cuts others off there, and
-    what lies behind the point.
+    """Check that an image of Pillow in a mode with more than 8 bits has values from 0 to 255.
+
+    Pillow's conversion clips values outside this range, and drops fractions.
 
     Raises:
-        RequestError: it has not.
+        RequestError: values outside the range, or floats that all lie within 0 to 1.
     """
     mode = str(getattr(image, "mode", ""))
     if mode in ("I", "F") or mode.startswith("I;"):
-        other = mode not in ("I", "F", "I;16")  # of other orders of bytes Pillow does not say them
-        low, high = image.convert("I").getextrema() if other else image.getextrema()
+        # Pillow's getextrema does not support the 16-bit modes with an explicit byte order.
+        needs_conversion = mode not in ("I", "F", "I;16")
+        low, high = image.convert("I").getextrema() if needs_conversion else image.getextrema()
         if low < 0 or high > 255 or 0 < high <= 1 and mode == "F":
             raise RequestError(
                 f"{name}: mode {quote(mode)} with values from {low:g} to {high:g}; expected 0 to 255: bring them there "
@@ -256,8 +273,11 @@ def _check_size(rows: int, columns: int, name: str) -> None:
 
 
 def cropped_middle(pixels: Pixels, height: int, width: int, resizer: Resizer = "pillow") -> Pixels:
-    """The middle of an image; one that is smaller stands in the middle of zeros. Of an odd rest the larger half lies
-    behind what is cut out, and of zeros before the image, as transformers has it with Pillow, or behind it."""
+    """Return the middle of an image as `[height, width, C]`; a smaller image is centered in zeros.
+
+    If an odd number of lines is cut off, the larger half comes off the end. If an odd number of zero lines is added,
+    the larger half comes before the image with `pillow`, as in transformers, and after it with `torch`.
+    """
     out = np.zeros((height, width, pixels.shape[2]), np.uint8)
     (to_rows, from_rows), (to_columns, from_columns) = (
         _overlap(old, new, resizer == "pillow") for old, new in zip(pixels.shape[:2], (height, width), strict=True)
@@ -267,7 +287,7 @@ def cropped_middle(pixels: Pixels, height: int, width: int, resizer: Resizer = "
 
 
 def _overlap(old: int, new: int, late: bool) -> tuple[slice, slice]:
-    """Where a side of length `old` goes in one of length `new`, and what of it does."""
+    """Return the slice of the new side that gets pixels, and the slice of the old side that they come from."""
     if old >= new:
         return slice(0, new), slice((old - new) // 2, (old - new) // 2 + new)
     start = (new - old + late) // 2
@@ -279,8 +299,10 @@ def _overlap(old: int, new: int, late: bool) -> tuple[slice, slice]:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What an image processor of transformers does where its file says nothing. `square`: a size that is one number is
-    height and width, and not the shorter side."""
+    """Defaults of an image processor of transformers, for settings that its file leaves out.
+
+    `square`: a size given as one number is height and width, not the shorter side.
+    """
 
     size: Mapping[str, int]
     resample: int
@@ -294,7 +316,7 @@ class Defaults:
 HALF = (0.5, 0.5, 0.5)
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SQUARE = {"height": 224, "width": 224}
-# By the names of their classes, without what follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` and so on.
+# By the prefix of the class name, which one of ENDINGS follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` …
 PROCESSORS: dict[str, Defaults] = {
     "ViT": Defaults(SQUARE, 2, HALF, HALF, square=True, convert_rgb=False),
     "CLIP": Defaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
@@ -302,13 +324,13 @@ PROCESSORS: dict[str, Defaults] = {
     "Siglip": Defaults(SQUARE, 3, HALF, HALF),
 }
 
-# What ends the names of processors that have always resized with torch. The others did with Pillow when their files
-# were written; transformers 5 does for all of them what is installed.
+# Suffix of processors that have always resized with torch. The others resized with Pillow when their files were
+# written; transformers 5 uses whatever is installed for all of them.
 TORCH_ENDING = "Fast"
 ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
-# Settings without a part in the pixels.
+# Settings that do not change the pixels.
 INERT = ("_valid_processor_keys", "data_format", "disable_grouping", "processor_class", "return_tensors", "use_fast")
-# Settings that change pixels, at the values at which they do not.
+# Settings that may change pixels, with the values at which they do not.
 OFF = {
     "do_pad": (False,),
     "do_reduce_labels": (False,),
@@ -319,12 +341,15 @@ OFF = {
 
 
 def load_processor(directory: Folder, family: str) -> ImageProcessor | None:
-    """The image processor of a checkpoint; None if it has no file for one. `family` is that of its model, for files
-    that name no class.
+    """Return the image processor of a checkpoint; None if it has no file for one.
+
+    Args:
+        directory: the checkpoint.
+        family: prefix of the processor class that the model uses, such as `ViT`, for files that name no class.
 
     Raises:
-        ConfigError: a setting is malformed or absurd. UnsupportedError: a class, or a setting that changes pixels, that
-            is not handled; the message names it.
+        ConfigError: a setting is malformed or absurd.
+        UnsupportedError: a class, or a setting that changes pixels, that is not handled; the message names it.
     """
     name, settings = FILE, directory.json(FILE)
     if not settings:
@@ -334,28 +359,28 @@ def load_processor(directory: Folder, family: str) -> ImageProcessor | None:
     where = directory.where(name)
     if not isinstance(settings, dict):
         raise ConfigError(f"{where}: image_processor: expected an object, got {quote(settings)}")
-    # null is what the class does by itself
+    # null means the default of the class
     return read_processor(Fields({k: v for k, v in settings.items() if v is not None}, where), family)
 
 
 def read_processor(c: Fields, family: str) -> ImageProcessor:
-    """An image processor from its settings; see `load_processor`."""
-    given = c.text("image_processor_type", c.text("feature_extractor_type", f"{family}ImageProcessor"))
-    kind = next((k for k in PROCESSORS if given in [k + ending for ending in ENDINGS]), None)
+    """Return an image processor from its settings; see `load_processor`."""
+    class_name = c.text("image_processor_type", c.text("feature_extractor_type", f"{family}ImageProcessor"))
+    kind = next((k for k in PROCESSORS if class_name in [k + ending for ending in ENDINGS]), None)
     if kind is None:
-        known = [f"{k}ImageProcessor" for k in PROCESSORS]
+        class_names = [f"{k}ImageProcessor" for k in PROCESSORS]
         raise UnsupportedError(
-            f"{c.where}: image processor {quote(given)} is not built; known are {listing(known)}"
-            f"{did_you_mean(given, known)}"
+            f"{c.where}: image processor {quote(class_name)} is not built; known are {listing(class_names)}"
+            f"{did_you_mean(class_name, class_names)}"
         )
     d = PROCESSORS[kind]
     size, edge = _size(c, d) if c.flag("do_resize", True) else (None, None)
     crops = c.flag("do_center_crop", d.crop is not None)
     normalises = c.flag("do_normalize", True)
     resample: int = c.whole("resample", d.resample, low=0, high=max(FILTERS))
-    resizer: Resizer = "torch" if given.endswith(TORCH_ENDING) else "pillow"
+    resizer: Resizer = "torch" if class_name.endswith(TORCH_ENDING) else "pillow"
     check_filter(c.where, resample, resizer)
-    made = ImageProcessor(
+    processor = ImageProcessor(
         size=size,
         shortest_edge=edge,
         resample=resample,
@@ -366,13 +391,14 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
         convert_rgb=c.flag("do_convert_rgb", d.convert_rgb),
         resizer=resizer,
     )
-    unused = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")
-    c.finish_model((*INERT, *unused), OFF)
-    return made
+    # A setting is not read if the step that uses it is off; then its value does not matter.
+    known_fields = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")
+    c.finish_model((*INERT, *known_fields), OFF)
+    return processor
 
 
 def _size(c: Fields, d: Defaults) -> tuple[tuple[int, int] | None, int | None]:
-    """Height and width, or the shorter side."""
+    """Return (height and width, None), or (None, length of the shorter side)."""
     size = c.raw("size", dict(d.size))
     if not isinstance(size, dict):
         square = c.flag("default_to_square", d.square)
@@ -385,7 +411,7 @@ def _size(c: Fields, d: Defaults) -> tuple[tuple[int, int] | None, int | None]:
 
 
 def _sides(c: Fields, name: str, default: Any) -> tuple[int, int]:
-    """Height and width, as an object or as one number."""
+    """Return height and width, given as an object or as one number."""
     value = c.raw(name, default)
     if not isinstance(value, dict):
         return c.pair(name, default, high=MAX_SIDE)
@@ -396,7 +422,7 @@ def _sides(c: Fields, name: str, default: Any) -> tuple[int, int]:
 
 
 def _numbers(c: Fields, name: str, default: Sequence[float], low: float) -> tuple[float, ...]:
-    """A number over `low` for each channel, or one for all of them."""
+    """Return a number over `low` for each channel, given as a list or as one number for all."""
     if not isinstance(c.values.get(name, default), list | tuple):
         return (c.real(name, low=low),) * CHANNELS
     kind = f"{CHANNELS} finite numbers" if math.isinf(low) else f"{CHANNELS} finite numbers over {low:g}"

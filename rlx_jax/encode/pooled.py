@@ -1,4 +1,4 @@
-"""The output `pooled` of a flow: one vector for each row, made by the model itself."""
+"""Handle the output `pooled` of a flow: one vector for each row, which the model itself computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Vectors = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def pooled_width(model: CompiledModel) -> int:
-    """The width of the vectors.
+    """Return the width of the vectors.
 
     Raises:
         GraphError: there is no such output, or it is not `[batch, width]`.
@@ -28,35 +28,35 @@ def pooled_width(model: CompiledModel) -> int:
         raise GraphError(
             f"{model.name}: embed needs an output {POOLED!r} [batch, width]: emit.output({POOLED!r}, vector)"
         )
-    found = built.hir.type(built.hir.outputs[names.index(POOLED)])
-    if len(found.shape) != 2 or not isinstance(found.shape[1], int):
-        raise GraphError(f"{model.name}: the output {POOLED!r} is {found}; expected [batch, width], its width a number")
-    return found.shape[1]
+    spec = built.hir.type(built.hir.outputs[names.index(POOLED)])
+    if len(spec.shape) != 2 or not isinstance(spec.shape[1], int):
+        raise GraphError(f"{model.name}: the output {POOLED!r} is {spec}; expected [batch, width], its width a number")
+    return spec.shape[1]
 
 
 def pooled_of(outputs: Any) -> Any:
-    """The vectors among what a call gave."""
+    """Return the vectors among the outputs of a call."""
     return outputs[POOLED] if isinstance(outputs, dict) else outputs
 
 
 def check_finite(vectors: Vectors, what: str) -> None:
-    """Refuse vectors that are not finite.
+    """Check that all vectors are finite.
 
     Raises:
-        NumericsError: names them.
+        NumericsError: names those that are not.
     """
     failed = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if failed.size:
-        named = listing((f"{what}[{i}]" for i in failed), 8)
-        message = f"embed: {failed.size} of {len(vectors)} vectors are not finite: {named}"
+        names = listing((f"{what}[{i}]" for i in failed), 8)
+        message = f"embed: {failed.size} of {len(vectors)} vectors are not finite: {names}"
         raise NumericsError(message, dict.fromkeys(failed.tolist(), 0), [*vectors])
 
 
 def check_padding(padding: Any, vocab_size: int, positions: int | None) -> tuple[int, int] | None:
-    """Tokens and id of padding.
+    """Return the number of tokens and the id of padding, checked.
 
     Raises:
-        RequestError: no two integers. SequenceLengthError: over the positions. TokenIdError: no id.
+        RequestError: not two integers. SequenceLengthError: more tokens than positions. TokenIdError: no valid id.
     """
     if padding is None:
         return None

@@ -1,8 +1,8 @@
-"""Images resized as Pillow or torch resizes them: separable filters as wide as the pixels they stand for, in whole
-numbers.
+"""Resize images exactly as Pillow or torch does, with separable antialiasing filters in integer arithmetic.
 
-Each axis is one pass. Weights are rounded to bits behind the point, 22 in Pillow, in torch as many as leave the largest
-one 16, and what a pass gives to a grey level, so that the numbers are theirs.
+Each axis is one pass. Weights are fixed-point numbers with 22 fractional bits for Pillow; for torch the number of bits
+is the largest for which the largest weight fits into 16 bits. Each pass rounds to 8-bit levels. So the results are
+bit-identical to those of the libraries.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-# Behind the point of Pillow's weights.
+# Fractional bits of Pillow's weights.
 BITS = 22
-# What torch's weights stay below.
+# Exclusive upper bound of torch's weights, which are int16.
 WORD = 1 << 15
 
 Resizer = Literal["pillow", "torch"]
@@ -26,7 +26,7 @@ Resizer = Literal["pillow", "torch"]
 
 @dataclass(frozen=True)
 class Filter:
-    """A kernel that is 0 from `support` pixels on."""
+    """A kernel that is 0 at distances of `support` pixels or more."""
 
     name: str
     support: float
@@ -46,7 +46,7 @@ def _hamming(x: Floats) -> Floats:
 
 
 def _cubic(x: Floats) -> Floats:
-    """Keys' kernel with a = −½."""
+    """Return Keys' cubic convolution kernel with a = −½."""
     x = np.abs(x)
     near, far = (1.5 * x - 2.5) * x * x + 1.0, ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
@@ -57,7 +57,7 @@ def _lanczos(x: Floats) -> Floats:
 
 
 NEAREST = 0
-# By Pillow's numbers, which `preprocessor_config.json` holds; 0 is the nearest pixel.
+# By Pillow's numbers, which `preprocessor_config.json` uses; 0 is the nearest pixel.
 FILTERS: dict[int, Filter] = {
     1: Filter("lanczos", 3.0, _lanczos),
     2: Filter("bilinear", 1.0, _triangle),
@@ -72,69 +72,92 @@ TORCH = (NEAREST, 1, 2, 3)
 
 
 def resize(image: Pixels, height: int, width: int, resample: int, resizer: Resizer = "pillow") -> Pixels:
-    """An image `[H, W, C]` uint8 → `[height, width, C]`, by the filter that Pillow numbers `resample`, as `resizer`
-    computes it. torch's are `torch.nn.functional.interpolate` of uint8 with `antialias=True`, and `nearest-exact`."""
-    sizes, fixed = (height, width), resizer == "torch"
+    """Return an image `[H, W, C]` uint8 resized to `[height, width, C]`.
+
+    Args:
+        image: the pixels.
+        height, width: the new size.
+        resample: Pillow's number of the filter.
+        resizer: the library to reproduce; `torch` is `torch.nn.functional.interpolate` of uint8 with `antialias=True`,
+            and `nearest-exact`.
+    """
+    sizes, is_torch = (height, width), resizer == "torch"
     if resample == NEAREST:
-        places = _middle if fixed else _nearest
-        rows, columns = (places(old, new) for old, new in zip(image.shape, sizes, strict=False))
+        source_pixels = _middle if is_torch else _nearest
+        rows, columns = (source_pixels(old, new) for old, new in zip(image.shape, sizes, strict=False))
         picked: Pixels = image[rows][:, columns]
         return picked
-    rows_last = fixed or not columns_first(image.shape[0], image.shape[1], height, width)
+    rows_last = is_torch or not columns_first(image.shape[0], image.shape[1], height, width)
     for axis in (1, 0) if rows_last else (0, 1):
-        image = _passed(image, axis, sizes[axis], FILTERS[resample], fixed)
+        image = _passed(image, axis, sizes[axis], FILTERS[resample], is_torch)
     return image
 
 
 def columns_first(old_height: int, old_width: int, height: int, width: int) -> bool:
-    """Whether the pass along columns comes first: where it takes off over twice as many lines as the other, as found by
-    comparing with Pillow 13. Earlier releases begin with rows; the two differ where a pass meets black or white."""
+    """Return whether Pillow does the vertical pass first.
+
+    It does if that pass removes more than twice as many lines as the horizontal one; this rule is from comparing with
+    Pillow 13. Earlier releases begin with rows. The order matters only where a pass clips to black or white.
+    """
     return height < old_height and old_height - height > 2 * (old_width - width)
 
 
 def _nearest(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Return the source pixel of each new one for Pillow's nearest filter."""
     steps = np.full(new, old / new)
     steps[0] /= 2
-    return np.add.accumulate(steps).astype(np.intp)  # summed as Pillow does, whose places fall just beside some edges
+    # Pillow accumulates the steps; rounding then puts some positions on the other side of a pixel edge than a product.
+    return np.add.accumulate(steps).astype(np.intp)
 
 
 def _middle(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """The pixel under the middle of each new one."""
-    found = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(old / new))
-    places: np.ndarray[Any, np.dtype[np.intp]] = np.minimum(found.astype(np.intp), old - 1)
+    """Return the source pixel under the middle of each new one (torch's `nearest-exact`), computed in float32 as torch
+    does."""
+    centres = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(old / new))
+    places: np.ndarray[Any, np.dtype[np.intp]] = np.minimum(centres.astype(np.intp), old - 1)
     return places
 
 
 def _passed(image: Pixels, axis: int, size: int, chosen: Filter, fixed: bool) -> Pixels:
-    """One pass along an axis; nothing where it has that size."""
+    """Return the image after one pass along an axis; unchanged if it already has that size."""
     old = image.shape[axis]
     if old == size:
         return image
     places, weights, bits = taps(old, size, chosen, fixed)
     shape = [1, 1, 1]
     shape[axis] = size
+    # The sum starts at half a unit, so that the shift below rounds to nearest.
     total = np.full((*image.shape[:axis], size, *image.shape[axis + 1 :]), 1 << (bits - 1), np.int32)
-    for at, weight in zip(places.T, weights.T, strict=True):
+    for source, weight in zip(places.T, weights.T, strict=True):
         if weight.any():
-            total += image.take(at, axis) * weight.reshape(shape)
-    made: Pixels = np.clip(total >> bits, 0, 255).astype(np.uint8)
-    return made
+            total += image.take(source, axis) * weight.reshape(shape)
+    levels: Pixels = np.clip(total >> bits, 0, 255).astype(np.uint8)
+    return levels
 
 
 def taps(
     old: int, new: int, chosen: Filter, fixed: bool = False
 ) -> tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, Any], int]:
-    """For each of `new` pixels the places that it reads of `old`, and their weights, int32, two `[new, taps]`; and how
-    many bits of these stand behind the point: `BITS`, or where they are `fixed` the most that leave them below `WORD`.
+    """Return the source pixels and the fixed-point weights of each of `new` pixels.
+
+    Args:
+        old, new: length of the axis before and after.
+        chosen: the filter.
+        fixed: choose torch's number of fractional bits, the largest that keeps all weights below `WORD`, and not
+            `BITS`.
+
+    Returns:
+        Source positions `[new, taps]`, weights `[new, taps]` int32, and the number of fractional bits of the weights.
     """
     scale = old / new
-    wide = max(scale, 1.0)
-    support = chosen.support * wide
+    # Downscaling widens the filter to cover all source pixels (antialiasing); upscaling does not.
+    stretch = max(scale, 1.0)
+    support = chosen.support * stretch
     centre = (np.arange(new) + 0.5) * scale
     first = np.maximum((centre - support + 0.5).astype(np.intp), 0)
     last = np.minimum((centre + support + 0.5).astype(np.intp), old)
     places = first[:, None] + np.arange(math.ceil(support) * 2 + 1)
-    weights = chosen.kernel((places - centre[:, None] + 0.5) / wide) * (places < last[:, None])
+    weights = chosen.kernel((places - centre[:, None] + 0.5) / stretch) * (places < last[:, None])
     sums = weights.sum(axis=1, keepdims=True)
     weights = np.divide(weights, sums, out=weights, where=sums != 0)
     bits, top = BITS, float(weights.max())

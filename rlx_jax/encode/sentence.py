@@ -1,8 +1,8 @@
-"""From hidden states to one vector a text, as a sentence-transformers checkpoint says.
+"""Pool hidden states to one vector per text, as a sentence-transformers checkpoint defines it.
 
-Such a checkpoint is a pipeline of modules, listed in `modules.json`: the transformer, a pooling over
-its tokens, and often a division by the length of the vector. The files are read into one
-`SentencePipeline`; `pool` computes what it says.
+Such a checkpoint is a pipeline of modules, listed in `modules.json`: the transformer, a pooling over its tokens, and
+often a normalization of the vector to unit length. `load_pipeline` reads the files into one `SentencePipeline`; `pool`
+computes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlx_jax.models.config import Fields
 from rlx_jax.text.tokenizer import model_max_length
 
 _PACKAGE = "sentence_transformers"
-# How the releases of sentence-transformers spell the three modules that we know.
+# How the releases of sentence-transformers spell the three supported modules.
 _MODULE_TYPES = {
     f"{_PACKAGE}.{path}": kind
     for kind, home in (
@@ -40,7 +40,7 @@ _MODULE_TYPES = {
     )
 }
 
-# In the order in which several are concatenated.
+# In the order in which sentence-transformers concatenates several.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -55,7 +55,7 @@ _TRANSFORMER_FILES = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# What sentence-transformers writes where nothing is special. Anything else needs code that is not here.
+# Values that sentence-transformers writes by default. Any other value needs code that this package does not have.
 _TRANSFORMER_ONLY = {"transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",)}
 _TRANSFORMER_EMPTY = (
     "model_args",
@@ -74,11 +74,12 @@ class SentencePipeline:
     """What a checkpoint does with a text before and after its transformer.
 
     Attributes:
-        pooling: how token vectors become one; several are concatenated in this order. Of `cls`, `max`, `mean`,
-            `mean_sqrt_len` (sum over the root of the count), `weightedmean` (weights 1, 2, 3, …), `lasttoken`.
+        pooling: how token vectors become one; the results of several modes are concatenated in this order. Modes:
+            `cls`, `max`, `mean`, `mean_sqrt_len` (sum over the root of the count), `weightedmean` (weights 1, 2, 3, …),
+            `lasttoken`.
         normalize: divide by the Euclidean length.
-        max_seq_length: tokens of a text, special ones included, that the transformer gets to see; None if the
-            checkpoint names no limit. The model's own number of positions may be lower.
+        max_seq_length: maximum length of a text in tokens, special ones included, that the transformer reads; None if
+            the checkpoint has no limit. The model's number of positions may be lower.
         do_lower_case: lower the text first: `load_tokenizer(..., lowercase=True)`.
         prompts: texts to put in front of each text, by name, such as `query` and `document`.
         default_prompt_name: the prompt that `embed` uses when it gets neither `prompt_name` nor `prompt`.
@@ -102,8 +103,8 @@ class SentencePipeline:
         if unknown or not self.pooling:
             raise ConfigError(f"pooling: expected some of {listing(_MODES)}, found {listing(unknown) or 'none'}")
         if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
-            known = listing(self.prompts) or "none"
-            raise ConfigError(f"default_prompt_name is {shown(self.default_prompt_name)}; prompts has {known}")
+            names = listing(self.prompts) or "none"
+            raise ConfigError(f"default_prompt_name is {shown(self.default_prompt_name)}; prompts has {names}")
 
     def choose_prompt(self, name: str | None = None, text: str | None = None) -> str:
         """Return the text to put in front of each text of a request.
@@ -124,21 +125,21 @@ class SentencePipeline:
         if text is not None or name is None:
             return text or ""
         if name not in self.prompts:
-            known = f"the model has {listing(self.prompts)}" if self.prompts else "the model has no prompts"
-            meant = did_you_mean(name, self.prompts) or "; prompt= takes the text itself"
-            raise RequestError(f"there is no prompt_name {quote(name)}; {known}{meant}")
+            available = f"the model has {listing(self.prompts)}" if self.prompts else "the model has no prompts"
+            advice = did_you_mean(name, self.prompts) or "; prompt= takes the text itself"
+            raise RequestError(f"there is no prompt_name {quote(name)}; {available}{advice}")
         return self.prompts[name]
 
 
 def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipeline | None:
-    """The pipeline of a sentence-transformers checkpoint, or None if it has no `modules.json`.
+    """Return the pipeline of a sentence-transformers checkpoint, or None if it has no `modules.json`.
 
     Raises:
         ConfigError: a file is malformed, contradicts itself or another one.
         PathEscapeError: a module's path, or a link, leads out of the directory.
         MissingFileError: the pooling module has no `config.json`.
-        UnsupportedError: a module other than transformer, pooling, normalize in this order, or a setting of
-            theirs that needs more than this; the message names it.
+        UnsupportedError: the modules are not transformer, pooling, and optionally normalize, in this order, or one has
+            a setting that needs more; the message names it.
         LimitError: a file is too large.
     """
     folder = Folder.at(directory)
@@ -172,15 +173,15 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
 
 
 def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: jax.Array | int = 0) -> jax.Array:
-    """One vector for each row of token vectors. Pure; to be jitted by the caller.
+    """Return one vector for each row of token vectors. It is pure; the caller jits it.
 
     A row without any token gives zeros.
 
     Args:
         hidden: `[B, S, H]` floats; the arithmetic is float32.
-        keep: `[B, S]` bool, True at real tokens. What stands elsewhere in `hidden`, NaN included, has no influence.
-        pipeline: how.
-        skip: int32 scalar: how many of the first real tokens of each row are left out, those of a prompt.
+        keep: `[B, S]` bool, True at real tokens. Values of `hidden` at other tokens, NaN included, have no influence.
+        pipeline: the pooling modes, and whether to normalize.
+        skip: int32 scalar: number of the first real tokens of each row to leave out, which are those of a prompt.
 
     Returns:
         `[B, H · len(pipeline.pooling)]` float32.
@@ -199,17 +200,20 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: j
     pooled = jnp.concatenate([_MODES[mode](tokens, keep, place) for mode in pipeline.pooling], axis=1)
     if not pipeline.normalize:
         return pooled
-    # max under the root, not after it: the gradient at a zero vector is then zero and not NaN.
+    # The maximum is inside the root, so that the gradient at a zero vector is zero and not NaN.
     return pooled / jnp.sqrt(jnp.maximum(jnp.sum(pooled * pooled, axis=1, keepdims=True), 1e-24))
 
 
 def pool_segments(
     hidden: jax.Array, segments: jax.Array, slots: int, pipeline: SentencePipeline, skip: jax.Array | int = 0
 ) -> jax.Array:
-    """As `pool`, of rows that hold several texts: hidden `[B, S, H]` → `[B, slots, H · len(pipeline.pooling)]` float32.
+    """Return pooled vectors of rows that contain several texts: `[B, slots, H · len(pipeline.pooling)]` float32.
 
-    `segments` `[B, S]` int32 has 1, 2, 3 … at the tokens of each text of a row, up to `slots`, and 0 elsewhere. A slot
-    without a text holds zeros.
+    Args:
+        hidden: `[B, S, H]` floats.
+        segments: `[B, S]` int32: 1, 2, 3 … at the tokens of each text of a row, up to `slots`, and 0 elsewhere.
+        slots: number of vectors per row; those without a text are zeros.
+        pipeline, skip: as in `pool`; `skip` counts from the start of each text.
     """
     numbers = jnp.arange(1, slots + 1, dtype=segments.dtype)
     keep = segments[:, None, :] == numbers[None, :, None]
@@ -217,18 +221,24 @@ def pool_segments(
     return pooled
 
 
-# -- pooling: tokens [B, S, H] float32, zero where keep [B, S] is False, to [B, H]; place [B, S]: number in its text --
+# -- pooling modes -----------------------------------------------------------------------------
+
+# Each maps tokens `[B, S, H]` float32, zero where keep `[B, S]` is False, to `[B, H]`. place `[B, S]` is the number of
+# a token within its text, from 0.
 
 
 def _at(tokens: jax.Array, position: jax.Array) -> jax.Array:
+    """Return the token vector of each row at its position `[B]`."""
     return jnp.take_along_axis(tokens, position[:, None, None], axis=1)[:, 0, :]
 
 
 def _first(keep: jax.Array) -> jax.Array:
+    """Return the position `[B]` of the first token to keep in each row."""
     return jnp.argmax(keep, axis=1)
 
 
 def _count(keep: jax.Array) -> jax.Array:
+    """Return the number of tokens `[B, 1]` float32, at least 1e-9 so that an empty row divides zeros, not by zero."""
     return jnp.maximum(jnp.sum(keep.astype(jnp.float32), axis=1, keepdims=True), 1e-9)
 
 
@@ -237,11 +247,13 @@ def _cls(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _last(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
+    # argmax finds the first True, which in the reversed row is the last.
     return _at(tokens, keep.shape[1] - 1 - jnp.argmax(keep[:, ::-1], axis=1))
 
 
 def _max(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
     largest = jnp.max(jnp.where(keep[:, :, None], tokens, -jnp.inf), axis=1)
+    # A row without tokens gives zeros, not -inf.
     return jnp.where(jnp.any(keep, axis=1, keepdims=True), largest, 0.0)
 
 
@@ -273,7 +285,7 @@ _MODES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
 
 
 def _read_modules(folder: Folder) -> list[tuple[str, str]] | None:
-    """(kind, path) of each module."""
+    """Return the (kind, path) of each module; None if there is no `modules.json`."""
     where = folder.where("modules.json")
     raw = folder.read("modules.json", limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES", ConfigError)
     if raw is None:
@@ -289,15 +301,16 @@ def _read_modules(folder: Folder) -> list[tuple[str, str]] | None:
 
 
 def _bring(folder: Folder, paths: Sequence[str]) -> None:
-    """Fetch what is read next of a model of the Hub, together: the settings of the modules, and of the model itself."""
+    """Fetch the files of a Hub model that are read next in one go: the settings of the modules and of the model."""
     transformer = (_inside(paths[0], file) for file in _TRANSFORMER_FILES)
-    own = next((name for name in transformer if folder.listed(name) is not None), None)
+    settings = next((name for name in transformer if folder.listed(name) is not None), None)
     names = [_inside(path, "config.json") for path in paths if path or path == paths[0]]
-    names += ["config_sentence_transformers.json"] + ([] if own is None else [own])
+    names += ["config_sentence_transformers.json"] + ([] if settings is None else [settings])
     folder.bring(*names, bounds=dict.fromkeys(names, json_bound()))
 
 
 def _module(c: Fields, place: int) -> tuple[str, str]:
+    """Return the (kind, path) of entry number `place` of `modules.json`."""
     path, kind = c.text("path"), c.text("type")
     if path:
         files.check_name(path)
@@ -311,17 +324,18 @@ def _module(c: Fields, place: int) -> tuple[str, str]:
 
 
 def _inside(path: str, name: str) -> str:
+    """Return the name of a file in a module's directory, relative to the checkpoint."""
     return f"{path}/{name}" if path else name
 
 
 def _fields(folder: Folder, path: str, name: str) -> Fields:
-    """The fields of a file of a module; none if it is not there."""
+    """Return the fields of a file of a module; no fields if the file does not exist."""
     name = _inside(path, name)
     return Fields(folder.json(name), folder.where(name))
 
 
 def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
-    """`max_seq_length` and `do_lower_case`."""
+    """Return `max_seq_length` and `do_lower_case` of the transformer module."""
     candidates = (_fields(folder, path, file) for file in _TRANSFORMER_FILES)
     c = next((c for c in candidates if c.values), Fields({}, ""))
     for name in _TRANSFORMER_EMPTY:
@@ -336,48 +350,52 @@ def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
             f"{c.where}: modality_config is {quote(modalities)}; supported is text by {_TEXT_MODALITY}, and no "
             "'message', which is a chat template"
         )
-    lower, length = c.flag("do_lower_case", False), c.whole_or_null("max_seq_length", None, high=2**31 - 1)
+    lowercase, length = c.flag("do_lower_case", False), c.whole_or_null("max_seq_length", None, high=2**31 - 1)
     c.finish(_TRANSFORMER_INERT, _TRANSFORMER_ONLY)
     if length is not None:
-        return length, lower
-    # Newer releases leave the length to the tokenizer, and hold it to the positions that the model has.
+        return length, lowercase
+    # Newer releases take the length from the tokenizer, limited by the number of positions of the model.
     tokenizer, config = (_fields(folder, path, name) for name in ("tokenizer_config.json", "config.json"))
     length = model_max_length(tokenizer)
     if config.raw("max_position_embeddings", -1) == -1:  # -1 is XLNet's "any"
-        return length, lower
+        return length, lowercase
     positions = config.whole("max_position_embeddings", high=2**31 - 1)
-    return positions if length is None else min(length, positions), lower
+    return positions if length is None else min(length, positions), lowercase
 
 
 def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int | None, bool]:
-    """The modes, the size of a token vector, and `include_prompt`."""
+    """Return the pooling modes, the size of a token vector if it is known, and `include_prompt`."""
     if not path:
         raise ConfigError(f"{folder.where('modules.json')}: the pooling module needs a path of its own")
-    folder.needed(_inside(path, "config.json"))  # the mode must be known
+    # Without the file the pooling mode is unknown, and a default could be wrong.
+    folder.needed(_inside(path, "config.json"))
     c = _fields(folder, path, "config.json")
-    says = any(name.startswith("pooling_mode_") for name in c.values)  # else it is sentence-transformers' own default
-    flagged = [mode for name, mode in _POOLING_FLAGS.items() if c.flag(name, False)]
+    # A file without any flag has the default of sentence-transformers, which is the mean.
+    has_flags = any(name.startswith("pooling_mode_") for name in c.values)
+    flag_modes = [mode for name, mode in _POOLING_FLAGS.items() if c.flag(name, False)]
     c.finish(name for name in c.values if not name.startswith("pooling_mode_"))
-    modes = c.raw("pooling_mode", flagged if says else "mean")
-    listed = [modes] if isinstance(modes, str) else modes
-    if not isinstance(listed, list) or not listed or not all(isinstance(mode, str) for mode in listed):
+    modes = c.raw("pooling_mode", flag_modes if has_flags else "mean")
+    mode_list = [modes] if isinstance(modes, str) else modes
+    if not isinstance(mode_list, list) or not mode_list or not all(isinstance(mode, str) for mode in mode_list):
         raise ConfigError(f"{c.where}: expected a pooling mode, found {quote(modes)}; known: {listing(_POOLING_NAMES)}")
-    for mode in listed:
+    for mode in mode_list:
         if mode not in _POOLING_NAMES:
             raise UnsupportedError(f"{c.where}: pooling mode {quote(mode)}; supported are {listing(_POOLING_NAMES)}")
     width = c.whole_or_null("embedding_dimension", c.whole_or_null("word_embedding_dimension", None))
     include_prompt = c.flag("include_prompt", True)
-    return tuple(_POOLING_NAMES[mode] for mode in listed), width, include_prompt
+    return tuple(_POOLING_NAMES[mode] for mode in mode_list), width, include_prompt
 
 
 def _check_normalize(folder: Folder, path: str) -> None:
-    if path:  # else the config.json there is the transformer's
+    """Check that the normalization applies to the sentence embedding."""
+    if path:
+        # Without a path, the config.json in that directory belongs to the transformer.
         c, names = _fields(folder, path, "config.json"), {"module_input_name", "module_output_name"}
         c.finish(c.values.keys() - names, dict.fromkeys(names, ("sentence_embedding",)))
 
 
 def _prompts(folder: Folder) -> tuple[dict[str, str], str | None]:
-    """The prompts by name, a null one being empty, and the name of the default one."""
+    """Return the prompts by name, with null read as an empty prompt, and the name of the default prompt."""
     c = _fields(folder, "", "config_sentence_transformers.json")
     c.choice("model_type", "SentenceTransformer", {"SentenceTransformer": ""})
     default, group = c.raw("default_prompt_name"), c.group("prompts") or Fields({}, c.where)

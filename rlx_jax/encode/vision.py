@@ -1,4 +1,4 @@
-"""`VisionEncoder`: hidden states and vectors of images."""
+"""Define `VisionEncoder`, which computes hidden states and vectors of images."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.token_model import OpenedModel, primary
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
+# Maximum number of images of a call, if the profile has no buckets for it.
 BATCH = 32
 
 
 class VisionEncoder(OpenedModel):
-    """`flow` maps pixel values `[batch, channels, height, width]` to hidden states `[batch, tokens, hidden]`; its side
+    """Compute hidden states and vectors of images.
+
+    `flow` maps pixel values `[batch, channels, height, width]` to hidden states `[batch, tokens, hidden]`; its side
     output `pooled` is one vector for each image.
 
     Args:
-        flow: a `ModelFlow` whose first input is the pixel values, or a recipe; or a compiled model, whose programs it
-            shares.
-        processor: makes pixel values of images, for `embed`; `rlx_jax.load` brings the checkpoint's own.
-        options: `profile`, `mesh`, `strict`, `missing` and `key` as in `rlx_jax.compile`; `progress`, told how far
-            loading and compiling are: see `rlx_jax.compiler.executable.Progress`.
+        flow: a `ModelFlow` with pixel values as its first input, or a recipe; or a compiled model, to share its
+            programs.
+        processor: makes pixel values of images, for `embed`; `rlx_jax.load` passes the checkpoint's.
+        options: `profile`, `mesh`, `strict`, `missing` and `key` as in `rlx_jax.compile`; `progress`, a callback that
+            reports loading and compiling: see `rlx_jax.compiler.executable.Progress`.
     """
 
     _methods = (
@@ -66,9 +69,10 @@ class VisionEncoder(OpenedModel):
 
     @suggests()
     def hidden_states(self, pixel_values: Any) -> jax.Array:
-        """The last hidden states: pixel values `[B, C, H, W]` floats → `[B, tokens, hidden]` float32.
+        """Return the last hidden states: pixel values `[B, C, H, W]` floats → `[B, tokens, hidden]` float32.
 
-        Any height and width of at least one patch; what a family's positions were not trained for is resampled.
+        Height and width may be any size of at least one patch; positions are resampled for a size that the family was
+        not trained for.
 
         Raises:
             RequestError: not floats of that shape. GraphError: the flow has no hidden states.
@@ -81,80 +85,84 @@ class VisionEncoder(OpenedModel):
 
     @suggests()
     def embed(self, images: Any) -> Vectors:
-        """One vector for each image: `[n, E]` float32; a single image gives `[E]`. It is the flow's output `pooled`.
+        """Return one vector for each image: `[n, E]` float32; a single image gives `[E]`. It is the flow's output
+        `pooled`.
 
         Args:
-            images: uint8 arrays `[H, W, C]` or Pillow's images, which the checkpoint's image processor makes pixel
-                values of: one alone, or several in a list or an iterator, which is read as it goes; or pixel values
-                `[B, C, H, W]`, floats.
+            images: uint8 arrays `[H, W, C]` or Pillow's images, which the checkpoint's image processor converts: a
+                single one, or several in a list or an iterator, which is consumed in chunks; or pixel values `[B, C, H,
+                W]`, floats.
 
         Raises:
-            RequestError: none of them; the message names the image. GraphError: the flow has no output `pooled`.
-            NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has them all.
+            RequestError: none of these; the message names the image. GraphError: the flow has no output `pooled`.
+            NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has all vectors.
         """
         self.model.refuse_traced()
         width = pooled_width(self.model)
         clock = self.model.programs.clock()
         if _is_pixel_values(images):
             pixels, single = np.asarray(self._checked(images, least=0)), False
-            parts: Iterator[Any] = (pixels[i : i + self._most] for i in range(0, len(pixels), self._most))
+            batches: Iterator[Any] = (pixels[i : i + self._most] for i in range(0, len(pixels), self._most))
         else:
-            parts, single = self._processed(images)
-        vectors = np.concatenate([np.zeros((0, width), np.float32), *map(self._pooled, parts)])
+            batches, single = self._processed(images)
+        vectors = np.concatenate([np.zeros((0, width), np.float32), *map(self._pooled, batches)])
         seconds, compiled = clock()
         self._read = RequestReport("images", len(vectors), 0, seconds, compiled=compiled)
         check_finite(vectors, "images")
         return vectors[0] if single else vectors
 
     def _processed(self, images: Any) -> tuple[Iterator[Any], bool]:
-        """Pixel values of images, a batch at a time, the next one made while one runs; and whether it is a single
-        image. All are of the size of the first."""
+        """Return batches of pixel values of images, and whether it is a single image.
+
+        A thread makes the next batch while the model runs one. All images must have the processed size of the first.
+        """
         processor = self.processor
         if processor is None:
             raise RequestError(
                 "images need an image processor: the checkpoint has no preprocessor_config.json; pass pixel values "
                 "[B, C, H, W], or processor="
             )
-        named, single = (None, False) if isinstance(images, Iterator) else named_images(images)
+        named_items, single = (None, False) if isinstance(images, Iterator) else named_images(images)
         sizes: list[tuple[int, ...]] = []
 
         def make(chunk: tuple[int, list[Any]]) -> PixelValues:
-            items = chunk[1] if named is not None else numbered(chunk[1], chunk[0])
+            items = chunk[1] if named_items is not None else numbered(chunk[1], chunk[0])
             return processor.together(items, sizes)
 
-        source: Any = images if named is None else named
+        source: Any = images if named_items is None else named_items
         return (pixels for pixels, _ in ahead(chunks(source, self._most), make)), single
 
     @property
     def _most(self) -> int:
-        """Images that go through the model at once."""
+        """Maximum number of images in a batch."""
         return self.buckets.batch[-1] if self.buckets.batch else BATCH
 
     def _pooled(self, pixels: Any) -> Vectors:
-        """Vectors of a batch, which is padded with zeros to one of few sizes."""
+        """Return the vectors of a batch, padded with zeros to one of few sizes, so that few programs compile."""
         rows = len(pixels)
-        full = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, self._most))
-        padded = np.pad(pixels, ((0, full - rows), (0, 0), (0, 0), (0, 0)))
-        found = self.model(padded)
-        vectors: Vectors = np.asarray(jax.device_get(pooled_of(found)))[:rows]
+        padded_rows = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, self._most))
+        padded = np.pad(pixels, ((0, padded_rows - rows), (0, 0), (0, 0), (0, 0)))
+        outputs = self.model(padded)
+        vectors: Vectors = np.asarray(jax.device_get(pooled_of(outputs)))[:rows]
         return vectors
 
     def _checked(self, pixel_values: Any, least: int = 1) -> Any:
-        """Pixel values of a request, of `least` images and more."""
+        """Return the pixel values of a request, after checking their shape and dtype; at least `least` images."""
         if on_host := not isinstance(pixel_values, jax.Array):
             pixel_values = as_host_array("pixel_values", pixel_values)
         shape = list(pixel_values.shape)
         if len(shape) != 4 or 0 in shape[1:] or shape[0] < least or shape[1] != self.channels:
-            turned = len(shape) == 4 and shape[3] == self.channels
+            is_channels_last = len(shape) == 4 and shape[3] == self.channels
             hint = "; an image to be processed is uint8, [height, width, channels]" if len(shape) == 3 else ""
             hint = "; x[None] is a batch of one" if len(shape) == 3 and shape[0] == self.channels else hint
-            hint = "; x.transpose(0, 3, 1, 2) puts the channels there" if turned else hint
+            hint = "; x.transpose(0, 3, 1, 2) puts the channels there" if is_channels_last else hint
             raise RequestError(f"pixel_values: expected [batch, {self.channels}, height, width], got {shape}{hint}")
         if not is_float(pixel_values.dtype):
             raise RequestError(
                 f"pixel_values: expected floats as an image processor makes them, got "
                 f"{short_name(pixel_values.dtype)}; embed takes uint8 images"
             )
+        # Values on the device are not checked: reading them would wait for the device.
         if on_host and self.processor is not None:
             warn_of_range(pixel_values, self.processor)
         return pixel_values
@@ -177,21 +185,23 @@ class VisionEncoder(OpenedModel):
                 self._pooled(np.zeros((rows, self.channels, *sides), np.float32))
 
     def report(self, **sizes: int) -> Report:
-        """What compiling cost, and the last program's needs; with `sizes` those of `forward` at these."""
+        """Return the cost of compiling and the requirements of the last program; with `sizes` those of `forward` at
+        these sizes."""
         return replace(self.model.report(**sizes), request=self._read)
 
     @suggests()
     def profile(self, images: Any) -> BlockTimes:
-        """Time by block of `embed(images)`, which runs twice: the second time under `jax.profiler`."""
-        given = [*images] if isinstance(images, Iterator) else images
-        return profile_run([self.model.programs], lambda: self.embed(given))
+        """Return the time by block of `embed(images)`, which runs twice: the second time under `jax.profiler`."""
+        # The request runs twice, and an iterator can be read only once.
+        inputs = [*images] if isinstance(images, Iterator) else images
+        return profile_run([self.model.programs], lambda: self.embed(inputs))
 
 
 def check_images(model: CompiledModel) -> int:
-    """The channels of the images that a model reads.
+    """Return the number of channels of the images that a model reads.
 
     Raises:
-        GraphError: its first input is no images, or it has other required ones.
+        GraphError: its first input is not images, or it has other required inputs.
     """
     first = next(i for i in model.flow._inputs if i.name == model.first_input)
     shape = first.type.shape
@@ -210,18 +220,21 @@ def check_images(model: CompiledModel) -> int:
 
 
 def warn_of_range(pixels: np.ndarray[Any, Any], processor: ImageProcessor) -> None:
-    """Warn of pixel values that no picture has behind a processor, but before it: from 0 to 255, or from 0 to 1."""
+    """Warn of pixel values that look unprocessed.
+
+    These are values from 0 to 255, or from 0 to 1 where the processor subtracts a mean.
+    """
     if not pixels.size:
         return
     least, most = processor.range
     low, high = float(pixels.min()), float(pixels.max())
-    raw = max(-low, high) > 4 * max(-least, most)
-    # Behind a mean the dark parts of pictures are below 0.
-    scaled = least < -0.5 and 1.5 < most < 200 and 0 <= low and high <= 1 and high - low > 0.9
-    if raw or scaled:
+    is_raw = max(-low, high) > 4 * max(-least, most)
+    # After the mean is subtracted, dark parts of pictures are negative; values within 0 to 1 are before that step.
+    is_scaled = least < -0.5 and 1.5 < most < 200 and 0 <= low and high <= 1 and high - low > 0.9
+    if is_raw or is_scaled:
         warnings.warn(
             f"pixel_values: {low:g} to {high:g}, and the image processor makes {least:.2g} to {most:.2g}: they look as "
-            f"they were before it{' divided them' if raw else ' took the mean off'}; embed takes uint8 images, and "
+            f"they were before it{' divided them' if is_raw else ' took the mean off'}; embed takes uint8 images, and "
             "processor(images) makes their pixel values",
             RlxNumericsWarning,
             stacklevel=5,
@@ -229,5 +242,5 @@ def warn_of_range(pixels: np.ndarray[Any, Any], processor: ImageProcessor) -> No
 
 
 def _is_pixel_values(images: Any) -> bool:
-    """An array of floats, and no images."""
+    """Return whether it is an array of floats, and not images."""
     return isinstance(images, np.ndarray | jax.Array) and is_float(images.dtype)
