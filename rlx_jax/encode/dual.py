@@ -148,7 +148,7 @@ class DualEncoder(OpenedModel):
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling the text tower and the requirements of its last program.
 
-        With `sizes` the requirements are those of `forward` at these sizes. `images.report()` reports the image tower.
+        With `sizes` it reports the requirements of `forward` at these sizes. `images.report()` reports the image tower.
         """
         return self.texts.report(**sizes)
 

@@ -34,7 +34,7 @@ AHEAD = 32
 # one thread, for a twentieth with two.
 LANES = {"cpu": min(2, os.cpu_count() or 1)}
 
-# The input of a packed program whose pooling leaves out the prompt: the number of its tokens.
+# Name of the input with the number of prompt tokens, in packed programs that leave the prompt out of pooling.
 SKIP = "skip"
 
 T = TypeVar("T")
@@ -77,8 +77,10 @@ class PackedForm:
     skip: int | None
 
     def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
-        """Return calls for texts of these lengths. If `more` texts follow, texts that do not fill a call are left for
-        later."""
+        """Return calls for texts of these lengths.
+
+        If `more` texts follow, texts that do not fill a call are left for later.
+        """
         blocks = plan(lengths, self.sizes)
         return [b for b in blocks if len(b.texts) == self.sizes.of(b.width)[0]] if more else blocks
 

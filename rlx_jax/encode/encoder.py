@@ -447,8 +447,10 @@ class Encoder(OpenedModel):
                 jax.block_until_ready(form.run(block, [np.zeros(length, np.int32)]))
 
     def report(self, **sizes: int) -> Report:
-        """Return the cost of compiling and the requirements of the last program; with `sizes` those of `forward` at
-        these sizes."""
+        """Return the cost of compiling and the requirements of the last program.
+
+        With `sizes` it reports the requirements of `forward` at these sizes.
+        """
         layout = self.packing or "several texts in a row"
         if self.packing and self.padding is None and self.own_lengths:
             layout = f"rows at their own lengths: {self.own_lengths}"

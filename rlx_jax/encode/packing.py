@@ -105,7 +105,7 @@ def sizes_for(costs: Costs, longest: int, tokens: int | None = None, share: int 
     """Return the blocks for texts of up to `longest` tokens.
 
     Args:
-        costs: those of the device.
+        costs: the costs on the device.
         longest: maximum length of a text, in tokens.
         tokens: maximum rows × width of a block, which has at least one row; None: the default of the device.
         share: number of devices that rows are sharded over; the number of rows is a multiple of it.

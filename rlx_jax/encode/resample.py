@@ -1,8 +1,8 @@
 """Resize images exactly as Pillow or torch does, with separable antialiasing filters in integer arithmetic.
 
 Each axis is one pass. Weights are fixed-point numbers with 22 fractional bits for Pillow; for torch the number of bits
-is the largest for which the largest weight fits into 16 bits. Each pass rounds to 8-bit levels. So the results are
-bit-identical to those of the libraries.
+is the largest for which the largest weight fits into 16 bits. Each pass rounds to 8-bit levels. So the results
+are bit-identical to the libraries'.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: j
         hidden: `[B, S, H]` floats; the arithmetic is float32.
         keep: `[B, S]` bool, True at real tokens. Values of `hidden` at other tokens, NaN included, have no influence.
         pipeline: the pooling modes, and whether to normalize.
-        skip: int32 scalar: number of the first real tokens of each row to leave out, which are those of a prompt.
+        skip: int32 scalar: number of the first real tokens of each row to leave out, which are a prompt.
 
     Returns:
         `[B, H · len(pipeline.pooling)]` float32.

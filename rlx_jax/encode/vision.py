@@ -85,13 +85,12 @@ class VisionEncoder(OpenedModel):
 
     @suggests()
     def embed(self, images: Any) -> Vectors:
-        """Return one vector for each image: `[n, E]` float32; a single image gives `[E]`. It is the flow's output
-        `pooled`.
+        """Return one vector for each image, the flow's output `pooled`: `[n, E]` float32; a single image gives `[E]`.
 
         Args:
             images: uint8 arrays `[H, W, C]` or Pillow's images, which the checkpoint's image processor converts: a
-                single one, or several in a list or an iterator, which is consumed in chunks; or pixel values `[B, C, H,
-                W]`, floats.
+                single one, or several in a list or an iterator, which is consumed in chunks; or pixel values
+                `[B, C, H, W]`, floats.
 
         Raises:
             RequestError: none of these; the message names the image. GraphError: the flow has no output `pooled`.
@@ -185,8 +184,10 @@ class VisionEncoder(OpenedModel):
                 self._pooled(np.zeros((rows, self.channels, *sides), np.float32))
 
     def report(self, **sizes: int) -> Report:
-        """Return the cost of compiling and the requirements of the last program; with `sizes` those of `forward` at
-        these sizes."""
+        """Return the cost of compiling and the requirements of the last program.
+
+        With `sizes` it reports the requirements of `forward` at these sizes.
+        """
         return replace(self.model.report(**sizes), request=self._read)
 
     @suggests()

@@ -1,8 +1,8 @@
-"""Read a Hugging Face `config.json` field by field, and refuse what is left over.
+"""Read a Hugging Face `config.json` field by field, and refuse fields that nothing reads.
 
-A field that changes the computation and that nothing reads would give wrong numbers in silence, so every field is
-either read by the family, or known to have no part in the forward pass (`INERT`), or refused by name, unless the caller
-names it in `ignore_fields`.
+A field that changes the computation but is not read would silently give wrong numbers. So every field is either read by
+the family, or known not to affect the forward pass (`INERT`), or refused by name, unless the caller names it in
+`ignore_fields`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from rlx_jax.models.known_fields import INERT, INERT_PREFIXES, NEUTRAL, NULLABLE
 
 T = TypeVar("T")
 
+# Sanity limits, so that a malformed config does not make the process allocate or trace without bound.
 MAX_LAYERS = 1024
 MAX_VOCABULARY = 2**24
 MAX_WIDTH = 2**24
 
-# The option of `rlx_jax.load`, `recipe_for` and `from_pretrained`.
+# Name of the option of `rlx_jax.load`, `recipe_for` and `from_pretrained`, for messages.
 IGNORE = "ignore_fields"
 
 LOG = logging.getLogger("rlx_jax")
@@ -42,49 +43,63 @@ LOG = logging.getLogger("rlx_jax")
 
 @dataclass
 class IgnoredFields:
-    """The fields of a config that the caller wants ignored, `sliding_window` or `text_config.rope_scaling.beta`; `used`
-    are those of them that would be refused otherwise."""
+    """The fields of a config that the caller wants ignored, such as `sliding_window` or
+    `text_config.rope_scaling.beta`.
+
+    Attributes:
+        names: the names that the caller passed.
+        used: the names among them that would otherwise be refused, collected while the config is read.
+    """
 
     names: tuple[str, ...] = ()
     used: list[str] = field(default_factory=list)
 
     def check_present(self, values: Mapping[str, Any], where: str) -> None:
-        """Refuse a name that no field of `values` has.
+        """Refuse a name that is not a field of `values`.
 
         Raises:
-            ConfigError: names it, and one close to it.
+            ConfigError: the message has the name, and a similar one.
         """
         for name in self.names:
             (*groups, last), inner = name.split("."), values
             for group in groups:
                 nested = inner.get(group)
                 inner = nested if isinstance(nested, Mapping) else {}
+            # A field's name may contain a dot, such as `transformers.js_config`, so the full name counts too.
             if last not in inner and name not in values:
-                near = did_you_mean(last, list(map(str, inner)), alike=0.7)
-                raise ConfigError(f"{where}: {IGNORE}: there is no field {quote(name)}{near}")
+                suggestion = did_you_mean(last, list(map(str, inner)), alike=0.7)
+                raise ConfigError(f"{where}: {IGNORE}: there is no field {quote(name)}{suggestion}")
 
     def check_used(self, where: str) -> None:
         """Refuse a name that ignores nothing, after the config was read.
 
         Raises:
-            ConfigError: names a field that is handled.
+            ConfigError: the field is handled anyway.
         """
-        if idle := [name for name in self.names if name not in self.used]:
+        if unused := [name for name in self.names if name not in self.used]:
             raise ConfigError(
-                f"{where}: {IGNORE}: field {quote(idle[0])} is handled: it is read, or it has no part in the forward "
+                f"{where}: {IGNORE}: field {quote(unused[0])} is handled: it is read, or it has no part in the forward "
                 "pass in any case; leave it out"
             )
 
 
 @dataclass
 class Fields:
-    """A config that remembers which of its fields were read."""
+    """A config that records which of its fields were read.
+
+    Attributes:
+        values: the content of the JSON object.
+        where: file and group, for messages.
+        seen: names of the fields that were read.
+        ignored: the caller's `ignore_fields`; None if these fields are not from the config.json that is being loaded.
+        inside: prefix of the full names of the fields in a nested object, such as `text_config.`.
+    """
 
     values: Mapping[str, Any]
     where: str
     seen: set[str] = field(default_factory=set)
-    ignored: IgnoredFields | None = None  # None: these fields are not those of a config.json that is being opened
-    inside: str = ""  # of a nested object, what the names of its fields begin with: `text_config.`
+    ignored: IgnoredFields | None = None
+    inside: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Mapping):
@@ -94,29 +109,33 @@ class Fields:
             )
 
     def raw(self, name: str, default: Any = None) -> Any:
-        """The value as it is; an absent field and null are the default."""
+        """Return the value without a check; for a missing field and for null, the default."""
         self.seen.add(name)
         value = self.values.get(name)
         return default if value is None else value
 
     def _given(self, name: str, default: Any, kind: str) -> Any:
-        """As `raw`, but null is only a value where the reference writes it, and there has to be one."""
+        """Return the value or the default, and refuse null and a missing field without a default.
+
+        Null is accepted only for the `NULLABLE` fields, which the reference itself writes as null.
+        """
         if name in self.values and self.values[name] is None and name not in NULLABLE:
             raise self.wrong(name, "a value", "null")
         value = self.raw(name, default)
         if value is None:
-            near = did_you_mean(name, [str(k) for k in self.values if k not in self.seen], alike=0.85)
-            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected {kind}{near}")
+            suggestion = did_you_mean(name, [str(k) for k in self.values if k not in self.seen], alike=0.85)
+            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected {kind}{suggestion}")
         return value
 
     def wrong(self, name: str, expected: str, value: Any) -> ConfigError:
-        """The error of a field with another value than those that are `expected`."""
+        """Return the error for a field with an unexpected value."""
         text = value if value == "null" else quote(value)
         return ConfigError(f"{self.where}: field {quote(name)} is {text}; expected {expected}")
 
     def whole(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:
-        """An integer in `[low, high]`."""
+        """Return an integer in `[low, high]`."""
         value = self._given(name, default, "an integer")
+        # bool is a subclass of int in Python, but true is not a number in a config.
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(name, "an integer", value)
         if value < low:
@@ -126,11 +145,11 @@ class Fields:
         return value
 
     def whole_or_null(self, name: str, default: int | None, high: int = MAX_WIDTH) -> int | None:
-        """An integer in `[1, high]`, or None for null; an absent field is the default."""
+        """Return an integer in `[1, high]`, or None for null; the default for a missing field."""
         return None if self._is_null(name, default) else self.whole(name, default, high=high)
 
     def pair(self, name: str, default: int | None = None, high: int = 2**16) -> tuple[int, int]:
-        """Height and width: one integer in `[1, high]` for both, or a list of two."""
+        """Return height and width: one integer in `[1, high]` for both, or a list of two."""
         value = self._given(name, default, "an integer")
         if not isinstance(value, list | tuple):
             side = self.whole(name, default, high=high)
@@ -141,7 +160,7 @@ class Fields:
         return height, width
 
     def real(self, name: str, default: float | None = None, low: float = 0.0, above: bool = True) -> float:
-        """A finite number over `low`, or from `low` on if not `above`."""
+        """Return a finite number greater than `low`, or at least `low` if not `above`."""
         value = self._given(name, default, "a number")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.wrong(name, "a finite number", value)
@@ -150,39 +169,40 @@ class Fields:
         return float(value)
 
     def real_or_null(self, name: str, default: float | None) -> float | None:
-        """A finite number over 0, or None for null; an absent field is the default."""
+        """Return a finite number over 0, or None for null; the default for a missing field."""
         return None if self._is_null(name, default) else self.real(name, default)
 
     def _is_null(self, name: str, default: Any) -> bool:
-        """Whether a field is null, or is absent and has no default."""
+        """Return whether a field is null, or is missing and has no default."""
         self.seen.add(name)
         return self.values.get(name, default) is None
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """Return true or false."""
         value = self._given(name, default, "true or false")
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false", value)
         return value
 
     def plain(self, config: type[Any], *names: str) -> dict[str, Any]:
-        """Read fields by name, each as the default that a config's class has: a bool, an integer or a number."""
+        """Return fields by name, each read with the type (bool, int or float) and value of its default in a config
+        class."""
         readers: dict[type, Callable[..., Any]] = {bool: self.flag, int: self.whole, float: self.real}
         defaults = {name: getattr(config, name) for name in names}
         return {name: readers[type(default)](name, default) for name, default in defaults.items()}
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self._given(name, default, "a string")
         if not isinstance(value, str):
             raise self.wrong(name, "a string", value)
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
-        """One of `choices`, mapped.
+        """Return the value that `choices` maps a string to.
 
         Raises:
-            UnsupportedError: another string.
+            UnsupportedError: the string is not among the choices.
         """
         value = self.text(name, default)
         if value not in choices:
@@ -194,30 +214,38 @@ class Fields:
     def items(
         self, name: str, default: Sequence[Any], what: str, fits: Callable[[Any], bool], count: int | None = None
     ) -> list[Any]:
-        """A list of `what`, which all fit; of `count` items if that is given."""
+        """Return a list of items that all satisfy `fits`.
+
+        Args:
+            name: the field.
+            default: value for a missing field.
+            what: description of the items, for messages.
+            fits: predicate of an item.
+            count: required length; None: any.
+        """
         values = self.raw(name, default)
-        whole = isinstance(values, list | tuple) and count in (None, len(values))
-        if not whole or not all(map(fits, values)):
+        is_list = isinstance(values, list | tuple) and count in (None, len(values))
+        if not is_list or not all(map(fits, values)):
             raise self.wrong(name, f"a list of {what}", values)
         return list(values)
 
     def kinds(self, name: str, default: Sequence[str], choices: Mapping[str, T]) -> tuple[T, ...]:
-        """A list of as many of `choices` as the default has, one a layer, mapped.
+        """Return a list with one entry per layer, each mapped by `choices`; it has the length of the default.
 
         Raises:
-            UnsupportedError: another one.
+            UnsupportedError: an entry is not among the choices.
         """
         count = len(default)
         kinds = self.items(name, default, f"{count}, one a layer", lambda kind: True, count)
         for kind in kinds:
-            if kind not in list(choices):
+            if kind not in list(choices):  # a list, because an entry may be unhashable
                 raise UnsupportedError(
                     f"{self.where}: field {quote(name)} has {quote(kind)}; supported are {', '.join(choices)}"
                 )
         return tuple(choices[kind] for kind in kinds)
 
     def group(self, name: str) -> Fields | None:
-        """A nested object."""
+        """Return the fields of a nested object; None if it is missing or null."""
         value = self.raw(name)
         if value is None:
             return None
@@ -226,7 +254,8 @@ class Fields:
         return Fields(value, f"{self.where}, {name}", ignored=self.ignored, inside=f"{self.inside}{name}.")
 
     def finish_model(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
-        """`finish` of a model's own fields, of which `INERT` and `NEUTRAL` are harmless too.
+        """Refuse unread fields of a model's own config, where `INERT` and `NEUTRAL` fields are harmless too; see
+        `finish`.
 
         Raises:
             UnsupportedError: names the fields.
@@ -239,55 +268,62 @@ class Fields:
         self.finish(harmless | self._without_window(), NEUTRAL | dict(only or {}))
 
     def _without_window(self) -> set[str]:
-        """The fields of a sliding window that no layer has."""
-        unread = "sliding_window" in self.seen and "use_sliding_window" not in self.seen  # the window holds in any case
-        off = self.values.get("use_sliding_window") is False and not unread
-        if not off and self.values.get("sliding_window") is not None:
+        """Return the names of sliding-window fields that are harmless because no layer has a window."""
+        # A family that reads sliding_window but has no use_sliding_window applies the window in any case.
+        always_slides = "sliding_window" in self.seen and "use_sliding_window" not in self.seen
+        is_off = self.values.get("use_sliding_window") is False and not always_slides
+        if not is_off and self.values.get("sliding_window") is not None:
             return set()
         kinds, layers = self.values.get("layer_types"), self.values.get("num_hidden_layers")
-        full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
-        return {"max_window_layers", "sliding_window"} | ({"layer_types"} if full else set())
+        all_full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
+        return {"max_window_layers", "sliding_window"} | ({"layer_types"} if all_full else set())
 
     def finish(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
-        """Refuse every field that was not read and is not known to be harmless: `inert` at any value, `only` at some,
-        and null.
+        """Refuse every field that was not read and is not known to be harmless. Null is always harmless.
+
+        Args:
+            inert: names of fields that are harmless at any value.
+            only: fields that are harmless at some values.
 
         Raises:
             UnsupportedError: names the fields.
         """
         harmless, neutral = set(inert), only or {}
-        passed, refused = list[str](), list[str]()
+        skipped, refused = list[str](), list[str]()
         for name, value in self.values.items():
             if name in self.seen:
                 continue
-            same = any(value == v and type(value) is type(v) for v in neutral.get(name, ()))
-            (passed if value is None or name in harmless or same else refused).append(name)
+            # The type counts because 1 == True in Python.
+            is_neutral = any(value == v and type(value) is type(v) for v in neutral.get(name, ()))
+            (skipped if value is None or name in harmless or is_neutral else refused).append(name)
         if self.ignored is not None:
-            chosen = [name for name in refused if f"{self.inside}{name}" in self.ignored.names]
-            self.ignored.used += [f"{self.inside}{name}" for name in chosen]
-            refused = [name for name in refused if name not in chosen]
+            ignored = [name for name in refused if f"{self.inside}{name}" in self.ignored.names]
+            self.ignored.used += [f"{self.inside}{name}" for name in ignored]
+            refused = [name for name in refused if name not in ignored]
         if refused:
             raise UnsupportedError(self._refusal(refused))
-        if passed:
-            LOG.debug("%s: fields without a part in the forward pass: %s", self.where, ", ".join(map(quote, passed)))
+        if skipped:
+            LOG.debug("%s: fields without a part in the forward pass: %s", self.where, ", ".join(map(quote, skipped)))
 
     def _refusal(self, names: Sequence[str]) -> str:
-        """The message about fields that nobody reads."""
+        """Return the message about fields that nothing reads."""
         first, *others = names
-        also = f"; nor {'is' if len(others) == 1 else 'are'} {listing(others)}" if others else ""
-        said = (
+        more = f"; nor {'is' if len(others) == 1 else 'are'} {listing(others)}" if others else ""
+        text = (
             f"{self.where}: field {quote(first)} is {quote(self.values[first])}; it may change the computation and is "
-            f"not handled{also}{did_you_mean(first, self.seen - self.values.keys(), alike=0.85)}"
+            f"not handled{more}{did_you_mean(first, self.seen - self.values.keys(), alike=0.85)}"
         )
         if first == "quantization_config":
-            return f"{said}: take the checkpoint that is not quantised"
+            return f"{text}: take the checkpoint that is not quantised"
         name = f"{self.inside}{first}"
-        return said if self.ignored is None else f"{said}; if it does not change the forward pass: {IGNORE}=[{name!r}]"
+        return text if self.ignored is None else f"{text}; if it does not change the forward pass: {IGNORE}=[{name!r}]"
 
 
 class ModelConfig:
-    """Sizes of a model as its `config.json` has them. A family's config is a frozen dataclass of this kind, which reads
-    its own fields; `inert` are those that have no part in its computation, `only` those that have none at some values.
+    """Sizes of a model, as its `config.json` defines them.
+
+    A family's config is a frozen subclass that reads its own fields. `inert` names fields that do not affect its
+    computation, `only` fields that do not at some values.
     """
 
     inert: ClassVar[tuple[str, ...]] = ()
@@ -295,29 +331,29 @@ class ModelConfig:
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        """The family's fields. What nobody reads is refused afterwards, unless it is known to be harmless."""
+        """Return the config from the family's fields. The caller refuses unread fields afterwards."""
         raise NotImplementedError
 
     @classmethod
     def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From `config.json`, as it was read or as a mapping.
+        """Return the config for a `config.json`, given as fields or as a mapping.
 
         Raises:
             ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
         """
         c = config if isinstance(config, Fields) else Fields(config, "config")
-        made = cls.read(c)
+        result = cls.read(c)
         c.finish_model(cls.inert, cls.only)
-        return made
+        return result
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """Such a config as it is, or `from_hf` of the content of a `config.json`."""
+        """Return a config of this class unchanged, or `from_hf` of the content of a `config.json`."""
         return config if isinstance(config, cls) else cls.from_hf(config)
 
 
 class LayeredConfig(ModelConfig):
-    """The config of a stack of layers, under the names of Hugging Face, as those of its subclasses are."""
+    """The config of a stack of layers, with Hugging Face's field names like all its subclasses."""
 
     num_hidden_layers: int
 
@@ -338,7 +374,7 @@ class CausalConfig(TokenConfig):
 
 # -- fields that families have in common -------------------------------------------------------
 
-# Hugging Face's names of activations, and ours.
+# Hugging Face's names of activations, mapped to the names in `rlx_jax.blocks`.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_accurate": "gelu_tanh",
@@ -362,7 +398,12 @@ ACTIVATIONS = {
 def width_and_heads(
     c: Fields, hidden: int = 768, heads: int = 12, names: tuple[str, str] = ("hidden_size", "num_attention_heads")
 ) -> tuple[int, int]:
-    """The hidden width and the number of heads, which divides it; `hidden` and `heads` are the family's defaults.
+    """Return the hidden width and the number of heads, which divides it.
+
+    Args:
+        c: the config.
+        hidden, heads: the family's defaults.
+        names: the two fields.
 
     Raises:
         ConfigError, LimitError: a value is absurd.
@@ -376,7 +417,7 @@ def width_and_heads(
 def tower_fields(
     c: Fields, hidden: int = 768, heads: int = 12, activation: str = "gelu", eps: float = 1e-6
 ) -> dict[str, Any]:
-    """The fields of every stack of BERT's or ViT's layers; the keywords are the family's defaults.
+    """Return the fields that every stack of BERT-like or ViT-like layers has; the keywords are the family's defaults.
 
     Raises:
         ConfigError, LimitError: a value is absurd. UnsupportedError: an activation that is not handled.
@@ -394,8 +435,9 @@ def tower_fields(
 def text_fields(
     c: Fields, vocab: int, positions: int = 512, inner: int = 3072, eps: float = 1e-12, **tower: Any
 ) -> dict[str, Any]:
-    """The fields of such a stack that reads tokens; the keywords are the family's defaults, `tower` those of
-    `tower_fields`.
+    """Return the fields of a BERT-like stack that reads tokens.
+
+    The keywords are the family's defaults; `tower` are the keywords of `tower_fields`.
 
     Raises:
         ConfigError, LimitError: a value is absurd. UnsupportedError: an activation that is not handled.
@@ -412,7 +454,7 @@ def text_fields(
 
 
 def read_config(folder: Folder, ignore_fields: Iterable[str] = ()) -> Fields:
-    """`config.json` of a model directory; fields that `ignore_fields` names are not refused.
+    """Return the fields of `config.json` in a model directory; fields that `ignore_fields` names are not refused.
 
     Raises:
         ConfigError: not one strict JSON object. MissingFileError: there is none.
@@ -428,8 +470,10 @@ def read_config(folder: Folder, ignore_fields: Iterable[str] = ()) -> Fields:
 
 
 def architecture(config: Fields) -> tuple[str, str]:
-    """`model_type` and the first of `architectures` ("" if the config names none); what diffusers writes has
-    `_class_name`, which is both."""
+    """Return `model_type` and the first of `architectures`, which is "" if the config names none.
+
+    A config of diffusers has `_class_name` instead, which is returned for both.
+    """
     if "model_type" not in config.values and "_class_name" in config.values:
         return (config.text("_class_name"),) * 2
     if "model_type" not in config.values:

@@ -1,7 +1,7 @@
-"""The recipe of a decoder-only model: from a config to its weights and its flow.
+"""Define the recipes of causal models, which make a flow from a config and weights.
 
-A family is its config (see `decoder_config.py`) and a row in `families.py`; the recipe is `DecoderFlow` under another
-name. `CausalFlow` is what it shares with families that are not Llama's kin (`gpt2.py`).
+A family of decoders is its config (see `decoder_config.py`) and a row in `families.py`; its recipe is a subclass of
+`DecoderFlow`. `CausalFlow` is what Llama-like families share with others, such as `gpt2.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ A = TypeVar("A", bound="CausalConfig")
 
 @dataclass(frozen=True)
 class Decode:
-    """A recipe's flow as explicit decode, behind cached keys and values that are inputs: see `ModelFlow.explicit`."""
+    """Options of explicit decode, where cached keys and values are inputs of the flow: see `ModelFlow.explicit`.
+
+    `past`: number of cached tokens, None for a dynamic one; `custom_mask`: the mask is an input.
+    """
 
     past: int | None = None
     custom_mask: bool = False
@@ -44,14 +47,14 @@ class Decode:
 class CausalFlow(Recipe[A]):
     """The recipe of a causal model. Inputs: `input_ids` `[batch, seq]`. Output: `logits` f32 `[batch, seq, vocab]`.
 
-    A family's recipe is this class with a name and the class of its config, and `spec`, `stage`, `assemble`.
+    A family's recipe is a subclass with a name and the class of its config, and `spec`, `stage`, `assemble`.
 
     Args:
         batch, seq: sizes to compile for ahead of the first call.
         hidden_only: no head. Output: `hidden`, the normalised `[batch, seq, hidden]`.
-        last_token_logits: the head of each row's last token only: `[batch, 1, vocab]`.
+        last_token_logits: apply the head to the last token of each row only: `[batch, 1, vocab]`.
         inputs_embeds: the input is `inputs_embeds` `[batch, seq, hidden]` float32 instead of ids.
-        export_kv: side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every layer, the keys rotated.
+        export_kv: add side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every layer, the keys rotated.
         decode: explicit decode; see `rlx_jax.models.decoder.as_decode`.
         Others: see `Recipe`.
     """
@@ -64,36 +67,43 @@ class CausalFlow(Recipe[A]):
     export_kv: bool = False
     decode: Decode | None = None
 
-    outer: ClassVar[str] = ""  # what names of modules begin with in PEFT's files, where keys of checkpoints need not
+    # Prefix of module names in PEFT's files that keys of checkpoints may leave out.
+    outer: ClassVar[str] = ""
 
     @classmethod
     def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
-        """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
+        """Return the forward program, bound to sizes if given; `config` may be the content of `config.json`."""
         return replace(super().for_prefill(config, batch), seq=seq)
 
     @classmethod
     def for_decode(
         cls, config: A | Mapping[str, Any], batch: int | None = None, past: int | None = None, custom_mask: bool = False
     ) -> Self:
-        """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
+        """Return explicit decode: see `rlx_jax.models.decoder.as_decode`."""
         return as_decode(cls.for_prefill(config, batch), past, custom_mask)
 
     @property
     def embedding(self) -> str:
-        """The key of the embedding."""
+        """Checkpoint key of the embedding."""
         return EMBEDDING
 
     def stored_in(self, source: WeightSource) -> Self:
-        """The recipe for how a checkpoint stores its weights, such as under a prefix. A head that is stored beside a
-        tied embedding is the head: it may differ, and comparing would read data."""
+        """Return the recipe for how a checkpoint stores its weights, such as under a prefix.
+
+        If the checkpoint has a separate head although the config ties it to the embedding, that head is used: it may
+        differ from the embedding, and comparing the two would read data.
+        """
         if not (self.config.tie_word_embeddings and source.has(HEAD)):
             return self
         config: Any = self.config
         return replace(self, config=replace(config, tie_word_embeddings=False))
 
     def reads(self, source: WeightSource) -> WeightSource:
-        """Return a checkpoint's weights as the recipe reads them. Keys of the model without its head, as transformers
-        saves an `AutoModel`, lack the first part of the causal model's, `model.`; a subclass may unpack weights."""
+        """Return a checkpoint's weights under the keys that the recipe reads.
+
+        Keys of a model that transformers saved without its head (`AutoModel`) do not have the first part of the causal
+        model's keys, `model.`. A subclass may also unpack weights.
+        """
         prefix, _, bare = self.embedding.partition(".")
         if source.has(self.embedding) or not source.has(bare):
             return source
@@ -103,18 +113,19 @@ class CausalFlow(Recipe[A]):
         return (HEAD,) if self.hidden_only and source.has(HEAD) else ()
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every checkpoint key with its shape."""
-        plain = replace(self, decode=None, hidden_only=False, inputs_embeds=False, export_kv=False)
-        return super(CausalFlow, plain).shapes()
+        """Return the shape of every checkpoint key."""
+        # These options drop or replace stages with weights; the checkpoint has the weights in any case.
+        full_recipe = replace(self, decode=None, hidden_only=False, inputs_embeds=False, export_kv=False)
+        return super(CausalFlow, full_recipe).shapes()
 
 
 @dataclass(frozen=True)
 class DecoderFlow(CausalFlow[C]):
-    """The recipe of Llama and its kin: see `CausalFlow`.
+    """The recipe of Llama-like families: see `CausalFlow`.
 
-    A family's recipe is this class with its name and the class of its config. One whose layers `LayerSpec` cannot
-    describe overrides `stage`. Layers of a `fused` family are one block where Llama's describes them, and
-    with `composed` they are built from small stages; the numbers are the same.
+    A family's recipe is a subclass with its name and the class of its config. A family that needs layers which
+    `LayerSpec` cannot describe overrides `stage`. In a `fused` family a layer is one fused block if it is a Llama
+    layer; with `composed` it is built from small stages. The numbers are the same.
     """
 
     composed: bool = False
@@ -146,12 +157,12 @@ class DecoderFlow(CausalFlow[C]):
 
 
 def weight_specs(config: DecoderConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
+    """Return the shape of every checkpoint key, to compile or `init` without a checkpoint."""
     return declared_shapes(DecoderFlow(config).assemble(), dtype)
 
 
 def left_keys(config: DecoderConfig) -> tuple[str, ...]:
-    """Keys of old checkpoints that are left unread on purpose."""
+    """Return the keys of old checkpoints that are left unread on purpose."""
     layers = range(config.num_hidden_layers)
     return tuple(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in layers)
 
@@ -160,7 +171,7 @@ def left_keys(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> R:
-    """New tokens behind `past` cached ones, which are inputs and outputs: see `ModelFlow.explicit`.
+    """Return the recipe of new tokens after `past` cached ones, which are inputs and outputs: see `ModelFlow.explicit`.
 
     Inputs: `input_ids` `[batch, seq]`, with `custom_mask` `mask` `[batch, past + seq]`, then `past_k_{i}` and
     `past_v_{i}` `[batch, past, K·D]` of each layer, and optionally `position_ids` `[batch, seq]`. Outputs: `logits`,
@@ -179,14 +190,15 @@ def decoder_flow(
     logits: Iterable[BlockStage] = (),
     leave: Iterable[str] = (),
 ) -> ModelFlow:
-    """The flow of a recipe, bound to its weights if there are any.
+    """Return the flow of a recipe, bound to its weights if there are any.
 
     Args:
+        recipe: the recipe.
         layer: makes layer i as `layer(i, recipe.spec(i))`.
         norm: the final norm.
-        tables: stages before the embedding, such as those of the rope.
-        embedded: stages between the embedding and the layers, such as a scale; `inputs_embeds` passes them too.
-        logits: stages behind the head, such as a softcap.
+        tables: stages before the embedding, such as rope tables.
+        embedded: stages between the embedding and the layers, such as a scale; `inputs_embeds` pass through them too.
+        logits: stages after the head, such as a softcap.
         leave: keys that are left unread on purpose.
     """
     c = recipe.config
@@ -198,7 +210,7 @@ def decoder_flow(
         .patch(partial(_opened, recipe, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)
-        .when(recipe.export_kv and not recipe.decode, ModelFlow.export_kv)  # decode gives them anyway
+        .when(recipe.export_kv and not recipe.decode, ModelFlow.export_kv)  # decode has these outputs anyway
         .patch(recipe.hooks.stack(c.num_hidden_layers, recipe.spec, layer))
         .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
         .stage(norm)
@@ -208,8 +220,8 @@ def decoder_flow(
 
 
 def _opened(recipe: CausalFlow[Any], tables: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
-    """A flow with the inputs, the tables and the embedding."""
-    table = (recipe.config.vocab_size, recipe.config.hidden_size)
+    """Return the flow with the inputs, the tables and the embedding appended."""
+    shape = (recipe.config.vocab_size, recipe.config.hidden_size)
     if recipe.inputs_embeds:
         flow = flow.input("inputs_embeds", ("batch", "seq", recipe.config.hidden_size))
     else:
@@ -217,11 +229,11 @@ def _opened(recipe: CausalFlow[Any], tables: Iterable[BlockStage], flow: ModelFl
     if recipe.decode:
         flow = flow.explicit(recipe.decode.past, recipe.decode.custom_mask)
     flow = flow.raw_stages(tables)
-    return flow if recipe.inputs_embeds else flow.stage(Embed(recipe.embedding, table))
+    return flow if recipe.inputs_embeds else flow.stage(Embed(recipe.embedding, shape))
 
 
 def _closed(recipe: CausalFlow[Any], logits: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
-    """A flow with the head, and what follows it."""
+    """Return the flow with the head and the stages after it appended."""
     sizes = (recipe.config.vocab_size, recipe.config.hidden_size)
     if recipe.hidden_only:
         return flow.hidden_states()

@@ -1,6 +1,6 @@
-"""The config of a decoder-only model: the fields that all have, and what several families read in the same way.
+"""Define `DecoderConfig`, the config of a decoder-only model, and readers of fields that several families share.
 
-A family's own file adds its fields to `DecoderConfig`, reads them, and says how its layers differ from Llama's.
+A family's own file adds its fields to `DecoderConfig`, reads them, and defines how its layers differ from Llama's.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rlx_jax.blocks import (
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
 
-# How many keys layer i reads, None for all; empty for all in every layer.
+# Number of keys that layer i attends to, None for all; an empty tuple for all keys in every layer.
 Windows = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """What a decoder has beside its layers; Llama has none of it.
+    """What a decoder has in addition to its layers; Llama has none of it.
 
     Args:
-        rope: rope tables beside those of `inv_freq`, which layers ask for by name (`LayerSpec.rope`).
-        embedded: stages behind the embedding, such as a scale; `inputs_embeds` do not pass them.
-        logits: stages behind the head, such as a softcap.
+        rope: more rope tables than the one of `inv_freq`; layers select one by name (`LayerSpec.rope`).
+        embedded: stages after the embedding, such as a scale; `inputs_embeds` do not pass through them.
+        logits: stages after the head, such as a softcap.
         left: keys, or prefixes that end in `.`, that are left unread on purpose.
     """
 
@@ -49,11 +49,10 @@ class Ends:
 
 @dataclass(frozen=True)
 class DecoderConfig(CausalConfig):
-    """Sizes of a decoder, under the names of Hugging Face's config; `inv_freq` are the frequencies of its rope, whose
-    cos and sin are multiplied with `rope_factor`.
+    """Sizes of a decoder, with Hugging Face's field names.
 
-    A family's config is such a class with the fields that it has besides. It overrides `read`, and `layer_spec` and
-    `ends` where it is not Llama.
+    `inv_freq` are the inverse frequencies of its rope; cos and sin are multiplied by `rope_factor`. A family's config
+    is a subclass with additional fields. It overrides `read`, and `layer_spec` and `ends` where it differs from Llama.
     """
 
     vocab_size: int
@@ -69,33 +68,37 @@ class DecoderConfig(CausalConfig):
     tie_word_embeddings: bool = field(default=False, kw_only=True)
     rope_factor: float = field(default=1.0, kw_only=True)
 
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_decoder": (False, True)}  # it is one
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_decoder": (False, True)}  # a decoder either way
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        """The family's fields, in the spelling of transformers 4 or 5."""
+        """Return the config from the family's fields, in the spelling of transformers 4 or 5."""
         return cls(**plain_fields(c, max_positions=cls.max_position_embeddings))
 
     def layer_spec(self, index: int) -> LayerSpec:
-        """What layer `index` is: `layer_of(self, …)` with the differences from Llama."""
+        """Return the spec of layer `index`: `layer_of(self, …)` with the differences from Llama."""
         return layer_of(self)
 
     def ends(self) -> Ends:
-        """What there is beside the layers."""
+        """Return the stages outside the layers."""
         return Ends()
 
 
 def layer_of(config: DecoderConfig, *, window: int | None = None, **differences: Any) -> LayerSpec:
-    """The layer of a config: `window` is how many keys it reads, None for all; the rest are the record's fields.
+    """Return the layer spec of a config.
 
-    Of each head as many columns turn as the config has frequencies for.
+    Args:
+        config: the sizes.
+        window: number of keys that the layer attends to; None for all.
+        differences: fields of `LayerSpec` that differ from Llama's.
     """
-    c, turned = config, 2 * len(config.inv_freq)
+    # Each frequency rotates two columns of a head; fewer than head_dim / 2 frequencies mean a partial rotation.
+    c, rotary_dim = config, 2 * len(config.inv_freq)
     return LayerSpec(
         num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
         mask=MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window),
         intermediate_size=c.intermediate_size,
-        **{"n_rot": None if turned == c.head_dim else turned} | differences,
+        **{"n_rot": None if rotary_dim == c.head_dim else rotary_dim} | differences,
     )  # fmt: skip
 
 
@@ -103,7 +106,7 @@ def layer_of(config: DecoderConfig, *, window: int | None = None, **differences:
 
 
 class ScaledRope(NamedTuple):
-    """Inverse frequencies, and what cos and sin are multiplied with."""
+    """Inverse frequencies, and the factor of cos and sin."""
 
     inv_freq: Frequencies
     factor: float = 1.0
@@ -113,10 +116,10 @@ def common_fields(
     c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None, eps: float = 1e-6,
     tied: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The fields of `DecoderConfig` but for the rope. The keywords are the family's defaults for what a config leaves
-    out.
+    """Return the fields of `DecoderConfig` without the rope.
 
-    Without them there are as many key/value heads as heads, and `head_dim` is hidden / heads.
+    The keywords are the family's defaults for fields that a config leaves out. By default there are as many key/value
+    heads as heads, and `head_dim` is hidden / heads.
 
     Raises:
         ConfigError, LimitError: a value is absurd.
@@ -130,8 +133,9 @@ def common_fields(
     width = c.whole("head_dim", head_dim or max(hidden // heads, 1), high=2**16)
     if width % 2:
         raise ConfigError(f"{c.where}: head_dim is {width}; rotary embeddings need an even one")
-    given = "num_key_value_heads" in c.values  # null counts: there are as many as heads
-    groups = c.whole("num_key_value_heads", heads if given or kv_heads is None else kv_heads, high=2**16)
+    # Null counts as present: as in the reference it means as many key/value heads as heads, not the default.
+    has_kv_heads = "num_key_value_heads" in c.values
+    groups = c.whole("num_key_value_heads", heads if has_kv_heads or kv_heads is None else kv_heads, high=2**16)
     if heads % groups:
         raise ConfigError(f"{c.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     return dict(
@@ -149,8 +153,12 @@ def common_fields(
 
 
 def plain_fields(c: Fields, *, theta: float = 1e4, **defaults: Any) -> dict[str, Any]:
-    """The fields of `DecoderConfig`, of a decoder with SwiGLU whose layers share one rope. Another activation is
-    refused. `theta`: see `rope_of`; `defaults`: the keywords of `common_fields`.
+    """Return the fields of `DecoderConfig` for a decoder with SwiGLU and one rope for all layers.
+
+    Args:
+        c: the config. Another activation is refused.
+        theta: see `rope_of`.
+        defaults: the keywords of `common_fields`.
 
     Raises:
         ConfigError, LimitError: a value is absurd. UnsupportedError: names the field.
@@ -162,30 +170,34 @@ def plain_fields(c: Fields, *, theta: float = 1e4, **defaults: Any) -> dict[str,
 
 
 def qwen_windows(c: Fields, layers: int) -> Windows:
-    """The windows of Qwen 2 and 3: `sliding_window` keys if `use_sliding_window`, from layer `max_window_layers` on."""
-    used, width = c.flag("use_sliding_window", False), c.whole_or_null("sliding_window", 4096)
-    first = c.whole("max_window_layers", 28, low=0)
-    window = width if used else None
-    return layer_windows(c, layers, window, lambda i: window is not None and i >= first)
+    """Return the windows of Qwen 2 and 3.
+
+    If `use_sliding_window` is set, layers from `max_window_layers` on attend to `sliding_window` keys.
+    """
+    is_used, width = c.flag("use_sliding_window", False), c.whole_or_null("sliding_window", 4096)
+    first_layer = c.whole("max_window_layers", 28, low=0)
+    window = width if is_used else None
+    return layer_windows(c, layers, window, lambda i: window is not None and i >= first_layer)
 
 
 def layer_windows(c: Fields, layers: int, window: int | None, sliding: Callable[[int], bool]) -> Windows:
-    """`window` for the layers that slide and None for the others: by `layer_types`, or without it by `sliding(i)`.
+    """Return `window` for the layers that slide and None for the others.
 
-    A window of w keeps w keys, the query's own included.
+    `layer_types` decides which layers slide, or `sliding(i)` if the config leaves it out. A window of w covers w keys,
+    including the query's own position.
 
     Raises:
         ConfigError: another number of layers, or layers that slide without a window. UnsupportedError: another type.
     """
-    usual = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
-    slides = c.kinds("layer_types", usual, {"full_attention": False, "sliding_attention": True})
+    default_types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
+    slides = c.kinds("layer_types", default_types, {"full_attention": False, "sliding_attention": True})
     if window is None and any(slides):
         raise ConfigError(f"{c.where}: field 'layer_types' has sliding_attention, and there is no sliding_window")
     return tuple(window if slide else None for slide in slides)
 
 
 def window_at(windows: Windows, index: int) -> int | None:
-    """How many keys layer `index` reads, None for all."""
+    """Return the number of keys that layer `index` attends to; None for all."""
     return windows[index] if windows else None
 
 
@@ -193,95 +205,113 @@ def rope_of(
     c: Fields, common: Mapping[str, Any], theta: float = 1e4, partial_rotary: float | None = None,
     inert: Iterable[str] = (),
 ) -> ScaledRope:  # fmt: skip
-    """The rope of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling` (4); `theta` is the base
-    where neither has one. `partial_rotary` is the share of each head that turns, where a config leaves out
-    `partial_rotary_factor`; None for a family that has no such field. `inert` are fields of theirs without a part in
-    it.
+    """Return the rope of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling` (transformers 4).
+
+    Args:
+        c: the config.
+        common: the fields from `common_fields`.
+        theta: the base if the config has none.
+        partial_rotary: fraction of each head's columns to rotate if the config leaves out `partial_rotary_factor`; None
+            for a family without that field.
+        inert: names of rope fields that do not affect the frequencies.
 
     Raises:
-        ConfigError: no even number of columns of a head turns.
+        ConfigError: the number of rotated columns is odd, or out of range.
     """
-    turned, positions = common["head_dim"], common["max_position_embeddings"]
+    rotary_dim, positions = common["head_dim"], common["max_position_embeddings"]
     group, old = c.group("rope_parameters"), c.group("rope_scaling")
     if partial_rotary is not None:
         outer = c.real("partial_rotary_factor", partial_rotary)
         factor = outer if group is None else group.real("partial_rotary_factor", outer)
         inert = (*inert, "partial_rotary_factor")
-        turned = int(common["head_dim"] * factor)
-        if not 2 <= turned <= common["head_dim"] or turned % 2:
+        rotary_dim = int(common["head_dim"] * factor)
+        if not 2 <= rotary_dim <= common["head_dim"] or rotary_dim % 2:
             raise ConfigError(
-                f"{c.where}: partial_rotary_factor {factor} of head_dim {common['head_dim']} turns {turned} columns"
+                f"{c.where}: partial_rotary_factor {factor} of head_dim {common['head_dim']} turns {rotary_dim} columns"
             )
     for fields in (group, old):
         if fields is not None:
             fields.seen.update(inert)
-    return frequencies_of(c, group, old, turned, default=theta, max_positions=positions)
+    return frequencies_of(c, group, old, rotary_dim, default=theta, max_positions=positions)
 
 
 def frequencies_of(
     c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta",
     default: float | None = 1e4, max_positions: int | None = None,
 ) -> ScaledRope:  # fmt: skip
-    """Inverse frequencies of the parameters in `group` (transformers 5), or of the field `base` and the scaling in
-    `old` (4): `rope_type` default, linear, llama3, and of models whose `max_positions` are given, yarn.
+    """Return the scaled inverse frequencies of a rope.
+
+    The supported values of `rope_type` are default, linear, llama3, and yarn for models that pass `max_positions`.
+
+    Args:
+        c: the config.
+        group: its `rope_parameters` (transformers 5).
+        old: its `rope_scaling` (transformers 4).
+        head_dim: number of rotated columns of a head.
+        base: field of the base in transformers 4.
+        default: the base if the config has none; None: it must have one.
+        max_positions: the model's context in tokens.
 
     Raises:
-        UnsupportedError: another type, or a field that is not handled. ConfigError: no float32 frequencies, or both are
-            given and differ.
+        UnsupportedError: another type, or a field that is not handled. ConfigError: no float32 frequencies, or both
+            groups are present and differ.
     """
     theta = c.real(base, default)
     if group is not None:
         if "rope_theta" in group.values:
-            inner = group.real("rope_theta")
-            if base in c.values and theta != inner:
-                raise ConfigError(f"{c.where}: {base} is {theta}, and {inner} in rope_parameters")
-            theta = inner
+            group_theta = group.real("rope_theta")
+            if base in c.values and theta != group_theta:
+                raise ConfigError(f"{c.where}: {base} is {theta}, and {group_theta} in rope_parameters")
+            theta = group_theta
         if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
             raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
     group = group or old
-    with np.errstate(over="ignore"):  # refused in the next line
-        plain = frequencies(head_dim, theta)
-    if not all(0 < f < math.inf for f in plain):
+    with np.errstate(over="ignore"):  # an overflow is refused below
+        unscaled = frequencies(head_dim, theta)
+    if not all(0 < f < math.inf for f in unscaled):
         where = c.where if group is None else f"{c.where}: rope_parameters"
         raise ConfigError(f"{where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
     if group is None:
-        return ScaledRope(plain)
+        return ScaledRope(unscaled)
     kind = group.text("rope_type", group.text("type", "default"))
     group.seen.add("type")
     if kind == "default":
-        out = ScaledRope(plain)
+        out = ScaledRope(unscaled)
     elif kind == "linear":
-        out = ScaledRope(linear_scaling(plain, group.real("factor")))
+        out = ScaledRope(linear_scaling(unscaled, group.real("factor")))
     elif kind == "llama3":
-        out = ScaledRope(_llama3(group, plain))
+        out = ScaledRope(_llama3(group, unscaled))
     elif kind == "yarn" and max_positions is not None:
-        out = _yarn(group, plain, theta, max_positions)
+        out = _yarn(group, unscaled, theta, max_positions)
     else:
-        known = ["default", "linear", "llama3"] + ["yarn"] * (max_positions is not None)
-        raise UnsupportedError(f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are {', '.join(known)}")
+        names = ["default", "linear", "llama3"] + ["yarn"] * (max_positions is not None)
+        raise UnsupportedError(f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are {', '.join(names)}")
     group.finish(only={"partial_rotary_factor": (1, 1.0)})
     return out
 
 
 def _llama3(group: Fields, plain: Frequencies) -> Frequencies:
+    """Return Llama 3's scaling of the frequencies."""
     factor, low, high = (group.real(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     return llama3_scaling(plain, factor, low, high, group.whole("original_max_position_embeddings", high=2**31 - 1))
 
 
 def _yarn(group: Fields, plain: Frequencies, theta: float, max_positions: int) -> ScaledRope:
-    """A `factor` of null is how many times longer the model's context is than the original one.
+    """Return YaRN's frequencies.
+
+    A `factor` of null means the ratio of the model's context to the original one.
 
     Raises:
-        ConfigError: a base that does not grow, or no factor.
+        ConfigError: a base of at most 1, or no factor.
     """
     context = group.whole("original_max_position_embeddings", max_positions, high=2**31 - 1)
-    given = group.real_or_null("factor", None) if "factor" in group.values else group.real("factor")
-    factor = max_positions / context if given is None else given
+    config_factor = group.real_or_null("factor", None) if "factor" in group.values else group.real("factor")
+    factor = max_positions / context if config_factor is None else config_factor
     if theta <= 1:
         raise ConfigError(f"{group.where}: rope_theta is {theta}; yarn counts turns by a base over 1")
-    freqs = yarn_scaling(
+    inv_freq = yarn_scaling(
         plain, factor, context, theta, beta_fast=group.real_or_null("beta_fast", None) or 32.0,
         beta_slow=group.real_or_null("beta_slow", None) or 1.0, truncate=group.flag("truncate", True),
     )  # fmt: skip
-    usual = yarn_factor(factor, group.real_or_null("mscale", None), group.real_or_null("mscale_all_dim", None))
-    return ScaledRope(freqs, group.real_or_null("attention_factor", None) or usual)
+    default_factor = yarn_factor(factor, group.real_or_null("mscale", None), group.real_or_null("mscale_all_dim", None))
+    return ScaledRope(inv_freq, group.real_or_null("attention_factor", None) or default_factor)

@@ -1,7 +1,8 @@
-"""LoRA (Hu et al. 2021): y = x Wᵀ + s · (x Aᵀ) Bᵀ, with A `[rank, in]` and B `[out, rank]` beside a stored W.
+"""Add, merge and save LoRA adapters (Hu et al. 2021): y = x Wᵀ + s · (x Aᵀ) Bᵀ, with A `[rank, in]` and B
+`[out, rank]`.
 
-Keys, sizes and initial numbers are those of PEFT, whose adapter files load and are written. It is built on `at`: A and
-B stand in the block of the product that they change.
+Keys, sizes and initial values match PEFT's, so its adapter files can be loaded and written. It is built on `at`: A and
+B belong to the block of the product that they change.
 """
 
 from __future__ import annotations
@@ -43,23 +44,35 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class WithAdapter:
-    """The edit of a flow that puts an adapter's files beside its weights, and the products beside theirs. A class, so
-    that a recipe with it can be pickled."""
+    """The edit of a flow that adds an adapter's files to its weights, and the low-rank products to the matching blocks.
+
+    It is a class, so that a recipe with it can be pickled.
+
+    Attributes:
+        sizes: the adapted modules.
+        source: the adapter's weights.
+        renamed: see `ModuleNames`.
+        no_training: reason why the adapter cannot be trained as it was; empty if it can.
+    """
 
     sizes: AdapterSizes
     source: WeightSource
-    renamed: tuple[tuple[str, str], ...] = ()  # see `ModuleNames`
-    no_training: str = ""  # why it cannot be trained as it was, where it cannot
+    renamed: tuple[tuple[str, str], ...] = ()
+    no_training: str = ""
 
     def __call__(self, flow: ModelFlow) -> ModelFlow:
         flow = replace(flow, _no_training=self.no_training or flow._no_training)
         names = replace(self._names(flow), renamed=self.renamed)
-        own = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
-        flow = flow.with_weights(MarkedSource(RenamedSource(self.source, own), "spare"), add=True)
-        if flow._elsewhere:  # the other tower's, which another flow reads
-            known = set(flow._left_keys)
-            others = (key for key in own if any(f"{key.removesuffix(part)}.weight" in known for part in PARTS))
-            flow = replace(flow, _left_keys=(*flow._left_keys, *others))
+        adapter_keys = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
+        flow = flow.with_weights(MarkedSource(RenamedSource(self.source, adapter_keys), "spare"), add=True)
+        # Adapter weights of the other tower, which another flow reads, are left unread here like the tower's own
+        # weights.
+        if flow._elsewhere:
+            unread = set(flow._left_keys)
+            companions = (
+                key for key in adapter_keys if any(f"{key.removesuffix(part)}.weight" in unread for part in PARTS)
+            )
+            flow = replace(flow, _left_keys=(*flow._left_keys, *companions))
         for (size, scale), modules in self.sizes.groups().items():
             origin = f"the adapter {self.source.where(self.source.keys()[0])}"
             keys = frozenset(f"{names.stored}{module.removeprefix(names.outer)}.weight" for module in modules)
@@ -67,16 +80,18 @@ class WithAdapter:
         return flow
 
     def _names(self, flow: ModelFlow) -> ModuleNames:
-        """The flow's checkpoint may be that of the bare model while the adapter is of one with a head, or the other way
-        round."""
-        first, known = next(iter(self.sizes.modules)), flow._weights
-        inner = first.partition(".")[2]
-        if known is None or known.has(f"{first}.weight"):
+        """Return how the adapter's module names map to the checkpoint's keys.
+
+        The checkpoint may be of the bare model while the adapter is of one with a head, or the other way round.
+        """
+        module, weights = next(iter(self.sizes.modules)), flow._weights
+        inner = module.partition(".")[2]
+        if weights is None or weights.has(f"{module}.weight"):
             return ModuleNames()
-        if known.has(f"{inner}.weight"):
-            return ModuleNames(outer=first.removesuffix(inner))
-        longer = next((key for key in known.keys() if key.endswith(f".{first}.weight")), f"{first}.weight")
-        return ModuleNames(stored=longer.removesuffix(f"{first}.weight"))
+        if weights.has(f"{inner}.weight"):
+            return ModuleNames(outer=module.removesuffix(inner))
+        full_key = next((key for key in weights.keys() if key.endswith(f".{module}.weight")), f"{module}.weight")
+        return ModuleNames(stored=full_key.removesuffix(f"{module}.weight"))
 
 
 def lora(
@@ -89,23 +104,25 @@ def lora(
     dropout: float | None = None,
     adapter: Any = None,
 ) -> R:
-    """A recipe or flow with LoRA adapters: new ones where `pattern` matches, or those of PEFT's files.
+    """Return a recipe or flow with LoRA adapters: new ones where `pattern` matches, or the adapters in PEFT's files.
 
-    New weights are in no checkpoint: `rlx_jax.compile(…, missing="init", key=0)` draws them, A uniform and B zeros.
+    New weights are in no checkpoint: `rlx_jax.compile(…, missing="init", key=0)` initializes them, A uniform and B
+    zeros.
 
     Args:
         recipe: a recipe or a `ModelFlow`.
-        pattern: as `at` takes it; every block that matches is one product, such as `layers.*.self_attn.{q,v}_proj`.
-        rank: of new adapters.
-        alpha: s is alpha / rank; rank by default, so that s is 1.
+        pattern: as in `at`; every block that matches is one product, such as `layers.*.self_attn.{q,v}_proj`.
+        rank: the rank of new adapters.
+        alpha: s is alpha / rank; the default is rank, so that s is 1.
         rslora: s is alpha / √rank (Kalajdzievski 2023).
-        dropout: there is none here, and another number than 0 is refused. Files that say `lora_dropout` are for
-            inference, and train on without it where this is 0.
-        adapter: a directory with `adapter_config.json` and `adapter_model.safetensors`, which say all the rest. A
-            checkpoint that has the adapter's weights itself counts before its files.
+        dropout: not supported; any number other than 0 is refused. An adapter's files with a `lora_dropout` are for
+            inference only, unless this is 0: then training continues without dropout.
+        adapter: a directory with `adapter_config.json` and `adapter_model.safetensors`, which define all other options.
+            If the checkpoint itself has weights under the adapter's keys, it takes precedence over the files.
 
     Raises:
-        RequestError: options that contradict. ConfigError, UnsupportedError: the files ask for what there is not.
+        RequestError: options that contradict each other. ConfigError, UnsupportedError: the files need a feature that
+            is not supported.
     """
     if dropout not in (None, 0) or isinstance(dropout, bool):
         raise UnsupportedError(f"lora: dropout is {shown(dropout)}; adapters train without: leave it out")
@@ -115,11 +132,11 @@ def lora(
         if (pattern, rank, alpha, rslora) != (None, None, None, False):
             raise RequestError("lora: an adapter says which blocks it is for, its rank and alpha: leave out the others")
         (sizes, source), renamed = open_adapter(adapter), getattr(recipe, "modules", ())
-        left = ""
+        no_training = ""
         if sizes.dropout and dropout is None:
-            said = f"the adapter says lora_dropout {sizes.dropout:g}"
-            left = f"{said}, and there is no dropout here: rlx_jax.lora(…, dropout=0) trains on without"
-        return _patched(recipe, WithAdapter(*as_stored(sizes, source, renamed), renamed, left))
+            problem = f"the adapter says lora_dropout {sizes.dropout:g}"
+            no_training = f"{problem}, and there is no dropout here: rlx_jax.lora(…, dropout=0) trains on without"
+        return _patched(recipe, WithAdapter(*as_stored(sizes, source, renamed), renamed, no_training))
     if pattern is None:
         raise RequestError("lora: expected a pattern of blocks and a rank, or adapter=, the directory of PEFT's files")
     if not isinstance(rank, int | np.integer) or isinstance(rank, bool) or rank < 1:
@@ -133,16 +150,17 @@ def lora(
 
 
 def _patched(recipe: R, edit: Edit) -> R:
-    made: Any = recipe
-    return cast(R, edit(made) if isinstance(made, ModelFlow) else made.patch_flow(edit))
+    """Return a recipe or a flow with an edit applied."""
+    target: Any = recipe
+    return cast(R, edit(target) if isinstance(target, ModelFlow) else target.patch_flow(edit))
 
 
-# -- what a model has of them --------------------------------------------------------------------
+# -- adapters of a model -------------------------------------------------------------------------
 
 
 @dataclass
 class _Noting:
-    """A `LoraLinear` that notes what it wrote."""
+    """A wrapper that delegates to a `LoraLinear` and records the adapters that it adds."""
 
     made: LoraLinear
     found: list[Adapter] = field(default_factory=list)
@@ -154,19 +172,19 @@ class _Noting:
 
 
 def adapters_of(model: CompiledModel) -> tuple[Adapter, ...]:
-    """Every weight with an adapter.
+    """Return every weight with an adapter.
 
     Raises:
         RequestError: the model has none.
     """
-    found = [adapter for flow in model.programs.flows.values() for adapter in _written(flow, model.programs.source)]
-    if not found:
+    adapters = [adapter for flow in model.programs.flows.values() for adapter in _written(flow, model.programs.source)]
+    if not adapters:
         raise RequestError(f"{model.name}: there is no adapter in this model; rlx_jax.lora(recipe, …) adds one")
-    return tuple(dict.fromkeys(found))  # of several parts one
+    return tuple(dict.fromkeys(adapters))  # several flows may share one
 
 
 def _written(flow: Buildable, source: WeightSource | None) -> list[Adapter]:
-    """The adapters that a flow writes."""
+    """Return the adapters of a flow, by building it with wrappers that record them."""
     notes, edits = list[_Noting](), list[BlockEdit]()
     for edit in flow._block_edits if isinstance(flow, ModelFlow) else ():
         if isinstance(edit.wrapper, LoraLinear):
@@ -179,10 +197,10 @@ def _written(flow: Buildable, source: WeightSource | None) -> list[Adapter]:
 
 
 def _compiled(model: Any, what: str) -> CompiledModel:
-    """The model, or that of a `CausalLM`, an `Encoder` …
+    """Return the model itself, or the compiled model of a `CausalLM`, an `Encoder` …
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is neither.
     """
     compiled = getattr(model, "model", model)
     if not isinstance(compiled, CompiledModel):
@@ -191,48 +209,62 @@ def _compiled(model: Any, what: str) -> CompiledModel:
 
 
 def merge_lora(model: Any) -> dict[str, jax.Array]:
-    """The weights by checkpoint key with W + s B A in the place of W and without the adapters: what the recipe without
-    adapters reads. Sums are f32; each weight keeps its dtype. The model is a `CompiledModel`, or what has one as its
-    `model`: a `CausalLM`, an `Encoder`."""
+    """Return the weights by checkpoint key, with W + s B A in place of W and without the adapters.
+
+    The recipe without adapters reads them. Sums are float32; each weight keeps its dtype.
+
+    Args:
+        model: a `CompiledModel`, or an object with one as its `model`: a `CausalLM`, an `Encoder`.
+    """
     model = _compiled(model, "merge_lora")
     return _merged(adapters_of(model), model.weights(), +1)
 
 
 def unmerge_lora(model: Any, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Of weights that `merge_lora(model)` made those of before, and the model's adapters beside them. What the merge
-    rounded stays so."""
+    """Return the weights before `merge_lora(model)`, together with the model's adapters.
+
+    Args:
+        model: the model with the adapters.
+        weights: what `merge_lora` returned. Its rounding to the dtype of the weights cannot be undone.
+
+    Raises:
+        WeightError: an adapted weight is missing.
+    """
     model = _compiled(model, "unmerge_lora")
-    adapters, own = adapters_of(model), model.weights()
-    pairs = {key: own[key] for adapter in adapters for key in (adapter.a, adapter.b)}
-    if lacking := [adapter.key for adapter in adapters if adapter.key not in weights]:
-        raise WeightError(f"unmerge_lora: weights {listing(lacking, 4)} are not there")
+    adapters, model_weights = adapters_of(model), model.weights()
+    pairs = {key: model_weights[key] for adapter in adapters for key in (adapter.a, adapter.b)}
+    if missing := [adapter.key for adapter in adapters if adapter.key not in weights]:
+        raise WeightError(f"unmerge_lora: weights {listing(missing, 4)} are not there")
     return _merged(adapters, dict(weights) | pairs, -1) | pairs
 
 
 def _merged(adapters: tuple[Adapter, ...], weights: Mapping[str, Any], sign: int) -> dict[str, jax.Array]:
-    found = {key: jnp.asarray(value) for key, value in weights.items()}
+    """Return the weights with `sign` · s B A added to each adapted one, without the adapters."""
+    merged = {key: jnp.asarray(value) for key, value in weights.items()}
     for adapter in adapters:
-        a, b, w = (found[key].astype(jnp.float32) for key in (adapter.a, adapter.b, adapter.key))
-        change = jnp.matmul(b, a, precision="highest") * (sign * adapter.scale)
-        found[adapter.key] = (w + (change if adapter.contract else change.T)).astype(found[adapter.key].dtype)
-    left = {key for adapter in adapters for key in (adapter.a, adapter.b)}
-    return {key: value for key, value in found.items() if key not in left}
+        a, b, w = (merged[key].astype(jnp.float32) for key in (adapter.a, adapter.b, adapter.key))
+        delta = jnp.matmul(b, a, precision="highest") * (sign * adapter.scale)
+        merged[adapter.key] = (w + (delta if adapter.contract else delta.T)).astype(merged[adapter.key].dtype)
+    adapter_keys = {key for adapter in adapters for key in (adapter.a, adapter.b)}
+    return {key: value for key, value in merged.items() if key not in adapter_keys}
 
 
 def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite: bool = False) -> None:
-    """Write the model's adapters, and nothing else, to a directory as PEFT does: `rlx_jax.load(base, adapter=path)`,
-    `PeftModel.from_pretrained` and `AutoPeftModelForCausalLM.from_pretrained` load them.
+    """Write the model's adapters, and nothing else, to a directory in PEFT's format.
+
+    `rlx_jax.load(base, adapter=path)`, `PeftModel.from_pretrained` and `AutoPeftModelForCausalLM.from_pretrained` load
+    it.
 
     Args:
-        model: a `CompiledModel`, or what has one as its `model`: a `CausalLM`, an `Encoder`.
-        path: a directory; those around it are made where they are missing.
-        base_model: the checkpoint that the files name as the base model: a path or `"org/name"`. By default the
-            directory that the weights were read from, or the model of the Hub with its commit.
-        overwrite: replace the adapter that is there, in one step.
+        model: a `CompiledModel`, or an object with one as its `model`: a `CausalLM`, an `Encoder`.
+        path: a directory; missing parent directories are created.
+        base_model: the base model to record in the files: a path or `"org/name"`. By default the directory that the
+            weights were read from, or the model of the Hub with its commit.
+        overwrite: replace an existing adapter, in one step.
 
     Raises:
         RequestError: the model has no adapter, or `base_model` is no text.
-        TargetExistsError: `path` exists, and `overwrite` is false or something else than an adapter is there.
+        TargetExistsError: `path` exists, and `overwrite` is false or the path is something else than an adapter.
         NoSpaceError, SaveFailedError: the disk is full or refuses.
     """
     model = _compiled(model, "save_lora")
@@ -244,9 +276,10 @@ def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite
         for adapter in adapters
         for part, key in zip(PARTS, (adapter.a, adapter.b), strict=True)
     }
-    turned = all(adapter.contract == 0 for adapter in adapters)
+    # Weights stored `[in, out]`, as in GPT-2, are `fan_in_fan_out` in PEFT.
+    transposed = all(adapter.contract == 0 for adapter in adapters)
     if base_model is not None and not isinstance(base_model, str):
         raise RequestError(f"save_lora: base_model is {shown(base_model)}; expected a path or 'org/name'")
     base = base_of(model.programs.source) if base_model is None else BaseModel(base_model)
     output = model.flow._outputs.primary if isinstance(model.flow, ModelFlow) else ""
-    write_adapter(path, AdapterSizes(modules, turned), arrays, overwrite, replace(base, task=TASKS.get(output)))
+    write_adapter(path, AdapterSizes(modules, transposed), arrays, overwrite, replace(base, task=TASKS.get(output)))
