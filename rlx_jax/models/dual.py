@@ -1,4 +1,7 @@
-"""Two towers whose vectors meet: texts and images. CLIP and SigLIP are configs and tables of keys."""
+"""Define recipes with a text tower and an image tower that produce comparable vectors.
+
+CLIP and SigLIP are configs and tables of keys on top of it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow
 
-# What a recipe assembles: all of it, one tower, or what compares two vectors.
+# What a recipe assembles: everything, one tower, or the comparison of vectors.
 TowerPart = Literal["both", "text", "vision", "similarity"]
 
 SCALE, BIAS = "logit_scale", "logit_bias"
@@ -27,19 +30,19 @@ T = TypeVar("T", bound=TextConfig)
 V = TypeVar("V", bound=VisionConfig)
 
 
-# What their blocks stand under.
+# First segment of the block paths of each tower.
 TOWERS = ("text", "vision")
 
 
 def under(name: str, before: ModelFlow, flow: ModelFlow) -> ModelFlow:
-    """The stages that a flow has behind those of before, with a segment around their block paths."""
-    own = flow._stages[len(before._stages) :]
-    return replace(flow, _stages=(*before._stages, Named(name, Sequence(own))))
+    """Return a flow where the stages added since `before` have block paths that start with `name`."""
+    new_stages = flow._stages[len(before._stages) :]
+    return replace(flow, _stages=(*before._stages, Named(name, Sequence(new_stages))))
 
 
 @dataclass(frozen=True)
 class DualConfig(ModelConfig, Generic[T, V]):
-    """Both towers."""
+    """The configs of both towers."""
 
     text: T
     vision: V
@@ -48,17 +51,20 @@ class DualConfig(ModelConfig, Generic[T, V]):
 
 
 def tower_group(c: Fields, name: str) -> Fields:
-    """The fields of a tower. Old files of CLIP hold them a second time, under `…_dict`, where what they say counts."""
+    """Return the fields of a tower.
+
+    Old files of CLIP have them a second time under `…_dict`; the values that are set there take precedence.
+    """
     group = c.group(name)
-    again = c.group(f"{name}_dict")
-    if again is None:
+    duplicate = c.group(f"{name}_dict")
+    if duplicate is None:
         return group or Fields({}, f"{c.where}, {name}")
-    values = {k: v for k, v in again.values.items() if v is not None}
-    return replace(again, values={**(group.values if group else {}), **values})
+    values = {k: v for k, v in duplicate.values.items() if v is not None}
+    return replace(duplicate, values={**(group.values if group else {}), **values})
 
 
 def finish_towers(*groups: Fields) -> None:
-    """Refuse what was not read of the towers' fields."""
+    """Refuse unread fields of the towers."""
     for group in groups:
         group.finish_model(TOWER_INERT)
 
@@ -68,16 +74,18 @@ C = TypeVar("C", bound=DualConfig[Any, Any])
 
 @dataclass(frozen=True)
 class DualFlow(Recipe[C]):
-    """The recipe. Inputs: `pixel_values` `[batch, channels, height, width]`, `input_ids` `[texts, seq]`, and optionally
+    """The recipe of both towers, or of one part of the model.
+
+    Inputs: `pixel_values` `[batch, channels, height, width]`, `input_ids` `[texts, seq]`, and optionally
     `attention_mask` (1 keeps a key) and `position_ids`. Outputs: `logits_per_text` `[texts, batch]`, and `text_embeds`
     and `image_embeds`, vectors of unit length.
 
-    With `part` it is one tower, with the outputs `hidden_states` and `pooled`, the vector before it is divided by its
-    length (and `input_ids` are `[batch, seq]`); or `similarity`, of vectors `[texts, E]` and `images` `[batch, E]`.
+    With `part` it is one tower, with the outputs `hidden_states` and `pooled`, the vector before normalization (and
+    `input_ids` are `[batch, seq]`); or `similarity`, with inputs `texts` `[texts, E]` and `images` `[batch, E]`.
 
     Args:
-        hooks: see `rlx_jax.models.hooks`. Those of layers are for both towers, whose specs tell them apart; a path
-            says which it means, `text.layers.0.mlp` or `vision.layers.0.mlp`. `patch_flow` edits each flow once.
+        hooks: see `rlx_jax.models.hooks`. Layer hooks apply to both towers and can tell them apart by `spec`; block
+            paths start with the tower, `text.layers.0.mlp` or `vision.layers.0.mlp`. `patch_flow` edits each flow once.
         Others: see `Recipe`.
     """
 
@@ -90,11 +98,11 @@ class DualFlow(Recipe[C]):
     bias: ClassVar[bool] = False
 
     def vision(self) -> VisionFlow[Any]:
-        """The vision tower, as it is stored beside the other."""
+        """Return the recipe of the vision tower, with the keys of the joint checkpoint."""
         return self.vision_type(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)
 
     def text(self) -> TextFlow[Any]:
-        """The text tower, as it is stored beside the other."""
+        """Return the recipe of the text tower, with the keys of the joint checkpoint."""
         return self.text_type(self.config.text, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)
 
     @property
@@ -107,35 +115,39 @@ class DualFlow(Recipe[C]):
 
     @property
     def padding(self) -> tuple[int, int] | None:
-        """To how many tokens texts are padded, and with what; None: to any number, and padding is not read."""
+        """(tokens, id) that texts are padded to; None if they may have any length and padding is not read."""
         return self.text().padding
 
     def of(self, part: TowerPart) -> Self:
-        """The recipe of a part."""
+        """Return the recipe of a part."""
         return replace(self, part=part)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every checkpoint key of both towers with its shape."""
+        """Return the shape of every checkpoint key of both towers."""
         return dict(_shapes(type(self)(self.config)))
 
     @property
     def tower_hooks(self) -> Hooks:
-        """Those of each tower. The edits are of the flow, which both together are."""
+        """The hooks of each tower. For both towers together the edits belong to the joint flow instead."""
         return replace(self.hooks, edits=()) if self.part == "both" else self.hooks
 
     def assemble(self) -> ModelFlow:
-        """The flow of the part, bound to its weights if there are any. The blocks of a tower stand under its name,
-        whatever else the flow holds."""
+        """Return the flow of the part, bound to its weights if there are any.
+
+        The block paths of a tower always start with its name.
+        """
         flow = ModelFlow(self.name if self.part == "both" else f"{self.name}_{self.part}", profile=self.hooks.profile)
         flow = flow.with_weights(self.weights, leave=self.left())
         text, vision = self.text(), self.vision()
         if self.part != "both":
+            # Patterns of `at` for a tower that this flow does not have are valid: another flow has those blocks.
             others = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
             flow = replace(flow, _elsewhere=tuple(others))
         if self.part in TOWERS:
             return under(self.part, flow, (text if self.part == "text" else vision).tower(flow))
         if self.part == "similarity":
             flow = self.compared(flow)
+            # Only edits of blocks apply to the comparison; other edits were applied to the towers.
             blocks = replace(self.hooks, edits=tuple(e for e in self.hooks.edits if isinstance(e, WithBlocks)))
             return blocks.edit(flow).output("logits_per_text")
         pool = vision.pool()
@@ -149,23 +161,26 @@ class DualFlow(Recipe[C]):
 
     @property
     def similarity(self) -> Similarity:
-        """What compares the vectors."""
+        """The stage that compares the vectors."""
         return Similarity(SCALE, BIAS if self.bias else None)
 
     def compared(self, flow: ModelFlow) -> ModelFlow:
-        """A flow that compares the vectors that are its inputs."""
-        wide = self.config.text.width
-        flow = flow.input("texts", ("texts", wide)).input("images", ("batch", wide))
+        """Return a flow that compares its inputs, vectors of texts and images."""
+        width = self.config.text.width
+        flow = flow.input("texts", ("texts", width)).input("images", ("batch", width))
         return flow.bind_inputs_to_streams([("images", "images")]).stage(self.similarity)
 
     def left(self) -> tuple[str, ...]:
-        """Keys that are left unread on purpose: position ids, and what other parts read."""
+        """Return keys that are left unread on purpose: position ids, and what other parts read."""
         ids = tuple(f"{tower}_model.embeddings.position_ids" for tower in TOWERS)
         return ids if self.part == "both" else (*ids, *self.shapes())
 
 
 @lru_cache(maxsize=8)
 def _shapes(recipe: DualFlow[Any]) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """The weights of both towers, and of what compares their vectors. Each part leaves those of the others unread."""
+    """Return the shapes of the weights of both towers and of the comparison.
+
+    It is cached, because each part needs it to leave the other parts' weights unread.
+    """
     compare = recipe.compared(ModelFlow(recipe.name))
     return declared_shapes(compare) | recipe.text().shapes() | recipe.vision().shapes()

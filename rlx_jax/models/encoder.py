@@ -1,4 +1,5 @@
-"""The recipe of a text encoder: what BERT, RoBERTa, MPNet, NomicBERT and the text towers of CLIP and SigLIP share.
+"""Define the recipe of a text encoder, which BERT, RoBERTa, MPNet, NomicBERT and the text towers of CLIP and SigLIP
+share.
 
 A family is its config, the stages before its layers, and its layer; `families.py` has its row.
 """
@@ -17,10 +18,10 @@ from rlx_jax.weights.source import WeightSource
 
 EMBEDDING = "embeddings.word_embeddings.weight"
 
-# The side output that holds one vector for each row.
+# Name of the side output with one vector for each row.
 POOLED = "pooled"
 
-# An input `[batch, seq]` int32 that may be left out, and its default as `ModelFlow.input` takes it.
+# Name of an optional input `[batch, seq]` int32, and its default as in `ModelFlow.input`.
 OptionalInput = tuple[str, float | str | None]
 
 
@@ -30,11 +31,12 @@ E = TypeVar("E", bound=TokenConfig)
 
 @dataclass(frozen=True)
 class TowerFlow(Recipe[L]):
-    """The recipe of a stack of layers over texts or images. Output: `hidden_states` `[batch, tokens, hidden]`; of a
-    family that pools, `pooled` besides, one vector for each row.
+    """The recipe of a stack of layers over texts or images.
+
+    Output: `hidden_states` `[batch, tokens, hidden]`; if the family pools, also `pooled`, one vector for each row.
 
     Args:
-        prefix: what keys begin with, empty where they have no prefix.
+        prefix: prefix of the checkpoint keys; may be empty.
         Others: see `Recipe`.
     """
 
@@ -42,37 +44,37 @@ class TowerFlow(Recipe[L]):
     prefix: str = ""
 
     def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
-        """The inputs; `rows` is the name of their first axis."""
+        """Return the flow with the inputs added; `rows` is the name of their first axis."""
         raise NotImplementedError
 
     def opening(self) -> tuple[BlockStage, ...]:
-        """The stages before the layers, the first of which takes the first input."""
+        """Return the stages before the layers; the first one takes the first input."""
         raise NotImplementedError
 
     def closing(self) -> tuple[BlockStage, ...]:
-        """The stages behind the layers."""
+        """Return the stages after the layers."""
         return ()
 
     def pool(self) -> BlockStage | None:
-        """What makes one vector of the hidden states. None: nothing does."""
+        """Return the stage that pools the hidden states to one vector; None if the family does not pool."""
         return None
 
     def leave(self) -> tuple[str, ...]:
-        """Keys that are left unread on purpose."""
+        """Return keys that are left unread on purpose."""
         raise NotImplementedError
 
     def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights if there are any."""
+        """Return the flow, bound to its weights if there are any."""
         flow = ModelFlow(self.name, profile=self.hooks.profile, _max_positions=self.max_positions)
         return self.tower(flow.with_weights(self.weights, leave=self.leave()))
 
     def tower(self, flow: ModelFlow) -> ModelFlow:
-        """The tower as a flow's own: its inputs, its stages and its outputs."""
+        """Return the flow with the tower's inputs, stages and outputs added."""
         flow, pool = self.body(self.inputs(flow).bind(batch=self.batch)), self.pool()
         return (flow if pool is None else flow.stage(SideOutput(POOLED, pool))).output("hidden_states")
 
     def body(self, flow: ModelFlow) -> ModelFlow:
-        """The stages from the inputs to hidden states."""
+        """Return the flow with the stages from the inputs to the hidden states added."""
         return (
             flow.stage(*self.opening())
             .patch(self.hooks.stack(self.config.num_hidden_layers, self.spec, self.stage))
@@ -83,13 +85,13 @@ class TowerFlow(Recipe[L]):
 
 @dataclass(frozen=True)
 class EncoderFlow(TowerFlow[E]):
-    """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally those in `optional`, such as
+    """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally the ones in `optional`, such as
     `attention_mask` (1 keeps a key). Outputs: as `TowerFlow`.
 
-    A family's recipe is this class with a name, the class of its config, and `opening`, `spec` and `stage`.
+    A family's recipe is a subclass with a name, the class of its config, and `opening`, `spec` and `stage`.
 
     Args:
-        prefix: what keys of task checkpoints begin with, empty for bare encoders.
+        prefix: prefix of the keys in task checkpoints; empty for bare encoders.
         batch, seq: sizes to compile for ahead of the first call.
         Others: see `Recipe`.
     """
@@ -108,30 +110,32 @@ class EncoderFlow(TowerFlow[E]):
 
     @classmethod
     def for_prefill(cls, config: E | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
-        """The forward program of a bare encoder, bound to sizes where they are given; `config` may be the content of
-        `config.json`."""
+        """Return the forward program of a bare encoder, bound to sizes if given.
+
+        `config` may be the content of `config.json`.
+        """
         return replace(super().for_prefill(config, batch), seq=seq)
 
     def stored_in(self, source: WeightSource) -> Self:
-        """The recipe under the prefix that a checkpoint's keys have."""
+        """Return the recipe with the prefix of a checkpoint's keys."""
         prefixes = (*self.prefixes, "")
-        found = (prefix for prefix in prefixes if source.has(replace(self, prefix=prefix).key(self.embedding)))
-        return replace(self, prefix=next(found, self.prefix))
+        matches = (prefix for prefix in prefixes if source.has(replace(self, prefix=prefix).key(self.embedding)))
+        return replace(self, prefix=next(matches, self.prefix))
 
     @property
     def padding(self) -> tuple[int, int] | None:
-        """To how many tokens texts are padded, and with what; None: to any number, and padding is not read."""
+        """(tokens, id) that texts are padded to; None if they may have any length and padding is not read."""
         return None
 
     def key(self, name: str) -> str:
-        """A key of the encoder as its checkpoint has it."""
+        """Return the checkpoint's key for a key of the encoder."""
         return f"{self.prefix}.{name}" if self.prefix else name
 
     def heads_in(self, source: WeightSource) -> tuple[str, ...]:
         return head_keys(self.heads, source)
 
     def leave(self) -> tuple[str, ...]:
-        """Keys that are left unread on purpose: position ids, the pooler and task heads."""
+        """Return keys that are left unread on purpose: position ids, the pooler and task heads."""
         return (self.key("embeddings.position_ids"), self.key("pooler."), "pooler.", *self.heads)
 
     def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:

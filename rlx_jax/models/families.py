@@ -1,4 +1,4 @@
-"""Which recipe a checkpoint directory asks for, and the flow bound to its weights."""
+"""Map a checkpoint's `model_type` to its family of recipes, and bind the recipe to the weights."""
 
 from __future__ import annotations
 
@@ -33,10 +33,18 @@ ModelKind = Literal["causal", "encoder", "denoiser", "vision", "dual"]
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A checkpoint as a recipe bound to its weights: what it is for, how many ids and positions it knows, if it reads
-    tokens, and whose image processor is its own, if it reads images: `images` is `ViT` for `ViTImageProcessor`. `head`:
-    the keys of a task's head, which the checkpoint has and the recipe does not read. `ignored`: the fields of the
-    config that the caller ignored."""
+    """A checkpoint as a recipe bound to its weights.
+
+    Attributes:
+        recipe: the recipe.
+        kind: what the model is for.
+        vocab_size: number of token ids; 0 if the model does not read tokens.
+        max_positions: the longest sequence in tokens; None without a limit.
+        images: prefix of the image processor's class, such as `ViT` for `ViTImageProcessor`; empty if it reads no
+            images.
+        head: keys of a task's head in the checkpoint, which the recipe does not read.
+        ignored: fields of the config that the caller ignored.
+    """
 
     recipe: ModelRecipe
     kind: ModelKind
@@ -52,8 +60,13 @@ Opener = Callable[[Fields, WeightSource], Pretrained]
 
 @dataclass(frozen=True)
 class Family:
-    """What serves a `model_type`: how its checkpoints open, and the architectures that they may name. `headless`: the
-    same for the model without its head, of a family whose models have one."""
+    """Support for one `model_type`.
+
+    Attributes:
+        open: makes the recipe for a checkpoint.
+        architectures: the values of `architectures` that are supported.
+        headless: like `open`, for the model without its head; None if models of the family have no head.
+    """
 
     open: Opener
     architectures: tuple[str, ...]
@@ -61,19 +74,25 @@ class Family:
 
     @staticmethod
     def decoder(recipe: type[CausalFlow[Any]], causal: str, bare: str = "") -> Family:
-        """A decoder-only family: its architectures with a head and, if it has one, without."""
+        """Return a decoder-only family.
+
+        Args:
+            recipe: its class.
+            causal: the architecture with a head.
+            bare: the architecture without a head, if there is one.
+        """
         architectures = (causal, bare) if bare else (causal,)
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             headless = headless or architecture(config)[1] in architectures[1:]
-            made = replace(recipe.for_prefill(config), hidden_only=headless)
-            return opened(made, source, "encoder" if headless else "causal")
+            instance = replace(recipe.for_prefill(config), hidden_only=headless)
+            return opened(instance, source, "encoder" if headless else "causal")
 
         return Family(opener, architectures, partial(opener, headless=True))
 
     @staticmethod
     def of(recipe: type[Recipe[Any]], kind: ModelKind, images: str, *architectures: str) -> Family:
-        """A family of recipes for models of a kind. `images`: see `Pretrained`."""
+        """Return a family of recipes for models of a kind. `images`: see `Pretrained`."""
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
             return opened(recipe.for_prefill(config), source, kind, images)
@@ -82,22 +101,22 @@ class Family:
 
     @staticmethod
     def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
-        """A family of text encoders."""
+        """Return a family of text encoders."""
         return Family.of(recipe, "encoder", "", *architectures)
 
     @staticmethod
     def vision(recipe: type[VisionFlow[Any]], images: str, *architectures: str) -> Family:
-        """A vision tower. `images`: see `Pretrained`."""
+        """Return a family of vision towers. `images`: see `Pretrained`."""
         return Family.of(recipe, "vision", images, *architectures)
 
     @staticmethod
     def dual(recipe: type[DualFlow[Any]], images: str, *architectures: str) -> Family:
-        """A tower of texts and one of images. `images`: see `Pretrained`."""
+        """Return a family with a text tower and an image tower. `images`: see `Pretrained`."""
         return Family.of(recipe, "dual", images, *architectures)
 
     @staticmethod
     def with_images(part: TextPart, *architectures: str) -> Family:
-        """A decoder that reads images too: its text model, which is all that is built."""
+        """Return a family of decoders that also read images; only its text model is built."""
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             inner = FAMILIES[part.inner]
@@ -107,7 +126,7 @@ class Family:
 
     @staticmethod
     def either(*families: Family) -> Family:
-        """Several under one `model_type`: the architecture says which; where it is not named, the first."""
+        """Return several families under one `model_type`: the architecture selects one, by default the first."""
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
             _, name = architecture(config)
@@ -117,7 +136,7 @@ class Family:
 
 
 def opened(made: Recipe[Any], source: WeightSource, kind: ModelKind, images: str = "") -> Pretrained:
-    """A recipe bound to the weights of a checkpoint, which were held against its config."""
+    """Return a recipe bound to the weights of a checkpoint, after checking them against its config."""
     made = made.stored_in(source)
     bound = replace(made, weights=checked(made, made.reads(source)))
     return Pretrained(bound, kind, made.vocab_size, made.max_positions, images, made.heads_in(source))
@@ -127,14 +146,13 @@ TASKS = ("MaskedLM", "SequenceClassification", "MultipleChoice", "TokenClassific
 
 
 def tasks(name: str, *others: str) -> tuple[str, ...]:
-    """The architectures of an encoder: bare, and inside the tasks that all have, and `others`."""
+    """Return the architectures of an encoder: the bare model, one for each of `TASKS`, and one for each of `others`."""
     return (f"{name}Model", *(f"{name}For{task}" for task in (*TASKS, *others)))
 
 
 DINOV2 = ("Model", "ForImageClassification", "Backbone")
 
-# The families by `model_type`, those of diffusers by their class: a row each. Installed plugins have more, under other
-# names.
+# The families by `model_type`; models of diffusers by class name. Installed plugins may add others under new names.
 FAMILIES: dict[str, Family] = {
     "llama": Family.decoder(models.Llama32Flow, "LlamaForCausalLM", "LlamaModel"),
     "mistral": Family.decoder(models.MistralFlow, "MistralForCausalLM", "MistralModel"),
@@ -174,25 +192,29 @@ FAMILIES: dict[str, Family] = {
 
 
 def _of_plugins() -> Mapping[str, plugins.Opens]:
-    """The families of plugins.
+    """Return the families of plugins.
 
     Raises:
-        GraphError: one of them is a family of the package too.
+        GraphError: a plugin redefines a family of the package.
     """
-    found = plugins.known().families
-    if taken := sorted(found.keys() & FAMILIES.keys()):
-        raise GraphError(f"plugins give the families {listing(taken)}, which rlx_jax has: see rlx_jax.plugins")
-    return found
+    families = plugins.known().families
+    if duplicates := sorted(families.keys() & FAMILIES.keys()):
+        raise GraphError(f"plugins give the families {listing(duplicates)}, which rlx_jax has: see rlx_jax.plugins")
+    return families
 
 
 def family_of(
     folder: Folder, ignore_fields: Iterable[str] = (), headless: bool = False
 ) -> tuple[Fields, Family | plugins.Opens]:
-    """The config of a checkpoint, and the family that it names; `headless`: as it opens without a causal model's head,
-    where it can.
+    """Return the config of a checkpoint, and the family that it names.
+
+    Args:
+        folder: the checkpoint.
+        ignore_fields: see `read_config`.
+        headless: open a causal model without its head, if the family can.
 
     Raises:
-        UnsupportedError: none that is built; or the directory is of another kind, such as GGUF files.
+        UnsupportedError: the family is not built; or the directory is of another kind, such as GGUF files.
         ConfigError: config.json is malformed. MissingFileError: there is none.
     """
     refuse_without_config(folder)
@@ -200,39 +222,44 @@ def family_of(
     kind, name = architecture(config)
     family = FAMILIES.get(kind) or _of_plugins().get(kind)
     if family is None:
-        of = f" ({quote(name)})" if name else ""
-        every = [*FAMILIES, *_of_plugins()]
+        detail = f" ({quote(name)})" if name else ""
+        names = [*FAMILIES, *_of_plugins()]
         raise UnsupportedError(
-            f"{config.where}: model_type {quote(kind)}{of} is not built; known are {', '.join(every)}"
-            f"{did_you_mean(kind, every)}"
+            f"{config.where}: model_type {quote(kind)}{detail} is not built; known are {', '.join(names)}"
+            f"{did_you_mean(kind, names)}"
         )
     if name and name not in family.architectures:
-        known = ", ".join(family.architectures)
-        raise UnsupportedError(f"{config.where}: architecture {quote(name)} is not built; of {kind} there are {known}")
+        supported = ", ".join(family.architectures)
+        raise UnsupportedError(
+            f"{config.where}: architecture {quote(name)} is not built; of {kind} there are {supported}"
+        )
     if headless and isinstance(family, Family) and family.headless:
         family = replace(family, open=family.headless)
     return config, family
 
 
 def bound(folder: Folder, config: Fields, family: Family | plugins.Opens, source: WeightSource) -> Pretrained:
-    """The recipe of a family for a config, bound to weights.
+    """Return the recipe of a family for a config, bound to weights.
 
     Raises:
         MissingWeightError, WeightShapeError: the weights contradict the config. Others as `family_of`.
     """
     try:
-        opened: Pretrained = family.open(config, source)
+        model: Pretrained = family.open(config, source)
     except WeightError as error:
         error.locate(quote(folder.path))
         raise
     if config.ignored is None or not config.ignored.names:
-        return opened
+        return model
     config.ignored.check_used(config.where)
-    return replace(opened, recipe=with_ignored(opened.recipe, config.ignored.names), ignored=config.ignored.names)
+    return replace(model, recipe=with_ignored(model.recipe, config.ignored.names), ignored=config.ignored.names)
 
 
 def with_ignored(recipe: Any, names: tuple[str, ...]) -> Any:
-    """The recipe, whose models report these ignored fields; of a plugin's recipe without hooks, the recipe as it is."""
+    """Return a recipe whose models report these ignored fields.
+
+    A recipe of a plugin without hooks is returned unchanged.
+    """
     edit = WithIgnored(names)
     if not names or not hasattr(recipe, "hooks") or edit in recipe.hooks.edits:
         return recipe

@@ -1,11 +1,11 @@
-"""Hooks: how a user changes what a recipe assembles, without touching the family's file.
+"""Hooks let a user change what a recipe assembles, without editing the family's file.
 
-A recipe is a frozen dataclass that inherits `HookMethods` and holds `Hooks`:
+A recipe is a frozen dataclass that inherits `HookMethods` and has `Hooks`:
 
     hooks: Hooks = Hooks()
 
 Its `assemble` applies them: `hooks.profile` and the weights at the start, so that edits may change them,
-`hooks.stack(...)` where the layers stand, `hooks.edit` before the head. Every method returns a changed copy.
+`hooks.stack(...)` in place of the layers, `hooks.edit` before the head. Every method returns a changed copy.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ class LayerNumber(int):
 
 @dataclass(frozen=True)
 class LayerContext(Generic[Spec]):
-    """What a layer hook is told: the layer's number, the spec of its stock stage, and that stage.
+    """The argument of a layer hook.
 
-    `default_stage()` is the family's own stage; after an earlier hook, that hook's.
+    Attributes:
+        index: the layer's number.
+        spec: the spec of the family's stage.
+        stock: the stage so far: the family's stage, or the result of an earlier hook.
     """
 
     index: LayerNumber
@@ -47,7 +50,7 @@ class LayerContext(Generic[Spec]):
     stock: BlockStage
 
     def default_stage(self) -> BlockStage:
-        """The stage to keep, wrap or leave out."""
+        """Return `stock`, the stage to keep, wrap or leave out."""
         return self.stock
 
 
@@ -57,7 +60,14 @@ Edit = Callable[[ModelFlow], ModelFlow]
 
 @dataclass(frozen=True)
 class Hooks:
-    """The changes to a recipe, in the order in which they were made."""
+    """The changes to a recipe, each kind in the order in which it was added.
+
+    Attributes:
+        layers: functions from a `LayerContext` to the stage of a layer.
+        before, after: stages before and after the layers.
+        edits: edits of the flow before its head.
+        profile: the compile options.
+    """
 
     layers: tuple[LayerHook, ...] = ()
     before: tuple[BlockStage, ...] = ()
@@ -66,19 +76,19 @@ class Hooks:
     profile: CompileProfile | None = None
 
     def stage(self, index: int, spec: Spec, default: Callable[[int, Spec], BlockStage]) -> BlockStage:
-        """The stage of one layer: the family's, through every layer hook."""
+        """Return the stage of one layer: the family's, passed through every layer hook."""
         stage = default(index, spec)
         for hook in self.layers:
             stage = hook(LayerContext(LayerNumber(index), spec, stage))
         return stage
 
     def stack(self, count: int, spec: Callable[[int], Spec], default: Callable[[int, Spec], BlockStage]) -> Edit:
-        """An edit that appends the layers, with what stands before and after them."""
+        """Return an edit that appends the layers, with the stages before and after them."""
         layers = Repeat(count, HookedLayers(self, spec, default))
         return lambda flow: flow.stage(*self.before, layers, *self.after)
 
     def edit(self, flow: ModelFlow) -> ModelFlow:
-        """The edits of `patch_flow`."""
+        """Return the flow after all edits of `patch_flow`."""
         for edit in self.edits:
             flow = edit(flow)
             if not isinstance(flow, ModelFlow):
@@ -88,7 +98,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class HookedLayers:
-    """Layer i as `Hooks.stage` makes it. A class, so that a flow with it can be pickled and copied."""
+    """Layer i as `Hooks.stage` makes it. It is a class, so that a flow with it can be pickled and copied."""
 
     hooks: Hooks
     spec: Callable[[int], Any]
@@ -103,7 +113,7 @@ class HookedLayers:
 
 @dataclass(frozen=True)
 class WithBlocks:
-    """Changes blocks by their paths."""
+    """An edit of blocks, selected by their paths."""
 
     edit: BlockEdit
 
@@ -113,7 +123,7 @@ class WithBlocks:
 
 @dataclass(frozen=True)
 class WithIgnored:
-    """Records for the report which fields of the config the caller ignored."""
+    """An edit that records for the report which fields of the config the caller ignored."""
 
     names: tuple[str, ...]
 
@@ -123,7 +133,7 @@ class WithIgnored:
 
 @dataclass(frozen=True)
 class WithParam:
-    """Says of weights what their stages do not."""
+    """An edit that declares the shape or init of weights that their stages do not declare."""
 
     decl: WeightDecl
 
@@ -132,55 +142,73 @@ class WithParam:
 
 
 class HookMethods:
-    """The methods of every recipe that holds `hooks`, which is a frozen dataclass."""
+    """The methods of every recipe with a field `hooks`. The recipe is a frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     name: str
     hooks: Hooks
 
     def _hooked(self, **changes: Any) -> Self:
+        """Return a copy with some fields of its hooks replaced."""
         return replace(self, hooks=replace(self.hooks, **changes))
 
     def layer(self, fn: LayerHook) -> Self:
-        """Make every layer by `fn(ctx)`; `ctx` has `index`, `spec` and `default_stage()`, the family's own stage.
+        """Return a copy with every layer made by `fn(ctx)`; `ctx` has `index`, `spec` and `default_stage()`.
 
-        Hooks chain: the default stage of a second one is what the first returned.
+        Hooks chain: the default stage of a second hook is the result of the first.
         """
         if not callable(fn):
             raise GraphError(f"layer: expected a function of a LayerContext, got {type(fn).__name__}")
         return self._hooked(layers=(*self.hooks.layers, fn))
 
     def before_layers(self, stages: Iterable[BlockStage]) -> Self:
-        """Put stages between the embedding and the layers, behind those of earlier calls."""
+        """Return a copy with stages between the embedding and the layers, after the stages of earlier calls."""
         return self._hooked(before=(*self.hooks.before, *check_stages(stages, "before_layers")))
 
     def after_layers(self, stages: Iterable[BlockStage]) -> Self:
-        """Put stages between the layers and what follows them (last-token gather, final norm)."""
+        """Return a copy with stages between the layers and what follows them (last-token gather, final norm)."""
         return self._hooked(after=(*self.hooks.after, *check_stages(stages, "after_layers")))
 
     after = after_layers
 
     def patch_flow(self, edit: Edit) -> Self:
-        """Run `edit(flow) → flow` on the assembled flow, before its head is appended."""
+        """Return a copy that runs `edit(flow) → flow` on the assembled flow, before its head is appended."""
         if not callable(edit):
             raise GraphError(f"patch_flow: expected a function ModelFlow → ModelFlow, got {type(edit).__name__}")
         return self._hooked(edits=(*self.hooks.edits, edit))
 
     def profile(self, profile: ProfileLike) -> Self:
-        """Compile with `profile` (one, the name of a preset, or a path) unless `compile` or `load` gets another."""
+        """Return a copy that compiles with `profile`, unless `compile` or `load` gets another one.
+
+        `profile`: a profile, the name of a preset, or a path.
+        """
         return self._hooked(profile=CompileProfile.of(profile))
 
     def profile_near(self, weights: str | os.PathLike[str], family: str | None = None) -> Self:
-        """Compile with `<family>.rlx.toml` beside the weights; without that file, with the profile set before, or
-        `auto`. `family` is the recipe's name unless given. Raises as `CompileProfile.near`."""
+        """Return a copy that compiles with the `<family>.rlx.toml` in the directory of the weights.
+
+        Without that file it uses the profile set before, or `auto`.
+
+        Args:
+            weights: the checkpoint.
+            family: prefix of the file name; the recipe's name by default.
+
+        Raises:
+            As `CompileProfile.near`.
+        """
         return self.profile(CompileProfile.near(weights, family or self.name, self.hooks.profile or "auto"))
 
     def at(self, pattern: str) -> SelectedBlocks[Self]:
-        """The blocks whose paths match a glob, `layers.*.self_attn.{q,v}_proj`, those of the head too, to be wrapped,
-        replaced, captured or scaled: see `SelectedBlocks`."""
+        """Return the blocks with paths that match a glob, such as `layers.*.self_attn.{q,v}_proj`, including blocks of
+        the head.
+
+        They can be wrapped, replaced, captured or scaled: see `SelectedBlocks`.
+        """
         return SelectedBlocks(BlockPattern(pattern), lambda edit: self.patch_flow(WithBlocks(edit)))
 
     def param(self, pattern: str, *, shape: Sequence[int] | None = None, init: Init | None = None) -> Self:
-        """Say of the weights whose checkpoint keys match a glob their shape, how they are drawn, or both: see
-        `ModelFlow.param`."""
+        """Return a copy that declares the shape, the init, or both, of weights with checkpoint keys that match a glob.
+
+        See `ModelFlow.param`.
+        """
         return self.patch_flow(WithParam(WeightDecl.of(pattern, shape, init)))

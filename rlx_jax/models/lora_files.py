@@ -1,4 +1,4 @@
-"""PEFT's adapter files: `adapter_config.json` and `adapter_model.safetensors`, read and written."""
+"""Read and write PEFT's adapter files, `adapter_config.json` and `adapter_model.safetensors`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rlx_jax.weights.source import WeightSource, open_weights
 from rlx_jax.weights.views import RenamedSource
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# What stands in a directory of PEFT's.
+# Files of a directory that PEFT writes. `save_lora` overwrites a directory only if it has no other file.
 OWN = {CONFIG, WEIGHTS, "README.md"}
 PARTS = (".lora_A.weight", ".lora_B.weight")
 
-# Which modules have an adapter, the names of its tensors say; what training dropped and whence a base model came has
-# no part in the computation.
+# Fields that do not change the computation. The names of the tensors already define which modules have an adapter.
 INERT = (
     "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
     "exclude_modules fan_in_fan_out layers_to_transform layers_pattern megatron_core "
     "loftq_config qalora_group_size runtime_config"
 ).split()
 
+# Fields of other methods than plain LoRA, with the values at which they are off.
 ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -52,29 +52,35 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterSizes:
-    """The modules with an adapter: of each its rank and the factor s."""
+    """The rank and the factor s of each module with an adapter.
+
+    Attributes:
+        modules: (rank, s) by module name.
+        turned: the adapted weights are stored `[in, out]`, which PEFT calls `fan_in_fan_out`.
+        dropout: the dropout that the adapter was trained with.
+    """
 
     modules: Mapping[str, tuple[int, float]]
-    turned: bool = False  # the weights beside them are `[in, out]`, PEFT's `fan_in_fan_out`
-    dropout: float = 0.0  # that it was trained with
+    turned: bool = False
+    dropout: float = 0.0
 
     def groups(self) -> dict[tuple[int, float], list[str]]:
-        """The modules by both."""
-        found: dict[tuple[int, float], list[str]] = {}
+        """Return the modules grouped by (rank, s)."""
+        modules_by_size: dict[tuple[int, float], list[str]] = {}
         for module, size in self.modules.items():
-            found.setdefault(size, []).append(module)
-        return found
+            modules_by_size.setdefault(size, []).append(module)
+        return modules_by_size
 
 
 # -- reading -----------------------------------------------------------------------------------
 
 
 def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
-    """The files in a directory, and their weights under the keys that flows have.
+    """Return the sizes of the adapter in a directory, and its weights under the keys that flows use.
 
     Raises:
-        MissingFileError: one is not there. ConfigError: they contradict each other.
-        UnsupportedError: a field or a tensor asks for what is no plain LoRA; it is named.
+        MissingFileError: a file is missing. ConfigError: the files contradict each other.
+        UnsupportedError: a field or a tensor needs more than plain LoRA; the message names it.
     """
     folder = open_folder(path)
     fields = Fields(folder.needed(CONFIG), folder.where(CONFIG))
@@ -85,41 +91,49 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
     fields.finish_model(INERT, ONLY)
     folder.bring(WEIGHTS)
     source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
-    found, where = _ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
+    module_ranks, where = _ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
     sizes = {}
-    for module, got in found.items():
-        said = _matched(ranks, module, rank)
-        if got != said:
-            raise ConfigError(f"{where}: of {quote(module)} the rank is {said:g}, and its tensors have {got}")
-        sizes[module] = got, _matched(alphas, module, alpha) / (got**0.5 if rslora else got)
-    names = {f"{module}{part}": f"{PREFIX}{module}{part}" for module in found for part in PARTS}
+    for module, size in module_ranks.items():
+        expected = _matched(ranks, module, rank)
+        if size != expected:
+            raise ConfigError(f"{where}: of {quote(module)} the rank is {expected:g}, and its tensors have {size}")
+        sizes[module] = size, _matched(alphas, module, alpha) / (size**0.5 if rslora else size)
+    names = {f"{module}{part}": f"{PREFIX}{module}{part}" for module in module_ranks for part in PARTS}
     return AdapterSizes(sizes, dropout=dropout), RenamedSource(source, names)
 
 
 def as_stored(
     sizes: AdapterSizes, source: WeightSource, renamed: Sequence[tuple[str, str]]
 ) -> tuple[AdapterSizes, WeightSource]:
-    """An adapter by the names that a checkpoint has, of one whose modules may have others: `ModuleNames.renamed`."""
-    stored = {module: other_name(module, [(called, name) for name, called in renamed]) for module in sizes.modules}
+    """Return an adapter with its modules renamed to the checkpoint's names.
+
+    `renamed`: (checkpoint name, adapter name) pairs; see `ModuleNames.renamed`.
+    """
+    stored = {
+        module: other_name(module, [(peft_name, name) for name, peft_name in renamed]) for module in sizes.modules
+    }
     names = {f"{name}{part}": f"{module}{part}" for module, name in stored.items() for part in PARTS}
     modules = {stored[module]: size for module, size in sizes.modules.items()}
     return replace(sizes, modules=modules), RenamedSource(source, names) if renamed else source
 
 
 def _pattern(fields: Fields, name: str) -> dict[str, float]:
-    """Numbers by the names of modules, or the ends of names."""
-    found: dict[str, float] = {}
+    """Return numbers by module name or suffix of a name (`rank_pattern`, `alpha_pattern`)."""
+    numbers: dict[str, float] = {}
     group = fields.group(name) or Fields({}, fields.where)
     for key in group.values:
         if not re.fullmatch(r"\^?[\w.-]+", key):
             raise UnsupportedError(f"{group.where}: {quote(key)} is a regular expression; expected a module's name")
-        found[key] = group.real(key)
-    return found
+        numbers[key] = group.real(key)
+    return numbers
 
 
 def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """The number of a module: that of the first name that is its own or its end; with `^`, its own alone. PEFT takes
-    names for expressions, so that a dot is any character."""
+    """Return the number of a module: the one of the first pattern that is its name or a suffix of it.
+
+    A pattern with `^` matches the full name only. PEFT uses the names as regular expressions, so a dot matches any
+    character; so does this function.
+    """
     for key, value in pattern.items():
         if re.fullmatch(rf"(.*\.)?({key})", module):
             return value
@@ -127,43 +141,48 @@ def _matched(pattern: Mapping[str, float], module: str, default: float) -> float
 
 
 def _ranks(source: WeightSource, where: str) -> dict[str, int]:
-    """The rank of each module, by its two tensors."""
+    """Return the rank of each module, from the shapes of its two tensors."""
     modules: dict[str, set[str]] = {}
     for key in source.keys():
         part = next((part for part in PARTS if key.endswith(part)), None)
         if part is None or not key.startswith(PREFIX):
-            copied = "; PEFT leaves copies of embeddings out with save_pretrained(…, save_embedding_layers=False)"
+            advice = "; PEFT leaves copies of embeddings out with save_pretrained(…, save_embedding_layers=False)"
             raise UnsupportedError(
                 f"{where}: tensor {quote(key)} is not handled; expected {PREFIX}….lora_A.weight and lora_B"
-                f"{copied if '.base_layer.' in key else ''}"
+                f"{advice if '.base_layer.' in key else ''}"
             )
         modules.setdefault(key.removeprefix(PREFIX).removesuffix(part), set()).add(part)
     if not modules:
         raise ConfigError(f"{where}: there is no adapter in it")
-    found = {}
+    ranks = {}
     for module, parts in modules.items():
         if len(parts) < len(PARTS):
             raise ConfigError(f"{where}: of {quote(module)} there is {parts.pop()[1:]} alone")
         shapes = [tuple(source.spec(f"{PREFIX}{module}{part}").shape) for part in PARTS]
         if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
             raise UnsupportedError(f"{where}: {quote(module)}: {shapes[0]} and {shapes[1]} are no [r, in] and [out, r]")
-        found[module] = shapes[0][0]
-    return found
+        ranks[module] = shapes[0][0]
+    return ranks
 
 
 # -- writing -----------------------------------------------------------------------------------
 
-# PEFT's name of what a model does, by the name of its output.
+# PEFT's task type by the name of a model's output.
 TASKS = {"logits": "CAUSAL_LM", "hidden_states": "FEATURE_EXTRACTION"}
 
-# The directory of a model of the Hub in the cache.
+# Directory of a model in the cache of the Hub: organisation, name and commit.
 SNAPSHOT = re.compile(r".*/models--(.+?)--(.+)/snapshots/([0-9a-f]{40})")
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that an adapter is of, as PEFT opens it: a path or the name of a model of the Hub, its commit, and
-    what it does. None: not known."""
+    """The base model of an adapter, as PEFT records it; None for unknown values.
+
+    Attributes:
+        name: a path, or the name of a model of the Hub.
+        revision: its commit.
+        task: PEFT's task type.
+    """
 
     name: str | None = None
     revision: str | None = None
@@ -171,7 +190,11 @@ class BaseModel:
 
 
 def base_of(source: Any) -> BaseModel:
-    """Return the checkpoint that a source of weights reads, without its task; of several sources, the first's."""
+    """Return the checkpoint that a source of weights reads, without its task.
+
+    If there are several sources, it is the first one's.
+    """
+    # Views such as RenamedSource wrap the source that reads the files.
     while source is not None and not isinstance(source, SafetensorsSource):
         source = getattr(source, "source", None)
     directory = "" if source is None else os.path.abspath(source.directory) if source.directory else ""
@@ -182,11 +205,12 @@ def base_of(source: Any) -> BaseModel:
 
 
 def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], overwrite: bool, base: BaseModel) -> None:
-    """A directory with both files. Arguments and errors as `rlx_jax.models.lora.save_lora`."""
+    """Write both files to a directory. Arguments and errors as in `rlx_jax.models.lora.save_lora`."""
     if not isinstance(path, str | os.PathLike):
         raise RequestError(f"save_lora: path is {shown(path)}; expected the path of a directory")
     ranks = {module: rank for module, (rank, _) in sizes.modules.items()}
     alphas = {module: scale * rank for module, (rank, scale) in sizes.modules.items()}
+    # The most common values become the defaults; the patterns list the exceptions.
     (rank, _), *_ = Counter(ranks.values()).most_common()
     (alpha, _), *_ = Counter(alphas.values()).most_common()
     config = {
@@ -217,13 +241,17 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
 
 
 def _check_adapter_alone(target: str) -> None:
-    """Raises:
-    TargetExistsError: there is no adapter, or something beside it, which would be lost."""
-    found = set(os.listdir(target)) if os.path.isdir(target) else set()
-    if CONFIG not in found or found - OWN:
-        beside = f"holds {listing(sorted(found - OWN), 4)} too" if CONFIG in found else f"has no {CONFIG}"
-        raise TargetExistsError(f"{quote(target)} {beside}, so it is no adapter alone; remove it, or save elsewhere")
+    """Check that a directory has an adapter and no other files, which overwriting would delete.
+
+    Raises:
+        TargetExistsError: there is no adapter, or there are other files.
+    """
+    files = set(os.listdir(target)) if os.path.isdir(target) else set()
+    if CONFIG not in files or files - OWN:
+        problem = f"holds {listing(sorted(files - OWN), 4)} too" if CONFIG in files else f"has no {CONFIG}"
+        raise TargetExistsError(f"{quote(target)} {problem}, so it is no adapter alone; remove it, or save elsewhere")
 
 
 def _whole(number: float) -> int | float:
+    """Return an integral number as an int, which JSON shows without a decimal point."""
     return int(number) if number == int(number) else number

@@ -1,4 +1,4 @@
-"""The recipe of a vision tower: from images to hidden states and one vector. Families are configs and keys."""
+"""Define the recipe of a vision tower, from images to hidden states and one vector. Families are configs and keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlx_jax.weights.source import WeightSource
 
 @dataclass(frozen=True)
 class TowerConfig(LayeredConfig):
-    """Sizes of a stack of layers whose norms come first, under the names of Hugging Face's configs."""
+    """Sizes of a stack of pre-norm layers, with Hugging Face's field names."""
 
     hidden_size: int
     intermediate_size: int
@@ -29,7 +29,7 @@ class TowerConfig(LayeredConfig):
 
 @dataclass(frozen=True)
 class VisionConfig(TowerConfig):
-    """Sizes of a vision tower. `image_size` is what its positions were trained for; others are resampled."""
+    """Sizes of a vision tower. Positions are trained for `image_size`; they are resampled for other sizes."""
 
     image_size: tuple[int, int]
     patch_size: tuple[int, int]
@@ -46,32 +46,40 @@ class VisionConfig(TowerConfig):
         return height // p, width // q
 
 
-# Fields of the towers of CLIP and SigLIP that have no part in what is computed.
+# Fields of the towers of CLIP and SigLIP that do not affect the computation.
 TOWER_INERT = ("tie_word_embeddings",)
 
 
 def image_fields(c: Fields, image: int = 224, patch: int = 16, name: str = "image_size") -> dict[str, Any]:
-    """The sizes of images and patches. The keywords are the family's defaults, and what it calls the first field.
+    """Return the sizes of images and patches.
+
+    Args:
+        c: the config.
+        image, patch: the family's defaults.
+        name: the family's name of the field `image_size`.
 
     Raises:
         ConfigError: an image is smaller than a patch.
     """
-    size, cut = c.pair(name, image), c.pair("patch_size", patch)
-    if size[0] < cut[0] or size[1] < cut[1]:
-        raise ConfigError(f"{c.where}: {name} {list(size)} is smaller than patch_size {list(cut)}")
-    return {"image_size": size, "patch_size": cut, "num_channels": c.whole("num_channels", 3, high=2**10)}
+    size, patch_size = c.pair(name, image), c.pair("patch_size", patch)
+    if size[0] < patch_size[0] or size[1] < patch_size[1]:
+        raise ConfigError(f"{c.where}: {name} {list(size)} is smaller than patch_size {list(patch_size)}")
+    return {"image_size": size, "patch_size": patch_size, "num_channels": c.whole("num_channels", 3, high=2**10)}
 
 
-# -- where checkpoints keep their weights ------------------------------------------------------
+# -- layouts of checkpoints --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class VisionLayout:
-    """Where a checkpoint keeps a vision tower: keys under a prefix, empty for what there is not.
+    """The keys of a vision tower in a checkpoint, relative to a prefix; empty for weights that it does not have.
 
-    `layers` is the prefix of a layer, `{}` its number. With `flat` positions are stored `[T, H]` and the class token
-    `[H]`, else behind axes of 1; with `flat_patch` the weight of patches is `[H, C·P·Q]`, else `[H, C, P, Q]`. Not
-    read are `left` and, of the heads of tasks, `heads`.
+    Attributes:
+        layers: prefix of a layer, with `{}` for its number.
+        flat: positions are stored `[T, H]` and the class token `[H]`; otherwise they have leading axes of 1.
+        flat_patch: the weight of patches is `[H, C·P·Q]`; otherwise `[H, C, P, Q]`.
+        left: keys that are not read.
+        heads: prefixes of keys of task heads, which are not read either.
     """
 
     patch: str
@@ -94,13 +102,14 @@ C = TypeVar("C", bound=VisionConfig)
 
 @dataclass(frozen=True)
 class VisionFlow(TowerFlow[C]):
-    """The recipe. Input: `pixel_values` `[batch, channels, height, width]` float32, as the checkpoint's image processor
-    makes them. Outputs: `hidden_states` `[batch, tokens, hidden]`, and `pooled`, one vector for each image.
+    """The recipe of a vision tower.
 
-    Images of another size than the config's are read too: positions are resampled for them.
+    Input: `pixel_values` `[batch, channels, height, width]` float32, as the checkpoint's image processor makes them.
+    Outputs: `hidden_states` `[batch, tokens, hidden]`, and `pooled`, one vector for each image. For images of another
+    size than the config's, positions are resampled.
 
     Args:
-        layout: where the checkpoint keeps its weights; prefix: what stands before each of those keys.
+        layout: the keys of the checkpoint; prefix: the prefix of each of them.
         Others: see `Recipe`.
     """
 
@@ -110,18 +119,21 @@ class VisionFlow(TowerFlow[C]):
     config_type = VisionConfig
     layouts: ClassVar[tuple[VisionLayout, ...]] = ()
     prefixes: ClassVar[tuple[str, ...]] = ("",)
-    modules: ClassVar[tuple[tuple[str, str], ...]] = ()  # as stored, and as transformers 5 calls it, PEFT's files too
+    # Pairs of a module's name in checkpoints, and its name in transformers 5 and so in PEFT's files.
+    modules: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def stored_in(self, source: WeightSource) -> Self:
-        """The recipe with the layout and the prefix that a checkpoint keeps the weights of its patches under; where it
-        has none, as it is."""
+        """Return the recipe with the layout and the prefix under which a checkpoint has the patch weights.
+
+        If no combination matches, the recipe is unchanged.
+        """
         choices = [(layout, prefix) for layout in self.layouts for prefix in self.prefixes]
-        there = (found for found in choices if source.has(f"{found[1]}{found[0].patch}.weight"))
-        layout, prefix = next(there, (self.layout, self.prefix))
+        matches = (choice for choice in choices if source.has(f"{choice[1]}{choice[0].patch}.weight"))
+        layout, prefix = next(matches, (self.layout, self.prefix))
         return replace(self, layout=layout, prefix=prefix)
 
     def spec(self, index: int) -> PreNormLayerSpec:
-        """The spec of a layer, which holds the layer's keys."""
+        """Return the spec of a layer, which includes the layer's keys."""
         c, prefix = self.config, self.prefix + self.layout.layers.format(index)
         return PreNormLayerSpec(
             prefix, self.layout.keys, c.hidden_size, c.num_attention_heads, c.intermediate_size, c.layer_norm_eps,
@@ -132,7 +144,7 @@ class VisionFlow(TowerFlow[C]):
         return pre_norm_layer(spec)
 
     def pool(self) -> BlockStage | None:
-        """What makes one vector of the hidden states: the class token. None: nothing does."""
+        """Return the stage that pools the hidden states to one vector, here the class token; None for no pooling."""
         return ClsTokenPool()
 
     def heads_in(self, source: WeightSource) -> tuple[str, ...]:
@@ -143,40 +155,41 @@ class VisionFlow(TowerFlow[C]):
 
     @property
     def sides(self) -> tuple[int | str, int | str]:
-        """Height and width of the images."""
+        """Height and width of the images: sizes, or names of dynamic axes."""
         return "height", "width"
 
     def opening(self) -> tuple[BlockStage, ...]:
-        """The stages before the layers, the first of which takes the images."""
-        c, where, p = self.config, self.layout, self.prefix
+        """Return the stages before the layers; the first one takes the images."""
+        c, layout, p = self.config, self.layout, self.prefix
         embed = VisionEmbed(
-            f"{p}{where.patch}.weight",
-            f"{p}{where.patch}.bias" if where.patch_bias else None,
-            p + where.position,
+            f"{p}{layout.patch}.weight",
+            f"{p}{layout.patch}.bias" if layout.patch_bias else None,
+            p + layout.position,
             c.hidden_size,
             c.patch_size,
             c.grid,
-            p + where.cls if where.cls else None,
-            p + where.registers if c.registers else None,
+            p + layout.cls if layout.cls else None,
+            p + layout.registers if c.registers else None,
             c.antialias,
-            where.flat_patch,
-            where.flat,
+            layout.flat_patch,
+            layout.flat,
             c.registers,
         )
-        return embed, *self._norm(where.before)
+        return embed, *self._norm(layout.before)
 
     def closing(self) -> tuple[BlockStage, ...]:
-        """The stages behind the layers."""
+        """Return the stages after the layers."""
         return self._norm(self.layout.after)
 
     def _norm(self, name: str) -> tuple[BlockStage, ...]:
-        """The norm of that name, if there is one."""
+        """Return the norm of that name, if there is one."""
         key = self.prefix + name
         return (LayerNorm(f"{key}.weight", f"{key}.bias", self.config.layer_norm_eps),) if name else ()
 
     def leave(self) -> tuple[str, ...]:
-        """Keys that are left unread on purpose."""
-        spare = not self.config.registers and self.layout.registers  # stored all the same
-        none = (self.layout.registers,) if spare else ()
-        keys = self.layout.left + self.layout.heads + none
+        """Return keys that are left unread on purpose."""
+        # A checkpoint may store register tokens although its config has none.
+        has_spare_registers = not self.config.registers and self.layout.registers
+        registers = (self.layout.registers,) if has_spare_registers else ()
+        keys = self.layout.left + self.layout.heads + registers
         return tuple(self.prefix + key for key in keys) + keys
