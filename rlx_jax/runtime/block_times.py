@@ -1,4 +1,8 @@
-"""What `model.profile()` measures and tells: time by block."""
+"""This module measures the time that each block of a model takes: `model.profile()`.
+
+It runs a call under `jax.profiler`, maps the kernels of the trace to block paths through the HLO, and formats the
+result as a table or a flame graph.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +36,19 @@ from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.runtime.sequence_state import State
 
-# What stands in place of a path: kernels of no block, as XLA's own copies and the control of loops; kernels of no
-# program, such as the choice of a first token; time in which the device had nothing to do.
+# These replace a block path for: kernels without a block, such as XLA's copies and loop control; kernels outside the
+# programs, such as the choice of a first token; time in which the device is idle.
 NOT_ATTRIBUTED = "(not attributed)"
 SMALL = "(functions beside the programs)"
 IDLE = "(no kernel runs)"
 
+# The default number of blocks per program, and the width of the table in characters.
 ROWS, WIDTH = 20, 80
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Of a block, the kernels of one JAX primitive: seconds of a run."""
+    """The seconds per run that the kernels of one JAX primitive take in a block."""
 
     primitive: str
     seconds: float
@@ -51,8 +56,10 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Of a run, the seconds in which kernels of one block of a program ran, and how often it was called. `path` may be
-    `NOT_ATTRIBUTED`, or without a program `SMALL` or `IDLE`."""
+    """The seconds per run that the kernels of one block take, and the number of calls of the block in a run.
+
+    `path` may be `NOT_ATTRIBUTED`. It is `SMALL` or `IDLE` if `program` is empty.
+    """
 
     program: str
     path: str
@@ -63,11 +70,17 @@ class BlockTime:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Where the time of a run went: `seconds` on the clock, the mean of `runs`, and `rows`, the dearest first.
+    """The time of a run by block.
 
-    Every moment counts once: it is of the kernel that runs then; of several, each has its share; of none, it is `IDLE`.
-    So the rows' seconds add up to `seconds`. A fusion is of the block of its last op. Layers that are one loop are
-    `layers.*`.
+    Every moment counts once: it is shared equally among the kernels that run at that moment, or counts as `IDLE` if
+    none runs. So the seconds of all rows add up to `seconds`. A fusion counts for the block of its last op. Layers
+    that run as one loop share the path `layers.*`.
+
+    Attributes:
+        seconds: the wall-clock time of a run, the mean over `runs`.
+        runs: the number of traced runs.
+        device: the name of the device.
+        rows: the blocks, slowest first.
     """
 
     seconds: float
@@ -76,41 +89,44 @@ class BlockTimes:
     rows: tuple[BlockTime, ...]
 
     def folded(self) -> BlockTimes:
-        """The same with equal layers together, as `layers.*`."""
-        found: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
+        """Return the times with repeated layers merged into one, `layers.*`."""
+        groups: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
         for row in self.rows:
-            found[row.program, together(row.path)].append(row)
-        return replace(self, rows=_dearest_first(_joined(p, path, rows) for (p, path), rows in found.items()))
+            groups[row.program, together(row.path)].append(row)
+        return replace(self, rows=_dearest_first(_joined(p, path, rows) for (p, path), rows in groups.items()))
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """The programs that ran, the dearest first; "" is what is of none."""
+        """Return the programs that ran, slowest first; "" is time outside of programs."""
         seconds: dict[str, float] = defaultdict(float)
         for row in self.rows:
             seconds[row.program] += row.seconds
         return tuple(sorted(seconds, key=lambda name: -seconds[name]))
 
     def text(self, rows: int = ROWS) -> str:
-        """A table of at most so many blocks a program, the others in one line; 80 columns wide.
+        """Return a table, 80 columns wide, of the `rows` slowest blocks of each program; one line sums up the others.
 
         Raises:
-            RequestError: `rows` is no number over 0.
+            RequestError: `rows` is not a positive integer.
         """
         rows = whole_number("rows", rows, 1)
         mean = f", the mean of {self.runs} runs" if self.runs > 1 else ""
         lines, widths = [f"{_ms(self.seconds)} ms a run on {self.device}{mean}"], (WIDTH - 30, 11, 10, 9)
         for program in self.programs:
-            of_it = [row for row in self.rows if row.program == program]
-            found = [self._cells(program or "outside of programs", of_it, "calls")]
-            found += [self._cells(f"  {r.path}", [r], f"{r.calls:,}" if r.calls else "") for r in of_it[:rows]]
-            if others := of_it[rows:]:
-                found.append(self._cells(f"  {len(others)} others", others, ""))
-            lines += ["", str(TextTable(found, widths=widths, gap=""))]
+            blocks = [row for row in self.rows if row.program == program]
+            cells = [self._cells(program or "outside of programs", blocks, "calls")]
+            cells += [self._cells(f"  {r.path}", [r], f"{r.calls:,}" if r.calls else "") for r in blocks[:rows]]
+            if others := blocks[rows:]:
+                cells.append(self._cells(f"  {len(others)} others", others, ""))
+            lines += ["", str(TextTable(cells, widths=widths, gap=""))]
         return "\n".join(lines)
 
     def flame_graph(self) -> str:
-        """The same as an HTML page, which loads nothing: programs, in them the parts of block paths, in them JAX's
-        primitives, each as wide as its part of the run."""
+        """Return a flame graph as a self-contained HTML page.
+
+        Programs contain the segments of block paths, which contain JAX's primitives. The width of each is its share of
+        the run.
+        """
         root = Frame(f"a run of {_ms(self.seconds)} ms on {self.device}")
         for row in self.rows:
             path = (row.path,) if row.path in (NOT_ATTRIBUTED, SMALL, IDLE) else tuple(row.path.split("."))
@@ -120,10 +136,10 @@ class BlockTimes:
         return page(root)
 
     def save_flame_graph(self, path: str | os.PathLike[str]) -> None:
-        """Write that page to a file, over one that is there.
+        """Write the page of `flame_graph` to a file, and overwrite an existing one.
 
         Raises:
-            SaveFailedError: it cannot be written.
+            SaveFailedError: the file cannot be written.
         """
         try:
             Path(path).write_text(self.flame_graph(), encoding="utf-8")
@@ -141,42 +157,53 @@ class BlockTimes:
 
 def block_times(trace: Trace, found: Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]], runs: int,
     device: str) -> BlockTimes:  # fmt: skip
-    """Time by block of a trace of `runs` runs. `found`: by XLA's number and name of a program, what we call it and its
-    instructions."""
+    """Compute the time by block from a trace.
+
+    Args:
+        trace: the trace of all runs together.
+        found: for XLA's id and module name of a program, our name of it and its instructions by name.
+        runs: the number of runs in the trace.
+        device: the name of the device.
+    """
     where = [(kernel, _where(kernel, found)) for kernel in trace.kernels]
     seconds = {place: ns / runs / 1e9 for place, ns in shares(trace, where).items()}
     times: Counter[tuple[str, str, str]] = Counter()
     for kernel, (program, path, _, _) in where:
         times[program, path, kernel.instruction] += 1
+    # A block counts as called as often as its most frequent instruction runs.
     calls: dict[tuple[str, str], int] = defaultdict(int)
     for (program, path, _), count in times.items():
         calls[program, path] = max(calls[program, path], round(count / runs / trace.devices))
     parts: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
-    for (program, path, primitive, _), took in seconds.items():
-        parts[program, path].append(BlockTime(program, path, took, 0, (KernelTime(primitive, took),)))
-    rows = (replace(_joined(*place, of_it), calls=calls[place]) for place, of_it in parts.items())
+    for (program, path, primitive, _), duration in seconds.items():
+        parts[program, path].append(BlockTime(program, path, duration, 0, (KernelTime(primitive, duration),)))
+    rows = (replace(_joined(*place, blocks), calls=calls[place]) for place, blocks in parts.items())
     return BlockTimes((trace.end - trace.start) / runs / 1e9, runs, device, _dearest_first(rows))
 
 
-# The program of a kernel, the path of its block, its primitive, and whether it runs others.
+# The program of a kernel, the path of its block, its primitive, and whether it is a container of other kernels.
 TimedPart = tuple[str, str, str, bool]
 
 NOWHERE: TimedPart = ("", IDLE, "", False)
 
 
 def _where(kernel: Kernel, found: Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]]) -> TimedPart:
-    program, known = found.get((kernel.program, kernel.module), ("", {}))
+    """Return the program, the block path and the primitive of a kernel."""
+    program, instructions_by_name = found.get((kernel.program, kernel.module), ("", {}))
     if not program:
         return "", SMALL, kernel.module, False
-    instruction = known.get(kernel.instruction, Instruction("", kernel.instruction))
+    instruction = instructions_by_name.get(kernel.instruction, Instruction("", kernel.instruction))
     runs_others = instruction.opcode in CONTAINERS
     path = "" if runs_others else instruction.path
     return program, path or NOT_ATTRIBUTED, instruction.primitive or instruction.opcode, runs_others
 
 
 def shares(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[TimedPart, float]:
-    """The nanoseconds of each place: every moment goes to the kernels that run then, in equal shares; where only such
-    as run others do, to these; where none does, to nothing that ran."""
+    """Return the nanoseconds of each part.
+
+    Every moment is shared equally among the kernels that run at that moment. Containers, such as loops, get it only if
+    nothing else runs, and `NOWHERE` gets it if no kernel runs.
+    """
     edges = [(kernel.start, 1, place) for kernel, place in where]
     edges += [(kernel.end, -1, place) for kernel, place in where]
     running: Counter[TimedPart] = Counter()
@@ -194,7 +221,7 @@ def shares(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[Time
 
 
 def _joined(program: str, path: str, rows: list[BlockTime]) -> BlockTime:
-    """Several rows as one: of their kernels, those of one primitive together."""
+    """Merge several rows into one, and add up the kernels of each primitive."""
     seconds: dict[str, float] = defaultdict(float)
     for kernel in (k for row in rows for k in row.kernels):
         seconds[kernel.primitive] += kernel.seconds
@@ -211,21 +238,26 @@ def _ms(seconds: float) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """A text that fits: without its middle, if it is longer."""
+    """Return the text cut to less than `width` characters, with "…" in place of its middle."""
     if len(text) < width:
         return text
     end = width // 2
     return f"{text[: width - end - 2]}…{text[-end:]}"
 
 
-# What stands in the trace around the run.
+# The name of the annotation that encloses the timed runs in the trace.
 MARK = "rlx_jax.profile"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: when it began and ended, in nanoseconds of the trace; the program it is of, by the number and the
-    name that XLA gave that, and its instruction there."""
+    """One execution of a kernel in a trace.
+
+    Attributes:
+        start, end: nanoseconds in the trace.
+        program, module: XLA's id and module name of the program.
+        instruction: the name of the HLO instruction.
+    """
 
     start: float
     end: float
@@ -236,7 +268,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Trace:
-    """What ran from `start` to `end`, in nanoseconds; `devices` of them."""
+    """The kernels that ran on `devices` devices from `start` to `end`, in nanoseconds."""
 
     start: float
     end: float
@@ -245,10 +277,10 @@ class Trace:
 
 
 def trace_of(run: Callable[[], Any]) -> Trace:
-    """Run it, and wait for what it returns.
+    """Run a function under `jax.profiler`, wait for its result, and return the trace.
 
     Raises:
-        RequestError: a trace is being taken already. UnsupportedError: this device's traces name no kernels.
+        RequestError: another trace is running. UnsupportedError: traces of this device name no kernels.
     """
     options: Any = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a call of every Python function would take longer than most kernels
@@ -264,25 +296,25 @@ def trace_of(run: Callable[[], Any]) -> Trace:
             jax.profiler.stop_trace()
         (file,) = Path(directory).rglob("*.xplane.pb")
         with warnings.catch_warnings():
-            # Types of jaxlib 0.11 warn when Python 3.12 makes them, and where that is an error the process ends.
+            # Types of jaxlib 0.11 warn when Python 3.12 creates them; with warnings as errors the process would abort.
             warnings.simplefilter("ignore", DeprecationWarning)
             return read_trace(jax.profiler.ProfileData.from_file(str(file)))
 
 
 def read_trace(data: Any) -> Trace:
-    """The kernels of a `jax.profiler.ProfileData` in what is marked."""
+    """Return the kernels of a `jax.profiler.ProfileData` that ran inside the annotation `MARK`."""
     every = (event for plane in data.planes for line in plane.lines for event in line.events)
     events = [(event, {name: value for name, value in event.stats if name is not None}) for event in every]
     start, end = next((e.start_ns, e.start_ns + e.duration_ns) for e, _ in events if e.name == MARK)
     kernels, devices = [], set()
     for event, stats in events:
-        first, last = max(event.start_ns, start), min(event.start_ns + event.duration_ns, end)
-        if "hlo_op" in stats and first < last:
-            number, module = int(stats.get("program_id", 0)), str(stats.get("hlo_module", ""))
-            # Of a CUDA graph the trace names the whole, and the event the kernel.
+        clipped_start, clipped_end = max(event.start_ns, start), min(event.start_ns + event.duration_ns, end)
+        if "hlo_op" in stats and clipped_start < clipped_end:
+            program_id, module = int(stats.get("program_id", 0)), str(stats.get("hlo_module", ""))
+            # For a CUDA graph, `hlo_op` names the graph, and the event names the kernel.
             name = str(stats["hlo_op"])
             name = event.name if name.startswith("command_buffer") else name
-            kernels.append(Kernel(first, last, number, module, name))
+            kernels.append(Kernel(clipped_start, clipped_end, program_id, module, name))
             devices.add(stats.get("device_ordinal", 0))
     if not kernels:
         raise UnsupportedError(
@@ -292,40 +324,46 @@ def read_trace(data: Any) -> Trace:
     return Trace(start, end, len(devices), tuple(kernels))
 
 
-# The least part of the whole that is drawn.
+# Frames with a smaller share of the run are not drawn: they would be thinner than a pixel.
 SMALLEST = 0.0005
 
 
 @dataclass
 class Frame:
-    """A part of what took time, and the parts inside of it, by name."""
+    """A node of the flame graph: its seconds, and the frames inside it by name."""
 
     name: str
     seconds: float = 0.0
     inside: dict[str, Frame] = field(default_factory=dict)
 
     def add(self, names: tuple[str, ...], seconds: float) -> None:
-        """Seconds of the part that these names lead to."""
+        """Add seconds to this frame and to the frames along the path `names` inside it."""
         self.seconds += seconds
         if names:
             self.inside.setdefault(names[0], Frame(names[0])).add(names[1:], seconds)
 
 
 def page(root: Frame) -> str:
-    """A page of a whole. What is wider took longer; what stands below is a part of what is above."""
+    """Return the HTML page of a frame. Wider frames took longer, and frames below another are parts of it."""
     return _PAGE.replace("TITLE", html.escape(root.name)).replace("FRAMES", _drawn(root, root.seconds, root.seconds))
 
 
 def _drawn(frame: Frame, around: float, whole: float) -> str:
-    """A frame and what is inside of it, as wide as its part of what is `around` it."""
+    """Return the HTML of a frame and the frames inside it.
+
+    Args:
+        frame: the frame.
+        around: the seconds of the frame that contains it, which its width is relative to.
+        whole: the seconds of the run.
+    """
     if not whole or frame.seconds < SMALLEST * whole:
         return ""
-    told = f"{frame.name}: {1000 * frame.seconds:,.3f} ms, {100 * frame.seconds / whole:.1f} %"
+    tooltip = f"{frame.name}: {1000 * frame.seconds:,.3f} ms, {100 * frame.seconds / whole:.1f} %"
     width, color = 100 * frame.seconds / around, 20 + sum(frame.name.encode()) % 35
     parts = sorted(frame.inside.values(), key=lambda part: -part.seconds)
     return (
         f'<div class="frame" style="width:{width:.3f}%"><p style="background:hsl({color} 80% 70%)" '
-        f'title="{html.escape(told)}">{html.escape(frame.name)}</p>'
+        f'title="{html.escape(tooltip)}">{html.escape(frame.name)}</p>'
         f"{''.join(_drawn(part, frame.seconds, whole) for part in parts)}</div>"
     )
 
@@ -343,14 +381,21 @@ FRAMES
 
 
 def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 1) -> BlockTimes:
-    """Time by block of `run`, which runs once before, so that everything is compiled, and then `runs` times traced.
-    `models`: the one that is asked, and others whose programs it runs: those that draft.
+    """Return the time by block of a function that runs programs.
+
+    The function runs once untraced, so that everything is compiled, and then `runs` times in a trace.
+
+    Args:
+        models: the programs of the model, and of others that the function runs, such as drafters.
+        run: the function.
+        runs: the number of traced runs.
 
     Raises:
-        RequestError: nothing was asked of `run`. RequestError, UnsupportedError: as `trace_of`. Others as `run`.
+        RequestError: the function returns an empty result. RequestError, UnsupportedError: as `trace_of`. Others as
+            `run`.
     """
-    made = jax.block_until_ready(run())
-    if isinstance(made, Sized) and len(made) == 0:
+    result = jax.block_until_ready(run())
+    if isinstance(result, Sized) and len(result) == 0:
         raise RequestError("profile: there is nothing to time: pass one prompt, text or image at least")
 
     def repeated() -> None:
@@ -358,20 +403,20 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
             jax.block_until_ready(run())
 
     trace = trace_of(repeated)
-    ran: dict[tuple[int, str], set[str]] = defaultdict(set)
+    instructions_by_program: dict[tuple[int, str], set[str]] = defaultdict(set)
     for kernel in trace.kernels:
-        ran[kernel.program, kernel.module].add(kernel.instruction)
+        instructions_by_program[kernel.program, kernel.module].add(kernel.instruction)
     compiled = list(_compiled(models))
-    found = {
+    matches = {
         place: (one.text, one.instructions())
-        for place, names in ran.items() if (one := _which(compiled, place, names))
+        for place, names in instructions_by_program.items() if (one := _which(compiled, place, names))
     }  # fmt: skip
-    return block_times(trace, found, runs, running_device().name)
+    return block_times(trace, matches, runs, running_device().name)
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A program as a trace may name it: XLA's number and name of it, and what we call it."""
+    """A compiled program with the names that a trace may use: XLA's id `number` and `module`, and our name `text`."""
 
     number: int
     module: str
@@ -380,38 +425,47 @@ class _Compiled:
     executable: Executable
 
     def instructions(self) -> dict[str, Instruction]:
-        """Its instructions, under the names of their kernels too."""
+        """Return the instructions by name, and by the name of their kernel."""
         others = self.key.around.beside().values() if isinstance(self.key.around, RunsOthers) else ()
         paths = frozenset().union(*(block_paths(lir.graph) for lir in (self.executable.lir, *others)))
-        made = instructions(self.executable.call.as_text() or "", paths)
-        return {kernel_name(name): instruction for name, instruction in made.items()} | made
+        parsed = instructions(self.executable.call.as_text() or "", paths)
+        return {kernel_name(name): instruction for name, instruction in parsed.items()} | parsed
 
 
 def _compiled(models: Sequence[Programs]) -> Iterator[_Compiled]:
-    """The programs of models: of the one that is asked, and of those that draft."""
-    beside = [found.programs for model in models for found in model.beside.values()]
-    for place, programs in enumerate(dict.fromkeys((*models, *beside))):
+    """List the compiled programs of models and of their companions, which draft."""
+    companions = [companion.programs for model in models for companion in model.beside.values()]
+    for position, programs in enumerate(dict.fromkeys((*models, *companions))):
         for key, executable in programs.executables.items():
             for module in executable.call.runtime_executable().hlo_modules():  # type: ignore[union-attr]
                 number = module_id(module.as_serialized_hlo_module_proto())
-                yield _Compiled(number, module.name, f"{DRAFTING}: " * (place > 0) + key.text, key, executable)
+                yield _Compiled(number, module.name, f"{DRAFTING}: " * (position > 0) + key.text, key, executable)
 
 
 def _which(compiled: Sequence[_Compiled], place: tuple[int, str], names: set[str]) -> _Compiled | None:
-    """The program of a trace's number and name, whose kernels are `names`. A GPU's trace has numbers of its own: there
-    it is the one of that name; of several, such as that of a model and of one that drafts, whose kernels they are."""
-    of_name = [one for one in compiled if one.module == place[1]]
-    fitting = [one for one in of_name if one.number == place[0]] or of_name
-    if len(fitting) < 2:
-        return fitting[0] if fitting else None
-    return max(fitting, key=lambda one: len(names & one.instructions().keys()))
+    """Return the program that a trace identifies by id and module name; None if there is none.
+
+    A trace of a GPU has its own ids, so that the name decides there. Several programs may share a name, such as a
+    model's and its drafter's: the one with the most instructions among `names` is chosen.
+
+    Args:
+        compiled: the candidates.
+        place: the id and the module name.
+        names: the instructions that ran.
+    """
+    same_name = [one for one in compiled if one.module == place[1]]
+    candidates = [one for one in same_name if one.number == place[0]] or same_name
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    return max(candidates, key=lambda one: len(names & one.instructions().keys()))
 
 
 def profile_calls(
     programs: Programs, call: Callable[..., Any], given: Mapping[str, Any], state: State | None, runs: int
 ) -> BlockTimes:
-    """Time by block of `call(**given)`, with `state=` where there is one. Each of the calls gets copies of its own of
-    what it consumes.
+    """Return the time by block of `call(**given)`, with `state=` if there is a state.
+
+    Each call gets its own copies of the arguments that it consumes.
 
     Raises:
         RequestError, UnsupportedError: as `trace_of`. Others as a call.
@@ -421,6 +475,7 @@ def profile_calls(
     def fresh(name: str, value: Any) -> Any:
         return jax.numpy.copy(value) if name in consumed and isinstance(value, jax.Array) else value
 
+    # One more than `runs`, for the run before the trace; copied ahead, so that the trace has no copies in it.
     copies = [
         {name: fresh(name, value) for name, value in given.items()} | ({} if state is None else {"state": state.copy()})
         for _ in range(runs + 1)

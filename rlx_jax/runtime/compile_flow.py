@@ -1,4 +1,7 @@
-"""`rlx_jax.compile`: what is opened, compiled ahead, and given its parameters."""
+"""This module defines `rlx_jax.compile` and its variants.
+
+They build flows into programs, compile what has known sizes, and load the parameters while XLA compiles.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +36,35 @@ def compile(
     program: str = "forward", strict: bool = True, missing: Literal["error", "init"] = "error",
     key: jax.Array | int | None = None,
 ) -> CompiledModel:  # fmt: skip
-    """Compile a flow: build, lower and plan it now, and each size when it is first called.
+    """Compile a flow: build, lower and plan it now, and compile each choice of sizes at its first call.
 
     Args:
         flow: a `ModelFlow`, a recipe, a zero-argument function returning one, or a `BuiltModel`.
         weights: a mapping, a WeightSource or a path; a mapping of `jax.ShapeDtypeStruct` compiles without data.
-        profile: a `CompileProfile`, the name of a preset or the path of a `*.rlx.toml`; else the flow's own, else
-            `auto`.
-        mesh: devices to divide the model over: a `jax.sharding.Mesh` with axes called data, fsdp, tensor, expert or
-            context (or what the profile's `sharding` says), a number of devices, or "auto", all of them.
-        program: `forward`, `train` (the forward program to differentiate: layers scanned, and recomputed as the
-            profile's `layers.remat` says), `prefill`, `extend`, `verify` (`extend` that leaves the state's length as it
-            was: whoever judges the logits adds the tokens that are kept), `explicit` (cached keys and values come in
-            as `past_k_0`, `past_v_0` … and go out, longer, as `kv.0.k`, `kv.0.v` …), or `packed` (rows hold several
-            sequences each; `segments` and `positions` say which token is of which, and where in it).
-        strict: weights that nothing reads are an error.
-        missing: a weight that the source has not is an `"error"`, or `"init"`: it is drawn, as its stage says (`init=`)
-            or as `CompiledModel.init` does, and `report().initialised` names it. Its shape has to be known: that of a
-            norm or a bias is, and so are those of whole layers but for the width of their MLP; `flow.param(key,
-            shape=…)` says others. Without any weights all are drawn.
-        key: what they are drawn with: a seed, or a key of `jax.random`.
+        profile: a `CompileProfile`, the name of a preset or the path of a `*.rlx.toml`; by default the profile of the
+            flow, else `auto`.
+        mesh: the devices to shard the model over: a `jax.sharding.Mesh` with axes called data, fsdp, tensor, expert or
+            context (or as the profile's `sharding` maps them), a number of devices, or "auto" for all devices.
+        program: one of
+            `forward`;
+            `train`, the forward program to differentiate: layers are scanned, and recomputed by `layers.remat` of the
+            profile;
+            `prefill` and `extend`, with a state;
+            `verify`, an `extend` that does not advance the length of the state: the caller, who judges the logits, adds
+            the number of accepted tokens;
+            `explicit`, with cached keys and values as inputs `past_k_0`, `past_v_0` … and, longer, as outputs `kv.0.k`,
+            `kv.0.v` …;
+            `packed`, with several sequences in a row: `segments` gives the sequence of each token, and `positions` its
+            place in that sequence.
+        strict: raise an error for weights that nothing reads.
+        missing: `"error"` refuses a weight that the source does not have; `"init"` initializes it, by the `init=` of
+            its stage or else as `CompiledModel.init` does, and lists it in `report().initialised`. Its shape has to be
+            known. The shapes of norms and biases are, and the shapes of repeated layers except for the width of their
+            MLP; `flow.param(key, shape=…)` declares others. Without any weights all are initialized.
+        key: the seed, or key of `jax.random`, for `missing="init"`.
+
+    Returns:
+        The compiled model.
 
     Raises:
         GraphError, WeightError, ProfileError: see `rlx_jax.errors`.
@@ -64,19 +76,22 @@ def compile(
 
 @suggests("profile", "mesh", "program")
 def init(recipe: Any, key: jax.Array | int, **options: Any) -> CompiledModel:
-    """A config as a random model: `compile` of a recipe, or of a flow that knows its shapes, with every weight drawn.
+    """Compile a recipe, or a flow with known shapes, with every weight initialized at random.
 
-    Each is drawn as its stage says (`init=`), else as `CompiledModel.init` does; `report().initialised` names them.
-    What the recipe is bound to is not read: of a checkpoint's recipe this is the model before it was trained. Weights
-    that were added to it, such as an adapter's files, stay.
+    Each weight is initialized by the `init=` of its stage, or else as `CompiledModel.init` does; `report().initialised`
+    lists them. The checkpoint that a recipe is bound to is not read, so that the result is the untrained model. Weights
+    added to the recipe, such as the files of an adapter, are still loaded.
 
     Args:
-        recipe: what `compile` takes.
-        key: a seed, or a key of `jax.random`. The same one gives the same numbers, in every program.
-        options: `profile`, `mesh` and `program`, as `compile` has them.
+        recipe: as `flow` of `compile`.
+        key: a seed, or a key of `jax.random`. The same key gives the same values in every program.
+        options: `profile`, `mesh` and `program` of `compile`.
+
+    Returns:
+        The compiled model.
 
     Raises:
-        RequestError: no key. MissingWeightError: a shape that nobody says. Others as `compile`.
+        RequestError: no key. MissingWeightError: a shape that nothing declares. Others as `compile`.
     """
     if key is None:
         raise RequestError("init: key is None; expected a seed, an integer, or a key of jax.random")
@@ -87,13 +102,17 @@ def init(recipe: Any, key: jax.Array | int, **options: Any) -> CompiledModel:
 def compile_together(
     flows: Sequence[Any], weights: Weights = None, *, program: str = "forward", **options: Unpack[CompileOptions]
 ) -> dict[str, CompiledModel]:
-    """Compile several flows over one set of parameters: the models by flow name, all with the same `programs`.
+    """Compile several flows over one set of parameters.
 
-    What two flows read is stored once; keys that none of them reads are an error where `strict`. Arguments as those of
-    `compile`.
+    A weight that two flows read is loaded once. With `strict`, keys that no flow reads are an error. The arguments are
+    as in `compile`.
+
+    Returns:
+        The compiled models by flow name. They share one `programs`.
 
     Raises:
-        GraphError: two flows of one name, or weights from different places. ProfileError: profiles that differ.
+        GraphError: two flows have the same name, or weights from different sources. ProfileError: their profiles
+            differ.
     """
     return open_together(flows, weights, OpenOptions(**options), program)
 
@@ -101,7 +120,7 @@ def compile_together(
 def open_together(
     flows: Sequence[Any], weights: Weights, options: OpenOptions, program: str
 ) -> dict[str, CompiledModel]:
-    """As `compile_together`.
+    """Compile several flows over one set of parameters, with the options as a record; see `compile_together`.
 
     Raises:
         DeriveError: there is no such program.
@@ -114,38 +133,46 @@ def open_together(
 def open_model(
     flow: Any, weights: Weights, options: OpenOptions, serves: tuple[str, ...], max_positions: int | None = None
 ) -> CompiledModel:
-    """The model of a flow that answers requests by the programs `serves`, its projections merged. One that is compiled
-    already stays as it is, with all its programs.
+    """Return the compiled model of a flow that serves requests, with fused projections.
+
+    A model that is compiled already is returned as it is, with all its programs.
+
+    Args:
+        flow: a flow, or a `CompiledModel`.
+        weights, options: see `compile`.
+        serves: the programs that requests run.
+        max_positions: the limit of tokens in a sequence; None for the limit of the flow.
 
     Raises:
-        RequestError: an argument that such a model was compiled with.
+        RequestError: an argument that applies to compiling, with a model that is compiled already.
     """
     if not isinstance(flow, CompiledModel):
         programs = open_programs([flow], weights, options, merge=True, max_positions=max_positions, serves=serves)
         (model,) = finish_models(programs).values()
         return model
-    others = {"weights": weights, "max_positions": max_positions}
-    if given := [*(name for name, value in others.items() if value is not None), *options.changed()]:
-        raise RequestError(f"{flow.name} is compiled already: leave out {listing(given)}, or give the flow itself")
+    arguments = {"weights": weights, "max_positions": max_positions}
+    if surplus := [*(name for name, value in arguments.items() if value is not None), *options.changed()]:
+        raise RequestError(f"{flow.name} is compiled already: leave out {listing(surplus)}, or give the flow itself")
     return flow
 
 
 def finish_models(programs: Programs, program: str = "forward") -> dict[str, CompiledModel]:
-    """A model for each flow, their parameters streamed in while XLA compiles what is known already."""
+    """Return a model for each flow, and load their parameters while XLA compiles the programs with known sizes."""
     models = {name: CompiledModel(programs, name, program) for name in programs.flows}
     if not programs.layout.leaves:
         return {name: model.replace(params={}) for name, model in models.items()}
     if not has_data(programs):
         if programs.seed is None:
             return models
-        (model,) = models.values()  # of several flows each was drawn before
+        (model,) = models.values()  # weights of several flows were initialized before, by `with_lacking`
         programs.initialised = tuple(model.template().built.params)
-        return {model.name: model.replace(params=model.init(programs.seed))}  # drawn where they are to lie
-    chosen, here = programs.settings.device.name, running_device()
-    if chosen not in (here.name, here.kind):
-        message = f"fusion.target is {chosen!r}, and JAX runs on {here.name!r}: chosen for the one, run on the other"
+        # Initialized under their storage sharding, so that no device has to hold all of them.
+        return {model.name: model.replace(params=model.init(programs.seed))}
+    chosen, runs = programs.settings.device.name, running_device()
+    if chosen not in (runs.name, runs.kind):
+        message = f"fusion.target is {chosen!r}, and JAX runs on {runs.name!r}: chosen for the one, run on the other"
         warnings.warn(f"{', '.join(models)}: {message}", RlxWarning, stacklevel=3)
-    # A context of the caller's thread, which the loader does not see.
+    # `jax.default_device` is a context of the caller's thread, which the loading thread does not see.
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     given_up = threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -154,20 +181,24 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
             for model in models.values():
                 model.warm()
             params, seconds = loading.result()
-        except BaseException:  # Ctrl-C, too: whoever it reaches should not wait for the rest of the weights
+        except BaseException:  # Ctrl-C too: leaving the pool waits for the loader, which should stop early
             given_up.set()
             raise
     return {name: replace(model, load_seconds=seconds).replace(params) for name, model in models.items()}
 
 
 def has_data(programs: Programs) -> bool:
-    """Whether the source holds numbers, not only shapes."""
+    """Return whether the source has values, not only shapes."""
     source = programs.source
     return source is not None and not shapes_only(source)
 
 
 def load_params(programs: Programs, device: Any, given_up: threading.Event) -> tuple[dict[str, jax.Array], float]:
-    """The arrays of the layout's leaves on `device`, or divided over the model's mesh, and the seconds that took."""
+    """Load the parameters onto `device`, or sharded over the model's mesh.
+
+    Returns:
+        The arrays by parameter name, and the seconds that loading took.
+    """
     assert programs.source is not None
     start = time.perf_counter()
     placement = programs.resting() or device
@@ -176,22 +207,32 @@ def load_params(programs: Programs, device: Any, given_up: threading.Event) -> t
 
 
 def model_beside(model: CompiledModel, make: MakesMtp) -> CompiledModel:
-    """The flow that `make` gives of the model's weights, opened once: leaves that the model has are the model's own
-    arrays, the others are read now.
+    """Return a companion model, such as a drafter, that shares the weights of `model`.
+
+    It is compiled once for each model. Parameters that the model has are shared; the others are loaded now.
+
+    Args:
+        model: the model with the weights.
+        make: a function from the weights to the companion flow.
 
     Raises:
         MissingWeightError: there are no weights to read. Others as `make` and as `rlx_jax.compile`.
     """
     model.refuse_traced()
     params = model.require_params("drafting")
-    found = model.programs.beside(model.name, lambda: _opened(model, params, make))
-    known = model.programs.layout.by_program()
-    shared = {name: params[known[p]] for name, p in found.programs.layout.leaves.items() if p in known}
-    (name,) = found.programs.flows
-    return CompiledModel(found.programs, name, params={**found.params, **shared})
+    companion = model.programs.beside(model.name, lambda: _opened(model, params, make))
+    names_by_program = model.programs.layout.by_program()
+    shared = {
+        name: params[names_by_program[p]]
+        for name, p in companion.programs.layout.leaves.items()
+        if p in names_by_program
+    }
+    (name,) = companion.programs.flows
+    return CompiledModel(companion.programs, name, params={**companion.params, **shared})
 
 
 def _opened(model: CompiledModel, params: dict[str, Any], make: MakesMtp) -> Beside:
+    """Build and lower the companion flow of a model, and load the parameters that the model does not have."""
     base = model.programs
     if not has_data(base):
         raise MissingWeightError(
@@ -207,10 +248,10 @@ def _opened(model: CompiledModel, params: dict[str, Any], make: MakesMtp) -> Bes
     programs.builds.put((flow.name, frozenset()), (built, 0.0))
     programs.templates.put(ProgramKey(flow.name, "forward"), template)
     programs.warm = base.warm
-    known = base.layout.by_program()
-    own = {name: program for name, program in layout.leaves.items() if program not in known}
+    names_by_program = base.layout.by_program()
+    missing = {name: program for name, program in layout.leaves.items() if program not in names_by_program}
     assert base.source is not None  # it has data
-    # Where the model's parameters were put; None where that was left to JAX.
-    here = next((next(iter(a.devices())) for a in params.values() if isinstance(a, jax.Array) and a.committed), None)
-    loaded = load_leaves(own, base.source, programs.resting() or here, base.tell, threading.Event())
+    # The device of the model's parameters; None if its choice was left to JAX.
+    target = next((next(iter(a.devices())) for a in params.values() if isinstance(a, jax.Array) and a.committed), None)
+    loaded = load_leaves(missing, base.source, programs.resting() or target, base.tell, threading.Event())
     return Beside(programs, loaded)

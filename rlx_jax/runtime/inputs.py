@@ -1,7 +1,7 @@
-"""Check and normalise the inputs of a call on the host, before any `jnp` call.
+"""This module checks and normalizes the inputs of a call on the host, before any `jnp` call.
 
-JAX clamps ids out of range in silence and narrows int64 without a word, so nothing reaches it unchecked.
-Of jax.Arrays the dtype and the shape are checked; their ids where `host_view` can read them.
+JAX silently clamps ids out of range and narrows int64, so nothing reaches it unchecked. The dtype and the shape of
+every `jax.Array` are checked, and its ids if `host_view` can read them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from rlx_jax.program import InputDecl
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.trace.checks import check_count
 
-# Platforms whose arrays NumPy reads without a copy.
+# Platforms with arrays that NumPy reads without a copy.
 IN_HOST_MEMORY = ("cpu",)
-# The kind of every random key.
+# The implementation of every random key; one for all, so that seeds do not depend on `jax_default_prng_impl`.
 KEYS = "threefry2x32"
 
 
@@ -47,9 +47,19 @@ def bind_names(
     decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str, unread: Sequence[str],
     first: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Inputs by name from a call's positional and named arguments; None for an optional input means absent. `unread`:
-    those of the flow that no output reads; the inputs after them have moved, so that optional ones go by name. `first`:
-    the one of `unread` that the flow begins with, if any, which a call may give."""
+    """Return the inputs of a call by name, from its positional and named arguments.
+
+    Args:
+        decls: the inputs of the program, in order.
+        args, named: the arguments of the call. None for an optional input means that it is absent.
+        flow: the name of the flow, for messages.
+        unread: the inputs of the flow that no output reads. They shift the positions of later inputs, so optional
+            inputs have to be passed by name if there are any.
+        first: the first input of the flow if it is unread, else ""; a call may still pass it.
+
+    Raises:
+        UnboundInputError: too many arguments, an unknown or unread name, or an input passed twice.
+    """
     names = [d.name for d in decls]
     in_order = list(itertools.takewhile(lambda d: not (unread and d.optional), decls))
     if first and first not in named and len(args) == len(in_order) + 1:
@@ -60,43 +70,43 @@ def bind_names(
         idle = f": none of the outputs reads {listing(unread)}" if unread and not pure else ""
         by_name = f"; give {listing(names[len(in_order) :])} by name" if idle and len(in_order) < len(names) else ""
         raise UnboundInputError(f"{flow}: {takes}, got {len(args)}{pure}{idle}{by_name}")
-    given = dict(zip(names, args, strict=False))
+    values = dict(zip(names, args, strict=False))
     refuse_unread(named, [name for name in unread if name != first], flow)
-    known = [*names, first] if first in named else names
-    check_known(named, known, f"{flow}: has no input", "; its inputs are", UnboundInputError)
+    accepted = [*names, first] if first in named else names
+    check_known(named, accepted, f"{flow}: has no input", "; its inputs are", UnboundInputError)
     for name, value in named.items():
-        if name in given:
+        if name in values:
             raise UnboundInputError(f"{flow}: input {quote(name)} is given by position and by name")
-        given[name] = value
-    return {n: v for n, v in given.items() if v is not None}
+        values[name] = value
+    return {n: v for n, v in values.items() if v is not None}
 
 
 def check_all_given(names: Iterable[str], given: Collection[str], flow: str) -> None:
-    """What a program reads is there.
+    """Check that a call passes every input that the program reads.
 
     Raises:
-        UnboundInputError: names what is not.
+        UnboundInputError: some are missing; the message lists them.
     """
     if missing := [name for name in names if name not in given]:
         raise UnboundInputError(f"{flow}: input {listing(missing)} is not given")
 
 
 def refuse_unread(given: Iterable[str], unread: Sequence[str], flow: str) -> None:
-    """No input is given that the program does not read: it would change nothing.
+    """Check that a call passes no input that the program does not read, as it would have no effect.
 
     Raises:
-        UnboundInputError: names them.
+        UnboundInputError: it does; the message lists them.
     """
     if idle := [name for name in given if name in unread]:
-        told = "is read by none of the outputs: leave it out, or choose others"
-        raise UnboundInputError(f"{flow}: input {listing(idle)} {told}")
+        reason = "is read by none of the outputs: leave it out, or choose others"
+        raise UnboundInputError(f"{flow}: input {listing(idle)} {reason}")
 
 
 def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None, devices: bool) -> Any:
-    """`host_value`; what only describes an array, a `ShapeDtypeStruct`, as it is.
+    """Return `host_value` of an input, or a `jax.ShapeDtypeStruct`, which has no values, unchanged.
 
     Raises:
-        DTypeError: it is of another dtype. Others: as `host_value`.
+        DTypeError: the `ShapeDtypeStruct` has another dtype. Others as `host_value`.
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         if value.dtype != declared.dtype:
@@ -106,10 +116,11 @@ def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None,
 
 
 def host_view(value: Any, devices: bool) -> np.ndarray[Any, Any] | None:
-    """Return the values of an array where the host can read them, else None.
+    """Return the values of an array if the host can read them, else None.
 
-    An array on a CPU device is read in place, in some 5 µs with the comparison of its ids. One on an accelerator is
-    copied, and only if `devices`. Of an array that several processes hold, the result is this process's part.
+    An array on a CPU device is read in place, which takes about 5 µs including the check of its ids. An array on an
+    accelerator is copied, and only if `devices`. For an array sharded over several processes the result has the
+    addressable shards of this process, flat.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -123,10 +134,10 @@ def host_view(value: Any, devices: bool) -> np.ndarray[Any, Any] | None:
 
 
 def check_ids(what: str, value: Any, rows: int, devices: bool) -> None:
-    """Check that integer ids are in `[0, rows)`, where the host can read them: see `host_view`.
+    """Check that integer ids are in `[0, rows)`, if the host can read them: see `host_view`.
 
     Raises:
-        TokenIdError: names the position and the value.
+        TokenIdError: one is not; the message has its position and value.
     """
     if (array := host_view(value, devices)) is not None:
         ids_in(what, array, rows)
@@ -136,13 +147,16 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None, de
     """Return one input as an array of its declared dtype.
 
     Args:
-        rows: of the table that integer ids index.
-        devices: check ids on an accelerator too.
+        name: the name of the input, for messages.
+        value: an array of JAX or NumPy, or lists of numbers.
+        declared: the type of the input.
+        rows: the number of rows of the table that integer ids index; None if the input has no ids.
+        devices: whether ids on an accelerator are checked too.
 
     Raises:
         TokenIdError: an id is not an integer in `[0, rows)`.
-        DTypeError: a dtype change other than between integers, from bool to integers, and float64 → float32;
-            or values that do not fit.
+        DTypeError: a dtype change other than between integers, from bool to integers, and float64 → float32; or values
+            that do not fit the dtype.
     """
     if isinstance(value, jax.Array):
         if rows is not None and value.dtype.kind in "iu":
@@ -182,14 +196,18 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None, de
 
 
 def as_row(value: Any) -> Any:
-    """An array, or what describes one, with an axis of 1 in front."""
+    """Return an array or a `jax.ShapeDtypeStruct` with a leading axis of size 1."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((1, *value.shape), value.dtype)
     return value[None]
 
 
 def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array in native byte order; ragged or non-numeric input is an error."""
+    """Return a value as a NumPy array in native byte order.
+
+    Raises:
+        ShapeError: ragged lists. DTypeError: a masked array, or values that are no numbers.
+    """
     if isinstance(value, np.ma.MaskedArray):
         raise DTypeError(f"input {name}: a masked array, and its mask would be lost; pass .filled(value)")
     array = read_array(f"input {name}", value, lambda why: ShapeError(f"input {name}: not an array: {why}"))
@@ -200,11 +218,18 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def read_array(what: str, value: Any, misfit: Callable[[str], RlxError] | None = None) -> np.ndarray[Any, Any]:
-    """`numpy.asarray`; where NumPy makes no array of the value, the error of `misfit` for the reason, if there is one.
+    """Return `numpy.asarray(value)`, with errors that explain the cause.
+
+    Args:
+        what: the name of the value, for messages.
+        value: anything that NumPy may convert.
+        misfit: a function from NumPy's message to the error to raise if NumPy cannot convert the value; None to raise
+            NumPy's own error.
 
     Raises:
-        SessionStateError: an array of JAX that an earlier call consumed. RequestError: one that is traced, or of
-            another library that refuses; a mapping, such as what a tokenizer of transformers returns.
+        SessionStateError: an array of JAX that an earlier call consumed.
+        RequestError: a traced array, an array of another library that NumPy cannot read, or a mapping, such as the
+            result of a transformers tokenizer.
     """
     if isinstance(value, Mapping):
         hint = ": pass its 'input_ids', and its 'attention_mask' where the call takes one" * ("input_ids" in value)
@@ -228,15 +253,15 @@ def read_array(what: str, value: Any, misfit: Callable[[str], RlxError] | None =
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether a value is an array of another library than NumPy and JAX, such as a torch tensor."""
+    """Return whether a value is an array of a library other than NumPy and JAX, such as a torch tensor."""
     return hasattr(value, "__array__") and not isinstance(value, np.ndarray | np.generic | jax.Array)
 
 
 def token_ids(what: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
-    """Ids in `[0, rows)` of any shape, as an integer array; checked before any cast.
+    """Return ids of any shape as an integer array, checked to be in `[0, rows)` before any cast.
 
     Raises:
-        TokenIdError: ragged, not integers, or out of range; names the position and the value.
+        TokenIdError: ragged, not integers, or out of range; the message has the position and the value.
     """
     return ids_in(what, id_array(what, value, rows), rows)
 
@@ -244,7 +269,13 @@ def token_ids(what: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
 def id_array(
     what: str, value: Any, rows: int, padding: str = "pass lengths= where the model takes it"
 ) -> np.ndarray[Any, Any]:
-    """The first half of `token_ids`: an array of integers. `padding` is what goes with rows that are padded.
+    """Return ids as an array of integers, without the check of their range; the first half of `token_ids`.
+
+    Args:
+        what: the name of the value, for messages.
+        value: an array or lists.
+        rows: the number of rows of the table, for messages.
+        padding: the advice for callers who pad rows, for messages.
 
     Raises:
         TokenIdError: ragged, or not integers. RequestError: traced.
@@ -257,13 +288,17 @@ def id_array(
         raise _no_ids(what, value, array, rows)
     if isinstance(value, np.ma.MaskedArray):
         raise TokenIdError(f"{what}: a masked array, and its mask would be lost; pass .filled(id), and {padding}")
-    check_elements(array.shape, what)  # before all of them are looked at
+    check_elements(array.shape, what)  # before `ids_in` scans all of them
     limits.fits_in_memory(array.size * 4, what)
     return array
 
 
 def ids_in(what: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
-    """The second half: ids in `[0, rows)`, or a TokenIdError."""
+    """Return ids in native byte order, checked to be in `[0, rows)`; the second half of `token_ids`.
+
+    Raises:
+        TokenIdError: one is out of range; the message has its position and value.
+    """
     if array.size == 0:
         return array
     low, high = array.min(), array.max()
@@ -274,7 +309,10 @@ def ids_in(what: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any,
 
 
 def _no_ids(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> TokenIdError:
-    """Names the first item of a list that is no id; an array has one dtype for all."""
+    """Return the error for a value that has no ids.
+
+    For a list it names the first item that is no id; an array has one dtype for all items.
+    """
     if isinstance(value, list | tuple):
         for at, item in np.ndenumerate(np.asarray(value, object)):
             if isinstance(item, bool | np.bool_) or not isinstance(item, int | np.integer):
@@ -283,31 +321,37 @@ def _no_ids(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> To
                 return TokenIdError(f"{what}: id {number(int(item))} at {at} is not in [0, {rows})")
     got = array.dtype if array.dtype != object else type(value).__name__
     if array.dtype.kind in "UT":
-        told = "generate, score and embed take text, and the tokenizer makes ids of it"
-        return TokenIdError(f"{what}: expected ids, got text; {told}")
+        advice = "generate, score and embed take text, and the tokenizer makes ids of it"
+        return TokenIdError(f"{what}: expected ids, got text; {advice}")
     return TokenIdError(f"{what}: ids are integers in [0, {rows}), got {got}")
 
 
 def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], flow: str) -> dict[str, int]:
-    """The size of every symbolic dimension, from the shapes of the inputs.
+    """Return the size of every symbolic dimension, inferred from the shapes of the inputs.
+
+    Args:
+        declared: the types of the inputs by name.
+        values: the arrays by name.
+        flow: the name of the flow, for messages.
 
     Raises:
         ShapeError: a rank or a static size differs, or two inputs disagree; the message names both.
     """
     sizes: dict[str, int] = {}
-    seen: dict[str, str] = {}
+    input_of: dict[str, str] = {}
+    # Dimensions such as `past+seq` are checked at the end, when the size of every symbol is known.
     sums: list[tuple[str, int, Any, int]] = []
     for name, value in values.items():
-        want, shape = declared[name], tuple(value.shape)
-        if len(shape) != want.rank:
-            one = len(shape) == want.rank - 1 and not is_static(want.shape[0])
-            one_row = f"; {name}[None] is a {want.shape[0]} of one" if one else ""
-            raise ShapeError(f"{flow}: input {name} is {want}, got shape {list(shape)}: rank {len(shape)}{one_row}")
-        for axis, (dim, size) in enumerate(zip(want.shape, shape, strict=True)):
+        expected, shape = declared[name], tuple(value.shape)
+        if len(shape) != expected.rank:
+            one = len(shape) == expected.rank - 1 and not is_static(expected.shape[0])
+            one_row = f"; {name}[None] is a {expected.shape[0]} of one" if one else ""
+            raise ShapeError(f"{flow}: input {name} is {expected}, got shape {list(shape)}: rank {len(shape)}{one_row}")
+        for axis, (dim, size) in enumerate(zip(expected.shape, shape, strict=True)):
             if is_static(dim):
                 if size != dim:
                     raise ShapeError(
-                        f"{flow}: input {name} is {want}, got {list(shape)}: axis {axis} is {size}, not {dim}"
+                        f"{flow}: input {name} is {expected}, got {list(shape)}: axis {axis} is {size}, not {dim}"
                     )
                 continue
             symbol = str(dim)
@@ -319,18 +363,24 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
                 sums.append((name, axis, dim, size))
                 continue
             if sizes.setdefault(symbol, int(size)) != size:
-                raise ShapeError(f"{flow}: {symbol} is {sizes[symbol]} in {seen[symbol]} and {size} in {name}")
-            seen.setdefault(symbol, name)
+                raise ShapeError(f"{flow}: {symbol} is {sizes[symbol]} in {input_of[symbol]} and {size} in {name}")
+            input_of.setdefault(symbol, name)
         check_elements(shape, f"{flow}: input {name}")
     for name, axis, dim, size in sums:
-        want = bound(dim, sizes)
-        if size != want:
-            raise ShapeError(f"{flow}: input {name}: axis {axis} is {size}, expected {dim}, which is {want}")
+        expected = bound(dim, sizes)
+        if size != expected:
+            raise ShapeError(f"{flow}: input {name}: axis {axis} is {size}, expected {dim}, which is {expected}")
     return sizes
 
 
 def check_new_tokens(lengths: Any, seq: int, low: int, slots: int | None) -> None:
-    """Each row has between `low` and `seq` new tokens, and no more than the state's slots; on the host only."""
+    """Check that each row has `low` to `seq` new tokens, and no more than the state has slots.
+
+    Lengths that are no NumPy array are not checked.
+
+    Raises:
+        SequenceLengthError: a row has fewer or more.
+    """
     if not isinstance(lengths, np.ndarray) or not lengths.size:
         return
     if lengths.min() < low or lengths.max() > seq:
@@ -343,40 +393,52 @@ def check_new_tokens(lengths: Any, seq: int, low: int, slots: int | None) -> Non
 
 
 def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, int], devices: bool) -> None:
-    """Check ids that number entries of an axis whose size the call decides.
+    """Check ids that index an axis with a size that depends on the call.
 
     Raises:
-        TokenIdError: names the input, the id, its place and the range.
+        TokenIdError: one is out of range; the message has the input, the id, its position and the range.
     """
     for name, rows in bounds.rows.items():
         check_ids(f"input {name}", values.get(name), min(bound(dim, sizes) for dim in rows), devices)
 
 
 def check_counted(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> None:
-    """What the sizes of a call count as a sequence fits the positions that the model knows."""
+    """Check that the sequence length of a call, the sum of the dimensions `bounds.counted`, fits the model's positions.
+
+    Raises:
+        SequenceLengthError: it is longer.
+    """
     length = sum(bound(dim, sizes) for dim in bounds.counted)
     if is_static(length):  # explicit decode of states alone has no cached keys, hence no size of the past
         check_length(length, bounds, flow)
 
 
 def check_length(seq: int, bounds: Bounds, flow: str) -> None:
-    """A sequence fits the positions that the model knows."""
+    """Check that a sequence of `seq` tokens fits the positions of the model.
+
+    Raises:
+        SequenceLengthError: it is longer.
+    """
     if bounds.positions is not None and seq > bounds.positions:
         raise SequenceLengthError(f"{flow}: {seq} tokens, and the model knows {bounds.positions} positions")
 
 
 def random_key(what: str, seed: Any) -> jax.Array:
-    """A Threefry key, of a seed, all 64 bits of which count, or of a key of `jax.random`.
+    """Return a Threefry key from a seed of 64 bits, or from a key of `jax.random`.
 
-    A Threefry key stays as it is. The words of one of another kind are folded in, so that every seed has one type, and
-    its draws do not depend on `jax_default_prng_impl`.
+    A Threefry key is returned unchanged. The words of a key of another implementation are folded into a Threefry key,
+    so that every key has the same type and samples do not depend on `jax_default_prng_impl`.
+
+    Args:
+        what: the name of the argument, for messages.
+        seed: the seed or the key.
 
     Raises:
         RequestError: neither one key nor an integer in `[0, 2**64)`.
     """
     if isinstance(seed, int | np.integer) and not isinstance(seed, bool) and 0 <= seed < 2**64:
         low, high = int(seed) % 2**32, int(seed) // 2**32
-        # As jax.random.key makes it, which drops the upper half and takes the lower one to the device unasked.
+        # The same key as `jax.random.key` creates, which drops the upper half and copies the lower one implicitly.
         key: jax.Array = jax.random.wrap_key_data(jax.device_put(np.array([0, low], np.uint32)), impl=KEYS)
         if high:
             key = jax.random.fold_in(key, jax.device_put(np.uint32(high)))
@@ -397,9 +459,9 @@ def random_key(what: str, seed: Any) -> jax.Array:
 
 
 def whole_number(name: str, value: Any, low: int) -> int:
-    """Return an integer of at least `low` that a request gave.
+    """Return an integer argument of a request, checked to be at least `low`.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is no such integer.
     """
     return check_count(value, name, low, RequestError)

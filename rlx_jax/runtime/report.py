@@ -1,4 +1,4 @@
-"""What `model.report()` tells."""
+"""This module builds and formats `model.report()`: the cost of compilation, and the cost of running the programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlx_jax.runtime.block_times import shortened
 from rlx_jax.runtime.inputs import check_counted
 from rlx_jax.runtime.programs import ProgramKey, Programs
 
-# What a program needs: the name of its line, and what stands behind the number.
+# The attributes of `Cost` and `Report` that are numbers: the label of their line, and the text after the number.
 NEEDS = {
     "flops": ("flops", ""),
     "bytes": ("bytes", ""),
@@ -34,19 +34,24 @@ NEEDS = {
     "cache_bytes": ("cache_bytes", ""),
     "estimated_activation_bytes": ("activations", " bytes, estimated"),
 }
-# Seconds that are not of a pass, and have a line of their own.
+# Steps that are no passes: each always has its own line.
 STEPS = ("build", "load", "plan", "trace", "compile", "prove")
-# Seconds under which passes share a line.
+# Passes shorter than this number of seconds share one line.
 SHORT = 0.002
-# Programs in the table, and the widths of its columns behind the name.
+# The number of programs in the table, and the widths of its columns after the name: 80 characters with the name.
 PROGRAMS = 16
 WIDTHS = (7, 7, 7, 8, 6, 6, 7)
 
 
 @dataclass(frozen=True)
 class Speculated:
-    """What became of drafts: tokens that were `drafted` and read, those of them that were `accepted`, and the `steps`
-    that took, of all rows together. Beside the accepted ones each step gives one token to each row that runs."""
+    """Counts of speculative decoding, summed over all rows.
+
+    Attributes:
+        drafted: draft tokens that the model verified.
+        accepted: draft tokens that it accepted.
+        steps: verification steps. Each gives every active row one more token than it accepts.
+    """
 
     drafted: int = 0
     accepted: int = 0
@@ -58,16 +63,19 @@ class Speculated:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What one program cost and what a run of it needs; of a loop, one step. Times in seconds, sizes in bytes.
+    """The cost of compiling one program, and of one run of it; for a loop, of one step. Seconds and bytes.
 
     Attributes:
-        prove: to derive it, with the proof that its stages take tokens one by one, and to prove that the state is
-            updated in place.
-        lower: for its blocks, passes, sizes and plan. Programs that differ in sizes share what is made before there are
-            any: one of them has it.
-        trace, compile: JAX's tracing, and XLA.
-        flops, bytes: see `Report`. donated_bytes: of the arguments, what results are written into. cache_bytes: the
-            state that it keeps between calls.
+        program: the program and its sizes.
+        prove: seconds to derive it, with the proof that its stages take tokens one by one, and to prove that the state
+            is updated in place.
+        lower: seconds to build, lower, specialize and plan it. Programs that differ only in sizes share a template;
+            the first one listed carries its seconds.
+        trace, compile: seconds in JAX's tracing, and in XLA.
+        flops, bytes: operations, and memory traffic, of a run.
+        peak_bytes: arguments, results and temporaries together.
+        donated_bytes: the part of the arguments that results are written into.
+        cache_bytes: the size of the state between calls.
     """
 
     program: str
@@ -83,22 +91,27 @@ class ProgramReport:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """Return the seconds of all steps together."""
         return self.prove + self.lower + self.trace + self.compile
 
 
 @dataclass(frozen=True)
 class RequestReport:
-    """What became of the last request, and how fast. Seconds on the clock, in which `compiled` programs and functions
-    were compiled; those of a stream have in them what its reader took.
+    """The size and the speed of the last request. Times are wall-clock seconds.
+
+    For a stream they include the time that the consumer takes between tokens.
 
     Attributes:
-        kind: what the request holds `rows` of: "prompts", "texts", "images".
-        prompt_tokens: tokens of them all; 0 for images. `cached_tokens` of them were not read for this request: a state
-            held them, or prompts share them and one was read. `reread` says why others were that a state held, if any.
-        prompt_seconds: until they were read; of prompts, until the first new token of each was there.
-        new_tokens: of the answers, all together; `first_tokens` of them came with the reading of the prompts.
-        answer_seconds: for the others.
+        kind: the kind of `rows` in the request: "prompts", "texts", "images".
+        prompt_tokens: tokens of all rows together; 0 for images.
+        prompt_seconds: the time of prefill, up to the first new token of each prompt; or of encoding.
+        new_tokens: generated tokens of all rows together.
+        first_tokens: the part of `new_tokens` that prefill produced.
+        answer_seconds: the time of the other new tokens.
+        compiled: programs and helper functions that were compiled during the request.
+        cached_tokens: the part of `prompt_tokens` that was not processed for this request: a state had them, or
+            several prompts share them and one was processed.
+        reread: why tokens that a state had were processed again; empty if none were.
     """
 
     kind: str
@@ -114,54 +127,75 @@ class RequestReport:
 
     @property
     def read_tokens(self) -> int:
-        """Tokens of the prompts that were read for this request."""
+        """Return the number of prompt tokens that were processed for this request."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def prompt_rate(self) -> float:
-        """Tokens read a second; of images, images."""
+        """Return the prompt tokens per second; for images, images per second."""
         return per_second(self.read_tokens or self.rows, self.prompt_seconds)
 
     @property
     def answer_rate(self) -> float:
-        """New tokens a second, but for the first ones."""
+        """Return the new tokens per second, without those of prefill."""
         return per_second(self.new_tokens - self.first_tokens, self.answer_seconds)
 
     def __str__(self) -> str:
         tokens = f" of {self.prompt_tokens:,} tokens" if self.prompt_tokens else ""
         tokens += f", {self.read_tokens:,} of them" if self.cached_tokens else ""
         unit = "tokens" if self.prompt_tokens else self.kind
-        took = f"{self.prompt_seconds:.3f} s, {self.prompt_rate:,.0f} {unit}/s"
-        told = f"{self.rows:,} {self.kind}{tokens} read in {took}"
+        timing = f"{self.prompt_seconds:.3f} s, {self.prompt_rate:,.0f} {unit}/s"
+        text = f"{self.rows:,} {self.kind}{tokens} read in {timing}"
         if self.answer_seconds:
             rate = f"{self.answer_rate:,.0f} tokens/s"
-            told += f"; {self.new_tokens:,} new tokens, in {self.answer_seconds:.3f} s behind the first, {rate}"
-        told += f"; {self.reread}" if self.reread else ""
-        return told + (f"; {self.compiled} programs and functions were compiled in it" if self.compiled else "")
+            text += f"; {self.new_tokens:,} new tokens, in {self.answer_seconds:.3f} s behind the first, {rate}"
+        text += f"; {self.reread}" if self.reread else ""
+        return text + (f"; {self.compiled} programs and functions were compiled in it" if self.compiled else "")
 
 
 def per_second(count: int, seconds: float) -> float:
-    """How many a second; 0 where no time was measured."""
+    """Return `count / seconds`, or 0 if no time was measured."""
     return count / seconds if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What compiling cost and what the program needs. Times in seconds, sizes in bytes.
+    """The cost of compilation, and the cost of running the last program. Times in seconds, sizes in bytes.
 
-    `program` is the one that ran last, with its sizes; what depends on sizes is of it, `cache_bytes` what its state
-    takes. `programs` are all that are kept. `compiles` counts programs that XLA compiled, `loaded` those that came from
-    the compile cache (`rlx_jax.compile_cache`) instead, `evicted` those of both that are not kept any more
-    (`buckets.programs`), `recompiles` those made after warm-up, small functions beside them included; `recompiled`
-    names the last of these, and why. `embedding`: how an encoder lays texts out, or why not otherwise.
-    `request`: how fast the last one was. `speculative`: of the last request that drafted, so far. `seed`: that the last
-    request drew its tokens from, its own or one made for it; None where it drew none, or from a key. `initialised`: the
-    keys of the weights that were drawn, as no source had them (`missing="init"`). `ignored_fields`: the fields of
-    the config that may change the computation and that the caller ignored (`ignore_fields=`).
-
-    Over a mesh: `mesh` are its axes, `leaf_bytes` what one device has of the parameters, `shardings` how leaves are
-    divided and how many are, `whole` the leaves of more than one axis that every device has whole, `collectives` what
-    the program sends between devices, by kind. Bytes of programs are those of one device.
+    Attributes:
+        seconds: the time of each step and pass.
+        nodes: the number of nodes after each pass.
+        parameter_bytes: all parameters, summed over all devices.
+        compiles: programs that XLA compiled.
+        evicted: programs that the cache does not retain any more (`buckets.programs`).
+        recompiles: programs and helper functions compiled after warm-up.
+        refusals: why layers that look equal do not run as one loop.
+        fusion: the fused and the missed patterns.
+        device: the device that the program is planned for.
+        program: the program that ran last, with its sizes. Attributes that depend on sizes describe this program.
+        loop: the settings of the generation loop.
+        attention, products, experts, recurrences: the implementations that were chosen, as lines `block: choice`.
+        flops, bytes, workspace: operations, memory traffic and scratch memory of a run.
+        donated_bytes: the part of the arguments that results are written into.
+        peak_bytes: arguments, results and temporaries together.
+        estimated_activation_bytes: the peak of live activations, estimated from the graph.
+        mesh: the axes of the mesh. On a mesh, bytes of programs count one device.
+        leaf_bytes: the bytes of parameters on one device.
+        shardings: the number of parameters with each sharding.
+        whole: parameters with more than one axis that are replicated.
+        collectives: the number of collective operations in the program, by kind.
+        embedding: how an encoder lays out a batch of texts, or why it cannot pack them.
+        speculative: the counts of the last request with drafts, so far.
+        seed: the seed of the last request that sampled, the caller's or a generated one; None if the request did not
+            sample, or passed a key.
+        initialised: the keys of weights that were initialized because no source has them (`missing="init"`).
+        ignored_fields: the config fields that may change the computation and that the caller ignored
+            (`ignore_fields=`).
+        programs: all programs in the cache.
+        cache_bytes: the size of the state.
+        request: the speed of the last request.
+        recompiled: the latest recompiles, and the reason for each.
+        loaded: programs that were loaded from the compile cache (`rlx_jax.compile_cache`).
     """
 
     seconds: Mapping[str, float]
@@ -208,7 +242,7 @@ class Report:
             ("loaded", self.loaded and f"{self.loaded} from the compile cache"),
             ("evicted", self.evicted),
             ("recompiles", self.recompiles),
-            *(("compiled late", told) for told in self.recompiled),
+            *(("compiled late", reason) for reason in self.recompiled),
             ("program", self.program),
         ]
         for name, (label, unit) in NEEDS.items():
@@ -231,21 +265,21 @@ class Report:
         return "\n".join([*self._seconds(), *lines, *self._programs()])
 
     def _seconds(self) -> list[str]:
-        """A line for each step that took a while, and one for all others."""
-        short = {name for name, took in self.seconds.items() if took < SHORT and name not in STEPS}
-        rows = [(name, f"{took:.3f} s") for name, took in self.seconds.items() if name not in short]
+        """Return a table with a line for each step or slow pass, and one line for all other passes."""
+        short = {name for name, duration in self.seconds.items() if duration < SHORT and name not in STEPS}
+        rows = [(name, f"{duration:.3f} s") for name, duration in self.seconds.items() if name not in short]
         if short:
             rows.append((f"{len(short)} passes", f"{sum(self.seconds[name] for name in short):.3f} s"))
         return [str(TextTable(rows, widths=(26, 10), gap=" "))] if rows else []
 
     def _programs(self) -> list[str]:
-        """A table of the programs, whose columns are seconds, operations and bytes."""
+        """Return the table of the programs, slowest to compile first; its columns are seconds, FLOPs and bytes."""
         if not self.programs:
             return []
         heads = ("prove", "lower", "trace", "compile", "FLOPs", "peak", "cache")
         rows = []
         for r in self.programs[:PROGRAMS]:
-            seconds = [f"{took:.3f}" for took in (r.prove, r.lower, r.trace, r.compile)]
+            seconds = [f"{duration:.3f}" for duration in (r.prove, r.lower, r.trace, r.compile)]
             name = shortened(r.program.replace(" of ", " ").replace(",", ""), 32)
             rows.append((name, *seconds, *map(in_short, (r.flops, r.peak_bytes, r.cache_bytes))))
         lines = ["", str(TextTable(rows, ("programs", *heads), widths=(32, *WIDTHS), gap=""))]
@@ -254,49 +288,51 @@ class Report:
         return lines
 
     def _on_mesh(self) -> list[tuple[str, object]]:
-        found = ", ".join(f"{count} {name}" for name, count in self.collectives.items())
+        """Return the labelled lines about the mesh."""
+        counts = ", ".join(f"{count} {name}" for name, count in self.collectives.items())
         return [
             ("mesh", self.mesh),
             ("of one device", f"{self.leaf_bytes:,} bytes of parameters"),
             *(("divided", f"{count} leaves as {spec}") for spec, count in self.shardings.items()),
-            ("collectives", self.program and (found or "none")),
+            ("collectives", self.program and (counts or "none")),
             *(("whole on each device:", name) for name in self.whole),
         ]
 
 
 def layers_once(told: Sequence[str]) -> list[str]:
-    """Lines `block: choice`, those that say the same of layers once: `layers.*.self_attn: xla (2 of them)`."""
+    """Merge lines `block: choice` of equal layers into one: `layers.*.self_attn: xla (2 of them)`."""
     counts = Counter(": ".join((together(path), *rest)) for path, *rest in (line.split(": ", 1) for line in told))
     return [line if count == 1 else f"{line} ({count} of them)" for line, count in counts.items()]
 
 
 def in_short(number: int) -> str:
-    """At most five characters: `812`, `1.2k`, `34M`."""
+    """Return a number in at most five characters: `812`, `1.2k`, `34M`."""
     value = float(number)
     for unit in ("", "k", "M", "G", "T", "P"):
-        if value < 999.5 or unit == "P":
+        if value < 999.5 or unit == "P":  # 999.5 would be rounded to four digits
             break
         value /= 1000
     return f"{value:.0f}{unit}" if value >= 9.95 or not unit else f"{value:.1f}{unit}"
 
 
 def over_mesh(report: Report, division: Division, layout: Layout) -> Report:
-    """A report with what depends on the mesh that the model lies over."""
+    """Return the report with the attributes that describe the mesh."""
     placed = [division.placed(program) for program in layout.leaves.values()]
     return replace(
         report,
         mesh=division.text(),
         leaf_bytes=sum(nbytes for _, nbytes in placed),
+        # A spec such as "(-, -)" names no axis of the mesh: that parameter is replicated.
         shardings=dict(Counter(spec for spec, _ in placed if set(spec) - set("(-, )"))),
         whole=division.whole_leaves(layout.leaves.values()),
     )
 
 
 def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
-    """A program with its sizes at "lir", "stablehlo" or "hlo".
+    """Return the dump of a program with sizes at "lir", "stablehlo" or "hlo".
 
     Raises:
-        GraphError: it was not compiled, or is not kept any more.
+        GraphError: the program was not compiled, or is not in the cache any more.
     """
     if level == "lir":
         return dump_lir(programs.function(key).lir)
@@ -310,7 +346,7 @@ def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
 
 
 def jaxpr_of(programs: Programs, template: Template, params: Arrays) -> Any:
-    """A program with symbolic sizes as JAX traces it; `params` are shapes."""
+    """Return the jaxpr of a program with symbolic sizes; `params` are `jax.ShapeDtypeStruct`."""
     mir = template.mir
     lir = Lir(mir, programs.settings.plan)
     state = {name: t.spec for name, t in template.state.items()}
@@ -319,20 +355,20 @@ def jaxpr_of(programs: Programs, template: Template, params: Arrays) -> Any:
 
 
 def programs_of(programs: Programs) -> tuple[ProgramReport, ...]:
-    """Every program that is kept, of flows beside the model's too, what took longest to compile first."""
-    every = [(programs, len(programs.flows) > 1), *((other.programs, True) for other in programs.beside.values())]
-    found = (report for one, named in every for report in _own_programs(one, named))
-    return tuple(sorted(found, key=lambda r: (-r.seconds, r.program)))
+    """Report every program in the cache, including those of companion flows; the slowest to compile comes first."""
+    caches = [(programs, len(programs.flows) > 1), *((other.programs, True) for other in programs.beside.values())]
+    reports = (report for one, named in caches for report in _own_programs(one, named))
+    return tuple(sorted(reports, key=lambda r: (-r.seconds, r.program)))
 
 
 def _own_programs(programs: Programs, named: bool) -> Iterator[ProgramReport]:
-    """Those of its own flows, with the flow's name where they are `named`."""
-    counted: set[ProgramKey] = set()  # programs of other sizes share what is made before there are sizes
-    for key, made in programs.executables.items():
-        template, seconds = programs.template(key.symbolic), made.seconds
+    """Report the programs of its own flows, without companions; with `named` each starts with the flow's name."""
+    counted: set[ProgramKey] = set()  # templates that are charged to a program already: sizes share a template
+    for key, executable in programs.executables.items():
+        template, seconds = programs.template(key.symbolic), executable.seconds
         shared = {} if key.symbolic in counted else template.seconds
         counted.add(key.symbolic)
-        needs, memory = made.needs, cast(Any, made.call.memory_analysis())
+        needs, memory = executable.needs, cast(Any, executable.call.memory_analysis())
         yield ProgramReport(
             f"{key.flow}: {key.text}" if named else key.text,
             prove=shared.get("derive", 0.0) + seconds["prove"],
@@ -341,14 +377,14 @@ def _own_programs(programs: Programs, named: bool) -> Iterator[ProgramReport]:
             compile=seconds["compile"],
             flops=needs.flops,
             bytes=needs.bytes,
-            peak_bytes=made.peak_bytes,
+            peak_bytes=executable.peak_bytes,
             donated_bytes=memory.alias_size_in_bytes,
             cache_bytes=state_bytes(template, key),
         )
 
 
 def state_bytes(template: Template, key: ProgramKey | None) -> int:
-    """What the state of a program takes, of all devices together; 0 without one."""
+    """Return the bytes of the state of a program, summed over all devices; 0 without a state."""
     sizes = dict(key.binding) if key else {}
     return sum(t.bind(sizes).nbytes for t in template.state.values())
 
@@ -357,19 +393,27 @@ def report_of(
     programs: Programs, template: Template, last: ProgramKey | None, seconds: Mapping[str, float],
     sizes: Mapping[str, int],
 ) -> Report:  # fmt: skip
-    """The report on `template`, and on the program that ran `last`, or with `sizes` on that of those."""
+    """Return the report on a template and on one program with sizes.
+
+    Args:
+        programs: the programs of the model.
+        template: the template of the model's program.
+        last: the key of the program that ran last, which the report describes.
+        seconds: the time of each step so far.
+        sizes: sizes to estimate the cost for, without compiling; empty for the last program.
+    """
     settings = programs.settings
-    found = model_report(programs, template, settings, seconds)
+    report = model_report(programs, template, settings, seconds)
     if sizes:
         cost = template.cost(sizes)
         check_counted(sizes, template.bounds, template.built.name)
-        return replace(found, **asdict(cost))
+        return replace(report, **asdict(cost))
     executable = programs.executables.get(last) if last else None
     if executable is None:
-        return found
+        return report
     lir, memory = executable.lir, cast(Any, executable.call.memory_analysis())
     return replace(
-        found,
+        report,
         seconds={**seconds, **executable.seconds},
         program=last.text if last else "",
         attention=lir.attention(),
@@ -386,16 +430,16 @@ def report_of(
 
 
 def model_report(programs: Programs, template: Template, settings: Settings, seconds: Mapping[str, float]) -> Report:
-    """What the report says that depends on no sizes."""
-    every = [programs, *(other.programs for other in programs.beside.values())]
-    found = Report(
+    """Return the part of the report that does not depend on sizes."""
+    caches = [programs, *(other.programs for other in programs.beside.values())]
+    report = Report(
         seconds,
         nodes=template.nodes,
         parameter_bytes=sum(t.nbytes for t in programs.layout.types().values()),
-        compiles=sum(one.executables.made - one.loaded for one in every),
-        loaded=sum(one.loaded for one in every),
-        evicted=sum(one.executables.evicted for one in every),
-        recompiles=sum(one.recompiles for one in every),
+        compiles=sum(one.executables.made - one.loaded for one in caches),
+        loaded=sum(one.loaded for one in caches),
+        evicted=sum(one.executables.evicted for one in caches),
+        recompiles=sum(one.recompiles for one in caches),
         initialised=programs.initialised,
         ignored_fields=tuple(
             dict.fromkeys(name for flow in programs.flows.values() for name in getattr(flow, "_ignored_fields", ()))
@@ -407,4 +451,4 @@ def model_report(programs: Programs, template: Template, settings: Settings, sec
         device=settings.device,
         loop=settings.loop if any(key.program == "extend" for key in programs.templates) else None,
     )
-    return found if settings.division is None else over_mesh(found, settings.division, programs.layout)
+    return report if settings.division is None else over_mesh(report, settings.division, programs.layout)

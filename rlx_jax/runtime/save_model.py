@@ -1,4 +1,7 @@
-"""`rlx_jax.save`: a model's parameters as a checkpoint, under the keys and in the shapes of the one it came from."""
+"""This module defines `rlx_jax.save`, which writes the parameters of a model as a checkpoint.
+
+It uses the keys and shapes of the checkpoint that the model was loaded from, so that other libraries can load it.
+"""
 
 from __future__ import annotations
 
@@ -41,64 +44,66 @@ def save(
 ) -> None:  # fmt: skip
     """Write a model to the directory `path`.
 
-    Of what `rlx_jax.load` opened it is a checkpoint that `rlx_jax.load` and transformers open: the weights, also those
-    of the checkpoint that the model does not hold, with `config.json`, `generation_config.json`, the files of the
-    tokenizer, its chat templates, the image processor's and those of sentence-transformers' modules. Of a compiled
-    model it is the weights alone; `weights=path` loads them.
+    A model from `rlx_jax.load` becomes a checkpoint that `rlx_jax.load` and transformers can load. It has all weights
+    of the original checkpoint, including unused ones, with `config.json`, `generation_config.json`, and the files of
+    the tokenizer, chat templates, image processor and sentence-transformers modules. For a compiled model only the
+    weights are written; `weights=path` loads them.
 
-    Keys and shapes are the checkpoint's, whatever the profile merged, stacked or transposed. The directory is
-    written beside `path`, read back, and renamed: `path` is what it was or what it is to be, also after a crash.
-    On the host there is room for all weights at once, as orbax takes them together.
+    Keys and shapes match the checkpoint, even if the profile fused, stacked or transposed weights. The directory is
+    written under a temporary name next to `path`, read back, and renamed. So `path` is either unchanged or complete,
+    even after a crash. The host needs memory for all weights at once, because orbax takes them together.
 
     Args:
-        model: a compiled model with `params`, or what `rlx_jax.load` returned; after training,
+        model: a compiled model with `params`, or the result of `rlx_jax.load`; after training,
             `model.replace(params=params)`.
-        path: a new directory; those around it are made where they are missing.
-        format: "safetensors", or "orbax", which plain orbax restores too. By default the first for what
-            `rlx_jax.load` opened, the second for compiled models.
-        overwrite: replace what an earlier save wrote at `path`. Files that others put there stay, and beside the
-            weights alone of a compiled model so do the config and tokenizer of an earlier save.
-        dtype: of all floating weights: "f32", "bf16", "f16"; `config.json` says so then. Without it each has the dtype
-            of its checkpoint, and values that this dtype does not hold are an error, and so are weights that are packed
-            there: no format writes packed ones, and with `dtype` the numbers they stand for are written.
+        path: a new directory; missing parent directories are created.
+        format: "safetensors", or "orbax", which plain orbax restores too. The default is "safetensors" for a model from
+            `rlx_jax.load`, and "orbax" for a compiled model.
+        overwrite: replace an earlier save at `path`. Other files there are retained; when a compiled model is saved,
+            that includes the config and tokenizer of an earlier save.
+        dtype: the dtype of all floating weights, "f32", "bf16" or "f16", which `config.json` then declares. By default
+            each weight has the dtype of the checkpoint; values that would be rounded are an error, and so are weights
+            that are packed in the checkpoint, since no format writes packed ones. With `dtype` packed weights are
+            written dequantized.
 
     Raises:
-        WeightError: values would be rounded, or weights were packed, and `dtype` does not ask for it.
+        WeightError: without `dtype`, values would be rounded, or weights were packed.
         TargetExistsError: `path` exists, and `overwrite` is false or something else wrote it.
-        NoSpaceError, SaveFailedError: the disk is full or refuses; `path` is as it was.
-        WeightError: the model has no parameters, or holds one key twice with different values.
-        UnsupportedError: another format, a dtype or shape that the format cannot store, a `CausalLM` or an `Encoder`
-            that `rlx_jax.load` did not open, or opened with an edited `recipe=`, which no `config.json` describes.
+        NoSpaceError, SaveFailedError: the disk is full or refuses; `path` is unchanged.
+        WeightError: the model has no parameters, or has one key twice with different values.
+        UnsupportedError: another format; a dtype or shape that the format cannot store; a `CausalLM` or an `Encoder`
+            that does not come from `rlx_jax.load`, or was loaded with an edited `recipe=`, which no `config.json`
+            describes.
     """
     compiled, loaded_from = _opened(model)
     programs = compiled.programs
     params = compiled.require_params("save")
     check_params(params, compiled.param_specs())
     source = programs.source if has_data(programs) else None
-    wanted = None if dtype is None else as_dtype(dtype)
-    if wanted is not None and not is_float(wanted):
+    target = None if dtype is None else as_dtype(dtype)
+    if target is not None and not is_float(target):
         raise DTypeError(f"save: dtype={quote(dtype)}: expected a floating one, such as 'f32' or 'bf16'")
-    beside = {} if loaded_from is None else loaded_from.files(compiled.built, wanted)
-    if wanted is None:
+    files = {} if loaded_from is None else loaded_from.files(compiled.built, target)
+    if target is None:
         _refuse_packed(programs.layout.leaves.values())
-    found: dict[str, list[_Weight]] = {}
+    weights_by_key: dict[str, list[_Weight]] = {}
     for weight in _weights(programs.layout.leaves, params, source):
-        found.setdefault(weight.key, []).append(weight)
-    if wanted is None:
-        rounded = ([weight for weight in held if not weight.survives()] for held in found.values())
+        weights_by_key.setdefault(weight.key, []).append(weight)
+    if target is None:
+        rounded = ([weight for weight in shares if not weight.survives()] for shares in weights_by_key.values())
         _refuse_rounding([weights[0] for weights in rounded if weights])
-    weights = [_one(held) for held in found.values()]
+    weights = [_one(shares) for shares in weights_by_key.values()]
     _warn_of_nan(weights)
-    entries = [w.entry(wanted) for w in weights]
+    entries = [w.entry(target) for w in weights]
     if loaded_from is None:
         write_checkpoint(path, entries, format or "orbax", overwrite)
         return
-    entries = entries if source is None else whole_checkpoint(entries, source, wanted)
-    write_checkpoint(path, entries, format or "safetensors", overwrite, beside, loaded_from.inside)
+    entries = entries if source is None else whole_checkpoint(entries, source, target)
+    write_checkpoint(path, entries, format or "safetensors", overwrite, files, loaded_from.inside)
 
 
 def _opened(model: Any) -> tuple[CompiledModel, LoadedFrom | None]:
-    """The compiled model of what is to be saved, and where `rlx_jax.load` opened it.
+    """Return the compiled model of the argument of `save`, and its origin if `rlx_jax.load` returned it.
 
     Raises:
         GraphError, UnsupportedError: as `save`.
@@ -122,10 +127,14 @@ def _opened(model: Any) -> tuple[CompiledModel, LoadedFrom | None]:
 
 @dataclass(frozen=True)
 class _Weight:
-    """What the parameters hold of one checkpoint key.
+    """The values, or a slice of the values, that a parameter has of one checkpoint key.
 
-    `values` have the stored shape in the leaf's dtype. `original` is the source they still equal, although the
-    leaf's program lost bits; `lost` says that it lost bits and they equal no source.
+    Attributes:
+        piece: the key, and the slice if it is not the full weight.
+        values: in the checkpoint's shape and the parameter's dtype.
+        original: the source, if loading rounded the values and they have not changed since. The exact values are then
+            read from it again.
+        lost: whether loading rounded the values and no source has them.
     """
 
     piece: Piece
@@ -142,17 +151,17 @@ class _Weight:
         return self.piece.key.type
 
     def survives(self) -> bool:
-        """Whether the values can be stored in the checkpoint's dtype without rounding."""
+        """Return whether the checkpoint's dtype represents the values without rounding."""
         if self.values.dtype == self.type.dtype or self.original is not None:
             return True
         if self.lost:
             return False
         values = np.asarray(self.values)
         back = _cast(values, self.type.dtype).astype(values.dtype)
-        return bool(((back == values) | (values != values)).all())
+        return bool(((back == values) | (values != values)).all())  # NaN equals nothing, and survives a cast
 
     def entry(self, wanted: np.dtype[Any] | None) -> Entry:
-        """The weight as it is to be written."""
+        """Return the weight to write, in the dtype `wanted`, or in the checkpoint's dtype if it is None."""
         dtype = wanted if wanted is not None and is_float(self.type.dtype) else self.type.dtype
         return Entry(self.key, self.type.with_dtype(dtype), lambda: self._stored(dtype))
 
@@ -164,24 +173,24 @@ class _Weight:
 def _weights(
     leaves: Mapping[str, Program], params: Mapping[str, Any], source: WeightSource | None
 ) -> Iterator[_Weight]:
-    """Every piece of every leaf."""
+    """Split the parameters into the weights of the checkpoint."""
     for name, program in leaves.items():
-        leaf = params[name]
-        if isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+        array = params[name]
+        if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and array.is_deleted()):
             raise WeightError(f"params: leaf {quote(name)} has no values: traced, or donated to a jitted call")
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
             raise WeightError(f"params: leaf {quote(name)} lies on devices of other processes")
         lossy = narrows(program)
-        fresh = _loaded_again(program, source) if lossy else None
-        held = list(pieces(program, leaf if isinstance(program, Key) else np.asarray(leaf)))
-        again = [None] * len(held) if fresh is None else [piece.values for piece in pieces(program, fresh)]
-        for piece, loaded in zip(held, again, strict=True):
+        reloaded = _loaded_again(program, source) if lossy else None
+        parts = list(pieces(program, array if isinstance(program, Key) else np.asarray(array)))
+        reloads = [None] * len(parts) if reloaded is None else [piece.values for piece in pieces(program, reloaded)]
+        for piece, loaded in zip(parts, reloads, strict=True):
             same = loaded is not None and np.array_equal(_bits(piece.values), _bits(loaded))
             yield _Weight(piece, piece.values, source if same else None, lossy and not same)
 
 
 def _loaded_again(program: Program, source: WeightSource | None) -> np.ndarray[Any, Any] | None:
-    """The leaf as the source gives it now; None without a source, or one that has changed."""
+    """Return the parameter as the source has it now; None if there is no source, or it can no longer be read."""
     if source is None:
         return None
     out = np.empty(program.type.shape, program.type.dtype)
@@ -193,18 +202,19 @@ def _loaded_again(program: Program, source: WeightSource | None) -> np.ndarray[A
 
 
 def _one(held: list[_Weight]) -> _Weight:
-    """What leaves hold of one key as one weight: of parts the whole, and of a tied one in two leaves the one with more
-    bits.
+    """Combine the values that several parameters have of one key.
+
+    Slices are joined into the full weight. For a tied weight in two parameters the one with more bits is taken.
 
     Raises:
-        WeightError: the parts are not all of it, or two leaves hold different values.
+        WeightError: slices are missing, or two parameters have different values.
     """
     widest = max(held, key=lambda weight: weight.values.dtype.itemsize)
     is_cut = any(weight.piece.sliced is not None for weight in held)
     values = whole([weight.piece for weight in held]) if is_cut else widest.values
     for weight in held if len(held) > 1 else ():
-        part = _cast(np.asarray(values[weight.piece.place]), weight.values.dtype)
-        if not np.array_equal(_bits(part), _bits(weight.values)):
+        overlap = _cast(np.asarray(values[weight.piece.place]), weight.values.dtype)
+        if not np.array_equal(_bits(overlap), _bits(weight.values)):
             raise WeightError(f"weight {quote(weight.key)} is in two leaves of the model, and their values differ")
     if not is_cut:
         return widest
@@ -214,7 +224,8 @@ def _one(held: list[_Weight]) -> _Weight:
 
 
 def _refuse_packed(leaves: Iterable[Program]) -> None:
-    packed = dict(found for program in leaves for found in packed_keys(program))
+    """Raise a `WeightError` if a weight is packed in the checkpoint."""
+    packed = dict(item for program in leaves for item in packed_keys(program))
     if packed:
         schemes = " and ".join(dict.fromkeys(packed.values()))
         raise WeightError(
@@ -224,19 +235,20 @@ def _refuse_packed(leaves: Iterable[Program]) -> None:
 
 
 def _refuse_rounding(weights: list[_Weight]) -> None:
-    """Refuse to save these, which the dtypes of the checkpoint do not hold."""
+    """Raise a `WeightError` for weights that the dtypes of the checkpoint would round; `weights` are only those."""
     if not weights:
         return
-    held, stored = weights[0].values.dtype, weights[0].type.dtype
-    narrow, wide = sorted((held, stored), key=lambda dtype: dtype.itemsize)
+    ours, theirs = weights[0].values.dtype, weights[0].type.dtype
+    narrow, wide = sorted((ours, theirs), key=lambda dtype: dtype.itemsize)
     raise WeightError(
-        f"{len(weights)} weights are {short_name(held)} in the model and {short_name(stored)} in the checkpoint, and "
+        f"{len(weights)} weights are {short_name(ours)} in the model and {short_name(theirs)} in the checkpoint, and "
         f"would not come back as they are: {listing([w.key for w in weights], 8)}; "
         f"dtype={short_name(wide)!r} keeps the values, dtype={short_name(narrow)!r} rounds them on purpose"
     )
 
 
 def _warn_of_nan(weights: list[_Weight]) -> None:
+    """Warn of weights with NaN: saving works, but loading refuses them."""
     damaged = [w.key for w in weights if is_float(w.values.dtype) and bool((w.values != w.values).any())]
     if damaged:
         message = f"{len(damaged)} of {len(weights)} weights hold NaN, and loading refuses them: {listing(damaged, 8)}"
@@ -244,9 +256,11 @@ def _warn_of_nan(weights: list[_Weight]) -> None:
 
 
 def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return the values in another dtype; overflow gives infinities without a warning."""
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(dtype)
 
 
 def _bits(values: Any) -> np.ndarray[Any, Any]:
+    """Return the bytes of an array, which compare equal for NaN too, and differ for 0.0 and -0.0."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

@@ -1,4 +1,7 @@
-"""What a sequence leaves behind between two calls of a program."""
+"""This module defines `State`: the cached keys, values and recurrent states of sequences between two calls.
+
+It creates empty states, checks the state that a call passes, and checks that new tokens fit into its slots.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +20,29 @@ from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, Sessio
 from rlx_jax.ir.types import TensorType, bound, check_elements, is_static, short_name, terms_of
 from rlx_jax.lowering.sharding import on_one
 
-# The name of the tokens that each row holds.
+# The name of the array that counts the tokens of each row.
 LENGTH = "length"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """What a sequence has left behind: `length` `[B]` int32, and the other arrays by name, block path and slot
-    (`layers.3.self_attn.k`). A pytree. A program that counts no tokens has no length: None.
+    """The state of a batch of sequences between two calls, a pytree.
+
+    Attributes:
+        length: the number of tokens in each row, `[B]` int32; None for a program that counts no tokens.
+        leaves: the other arrays by block path and slot, such as `layers.3.self_attn.k`.
     """
 
     length: Any
     leaves: Mapping[str, Any]
 
     def arrays(self) -> StateArrays:
-        """All arrays, the length among them, as programs take them."""
+        """Return all arrays by name, including the length, in the form that programs take."""
         return dict(self.leaves) if self.length is None else {LENGTH: self.length, **self.leaves}
 
     def copy(self) -> State:
-        """The same in arrays of its own: a call that consumes one leaves the other.
+        """Return a copy that does not share arrays, so that it stays valid when a call consumes this state.
 
         Raises:
             SessionStateError: an earlier call consumed this state.
@@ -46,7 +52,7 @@ class State:
         return State(None if self.length is None else jnp.copy(self.length), leaves)
 
     def check_alive(self) -> None:
-        """A traced state cannot be looked at.
+        """Check that no call has consumed this state; a traced state is not checked.
 
         Raises:
             SessionStateError: an earlier call consumed this state.
@@ -58,7 +64,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class EmptyState:
-    """Makes the arrays of a state that holds nothing, all of them in one dispatch."""
+    """A function that creates the zero arrays of an empty state, all in one dispatch. It is compared by identity."""
 
     types: tuple[tuple[str, TensorType], ...]
     shardings: Mapping[str, NamedSharding] = field(default_factory=dict)
@@ -71,7 +77,10 @@ class EmptyState:
 
 @dataclass(frozen=True)
 class FromEmpty:
-    """Around `prefill`: it makes the empty state itself. One dispatch, and nothing is written that is written over."""
+    """A wrapper around `prefill` that creates the empty state inside the program.
+
+    This takes one dispatch, and XLA writes no zeros that prefill overwrites.
+    """
 
     empty: EmptyState
 
@@ -85,50 +94,57 @@ class FromEmpty:
 def empty_state(
     types: Mapping[str, TensorType], binding: Mapping[str, int], what: str, shardings: Mapping[str, NamedSharding]
 ) -> EmptyState:
-    """An empty state of these sizes, divided over devices as `shardings` say.
+    """Return the function that creates an empty state of these sizes.
+
+    Args:
+        types: the types of the arrays, with symbolic sizes.
+        binding: the sizes by symbol.
+        what: the operation, for the message of a `DeviceOutOfMemoryError`.
+        shardings: the shardings of the arrays; empty on one device.
 
     Raises:
-        GraphError: a size is not given. ShapeError, DeviceOutOfMemoryError: too large.
+        GraphError: a size is missing. ShapeError, DeviceOutOfMemoryError: the state is too large.
     """
-    bound = {k: t.bind(binding) for k, t in types.items()}
-    open_sizes = sorted({s for t in bound.values() for s in t.symbols})
-    if open_sizes:
-        raise GraphError(f"init_state: give {', '.join(open_sizes)}=")
-    for name, t in bound.items():
+    bound_types = {k: t.bind(binding) for k, t in types.items()}
+    missing = sorted({s for t in bound_types.values() for s in t.symbols})
+    if missing:
+        raise GraphError(f"init_state: give {', '.join(missing)}=")
+    for name, t in bound_types.items():
         check_elements(t.shape, f"init_state: {name} {t}")
 
     def nbytes(sizes: Mapping[str, int]) -> int:
         return sum(on_one(t.bind(sizes), shardings.get(name)).nbytes for name, t in types.items())
 
     check_fits(nbytes(binding), what, lambda limit: _what_fits(nbytes, binding, limit))
-    return EmptyState(tuple(bound.items()), shardings)
+    return EmptyState(tuple(bound_types.items()), shardings)
 
 
 def _what_fits(nbytes: Callable[[Mapping[str, int]], int], binding: Mapping[str, int], limit: int) -> str:
-    """The longest context, or else the most rows, of which a state takes no more than `limit` bytes."""
-    for size, beside in (("context", "batch"), ("batch", "context")):
+    """Return an advice: the longest context, or else the most rows, with which a state fits in `limit` bytes."""
+    for size, fixed in (("context", "batch"), ("batch", "context")):
         if size in binding and nbytes({**binding, size: 1}) <= limit:
             low, high = 1, binding[size]  # `low` fits, `high` does not
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if nbytes({**binding, size: middle}) <= limit else (low, middle)
-            return f"with a {beside} of {binding.get(beside)} a {size} of {low:,} would fit, without the parameters"
+            return f"with a {fixed} of {binding.get(fixed)} a {size} of {low:,} would fit, without the parameters"
     return "use smaller sizes"
 
 
 def as_state(arrays: StateArrays) -> State:
-    """The inverse of `State.arrays`."""
+    """Return the state of these arrays; the inverse of `State.arrays`."""
     return State(arrays.get(LENGTH), {k: v for k, v in arrays.items() if k != LENGTH})
 
 
 def given_state(
     program: str, types: Mapping[str, TensorType], state: State | None, sizes: dict[str, int]
 ) -> StateArrays:
-    """The arrays of the state that a call of `program` brings, checked; their sizes are added to `sizes`.
+    """Check the state that a call of `program` passes, and return its arrays. Their sizes are added to `sizes`.
 
     Raises:
-        GraphError: the program takes none, or one that is not given. SessionStateError, RequestError: it does not
-            fit; or it holds tokens, which prefill would not attend to.
+        GraphError: the program takes no state, or needs one.
+        SessionStateError, RequestError: the state does not fit the program, or has tokens, which prefill would not
+            attend to.
     """
     if bool(types) != (state is not None):
         raise GraphError(f"program {program} {'needs' if types else 'takes no'} state=; see init_state")
@@ -139,21 +155,21 @@ def given_state(
     state.check_alive()
     arrays = state.arrays()
     check_state(arrays, types, sizes)
-    if program == "prefill" and not isinstance(state.length, jax.core.Tracer):  # which cannot be looked at
-        if (held := jax.device_get(state.length)).any():
+    if program == "prefill" and not isinstance(state.length, jax.core.Tracer):  # a tracer has no values
+        if (lengths := jax.device_get(state.length)).any():
             raise SessionStateError(
-                f"prefill starts from an empty state, see init_state; this one holds {held.tolist()[:8]} "
+                f"prefill starts from an empty state, see init_state; this one holds {lengths.tolist()[:8]} "
                 "tokens in its rows: go on with extend"
             )
     return arrays
 
 
 def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dict[str, int]) -> None:
-    """A state has the leaves of its program; their sizes are added to `sizes`.
+    """Check that a state has the arrays of its program; their sizes are added to `sizes`.
 
     Raises:
-        SessionStateError: other leaves, or leaves of another shape or dtype: it belongs to another model.
-        RequestError: another number of rows than the inputs.
+        SessionStateError: it has other arrays, or arrays of another shape or dtype: it belongs to another model.
+        RequestError: it has another number of rows than the inputs.
     """
     if set(arrays) != set(types):
         raise SessionStateError(
@@ -165,18 +181,19 @@ def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dic
         if len(shape) != t.rank or dtype != t.dtype:
             raise SessionStateError(f"state {key}: expected {t}, got {short_name(dtype)} {list(shape)}")
         for dim, size in zip(t.shape, shape, strict=True):
+            # A dimension that is a sum of symbols determines the one that is still unknown.
             if not is_static(dim) and len(terms := terms_of(dim)) > 1:
                 _solve(terms, int(size), sizes)
                 dim = bound(dim, sizes)
-            known = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
-            if known != size and str(dim) == "batch":
-                raise RequestError(f"the state holds {size} rows, the inputs {known}")
-            if known != size:
-                raise SessionStateError(f"state {key}: {dim} is {known} elsewhere, got {list(shape)}")
+            expected = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
+            if expected != size and str(dim) == "batch":
+                raise RequestError(f"the state holds {size} rows, the inputs {expected}")
+            if expected != size:
+                raise SessionStateError(f"state {key}: {dim} is {expected} elsewhere, got {list(shape)}")
 
 
 def _solve(terms: Sequence[str], size: int, sizes: dict[str, int]) -> None:
-    """Of a sum of `size`, the one symbol that is not known, added to `sizes`."""
+    """Compute the one unknown symbol of a sum of terms that is `size`, and add it to `sizes`."""
     unknown = [term for term in terms if term.isidentifier() and term not in sizes]
     if len(unknown) == 1:
         rest = (sizes[term] if term.isidentifier() else int(term) for term in terms if term != unknown[0])
@@ -186,17 +203,23 @@ def _solve(terms: Sequence[str], size: int, sizes: dict[str, int]) -> None:
 def check_room(
     length: Any, new: Any, slots: int | None, cure: str = "init_state(batch, context) makes a larger one"
 ) -> None:
-    """What the rows hold and the tokens to come fit the slots; traced ones cannot be looked at.
+    """Check that the tokens of each row and its new ones fit the slots; traced values are not checked.
+
+    Args:
+        length: the number of tokens in each row, `[B]`.
+        new: the number of new tokens of each row, `[B]`.
+        slots: the slots of the state; None if it has none.
+        cure: the remedy, for the message.
 
     Raises:
         SequenceLengthError: a row would go past the last slot.
     """
     if slots is None or isinstance(length, jax.core.Tracer) or isinstance(new, jax.core.Tracer):
         return
-    held, more = (np.asarray(jax.device_get(counts), np.int64) for counts in (length, new))
-    row = int(np.argmax(held + more))
-    if held[row] + more[row] > slots:
+    past, extra = (np.asarray(jax.device_get(counts), np.int64) for counts in (length, new))
+    row = int(np.argmax(past + extra))
+    if past[row] + extra[row] > slots:
         raise SequenceLengthError(
-            f"extend: row {row} holds {held[row]} tokens and would get {more[row]} more, the state has {slots} slots; "
+            f"extend: row {row} holds {past[row]} tokens and would get {extra[row]} more, the state has {slots} slots; "
             f"{cure}"
         )
