@@ -1,4 +1,4 @@
-"""Which blocks are edited: those whose paths a glob matches, or those that read certain weights."""
+"""Selectors of the blocks to edit: by a glob over block paths, or by the weights that the blocks read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from rlx_jax.ir.paths import Path, path_text
 
 @dataclass(frozen=True)
 class BlockPattern:
-    """A glob over block paths: `*` and `?` stay inside one segment, `**` is any number of segments, `{q,v}` one of
-    several, `[0-3]` one character.
+    """A glob over block paths: `*` and `?` match within one segment, `**` any number of segments, `{q,v}` one of
+    several texts, `[0-3]` one character.
 
     >>> pattern = BlockPattern("layers.*.self_attn.{q,v}_proj")
     >>> pattern.matches(("layers", 3, "self_attn", "q_proj")), pattern.matches(("layers", 3, "self_attn"))
     (True, False)
 
-    `method` is what messages say takes it; those of `param` are over the keys of weights. With `may_lack` it may match
-    nothing.
+    Attributes:
+        method: the method that takes the pattern, for messages; patterns of `param` match checkpoint keys.
+        may_lack: the pattern may match nothing.
 
     Raises:
-        GraphError: it is no string, an empty one, or its brackets do not close.
+        GraphError: the text is no string, has an empty segment, or an unclosed bracket.
     """
 
     text: str
@@ -35,54 +36,58 @@ class BlockPattern:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not all(self.text.split(".")):
-            what, such = (
+            what, text = (
                 ("path of a block", "layers.*.self_attn.o_proj")
                 if self.method == "at"
                 else ("key of a weight", "**.self_attn.o_proj.weight")
             )
-            raise GraphError(f"{self.method}: a pattern is the dotted {what}, such as {such!r}; got {shown(self.text)}")
+            raise GraphError(f"{self.method}: a pattern is the dotted {what}, such as {text!r}; got {shown(self.text)}")
         _compiled(self.text, self.method)
 
     def matches(self, path: Path) -> bool:
-        """Whether it is the whole of a block path."""
+        """Return whether the pattern matches a full block path."""
         return _compiled(self.text, self.method).fullmatch(path_text(path)) is not None
 
     def beside(self, parts: Sequence[str]) -> BlockPattern:
-        """In a flow beside others that hold these parts of a model: one that names a part may match nothing here, and
-        beside "*" one that begins with a wildcard."""
-        first = "*" if self.text[0] in "*?[{" else ""
-        return replace(self, may_lack=not set(parts).isdisjoint((first, *re.findall(r"\w+", self.text))))
+        """Return the pattern for a flow when other flows have `parts` of the model.
+
+        A pattern that names one of the parts may match nothing in this flow. With the part "*", the same holds for a
+        pattern that starts with a wildcard.
+        """
+        wildcard_part = "*" if self.text[0] in "*?[{" else ""
+        return replace(self, may_lack=not set(parts).isdisjoint((wildcard_part, *re.findall(r"\w+", self.text))))
 
     def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
-        """The blocks that are matched.
+        """Return the blocks that match.
 
         Raises:
-            GraphError: none; the message has those that are near.
+            GraphError: no block matches; the message suggests similar paths.
         """
-        # Outside of all blocks the path is the name of the flow, unless a stage has this name.
+        # The path of nodes outside of all blocks is the name of the flow. Only a boundary proves that it is a block.
         outside = (where,)
         paths = dict.fromkeys(
             n.origin.path for n in nodes if n.inputs and (n.origin.path != outside or isinstance(n.op, Boundary))
         )
-        known = dict.fromkeys(path[:end] for path in paths for end in range(1, len(path) + 1))
-        found = frozenset(path for path in known if self.matches(path))
-        if not found and not self.may_lack:
-            raise self._nothing(where, known)
-        return found
+        blocks = dict.fromkeys(path[:end] for path in paths for end in range(1, len(path) + 1))
+        matches = frozenset(path for path in blocks if self.matches(path))
+        if not matches and not self.may_lack:
+            raise self._nothing(where, blocks)
+        return matches
 
     def _nothing(self, where: str, paths: Iterable[Path]) -> GraphError:
+        """Return the error of a pattern without a match; suggestions write layer numbers as `*`."""
         layers = re.compile(r"(?<=\.)\d+(?=\.|$)")
-        known = list(dict.fromkeys(layers.sub("*", path_text(path)) for path in paths))
+        known_texts = list(dict.fromkeys(layers.sub("*", path_text(path)) for path in paths))
         folded = layers.sub("*", self.text)
         same = [text for text in map(path_text, paths) if layers.sub("*", text) == folded]
-        ends = [text for text in known if text.endswith(f".{self.text}")]
+        longer = [text for text in known_texts if text.endswith(f".{self.text}")]
         if same:
-            near = f"; there are {listing(same, 4)}"
-        elif ends:
-            near = f"; did you mean {' or '.join(map(quote, ends[:3]))}?"
+            suggestion = f"; there are {listing(same, 4)}"
+        elif longer:
+            suggestion = f"; did you mean {' or '.join(map(quote, longer[:3]))}?"
         else:
-            near = did_you_mean(folded, known, alike=0.7)
-        return GraphError(f"{where}: {self} matches no block{near or f'; blocks are {listing(known)}'}")
+            suggestion = did_you_mean(folded, known_texts, alike=0.7)
+        return GraphError(f"{where}: {self} matches no block{suggestion or f'; blocks are {listing(known_texts)}'}")
 
     def __str__(self) -> str:
         return f"at({self.text!r})"
@@ -90,27 +95,27 @@ class BlockPattern:
 
 @dataclass(frozen=True)
 class BlocksReading:
-    """The blocks that read the weights of these checkpoint keys themselves; `origin` says where the keys come from."""
+    """The innermost blocks that read the weights of these checkpoint keys; `origin` describes the keys in messages."""
 
     keys: frozenset[str]
     origin: str = ""
     may_lack: bool = False
 
     def beside(self, parts: Sequence[str]) -> BlocksReading:
-        """In a flow beside others, which may read what this one does not."""
+        """Return the selector for a flow among several, where another flow may read the weights."""
         return replace(self, may_lack=True)
 
     def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
-        """The blocks.
+        """Return the selected blocks.
 
         Raises:
-            GraphError: nothing reads one of the weights.
+            GraphError: no block reads one of the weights.
         """
         readers = readers_of(nodes)
         if (unread := sorted(self.keys - set(readers))) and not self.may_lack:
             close = did_you_mean(unread[0], readers, alike=0.8)
-            cure = "; it belongs to another model" if self.origin and not close else ""
-            raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{close}{cure}")
+            hint = "; it belongs to another model" if self.origin and not close else ""
+            raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{close}{hint}")
         return frozenset(path for key in self.keys for path in readers.get(key, ()))
 
     def __str__(self) -> str:
@@ -119,44 +124,48 @@ class BlocksReading:
 
 @dataclass(frozen=True)
 class ProductsIn:
-    """The products in blocks that a glob matches: of a block whose products are with parts of one weight each of them,
-    else the block."""
+    """The blocks that a glob matches, where a block with a fused weight counts as its separate projections.
+
+    Such a block has several products, each with a part of one weight; then the blocks of the products are selected.
+    """
 
     pattern: BlockPattern
 
     def beside(self, parts: Sequence[str]) -> ProductsIn:
-        """As the pattern's."""
+        """Return the selector with `BlockPattern.beside` applied to its pattern."""
         return replace(self, pattern=self.pattern.beside(parts))
 
     def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
-        """The blocks.
+        """Return the selected blocks.
 
         Raises:
-            GraphError: the glob matches none, or parts of a weight and not the others.
+            GraphError: the glob matches no block, or only some of the blocks that share a weight.
         """
-        readers, found = readers_of(nodes), set[Path]()
+        readers, selected = readers_of(nodes), set[Path]()
         blocks = self.pattern.among(nodes, where)
         for block in blocks:
-            inside = {key: {p for p in paths if p[: len(block)] == block} for key, paths in readers.items()}
-            weights = {key: paths for key, paths in inside.items() if paths}
-            parts = next((paths for paths in weights.values() if len(paths) > 1), None)
-            apart = parts is not None and all(_below(path, parts) for paths in weights.values() for path in paths)
-            found |= parts if parts is not None and apart else {block}
-        for key, parts in readers.items():
-            if len(parts) > 1 and 0 < len(parts & found) < len(parts):
-                others = listing(sorted(map(path_text, parts - found)), 4)
+            inner_readers = {key: {p for p in paths if p[: len(block)] == block} for key, paths in readers.items()}
+            weights = {key: paths for key, paths in inner_readers.items() if paths}
+            blocks_of_key = next((paths for paths in weights.values() if len(paths) > 1), None)
+            is_split = blocks_of_key is not None and all(
+                _below(path, blocks_of_key) for paths in weights.values() for path in paths
+            )
+            selected |= blocks_of_key if blocks_of_key is not None and is_split else {block}
+        for key, blocks_of_key in readers.items():
+            if len(blocks_of_key) > 1 and 0 < len(blocks_of_key & selected) < len(blocks_of_key):
+                others = listing(sorted(map(path_text, blocks_of_key - selected)), 4)
                 raise GraphError(
                     f"{where}: {self}: weight {quote(key)} is that of {others} too: select all of them, or, where one "
                     "is no product, as an embedding that is tied to the head, none"
                 )
-        return frozenset(found)
+        return frozenset(selected)
 
     def __str__(self) -> str:
         return str(self.pattern)
 
 
 def readers_of(nodes: Sequence[Node]) -> dict[str, set[Path]]:
-    """The blocks that read each weight themselves, by its key."""
+    """Return the innermost blocks that read each weight, by checkpoint key."""
     readers: dict[str, set[Path]] = {}
     for node in nodes:
         if isinstance(node.op, Boundary):
@@ -168,11 +177,11 @@ def readers_of(nodes: Sequence[Node]) -> dict[str, set[Path]]:
 
 
 def _below(path: Path, blocks: Iterable[Path]) -> bool:
-    """Whether it is that of one of the blocks, or of a part of it."""
+    """Return whether a path is in one of the blocks."""
     return any(path[: len(block)] == block for block in blocks)
 
 
-# What blocks are selected by.
+# All kinds of selectors, which share `among` and `beside`.
 BlockSelector = BlockPattern | BlocksReading | ProductsIn
 
 
@@ -181,22 +190,26 @@ WILDCARDS = {"**": ".+", "*": "[^.]*", "?": "[^.]"}
 
 @functools.lru_cache(maxsize=256)
 def _compiled(text: str, method: str) -> re.Pattern[str]:
-    """The pattern as a regular expression."""
+    """Return a glob as a regular expression over the dotted path.
+
+    Raises:
+        GraphError: a bracket is not closed, or a range is invalid.
+    """
     parts, depth = list[str](), 0
-    for piece in re.findall(r"(?s)\*\*|\[[^\[\].]+\]|.", text):
-        if piece in WILDCARDS:
-            parts.append(WILDCARDS[piece])
-        elif len(piece) > 1:
-            inner = piece[1:-1]
-            characters = re.escape(inner.lstrip("!")).replace("\\-", "-")
-            parts.append(f"[{'^' if inner[0] == '!' else ''}{characters}]")
-        elif piece == "{" or (piece in ",}" and depth):
-            depth += {"{": 1, "}": -1}.get(piece, 0)
-            parts.append({"{": "(?:", "}": ")", ",": "|"}[piece])
-        elif piece in "[]}":
-            raise GraphError(f"{method}: {text!r}: the {piece!r} has no partner")
+    for token in re.findall(r"(?s)\*\*|\[[^\[\].]+\]|.", text):
+        if token in WILDCARDS:
+            parts.append(WILDCARDS[token])
+        elif len(token) > 1:
+            content = token[1:-1]
+            characters = re.escape(content.lstrip("!")).replace("\\-", "-")
+            parts.append(f"[{'^' if content[0] == '!' else ''}{characters}]")
+        elif token == "{" or (token in ",}" and depth):
+            depth += {"{": 1, "}": -1}.get(token, 0)
+            parts.append({"{": "(?:", "}": ")", ",": "|"}[token])
+        elif token in "[]}":
+            raise GraphError(f"{method}: {text!r}: the {token!r} has no partner")
         else:
-            parts.append(re.escape(piece))
+            parts.append(re.escape(token))
     if depth:
         raise GraphError(f"{method}: {text!r}: a '{{' has no partner")
     try:

@@ -1,8 +1,9 @@
-"""What users give to the methods of `Builders`, held against what these take, and how a builder may be called.
+"""Checks of the arguments of `Builders` methods, and the two forms in which a builder may be called.
 
-A builder's own form names what could change places (`heads=`, `keepdims=`). The specification (IR 5.6) lists operands
-and then attributes by position, with names of its own for some of them. Both write the same program. A call that fits
-neither form is a `GraphError` with the name of the builder and its forms, never a bare `TypeError`.
+A builder's own signature has keyword-only arguments where positions could be confused (`heads=`, `keepdims=`). The
+specification (IR 5.6) passes operands and then attributes by position, and names some of them differently. Both forms
+write the same program. A call that fits neither form raises a `GraphError` with the name of the builder and its forms,
+never a bare `TypeError`.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from rlx_jax.ir.types import TensorType, as_dim, is_static
 
 
 def is_number(value: object) -> bool:
-    """Whether an operand is a plain number, to stand beside a value."""
+    """Return whether an operand is a plain number, which ops accept in place of a value."""
     return isinstance(value, bool | int | float | np.number | np.bool_)
 
 
 def check_count(value: Any, what: str, least: int = 1, error: type[RlxError] = GraphError) -> int:
-    """Return a whole number of at least `least`; `what` says where it stands and what it is called.
+    """Return an integer after checking that it is at least `least`; `what` names it in messages.
 
     Raises:
-        GraphError, or what `error` says: it is none.
+        GraphError, or the class `error`: it is no such integer.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
         raise error(f"{what} is {shown(value)}; expected an integer of at least {least}")
     return int(value)
 
 
-# What an attribute of one of these types may be.
+# The Python types of values that an attribute with one of these annotations accepts.
 PLAIN = {bool: bool, int: int, float: int | float, str: str, type(None): type(None)}
 
 
 def items_of(value: Any, where: str, expected: str) -> tuple[Any, ...]:
-    """The entries of a list; one entry alone is none.
+    """Return the entries of a list or other iterable; a string is not accepted.
 
     Raises:
-        GraphError: it is no list.
+        GraphError: `value` is not iterable.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise GraphError(f"{where}: expected {expected}, got {shown(value)}")
@@ -62,49 +63,49 @@ def check_takes(
     *,
     named: bool = False,
 ) -> None:
-    """A function of a user can be called with so many arguments by position, where `named` beside others by name.
+    """Check that a user's function takes these positional arguments; with `named` it may require keyword ones too.
 
     Raises:
-        GraphError, or what `error` says: it cannot.
+        GraphError, or the class `error`: it does not take them.
     """
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # what is written in C tells nothing
+    except (TypeError, ValueError):  # functions in C may have no signature
         return
     try:
         (signature.bind_partial if named else signature.bind)(*arguments)
     except TypeError as cause:
         name = getattr(fn, "__name__", type(fn).__name__)
-        called = f"{name}({', '.join(arguments)})"
-        raise error(f"{where}: the function is called as {called}, and it takes {signature}") from cause
+        call = f"{name}({', '.join(arguments)})"
+        raise error(f"{where}: the function is called as {call}, and it takes {signature}") from cause
 
 
 def has_no(writer: object, name: str | None) -> str:
-    """A name that `writer` does not have, and those close to it."""
+    """Return message text about a name that `writer` does not have, with a suggestion."""
     close = did_you_mean(name, (known for known in dir(writer) if not known.startswith("_")))
     return f"{quote(name)}{close or '; docs/graph.md lists what it has'}"
 
 
 def check_attributes(op: Op) -> None:
-    """The attributes of an op that could not be written are of their types, as far as those are plain.
+    """Check the attributes of an op that failed to be written against their plain annotated types.
 
     Raises:
-        GraphError: names the first that is not.
+        GraphError: names the first attribute of another type.
     """
     hints = get_type_hints(type(op))
     for f in fields(op):  # type: ignore[arg-type]  # every op is a dataclass
         value, hint = getattr(op, f.name), hints[f.name]
         plain = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if all(p in PLAIN for p in plain) and not isinstance(value, tuple(PLAIN[p] for p in plain)):
-            wanted = " or ".join("None" if p is type(None) else p.__name__ for p in plain)
-            raise GraphError(f"{type(op).__name__}: {f.name} is {shown(value)}; expected {wanted}")
+            expected = " or ".join("None" if p is type(None) else p.__name__ for p in plain)
+            raise GraphError(f"{type(op).__name__}: {f.name} is {shown(value)}; expected {expected}")
 
 
 def check_init(init: Init, where: str) -> Init:
-    """It, if it is one.
+    """Return an initializer after checking it.
 
     Raises:
-        GraphError: it is none of the names, and no function of these arguments.
+        GraphError: it is neither one of the names, nor a function of `(key, shape, dtype)`.
     """
     if isinstance(init, str) and init not in INITS:
         raise GraphError(
@@ -120,13 +121,13 @@ def check_init(init: Init, where: str) -> Init:
 
 @dataclass(frozen=True)
 class SpecForm:
-    """The positional form of the specification.
+    """The positional form of a builder in the specification.
 
     Args:
-        order: the builder's own parameters in the order of the specification. `*name` takes all values up to the first
-            number; `?name` is left out where a number stands in its place.
-        place: an argument whose type decides where a call fits both forms; `own` is its type in the builder's own,
-            and any other is meant for this one.
+        order: the builder's parameters in the order of the specification. `*name` takes all values up to the first
+            number; `?name` is skipped if the argument at its position is a number.
+        place: position of the argument that decides between the forms for a call that fits both. A value of type `own`
+            selects the builder's own form, any other type this form.
     """
 
     order: str
@@ -134,23 +135,23 @@ class SpecForm:
     own: Any = str | int | float | None
 
     def is_meant(self, args: tuple[Any, ...]) -> bool:
-        """Return whether the type of an argument says that a call which fits both forms is in this one."""
+        """Return whether a call that fits both forms is in this one, by the type of the argument at `place`."""
         return self.place is not None and len(args) > self.place and not isinstance(args[self.place], self.own)
 
     def by_name(self, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
         """Return the values of a `*name`, and all other arguments by name.
 
         Raises:
-            TypeError: there are too many.
+            TypeError: there are too many arguments.
         """
-        rest, values, keywords = list(args), list[Any](), dict[str, Any]()
+        remaining, values, keywords = list(args), list[Any](), dict[str, Any]()
         for word in self.order.split():
             if word[0] == "*":
-                while rest and not is_number(rest[0]):
-                    values.append(rest.pop(0))
-            elif rest and not (word[0] == "?" and is_number(rest[0])):
-                keywords[word.lstrip("?")] = rest.pop(0)
-        if rest:
+                while remaining and not is_number(remaining[0]):
+                    values.append(remaining.pop(0))
+            elif remaining and not (word[0] == "?" and is_number(remaining[0])):
+                keywords[word.lstrip("?")] = remaining.pop(0)
+        if remaining:
             raise TypeError("too many positional arguments")
         return values, keywords
 
@@ -163,7 +164,8 @@ _LAYER = SpecForm("*operands heads head_dim kv_heads eps mask")
 _RESIDUAL = SpecForm("x residual bias gamma beta eps", 4, _NUMBER)
 _ATTENTION = SpecForm("q k v ?mask_value heads head_dim mask scale softcap")
 
-# The builders whose own form has another order, or names what the specification gives by position.
+# The builders with another order of arguments, or with keyword-only arguments that the specification passes by
+# position.
 SPEC_FORMS: dict[str, SpecForm] = {
     **dict.fromkeys(("linear", "linear_fused", "fused_matmul_bias_act"), SpecForm("x w bias activation")),
     **dict.fromkeys(("sum", "mean", "max", "min", "prod"), SpecForm("x axis keepdims")),
@@ -186,7 +188,7 @@ SPEC_FORMS: dict[str, SpecForm] = {
     "input_batch_seq": SpecForm("name batch seq hidden dtype", 1, int),
 }
 
-# Names of arguments in the specification, and those of builders that mean the same.
+# Names of arguments in the specification, with the equivalent names of builders.
 SPEC_NAMES: dict[str, tuple[str, ...]] = {
     "act": ("activation",), "attn_logit_softcap": ("softcap",), "axes": ("axis",), "b": ("bias",),
     "batch_sym": ("batch",), "cos": ("at",), "dilation": ("rhs_dilation",), "dim": ("head_dim",),
@@ -197,27 +199,27 @@ SPEC_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def _check_kernel(m: Any, kernel: Any, others: Mapping[str, Any]) -> None:
-    """The kernel of a convolution is the size of its weight's spatial axes."""
+    """Check that the kernel of a convolution has the sizes of its weight's spatial axes."""
     weight = m.type_of(m.weight(others["w"]))
     if tuple(items_of(kernel, f"{m.path}: kernel", "the sizes of a window")) != weight.shape[2:]:
         raise ShapeError(f"{m.path}: the kernel is {shown(kernel)}, and the weight is {weight}")
 
 
 def _check_num_heads(m: Any, num_heads: Any, others: Mapping[str, Any]) -> None:
-    """As many heads as the last axis of x has."""
+    """Check that the last axis of x has `num_heads` heads of width `head_dim`."""
     x, head_dim = m.type_of(others["x"]), others["head_dim"]
     if x.rank < 1 or not is_static(x.shape[-1]) or x.shape[-1] != num_heads * head_dim:
         raise ShapeError(f"{m.path}: {shown(num_heads)} heads of width {shown(head_dim)} are not x {x}")
 
 
 def _check_state_size(m: Any, state_size: Any, others: Mapping[str, Any]) -> None:
-    """The state of a selective scan is as wide as its A."""
+    """Check that the state of a selective scan is as wide as its A."""
     a = m.type_of(others["a"])
     if a.shape[1:] != (state_size,):
         raise ShapeError(f"{m.path}: the state size is {shown(state_size)}, and A is [H, n], got {a}")
 
 
-# Arguments of the specification that follow from the operands: they are checked and not passed on.
+# Arguments of the specification that are redundant given the operands: they are checked and not passed on.
 CHECKED: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = {
     "kernel": _check_kernel, "num_heads": _check_num_heads, "state_size": _check_state_size,
 }  # fmt: skip
@@ -225,10 +227,10 @@ CHECKED: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = {
 
 # -- one call ------------------------------------------------------------------------------------
 
-# What every builder takes besides: the shape that its result is held against, or one for each of its results.
+# Extra keyword arguments of every builder: the expected shape of its result, or one shape for each result.
 SHAPES = ("out_shape", "out_shapes")
 
-# Methods of writers that builders call and users do not.
+# Public methods of writers that only builders call; they need no checks of user calls.
 INTERNAL = ("own", "wrap", "weight", "type_of", "inside", "lift")
 
 
@@ -236,8 +238,8 @@ def check_calls(cls: type[Any]) -> None:
     """Make every public method that a class of builders defines a `checked_call`."""
     for name, method in list(vars(cls).items()):
         if not name.startswith("_") and name not in INTERNAL and inspect.isfunction(method):
-            own = getattr(method, "unchecked", method)  # an alias has a form of its own
-            setattr(cls, name, checked_call(name, own))
+            unchecked = getattr(method, "unchecked", method)  # an alias may have another SpecForm than the original
+            setattr(cls, name, checked_call(name, unchecked))
 
 
 P = ParamSpec("P")
@@ -245,7 +247,7 @@ R = TypeVar("R")
 
 
 def of_kind(method: Callable[Concatenate[Any, str, P], R], kind: str, doc: str) -> Callable[Concatenate[Any, P], R]:
-    """Return the builder that is `method` for one kind: `add(a, b)` is `binary("add", a, b)`."""
+    """Return a builder that calls `method` with a fixed kind: `add(a, b)` is `binary("add", a, b)`."""
 
     def call(m: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(m, kind, *args, **kwargs)
@@ -255,28 +257,28 @@ def of_kind(method: Callable[Concatenate[Any, str, P], R], kind: str, doc: str) 
 
 
 def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` of a `Writer`, callable in the form of the specification too, and with `out_shape=`.
+    """Return `method` of a `Writer` extended by the specification's form of call, and by `out_shape=`.
 
     Raises:
-        GraphError: a call fits no form. ShapeError: the results are not of `out_shape`.
+        GraphError: a call fits no form. ShapeError: a result does not have its `out_shape`.
     """
     form, (body, kind) = SPEC_FORMS.get(name), getattr(method, "of", (method, ()))
-    whole = inspect.signature(body)
-    first, *others = whole.parameters.values()
-    signature = whole.replace(parameters=[first, *others[len(kind) :]])
+    full_signature = inspect.signature(body)
+    first, *parameters = full_signature.parameters.values()
+    signature = full_signature.replace(parameters=[first, *parameters[len(kind) :]])
 
     @functools.wraps(method)
     def call(m: Any, *args: Any, **kwargs: Any) -> Any:
-        declared = next((key for key in SHAPES if key in kwargs and key not in signature.parameters), None)
-        if declared is not None:
-            out_shape = kwargs.pop(declared)
+        shape_keyword = next((key for key in SHAPES if key in kwargs and key not in signature.parameters), None)
+        if shape_keyword is not None:
+            out_shape = kwargs.pop(shape_keyword)
             return of_shape(m, name, call(m, *args, **kwargs), out_shape)
         reason: TypeError | None = None
         if form is None or not form.is_meant(args):
             try:
                 return body(m, *kind, *args, **kwargs)
             except TypeError as error:
-                # Raised by the call itself, not by a line of the method: the arguments do not fit.
+                # A traceback with a second frame is an error inside the method; otherwise the arguments do not fit.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
                 reason = error
@@ -284,7 +286,7 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             bound = _bound(m, in_order, signature, args, kwargs)
         except TypeError as error:
-            reason = error if kind or reason is None else reason  # Python's own counts the kind
+            reason = error if kind or reason is None else reason  # Python's message would count the fixed kind
             raise GraphError(_refusal(m, name, signature, kwargs, reason)) from reason
         return body(m, *kind, *bound.args[1:], **bound.kwargs)
 
@@ -295,40 +297,40 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def _bound(
     m: Any, form: SpecForm | None, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Return the arguments by the builder's own names.
+    """Return the arguments of a call bound to the builder's own parameters.
 
     Raises:
-        TypeError: they do not fit the specification either.
+        TypeError: they do not fit the form of the specification either.
     """
-    own = signature.parameters
-    keywords = {(_own_name(key, own) or key): value for key, value in kwargs.items()}
+    parameters = signature.parameters
+    keywords = {(_own_name(key, parameters) or key): value for key, value in kwargs.items()}
     if len(keywords) < len(kwargs):
         raise TypeError(f"got one argument under two names, {listing(kwargs)}")
     positional = list(args)
     if form is not None:
         positional, by_order = form.by_name(args)
-        if twice := by_order.keys() & keywords.keys():
-            raise TypeError(f"got multiple values for {listing(sorted(twice))}")
+        if duplicates := by_order.keys() & keywords.keys():
+            raise TypeError(f"got multiple values for {listing(sorted(duplicates))}")
         keywords = by_order | keywords
-    implied = {key: keywords.pop(key) for key in CHECKED if key in keywords and key not in own}
+    redundant = {key: keywords.pop(key) for key in CHECKED if key in keywords and key not in parameters}
     bound = signature.bind(m, *positional, **keywords)
-    for key, value in implied.items():
+    for key, value in redundant.items():
         CHECKED[key](m, value, keywords)
     return bound
 
 
 def _own_name(key: str, own: Mapping[str, inspect.Parameter]) -> str | None:
-    """Return the builder's own name of an argument."""
+    """Return the builder's own name of an argument that may have the specification's name, or None."""
     return key if key in own else next((n for n in SPEC_NAMES.get(key, ()) if n in own), None)
 
 
 def _refusal(m: Any, name: str, signature: inspect.Signature, kwargs: Mapping[str, Any], reason: TypeError) -> str:
-    """Return a message with the forms of a builder."""
-    own = [p.replace(annotation=p.empty) for p in list(signature.parameters.values())[1:]]
-    plain = signature.replace(parameters=own, return_annotation=signature.empty)
+    """Return the error message of a call that fits no form of a builder, with all its forms."""
+    parameters = [p.replace(annotation=p.empty) for p in list(signature.parameters.values())[1:]]
+    plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
     spec = f", or by position {name}({SPEC_FORMS[name]})" if name in SPEC_FORMS else ""
-    unknown = next((k for k in kwargs if k not in signature.parameters), None)
-    close = "" if unknown is None else did_you_mean(unknown, [p.name for p in own])
+    unknown_keyword = next((k for k in kwargs if k not in signature.parameters), None)
+    close = "" if unknown_keyword is None else did_you_mean(unknown_keyword, [p.name for p in parameters])
     why = str(reason).rpartition("() ")[2]
     return f"{m.path}: {name}: {why}{close}; expected {name}{plain}{spec}"
 
@@ -337,7 +339,7 @@ def _refusal(m: Any, name: str, signature: inspect.Signature, kwargs: Mapping[st
 
 
 def of_shape(m: Any, name: str, result: Any, out_shape: Any) -> Any:
-    """Return the result of a builder if it has the shape; of several results each has its own, or all have one."""
+    """Return the result of a builder after checking `out_shape`: one shape for all results, or one for each."""
     if out_shape is None:
         return result
     values = jax.tree.leaves(result)

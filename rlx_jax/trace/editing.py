@@ -1,8 +1,8 @@
-"""Blocks changed by their paths, when all stages have run: `edit_blocks` writes the flow once more, with the blocks
-that a pattern matches handed to a function.
+"""`edit_blocks` changes blocks of a flow by their paths: it rewrites the flow and passes matched blocks to a function.
 
-A block is the nodes whose path begins with its own, whatever stages or parts of stages wrote them. It is known by that
-path alone, so that an edit holds for layers that become a region and for those that do not.
+It runs after all stages. A block consists of the nodes with paths that start with its own path, whatever stages or
+parts of stages wrote them. Edits identify it by that path alone, so that they work for repeated layers in a region and
+for single layers.
 """
 
 from __future__ import annotations
@@ -25,24 +25,31 @@ from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
 
-# A block as a function: it is written at that place, with this value in the place of what it reads.
+# A block as a function: a call writes the block at that point, with the argument in place of its input.
 Inner = Callable[[FlowValue | None], FlowValue]
 
-# `(emit, x, inner) → y`: x is what a block takes, `inner(x)` what it returns, y what later blocks read instead.
+# `(emit, x, inner) → y`: x is the block's input, `inner(x)` its output, and y what later blocks read instead of it.
 BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
 
 
 @runtime_checkable
 class ChecksBlock(Protocol):
-    """A wrapper that holds what it was given against the block as it was."""
+    """A wrapper that checks its arguments against the original block."""
 
     def check_block(self, around: HeadsAround, read: Value | None, given: Value, where: str) -> None:
-        """The value that a block reads, and the one that it gives, among the nodes of before."""
+        """Check the arguments.
+
+        Args:
+            around: the original nodes, to count heads with.
+            read: the value that the block reads.
+            given: the value that the block returns.
+            where: path of the block, for messages.
+        """
 
 
 @dataclass(frozen=True)
 class BlockEdit:
-    """Every block that is selected, changed by `wrapper`; one that takes no input works on blocks without one."""
+    """A change of every selected block by `wrapper`; with `takes_input` False, blocks need no single input."""
 
     blocks: BlockSelector
     wrapper: BlockWrapper
@@ -51,7 +58,7 @@ class BlockEdit:
 
 @dataclass(frozen=True)
 class CapturedBlock:
-    """What each block returns becomes a side output under its path, or one of those that are stacked under a name."""
+    """Wrapper that captures a block: its output becomes a side output named by its path, or stacked under `stacked`."""
 
     stacked: str = ""
 
@@ -59,32 +66,41 @@ class CapturedBlock:
         return inner(x)
 
 
-# What the block of an activation is called.
+# Path segment of an activation that edits separate from its projection.
 ACT = "act"
 
 
 def edit_blocks(
     emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where: str, elsewhere: Sequence[str] = ()
 ) -> FlowValue:
-    """The flow with all edits, each over what the one before left; its active value. `elsewhere`: the parts of a model
-    that other flows hold, for which an edit may be.
+    """Apply all edits in order, each to the result of the earlier ones, and return the new active value.
+
+    Args:
+        value: the active value after the last stage.
+        where: name of the flow, for messages.
+        elsewhere: parts of the model in other flows, which an edit may be for.
 
     Raises:
-        GraphError: a pattern matches no block, or what it matches is not one; a wrapper returns no value.
+        GraphError: a pattern matches no block, or nodes that form no block; a wrapper returns no value.
     """
     if not edits:
         return value
     value = _Rewriting(emit, NOTHING, where).run(value)
     captures: list[tuple[str, Path]] = []
     for edit in edits:
-        here = replace(edit, blocks=edit.blocks.beside(elsewhere)) if elsewhere else edit
-        if emit.has_stand_ins and isinstance(here.blocks, BlockPattern) and not isinstance(edit.wrapper, CapturedBlock):
-            here = replace(here, blocks=replace(here.blocks, may_lack=True))  # of a block that is replaced later
+        change = replace(edit, blocks=edit.blocks.beside(elsewhere)) if elsewhere else edit
+        if (
+            emit.has_stand_ins
+            and isinstance(change.blocks, BlockPattern)
+            and not isinstance(edit.wrapper, CapturedBlock)
+        ):
+            change = replace(change, blocks=replace(change.blocks, may_lack=True))
         if isinstance(edit.wrapper, CapturedBlock):
-            blocks = _in_order(here.blocks.among(emit.builder.nodes, where), emit.builder.nodes)
+            blocks = _in_order(change.blocks.among(emit.builder.nodes, where), emit.builder.nodes)
             captures += [(edit.wrapper.stacked, block) for block in blocks]
         else:
-            value = _Rewriting(emit, here, where).run(value)
+            value = _Rewriting(emit, change, where).run(value)
+    # Captures come last, so that they return the outputs of edited blocks.
     _capture(emit, captures, value, where)
     return _Rewriting(emit, NOTHING, where, marks_blocks=False).run(value)
 
@@ -92,9 +108,9 @@ def edit_blocks(
 def run_stand_in(
     emit: Emit, edits: Sequence[BlockEdit], block: Path, x: FlowValue | None, error: MissingWeightError
 ) -> FlowValue:
-    """Write what replaces a block, one of whose weights is missing, so that the stages after it can run.
+    """Write the replacement of a block with a missing weight, so that later stages can run.
 
-    The edits are made later, in their order, as if the block itself had run.
+    `edit_blocks` applies the edits afterwards in their order, as if the block itself had run.
 
     Raises:
         MissingWeightError: no edit replaces the block.
@@ -110,31 +126,30 @@ def run_stand_in(
     raise error
 
 
-# The flow is written again as it is: with activations apart, and without the marks that mean nothing.
+# An edit of no block: it only separates activations from projections, and removes marks without a role.
 NOTHING = BlockEdit(BlocksReading(frozenset()), lambda emit, x, inner: inner(x))
 
 
 def _in_order(blocks: Iterable[Path], nodes: Sequence[Node]) -> list[Path]:
-    """Sort blocks by where they end, inner ones first."""
-    last = {
+    """Sort blocks by the position of their last node, inner blocks first."""
+    last_node = {
         path[:end]: i for i, node in enumerate(nodes) for path in [node.origin.path] for end in range(len(path) + 1)
     }
-    return sorted(blocks, key=lambda block: (last[block], -len(block)))
+    return sorted(blocks, key=lambda block: (last_node[block], -len(block)))
 
 
 def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue, where: str) -> None:
-    """Make what blocks return side outputs, after all edits: a captured block that is edited later gives what it
-    returns then.
+    """Add the outputs of blocks as side outputs, after all edits: of an edited block, the output after the edits.
 
     Args:
-        captures: for each block the name of the stacked output, or "", and its path.
+        captures: for each block, the name of the stacked output, or "", and its path.
         value: the last active value of the flow.
 
     Raises:
         GraphError: a later edit replaced the block, or a stage has a side output of that name.
         ShapeError: blocks that are stacked return values of several types, or one returns several values.
     """
-    index, own = BlockIndex(emit.builder.nodes, emit.own(value)), set(emit.state.outputs)
+    index, stage_outputs = BlockIndex(emit.builder.nodes, emit.own(value)), set(emit.state.outputs)
     stacks = dict[str, dict[str, FlowValue]]()
     for stacked, block in captures:
         ports, path = index.ports(block), path_text(block)
@@ -146,10 +161,10 @@ def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue,
                 f"{where}: at({stacked!r}): {path} returns {len(values)} values: capture it without stacked"
             )
         name = stacked or path
-        if name in own:
+        if name in stage_outputs:
             raise GraphError(f"{where}: at({name!r}): the flow has a side output {quote(name)} already")
         if stacked:
-            emit.state.outputs[stacked] = values[0]  # keeps its place among the outputs
+            emit.state.outputs[stacked] = values[0]  # reserves the position among the outputs
             stacks.setdefault(stacked, {})[path] = values[0]
         else:
             names = [path] if len(values) == 1 else [f"{path}[{i}]" for i in range(len(values))]
@@ -159,11 +174,12 @@ def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue,
 
 
 def _stack(emit: Emit, name: str, values: Mapping[str, FlowValue], where: str) -> FlowValue:
-    (first, known), *others = values.items()
+    """Return captured values of one type, by block path, stacked along a new first axis."""
+    (first, example), *others = values.items()
     for path, value in others:
-        if value.type != known.type:
+        if value.type != example.type:
             raise ShapeError(
-                f"{where}: at({name!r}): stacked blocks give values of one type; {first} gives {known.type}, {path} "
+                f"{where}: at({name!r}): stacked blocks give values of one type; {first} gives {example.type}, {path} "
                 f"{value.type}: capture them apart"
             )
     with emit.scope("captured"):
@@ -172,47 +188,62 @@ def _stack(emit: Emit, name: str, values: Mapping[str, FlowValue], where: str) -
 
 @dataclass
 class _Layers:
-    """A Repeat: the numbers at which its layers start and the number behind them, before and after."""
+    """The node numbers at which the layers of a Repeat start, and the end of the last, before and after the rewrite."""
 
     before: list[int]
     after: list[int | None]
 
     def inside(self, numbers: Sequence[int]) -> bool:
-        """Whether all of it is among `numbers`, of which none is missing between the first and the last."""
+        """Return whether all layers lie within the contiguous node numbers `numbers`."""
         return bool(numbers) and numbers[0] <= self.before[0] and self.before[-1] <= numbers[-1] + 1
 
     def around(self, numbers: Sequence[int]) -> bool:
-        """Whether it is around the first of `numbers`."""
+        """Return whether the first of `numbers` is in one of the layers."""
         return self.before[0] <= numbers[0] < self.before[-1]
 
     def reached(self, number: int, written: int) -> None:
-        """All that stood before `number` is written."""
-        for place, start in enumerate(self.before):
-            if start <= number and self.after[place] is None:
-                self.after[place] = written
+        """Record the new boundary `written` for all old boundaries up to node `number`."""
+        for index, start in enumerate(self.before):
+            if start <= number and self.after[index] is None:
+                self.after[index] = written
 
 
 @dataclass
 class _Values:
-    """What the values of before are now; inside of a block its own, and then those around it."""
+    """The map from old values to new ones, in nested scopes: inside a block first its own map, then the outer ones.
+
+    Attributes:
+        own: new values by old values of this scope.
+        around: the enclosing scope.
+        renamed: an old path prefix, and the prefix that replaces it.
+    """
 
     own: dict[Value, Value]
     around: _Values | None = None
     renamed: tuple[Path, Path] = ((), ())
 
     def find(self, value: Value) -> Value | None:
-        found = self.own.get(value)
-        return self.around.find(value) if found is None and self.around is not None else found
+        """Return the new value of an old one, or None if it is not written yet."""
+        new_value = self.own.get(value)
+        return self.around.find(value) if new_value is None and self.around is not None else new_value
 
     def path(self, path: Path) -> Path:
-        """A path as it is now: a block that is written twice has a name of its own the second time."""
-        before, now = self.renamed
-        path = (*now, *path[len(before) :]) if path[: len(before)] == before else path
+        """Return the new path of an old one: a block that is written twice gets another name the second time."""
+        old_prefix, new_prefix = self.renamed
+        path = (*new_prefix, *path[len(old_prefix) :]) if path[: len(old_prefix)] == old_prefix else path
         return path if self.around is None else self.around.path(path)
 
 
 class _Rewriting:
-    """One edit of one flow."""
+    """The rewrite of one flow by one edit.
+
+    Attributes:
+        old: the nodes before the edit.
+        new: the builder that the flow is rewritten into.
+        solid: numbers of the old nodes that are no leaves.
+        blocks: numbers of the nodes of each selected block.
+        resized: message about the last block with another shape than before, for later shape errors.
+    """
 
     def __init__(self, emit: Emit, edit: BlockEdit, where: str, marks_blocks: bool = True) -> None:
         self.emit, self.edit, self.where = emit, edit, where
@@ -234,136 +265,152 @@ class _Rewriting:
         return f"{self.where}: {self.edit.blocks}"
 
     def run(self, value: FlowValue) -> FlowValue:
-        """Write the flow again; its active value."""
+        """Rewrite the flow into a new builder, and return its active value."""
         emit, registers = self.emit, self.state
         self.index = BlockIndex(self.old, value.value)
         emit.builder, self.new.inputs = self.new, self.inputs
         emit.state = FlowState(registers.program, contracts=registers.contracts, left_none=registers.left_none)
         top = _Values({})
         self._write(self.solid, (), top, self.layers)
-        emit.state.outputs, made = {}, emit.state.outputs
+        emit.state.outputs, wrapper_outputs = {}, emit.state.outputs
         self._carry_over(top)
-        for name, output in made.items():
+        for name, output in wrapper_outputs.items():
             if emit.state.outputs.setdefault(name, output).value != output.value:
                 raise GraphError(f"{self._what}: the flow has a side output {quote(name)} already")
-        kept = [[n for n in found.after if n is not None] for found in self.layers]
-        emit.state.repeats += [new for new, found in zip(kept, self.layers, strict=True) if None not in found.after]
+        bounds = [[n for n in repeat.after if n is not None] for repeat in self.layers]
+        emit.state.repeats += [new for new, repeat in zip(bounds, self.layers, strict=True) if None not in repeat.after]
         return emit.wrap(self._now(value.value, top))
 
     # -- walking -----------------------------------------------------------------------------
 
     def _write(self, numbers: Sequence[int], around: Path, values: _Values, layers: Sequence[_Layers]) -> None:
-        """Write nodes again, those of the blocks among them through the wrapper."""
+        """Copy nodes to the new builder, and pass selected blocks among them to the wrapper.
+
+        Args:
+            numbers: numbers of the old nodes to write.
+            around: path of the block that is being written.
+            layers: the Repeats to update the boundaries of.
+        """
         done: set[int] = set()
         for number in numbers:
             if number in done:
                 continue
             block = next((b for b in self._matched(self.old[number].origin.path) if len(b) > len(around)), None)
             inside = [] if block is None else self.blocks[block]
-            layers = [found for found in layers if not found.inside(inside)]
-            for found in layers:
-                found.reached(number, len(self.new.nodes))
+            layers = [repeat for repeat in layers if not repeat.inside(inside)]
+            for repeat in layers:
+                repeat.reached(number, len(self.new.nodes))
             if block is None:
                 self._copy(number, values)
                 continue
-            left = [n for n in numbers if n not in done]
-            before = self._needed(block, inside, [n for n in left if inside[0] < n < inside[-1]])
-            if not set(inside) <= set(left):
+            remaining = [n for n in numbers if n not in done]
+            before = self._needed(block, inside, [n for n in remaining if inside[0] < n < inside[-1]])
+            if not set(inside) <= set(remaining):
                 raise self._not_one(block)
             self._write(before, around, values, ())
             self._block(block, inside, values)
             done |= {*inside, *before}
-        for found in layers if numbers else ():
-            found.reached(numbers[-1] + 1, len(self.new.nodes))
+        for repeat in layers if numbers else ():
+            repeat.reached(numbers[-1] + 1, len(self.new.nodes))
 
     def _needed(self, block: Path, inside: Sequence[int], between: Sequence[int]) -> list[int]:
-        """The nodes that stand among those of a block and do not read them, which go before it."""
-        mine, behind = set(inside), set(inside)
+        """Return the nodes in between a block's nodes that do not depend on it, and can be written before it.
+
+        Raises:
+            GraphError: the block reads one of the nodes that depend on it.
+        """
+        block_nodes, dependents = set(inside), set(inside)
         for number in between:
-            if number in mine:
-                late = any(v.node in behind - mine for v in self.old[number].inputs)
-                if late:
+            if number in block_nodes:
+                reads_dependent = any(v.node in dependents - block_nodes for v in self.old[number].inputs)
+                if reads_dependent:
                     raise self._not_one(block)
-            elif any(v.node in behind for v in self.old[number].inputs):
-                behind.add(number)
-        last = self.old[inside[-1]]
-        if any(v.node in behind - mine for v in last.inputs):
+            elif any(v.node in dependents for v in self.old[number].inputs):
+                dependents.add(number)
+        last_node = self.old[inside[-1]]
+        if any(v.node in dependents - block_nodes for v in last_node.inputs):
             raise self._not_one(block)
-        return [n for n in between if n not in behind]
+        return [n for n in between if n not in dependents]
 
     def _copy(self, number: int, values: _Values) -> None:
+        """Copy one node to the new builder, with its operands and path replaced."""
         node = self.old[number]
         origin = replace(node.origin, path=values.path(node.origin.path))
         op = node.op
-        # An activation in one op with a product is a block of its own for edits: `mlp.c_fc` is the product alone.
+        # An activation fused into a projection becomes a separate block, so that an edit of `mlp.c_fc` is of the
+        # projection alone.
         activation = op.activation if isinstance(op, Linear) else ""
-        # Marks of a block that this edit changes are inside of new ones.
+        # `_block` writes new marks for a block that this edit changes.
         if isinstance(op, Boundary) and (not op.role or not self.new.marks_blocks or node.origin.path in self.selected):
             values.own[Value(number)] = self._now(node.inputs[0], values)
             return
         try:
             with self.new.at(origin), located(origin):
-                bare = replace(op, activation="") if isinstance(op, Linear) else op
-                made = self.new.add(bare, *(self._now(v, values) for v in node.inputs))
+                copied_op = replace(op, activation="") if isinstance(op, Linear) else op
+                results = self.new.add(copied_op, *(self._now(v, values) for v in node.inputs))
             if activation:
                 with self.new.at(replace(origin, path=(*origin.path[:-1], ACT))):
-                    made = self.new.add(Unary(activation), *made)
+                    results = self.new.add(Unary(activation), *results)
         except ShapeError as error:
             if self.resized:
                 error.args = (f"{str(error).rstrip('.')}; {self.resized}",)
             raise
-        values.own.update({Value(number, i): v for i, v in enumerate(made)})
+        values.own.update({Value(number, i): v for i, v in enumerate(results)})
 
     def _block(self, block: Path, numbers: Sequence[int], values: _Values) -> None:
-        """Let the wrapper write a block."""
+        """Write one block through the wrapper of the edit."""
         emit, ports = self.emit, self._ports(block)
         read, given = ports.taken, ports.given[0]
         path, written = values.path(block), 0
         inner_values = _Values({}, values)
-        covered = [found for found in self.layers if found.inside(numbers)]
+        inner_repeats = [repeat for repeat in self.layers if repeat.inside(numbers)]
         body = [n for n in numbers if n not in (ports.enter, ports.leave)]
 
         def inner(x: FlowValue | None) -> FlowValue:
             nonlocal written, inner_values
             written += 1
-            known = {} if read is None else {read: emit.own(emit.require(x, "inner"))}
-            inner_values = _Values(known, values, (block, block if written == 1 else (*block, f"again_{written}")))
-            for found in covered:
-                found.after = [None] * len(found.before)
-            self._write(body, block, inner_values, covered)
+            replaced = {} if read is None else {read: emit.own(emit.require(x, "inner"))}
+            inner_values = _Values(replaced, values, (block, block if written == 1 else (*block, f"again_{written}")))
+            for repeat in inner_repeats:
+                repeat.after = [None] * len(repeat.before)
+            self._write(body, block, inner_values, inner_repeats)
             return emit.wrap(self._now(ports.result, inner_values))
 
         self._carry_over(values)
-        emit.state.contracts, promised = [], emit.state.contracts
-        # A Repeat that is written here is part of the layer that it stands in.
-        emit.repeating = any(found not in covered and found.around(numbers) for found in self.layers)
+        emit.state.contracts, contracts = [], emit.state.contracts
+        # A Repeat inside a layer of another Repeat belongs to that layer, and becomes no region itself.
+        emit.repeating = any(repeat not in inner_repeats and repeat.around(numbers) for repeat in self.layers)
         with self.new.at(Origin(path)), emit.stage(), emit.users_code():
             x = None if ports.source is None else emit.block_input(emit.wrap(self._now(ports.source, values)))
             check_takes(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
             if isinstance(self.edit.wrapper, ChecksBlock):
                 self.edit.wrapper.check_block(HeadsAround(self.old), read, given, path_text(path))
-            made = self.edit.wrapper(emit, x, inner)
-            if not isinstance(made, FlowValue):
+            result = self.edit.wrapper(emit, x, inner)
+            if not isinstance(result, FlowValue):
                 raise GraphError(
-                    f"{path_text(path)}: what changes a block returns the value that it gives, got {shown(made)}"
+                    f"{path_text(path)}: what changes a block returns the value that it gives, got {shown(result)}"
                 )
-            values.own |= {v: now for v, now in inner_values.own.items() if v.node in set(numbers)}
-            values.own[given] = self.new.boundary(OUTPUT, emit.own(made))
-            before = self.old[given.node].types[given.index]
-            if made.type.shape != before.shape:
-                self.resized = f"{path_text(path)} gave {before} before it was changed, and {made.type} now"
+            values.own |= {v: new_value for v, new_value in inner_values.own.items() if v.node in set(numbers)}
+            values.own[given] = self.new.boundary(OUTPUT, emit.own(result))
+            old_type = self.old[given.node].types[given.index]
+            if result.type.shape != old_type.shape:
+                self.resized = f"{path_text(path)} gave {old_type} before it was changed, and {result.type} now"
         emit.repeating = False
         within = f"{path_text(block)}."
-        gone = [] if written else [c for c in promised if f"{c.path}.".startswith(within)]
-        emit.state.contracts = [c for c in promised if c not in gone] + emit.state.contracts
+        dropped = [] if written else [c for c in contracts if f"{c.path}.".startswith(within)]
+        emit.state.contracts = [c for c in contracts if c not in dropped] + emit.state.contracts
 
     # -- values ------------------------------------------------------------------------------
 
     def _now(self, value: Value, values: _Values) -> Value:
-        """What a value of before is now."""
-        found = values.find(value)
-        if found is not None:
-            return found
+        """Return the new value of an old one; leaves are written when first read.
+
+        Raises:
+            GraphError: a replaced block computed the value.
+        """
+        new_value = values.find(value)
+        if new_value is not None:
+            return new_value
         node = self.old[value.node]
         if isinstance(node.op, Leaf):
             with self.new.at(node.origin):
@@ -374,13 +421,13 @@ class _Rewriting:
         )
 
     def _ports(self, block: Path) -> Ports:
-        """The values by which a block that is edited is connected.
+        """Return the input and output values of an edited block.
 
         Raises:
-            GraphError: it has no single active value, or returns several.
+            GraphError: the block has no single input, or several outputs.
         """
         ports = self.index.ports(block)
-        assert ports is not None  # a node is part of it
+        assert ports is not None  # selected blocks have nodes
         if len(ports.given) > 1:
             types = ", ".join(str(self.old[v.node].types[v.index]) for v in ports.given)
             raise GraphError(
@@ -392,7 +439,7 @@ class _Rewriting:
         return ports
 
     def _no_active_value(self, block: Path, ports: Ports) -> str:
-        """The message for a block that no stage gives one value."""
+        """Return the message about a block without a single input, which suggests inner blocks that have one."""
         types = ", ".join(str(self.old[v.node].types[v.index]) for v in ports.read)
         inner = {path: self.index.ports(path) for path in self.index.inner(block)}
         single = [path for path, p in inner.items() if p is not None and len(p.read) == 1]
@@ -403,43 +450,44 @@ class _Rewriting:
         )
 
     def _carry_over(self, values: _Values) -> None:
-        """Registers of stages, as far as they are written by now."""
-        known, now = self.state, self.emit.state
+        """Copy the registers of stages to the new state, as far as their values are already rewritten."""
+        old_state, new_state = self.state, self.emit.state
 
         def mapped(old: Any) -> Any:
-            found = values.find(old.value)
+            new_value = values.find(old.value)
             leaf = isinstance(self.old[old.value.node].op, Leaf)
-            return self.emit.wrap(self._now(old.value, values)) if leaf or found is not None else None
+            return self.emit.wrap(self._now(old.value, values)) if leaf or new_value is not None else None
 
-        for each in fields(FlowState):
-            old = getattr(known, each.name)
-            if isinstance(old, FlowValue) and each.name != "residual" and getattr(now, each.name) is None:
-                setattr(now, each.name, mapped(old))
+        for register in fields(FlowState):
+            old = getattr(old_state, register.name)
+            if isinstance(old, FlowValue) and register.name != "residual" and getattr(new_state, register.name) is None:
+                setattr(new_state, register.name, mapped(old))
         for name in ("inputs", "named", "streams", "outputs"):
-            registers = getattr(now, name)
-            for key, old in getattr(known, name).items():
+            registers = getattr(new_state, name)
+            for key, old in getattr(old_state, name).items():
                 if old is None:
                     registers.setdefault(key, None)
-                elif key not in registers and (found := mapped(old)) is not None:
-                    registers[key] = found
+                elif key not in registers and (new_value := mapped(old)) is not None:
+                    registers[key] = new_value
         for name in ("gdn", "decode"):
-            old = getattr(known, name)
+            old = getattr(old_state, name)
             record = jax.tree.map(mapped, old)
-            if getattr(now, name) is None and len(jax.tree.leaves(record)) == len(jax.tree.leaves(old)):
-                setattr(now, name, record)
+            if getattr(new_state, name) is None and len(jax.tree.leaves(record)) == len(jax.tree.leaves(old)):
+                setattr(new_state, name, record)
 
     # -- paths -------------------------------------------------------------------------------
 
     def _matched(self, path: Path) -> Iterator[Path]:
-        """The selected blocks around a node, the outermost first."""
+        """Return the selected blocks that contain a path, the outermost first."""
         return (path[:end] for end in range(1, len(path) + 1) if path[:end] in self.selected)
 
     def _starts(self, bounds: Sequence[int]) -> list[int]:
-        """Where layers start, and the number behind the last, without the leaves that stand there."""
+        """Return the first nodes of layers and the end of the last one, both without adjacent leaves."""
         starts = [next((n for n in self.solid if n >= bound), len(self.old)) for bound in bounds]
         return [*starts[:-1], max((n + 1 for n in self.solid if n < bounds[-1]), default=0)]
 
     def _not_one(self, block: Path) -> GraphError:
+        """Return the error of a block that depends on nodes outside which in turn depend on it."""
         return GraphError(
             f"{self._what}: the nodes of {path_text(block)} are not in one piece: others "
             "stand between them that read what it gives and that it reads; take a block around it or inside of it"

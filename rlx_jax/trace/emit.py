@@ -1,7 +1,7 @@
-"""How a stage writes HIR: `Emit`, the builder and the registers that stages share. Values are `FlowValue`s.
+"""`Emit`, with which stages write HIR and share registers. Its values are `FlowValue`s.
 
-A stage gets the `Emit` and the active `FlowValue` and returns the next active value. Custom stages use
-operators on values, the methods of `Emit`, or `emit.jax` for any JAX function.
+A stage gets the `Emit` and the active `FlowValue` and returns the next active value. Custom stages use operators on
+values, the methods of `Emit`, or `emit.jax` for any JAX function.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rlx_jax.trace.parameters import AxisSizes, Parameters, WeightDecl, WeightKe
 
 
 def read_numbers(data: Any, where: str) -> np.ndarray[Any, Any]:
-    """Numbers that a stage made up, as an array."""
+    """Return numbers that a stage computes in Python as an array, in f32 if they are f64."""
     try:
         array = np.asarray(data)
     except (ValueError, TypeError) as error:
@@ -62,7 +62,7 @@ def read_numbers(data: Any, where: str) -> np.ndarray[Any, Any]:
 
 
 def input_type(name: str, shape: Sequence[int | str | Dim], dtype: Any) -> TensorType:
-    """The type of an input that is declared; 64-bit ones are narrowed."""
+    """Return the type of a declared input; 64-bit dtypes become 32-bit ones."""
     if not isinstance(name, str) or not name.isidentifier():
         raise GraphError(f"an input's name is an identifier, got {quote(name)}")
     if name in ("state", "params"):
@@ -73,9 +73,13 @@ def input_type(name: str, shape: Sequence[int | str | Dim], dtype: Any) -> Tenso
 class Emit(SpecBuilders[FlowValue]):
     """Writes the HIR of one flow: the ops of `SpecBuilders`, weights by key, and the registers.
 
-    Parameters are references: nothing here reads weight data. `binding` are the sizes that the flow is bound to,
-    `declared` what it says of weights by their keys, and `profile` the CompileProfile of `flow.with_profile`, or None.
-    A profile that `compile` gets is not known while the stages run.
+    Parameters are references, so that a build reads no weight data.
+
+    Args:
+        binding: the sizes of symbolic dimensions that the flow is bound to.
+        declared: the declarations of `flow.param`.
+        profile: the CompileProfile of `flow.with_profile`, or None. The profile of a call of `compile` is not known
+            while the stages run.
     """
 
     level = GraphStage.HIR
@@ -96,41 +100,42 @@ class Emit(SpecBuilders[FlowValue]):
         self.binding = dict(binding or {})
         self.state = FlowState()
         self.repeating = False
-        self.flat = False  # composites are written as the blocks that they stand for
-        self.opened: tuple[Path, dict[Path, None]] = ((), {})  # where a stage started, and the blocks it opened there
+        self.flat = False  # composite blocks are expanded into their smaller blocks
+        self.opened: tuple[Path, dict[Path, None]] = ((), {})  # path at the start of a stage, and blocks opened there
         self.stand_in: Callable[[Path, FlowValue | None, MissingWeightError], FlowValue] | None = None
-        self.has_stand_ins = False  # some stage could not run without its weights, and an edit replaces it
+        self.has_stand_ins = False  # a stage with missing weights was replaced by an edit
         self._stage = object()
-        self._owners: dict[Path, object] = {}  # block path -> the stage that has it
-        self._last: dict[Path, Path] = {}  # block path as it was asked for -> as it was last given
+        self._owners: dict[Path, object] = {}  # block path -> the stage that uses it
+        self._last: dict[Path, Path] = {}  # requested block path -> the path that it last became
 
-    # -- where we are ------------------------------------------------------------------------
+    # -- block paths -------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def scope(self, *segments: str | int, again: bool = False) -> Iterator[None]:
         """Add segments to the block path of everything emitted inside.
 
-        A stage may come back to a path of its own. Where an earlier stage has it, the last name gets a number, `mlp_2`;
-        with `again` this is the path of that stage, the last of them.
+        A stage may use its own paths again. If an earlier stage uses the path, the last name gets a number, `mlp_2`;
+        with `again`, the path is the one of the latest such stage.
         """
         origin = self.builder.origin
         path = (*origin.path, *segments)
-        own = self._last.get(path, path) if again else self._own_path(origin.path, segments)
-        self._last[path] = own
+        block_path = self._last.get(path, path) if again else self._own_path(origin.path, segments)
+        self._last[path] = block_path
         if segments and origin.path == self.opened[0]:
-            self.opened[1][own] = None
-        with self.builder.at(replace(origin, path=own)):
+            self.opened[1][block_path] = None
+        with self.builder.at(replace(origin, path=block_path)):
             yield
 
     def block_input(self, value: FlowValue, *segments: str | int) -> FlowValue:
-        """Say which value the current block takes as its active one, and return it for the block to read.
+        """Mark a value as the input of the current block, and return the marked value for the block to read.
 
-        Edits by path change this value: `x` of `wrap`, and `scale(of="input")`. A stage is given its active value; a
-        part of a stage, `with emit.scope("self_attn"): x = emit.block_input(x)`, needs this where it reads several.
+        Edits by path change this value: it is `x` of `wrap`, and the target of `scale(of="input")`. The input of a
+        stage is its active value. A part of a stage that reads several values needs this call:
+        `with emit.scope("self_attn"): x = emit.block_input(x)`.
 
         Args:
-            value: the active value of the block.
-            segments: the block, where it is one inside the current one.
+            value: the input of the block.
+            segments: path of the block relative to the current one.
         """
         if not segments:
             return self.wrap(self.builder.boundary("input", self.own(value)))
@@ -139,7 +144,7 @@ class Emit(SpecBuilders[FlowValue]):
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
-        """What is emitted inside is a stage of its own: its block paths are not those of the stages before it."""
+        """Emit a separate stage inside this context: its block paths differ from the paths of earlier stages."""
         before, self._stage = self._stage, object()
         try:
             yield
@@ -147,6 +152,7 @@ class Emit(SpecBuilders[FlowValue]):
             self._stage = before
 
     def _own_path(self, around: Path, segments: Path) -> Path:
+        """Return the path with a number after its last name, if another stage uses the path already."""
         names = [i for i, segment in enumerate(segments) if isinstance(segment, str)]
         path, number = (*around, *segments), 1
         while names and self._owners.setdefault(path, self._stage) is not self._stage:
@@ -157,7 +163,7 @@ class Emit(SpecBuilders[FlowValue]):
 
     @contextlib.contextmanager
     def users_code(self) -> Iterator[None]:
-        """Around a function of the user: its errors get the block path, and those about values say what takes them."""
+        """Run a user's function inside this context: errors get the block path, and errors about values get advice."""
         try:
             yield
         except RlxError as error:
@@ -178,11 +184,11 @@ class Emit(SpecBuilders[FlowValue]):
     # -- values ------------------------------------------------------------------------------
 
     def wrap(self, value: Value) -> FlowValue:
-        """A graph value with operators."""
+        """Return a graph value as a FlowValue, which has operators."""
         return FlowValue(self, replace(value, owner=self.builder))
 
     def own(self, value: FlowValue) -> Value:
-        """The graph value behind a FlowValue of this flow."""
+        """Return the graph value of a FlowValue, after checking that it belongs to this flow."""
         if isinstance(value, str):
             raise GraphError(
                 f"{self.path}: expected a FlowValue, got {value!r}; the weight of that key is emit.param({value!r}), "
@@ -205,13 +211,13 @@ class Emit(SpecBuilders[FlowValue]):
         shape: AxisSizes | None = None,
         init: Init | None = None,
     ) -> FlowValue:
-        """`param` of a key; a value as it is."""
+        """Return `param` of a key, or a value as it is."""
         if isinstance(weight, str | WeightPart | WeightStack):
             return self.param(weight, shape, roles, init)
         return weight
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
-        """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
+        """Append an op and return all of its results. A shape error names the weights at fault."""
         with located(self.builder.here):
             try:
                 return super().add_all(op, *values)
@@ -223,23 +229,25 @@ class Emit(SpecBuilders[FlowValue]):
                 raise WeightShapeError(f"{error}; it reads {weights}") from error
 
     def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
-        """The node; of a composite, where the flow is to be flat, the blocks that it stands for."""
+        """Append the node of an op; in a flat flow, append the smaller blocks of a composite instead."""
         if not (self.flat and isinstance(op, Hir) and op.traits.composite):
             return self.builder.add(op, *operands)
-        self.builder.types.infer(op, tuple(self.builder.type(v) for v in operands))  # its own checks come first
+        self.builder.types.infer(
+            op, tuple(self.builder.type(v) for v in operands)
+        )  # reports errors of the composite itself
         with self.builder.at(replace(self.builder.here, label=op.name())):
             return as_values(op.expand(self.builder, *operands))
 
     def _weights_of(self, value: Value) -> Iterator[str]:
-        """The weights that a value is, as stored, looking through casts and transposes."""
+        """Yield a description of each weight that a value is, as in the checkpoint, through casts and transposes."""
         node = self.builder.nodes[value.node]
         if len(node.inputs) == 1:
             yield from self._weights_of(node.inputs[0])
         if isinstance(node.op, Param):
             for stored in stored_keys(node.op.programs[0]):
-                others = {path_text(n.origin.path): None for n in self.builder.nodes if value in n.inputs}
-                too = f" and is read by {listing(others, 2)} too" if others else ""
-                yield f"{self.parameters.at(stored.key)}, which is {stored.type}{too}"
+                readers = {path_text(n.origin.path): None for n in self.builder.nodes if value in n.inputs}
+                suffix = f" and is read by {listing(readers, 2)} too" if readers else ""
+                yield f"{self.parameters.at(stored.key)}, which is {stored.type}{suffix}"
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -250,26 +258,28 @@ class Emit(SpecBuilders[FlowValue]):
         roles: Sequence[Role] | None = None,
         init: Init | None = None,
     ) -> FlowValue:
-        """The weight under `key`, as stored: that of a projection is `[out, in]`, and `linear(x, w)` reads `[in, out]`.
-        Of a `WeightPart` that part, and `shape` is the part's; of a `WeightStack` all of them, one behind the other.
+        """Return the weight under `key`, laid out as in the checkpoint.
 
-        `linear(x, key)` and `linear(x, w, transpose=True)` read it as it is. Floating weights enter the program as f32,
-        decoded where they are packed.
+        The weight of a projection is `[out, in]` there: `linear(x, key)` and `linear(x, w, transpose=True)` read it as
+        it is, while `linear(x, w)` reads `[in, out]`. Floating weights enter the program as f32; packed ones are
+        decoded.
 
-        `shape` is what the caller knows of it, axis by axis, None for a size that it does not know. Known sizes are
-        checked against the source. Where no source has the weight, the others come from `flow.param(key, shape=…)` or
-        from an earlier use of the weight. `roles` say what its axes are, as stored, so that a mesh of devices can
-        divide them (`rlx_jax.ir.roles.ROLES`): without them each device has it whole. `init` is how the weight is drawn
-        where there is none: `"zeros"`, `"ones"`, `"orthogonal"`, or a function `(key, shape, dtype) → array` such as
-        `jax.nn.initializers.normal(0.02)`. By default what reads it decides: matrices are normal with deviation
-        1/√fan_in, norms 1, biases 0.
+        Args:
+            key: a checkpoint key, a `WeightPart` of one, or a `WeightStack`, which is stacked along a new first axis.
+            shape: the known sizes of the weight (of the part, for a `WeightPart`), None for an unknown size. Known
+                sizes are checked against the source. If no source has the weight, the unknown sizes come from
+                `flow.param(key, shape=…)` or from an earlier use of the weight.
+            roles: roles of the axes in the checkpoint (`rlx_jax.ir.roles.ROLES`), by which a mesh of devices shards the
+                weight. Without them it is replicated.
+            init: initializer of a missing weight: `"zeros"`, `"ones"`, `"orthogonal"`, or a function `(key, shape,
+                dtype) → array` such as `jax.nn.initializers.normal(0.02)`. The default depends on the op that reads the
+                weight: normal with deviation 1/√fan_in for matrices, 1 for norms, 0 for biases.
 
         Raises:
-            GraphError: an init that is none, or another one than for an earlier use of the weight; roles that there are
-                not, or others than another stage has for the same weight.
+            GraphError: invalid init or roles, or other ones than at an earlier use of the weight.
             MissingWeightError: the source has no such key, or there is no source and a size is not known.
-            WeightShapeError: the source has another shape. WeightError: it has complex numbers.
-            UnsupportedError: it is packed by a scheme that is not decoded yet.
+            WeightShapeError: the source has another shape. WeightError: the weight is complex.
+            UnsupportedError: the weight is packed in a scheme that cannot be decoded.
         """
         if isinstance(key, WeightStack):
             program = self.parameters.stacked(key, shape, roles, self.path)
@@ -282,27 +292,27 @@ class Emit(SpecBuilders[FlowValue]):
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 
     def say_roles(self, weight: FlowValue, roles: Sequence[Role]) -> None:
-        """Say what the axes of a weight that was read before are here too."""
+        """Declare the roles of the axes of a weight that was read earlier."""
         op = self.builder.nodes[self.own(weight).node].op
         for stored in stored_keys(op.programs[0]) if isinstance(op, Param) else ():
             self.parameters.say_roles(stored.key, roles, stored.type, self.path)
 
     def load_param(self, key: str, transpose: bool = False) -> FlowValue:
-        """`param(key)`, transposed in the program when asked: the leaf is stored once either way."""
+        """Return `param(key)`, with `transpose` transposed in the program; the parameter itself is the same either
+        way."""
         value = self.param(key)
         loaded = value.transpose() if transpose else value
-        # A record, not a cache: a layer that read a value of another layer would not fold into one region with it.
+        # Only a record: repeated layers that shared a cached value would not become one region.
         self.state.loaded_params[key, transpose] = loaded
         return loaded
 
     def synth_param(self, name: str, data: Any, shape: Sequence[int] | None = None) -> FlowValue:
-        """Made-up numbers, registered as `name` for later stages: a constant of the program of at most 1 MiB.
+        """Return computed numbers as a constant of the program, at most 1 MiB, registered as `name` for later stages.
 
-        It is no parameter: `model.params`, gradients and checkpoints do not have it. `shape` is that of `data` if it
-        is flat.
+        It is no parameter: `model.params`, gradients and checkpoints do not have it. `shape` reshapes flat `data`.
 
         Raises:
-            ShapeError: there are not so many numbers. GraphError: something is registered as `name`.
+            ShapeError: `data` has another number of elements. GraphError: `name` is already registered.
         """
         array = read_numbers(data, f"{self.path}: synth_param {quote(name)}")
         if shape is not None and math.prod(shape) != array.size:
@@ -315,15 +325,15 @@ class Emit(SpecBuilders[FlowValue]):
         return value
 
     def synth_zeros(self, name: str, length: int) -> FlowValue:
-        """f32 zeros `[length]`, registered as `name`."""
+        """Return f32 zeros `[length]`, registered as `name`."""
         return self.synth_param(name, np.zeros(length, np.float32))
 
     def node_shape(self, value: FlowValue) -> tuple[int | Dim, ...]:
-        """The shape of a value: `value.shape`."""
+        """Return the shape of a value: `value.shape`."""
         return self.shape(value).shape
 
     def hir(self) -> Emit:
-        """Return the HIR module that the stages write, which is this Emit: it has the builders of a GraphModule."""
+        """Return the HIR module that the stages write, which is this Emit; it has the methods of a GraphModule."""
         return self
 
     @property
@@ -333,7 +343,7 @@ class Emit(SpecBuilders[FlowValue]):
 
     @property
     def params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of the weights that were read so far, by key. `param` reads one, `synth_param` makes one."""
+        """Shape and dtype of the weights that were read so far, by key."""
         return self.hir_and_params()[1]
 
     @property
@@ -342,37 +352,37 @@ class Emit(SpecBuilders[FlowValue]):
         return self.parameters.source
 
     def hir_and_params(self) -> tuple[Graph, dict[str, jax.ShapeDtypeStruct]]:
-        """What was written so far: the nodes, and the weights that they read, by key. The graph has no outputs yet."""
+        """Return the graph that was written so far, without outputs, and the weights that it reads, by key."""
         graph = self.builder.finish(())
         stored = (k for leaf in graph.params() for program in leaf.programs for k in stored_keys(program))
         return graph, {k.key: k.type.spec for k in stored}
 
     def has_param(self, key: str) -> bool:
-        """Whether the weight source holds `key`."""
+        """Return whether the weight source has `key`."""
         source = self.parameters.source
         return source is not None and source.has(key)
 
     # -- registers ---------------------------------------------------------------------------
 
     def input(self, name: str, shape: Sequence[int | str | Dim], dtype: Any = "float32") -> FlowValue:
-        """A declared input by name; declared here, as a required one, if the flow has none of that name."""
+        """Return a declared input by name; declare it as a required one if the flow does not."""
         if name not in self.state.inputs:
             self.state.inputs[name] = self.wrap(self.builder.input(name, input_type(name, shape, dtype)))
         return self.flow_input(name)
 
     def flow_input(self, name: str) -> FlowValue:
-        """A declared input by name; an optional one that was not given is an error here (see `optional_input`)."""
+        """Return a declared input by name. An absent optional input is an error (see `optional_input`)."""
         value = self.optional_input(name)
         if value is None:
             raise UnboundInputError(f"{self.path}: input {quote(name)} is optional and was not given")
         return value
 
     def optional_input(self, name: str) -> FlowValue | None:
-        """A declared input by name, or None if it is optional without a default value and absent."""
+        """Return a declared input by name, or None if it is absent and optional without a default value."""
         if name not in self.state.inputs:
-            known = list(self.state.inputs)
+            names = list(self.state.inputs)
             raise UnboundInputError(
-                f"{self.path}: no input {quote(name)} is declared; known: {listing(known)}{did_you_mean(name, known)}"
+                f"{self.path}: no input {quote(name)} is declared; known: {listing(names)}{did_you_mean(name, names)}"
             )
         return self.state.inputs[name]
 
@@ -381,29 +391,29 @@ class Emit(SpecBuilders[FlowValue]):
         self.state.named[key] = value
 
     def named(self, key: str) -> FlowValue:
-        """What an earlier stage registered under `key`."""
-        known = self.state.named
-        if key not in known:
-            raise GraphError(f"{self.path}: nothing is registered as {quote(key)}; registered are {listing(known)}")
-        return known[key]
+        """Return the value that an earlier stage registered under `key`."""
+        registers = self.state.named
+        if key not in registers:
+            raise GraphError(f"{self.path}: nothing is registered as {quote(key)}; registered are {listing(registers)}")
+        return registers[key]
 
     def set_gdn(self, q: FlowValue, k: FlowValue, v: FlowValue, g: FlowValue, beta: FlowValue) -> None:
-        """Register what a GdnScan reads: q, k, v `[B,S,heads,n]`, g and beta `[B,S,heads]`."""
+        """Register the inputs of a GdnScan: q, k, v `[B,S,heads,n]`, g and beta `[B,S,heads]`."""
         self.state.gdn = GdnInputSlots(q, k, v, g, beta)
 
     def set_stream(self, name: str, value: FlowValue) -> None:
-        """Keep `value` as stream `name`."""
+        """Save `value` as stream `name`."""
         self.state.streams[name] = value
 
     def stream(self, name: str) -> FlowValue:
-        """The stream that an earlier stage kept as `name`."""
-        known = self.state.streams
-        if name not in known:
-            close = did_you_mean(name, known) or "; store_stream(name) and bind_inputs_to_streams keep one"
+        """Return the value of the stream `name`, which an earlier stage saved."""
+        streams = self.state.streams
+        if name not in streams:
+            close = did_you_mean(name, streams) or "; store_stream(name) and bind_inputs_to_streams keep one"
             raise GraphError(
-                f"{self.path}: there is no stream {quote(name)}; streams are {listing(known) or 'none'}{close}"
+                f"{self.path}: there is no stream {quote(name)}; streams are {listing(streams) or 'none'}{close}"
             )
-        return known[name]
+        return streams[name]
 
     def output(self, name: str, value: FlowValue) -> None:
         """Add a side output of the flow under `name`, after the primary one."""
@@ -412,9 +422,13 @@ class Emit(SpecBuilders[FlowValue]):
         self.state.outputs[name] = value
 
     def require(self, value: FlowValue | None, stage: str) -> FlowValue:
-        """The active value of a stage that needs one."""
+        """Return the active value of a stage that needs one.
+
+        Raises:
+            GraphError: there is no active value; the message names the stage that returned None.
+        """
         if value is None:
-            left = self.state.left_none
-            why = f"the stage {left} before it returned None" if left else "there is no active value"
+            stage_name = self.state.left_none
+            why = f"the stage {stage_name} before it returned None" if stage_name else "there is no active value"
             raise GraphError(f"{self.path}: {stage} requires input, but {why}")
         return value

@@ -1,6 +1,7 @@
-"""The weights of a flow, by key: where each is from, and what stages and the flow say of it. No data is read.
+"""`Parameters`: the weights that a flow reads, by key, with their sources, shapes, roles and initializers.
 
-A key may stand for less or more than one stored tensor: `WeightPart`, `WeightStack`.
+Only shapes are read here, never data. A weight may also be a part of a tensor of the checkpoint (`WeightPart`), or a
+stack of several (`WeightStack`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from rlx_jax.trace.checks import check_init
 F32 = np.dtype(np.float32)
 
 StoredShape = tuple[int, ...]
-# What a stage knows of a stored shape, axis by axis; a size that is None or symbolic is not known.
+# The sizes of a weight that a stage knows, axis by axis; None and symbolic sizes are unknown.
 AxisSizes = Sequence[DimLike | None]
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Part `index` of `count` along `axis` of the weight under `key`, wherever a key is expected. The parts stand one
-    behind the other and are equal, or have the `sizes`; or they are `interleaved`, every `count`-th row of one part.
+    """Part `index` of `count` along `axis` of the weight under `key`; accepted wherever a key is.
+
+    Parts are consecutive, of equal size or of the given `sizes`. `interleaved` parts consist of every `count`-th row.
 
     >>> q, k, v = WeightPart.split("blocks.0.attn.qkv.weight", 3)
     >>> str(k)
@@ -65,7 +67,7 @@ class WeightPart:
     def split(
         key: str, parts: int | tuple[int, ...], axis: int = 0, interleaved: bool = False
     ) -> tuple[WeightPart, ...]:
-        """All parts, in order: so many equal ones, or of these sizes."""
+        """Return all parts of a weight in order: `parts` equal ones, or parts of the sizes `parts`."""
         count, sizes = (parts, None) if isinstance(parts, int) else (len(parts), parts)
         return tuple(WeightPart(key, index, count, axis, interleaved, sizes) for index in range(count))
 
@@ -73,19 +75,19 @@ class WeightPart:
         return f"{self.key}[{self.index}{'::' if self.interleaved else '/'}{self.count}]"
 
     def whole(self, shape: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
-        """The shape that is stored, if a part has this one; None is a size that is not known."""
+        """Return the shape of the full weight for the shape of a part; None is an unknown size."""
         if shape is None:
             return None
-        full = None if self.sizes is None else sum(self.sizes)
+        total = None if self.sizes is None else sum(self.sizes)
         return tuple(
-            (full or (size and size * self.count)) if axis == self.axis else size for axis, size in enumerate(shape)
+            (total or (size and size * self.count)) if axis == self.axis else size for axis, size in enumerate(shape)
         )
 
     def of(self, stored: Program, where: str) -> Program:
-        """The program of the part.
+        """Return the program that reads this part of the full weight.
 
         Raises:
-            WeightShapeError: the stored tensor has no such axis, or no such parts along it.
+            WeightShapeError: the full weight has no such axis, or no such parts along it.
         """
         total = stored.type.shape[self.axis] if self.axis < len(stored.type.shape) else 0
         sizes = self.sizes or (total // self.count,) * self.count
@@ -99,7 +101,7 @@ class WeightPart:
 
 
 def part_read(program: Program) -> WeightPart | None:
-    """The part of a stored weight that a program reads, in whatever dtype; None where it is no part of one."""
+    """Return the part of a weight that a program reads, ignoring casts, or None if it reads no part."""
     while isinstance(program, Cast):
         program = program.of
     if isinstance(program, Strided) and isinstance(program.of, Key):
@@ -113,8 +115,9 @@ def part_read(program: Program) -> WeightPart | None:
 
 @dataclass(frozen=True)
 class WeightStack:
-    """The weights under the keys that `template` makes of 0, 1 … `count` − 1, as one with a leading axis: experts that
-    a checkpoint stores one by one.
+    """Several weights stacked along a new first axis, such as experts with one checkpoint key each.
+
+    The keys are `template` with 0, 1 … `count` − 1 in place of `{}`.
 
     >>> WeightStack("mlp.experts.{}.up_proj.weight", 2).keys
     ('mlp.experts.0.up_proj.weight', 'mlp.experts.1.up_proj.weight')
@@ -131,29 +134,29 @@ class WeightStack:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys, in order."""
-        first, last = self.template.split("{}")
-        return tuple(f"{first}{number}{last}" for number in range(self.count))
+        """The checkpoint keys, in order."""
+        prefix, suffix = self.template.split("{}")
+        return tuple(f"{prefix}{number}{suffix}" for number in range(self.count))
 
     def __str__(self) -> str:
         return self.template.replace("{}", f"{{0..{self.count - 1}}}")
 
 
-# What names a weight: a key of the checkpoint, or a part of what is stored there.
+# A checkpoint key, or a part of the weight under one.
 WeightKey = str | WeightPart
 
 
 def stored_key(key: WeightKey) -> str:
-    """The key of the checkpoint."""
+    """Return the checkpoint key of a weight or of a part."""
     return key.key if isinstance(key, WeightPart) else key
 
 
 @dataclass(frozen=True)
 class WeightDecl:
-    """Of every weight whose key a glob matches, the shape as it is stored, how it is drawn, or both.
+    """A declaration of `flow.param`: the shape in the checkpoint, the initializer, or both, of weights matching a glob.
 
     Raises:
-        GraphError: it says nothing, or what is no shape or no init.
+        GraphError: it has neither, or an invalid shape or init.
     """
 
     keys: BlockPattern
@@ -171,12 +174,12 @@ class WeightDecl:
 
     @staticmethod
     def of(pattern: str, shape: Sequence[int] | None, init: Init | None) -> WeightDecl:
-        """As `flow.param` takes it."""
+        """Return the declaration of a call of `flow.param`; the shape may be a list."""
         sizes: Any = tuple(shape) if isinstance(shape, list) else shape
         return WeightDecl(BlockPattern(pattern, "param"), sizes, init)
 
     def matches(self, key: str) -> bool:
-        """Whether it is about the weight under a key."""
+        """Return whether the glob matches a checkpoint key."""
         return self.keys.matches(tuple(key.split(".")))
 
     def __str__(self) -> str:
@@ -184,39 +187,41 @@ class WeightDecl:
 
 
 def last_declaration(declared: Sequence[WeightDecl], key: str, field: Literal["shape", "init"]) -> WeightDecl | None:
-    """Return the last declaration of a weight that has its shape, or its init."""
+    """Return the last declaration for a key that sets `field`, or None."""
     return next((d for d in reversed(declared) if getattr(d, field) is not None and d.matches(key)), None)
 
 
 def check_declared(declared: Sequence[WeightDecl], keys: Iterable[str], where: str) -> None:
-    """Every declaration is about a weight that is read.
+    """Check that every declaration matches a weight that a stage reads.
 
     Raises:
-        GraphError: one is not; the message has keys near it.
+        GraphError: one matches none; the message suggests keys.
     """
-    known = list(keys) if declared else []
+    key_list = list(keys) if declared else []
     for decl in declared:
-        if not any(map(decl.matches, known)):
-            near = did_you_mean(decl.keys.text, known, alike=0.7)
+        if not any(map(decl.matches, key_list)):
+            near = did_you_mean(decl.keys.text, key_list, alike=0.7)
             raise GraphError(f"{where}: {decl} matches no weight that a stage reads{near}")
 
 
 def size_text(sizes: Sequence[int | None]) -> str:
-    """`[any, 64]`."""
+    """Return sizes as text, such as `[any, 64]`, where None is `any`."""
     return f"[{', '.join('any' if size is None else str(size) for size in sizes)}]"
 
 
 class Parameters:
-    """Every weight that a flow reads, of `source` or of none.
+    """All weights that a flow reads, from `source` or without a source.
 
-    A stage declares the shape of a weight where it reads it, as far as it knows it. Sizes that it does not know come
-    from the source, from `flow.param`, or from an earlier use of the weight.
+    A stage that reads a weight declares the sizes that it knows. Unknown sizes come from the source, from `flow.param`,
+    or from an earlier use of the weight.
 
     Attributes:
-        read: the keys that were asked for. `fresh`: those of them that no source has.
-        roles: what the axes of stored weights are. `inits`: how weights are drawn, where somebody says so.
-        draws_missing: what a source has not is drawn.
-        defers_missing: an edit may remove the block that reads a missing weight, so that its error waits in `deferred`.
+        read: the checkpoint keys that stages read.
+        fresh: the keys among them that no source has.
+        roles: roles of the axes of weights in the checkpoint, by key.
+        inits: declared initializers, by key.
+        draws_missing: weights that the source does not have are initialized.
+        defers_missing: errors of missing weights wait in `deferred`, because an edit may remove the block.
     """
 
     def __init__(self, source: WeightSource | None, declared: Sequence[WeightDecl] = ()) -> None:
@@ -227,42 +232,50 @@ class Parameters:
         self.inits: dict[str, Init] = {}
         self.draws_missing = self.defers_missing = False
         self.deferred: dict[str, MissingWeightError] = {}
-        self._absent: dict[str, TensorType] = {}  # what is in no source
+        self._absent: dict[str, TensorType] = {}  # types of the weights that no source has
         self._types: dict[tuple[StoredShape, np.dtype[Any]], TensorType] = {}
 
-    # -- what is said of weights -------------------------------------------------------------
+    # -- declarations ------------------------------------------------------------------------
 
     def say_init(self, key: WeightKey | WeightStack, init: Init | None, path: str) -> None:
-        """How a weight is drawn: as the flow says of its key, else as its stage says."""
+        """Record the initializer of a weight: the one that the flow declares for its key, else the one of its stage.
+
+        Raises:
+            GraphError: the init is invalid, or differs from an earlier use of the weight.
+        """
         for name in key.keys if isinstance(key, WeightStack) else (stored_key(key),):
             where, decl = f"{path}: weight {quote(name)}", last_declaration(self.declared, name, "init")
-            said = init if init is None else check_init(init, where)
-            said = said if decl is None else decl.init
-            if said is not None and self.inits.setdefault(name, said) != said:
-                raise GraphError(f"{where}: its init is {shown(self.inits[name])} elsewhere and {shown(said)} here")
+            chosen = init if init is None else check_init(init, where)
+            chosen = chosen if decl is None else decl.init
+            if chosen is not None and self.inits.setdefault(name, chosen) != chosen:
+                raise GraphError(f"{where}: its init is {shown(self.inits[name])} elsewhere and {shown(chosen)} here")
 
     def say_roles(self, key: str, roles: Sequence[Role], t: TensorType, path: str) -> None:
-        """What the axes of a weight are."""
+        """Record the roles of a weight's axes, merged with the roles of earlier uses.
+
+        Raises:
+            GraphError: invalid roles, or conflicting ones. WeightShapeError: a missing weight has another rank.
+        """
         where = f"{path}: weight {quote(key)}"
         if key in self.fresh and isinstance(roles, tuple) and len(roles) != t.rank:
             axes = f"[{', '.join('any' if role is None else str(role) for role in roles)}]"
             raise WeightShapeError(f"{path}: {self.at(key)}: expected {len(roles)} axes, {axes}, got {list(t.shape)}")
-        said = check_roles(roles, t, where)
-        self.roles[key] = agreed(self.roles.get(key, said), said)
+        checked_roles = check_roles(roles, t, where)
+        self.roles[key] = agreed(self.roles.get(key, checked_roles), checked_roles)
 
     def at(self, key: str) -> str:
-        """A weight as messages name it, with the file that has it, or what says its shape."""
+        """Return a weight's name for messages, with the file that has it, or the declaration of its shape."""
         if self.source is not None and self.source.has(key):
             return f"weight {quote(key)} ({self.source.where(key)})"
-        said = last_declaration(self.declared, key, "shape")
-        return f"weight {quote(key)}" if said is None else f"weight {quote(key)}, of the shape that {said} says"
+        decl = last_declaration(self.declared, key, "shape")
+        return f"weight {quote(key)}" if decl is None else f"weight {quote(key)}, of the shape that {decl} says"
 
     def declared_shapes(self) -> dict[str, StoredShape]:
-        """The shapes of weights that no source has, as stages declare them, by key."""
+        """Return the declared shapes of the weights that no source has, by key."""
         return {key: tuple(map(int, t.shape)) for key, t in self._absent.items()}
 
     def refuse_missing(self, read: Iterable[str]) -> None:
-        """Raise the error of a missing weight that the edited flow still reads, and forget the others."""
+        """Raise the deferred error of a missing weight that the edited flow still reads, and drop the other errors."""
         for key in read:
             if key in self.deferred:
                 raise self.deferred[key]
@@ -273,7 +286,10 @@ class Parameters:
     # -- programs ----------------------------------------------------------------------------
 
     def one(self, key: WeightKey, shape: AxisSizes | None, path: str) -> Program:
-        """The weight under one key, or a part of it, in the dtype of flows; `shape` is what its stage knows of it."""
+        """Return the program that reads the weight under one key, or a part of it, in the dtype of flows.
+
+        `shape` has the sizes that the stage knows; None is unknown.
+        """
         part = key if isinstance(key, WeightPart) else None
         key = stored_key(key)
         if not isinstance(key, str):
@@ -293,54 +309,55 @@ class Parameters:
         return program
 
     def stacked(self, keys: WeightStack, shape: AxisSizes | None, roles: Sequence[Role] | None, path: str) -> Program:
-        """The weights under all of the keys, as one."""
+        """Return the program that stacks the weights under all of the keys."""
         if shape is not None and shape[0] not in (None, keys.count):
             raise WeightShapeError(f"{path}: weight {keys}: expected {list(shape)}, and there are {keys.count}")
         rows = {key: self.one(key, None if shape is None else shape[1:], path) for key in keys.keys}
-        first = next(iter(rows.values())).type
+        row_type = next(iter(rows.values())).type
         for key, row in rows.items():
-            if row.type != first:
-                raise WeightShapeError(f"{path}: {self.at(key)} is {row.type}, the first of {keys} {first}")
-        found = Stack(tuple(rows.values()), None if roles is None else roles[0])
+            if row.type != row_type:
+                raise WeightShapeError(f"{path}: {self.at(key)} is {row.type}, the first of {keys} {row_type}")
+        stack = Stack(tuple(rows.values()), None if roles is None else roles[0])
         if roles is not None:
-            check_roles(roles, found.type, f"{path}: weight {keys}")
+            check_roles(roles, stack.type, f"{path}: weight {keys}")
             for key in rows:
-                self.say_roles(key, roles[1:], first, path)
-        return found
+                self.say_roles(key, roles[1:], row_type, path)
+        return stack
 
     def _stored(self, key: str, sizes: tuple[int | None, ...] | None, path: str) -> Key | Dequantized:
-        """A key as the source has it; where it has none, of the shape that is declared."""
+        """Return the full weight under a key: from the source, or, if the source has none, of the declared shape."""
         decl = last_declaration(self.declared, key, "shape")
-        said = None if decl is None else decl.shape
-        if said is not None and sizes is not None and not _agree(sizes, said):
+        decl_shape = None if decl is None else decl.shape
+        if decl_shape is not None and sizes is not None and not _agree(sizes, decl_shape):
             raise WeightShapeError(
                 f"{path}: weight {quote(key)}, of the shape that {decl} says: "
-                f"expected {size_text(sizes)}, as stored, got {list(said)}"
+                f"expected {size_text(sizes)}, as stored, got {list(decl_shape)}"
             )
         if self.source is not None and self.source.has(key):
-            return self._of_source(key, sizes if said is None else said, path)
-        shape = said or self._completed(key, sizes)
-        # Shapes alone are a whole model's, of which one that is missing was forgotten, unless the flow declares it.
-        drawn = self.source is None or self.draws_missing or (said is not None and shapes_only(self.source))
-        if shape is not None and drawn:
+            return self._of_source(key, sizes if decl_shape is None else decl_shape, path)
+        shape = decl_shape or self._completed(key, sizes)
+        # A source with shapes only should have all weights of the model, so that a missing one is an error unless the
+        # flow declares it.
+        initializes = self.source is None or self.draws_missing or (decl_shape is not None and shapes_only(self.source))
+        if shape is not None and initializes:
             return self._without_source(key, shape, path)
         missing = self._missing(key, shape, path)
         if shape is None or not self.defers_missing:
-            raise missing  # of a size that is not known: what replaces the block is written at once (`run_as_block`)
+            raise missing  # `run_as_block` then writes the replacement of the block at once
         self.deferred.setdefault(key, missing)
         return self._without_source(key, shape, path)
 
     def _completed(self, key: str, sizes: tuple[int | None, ...] | None) -> StoredShape | None:
-        """The whole shape of a weight that no source has, by an earlier use of it; None where a size is not known."""
-        before = self._absent.get(key)
-        if before is not None and (sizes is None or _agree(sizes, before.shape)):
-            return tuple(map(int, before.shape))
+        """Return the shape of a weight that no source has, with sizes of an earlier use; None if a size is unknown."""
+        earlier = self._absent.get(key)
+        if earlier is not None and (sizes is None or _agree(sizes, earlier.shape)):
+            return tuple(map(int, earlier.shape))
         if sizes is None or None in sizes:
             return None
         return tuple(size for size in sizes if size is not None)
 
     def _missing(self, key: str, shape: StoredShape | None, path: str) -> MissingWeightError:
-        """The error of a weight that is not there."""
+        """Return the error of a missing weight, with advice on how to declare or initialize it."""
         if self.source is None:
             return MissingWeightError(
                 f"{path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be a mapping "
@@ -355,7 +372,7 @@ class Parameters:
         raise AssertionError(f"a source has no {key}, and gives its shape")
 
     def _of_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Key | Dequantized:
-        """A key as the source stores it, held against the sizes that are known."""
+        """Return the weight under a key of the source, after checking its shape against the known sizes."""
         assert self.source is not None
         spec = self.source.spec(key)
         if isinstance(spec, PackedSpec):
@@ -364,8 +381,8 @@ class Parameters:
             kind = (tuple(spec.shape), spec.dtype)
             stored = Key(key, self._types.get(kind) or self._types.setdefault(kind, tensor_type(*kind, key)))
         if sizes is not None and not _agree(sizes, stored.type.shape):
-            turned = len(sizes) == 2 and _agree(sizes[::-1], stored.type.shape)
-            hint = "; turned it fits: give the opposite transpose=" if turned else ""
+            fits_transposed = len(sizes) == 2 and _agree(sizes[::-1], stored.type.shape)
+            hint = "; turned it fits: give the opposite transpose=" if fits_transposed else ""
             raise WeightShapeError(f"{path}: {self.at(key)}: expected {size_text(sizes)}, got {stored.type}{hint}")
         return stored
 
@@ -379,7 +396,7 @@ class Parameters:
 
 
 def _agree(sizes: Sequence[int | None], shape: Sequence[DimLike]) -> bool:
-    """Whether a shape has the sizes that are known."""
+    """Return whether a shape has the known sizes."""
     return len(sizes) == len(shape) and all(
-        size is None or size == have for size, have in zip(sizes, shape, strict=True)
+        size is None or size == actual for size, actual in zip(sizes, shape, strict=True)
     )
