@@ -1,4 +1,4 @@
-"""The stages a flow is assembled from: frozen dataclasses with `emit(emit, value)`.
+"""Stages, the building blocks of a flow: frozen dataclasses with a method `emit(emit, value)`.
 
 Axis letters: B batch, S tokens, H hidden width, F feed-forward width, V vocabulary, N query heads,
 K key/value heads, D head width. Weights are `[out, in]`, as checkpoints store them, unless a stage says otherwise.
@@ -31,10 +31,10 @@ from rlx_jax.trace.frequencies import *
 from rlx_jax.trace.parameters import WeightPart as WeightPart
 from rlx_jax.trace.parameters import WeightStack as WeightStack
 
-# The first name of LayerSpec.
+# Alias: the original name of LayerSpec.
 DecoderLayerSpec = LayerSpec
 
-# Every stage.
+# Union of all stages, for annotations.
 FlowStage = (
     Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm
     | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | SelfAttention | Custom

@@ -1,9 +1,9 @@
-"""Attention stages: AttnMask, SelfAttnPrefill, and SelfAttnDecode over cached keys and values that come in as inputs.
+"""Attention stages: AttnMask, SelfAttnPrefill, and SelfAttnDecode over cached keys and values that are inputs.
 
-Any causal flow has a program over cached tokens without these stages (`program="explicit"`, derived), and `prefill` and
-`extend`, whose cache has a fixed size and is written in place. BindDecodeInputs says that its flow is explicit and
-checks the inputs; SelfAttnDecode writes the block that the derivation writes. Keys are cached rotated. Letters: B
-batch, S new tokens, P cached ones, K key/value heads, D head width.
+A causal flow needs no decode stages: the compiler derives `program="explicit"`, a program over cached tokens, from it,
+and `prefill` and `extend`, which write a cache of fixed size in place. BindDecodeInputs marks a flow as explicit and
+checks its inputs; SelfAttnDecode writes the same block as the derivation. Cached keys are rotated. Letters: B batch,
+S new tokens, P cached tokens, K key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["AttnMask", "BindDecodeInputs", "DecodeRopeParams", "SelfAttnDecode",
 
 
 class SideOutputs:
-    """The names of the side outputs that stages give, in their order: K first, then V, layer by layer.
+    """Ordered collection of the names of side outputs: K, then V, layer by layer.
 
-    A name is the same in every build, so that a flow may be built again: names are not repeated.
+    Names are unique. A flow that is built again adds the same names, and the collection does not repeat them.
     """
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
 
     def inner(self) -> SideOutputs:
-        """Return the collection itself, which stages take."""
+        """Return the collection itself; stages accept it as their sink."""
         return self
 
     def add(self, *names: str) -> None:
-        """Append names that are not in it."""
-        self._names |= dict.fromkeys(names)
+        """Append the names that are not yet in the collection."""
+        self._names |= dict.fromkeys(names)  # a dict is an ordered set
 
     def drain(self) -> tuple[str, ...]:
-        """Return the names, and forget them."""
+        """Return the names and clear the collection."""
         names, self._names = tuple(self._names), {}
         return names
 
@@ -70,19 +70,19 @@ class AttnMask:
 
     @staticmethod
     def ones(batch: int | str | None = None, seq: int | str | None = None) -> AttnMask:
-        """Keep every key of the active value `[B, S, …]`."""
+        """Return a mask of ones, which keeps every token of the active value `[B, S, …]`."""
         return AttnMask(None, batch, seq)
 
     @staticmethod
     def from_input(name: str, batch: int | str | None = None, seq: int | str | None = None) -> AttnMask:
-        """A declared input."""
+        """Return a mask that reads the declared input `name`."""
         return AttnMask(name, batch, seq)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         keeps_all = self.input_name is None
         mask = emit.require(value, "AttnMask") if self.input_name is None else emit.flow_input(self.input_name)
         while keeps_all and mask.ndim > 2:
-            mask = mask[..., 0]
+            mask = mask[..., 0]  # only the shape [B, S] of the active value counts: ones_like takes its type
         check_hidden(emit, mask, (self.batch, self.seq), "AttnMask")
         emit.set_named("attn_mask", emit.ones_like(mask, "f32") if keeps_all else mask)
         return value
@@ -90,11 +90,14 @@ class AttnMask:
 
 @dataclass(frozen=True)
 class SelfAttnPrefill:
-    """Rotary self-attention of a normalised `[B,S,H]`: the packed context `[B,S,N·D]`, before the output projection.
+    """Rotary self-attention of a normalised `[B,S,H]`; returns the context `[B,S,N·D]` before the output projection.
 
-    It reads what a layer's record says of attention, under keys without `{}`: `spec.under(prefix)`. With `kv_name` the
-    keys (rotated) and values, `[B,S,K·D]`, are the side outputs `{kv_name}.k` and `.v`, which `kv_sink` collects.
-    Errors name `stage`, which may be a layer that this is part of.
+    Args:
+        spec: the layer's record, of which the stage reads the options of attention. Its keys are complete, without
+            `{}`: pass `spec.under(prefix)`.
+        kv_name: the rotated keys and the values, `[B,S,K·D]`, become the side outputs `{kv_name}.k` and `.v`.
+        stage: name for error messages, such as the name of the layer that contains this stage.
+        kv_sink: collects the names of the side outputs.
     """
 
     spec: LayerSpec
@@ -115,15 +118,15 @@ class SelfAttnPrefill:
             return Heads(emit, self.spec, emit.require(value, self.stage)).attention(self.stage, attend)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
-        """Keys and values `[B, S, K·D]`."""
+        """Return the types of keys and values, `[B, S, K·D]`."""
         return KvCacheContract.packed(hidden, self.spec.num_kv_heads * self.spec.head_dim)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The packed heads of one attention of a normalised `x` `[B,S,H]`: q `[B,S,N·D]`, k and v `[B,S,K·D]`.
+    """Builder of the packed heads of one attention of a normalised `x` `[B,S,H]`: q `[B,S,N·D]`, k and v `[B,S,K·D]`.
 
-    With `any_heads` their number is that of the weights, whatever the spec says.
+    With `any_heads` the weights determine the number of heads, and the spec's number is ignored.
     """
 
     emit: Emit
@@ -132,9 +135,14 @@ class Heads:
     any_heads: bool = False
 
     def attention(self, stage: str, attend: Callable[[FlowValue, FlowValue, FlowValue], FlowValue]) -> FlowValue:
-        """Write the whole up to its context: `attend` writes attention over the heads; errors name `stage`."""
+        """Write projections, norms, rotation and attention, and return the context `[B,S,N·D]`.
+
+        Args:
+            stage: name of the stage for error messages.
+            attend: writes the attention over q, k and v and returns its context.
+        """
         x = self.emit.block_input(self.x)
-        gate: list[FlowValue] = []
+        gate: list[FlowValue] = []  # one value if the spec has a gate, else none
         heads = {name: self.project(name, x) for name in "qkv"}
         if self.spec.gated:
             heads["q"], *gate = self._query_and_gate(heads["q"])
@@ -143,28 +151,30 @@ class Heads:
         return context * self.emit.add_node(Unary("sigmoid"), *gate) if gate else context
 
     def project(self, name: str, x: FlowValue) -> FlowValue:
-        """Write the projection q, k or v, as wide as the spec says, or with `any_heads` as its weight is."""
+        """Write the projection q, k or v. The spec determines its width, or with `any_heads` the weight."""
         spec, columns = self.spec, None if self.any_heads else self.spec.columns(name)
         with self.emit.scope(f"{name}_proj"):
             return self.emit.linear(x, spec.weight(name), spec.bias(name), roles=spec.roles(name), columns=columns)
 
     def rotated(self, heads: dict[str, FlowValue]) -> dict[str, FlowValue]:
-        """Write the norms and the rotation of queries and keys, where there are any."""
-        emit, s, made = self.emit, self.spec, dict(heads)
+        """Return the heads with queries and keys normalised and rotated, as far as the spec has norms and rotation."""
+        emit, s, result = self.emit, self.spec, dict(heads)
         eps = s.eps if s.qk_norm_eps is None else s.qk_norm_eps
         offset = float(s.zero_centred) if s.qk_norm_offset is None else s.qk_norm_offset
         for name, key in (("q", s.keys.q_norm), ("k", s.keys.k_norm)):
-            if s.qk_norm is not None and key is not None and name in made:
-                made[name] = head_norm(emit, made[name], key, s.head_dim if s.qk_norm == "heads" else None, eps, offset)
+            if s.qk_norm is not None and key is not None and name in result:
+                result[name] = head_norm(
+                    emit, result[name], key, s.head_dim if s.qk_norm == "heads" else None, eps, offset
+                )
         n_rot = s.head_dim if s.n_rot is None else s.n_rot
         if n_rot != 0:
             cos, sin = rope_tables_for(emit, self.x, n_rot, s.rope_theta, s.rope, s.head_dim)
             rope = hir.Rope(s.head_dim, n_rot)
-            made |= {name: emit.add_node(rope, made[name], cos, sin) for name in made if name != "v"}
-        return made
+            result |= {name: emit.add_node(rope, result[name], cos, sin) for name in result if name != "v"}
+        return result
 
     def _query_and_gate(self, q: FlowValue) -> tuple[FlowValue, FlowValue]:
-        """Return both of every head, packed `[B,S,N·D]`."""
+        """Split a projection of queries and gates, `[B,S,N·2D]`, into packed queries and gates, `[B,S,N·D]` each."""
         n, d = self.spec.num_heads, self.spec.head_dim
         query, gate = self.emit.split(q.reshape(*q.shape[:-1], n, 2 * d), 2)
         packed = (*q.shape[:-1], n * d)
@@ -172,12 +182,12 @@ class Heads:
 
 
 def sinks(emit: Emit, spec: LayerSpec) -> tuple[FlowValue, ...]:
-    """The sinks of an attention, if there are any."""
+    """Return the weight `[N]` of attention sinks as a tuple of one, or an empty tuple where the spec has none."""
     return (emit.param(spec.keys.sinks, (spec.num_heads,), roles=("heads",)),) if spec.sinks else ()
 
 
 def side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue, sink: SideOutputs | None = None) -> None:
-    """Make keys and values outputs of the flow, `{name}.k` and `{name}.v`; `sink` collects the names."""
+    """Declare keys and values as side outputs of the flow, `{name}.k` and `{name}.v`; `sink` collects the names."""
     emit.output(f"{name}.k", k)
     emit.output(f"{name}.v", v)
     if not isinstance(sink, SideOutputs | None):
@@ -187,10 +197,14 @@ def side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue, sink: SideOu
 
 
 def kv_name(prefix: str, index: int | None) -> str:
-    """Return the name of the side outputs of a layer, `kv.3` of `model.layers.3`.
+    """Return the common name of a layer's side outputs: `kv.3` for the prefix `model.layers.3`.
+
+    Args:
+        prefix: the layer's prefix, which ends in its number unless `index` is given.
+        index: the layer's number, or None to read it from the prefix.
 
     Raises:
-        GraphError: there is no index, and the prefix ends in none.
+        GraphError: `index` is None and the prefix does not end in a number.
     """
     number = prefix.rpartition(".")[2] if index is None else str(index)
     if not number.isdecimal():
@@ -199,7 +213,13 @@ def kv_name(prefix: str, index: int | None) -> str:
 
 
 def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str) -> tuple[FlowValue, ...]:
-    """The mask operand that a mask kind needs, from a declared input or the `attn_mask` register."""
+    """Return the mask operand that a mask kind needs, as a tuple of one, or an empty tuple if it needs none.
+
+    The operand is the declared input `input_name`, or without a name the register `attn_mask` of an AttnMask stage.
+
+    Raises:
+        GraphError: an input is named for a mask without operand, or neither source exists.
+    """
     if not mask.operand:
         if input_name is not None:
             raise GraphError(f"{emit.path}: {stage} has mask_input={input_name!r}, its mask {mask} takes no operand")
@@ -211,7 +231,7 @@ def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str)
     raise GraphError(f"{emit.path}: {stage} with mask {mask} needs mask_input=, the name of a declared input")
 
 
-# The inputs that may hold rope tables.
+# Names of the inputs that may hold rope tables.
 TABLES = {"rope_cos", "rope_sin"}
 
 # -- the inputs ----------------------------------------------------------------------------------
@@ -219,17 +239,18 @@ TABLES = {"rope_cos", "rope_sin"}
 
 @dataclass(frozen=True)
 class BindDecodeInputs:
-    """Say that the flow's tokens stand behind cached ones, and check the inputs that hold the cache.
+    """Declare that the flow's tokens continue a cached sequence, and check the inputs that hold the cache.
 
-    Inputs: `past_k_{i}` and `past_v_{i}` `[B, P, K·D]` for each layer i, the keys rotated. With `use_custom_mask` also
-    `mask` `[B, P+S]` over cached and new keys: 1 keeps a key, less than ½ drops it, and causality holds besides.
-    Positions count on behind the cache wherever they are read, so RopeTables may stand before this stage or after it.
-    Without any, the inputs `rope_cos` and `rope_sin` `[S, D/2]` (or `[B, S, D/2]`) are the rows of the new tokens.
-    Writes `emit.state.decode`, a `DecodeBindings`.
+    Inputs: `past_k_{i}` and `past_v_{i}` `[B, P, K·D]` for each layer i, with rotated keys. With `use_custom_mask` also
+    `mask` `[B, P+S]` over cached and new keys: 1 keeps a key, less than ½ drops it; causality applies in addition.
+    Positions of new tokens start at P in every stage that reads them, so a RopeTables stage may run before or after
+    this one. In a flow without RopeTables, the inputs `rope_cos` and `rope_sin` `[S, D/2]` (or `[B, S, D/2]`) hold the
+    rows of the new tokens. Writes `emit.state.decode`, a `DecodeBindings`.
 
     Raises:
-        UnboundInputError: names the first input that is not declared; of the tables, where a layer reads them and no
-            stage made any. ShapeError: one has another shape.
+        UnboundInputError: an input is not declared; the message names the first. Missing tables raise where a layer
+            reads them and no stage wrote any.
+        ShapeError: an input has another shape.
     """
 
     num_layers: int
@@ -272,7 +293,11 @@ def _bind_tables(emit: Emit, x: FlowValue) -> None:
 
 
 def _bind_past(emit: Emit, x: FlowValue, layers: int) -> list[tuple[FlowValue, ...]]:
-    """Return the cached keys, then the cached values, of every layer: for the rows of `x`, all of as many tokens."""
+    """Return the cached keys of every layer, then the cached values of every layer.
+
+    Raises:
+        ShapeError: an input is not of floats `[B, P, K·D]`, has another batch than `x`, or another P than layer 0.
+    """
     first = emit.flow_input("past_k_0").type
     for name in (f"past_{kind}_{i}" for i in range(layers) for kind in "kv"):
         past = emit.flow_input(name)
@@ -291,7 +316,7 @@ def _bind_past(emit: Emit, x: FlowValue, layers: int) -> list[tuple[FlowValue, .
 
 @dataclass(frozen=True, eq=False)
 class DecodeRopeParams:
-    """cos and sin of the new tokens, given as data `[S, half_dim]`: their positions are fixed with the flow."""
+    """Rope tables of the new tokens as constants `[S, half_dim]`; the positions are therefore fixed in the flow."""
 
     cos: Any = field(repr=False)
     sin: Any = field(repr=False)
@@ -303,6 +328,7 @@ class DecodeRopeParams:
         return value
 
     def _constant(self, emit: Emit, name: str) -> FlowValue:
+        """Return the table `cos` or `sin` as a constant `[1, S, half_dim]`, after checking its size."""
         data = np.asarray(getattr(self, name), np.float32)
         if self.half_dim < 1 or not data.size or data.size % self.half_dim:
             raise ShapeError(
@@ -315,7 +341,13 @@ class DecodeRopeParams:
 
 
 def check_cached(emit: Emit, index: int, stage: str) -> None:
-    """Layer `index` has a cache: BindDecodeInputs bound it, or without that stage the flow is `explicit` as a whole."""
+    """Check that layer `index` has a cache.
+
+    Either BindDecodeInputs bound it, or the compiler builds the whole flow as the program `explicit`.
+
+    Raises:
+        GraphError: the flow is not explicit, or BindDecodeInputs bound fewer layers.
+    """
     if emit.state.program != "explicit":
         raise GraphError(f"{emit.path}: {stage} reads cached keys: put BindDecodeInputs before it")
     bound = 0 if emit.state.decode is None else len(emit.state.decode.past_k)
@@ -324,7 +356,15 @@ def check_cached(emit: Emit, index: int, stage: str) -> None:
 
 
 def cached(emit: Emit, index: int, new: list[FlowValue]) -> list[FlowValue]:
-    """The cached keys and values of layer `index`, in front of the `new` ones `[B, S, K·D]`."""
+    """Return the cached keys and values of layer `index`, `[B, P, K·D]` each.
+
+    Args:
+        index: number of the layer.
+        new: the layer's new keys and values, `[B, S, K·D]`, which the cached ones precede.
+
+    Raises:
+        ShapeError: a cached input has another width than the new value.
+    """
     past = []
     for kind, x in zip("kv", new, strict=True):
         name, (batch, _, width) = f"past_{kind}_{index}", x.type.shape
@@ -338,11 +378,11 @@ def cached(emit: Emit, index: int, new: list[FlowValue]) -> list[FlowValue]:
 
 @dataclass(frozen=True)
 class SelfAttnDecode:
-    """SelfAttnPrefill with cached keys and values in front of the new ones: normalised `[B,S,H]` → `[B,S,N·D]`.
+    """SelfAttnPrefill over cached and new keys: normalised `[B,S,H]` → `[B,S,N·D]`.
 
-    `K' = concat(past_k, rope(x Wk))`, `V' = concat(past_v, x Wv)`; query i of S reads the keys up to P + i, or the
-    last w of those in a sliding window, in which keys that the mask drops take no place. Side outputs
-    `kv.{layer}.k` and `kv.{layer}.v` `[B, P+S, K·D]`, which `kv_out` collects.
+    `K' = concat(past_k, rope(x Wk))`, `V' = concat(past_v, x Wv)`. Query i of S reads the keys up to P + i, or the last
+    w of them in a sliding window; the window does not count keys that the mask drops. The side outputs `kv.{layer}.k`
+    and `kv.{layer}.v` are `[B, P+S, K·D]`; `kv_out` collects their names.
     """
 
     spec: LayerSpec
@@ -354,9 +394,9 @@ class SelfAttnDecode:
         x, mask = emit.require(value, "SelfAttnDecode"), mask_kind(self.spec.mask)
 
         def attend(q: FlowValue, k: FlowValue, v: FlowValue) -> FlowValue:
-            past, keep = cached(emit, self.layer, [k, v]), self._keep(emit)
+            past_kv, keep = cached(emit, self.layer, [k, v]), self._keep(emit)
             block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
-            context, grown_k, grown_v = emit.add_all(block, q, k, v, *past, *keep, *sinks(emit, self.spec))
+            context, grown_k, grown_v = emit.add_all(block, q, k, v, *past_kv, *keep, *sinks(emit, self.spec))
             side_outputs(emit, f"kv.{self.layer}", grown_k, grown_v, self.kv_out)
             return context
 
@@ -370,12 +410,12 @@ class SelfAttnDecode:
             return Heads(emit, self.spec, x).attention("SelfAttnDecode", attend)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
-        """Keys and values `[B, P+S, K·D]`."""
+        """Return the types of keys and values, `[B, P+S, K·D]`."""
         past = emit.flow_input(f"past_k_{self.layer}").type.shape[1]
         return KvCacheContract.packed(hidden, self.spec.num_kv_heads * self.spec.head_dim, past)
 
     def _keep(self, emit: Emit) -> list[FlowValue]:
-        """The keep mask where there is one."""
+        """Return the keep mask as a list of one, or an empty list if there is none."""
         mask = emit.optional_input("mask") if self.use_custom_mask else None
         if mask is None:
             return []

@@ -1,7 +1,7 @@
-"""Names that only the specification uses: one table of aliases and small constructors, exported by `rlx_jax.blocks`.
+"""Aliases and small constructors for names that only the specification uses, exported by `rlx_jax.blocks`.
 
-Its records of layers are `LayerSpec` with defaults and field names of their own, and its layers are the stages of
-`decoder.py` under these names.
+The specification's records of layers are subclasses of `LayerSpec` with other defaults and field names. Its layers are
+the stages of `decoder.py` under other names.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def plugin(fn: StageFunction) -> Custom:
 
 
 def plugin_named(name: str, fn: StageFunction) -> Custom:
-    """Return the same with a segment in the block path."""
+    """Return the stage of a function `(emit, value) → value`, with the segment `name` in the block path."""
     return Custom(fn, name)
 
 
 class PluginStage:
-    """The two constructors of a Custom stage."""
+    """Namespace of the two constructors of a Custom stage."""
 
     new = staticmethod(plugin)
     named = staticmethod(plugin_named)
@@ -64,13 +64,14 @@ class PluginStage:
 
 
 class NamedSpec(LayerSpec):
-    """A LayerSpec made by one of the specification's names: with the `names` of some fields, and `defaults`.
+    """Base of the specification's records: a LayerSpec with other `defaults` and other `names` of some fields.
 
-    Every name also takes the fields of LayerSpec, so that `dataclasses.replace` takes both. `kv_group_size` is
-    num_heads / num_kv_heads and may be left out; `batch` and `seq` are the first sizes of `hidden_shape`.
+    Subclasses also accept the fields of LayerSpec themselves, so that `dataclasses.replace` works with either name.
+    `kv_group_size` is num_heads / num_kv_heads and may be omitted; `batch` and `seq` are the first sizes of
+    `hidden_shape`.
 
     Raises:
-        GraphError: two of these contradict each other.
+        GraphError: two of the options contradict each other.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -82,9 +83,12 @@ class NamedSpec(LayerSpec):
         sizes = [values.pop(size, None) for size in ("batch", "seq")]
         if sizes != [None, None]:
             values["hidden_shape"] = _merged(values.get("hidden_shape") or (None, None, None), sizes, name)
-        for old, fields in self.names.items():
-            if old in values:
-                values |= dict.fromkeys(fields, values.pop(old))
+        for (
+            spec_name,
+            fields,
+        ) in self.names.items():  # one name may set several fields
+            if spec_name in values:
+                values |= dict.fromkeys(fields, values.pop(spec_name))
         super().__init__(**self.read(values))
         if kv_group_size is not None and kv_group_size * self.num_kv_heads != self.num_heads:
             raise GraphError(
@@ -93,12 +97,12 @@ class NamedSpec(LayerSpec):
             )
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of LayerSpec."""
+        """Return the fields of LayerSpec for the given `values`; subclasses translate their own fields here."""
         return values
 
     @property
     def kv_group_size(self) -> int:
-        """Query heads to a key head."""
+        """Number of query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -108,12 +112,16 @@ class NamedSpec(LayerSpec):
 
 
 def _merged(shape: tuple[int | str | None, ...], sizes: list[Any], name: str) -> HiddenShape:
-    """`hidden_shape` with the sizes that `batch` and `seq` say."""
-    for what, size, have in zip(("batch", "seq"), sizes, shape, strict=False):
+    """Return `hidden_shape` with its first sizes set to `batch` and `seq`, as far as these are not None.
+
+    Raises:
+        GraphError: `hidden_shape` already has another size there.
+    """
+    for size_name, size, have in zip(("batch", "seq"), sizes, shape, strict=False):
         if None not in (size, have) and size != have:
-            raise GraphError(f"{name}: {what} is {size}, and hidden_shape {shape}")
-    first = tuple(have if size is None else size for size, have in zip(sizes, shape, strict=False))
-    return (*first, *shape[2:])
+            raise GraphError(f"{name}: {size_name} is {size}, and hidden_shape {shape}")
+    leading = tuple(have if size is None else size for size, have in zip(sizes, shape, strict=False))
+    return (*leading, *shape[2:])
 
 
 class LlamaDecoderSpec(NamedSpec):
@@ -124,13 +132,17 @@ class LlamaDecoderSpec(NamedSpec):
 
 
 class Qwen3DecoderSpec(NamedSpec):
-    """A Qwen layer; `attention_bias` gives q, k and v a bias (Qwen 2), and `qk_norm`, True unless given, norms every
-    query and key head (Qwen 3)."""
+    """A Qwen layer.
+
+    `attention_bias` gives q, k and v a bias (Qwen 2). `qk_norm`, by default True, adds an RMSNorm of every query and
+    key head (Qwen 3).
+    """
 
     defaults = {"qk_norm": True}
     names = {"attention_bias": ("qkv_bias",)}
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        # The specification has a bool; the names of LayerSpec pass unchanged.
         return values | {"qk_norm": {True: "heads", False: None}.get(values["qk_norm"], values["qk_norm"])}
 
 
@@ -145,16 +157,16 @@ class GemmaDecodeLayerSpec(NamedSpec):
 
 
 class SelfAttnPrefillSpec(NamedSpec):
-    """What attention alone reads of a layer, under keys of one's own: weights `[N·D, H]`, `[K·D, H]`, `[K·D, H]`.
+    """Record of attention alone, with custom keys: `q_key` `[N·D, H]`, `k_key` and `v_key` `[K·D, H]`.
 
-    With `q_norm_key` or `k_norm_key`, weights `[D]`, queries or keys go through an RMSNorm of each head; `sinks_key` is
-    a weight `[N]`. Biases stand under the keys with `.bias` for `.weight`.
+    `q_norm_key` and `k_norm_key`, weights `[D]`, add an RMSNorm of each head of queries or keys. `sinks_key` is a
+    weight `[N]`. The key of a bias ends in `.bias` where the key of its weight ends in `.weight`.
     """
 
     order: ClassVar[tuple[str, ...]] = (
         "q_key", "k_key", "v_key", "num_heads", "head_dim", "num_kv_heads", "mask", "score_scale", "attn_logit_softcap",
     )  # fmt: skip
-    """The fields by position."""
+    """Fields that may be passed by position."""
 
     def __init__(self, *args: Any, **values: Any) -> None:
         super().__init__(**dict(zip(self.order[: len(args)], args, strict=True)), **values)
@@ -163,7 +175,10 @@ class SelfAttnPrefillSpec(NamedSpec):
     def hf_layer(
         prefix: str, num_heads: int, head_dim: int, num_kv_heads: int, bias: bool = False, qk_norm: bool = False
     ) -> SelfAttnPrefillSpec:
-        """`{prefix}.self_attn.{q,k,v}_proj.weight`, and their biases; `{prefix}.self_attn.{q,k}_norm.weight`."""
+        """Return the record with Hugging Face's keys.
+
+        They are `{prefix}.self_attn.{q,k,v}_proj.{weight,bias}` and `{prefix}.self_attn.{q,k}_norm.weight`.
+        """
         return SelfAttnPrefillSpec(
             num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, qkv_bias=bias,
             keys=DecoderKeys().under(prefix),
@@ -171,15 +186,16 @@ class SelfAttnPrefillSpec(NamedSpec):
         )  # fmt: skip
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
-        given = {name: values.pop(f"{name}_key") for name in "qkv" if f"{name}_key" in values}
+        keys_by_field = {name: values.pop(f"{name}_key") for name in "qkv" if f"{name}_key" in values}
         norms = {f"{n}_norm": values.pop(f"{n}_norm_key") for n in "qk" if f"{n}_norm_key" in values}
         if any(norms.values()):
-            given |= {"q_norm": None, "k_norm": None} | norms
-            own = {"qk_norm_eps": 1e-6, "qk_norm_offset": 0.0}
-            values |= {"qk_norm": "heads"} | {name: values.get(name) or value for name, value in own.items()}
+            keys_by_field |= {"q_norm": None, "k_norm": None} | norms
+            # In the specification these norms do not follow the layer's eps and offset, as LayerSpec's do by default.
+            norm_defaults = {"qk_norm_eps": 1e-6, "qk_norm_offset": 0.0}
+            values |= {"qk_norm": "heads"} | {name: values.get(name) or value for name, value in norm_defaults.items()}
         if sinks := values.pop("sinks_key", None):
-            values["sinks"], given["sinks"] = True, sinks
-        values["keys"] = keys = replace(values.get("keys", DecoderKeys()), **given)
+            values["sinks"], keys_by_field["sinks"] = True, sinks
+        values["keys"] = keys = replace(values.get("keys", DecoderKeys()), **keys_by_field)
         if biases := values.pop("biases", None):
             values["qkv_bias"] = True
             expected = tuple(f"{key.removesuffix('.weight')}.bias" for key in (keys.q, keys.k, keys.v))
@@ -203,7 +219,10 @@ def gemma_attn_spec(
     softcap: float | None = None,
     bias: bool = False,
 ) -> LayerSpec:
-    """Return attention of layer `index` under Hugging Face's keys. Scores are `scale · q kᵀ`, D^(−1/2) unless given."""
+    """Return the record of the attention of layer `index`, with Hugging Face's keys.
+
+    Scores are `scale · q kᵀ`; the default scale is D^(−1/2).
+    """
     spec = SelfAttnPrefillSpec.hf_layer(f"model.layers.{index}", num_heads, head_dim, num_kv_heads, bias)
     return replace(spec, mask=mask, score_scale=scale, attn_logit_softcap=softcap)
 
@@ -231,7 +250,11 @@ P = ParamSpec("P")
 
 
 def numbered(layer: Callable[P, BlockStage]) -> Callable[P, Named]:
-    """Return the function that makes layer `index` by `layer` and names it `layer{index}` in the block path."""
+    """Return a factory like `layer` with the result named `layer{index}` in the block path.
+
+    Args:
+        layer: a factory of stages with `index` as its first parameter.
+    """
 
     def make(*args: P.args, **options: P.kwargs) -> Named:
         return Named(f"layer{args[0] if args else options['index']}", layer(*args, **options))
@@ -248,7 +271,7 @@ qwen3_decode_layer_fused = numbered(Qwen3DecodeLayer.layer)
 gemma_decode_layer = numbered(GemmaDecodeLayer.layer)
 
 
-# -- Gemma's ---------------------------------------------------------------------------------------
+# -- layers of Gemma -------------------------------------------------------------------------------
 
 
 def gemma_prefill_layer_composed(
@@ -259,8 +282,15 @@ def gemma_prefill_layer_composed(
     kv_sink: SideOutputs | None = None,
     moe: MoeSpec | None = None,
 ) -> Named:
-    """Return layer `index` around an attention. With `kv_sink` keys and values are the side outputs `kv.{index}.k` and
-    `kv.{index}.v`, which it collects. `moe`: experts in the place of the MLP, gated by GELU as that is.
+    """Return Gemma's layer `index` around an attention.
+
+    Args:
+        index: number of the layer.
+        style: version of Gemma.
+        attention: record of the attention, as from `gemma_attn_spec`.
+        eps: epsilon of the norms.
+        kv_sink: with it keys and values are the side outputs `kv.{index}.k` and `kv.{index}.v`; it collects the names.
+        moe: experts in place of the MLP, with the same GELU gate.
 
     Raises:
         UnsupportedError: Gemma 4.
@@ -272,7 +302,7 @@ def gemma_prefill_layer_composed(
 def gemma_moe_prefill_layer_composed(
     index: int, style: GemmaStyle, attention: LayerSpec, moe: MoeSpec, eps: float = 1e-6
 ) -> Named:
-    """Return the same with experts."""
+    """Return `gemma_prefill_layer_composed` with experts in place of the MLP."""
     return gemma_prefill_layer_composed(index, style, attention, eps, moe=moe)
 
 
@@ -284,13 +314,18 @@ def gemma_prefill_layer_kv(index: int, style: GemmaStyle, attention: LayerSpec, 
 
 
 def _gemma(style: GemmaStyle, attention: LayerSpec, eps: float, moe: MoeSpec | None = None) -> LayerSpec:
-    """The layer around an attention."""
-    bias = attention.qkv_bias or attention.output_bias
-    return gemma_layer_spec(style, replace(attention, eps=eps, output_bias=bias, moe=moe or attention.moe))
+    """Return the record of Gemma's layer around an attention.
+
+    Raises:
+        UnsupportedError: Gemma 4.
+    """
+    # The record of attention alone has biases of q, k and v only; Gemma's output projection has one with them.
+    has_bias = attention.qkv_bias or attention.output_bias
+    return gemma_layer_spec(style, replace(attention, eps=eps, output_bias=has_bias, moe=moe or attention.moe))
 
 
 def gemma_moe_decode_layer_composed(index: int, spec: LayerSpec, moe: MoeSpec) -> Named:
-    """Return `gemma_decode_layer` with experts in the place of the MLP."""
+    """Return `gemma_decode_layer` with experts in place of the MLP."""
     return gemma_decode_layer(index, replace(spec, moe=moe))
 
 
@@ -299,10 +334,11 @@ def gemma_moe_decode_layer_composed(index: int, spec: LayerSpec, moe: MoeSpec) -
 
 @dataclass(frozen=True)
 class LlamaKvTap:
-    """Give the keys and values of the Llama layer that follows as `kv.{i}.k` and `kv.{i}.v` `[B,S,K·D]`; x passes on.
+    """Output the keys and values of the Llama layer that follows, and return x unchanged.
 
-    It norms and projects x as that layer does; common subexpressions are computed once. i is `layer_idx`, or the number
-    that the prefix ends in; `outputs` collects the names. K is `num_kv_heads`, or that of the weights.
+    The side outputs are `kv.{i}.k` and `kv.{i}.v`, `[B,S,K·D]`; i is `layer_idx`, or the number at the end of the
+    prefix. `outputs` collects their names. The tap normalises and projects x as the layer does; the compiler computes
+    common subexpressions once. K is `num_kv_heads`, or follows from the weights.
     """
 
     layer_prefix: str
@@ -316,7 +352,7 @@ class LlamaKvTap:
 
     @staticmethod
     def layer(index: int, spec: LayerSpec) -> LlamaKvTap:
-        """Return the tap of layer `index` under Hugging Face's keys."""
+        """Return the tap of layer `index`, with Hugging Face's keys."""
         return LlamaKvTap(
             f"model.layers.{index}", spec.head_dim, spec.eps, None, index, spec.qkv_bias, spec.rope_theta,
             spec.num_kv_heads,
@@ -338,10 +374,11 @@ class LlamaKvTap:
 
 @dataclass(frozen=True)
 class GemmaKvTap:
-    """Give the keys and values of a Gemma attention as `kv.{i}.k` and `kv.{i}.v` `[B,S,K·D]`; x passes on.
+    """Output the keys and values of a Gemma attention, and return x unchanged.
 
-    It follows the input norm: x is what the attention reads. `attention` is one head of width `head_dim` under Hugging
-    Face's keys unless given; `eps` is of no use, because the input is normalized; i and `outputs` as in LlamaKvTap.
+    The side outputs are `kv.{i}.k` and `kv.{i}.v`, `[B,S,K·D]`; i and `outputs` are as in LlamaKvTap. The stage runs
+    after the input norm, so that x is the input of the attention and `eps` has no effect. `attention` defaults to heads
+    of width `head_dim` with Hugging Face's keys, as many as the weights have.
     """
 
     layer_prefix: str
@@ -364,8 +401,11 @@ class GemmaKvTap:
 
 
 def _tap(tap: LlamaKvTap | GemmaKvTap, emit: Emit, x: FlowValue, spec: LayerSpec, any_heads: bool) -> None:
-    """Write the keys and values of the attention `spec` of a normalized `x` as side outputs."""
+    """Write the keys and values of an attention of a normalised `x` as side outputs.
+
+    With `any_heads` the weights determine the number of heads.
+    """
     name, heads = kv_name(tap.layer_prefix, tap.layer_idx), Heads(emit, spec.under(tap.layer_prefix), x, any_heads)
     with emit.scope("self_attn"):
-        made = heads.rotated({name: heads.project(name, x) for name in "kv"})
-        side_outputs(emit, name, made["k"], made["v"], tap.outputs)
+        kv = heads.rotated({name: heads.project(name, x) for name in "kv"})
+        side_outputs(emit, name, kv["k"], kv["v"], tap.outputs)

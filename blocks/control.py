@@ -1,8 +1,8 @@
-"""Stages that contain stages, streams, what stages promise of themselves, and the one place that holds them to it.
+"""Stages that contain other stages, streams, and the contracts by which stages describe themselves.
 
-A stage needs only `emit`. Attention stages also say what they would keep in a cache, feed-forward stages how wide they
-are inside, norms their epsilon; `run_stage`, through which all stages of a flow run, holds the first two against what
-the stage has written, and `BuiltModel.contracts` lists them.
+A stage needs only `emit`. Attention stages also declare their cache, feed-forward stages their inner width and norms
+their epsilon. Every stage of a flow runs through `run_stage`, which checks the first two against the nodes that the
+stage wrote; `BuiltModel.contracts` lists them.
 """
 
 from __future__ import annotations
@@ -29,86 +29,95 @@ __all__ = [
     "emit_attention", "emit_layer",
 ]  # fmt: skip
 
-# -- what a stage leaves -------------------------------------------------------------------------
+# -- contracts of stages -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StageArtifacts:
-    """What a layer leaves: the type of the active value, and of each side output by name."""
+    """Types of what a layer produces: the active value, and each side output by name."""
 
     hidden: TensorType
     side_outputs: tuple[tuple[str, TensorType], ...] = ()
 
     @staticmethod
     def hidden_only(hidden: TensorType) -> StageArtifacts:
-        """Without side outputs."""
+        """Return artifacts without side outputs."""
         return StageArtifacts(hidden)
 
     def with_side(self, name: str, side: TensorType) -> StageArtifacts:
-        """And one more side output."""
+        """Return these artifacts with one more side output."""
         return StageArtifacts(self.hidden, (*self.side_outputs, (name, side)))
 
 
 @dataclass(frozen=True)
 class KvCacheContract:
-    """The keys and values of one attention, `[B, T, K·D]` each: T keys seen, K key/value heads of width D."""
+    """Types of the keys and values of one attention, `[B, T, K·D]` each.
+
+    T is the number of cached and new tokens, K the number of key/value heads, D their width.
+    """
 
     k: TensorType
     v: TensorType
 
     @staticmethod
     def packed(hidden: TensorType, width: int, past: DimLike | None = None) -> KvCacheContract:
-        """Both of `width` K·D, for the tokens of a hidden value `[B, S, H]` behind `past` cached ones."""
+        """Return the contract for keys and values of `width` K·D.
+
+        Args:
+            hidden: type of the hidden value `[B, S, H]`.
+            width: K·D.
+            past: number of cached tokens that precede the S new ones; None for no cache.
+        """
         batch, seq = hidden.shape[:2]
-        keys = seq if past is None else past + seq
-        both = TensorType((batch, keys, width), hidden.dtype)
-        return KvCacheContract(both, both)
+        num_keys = seq if past is None else past + seq
+        kv_type = TensorType((batch, num_keys, width), hidden.dtype)
+        return KvCacheContract(kv_type, kv_type)
 
 
 @runtime_checkable
 class LayerStage(Protocol):
-    """A stage that reports what it leaves; `BlockAsLayer` makes one of any stage."""
+    """A stage that reports what it produces; `BlockAsLayer` adapts any stage to this interface."""
 
     @property
     def name(self) -> str: ...
     def emit_layer(self, emit: Emit, value: FlowValue) -> tuple[FlowValue, StageArtifacts]:
-        """Return the value and what the stage leaves."""
+        """Return the value and the types of what the stage produces."""
         ...
 
 
 @runtime_checkable
 class AttentionStage(Protocol):
-    """A stage with attention over a cache that it could have."""
+    """A stage with attention, which declares the cache that it would need."""
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
-        """What it keeps for an input `[B, S, H]`."""
+        """Return the keys and values to cache for an input `[B, S, H]`."""
         ...
 
 
 @runtime_checkable
 class FfnStage(Protocol):
-    """A feed-forward stage."""
+    """A feed-forward stage, which declares its inner width."""
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
-        """The shape inside, `[…, F]`, for an input `[…, H]`."""
+        """Return the inner shape `[…, F]` for an input `[…, H]`."""
         ...
 
 
 @runtime_checkable
 class NormStage(Protocol):
-    """A norm."""
+    """A norm, which declares its epsilon and its kind."""
 
     @property
     def eps(self) -> float: ...
     @property
     def norm(self) -> str:
-        """`rms` or `layer`."""
+        """The kind of norm, `rms` or `layer`."""
         ...
 
 
 @dataclass(frozen=True)
 class StageContract:
-    """What one stage of a flow promised, and where it stands."""
+    """The contract that one stage of a flow declared, and its block path."""
 
     path: str
     stage: str
@@ -119,73 +128,77 @@ class StageContract:
 
 
 class BlockStage(Protocol):
-    """What a stage is: it writes HIR and says what the active value is next (None: unchanged kinds say so)."""
+    """Interface of every stage: write HIR and return the next active value, or None for a stage that returns none."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None: ...
 
 
-# -- holding it to that --------------------------------------------------------------------------
+# -- running stages and checking their contracts -------------------------------------------------
 
 
 def emit_layer(stage: BlockStage, emit: Emit, value: FlowValue) -> tuple[FlowValue, StageArtifacts]:
-    """Run a stage as a layer: its value, or its input where it returns none, and what it leaves.
+    """Run a stage as a layer.
 
-    The side outputs are those that it gave to `emit.output`.
+    Returns:
+        The stage's value, or its input where the stage returns None, and its artifacts. Side outputs are the values
+        that the stage passed to `emit.output`.
     """
-    before = set(emit.state.outputs)
-    out = stage.emit(emit, value)
-    found = value if out is None else out
-    sides = tuple((name, side.type) for name, side in emit.state.outputs.items() if name not in before)
-    return found, StageArtifacts(found.type, sides)
+    known_outputs = set(emit.state.outputs)
+    result = stage.emit(emit, value)
+    active = value if result is None else result
+    sides = tuple((name, side.type) for name, side in emit.state.outputs.items() if name not in known_outputs)
+    return active, StageArtifacts(active.type, sides)
 
 
 def emit_attention(
     stage: AttentionStage, emit: Emit, value: FlowValue
 ) -> tuple[FlowValue, StageArtifacts, KvCacheContract]:
-    """Run an attention stage; return its value, what it leaves, and what it would keep in a cache."""
+    """Run an attention stage and return its value, its artifacts and its cache contract."""
     layer: Any = stage
     return *emit_layer(layer, emit, value), stage.cache_contract(emit, value.type)
 
 
 def run_stage(stage: BlockStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-    """Run a stage of a flow, and hold it to what it promises.
+    """Run a stage of a flow and check the contract that it declares.
 
     Raises:
-        GraphError: it keeps or computes other shapes than it says; the message names it and both.
+        GraphError: the cache or the inner shape differs from the declared one; the message names the stage and both.
     """
     return run_as_block(emit, lambda active: _run(stage, emit, active), value)
 
 
 def _run(stage: BlockStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-    """Run a stage and compare what it writes with what it promises."""
-    promises = isinstance(stage, AttentionStage | FfnStage | NormStage) and value is not None
-    start, listed = len(emit.builder.nodes), len(emit.state.contracts)
+    """Run a stage and compare the nodes that it writes with its contract."""
+    has_contract = isinstance(stage, AttentionStage | FfnStage | NormStage) and value is not None
+    start, num_contracts = len(emit.builder.nodes), len(emit.state.contracts)
     with emit.stage():
-        if not promises or value is None:
+        if not has_contract or value is None:
             return stage.emit(emit, value)
         hidden = value.type
         out, artifacts = emit_layer(stage, emit, value)
     written = emit.builder.nodes[start:]
     name = type(stage).__name__
     cache = stage.cache_contract(emit, hidden) if isinstance(stage, AttentionStage) else None
-    inside = stage.intermediate_shape(emit, hidden) if isinstance(stage, FfnStage) else None
+    inner_shape = stage.intermediate_shape(emit, hidden) if isinstance(stage, FfnStage) else None
     if cache is not None:
-        found = list(kept(emit, written))
-        if cache not in found:
-            promised, *others = (f"{c.k}, {c.v}" for c in (cache, *found))
+        caches = list(kept(emit, written))
+        if cache not in caches:
+            promised, *others = (f"{c.k}, {c.v}" for c in (cache, *caches))
             writes = " and ".join(others) or "no attention"
             raise GraphError(f"{_path(written)}: {name} promises a cache {promised}, and writes {writes}")
-    if inside is not None and not any(t.shape == inside for node in written for t in node.types):
-        raise GraphError(f"{_path(written)}: {name} promises to be {list(inside)} inside, and writes no such value")
-    if cache is not None and any(inner.cache for inner in emit.state.contracts[listed:]):
+    if inner_shape is not None and not any(t.shape == inner_shape for node in written for t in node.types):
+        raise GraphError(
+            f"{_path(written)}: {name} promises to be {list(inner_shape)} inside, and writes no such value"
+        )
+    if cache is not None and any(inner.cache for inner in emit.state.contracts[num_contracts:]):
         return out  # the attention inside is listed by itself
     eps = stage.eps if isinstance(stage, NormStage) else None
-    emit.state.contracts.append(StageContract(_path(written), name, artifacts, cache, inside, eps))
+    emit.state.contracts.append(StageContract(_path(written), name, artifacts, cache, inner_shape, eps))
     return out
 
 
 def kept(emit: Emit, nodes: list[Node]) -> Iterator[KvCacheContract]:
-    """The keys and values of every attention among `nodes`."""
+    """Yield the types of the keys and values of every attention among `nodes`."""
     for node in nodes:
         op = node.op
         if isinstance(op, hir.Attention):
@@ -198,7 +211,10 @@ def kept(emit: Emit, nodes: list[Node]) -> Iterator[KvCacheContract]:
 
 
 def _path(nodes: list[Node]) -> str:
-    """The block path that most of the nodes share."""
+    """Return the longest block path that contains all of the nodes.
+
+    Parameters, inputs and block boundaries do not count: their paths may lie outside of the stage.
+    """
     paths = [node.origin.path for node in nodes if node.inputs and not isinstance(node.op, Boundary)]
     shared = paths[0] if paths else ()
     for path in paths:
@@ -208,7 +224,7 @@ def _path(nodes: list[Node]) -> str:
 
 @dataclass(frozen=True)
 class BlockAsLayer:
-    """Any stage under the interface of a layer: `name` is `block`, and `emit_layer` says what it leaves."""
+    """Adapter that gives any stage the interface of a LayerStage."""
 
     block: BlockStage
     name: str = "block"
@@ -217,20 +233,21 @@ class BlockAsLayer:
         return self.block.emit(emit, value)
 
     def emit_layer(self, emit: Emit, value: FlowValue) -> tuple[FlowValue, StageArtifacts]:
-        """The value and what the block leaves; a block that returns nothing yields its input."""
+        """Return the value and the artifacts of the block; a block that returns None yields its input."""
         return emit_layer(self.block, emit, value)
 
 
 def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, ...]:
-    """The stages, each of which has an `emit`.
+    """Return the stages as a tuple, after checking that each has an `emit`.
 
     Raises:
-        GraphError: one has not, or this is no list of stages.
+        GraphError: `stages` is not iterable, or one of them is a class or has no `emit`; the message begins with
+            `where`.
     """
     if not isinstance(stages, Iterable):
         raise GraphError(f"{where}: expected a list of stages, got {type(stages).__name__}")
-    found = tuple(stages)
-    for stage in found:
+    checked = tuple(stages)
+    for stage in checked:
         if isinstance(stage, type):
             raise GraphError(f"{where}: {stage.__name__} is a class, not a stage: make one, {stage.__name__}(...)")
         if not callable(getattr(stage, "emit", None)):
@@ -238,15 +255,16 @@ def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, 
             raise GraphError(
                 f"{where}: {shown(stage)} is not a stage: it has no emit(emit, value){hint * callable(stage)}"
             )
-    return found
+    return checked
 
 
 @dataclass(frozen=True)
 class Named:
     """Add a segment to the block path of everything inside.
 
-    A layer of a Repeat that is called by its number, `layer3`, adds none: `layers.3` says it already. With `again` the
-    block is the one that a stage before has under this name, as a projection behind attention belongs to it.
+    A layer of a Repeat with the name `layer{i}` adds no segment, because `layers.{i}` already has its number. With
+    `again` the stage continues the block of an earlier stage with this name; an output projection that follows
+    attention belongs to the attention's block in this way.
     """
 
     name: str
@@ -263,7 +281,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Stages from left to right."""
+    """Run stages in order, each on the value of the one before."""
 
     stages: tuple[BlockStage, ...]
 
@@ -278,10 +296,10 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Repeat:
-    """`count` layers, layer i made by `stage_for_index(i)`; their path is `{name}.{i}`.
+    """Run `count` layers, layer i built by `stage_for_index(i)`; their block paths are `{name}.{i}`.
 
-    Layers that differ in their parameters only become one region of the compiled program; around those that differ in
-    more, several.
+    Consecutive layers that differ only in their parameters become one region of the compiled program. A layer that
+    differs in more splits the stack into several regions.
     """
 
     count: int
@@ -291,21 +309,22 @@ class Repeat:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         check_count(self.count, f"{emit.path}: Repeat: the number of layers, before the layer,", 0)
         if not callable(self.stage_for_index):
-            found = type(self.stage_for_index).__name__
-            raise GraphError(f"{emit.path}: Repeat takes a function index → stage, got {found}: lambda i: ...")
-        nested = emit.repeating
+            type_name = type(self.stage_for_index).__name__
+            raise GraphError(f"{emit.path}: Repeat takes a function index → stage, got {type_name}: lambda i: ...")
+        is_nested = emit.repeating
         emit.repeating = True
-        bounds = [len(emit.builder.nodes)]
+        node_bounds = [len(emit.builder.nodes)]
         with emit.stage(), emit.scope(self.name):
             for index in range(self.count):
                 value = run_as_block(emit, partial(self._layer, index, emit), value)
-                bounds.append(len(emit.builder.nodes))
-        emit.repeating = nested
-        if not nested:  # a repeat inside a repeat is part of the outer body
-            emit.state.repeats.append(bounds)
+                node_bounds.append(len(emit.builder.nodes))
+        emit.repeating = is_nested
+        if not is_nested:  # a repeat inside a repeat is part of the outer body
+            emit.state.repeats.append(node_bounds)
         return value
 
     def _layer(self, index: int, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        """Build and run layer `index`, and return its value."""
         stage = self.stage_for_index(index)
         if not callable(getattr(stage, "emit", None)):
             raise GraphError(
@@ -318,9 +337,10 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Custom:
-    """Any function `(emit, value) → value`. `name` is its segment of the block path.
+    """Stage of a function `(emit, value) → value`; `name` is its segment of the block path.
 
-    `token_wise` says that it treats every token alone; where that cannot be proved it is checked by slicing.
+    `token_wise` declares that the function computes every token independently of the others. Where the compiler cannot
+    prove this it checks it by slicing.
     """
 
     fn: Callable[[Emit, Any], FlowValue | None]
@@ -340,101 +360,108 @@ class Custom:
                     "emit.constant(array) makes one of a small array, emit.output(name, value) names further outputs"
                 )
             if out is None:
-                emit.state.left_none = emit.path
+                emit.state.left_none = emit.path  # a later stage that needs a value names this path in its error
             return out
 
 
 @dataclass(frozen=True)
 class SideOutput:
-    """What `inner` makes of the active value is the side output `name` of the flow; the active value stays."""
+    """Make the result of `inner` the side output `name` of the flow; the active value is unchanged."""
 
     name: str
     inner: BlockStage
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         with emit.stage():
-            found = emit.require(self.inner.emit(emit, value), f"SideOutput {self.name}")
-        emit.output(self.name, found)
+            side = emit.require(self.inner.emit(emit, value), f"SideOutput {self.name}")
+        emit.output(self.name, side)
         return value
 
 
 def check_hidden(emit: Emit, x: FlowValue, shape: tuple[int | str | None, ...] | None, stage: str) -> None:
-    """Hold a value against the sizes that a stage was given; None is any size.
+    """Check a value against the sizes that the user gave a stage.
 
-    A number agrees with a symbolic size that the flow is bound to.
+    Args:
+        x: the value.
+        shape: expected sizes; None in place of a size accepts any size, None in place of the shape skips the check. A
+            number also agrees with a symbolic size that the flow binds to that number.
+        stage: name of the stage, for the message.
 
     Raises:
-        ShapeError: block path, stage, both types.
+        ShapeError: the sizes differ; the message has the block path, the stage and both types.
     """
     if shape is None:
         return
-    known = x.type.shape if len(shape) == x.ndim else shape
-    sizes = [have if size is None else size for size, have in zip(shape, known, strict=True)]
-    want = tensor_type(sizes, x.dtype, f"{emit.path}: {stage}")
+    actual = x.type.shape if len(shape) == x.ndim else shape  # of another rank: the comparison below reports it
+    sizes = [have if size is None else size for size, have in zip(shape, actual, strict=True)]
+    expected = tensor_type(sizes, x.dtype, f"{emit.path}: {stage}")
     bound = x.type.bind(emit.binding).shape
-    if any(size not in pair for size, *pair in zip(want.shape, x.type.shape, bound, strict=True)):
-        raise ShapeError(f"{emit.path}: {stage}: the input is {x.type}, its spec says {want}")
+    if any(size not in pair for size, *pair in zip(expected.shape, x.type.shape, bound, strict=True)):
+        raise ShapeError(f"{emit.path}: {stage}: the input is {x.type}, its spec says {expected}")
 
 
-# The stage of a layer, from its name and its number among the layers of that name.
+# Builds the stage of a layer from the layer's name and its index among the layers of that name.
 Build = Callable[[str, int], BlockStage]
 
 
 def structural_hash(composition: LayerComposition) -> int:
-    """64 bits, equal for equal compositions in every process: of the SHA-256 of how the composition is written."""
+    """Return a 64-bit hash of a composition, the first bytes of the SHA-256 of its `repr`.
+
+    It is the same in every process, unlike `hash`, which Python seeds per process for strings.
+    """
     return int.from_bytes(hashlib.sha256(repr(composition).encode()).digest()[:8], "big")
 
 
 @dataclass(frozen=True)
 class Single:
-    """One layer."""
+    """Composition of one layer."""
 
     name: str
 
     def depth_hint(self) -> int:
-        """How many layers there are."""
+        """Return the number of layers."""
         return 1
 
     cache_key = structural_hash
 
     def to_flow_stage(self, build: Build) -> BlockStage:
-        """`build(name, 0)`, without a segment of its own in the block path."""
+        """Return `build(name, 0)`, which adds no segment to the block path."""
         return build(self.name, 0)
 
 
 @dataclass(frozen=True)
 class Homogeneous:
-    """`count` layers of one kind; block paths `{layer_name}.{i}`."""
+    """Composition of `count` layers of one kind, with block paths `{layer_name}.{i}`."""
 
     layer_name: str
     count: int
 
     def depth_hint(self) -> int:
-        """How many layers there are."""
+        """Return the number of layers."""
         return self.count
 
     cache_key = structural_hash
 
     def to_flow_stage(self, build: Build) -> BlockStage:
-        """A Repeat, so that layers which differ in their parameters only become one region."""
+        """Return a Repeat, so that layers that differ only in their parameters become one region."""
         return Repeat(self.count, partial(build, self.layer_name), self.layer_name)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One composition after another."""
+    """Composition of `head` followed by `tail`."""
 
     head: LayerComposition
     tail: LayerComposition
 
     def depth_hint(self) -> int:
-        """How many layers there are."""
+        """Return the number of layers."""
         return self.head.depth_hint() + self.tail.depth_hint()
 
     cache_key = structural_hash
 
     def to_flow_stage(self, build: Build) -> BlockStage:
-        """A Sequence of both."""
+        """Return a Sequence of the stages of `head` and `tail`."""
         return Sequence([self.head.to_flow_stage(build), self.tail.to_flow_stage(build)])
 
 
@@ -443,7 +470,7 @@ LayerComposition = Single | Homogeneous | Pair
 
 @dataclass(frozen=True)
 class StoreStream:
-    """Keep the active value as stream `name`; it stays active."""
+    """Store the active value as stream `name`; it remains the active value."""
 
     name: str
 
@@ -465,7 +492,10 @@ class LoadStream:
 
 @dataclass(frozen=True)
 class DualStream:
-    """`a, b = fn(emit, a, b)` on two streams; the active value passes by. `name` is a segment of the block path."""
+    """Update two streams by a function: `a, b = fn(emit, a, b)`; the active value is unchanged.
+
+    `name` is a segment of the block path.
+    """
 
     name: str
     stream_a: str
@@ -485,12 +515,16 @@ class DualStream:
 
 
 def bind_inputs_to_streams(pairs: Iterable[tuple[str, str]]) -> Custom:
-    """Keep declared inputs as streams: pairs (input, stream). The active value passes by."""
-    bound = tuple(pairs)
+    """Return a stage that stores declared inputs as streams; the active value is unchanged.
+
+    Args:
+        pairs: (name of the input, name of the stream).
+    """
+    stream_pairs = tuple(pairs)  # `pairs` may be a generator, and a flow may be built more than once
 
     def bind(emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "bind_inputs_to_streams")
-        for name, stream in bound:
+        for name, stream in stream_pairs:
             emit.set_stream(stream, emit.flow_input(name))
         return x
 

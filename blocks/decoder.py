@@ -1,4 +1,8 @@
-"""Decoder layers: the stages that write the layer of a `LayerSpec`, small ones or Llama's block; and GPT-2's layer."""
+"""Decoder layers: stages that write the layer of a `LayerSpec`, GPT-2's layer, and the merge of an MTP head.
+
+`DecoderLayer` composes small stages, `LlamaDecoder` writes one HIR block where it can, and `DecodeLayer` runs over
+explicit cached keys and values.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +27,27 @@ from rlx_jax.trace.parameters import WeightKey
 
 __all__ = ["Gpt2Layer", "Gpt2LayerSpec", "LlamaDecoder", "MtpMerge", "decoder_layer"]
 
-# What `LlamaDecoderBlock` has of a layer, and what only its stages read.
+# Fields of LayerSpec that `LlamaDecoderBlock`, or the stage that writes it, supports. A spec with any other field
+# changed is written from small stages.
 IN_BLOCK = frozenset(
     "num_heads num_kv_heads head_dim eps mask mask_input rope_theta qkv_bias output_bias mlp_bias hidden_shape "
     "use_custom_mask intermediate_size".split()
 )
 
-# -- from small stages ---------------------------------------------------------------------------
+# -- layers from small stages --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LayerAround:
-    """The layer under `prefix` around `mixer`, stages that turn the normalised `[B,S,H]` into what is added, with
-    `output` through the output projection of attention. Errors name `stage`."""
+    """Decoder layer with a custom mixer: norms, residual additions and the MLP around `mixer`; `[B,S,H]` → same.
+
+    Args:
+        prefix: prefix of the layer's parameters.
+        spec: the layer.
+        mixer: stages that map the normalised `[B,S,H]` to the change of the residual stream.
+        stage: name for error messages.
+        output: apply the output projection of attention after the mixer.
+    """
 
     prefix: str
     spec: LayerSpec
@@ -46,9 +58,9 @@ class LayerAround:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, self.stage), self.spec
         check_hidden(emit, x, s.hidden_shape, self.stage)
-        here = s.under(self.prefix)
+        spec = s.under(self.prefix)
         projection = Linear(
-            here.weight("o"), bias_key=here.bias("o"), shape=here.sizes("o", x.type.shape[-1]), roles=here.roles("o")
+            spec.weight("o"), bias_key=spec.bias("o"), shape=spec.sizes("o", x.type.shape[-1]), roles=spec.roles("o")
         )
         output = (Named("self_attn", projection, again=True),) if self.output else ()
 
@@ -74,11 +86,15 @@ class LayerAround:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer: `[B,S,H]` → same. Weights: those of the spec's keys, with `layer_prefix` for `{}`.
+    """One decoder layer: `[B,S,H]` → same.
 
-    `mask_input` names the declared input that a custom or bias mask reads. With `kv_name` the keys (rotated) and
-    values, `[B,S,K·D]`, are the side outputs `{kv_name}.k` and `.v`, which `kv_sink` collects; with `kv_sink` alone
-    `kv_name` is `kv.{i}`, i the number that the prefix ends in.
+    Args:
+        layer_prefix: replaces `{}` in the spec's keys.
+        spec: the layer.
+        mask_input: name of the declared input that a custom or bias mask reads.
+        kv_name: the rotated keys and the values, `[B,S,K·D]`, become the side outputs `{kv_name}.k` and `.v`. With
+            `kv_sink` the default is `kv.{i}`, with the number i at the end of the prefix.
+        kv_sink: collects the names of the side outputs.
     """
 
     layer_prefix: str
@@ -89,14 +105,14 @@ class DecoderLayer:
 
     @classmethod
     def layer(cls, index: int, spec: LayerSpec, mask_input: str | None = None) -> Self:
-        """Layer `index` under Hugging Face's keys."""
+        """Return layer `index`, with Hugging Face's keys."""
         return cls(f"model.layers.{index}", spec, mask_input)
 
     @classmethod
     def layer_with_kv(
         cls, index: int, spec: LayerSpec, sink: SideOutputs | None = None, mask_input: str | None = None
     ) -> Self:
-        """The same with the side outputs `kv.{index}.k` and `kv.{index}.v`, which `sink` collects."""
+        """Return layer `index` with the side outputs `kv.{index}.k` and `kv.{index}.v`; `sink` collects the names."""
         return cls(f"model.layers.{index}", spec, mask_input, f"kv.{index}", sink)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -106,26 +122,26 @@ class DecoderLayer:
         return LayerAround(p, spec, (attention,), stage, output=True).emit(emit, value)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
-        """Keys and values `[B, S, K·D]`."""
+        """Return the types of keys and values, `[B, S, K·D]`."""
         return KvCacheContract.packed(hidden, self.spec.num_kv_heads * self.spec.head_dim)
 
 
 def decoder_layer(index: int, spec: LayerSpec, mask_input: str | None = None, prefix: str = "model.layers") -> Named:
-    """Layer `index` from small stages, under Hugging Face's keys."""
+    """Return layer `index` from small stages, with Hugging Face's keys under `{prefix}.{index}`."""
     return Named(f"layer{index}", DecoderLayer(f"{prefix}.{index}", spec, mask_input))
 
 
-# -- as one block --------------------------------------------------------------------------------
+# -- the layer as one HIR block ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LlamaDecoder(DecoderLayer):
-    """One Llama layer as the HIR block `llama_decoder_block`: `[B,S,H]` → same; a layer that the block does not
-    describe, or whose keys and values are side outputs, from small stages.
+    """One Llama layer as the HIR block `llama_decoder_block`: `[B,S,H]` → same.
 
-    Weights under `layer_prefix`: `input_layernorm.weight`, `self_attn.{q,k,v,o}_proj.weight`,
-    `post_attention_layernorm.weight`, `mlp.{gate,up,down}_proj.weight`, all `[out, in]`, and their `.bias` where
-    the spec says so.
+    A layer with options that the block does not support, or with keys and values as side outputs, is written from
+    small stages instead. Weights under `layer_prefix`: `input_layernorm.weight`, `self_attn.{q,k,v,o}_proj.weight`,
+    `post_attention_layernorm.weight`, `mlp.{gate,up,down}_proj.weight`, all `[out, in]`, and a `.bias` for each
+    projection that has one in the spec.
     """
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -136,7 +152,7 @@ class LlamaDecoder(DecoderLayer):
         x, mask, here = emit.require(value, "LlamaDecoder"), mask_kind(s.mask), s.under(p, self.mask_input)
         check_hidden(emit, x, s.hidden_shape, "LlamaDecoder")
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
-        zero = norm_beta(emit, x)
+        beta = norm_beta(emit, x)
         hidden = x.type.shape[-1]
         biases = {name: key for name in hir.PROJECTIONS if (key := here.bias(name)) is not None}
         block = hir.LlamaDecoderBlock(
@@ -147,7 +163,7 @@ class LlamaDecoder(DecoderLayer):
         def weight(name: str) -> FlowValue:
             nonlocal here
             value = emit.param(here.weight(name), here.sizes(name, hidden), here.roles(name))
-            if name == "gate":  # the others are as wide
+            if name == "gate":  # its size fixes the inner width of up and down
                 here = replace(here, intermediate_size=int(value.type.shape[0]))
             return value
 
@@ -159,28 +175,28 @@ class LlamaDecoder(DecoderLayer):
 
         return emit.add_node(
             block, x,
-            gamma(s.norms.before_attention), zero, *map(weight, "qkvo"),
-            gamma(s.norms.before_mlp), zero, *map(weight, MLP),
+            gamma(s.norms.before_attention), beta, *map(weight, "qkvo"),
+            gamma(s.norms.before_mlp), beta, *map(weight, MLP),
             cos, sin, *mask_operand(emit, mask, here.mask_input, "LlamaDecoder"),
             *(bias(name, key) for name, key in biases.items()),
         )  # fmt: skip
 
 
 def norm_beta(emit: Emit, x: FlowValue) -> FlowValue:
-    """The beta `[H]` of a fused layer's norms: zeros, those of a ZeroBeta stage if they fit."""
-    zero = emit.state.zero_beta
-    return zero if zero is not None and zero.type.shape == x.type.shape[-1:] else emit.zeros(x.type.shape[-1])
+    """Return the beta `[H]` of a fused layer's norms: the zeros of a ZeroBeta stage if they fit, else new zeros."""
+    zeros = emit.state.zero_beta
+    return zeros if zeros is not None and zeros.type.shape == x.type.shape[-1:] else emit.zeros(x.type.shape[-1])
 
 
-# -- over cached and new tokens ------------------------------------------------------------------
+# -- layers over cached and new tokens -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DecodeLayer:
     """One decoder layer over cached and new tokens: `[B,S,H]` → same; see SelfAttnDecode.
 
-    `kv_out` collects the names of its side outputs. A recipe needs no such stage: `explicit` is derived from any causal
-    flow.
+    `kv_out` collects the names of the layer's side outputs. Recipes do not need this stage, because the compiler
+    derives the program `explicit` from any causal flow.
     """
 
     layer_prefix: str
@@ -190,7 +206,7 @@ class DecodeLayer:
 
     @classmethod
     def layer(cls, index: int, spec: LayerSpec, kv_out: SideOutputs | None = None) -> Self:
-        """Layer `index` under Hugging Face's keys."""
+        """Return layer `index`, with Hugging Face's keys."""
         return cls(f"model.layers.{index}", index, spec, kv_out)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -199,11 +215,11 @@ class DecodeLayer:
         return LayerAround(p, self.spec, (self.attention(),), stage, output=True).emit(emit, value)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
-        """That of the attention in the middle."""
+        """Return the cache contract of the layer's attention."""
         return self.attention().cache_contract(emit, hidden)
 
     def attention(self) -> SelfAttnDecode:
-        """The stage in the middle."""
+        """Return the attention stage of the layer."""
         spec = self.spec.under(self.layer_prefix)
         return SelfAttnDecode(spec, self.layer_idx, spec.use_custom_mask, self.kv_out)
 
@@ -212,8 +228,8 @@ class DecodeLayer:
 class Gpt2LayerSpec:
     """Keys and sizes of a GPT-2 layer. `activation` is a name in `UNARY`.
 
-    `score_scale` is what q kᵀ is multiplied with; None is D^(−1/2). `intermediate_size`, the width of the MLP, is
-    needed only for weights that no source has.
+    `score_scale` is the factor of q kᵀ; None is D^(−1/2). `intermediate_size`, the width of the MLP, is needed only
+    for weights that no source has.
     """
 
     layer_prefix: str
@@ -227,16 +243,16 @@ class Gpt2LayerSpec:
 
 @dataclass(frozen=True)
 class Gpt2Layer:
-    """`h = x + attn(ln(x)) Wo + bo`, `y = h + act(ln(h) Wi + bi) Wd + bd`: `[B,S,H]` → same, causal.
+    """GPT-2's causal layer, `[B,S,H]` → same: `h = x + attn(ln(x)) Wo + bo`, `y = h + act(ln(h) Wi + bi) Wd + bd`.
 
-    Weights under the prefix: `ln_1.*`, `attn.c_attn.{weight,bias}` (q, k and v side by side, `[H, 3H]`),
-    `attn.c_proj.*`, `ln_2.*`, `mlp.c_fc.*`, `mlp.c_proj.*`.
+    Weights under the prefix, stored as `[in, out]`: `ln_1.*`, `attn.c_attn.{weight,bias}` (columns of q, then k, then
+    v, `[H, 3H]`), `attn.c_proj.*`, `ln_2.*`, `mlp.c_fc.*`, `mlp.c_proj.*`.
     """
 
     spec: Gpt2LayerSpec
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
-        """Keys and values of every head."""
+        """Return the types of keys and values, `[B, S, H]`: GPT-2 has as many key heads as query heads."""
         return KvCacheContract.packed(hidden, self.spec.hidden_size)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -248,19 +264,20 @@ class Gpt2Layer:
         )  # fmt: skip
         h = emit.add_node(Binary("add"), x, attention.emit(emit, norm_under(emit, p, "ln_1", x, s.eps)))
         normed = norm_under(emit, p, "ln_2", h, s.eps)
-        wide = dense(
+        inner = dense(
             emit, p, "mlp.c_fc", normed, INTO[::-1], s.intermediate_size, s.activation, transpose=False
         )  # fmt: skip
-        fed = dense(emit, p, "mlp.c_proj", wide, OUT_OF[::-1], s.hidden_size, transpose=False)
-        return emit.add_node(Binary("add"), h, fed)
+        ffn_out = dense(emit, p, "mlp.c_proj", inner, OUT_OF[::-1], s.hidden_size, transpose=False)
+        return emit.add_node(Binary("add"), h, ffn_out)
 
 
 @dataclass(frozen=True)
 class MtpMerge:
-    """`[norm_e(x) ‖ norm_h(h)] Wᵀ`: embeddings `[B,S,H]` → same, h the input `hidden_input` `[B,S,H]`.
+    """Merge embeddings and hidden states at the input of a multi-token-prediction head: `[norm_e(x) ‖ norm_h(h)] Wᵀ`.
 
-    Weight: `weight_key` `[H, 2H]`, whose first H columns meet the embedding; those of the norms `[H]`. Source:
-    DeepSeek-V3, arXiv:2412.19437, section 2.2; the order of the halves is that of Qwen 3.5's `mtp.fc.weight`.
+    x is the active value, embeddings `[B,S,H]`; h is the input `hidden_input` `[B,S,H]`; the result is `[B,S,H]`.
+    `weight_key` is `[H, 2H]`; its first H columns multiply the embedding, the order in Qwen 3.5's `mtp.fc.weight`. The
+    weights of the norms are `[H]`. Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
     """
 
     embedding_norm: RmsNorm | GemmaRmsNorm
@@ -275,7 +292,7 @@ class MtpMerge:
                 f"{emit.path}: MtpMerge: embeddings are {x.type}, the input {self.hidden_input!r} {h.type}"
             )
         with emit.scope("merge"):
-            both = emit.concat([self.embedding_norm.emit(emit, x), self.hidden_norm.emit(emit, h)])
+            merged = emit.concat([self.embedding_norm.emit(emit, x), self.hidden_norm.emit(emit, h)])
             hidden = x.type.shape[-1]
             with emit.scope(block_of(self.weight_key)):
-                return emit.linear(both, self.weight_key, roles=("hidden", None), columns=hidden)
+                return emit.linear(merged, self.weight_key, roles=("hidden", None), columns=hidden)

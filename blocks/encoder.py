@@ -1,4 +1,4 @@
-"""Encoder layers with norms behind each half: BERT's (Devlin et al. 2018); of RoBERTa, MPNet and Nomic's."""
+"""Post-norm encoder layers: BERT's (Devlin et al. 2018), which RoBERTa and MPNet share, and NomicBERT's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlx_jax.trace.emit import Emit, FlowValue
 __all__ = ["BertEncoderLayer", "BertEncoderLayerSpec", "NomicEncoderLayer", "NomicEncoderLayerSpec"]
 
 
-# Where the projections of attention stand in a layer, query, key, value and output, and the norm after it, by style.
+# Modules under `attention.` by style: the projections query, key, value and output, and the norm after attention.
 STYLES = {
     "bert": ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm"),
     "mpnet": ("attn.q", "attn.k", "attn.v", "attn.o", "LayerNorm"),
@@ -25,11 +25,14 @@ STYLES = {
 
 @dataclass(frozen=True)
 class BertEncoderLayerSpec:
-    """Keys and sizes of a BERT layer. `activation` is a name in `UNARY`; the mask input may be absent.
+    """Keys and sizes of a BERT layer.
 
-    `qkv_style` is `bert` or `mpnet`. `position_bias` names the register of a bias by distance that is added to the
-    scores, which a RelativeBias stage makes; MPNet has one. `intermediate_size`, the width of the feed-forward half, is
-    needed only for weights that no source has.
+    Args:
+        attention_mask_input: name of an input with a keep mask `[B, S]`; None for no mask. The input may be absent.
+        activation: a name in `UNARY`.
+        qkv_style: module names of attention, `bert` or `mpnet`.
+        position_bias: name of the registered value of a RelativeBias stage, added to the scores; MPNet has one.
+        intermediate_size: width of the feed-forward half, needed only for weights that no source has.
     """
 
     layer_prefix: str
@@ -56,7 +59,10 @@ class BertEncoderLayerSpec:
         qkv_style: str = "bert",
         intermediate_size: int | None = None,
     ) -> BertEncoderLayerSpec:
-        """Head width hidden / heads; MPNet's style has its bias."""
+        """Return the spec of a checkpoint in Hugging Face's layout.
+
+        The head width is hidden / heads. The style `mpnet` reads the bias of a RelativeBias stage.
+        """
         style, width = known_style(qkv_style), head_width(prefix, hidden_size, num_heads)
         return BertEncoderLayerSpec(
             prefix, hidden_size, num_heads, width, eps, activation=activation, qkv_style=style,
@@ -66,11 +72,11 @@ class BertEncoderLayerSpec:
 
 @dataclass(frozen=True)
 class BertEncoderLayer:
-    """`h = ln(attn(x) Wo + bo + x)`, `y = ln(gelu(h Wi + bi) Wd + bd + h)`: `[B,S,H]` → same.
+    """BERT's layer, `[B,S,H]` → same: `h = ln(attn(x) Wo + bo + x)`, `y = ln(act(h Wi + bi) Wd + bd + h)`.
 
     Weights under the prefix: `attention.self.{query,key,value}.{weight,bias}`, `attention.output.dense.*`,
-    `attention.output.LayerNorm.*`, `intermediate.dense.*`, `output.dense.*`, `output.LayerNorm.*`. MPNet has
-    `attention.attn.{q,k,v,o}.*` and `attention.LayerNorm.*` in place of those of attention.
+    `attention.output.LayerNorm.*`, `intermediate.dense.*`, `output.dense.*`, `output.LayerNorm.*`. MPNet's attention
+    has `attention.attn.{q,k,v,o}.*` and `attention.LayerNorm.*` instead.
     """
 
     spec: BertEncoderLayerSpec
@@ -84,41 +90,42 @@ class BertEncoderLayer:
         bias = None if s.position_bias is None else emit.named(s.position_bias)
         block, output = (name.split(".")[:-1] for name in (qkv[0], out))
         x = emit.block_input(x, "attention")
-        read = emit.block_input(x, *block)
-        q, k, v = (dense(emit, p, n, read, ("heads", "hidden"), heads) for n in qkv)
+        attention_input = emit.block_input(x, *block)
+        q, k, v = (dense(emit, p, n, attention_input, ("heads", "hidden"), heads) for n in qkv)
         extra = {name: value for name, value in (("keep", keep), ("bias", bias)) if value is not None}
         op = hir.Attention(s.num_heads, s.num_heads, extra=tuple(extra), by_distance=bias is not None)
         with emit.scope(*block):
             context = emit.add_node(op, q, k, v, *extra.values())
+        # MPNet's output projection belongs to the block of attention; BERT's has a block, which dumps show.
         context = context if output == block else emit.block_input(context, *output)
         attended = dense(emit, p, out, context, ("hidden", "heads"), s.hidden_size)
         h = add_norm(emit, p, norm, attended, x, s.eps)
         inner = dense(emit, p, "intermediate.dense", h, INTO, s.intermediate_size, s.activation)
         inner = emit.block_input(inner, "output")
-        fed = dense(emit, p, "output.dense", inner, OUT_OF, s.hidden_size)
-        return add_norm(emit, p, "output.LayerNorm", fed, h, s.eps)
+        ffn_out = dense(emit, p, "output.dense", inner, OUT_OF, s.hidden_size)
+        return add_norm(emit, p, "output.LayerNorm", ffn_out, h, s.eps)
 
 
-# -- what encoder layers are made of -------------------------------------------------------------
+# -- helpers of encoder layers -------------------------------------------------------------------
 
 
 def add_norm(emit: Emit, prefix: str, name: str, x: FlowValue, residual: FlowValue, eps: float) -> FlowValue:
-    """`ln(x + residual)` under `{prefix}.{name}`; the sum is part of the block around the norm."""
+    """Write `ln(x + residual)` with the norm `{prefix}.{name}`; the sum is in the block that contains the norm."""
     with emit.scope(*name.split(".")[:-1]):
         total = emit.add_node(Binary("add"), x, residual)
     return norm_under(emit, prefix, name, total, eps)
 
 
 def bert_layer_prefix(prefix: str, index: int) -> str:
-    """`encoder.layer.{i}`, or `{prefix}.encoder.layer.{i}` for task checkpoints."""
+    """Return the prefix of layer `index`: `encoder.layer.{i}`, or `{prefix}.encoder.layer.{i}` in task checkpoints."""
     return f"{prefix}.encoder.layer.{index}" if prefix else f"encoder.layer.{index}"
 
 
 def known_style(style: str) -> str:
-    """One of `STYLES`, in its spelling there.
+    """Return a name of `STYLES` in lower case.
 
     Raises:
-        UnsupportedError: another name.
+        UnsupportedError: `style` is none of `STYLES`.
     """
     if style.lower() not in STYLES:
         raise UnsupportedError(f"BertEncoderLayer: there is no style {style!r}; styles are {', '.join(STYLES)}")
@@ -127,10 +134,13 @@ def known_style(style: str) -> str:
 
 @dataclass(frozen=True)
 class NomicEncoderLayerSpec:
-    """Keys and sizes of a NomicBERT layer; the mask input may be absent. `activation` is that of the gate.
+    """Keys and sizes of a NomicBERT layer.
 
-    `rope_theta` is the base used when no RopeTables stage ran. `intermediate_size`, the width of the MLP, is needed
-    only for weights that no source has.
+    Args:
+        attention_mask_input: name of an input with a keep mask `[B, S]`; None for no mask. The input may be absent.
+        activation: activation of the gate, a name in `UNARY`.
+        rope_theta: base of the rotation, used when no RopeTables stage ran.
+        intermediate_size: width of the MLP, needed only for weights that no source has.
     """
 
     layer_prefix: str
@@ -146,10 +156,11 @@ class NomicEncoderLayerSpec:
 
 @dataclass(frozen=True)
 class NomicEncoderLayer:
-    """`h = ln(attn(x) Wo + x)`, `y = ln((h W₁₁ ⊙ silu(h W₁₂)) W₂ + h)`: `[B,S,H]` → same; queries and keys rotated.
+    """NomicBERT's layer, `[B,S,H]` → same: `h = ln(attn(x) Wo + x)`, `y = ln((h W₁₁ ⊙ act(h W₁₂)) W₂ + h)`.
 
-    Weights under the prefix: `attn.Wqkv.weight` (q, k and v one above the other, `[3·N·D, H]`), `attn.out_proj.weight`,
-    `norm1.*`, `mlp.fc11.weight`, `mlp.fc12.weight` (the gate), `mlp.fc2.weight`, `norm2.*`.
+    Queries and keys are rotated. Weights under the prefix: `attn.Wqkv.weight` (rows of q, then k, then v,
+    `[3·N·D, H]`), `attn.out_proj.weight`, `norm1.*`, `mlp.fc11.weight`, `mlp.fc12.weight` (the gate),
+    `mlp.fc2.weight`, `norm2.*`.
     """
 
     spec: NomicEncoderLayerSpec
@@ -157,11 +168,11 @@ class NomicEncoderLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "NomicEncoderLayer")
         s, p = self.spec, self.spec.layer_prefix
-        hidden, own_tables = s.hidden_size, emit.state.rope_cos is None
+        hidden, computes_tables = s.hidden_size, emit.state.rope_cos is None
         attention = SelfAttention(
             f"{p}.attn.Wqkv.weight", f"{p}.attn.out_proj.weight", s.num_heads, head_dim=s.head_dim,
-            mask_input=s.attention_mask_input, name="attn", rope=None if own_tables else "",
-            rope_theta=s.rope_theta if own_tables else None,
+            mask_input=s.attention_mask_input, name="attn", rope=None if computes_tables else "",
+            rope_theta=s.rope_theta if computes_tables else None,
         )  # fmt: skip
         output = attention.emit(emit, x)
         h = add_norm(emit, p, "norm1", output, x, s.eps)

@@ -1,4 +1,4 @@
-"""Feed-forward stages: SwiGlu, GeGlu, Mlp and GeluFfn, and a mixture of experts."""
+"""Feed-forward stages: the gated SwiGlu and GeGlu, the plain Mlp and GeluFfn, and the mixture of experts MoeFfn."""
 
 from __future__ import annotations
 
@@ -21,30 +21,34 @@ __all__ = [
 ]  # fmt: skip
 
 
-# What the axes of the first and of the last weights are.
+# Roles of the axes of the weights into and out of the inner width; the mesh shards axes by role.
 INTO, OUT_OF = ("ffn", "hidden"), ("hidden", "ffn")
 
-# Of gate, up and down.
+# Keys of gate, up and down.
 Keys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
 
 
 def mlp_keys(prefix: str, kind: str = "weight") -> tuple[str, str, str]:
-    """`{prefix}.mlp.{gate,up,down}_proj.{kind}`: `model.layers.0` and `model.layers.0.mlp` both mean its MLP."""
+    """Return the keys `{prefix}.mlp.{gate,up,down}_proj.{kind}`.
+
+    The prefix may name the layer or its MLP: `model.layers.0` and `model.layers.0.mlp` give the same keys.
+    """
     p = prefix if prefix.split(".")[-1] == "mlp" else f"{prefix}.mlp"
     return f"{p}.gate_proj.{kind}", f"{p}.up_proj.{kind}", f"{p}.down_proj.{kind}"
 
 
 def inner_shape(emit: Emit, hidden: TensorType, key: WeightKey) -> tuple[DimLike, ...]:
-    """`[…, F]` for an input `[…, H]`, from the weight `[F, H]` under `key`."""
+    """Return the inner shape `[…, F]` for an input `[…, H]`; F is the first size of the weight `key` `[F, H]`."""
     return (*hidden.shape[:-1], emit.param(key).type.shape[0])
 
 
 @dataclass(frozen=True)
 class SwiGlu:
-    """`(silu(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are optional.
+    """SwiGLU feed-forward `(silu(x Wg) ⊙ (x Wu)) Wd`.
 
-    Gate and up that are stored as one are two `WeightPart`s of it. `inner`, F, and `init`, of the matrices, are needed
-    only for weights that no source has: see `emit.param`.
+    Weights: `gate_key` and `up_key` `[F, H]`, `down_key` `[H, F]`; `biases` are optional. For a checkpoint with gate
+    and up in one tensor, pass two `WeightPart`s of it. `inner` (F) and `init` (of the matrices) are needed only for
+    weights that no source has: see `emit.param`.
     """
 
     activation: ClassVar[str] = "silu"
@@ -58,7 +62,7 @@ class SwiGlu:
 
     @classmethod
     def hf_mlp(cls, prefix: str, bias: bool = False) -> Self:
-        """`{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may name the layer or its `.mlp`."""
+        """Return the stage with Hugging Face's keys; the prefix may name the layer or its `.mlp`, see `mlp_keys`."""
         return cls(*mlp_keys(prefix), mlp_keys(prefix, "bias") if bias else None)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -72,7 +76,7 @@ class SwiGlu:
             roles, columns = (OUT_OF, hidden) if name == "down" else (INTO, inner)
             with emit.scope(f"{name}_proj"):
                 y = emit.linear(x, *weights[name], roles=roles, columns=columns, init=self.init)
-            inner = inner or y.type.shape[-1]  # gate and up are as wide as each other
+            inner = inner or y.type.shape[-1]  # gate and up have the same width, so the first fixes the second
             return y
 
         with emit.scope("mlp"):
@@ -80,21 +84,23 @@ class SwiGlu:
             return project("down", emit.add_node(hir.GatedFfn(self.activation), *halves))
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
-        """`[…, F]`."""
+        """Return the inner shape `[…, F]` for an input `[…, H]`."""
         return inner_shape(emit, hidden, self.gate_key)
 
 
 @dataclass(frozen=True)
 class GeGlu(SwiGlu):
-    """`(gelu_tanh(x Wg) ⊙ (x Wu)) Wd`: SwiGlu with another activation."""
+    """GeGLU feed-forward `(gelu_tanh(x Wg) ⊙ (x Wu)) Wd`: SwiGlu with another activation."""
 
     activation = "gelu_tanh"
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """`act(x W₁ + b₁) W₂ + b₂`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`; `activation` is a name in `UNARY`; `inner`
-    and `init` as in SwiGlu."""
+    """Two-layer MLP `act(x W₁ + b₁) W₂ + b₂`.
+
+    Weights: `[F, H]`, `[F]`, `[H, F]`, `[H]`. `activation` is a name in `UNARY`; `inner` and `init` are as in SwiGlu.
+    """
 
     up_w: WeightKey
     up_b: WeightKey
@@ -110,24 +116,26 @@ class Mlp:
             return self.write(emit, x, "fc1", "fc2")
 
     def write(self, emit: Emit, x: FlowValue, first: str, last: str) -> FlowValue:
-        """Write both products as blocks of these names."""
+        """Write both projections, in blocks with the names `first` and `last`, and return `[…, H]`."""
         with emit.scope(first):
-            wide = emit.linear(
+            inner = emit.linear(
                 x, self.up_w, self.up_b, activation=self.activation, roles=INTO, columns=self.inner, init=self.init
             )  # fmt: skip
         with emit.scope(last):
             hidden = x.type.shape[-1]
-            return emit.linear(wide, self.down_w, self.down_b, roles=OUT_OF, columns=hidden, init=self.init)
+            return emit.linear(inner, self.down_w, self.down_b, roles=OUT_OF, columns=hidden, init=self.init)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
-        """`[…, F]`."""
+        """Return the inner shape `[…, F]` for an input `[…, H]`."""
         return inner_shape(emit, hidden, self.up_w)
 
 
 @dataclass(frozen=True)
 class GeluFfn:
-    """`gelu(x W₁ + b₁) W₂ + b₂`, exact GELU unless `approx_gelu`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`.
-    `inner` and `init` as in SwiGlu."""
+    """GELU feed-forward `gelu(x W₁ + b₁) W₂ + b₂`, with exact GELU, or the tanh approximation with `approx_gelu`.
+
+    Weights: `[F, H]`, `[F]`, `[H, F]`, `[H]`. `inner` and `init` are as in SwiGlu.
+    """
 
     intermediate_w: str
     intermediate_b: str
@@ -139,17 +147,17 @@ class GeluFfn:
 
     @staticmethod
     def new(intermediate_w: str, intermediate_b: str, output_w: str, output_b: str) -> GeluFfn:
-        """With exact GELU."""
+        """Return the stage with exact GELU."""
         return GeluFfn(intermediate_w, intermediate_b, output_w, output_b)
 
     @staticmethod
     def hf_bert(prefix: str) -> GeluFfn:
-        """`{prefix}.intermediate.dense.*` and `{prefix}.output.dense.*`."""
+        """Return the stage with BERT's keys, `{prefix}.intermediate.dense.*` and `{prefix}.output.dense.*`."""
         return GeluFfn(*pair(f"{prefix}.intermediate.dense"), *pair(f"{prefix}.output.dense"))
 
     @staticmethod
     def dinov2(prefix: str) -> GeluFfn:
-        """`{prefix}.mlp.fc1.*` and `{prefix}.mlp.fc2.*`; exact, as DINOv2 has it."""
+        """Return the stage with DINOv2's keys, `{prefix}.mlp.fc1.*` and `{prefix}.mlp.fc2.*`, and its exact GELU."""
         return GeluFfn(*pair(f"{prefix}.mlp.fc1"), *pair(f"{prefix}.mlp.fc2"))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -159,18 +167,26 @@ class GeluFfn:
         return mlp.write(emit, x, "intermediate", "output")
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
-        """`[…, F]`."""
+        """Return the inner shape `[…, F]` for an input `[…, H]`."""
         return inner_shape(emit, hidden, self.intermediate_w)
 
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Where a layer keeps its router `[E, H]` and its experts, by their keys inside of the layer.
+    """Keys of a layer's router `[E, H]` and of its experts, relative to the layer's prefix.
 
-    Keys with `{}` are those of one expert, gate and up `[F, H]` and down `[H, F]`; without it they are of all experts,
-    with a leading axis E. One key for gate and up is that of both, one behind the other, `[E, 2F, H]`, or
-    `interleaved`, row by row. Without `transpose` experts are `[…, in, out]`. Biases are `[E]` of the router, and of
-    all experts those of gate, up and down, `[E, F]` and `[E, H]`, gate and up under one key where their weights are.
+    Keys with `{}` name the weights of one expert, gate and up `[F, H]` and down `[H, F]`; `{}` is its number. Keys
+    without `{}` name stacked weights of all experts, with a leading axis E.
+
+    Args:
+        router: the router's weight.
+        gate, up, down: the experts' weights. If gate and up have the same key, they are fused: `[E, 2F, H]`, gate
+            first, or row by row with `interleaved`.
+        router_bias: the router's bias `[E]`.
+        biases: biases of gate, up and down, stacked: `[E, F]`, `[E, F]`, `[E, H]`. Gate and up share a key if and only
+            if their weights do.
+        interleaved: rows of fused gate and up alternate.
+        transpose: experts are stored as `[…, out, in]`; otherwise as `[…, in, out]`.
     """
 
     router: str = "mlp.gate.weight"
@@ -183,14 +199,19 @@ class ExpertKeys:
     transpose: bool = True
 
     def __post_init__(self) -> None:
-        both = self.gate == self.up
-        if self.interleaved and not both or self.biases and (self.apart or both != (self.biases[0] == self.biases[1])):
+        fused = self.gate == self.up
+        if (
+            self.interleaved
+            and not fused
+            or self.biases
+            and (self.apart or fused != (self.biases[0] == self.biases[1]))
+        ):
             raise GraphError(
                 "ExpertKeys: interleaved are gate and up under one key, biases stand under keys without {}, and those "
                 f"of gate and up under one where their weights do; got {self}"
             )
-        apart = ["{}" in key for key in (self.gate, self.up, self.down)]
-        if len(set(apart)) > 1 or (all(apart) and self.gate == self.up):
+        has_number = ["{}" in key for key in (self.gate, self.up, self.down)]
+        if len(set(has_number)) > 1 or (all(has_number) and self.gate == self.up):
             raise GraphError(
                 f"ExpertKeys: the keys of gate, up and down have {{}} for the number of an expert, each its own, or "
                 f"none has; got {self.gate!r}, {self.up!r}, {self.down!r}"
@@ -198,25 +219,26 @@ class ExpertKeys:
 
     @property
     def apart(self) -> bool:
-        """Whether experts are stored one by one."""
+        """Whether every expert is stored as separate tensors, rather than all experts as one stack."""
         return "{}" in self.gate
 
     def weights(self, prefix: str, count: int) -> tuple[WeightKey | WeightStack, ...]:
-        """Gate, up and down of `count` experts under a prefix."""
+        """Return the keys of gate, up and down of `count` experts under a prefix."""
         if self.apart:
             return tuple(WeightStack(f"{prefix}.{key}", count) for key in (self.gate, self.up, self.down))
         return self._three(prefix, (self.gate, self.up, self.down), 1 if self.transpose else 2)
 
     def added(self, prefix: str) -> tuple[WeightKey, ...]:
-        """The biases of gate, up and down under a prefix, if there are any."""
+        """Return the keys of the biases of gate, up and down under a prefix, or an empty tuple if there are none."""
         return () if self.biases is None else self._three(prefix, self.biases, 1)
 
     def _three(self, prefix: str, keys: tuple[str, str, str], axis: int) -> tuple[WeightKey, ...]:
+        """Return the keys of gate, up and down; fused gate and up are the two parts of one tensor along `axis`."""
         gate, up, down = (f"{prefix}.{key}" for key in keys)
         return (*WeightPart.split(gate, 2, axis, self.interleaved), down) if gate == up else (gate, up, down)
 
 
-# As Mixtral's checkpoints have it; `ExpertKeys()` is what most others have.
+# Keys of Mixtral's checkpoints; the defaults of `ExpertKeys` fit most others.
 MIXTRAL_KEYS = ExpertKeys(
     "block_sparse_moe.gate.weight",
     "block_sparse_moe.experts.{}.w1.weight",
@@ -224,13 +246,13 @@ MIXTRAL_KEYS = ExpertKeys(
     "block_sparse_moe.experts.{}.w2.weight",
 )
 
-# As transformers 5 holds experts in memory, and saves them where it is told to keep them so.
+# Keys of experts in the memory of transformers 5, and in checkpoints that it saves without unstacking them.
 STACKED_KEYS = ExpertKeys(
     "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 )
 
 
-# As gpt-oss has it.
+# Keys of gpt-oss.
 GPT_OSS_KEYS = ExpertKeys(
     "mlp.router.weight", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj",
     router_bias="mlp.router.bias",
@@ -241,19 +263,19 @@ GPT_OSS_KEYS = ExpertKeys(
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """Experts of a layer, and how tokens get to them.
+    """Sizes and routing of a mixture of experts.
 
-        y = Σⱼ wⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ        e the `top_k` experts of the token, w their weights
+        y = Σₑ wₑ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ        over the `top_k` experts e of the token, with router weights wₑ
 
-    No expert has a capacity, so that a token is computed alone, whatever stands beside it.
+    Experts have no capacity limit, so the result of a token does not depend on the other tokens of the batch.
 
     Args:
-        num_experts, top_k: how many there are, and how many a token goes to.
+        num_experts, top_k: number of experts, and number of experts per token.
         inner: the width F of an expert.
-        scores, normalise, scale: what the router's logits become, see `emit.route`.
-        choice_bias: the key, inside of the layer, of a bias `[E]` that has a part in the choice of experts alone.
-        keys: where the layer keeps its weights, and whether there are biases.
-        clamp: another middle than act(x G) ⊙ (x U).
+        scores, normalise, scale: how logits of the router become weights, see `emit.route`.
+        choice_bias: key, relative to the layer's prefix, of a bias `[E]` that influences only the choice of experts.
+        keys: keys of the weights, and whether there are biases.
+        clamp: replaces act(x G) ⊙ (x U) by a clamped gate.
     """
 
     num_experts: int
@@ -276,8 +298,10 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class MoeFfn:
-    """`[…, H]` → same through the experts of `spec`, whose weights stand under `prefix`; `activation` is a name in
-    `UNARY`. The router's logits and the weights of experts are f32."""
+    """Mixture of experts, `[…, H]` → same, with the weights under `prefix`; `activation` is a name in `UNARY`.
+
+    The router's logits and the resulting weights of experts are f32.
+    """
 
     prefix: str
     spec: MoeSpec
@@ -306,10 +330,10 @@ class MoeFfn:
                 )  # fmt: skip
 
     def _weights(self, emit: Emit, hidden: DimLike) -> Iterator[FlowValue]:
-        """Gate, up and down, and their biases."""
-        s, p, turn = self.spec, self.prefix, 1 if self.spec.keys.transpose else -1
+        """Yield the weights gate, up and down, then their biases, if there are any."""
+        s, p, axis_order = self.spec, self.prefix, 1 if self.spec.keys.transpose else -1
         sizes = ((s.inner, hidden), (s.inner, hidden), (hidden, s.inner))
         for key, size, roles in zip(s.keys.weights(p, s.num_experts), sizes, (INTO, INTO, OUT_OF), strict=True):
-            yield emit.param(key, (s.num_experts, *size[::turn]), ("experts", *roles[::turn]))
+            yield emit.param(key, (s.num_experts, *size[::axis_order]), ("experts", *roles[::axis_order]))
         for bias, (out, _), (role, _) in zip(s.keys.added(p), sizes, (INTO, INTO, OUT_OF), strict=False):
             yield emit.param(bias, (s.num_experts, out), ("experts", role))

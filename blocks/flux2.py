@@ -1,8 +1,8 @@
-"""FLUX.2's transformer: two streams that attend to each other, then one of both, modulated by time and guidance.
+"""Stages of FLUX.2's transformer: blocks of two streams, then blocks of the joint stream, modulated by time.
 
-Black Forest Labs 2025, as `diffusers.Flux2Transformer2DModel` has it. Letters: B batch, T text tokens, I image tokens,
-H hidden width N·D, F feed-forward width. Weights are `[out, in]`; products have no bias and layer norms no weight. The
-stages share registers that `Flux2Conditioning` and `Flux2Rope` write.
+Source: Black Forest Labs 2025, as in `diffusers.Flux2Transformer2DModel`. Letters: B batch, T text tokens, I image
+tokens, H hidden width N·D, F feed-forward width. Weights are `[out, in]`; projections have no bias and layer norms no
+weight. `Flux2Conditioning` and `Flux2Rope` register values that the other stages read.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ __all__ = [
     "Flux2SingleBlock",
 ]  # fmt: skip
 
-# Registers: the embedding of time and guidance `[B, H]`; the tables of the joint sequence `[1, T+I, D/2]`.
+# Names of registered values: the embedding of time and guidance `[B, H]`; rope tables of the joint sequence
+# `[1, T+I, D/2]`.
 TEMB, COS, SIN = "flux2.temb", "flux2.cos", "flux2.sin"
 
-# The keys of the modulations, and how many vectors `[B, 1, H]` each gives; register `flux2.{name}.{i}`.
+# Modulations by name: the module, and the number of vectors `[B, 1, H]` it produces, registered as `flux2.{name}.{i}`.
 MODULATIONS = {
     "double_img": ("double_stream_modulation_img", 6),
     "double_txt": ("double_stream_modulation_txt", 6),
     "single": ("single_stream_modulation", 3),
 }
 
-# What the axes of weights are.
+# Roles of the axes of weights, by which a mesh shards them.
 HEADS_IN, HEADS_OUT = ("heads", "hidden"), ("hidden", "heads")
 FROM_HIDDEN = (None, "hidden")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flux2BlockSpec:
-    """Sizes of a block: `num_heads` of `head_dim` side by side are as wide as the hidden value."""
+    """Sizes of a block; the hidden width is `num_heads · head_dim`, and `ffn` is F."""
 
     kind: Literal["double", "single"]
     num_heads: int
@@ -51,32 +52,32 @@ class Flux2BlockSpec:
 
     @property
     def hidden(self) -> int:
-        """H."""
+        """The hidden width H."""
         return self.num_heads * self.head_dim
 
 
-# -- what all blocks share -----------------------------------------------------------------------
+# -- functions that all blocks share -------------------------------------------------------------
 
 
 def modulated(emit: Emit, x: FlowValue, name: str, first: int, eps: float) -> FlowValue:
-    """`(1 + scale) ⊙ ln(x) + shift`, of registers `first` (shift) and `first + 1` (scale)."""
+    """Return `(1 + scale) ⊙ ln(x) + shift`; vector `first` of the modulation `name` is shift, the next one scale."""
     shift, scale = (emit.named(f"flux2.{name}.{first + i}") for i in range(2))
     return (scale + 1.0) * emit.layer_norm(x, eps=eps) + shift
 
 
 def gated(emit: Emit, value: FlowValue, name: str, at: int) -> FlowValue:
-    """`gate ⊙ value` of register `at`."""
+    """Return `gate ⊙ value`, with vector `at` of the modulation `name` as the gate."""
     return emit.named(f"flux2.{name}.{at}") * value
 
 
 def swiglu(emit: Emit, x: FlowValue, ffn: int) -> FlowValue:
-    """`silu(first half) ⊙ second half`."""
+    """Return `silu(first half) ⊙ second half` of x `[…, 2·ffn]`."""
     gate, up = emit.split(x, (ffn, ffn))
     return emit.gated_ffn(gate=gate, up=up)
 
 
 def attend(emit: Emit, q: FlowValue, k: FlowValue, v: FlowValue, spec: Flux2BlockSpec) -> FlowValue:
-    """Every token of the joint sequence reads all, queries and keys turned: `[B, T+I, H]`."""
+    """Return full (non-causal) attention over the joint sequence with rotated queries and keys, `[B, T+I, H]`."""
     cos, sin = emit.named(COS), emit.named(SIN)
     q, k = (emit.rope(x, cos, sin, head_dim=spec.head_dim, style="interleaved") for x in (q, k))
     return emit.attention(q, k, v, heads=spec.num_heads)
@@ -87,7 +88,7 @@ def attend(emit: Emit, q: FlowValue, k: FlowValue, v: FlowValue, spec: Flux2Bloc
 
 @dataclass(frozen=True)
 class Flux2Conditioning:
-    """Embed time, and with `guidance` that too, and write what modulates the blocks; the active value passes by.
+    """Embed time and optionally guidance, and register the modulations of the blocks; the active value is unchanged.
 
     `temb = mlp(sinusoids(timestep)) [+ mlp(sinusoids(guidance))]`, `mlp(x) = silu(x W₁) W₂`. Inputs: `timestep` and
     `guidance` `[B]`. Weights: `time_guidance_embed.{timestep,guidance}_embedder.
@@ -114,6 +115,7 @@ class Flux2Conditioning:
         return value
 
     def _embedded(self, emit: Emit, name: str, value: FlowValue) -> FlowValue:
+        """Return the embedding `[B, H]` of the times or guidance values `[B]`, by the MLP `{name}_embedder`."""
         key = f"time_guidance_embed.{name}_embedder"
         with emit.scope(f"{name}_embedder"):
             waves = emit.sinusoids(value, self.channels, scale=1000.0)
@@ -123,10 +125,10 @@ class Flux2Conditioning:
 
 @dataclass(frozen=True)
 class Flux2Rope:
-    """Tables of the joint sequence from the inputs `txt_ids` `[1, T, A]` and `img_ids` `[1, I, A]`.
+    """Register rope tables of the joint sequence from the inputs `txt_ids` `[1, T, A]` and `img_ids` `[1, I, A]`.
 
-    The value passes by. Coordinate a turns `axes[a]` columns of each head, by frequencies `theta^(−2i/axes[a])`. Of ids
-    with several rows the first counts for all, as in diffusers.
+    The active value is unchanged. Coordinate a rotates `axes[a]` columns of each head, with frequencies
+    `theta^(−2i/axes[a])`. For ids with several rows, the first row applies to the full batch, as in diffusers.
     """
 
     axes: tuple[int, ...]
@@ -134,7 +136,7 @@ class Flux2Rope:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         with emit.scope("pos_embed"):
-            ids = [emit.flow_input(name)[:1] for name in ("txt_ids", "img_ids")]
+            ids = [emit.flow_input(name)[:1] for name in ("txt_ids", "img_ids")]  # text first, as in the blocks
             for name, rows in zip(("txt_ids", "img_ids"), ids, strict=True):
                 if rows.ndim != 3 or rows.type.shape[2] != len(self.axes):
                     raise ShapeError(f"{emit.path}: input {name} is {rows.type}; expected [rows, S, {len(self.axes)}]")
@@ -147,9 +149,9 @@ class Flux2Rope:
 
 @dataclass(frozen=True)
 class Flux2DoubleBlock:
-    """One block of both streams, `img` `[B, I, H]` and `txt` `[B, T, H]`; the active value passes by.
+    """One block of the two streams `img` `[B, I, H]` and `txt` `[B, T, H]`; the active value is unchanged.
 
-    Each stream has its modulated norm, projections and feed-forward half of its own; attention is over both, text
+    Each stream has separate modulated norms, projections and feed-forward weights. Attention is joint, with text
     first, after an RMSNorm of every query and key head. `x = x + gate ⊙ attn(…)`, `x = x + gate ⊙ ff(…)`. Weights under
     `prefix`: `attn.{to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out}` `[H, H]`,
     `attn.norm_{q,k,added_q,added_k}` `[D]`, `{ff,ff_context}.linear_in` `[2F, H]`, `.linear_out` `[H, F]`.
@@ -162,7 +164,7 @@ class Flux2DoubleBlock:
         return DualStream("joint", stream_id.IMG, stream_id.TXT, self.both).emit(emit, value)
 
     def both(self, emit: Emit, img: FlowValue, txt: FlowValue) -> tuple[FlowValue, FlowValue]:
-        """Both streams after the block."""
+        """Return the image stream and the text stream after the block."""
         p, s = f"{self.prefix}.attn", self.spec
 
         def linear(name: str, x: FlowValue, roles: tuple[str, str] = HEADS_IN, columns: int = s.hidden) -> FlowValue:
@@ -181,23 +183,23 @@ class Flux2DoubleBlock:
                 inner = swiglu(emit, inner, s.ffn)
             return x + gated(emit, linear(f"{key}.linear_out", inner, OUT_OF), name, 5)
 
-        of_img = heads(modulated(emit, img, "double_img", 0, s.eps), ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
-        of_txt = heads(
+        img_heads = heads(modulated(emit, img, "double_img", 0, s.eps), ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
+        txt_heads = heads(
             modulated(emit, txt, "double_txt", 0, s.eps),
             ("add_q_proj", "add_k_proj", "add_v_proj"),
             ("norm_added_q", "norm_added_k"),
         )
-        q, k, v = (emit.concat(pair, axis=1) for pair in zip(of_txt, of_img, strict=True))
-        context = attend(emit, q, k, v, s)
-        text = txt.shape[1]
-        img = img + gated(emit, linear("attn.to_out.0", context[:, text:], HEADS_OUT), "double_img", 2)
-        txt = txt + gated(emit, linear("attn.to_add_out", context[:, :text], HEADS_OUT), "double_txt", 2)
+        q, k, v = (emit.concat(pair, axis=1) for pair in zip(txt_heads, img_heads, strict=True))
+        attended = attend(emit, q, k, v, s)
+        num_text = txt.shape[1]
+        img = img + gated(emit, linear("attn.to_out.0", attended[:, num_text:], HEADS_OUT), "double_img", 2)
+        txt = txt + gated(emit, linear("attn.to_add_out", attended[:, :num_text], HEADS_OUT), "double_txt", 2)
         return fed(img, "double_img", "ff"), fed(txt, "double_txt", "ff_context")
 
 
 @dataclass(frozen=True)
 class Flux2SingleBlock:
-    """One block of the joint sequence `[B, T+I, H]`: attention and feed-forward side by side (Dehghani et al. 2023).
+    """One block of the joint sequence `[B, T+I, H]`: attention and feed-forward in parallel (Dehghani et al. 2023).
 
     `[q ‖ k ‖ v ‖ m] = modulated(x) W`, `x = x + gate ⊙ [attn(q, k, v) ‖ swiglu(m)] W_o`. Weights under `prefix`:
     `attn.to_qkv_mlp_proj` `[3H + 2F, H]`, `attn.to_out` `[H, H + F]`, `attn.norm_{q,k}` `[D]`.
@@ -209,19 +211,19 @@ class Flux2SingleBlock:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s, p = emit.require(value, "Flux2SingleBlock"), self.spec, f"{self.prefix}.attn"
         with emit.scope("attn"):
-            wide = modulated(emit, emit.block_input(x), "single", 0, s.eps)
+            normed = modulated(emit, emit.block_input(x), "single", 0, s.eps)
             columns = (s.hidden, s.hidden, s.hidden, 2 * s.ffn)
-            packed = emit.linear(wide, f"{p}.to_qkv_mlp_proj.weight", roles=INTO, columns=sum(columns))
+            packed = emit.linear(normed, f"{p}.to_qkv_mlp_proj.weight", roles=INTO, columns=sum(columns))
             q, k, v, inner = emit.split(packed, columns)
             q, k = (head_norm(emit, a, f"{p}.norm_{n}.weight", s.head_dim, s.eps) for a, n in ((q, "q"), (k, "k")))
-            both = emit.concat([attend(emit, q, k, v, s), swiglu(emit, inner, s.ffn)], axis=-1)
-            out = emit.linear(both, f"{p}.to_out.weight", roles=OUT_OF, columns=s.hidden)
+            merged = emit.concat([attend(emit, q, k, v, s), swiglu(emit, inner, s.ffn)], axis=-1)
+            out = emit.linear(merged, f"{p}.to_out.weight", roles=OUT_OF, columns=s.hidden)
         return x + gated(emit, out, "single", 2)
 
 
 @dataclass(frozen=True)
 class Flux2JoinStreams:
-    """The streams `txt` and `img` as one sequence, text first: `[B, T+I, H]`."""
+    """Concatenate the streams `txt` and `img` to the joint sequence, text first: `[B, T+I, H]`."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         with emit.scope("join"):
@@ -230,9 +232,12 @@ class Flux2JoinStreams:
 
 @dataclass(frozen=True)
 class Flux2Output:
-    """The image's part of the joint sequence, `(1 + scale) ⊙ ln(x) + shift` by time, projected: `[B, T+I, H]` →
-    `[B, I, C]`. Weights: `norm_out.linear.weight` `[2H, H]` (scale, then shift), `proj_out.weight` `[C, H]`.
-    `channels`, C, is needed only for weights that no source has."""
+    """Output head: modulate and project the image tokens of the joint sequence, `[B, T+I, H]` → `[B, I, C]`.
+
+    `((1 + scale) ⊙ ln(x) + shift) Wᵀ`, with scale and shift from the embedding of time. Weights:
+    `norm_out.linear.weight` `[2H, H]` (scale, then shift), `proj_out.weight` `[C, H]`. `channels`, C, is needed only
+    for weights that no source has.
+    """
 
     hidden: int
     eps: float = 1e-6

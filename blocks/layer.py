@@ -1,9 +1,9 @@
-"""`LayerSpec`: one record that describes every decoder layer; and Gemma's layers as differences from Llama's.
+"""`LayerSpec`, one record that describes every decoder layer, and Gemma's layers as differences from Llama's.
 
     Gemma 1     h = x + attn(norm(x))              y = h + geglu(norm(h))
     Gemma 2, 3  h = x + norm(attn(norm(x)))        y = h + norm(geglu(norm(h)))
 
-Norms of Gemma are `GemmaRmsNorm`. Gemma 2 caps its attention scores; Gemma 3 normalises the heads of queries and keys
+Gemma's norms are `GemmaRmsNorm`. Gemma 2 caps its attention scores; Gemma 3 normalises the heads of queries and keys
 instead. The stages that write a layer are in `decoder.py`.
 """
 
@@ -27,12 +27,12 @@ __all__ = [
     "gemma_strided_layer_mask",
 ]  # fmt: skip
 
-# The MLP by the activation of its gate.
+# The class of the MLP by the activation of its gate.
 GATES: dict[str, type[SwiGlu]] = {"silu": SwiGlu, "gelu_tanh": GeGlu}
 
 QK_NORMS = (None, "heads", "width")
 
-# Of the input `[B, S, H]` of a layer, to be checked; None is any size.
+# Expected shape of a layer's input `[B, S, H]`; None accepts any size.
 HiddenShape = tuple[int | str | None, ...] | None
 
 QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
@@ -40,7 +40,10 @@ QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorms:
-    """The keys, inside a layer, of the norms around its two halves; None for no norm. The defaults are Llama's."""
+    """Names of the norms around the two halves of a layer, relative to its prefix; None for no norm.
+
+    The defaults are Llama's.
+    """
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -49,7 +52,7 @@ class LayerNorms:
 
     @staticmethod
     def around_both() -> LayerNorms:
-        """One before and one after each half, under Gemma 2's keys."""
+        """Return norms before and after each half, with Gemma 2's names."""
         return LayerNorms(
             after_attention="post_attention_layernorm",
             before_mlp="pre_feedforward_layernorm",
@@ -58,16 +61,16 @@ class LayerNorms:
 
     @staticmethod
     def after_both() -> LayerNorms:
-        """One after each half and none before, under OLMo 2's keys."""
+        """Return norms after each half only, with OLMo 2's names."""
         return replace(LayerNorms.around_both(), before_attention=None, before_mlp=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderKeys:
-    """The keys of a layer's weights but for its norms and experts; `{}` stands for the prefix of the layer.
+    """Keys of a layer's weights, except for its norms and experts; `{}` is a placeholder for the layer's prefix.
 
-    Projections with one key are stored as one tensor, side by side: q, k and v, or gate and up. The key of a bias ends
-    in `.bias` where that of the weight ends in `.weight`.
+    Projections with the same key are fused, in the order q, k, v or gate, up: the stored tensor is their concatenation
+    along the output axis. The key of a bias ends in `.bias` where the key of its weight ends in `.weight`.
     """
 
     q: str = "{}.self_attn.q_proj.weight"
@@ -83,7 +86,7 @@ class DecoderKeys:
 
     @staticmethod
     def fused(qkv: str = "{}.self_attn.qkv_proj.weight", gate_up: str = "{}.mlp.gate_up_proj.weight") -> DecoderKeys:
-        """Keys of a layer with one tensor for q, k and v and one for gate and up; the defaults are Phi 3's."""
+        """Return keys with one tensor for q, k and v and one for gate and up; the defaults are Phi 3's."""
         return DecoderKeys(q=qkv, k=qkv, v=qkv, gate=gate_up, up=gate_up)
 
     def under(self, prefix: str) -> DecoderKeys:
@@ -94,36 +97,38 @@ class DecoderKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A decoder layer: its sizes, and how it differs from Llama's, whose values are the defaults.
+    """Sizes and options of a decoder layer; the defaults describe Llama's layer.
 
         h = x + m · after(attention(before(x)) Wo)        y = h + m · after(mlp(before(h)))
 
     `num_heads` is a multiple of `num_kv_heads`; `head_dim` need not be hidden / heads.
 
     Args:
-        eps: of every norm.
-        mask: causal, or a sliding window of the last keys; one that is custom or a bias reads an input.
-        mask_input: the name of that input. `use_custom_mask`: explicit decode reads the keep mask `mask`.
-        rope: the name of the RopeTables to read, where a flow has several.
-        rope_theta: the base of the rotation when no RopeTables stage ran.
-        n_rot: columns of each head that are rotated; None is all, 0 is none (NoPE).
-        gated: a sigmoid gate of each head of the context, beside its query in q's weight `[N·2D, H]` (Qiu et al.,
-            arXiv:2505.06708).
-        sinks: a score of each head in the softmax of its attention, a weight `[N]`; see `emit.attention`.
-        score_scale: what q kᵀ is multiplied with; None is D^(−1/2).
-        attn_logit_softcap: c tanh(scores / c).
-        qkv_bias, output_bias, mlp_bias: biases of the projections.
-        qk_norm: an RMSNorm of queries and keys before the rotation: of every head alone, `heads`, with weights `[D]`,
-            or of all heads as one vector, `width`, with weights `[N·D]` and `[K·D]`. `qk_norm_eps` and
-            `qk_norm_offset`, what is added to the weight, are as in the other norms unless given.
-        norms: which norms there are around the halves, and their keys.
-        zero_centred: norms multiply with 1 + w, those of heads too.
-        activation: of the gate, `silu` or `gelu_tanh`.
-        moe: experts in the place of the MLP.
+        eps: epsilon of every norm.
+        mask: causal, or a sliding window of the last keys; a custom mask or a bias reads an input.
+        mask_input: name of that input.
+        use_custom_mask: explicit decode reads the input `mask`, a keep mask.
+        rope: name of the RopeTables to read, in a flow with several.
+        rope_theta: base of the rotation, used when no RopeTables stage ran.
+        n_rot: number of columns of each head that are rotated; None is all, 0 is none (NoPE).
+        gated: multiply the context of each head by a sigmoid gate. q's weight `[N·2D, H]` then has the rows of each
+            head's query and gate in turn (Qiu et al., arXiv:2505.06708).
+        sinks: add one learned score per head to the softmax of attention, a weight `[N]`; see `emit.attention`.
+        score_scale: factor of q kᵀ; None is D^(−1/2).
+        attn_logit_softcap: c in `c tanh(scores / c)`.
+        qkv_bias, output_bias, mlp_bias: whether the projections have biases.
+        qk_norm: RMSNorm of queries and keys before the rotation. `heads` normalises every head separately, with
+            weights `[D]`; `width` normalises all heads as one vector, with weights `[N·D]` and `[K·D]`.
+        qk_norm_eps, qk_norm_offset: epsilon of these norms and the constant that is added to their weights; by default
+            as in the other norms.
+        norms: names of the norms around the halves.
+        zero_centred: all norms, also of heads, multiply by 1 + w.
+        activation: activation of the gate, `silu` or `gelu_tanh`.
+        moe: experts in place of the MLP.
         residual_multiplier: m.
-        keys: those of the weights; several projections may be stored as one.
-        hidden_shape: what the input is held against, if given.
-        intermediate_size: the width of the MLP, needed only for weights that no source has.
+        keys: keys of the weights; projections may be fused.
+        hidden_shape: expected shape of the input, if given.
+        intermediate_size: width of the MLP; needed only for weights that no source has.
     """
 
     num_heads: int
@@ -163,79 +168,82 @@ class LayerSpec:
                 expected = " or ".join(map(repr, choices))
                 raise GraphError(f"LayerSpec: {name} is {shown(getattr(self, name))}; expected {expected}")
 
-    # -- where it stands ---------------------------------------------------------------------
+    # -- parameters under a prefix -----------------------------------------------------------
 
     def under(self, prefix: str, mask_input: str | None = None) -> LayerSpec:
-        """The layer under `prefix`, whose mask reads the input `mask_input`."""
+        """Return the spec with complete keys under `prefix`, and with `mask_input` as the input of its mask."""
         return replace(self, keys=self.keys.under(prefix), mask_input=mask_input or self.mask_input)
 
     attention = under
-    """The attention of the layer under a prefix: its stages read the layer's record."""
+    """Alias of `under`, for stages of attention, which read the spec of their layer."""
 
     def columns(self, name: str) -> int:
-        """How wide projection q, k or v is."""
+        """Return the output width of projection q, k or v; a gated query is twice as wide."""
         heads = {"q": self.num_heads * (1 + self.gated), "k": self.num_kv_heads, "v": self.num_kv_heads}
         return heads[name] * self.head_dim
 
     def sizes(self, name: str, hidden: DimLike) -> tuple[DimLike | None, DimLike | None]:
-        """What is known of the stored weight of projection `name`, `[out, in]`, for values `[B,S,hidden]`."""
+        """Return the shape `[out, in]` of projection `name` for values `[B,S,hidden]`; None for an unknown size."""
         inner = self.intermediate_size
         others = {"o": (hidden, self.num_heads * self.head_dim), "down": (hidden, inner)}
         return (self.columns(name), hidden) if name in QKV else others.get(name, (inner, hidden))
 
     def weight(self, name: str, bias: bool = False) -> WeightKey:
-        """The key of projection `name` or of its bias: a part of a stored tensor where others have that key too."""
+        """Return the key of projection `name`, or of its bias; for a fused projection, its part of the tensor."""
         key: str = getattr(self.keys, name)
-        shared = [n for n in (QKV if name in QKV else MLP) if getattr(self.keys, n) == key]
+        fused = [n for n in (QKV if name in QKV else MLP) if getattr(self.keys, n) == key]
         key = f"{key.removesuffix('.weight')}.bias" if bias else key
-        if len(shared) < 2:
+        if len(fused) < 2:
             return key
-        parts = tuple(self.columns(n) for n in shared) if name in QKV else len(shared)
-        return WeightPart.split(key, parts)[shared.index(name)]
+        # q is wider than k and v where heads are grouped, so their parts have sizes; gate and up are halves.
+        parts = tuple(self.columns(n) for n in fused) if name in QKV else len(fused)
+        return WeightPart.split(key, parts)[fused.index(name)]
 
     def bias(self, name: str) -> WeightKey | None:
-        """The key of the bias of projection `name`, if it has one."""
+        """Return the key of the bias of projection `name`, or None if it has none."""
         biased = self.output_bias if name == "o" else self.qkv_bias if name in QKV else self.mlp_bias
         return self.weight(name, bias=True) if biased else None
 
     def roles(self, name: str) -> tuple[Role, Role]:
-        """What the axes of the stored weight of projection `name` are."""
+        """Return the roles of the two axes of the stored weight of projection `name`."""
         if name in MLP or name == "o":
             return {"o": ("hidden", "heads"), "down": OUT_OF}.get(name, INTO)
         part = self.weight(name)
+        # The output axis of a fused weight has several roles, so that a mesh shards q, k and v separately.
         if isinstance(part, WeightPart) and part.sizes is not None:
-            shared = [n for n in QKV if getattr(self.keys, n) == part.key]
-            return Parts(tuple(zip(part.sizes, map(ROLE_OF_HEADS.__getitem__, shared), strict=True))), "hidden"
+            fused = [n for n in QKV if getattr(self.keys, n) == part.key]
+            return Parts(tuple(zip(part.sizes, map(ROLE_OF_HEADS.__getitem__, fused), strict=True))), "hidden"
         return ROLE_OF_HEADS[name], "hidden"
 
-    # -- its parts ---------------------------------------------------------------------------
+    # -- stages of the layer -----------------------------------------------------------------
 
     def block(self, mask: MaskKind) -> hir.Attention:
-        """The attention itself."""
+        """Return the HIR operation of the layer's attention, with the mask kind `mask`."""
         return hir.attention(
             self.num_heads, self.num_kv_heads, mask, scale=self.score_scale, softcap=self.attn_logit_softcap,
             sinks=self.sinks,
         )  # fmt: skip
 
     def mlp(self, prefix: str) -> SwiGlu | MoeFfn:
-        """The MLP of the layer under `prefix`, or its experts."""
+        """Return the MLP stage of the layer under `prefix`, or its mixture of experts."""
         if self.moe is not None:
             return MoeFfn(prefix, self.moe, self.activation)
-        here = self.under(prefix)
-        gate, up, down = (here.weight(name) for name in MLP)
-        biases = (here.bias("gate"), here.bias("up"), here.bias("down"))
+        spec = self.under(prefix)
+        gate, up, down = (spec.weight(name) for name in MLP)
+        biases = (spec.bias("gate"), spec.bias("up"), spec.bias("down"))
         return GATES[self.activation](gate, up, down, biases if self.mlp_bias else None, self.intermediate_size)
 
     def norm(self, name: str) -> RmsNorm | GemmaRmsNorm:
-        """A norm as those of the layer, with the weight `{name}.weight`."""
+        """Return a norm of the layer's kind and epsilon, with the weight `{name}.weight`."""
         return (GemmaRmsNorm if self.zero_centred else RmsNorm)(f"{name}.weight", self.eps)
 
 
+# Role of the output axis of each projection of attention.
 ROLE_OF_HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
 
 
 class GemmaStyle(Enum):
-    """Which layer: `GEMMA`, `GEMMA2`, `GEMMA3`. `GEMMA4` is a known name that is not built."""
+    """Version of Gemma: `GEMMA`, `GEMMA2` or `GEMMA3`. `GEMMA4` is in the specification but not supported."""
 
     GEMMA = "gemma"
     GEMMA2 = "gemma2"
@@ -243,7 +251,7 @@ class GemmaStyle(Enum):
     GEMMA4 = "gemma4"
 
 
-# The norms of a layer by its style.
+# Norms of a layer by the version of Gemma.
 NORMS = {
     GemmaStyle.GEMMA: LayerNorms(),
     GemmaStyle.GEMMA2: LayerNorms.around_both(),
@@ -252,24 +260,33 @@ NORMS = {
 
 
 def gemma_layer_spec(style: GemmaStyle, layer: LayerSpec) -> LayerSpec:
-    """Return `layer` with what sets Gemma apart from Llama, as far as its sizes do not say so.
+    """Return `layer` with the norms and the activation of a version of Gemma; its sizes and mask are unchanged.
 
     Raises:
         UnsupportedError: Gemma 4.
     """
     if style not in NORMS:
-        raise UnsupportedError(f"{style.name} is not built; {', '.join(known.name for known in NORMS)} are")
+        raise UnsupportedError(f"{style.name} is not built; {', '.join(supported.name for supported in NORMS)} are")
     qk_norm = layer.qk_norm or ("heads" if style is GemmaStyle.GEMMA3 else None)
     return replace(layer, norms=NORMS[style], zero_centred=True, activation="gelu_tanh", qk_norm=qk_norm)
 
 
 def gemma2_layer_mask(index: int, window: int) -> MaskKind:
-    """Gemma 2: even layers read a window, odd ones every key before the query."""
+    """Return the mask of Gemma 2's layer `index`: even layers have a sliding window, odd layers are causal."""
     return gemma_strided_layer_mask(index, window, 2)
 
 
 def gemma_strided_layer_mask(index: int, window: int, stride: int) -> MaskKind:
-    """Every layer whose number, from 1, is a multiple of `stride` > 1 is causal, the others read a window."""
+    """Return the mask of layer `index`: every `stride`-th layer is causal, the others have a sliding window.
+
+    Args:
+        index: number of the layer, from 0; layers `stride - 1`, `2 * stride - 1`, … are causal.
+        window: width of the window in tokens.
+        stride: at least 1; with 1 every layer has a window.
+
+    Raises:
+        GraphError: `stride` is less than 1.
+    """
     if stride < 1:
         raise GraphError(f"gemma_strided_layer_mask: the stride is at least 1, got {stride}")
     if stride > 1 and (index + 1) % stride == 0:

@@ -1,4 +1,7 @@
-"""Projections, norms, embeddings and heads: Linear, LmHead, RmsNorm, LayerNorm, Embed, residuals, gathers, pooling."""
+"""Elementary stages: embeddings, projections, LM heads, norms, residuals, token selection and pooling.
+
+Other modules of stages build on the functions here (`dense`, `norm_under`, `rms_norm`, `head_norm`).
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,18 @@ __all__ = [
     "LayerNorm", "Linear", "LmHead", "LogitSoftcap", "Multiply", "ResidualAdd", "ResidualSave", "RmsNorm", "ZeroBeta",
 ]  # fmt: skip
 
-# What the axes of tables are.
+# Roles of the axes of embedding tables and of LM heads; the mesh shards axes by role.
 TABLE, HEAD = ("embedding", "hidden"), ("vocab", "hidden")
 
 
 @dataclass(frozen=True)
 class Embed:
-    """`E[ids]`: ids `[…]` → `[…, H]`. Weight: `weight_key` `[V, H]`, as stored. Remembered for a tied LmHead.
+    """Look up token embeddings: ids `[…]` → `E[ids]` `[…, H]`. A tied LmHead later in the flow shares the table.
 
-    `shape` and `init` are needed only for a table that no source has: see `emit.param`. Those of GatherAdd, LmHead and
-    the like are the same.
+    Args:
+        weight_key: the table E, `[V, H]`, as stored.
+        shape, init: needed only for a table that no source has, see `emit.param`. GatherAdd, LmHead and other stages
+            with these fields treat them alike.
     """
 
     weight_key: str = "model.embed_tokens.weight"
@@ -39,7 +44,7 @@ class Embed:
 
     @staticmethod
     def token(key: str) -> Embed:
-        """The token embedding stored under `key`."""
+        """Return the stage of the token embedding stored under `key`."""
         return Embed(key)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -52,7 +57,10 @@ class Embed:
 
 @dataclass(frozen=True)
 class EmbedScale:
-    """`x √H` for x `[…, H]`. √H takes the dtype of x first, as in Hugging Face's Gemma: √3072 is 55.5 in bf16."""
+    """Scale embeddings by the square root of their width: `x √H` for x `[…, H]`.
+
+    √H is rounded to the dtype of x first, as in Hugging Face's Gemma: √3072 is 55.5 in bf16.
+    """
 
     hidden_size: int
 
@@ -66,7 +74,10 @@ class EmbedScale:
 
 @dataclass(frozen=True)
 class Multiply:
-    """`x · factor` for a number, which takes the dtype of x first: multipliers of embeddings and logits (Granite)."""
+    """Multiply by a constant, `x · factor`: Granite's multipliers of embeddings and logits.
+
+    `factor` is rounded to the dtype of x first.
+    """
 
     factor: float
 
@@ -78,7 +89,10 @@ class Multiply:
 
 @dataclass(frozen=True)
 class GatherFromInput:
-    """`E[input]`, ignoring the active value: `weight_key` `[V, H]`, the input holds integer ids."""
+    """Look up embeddings of an input with integer ids, `E[input]`; the active value is ignored.
+
+    Weight: `weight_key` `[V, H]`.
+    """
 
     input_name: str
     weight_key: str
@@ -93,7 +107,10 @@ class GatherFromInput:
 
 @dataclass(frozen=True)
 class GatherAdd(GatherFromInput):
-    """`x + E[input]`: `weight_key` `[V, H]`. An optional input that is absent counts as its default."""
+    """Add embeddings of an input to the active value: `x + E[input]`. Weight: `weight_key` `[V, H]`.
+
+    An optional input that is absent takes its default.
+    """
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         rows = super().emit(emit, value)
@@ -103,10 +120,14 @@ class GatherAdd(GatherFromInput):
 
 @dataclass(frozen=True)
 class Linear:
-    """`x W [+ b]`. Weight: `weight_key`, `[out, in]` with `transpose` (how checkpoints store it) or `[in, out]`.
+    """Linear projection `x W [+ b]`.
 
-    `shape` is the stored shape, None for an unknown size; needed only without weights. `roles` say what its axes are,
-    as stored, for a mesh of devices. `init`: how the weight is drawn where there is none, as `emit.param` takes it.
+    Args:
+        weight_key: the weight, `[out, in]` with `transpose` (the layout of most checkpoints), else `[in, out]`.
+        bias_key: the bias `[out]`, if there is one.
+        shape: the stored shape, None for an unknown size; needed only without weights.
+        roles: roles of the stored axes, by which a mesh of devices shards them.
+        init: initializer of a weight that no source has, as in `emit.param`.
     """
 
     weight_key: WeightKey
@@ -118,10 +139,10 @@ class Linear:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Linear")
-        columns, wide = (self.shape or (None, None))[:: 1 if self.transpose else -1]
+        columns, width = (self.shape or (None, None))[:: 1 if self.transpose else -1]
         with emit.scope(block_of(str(self.weight_key))):
-            if wide is not None and x.type.shape[-1:] != (wide,):
-                raise ShapeError(f"{emit.path}: Linear: of its shape= the input is {wide} wide, and this is {x.type}")
+            if width is not None and x.type.shape[-1:] != (width,):
+                raise ShapeError(f"{emit.path}: Linear: of its shape= the input is {width} wide, and this is {x.type}")
             return emit.linear(
                 x, self.weight_key, self.bias_key, transpose=self.transpose, roles=self.roles, columns=columns,
                 init=self.init,
@@ -129,7 +150,7 @@ class Linear:
 
 
 def pair(name: str) -> tuple[str, str]:
-    """The keys of a weight and its bias."""
+    """Return the keys of the weight and the bias of the module `name`."""
     return f"{name}.weight", f"{name}.bias"
 
 
@@ -145,23 +166,42 @@ def dense(
     bias: bool = True,
     transpose: bool = True,
 ) -> FlowValue:
-    """Write `act(x W [+ b])`, `columns` wide, under the keys `{prefix}.{name}` and in the block `name`."""
+    """Write `act(x W [+ b])` with the weights of the module `{prefix}.{name}`, in the block `name`.
+
+    Args:
+        prefix, name: their parameters are `{prefix}.{name}.weight` and `.bias`; dots in `name` nest blocks.
+        x: value `[…, in]`.
+        roles: roles of the axes of the stored weight.
+        columns: width of the result; None to read it from the weight.
+        activation: a name in `UNARY`, or "" for none.
+        bias: whether there is a bias.
+        transpose: whether the weight is stored as `[out, in]`.
+    """
     weight, added = pair(f"{prefix}.{name}")
     with emit.scope(*name.split(".")):
         return emit.linear(
-            x, weight, added if bias else None, activation=activation, transpose=transpose, roles=roles, columns=columns
+            x,
+            weight,
+            added if bias else None,
+            activation=activation,
+            transpose=transpose,
+            roles=roles,
+            columns=columns,
         )
 
 
 def block_of(key: str) -> str:
-    """`a.b.q_proj.weight` → `q_proj`: what dumps call the block that owns a weight."""
+    """Return the name in dumps of the block that owns a weight: `a.b.q_proj.weight` → `q_proj`.
+
+    A key that does not end in `weight` or `bias` yields its last segment.
+    """
     parts = str(key).split(".")
     return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
 
 
 @dataclass(frozen=True)
 class ResidualSave:
-    """Remember the active value for ResidualAdd."""
+    """Save the active value for a later ResidualAdd."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         emit.state.residual = emit.require(value, "ResidualSave")
@@ -170,14 +210,14 @@ class ResidualSave:
 
 @dataclass(frozen=True)
 class ResidualAdd:
-    """`x + saved`; the saved value is forgotten."""
+    """Add the value of the last ResidualSave to the active value, and clear it."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "ResidualAdd")
         saved = emit.state.residual
         if saved is None:
             raise GraphError(f"{emit.path}: ResidualAdd without a ResidualSave before it")
-        emit.state.residual = None
+        emit.state.residual = None  # a second ResidualAdd without a new save is an error, not a silent reuse
         if saved.type != x.type:
             raise ShapeError(f"{emit.path}: ResidualAdd: the saved value is {saved.type}, the active one {x.type}")
         return emit.add_node(Binary("add"), saved, x)
@@ -185,11 +225,11 @@ class ResidualAdd:
 
 @dataclass(frozen=True)
 class LmHead:
-    """Logits: `x Eᵀ` with the embedding of the flow (`tied`) or `x Wᵀ` with `weight_key` `[V, H]`; no bias.
+    """Compute float32 logits: `x Eᵀ` with the flow's embedding (`tied`), or `x Wᵀ` with `weight_key` `[V, H]`; no bias.
 
-    The embedding is contracted in place, never copied. Logits are float32 in every precision. V and H follow from the
-    embedding, or from the weight and from x, and are held against these where they are given; V of a weight of its own
-    is needed where no source has it.
+    The embedding is contracted as it is stored, without a transposed copy. V and H follow from the embedding, or from
+    the weight and x; the stage checks `vocab_size` and `hidden_size` against them where they are set. An untied head
+    needs `vocab_size` only for a weight that no source has.
     """
 
     vocab_size: int | None = None
@@ -200,45 +240,47 @@ class LmHead:
 
     @staticmethod
     def tied(vocab_size: int | None = None, hidden_size: int | None = None) -> LmHead:
-        """Share the weight of the Embed stage."""
+        """Return a head that shares the weight of the Embed stage."""
         return LmHead(vocab_size, hidden_size, None, True)
 
     @staticmethod
     def separate(key: str, vocab_size: int | None = None, hidden_size: int | None = None) -> LmHead:
-        """A weight of its own."""
+        """Return a head with the separate weight `key`."""
         return LmHead(vocab_size, hidden_size, key, False)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LmHead")
         with emit.scope("lm_head"):
             weight = self._weight(emit, x.type)
-            said, have = (self.vocab_size, self.hidden_size), weight.type.shape
-            if len(have) != 2 or any(want not in (None, size) for want, size in zip(said, have, strict=True)):
-                more = "; those of a tied head follow from the embedding: leave them out" * self.tie_word_embeddings
-                text = ", ".join(name if size is None else str(size) for name, size in zip("VH", said, strict=True))
-                raise ShapeError(f"{emit.path}: the head is said to be [{text}], and its weight is {weight.type}{more}")
-            if have[1] != x.type.shape[-1]:
-                which = "the tied embedding" if self.tie_word_embeddings else f"weight {quote(self.weight_key)}"
+            expected, actual = (self.vocab_size, self.hidden_size), weight.type.shape
+            if len(actual) != 2 or any(want not in (None, size) for want, size in zip(expected, actual, strict=True)):
+                hint = "; those of a tied head follow from the embedding: leave them out" * self.tie_word_embeddings
+                text = ", ".join(name if size is None else str(size) for name, size in zip("VH", expected, strict=True))
+                raise ShapeError(f"{emit.path}: the head is said to be [{text}], and its weight is {weight.type}{hint}")
+            if actual[1] != x.type.shape[-1]:
+                label = "the tied embedding" if self.tie_word_embeddings else f"weight {quote(self.weight_key)}"
                 raise WeightShapeError(
-                    f"{emit.path}: the head reads values {have[1]} wide, {which} is {weight.type}; these are {x.type}"
+                    f"{emit.path}: the head reads values {actual[1]} wide, {label} is {weight.type}; these are {x.type}"
                 )
             return emit.add_node(hir.Linear(contract=1, f32_result=True), x, weight)
 
     def _weight(self, emit: Emit, x: TensorType) -> FlowValue:
+        """Return the weight `[V, H]`: the flow's embedding for a tied head, else the parameter `weight_key`."""
         if not self.tie_word_embeddings:
             if self.weight_key is None:
                 raise GraphError(f"{emit.path}: LmHead is not tied and has no weight key")
-            wide = x.shape[-1] if self.hidden_size is None else self.hidden_size
-            return emit.param(self.weight_key, (self.vocab_size, wide), HEAD, self.init)
+            width = x.shape[-1] if self.hidden_size is None else self.hidden_size
+            return emit.param(self.weight_key, (self.vocab_size, width), HEAD, self.init)
         if emit.state.embed_weight is None:
             raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
+        # The table is also a projection to the vocabulary now, which counts in how a mesh shards it.
         emit.say_roles(emit.state.embed_weight, HEAD)
         return emit.state.embed_weight
 
 
 @dataclass(frozen=True)
 class LogitSoftcap:
-    """`cap · tanh(x / cap)`: logits within ±cap (Gemma 2). Float32 where x is what LmHead gives."""
+    """Bound logits to ±cap: `cap · tanh(x / cap)` (Gemma 2). After LmHead, x and the result are float32."""
 
     cap: float
 
@@ -254,9 +296,9 @@ class LogitSoftcap:
 
 @dataclass(frozen=True)
 class GatherLastToken:
-    """The last token of each row: `[B,S,H]` → `[B,1,H]`; by position, or by the input `last_token_idx` `[B]`.
+    """Select the last token of each row: `[B,S,H]` → `[B,1,H]`; by position, or by the input `last_token_idx` `[B]`.
 
-    `batch` and `seq` are checked against the value when given.
+    `batch` and `seq` are checked against the value unless they are None.
     """
 
     batch: int | str | None = None
@@ -265,12 +307,12 @@ class GatherLastToken:
 
     @staticmethod
     def dynamic(batch: int | str | None = None) -> GatherLastToken:
-        """Row `last_token_idx[b]`; the input is declared unless the flow has it."""
+        """Return a stage that selects token `last_token_idx[b]`; it declares the input unless the flow has it."""
         return GatherLastToken(batch, "last_token_idx")
 
     @staticmethod
     def static_last(batch: int | str | None = None, seq: int | str | None = None) -> GatherLastToken:
-        """The last position."""
+        """Return a stage that selects the last position."""
         return GatherLastToken(batch, seq=seq)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -286,7 +328,7 @@ class GatherLastToken:
 
 @dataclass(frozen=True)
 class ClsTokenPool:
-    """The first token: `[B,S,H]` → `[B,H]`. `batch` and `hidden` are checked against the value when given."""
+    """Select the first token: `[B,S,H]` → `[B,H]`. `batch` and `hidden` are checked against the value unless None."""
 
     batch: int | str | None = None
     hidden: int | None = None
@@ -302,7 +344,10 @@ class ClsTokenPool:
 
 @dataclass(frozen=True)
 class ZeroBeta:
-    """Zeros `[length]`, registered as `name`; the first one is the beta of every RMSNorm. Norms need none."""
+    """Register zeros `[length]` as the value `name`; the first such stage provides the beta of every RMSNorm.
+
+    RMSNorms work without this stage; the specification has it.
+    """
 
     length: int
     name: str = "zero_beta"
@@ -317,11 +362,14 @@ class ZeroBeta:
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """`x (mean(x²) + ε)^(−1/2) ⊙ γ`. Weight: `weight_key` `[H]`; where no source has it, `init` draws it, or 1."""
+    """RMSNorm `x (mean(x²) + ε)^(−1/2) ⊙ γ`.
+
+    Weight: `weight_key` `[H]`; if no source has it, it is initialized by `init`, by default to 1.
+    """
 
     norm: ClassVar[str] = "rms"
     offset: ClassVar[float] = 0.0
-    """What is added to the weight."""
+    """Constant that is added to the weight."""
 
     weight_key: str
     eps: float = 1e-5
@@ -336,8 +384,10 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class GemmaRmsNorm(RmsNorm):
-    """`x (mean(x²) + ε)^(−1/2) ⊙ (1 + w)`, rounded once. Weight: `weight_key` `[H]`, which starts at 0, or
-    as `init` says."""
+    """Gemma's RMSNorm `x (mean(x²) + ε)^(−1/2) ⊙ (1 + w)`, rounded once, after the product.
+
+    Weight: `weight_key` `[H]`, initialized by `init`, by default to 0.
+    """
 
     offset = 1.0
 
@@ -345,14 +395,17 @@ class GemmaRmsNorm(RmsNorm):
 
     @staticmethod
     def hf_layer(prefix: str, eps: float = 1e-6) -> GemmaRmsNorm:
-        """`{prefix}.weight`."""
+        """Return the norm with the weight `{prefix}.weight`."""
         return GemmaRmsNorm(f"{prefix}.weight", eps)
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. Weights: `gamma_key`, `beta_key` `[H]`, if not None; where no
-    source has them γ is drawn by `init`, by default 1, and β is 0."""
+    """LayerNorm `(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`.
+
+    Weights: `gamma_key` and `beta_key`, `[H]`, each optional. If no source has them, γ is initialized by `init`, by
+    default to 1, and β to 0.
+    """
 
     norm: ClassVar[str] = "layer"
 
@@ -371,22 +424,31 @@ class LayerNorm:
 
 
 def norm_under(emit: Emit, prefix: str, name: str, x: FlowValue, eps: float) -> FlowValue:
-    """Write a LayerNorm by the weights `{prefix}.{name}.{weight,bias}` in the block `name`."""
+    """Write a LayerNorm with the weights `{prefix}.{name}.{weight,bias}` in the block `name`."""
     with emit.scope(*name.split(".")):
         return emit.layer_norm(x, f"{prefix}.{name}.weight", f"{prefix}.{name}.bias", eps)
 
 
 def rms_norm(emit: Emit, x: FlowValue, key: str | FlowValue, eps: float, offset: float = 0.0) -> FlowValue:
-    """RMSNorm by the weight under `key`, or a value, plus `offset`; the beta is that of a ZeroBeta stage if one ran and
-    fits."""
+    """Write an RMSNorm of `x` with the weight `key` (a key or a value) plus `offset`.
+
+    The beta comes from a ZeroBeta stage, if one ran before with the width of `x`.
+    """
     beta = emit.state.zero_beta
     fits = beta is not None and beta.type.shape == x.type.shape[-1:]
     return emit.rms_norm(x, key, beta if fits else None, eps, offset=offset)
 
 
 def head_norm(emit: Emit, x: FlowValue, key: str, head_dim: int | None, eps: float, offset: float = 0.0) -> FlowValue:
-    """RMSNorm of every head alone, or of all as one vector where `head_dim` is None: packed `[B,S,N·D]` → same.
-    Weight: `key` `[D]` or `[N·D]`, to which `offset` is added."""
+    """Write an RMSNorm over packed heads, `[B,S,N·D]` → same.
+
+    Args:
+        x: packed heads.
+        key: the weight, `[D]` with `head_dim`, else `[N·D]`.
+        head_dim: D, to normalise each head separately; None to normalise all heads as one vector.
+        eps: epsilon of the norm.
+        offset: constant that is added to the weight.
+    """
     with emit.scope(module_of(key)):
         if head_dim is None:
             return rms_norm(emit, x, key, eps, offset)
@@ -395,6 +457,6 @@ def head_norm(emit: Emit, x: FlowValue, key: str, head_dim: int | None, eps: flo
 
 
 def module_of(key: str) -> str:
-    """Return `q_proj` of `layers.0.q_proj.weight`: the block that a weight belongs to."""
+    """Return the name of the module that owns a weight: `layers.0.q_proj.weight` → `q_proj`."""
     parts = key.split(".")
     return parts[-2] if len(parts) > 1 else parts[-1]

@@ -1,4 +1,7 @@
-"""LoRA's two small products beside a stored one, as a wrapper of its block: see `rlx_jax.models.lora`."""
+"""LoRA adapters: a wrapper of a block that adds two low-rank products to its linear projection.
+
+The interface for users is `rlx_jax.models.lora`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,20 @@ from rlx_jax.trace.editing import Inner
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightPart, part_read
 
-# Uniform within ±1/√in, as PEFT draws A; B is zeros, so that a new adapter changes nothing.
+# PEFT's initializer of A: uniform within ±1/√in. B is zeros, so that a new adapter leaves the model unchanged.
 A_INIT = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One product with an adapter: the key of its weight and how that is stored, s, and what PEFT calls its module."""
+    """One linear projection with an adapter.
+
+    Args:
+        key: key of the projection's weight W.
+        contract: axis of W that the projection contracts: 1 if W is stored as `[out, in]`, 0 if `[in, out]`.
+        scale: factor of the adapter's product.
+        module: PEFT's name of the module.
+    """
 
     key: str
     contract: int
@@ -31,44 +41,62 @@ class Adapter:
 
     @property
     def a(self) -> str:
+        """Key of the matrix A, `[rank, in]`."""
         return f"{self.key.removesuffix('.weight')}.lora_A.weight"
 
     @property
     def b(self) -> str:
+        """Key of the matrix B, `[out, rank]`."""
         return f"{self.key.removesuffix('.weight')}.lora_B.weight"
 
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """What PEFT calls modules: the checkpoint's keys, which begin with `stored` there and with `outer` in its model,
-    where the one is bare and the other has a head, `transformer.h.0.attn.c_attn`."""
+    """Mapping from keys of a checkpoint to PEFT's names of modules.
+
+    A checkpoint of a bare model has no prefix for the model that has a head, such as `transformer.` in
+    `transformer.h.0.attn.c_attn`, so the prefixes may differ.
+
+    Args:
+        stored: prefix of the checkpoint's keys, which is removed.
+        outer: prefix of the module names in PEFT's model, which is added unless it is there.
+        renamed: pairs (name in the checkpoint, name in the model); `{}` is the number of a layer.
+    """
 
     stored: str = ""
     outer: str = ""
-    renamed: tuple[tuple[str, str], ...] = ()  # as stored, and as the model calls it; {} is the number of a layer
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def of(self, key: str) -> str:
-        """The module of a weight."""
+        """Return PEFT's name of the module that owns the weight `key`."""
         name = key.removesuffix(".weight").removeprefix(self.stored)
         return other_name(name if name.startswith(self.outer) else self.outer + name, self.renamed)
 
 
 def other_name(module: str, names: Iterable[tuple[str, str]]) -> str:
-    """What a module is called by the first pair of templates whose first is its name, or the end of it.
+    """Return the new name of a module, by the first pair of templates that matches the end of its name.
+
+    A module that no template matches keeps its name.
 
     >>> other_name("vit.encoder.layer.3.output.dense", [("encoder.layer.{}.output.dense", "layers.{}.mlp.fc2")])
     'vit.layers.3.mlp.fc2'
     """
-    for of, to in names:
-        first, last = map(re.escape, of.split("{}"))
-        if found := re.fullmatch(rf"((?:.*\.)?){first}(\d+){last}", module):
-            return found[1] + to.format(found[2])
+    for old_template, new_template in names:
+        template_head, template_tail = map(re.escape, old_template.split("{}"))
+        if match := re.fullmatch(rf"((?:.*\.)?){template_head}(\d+){template_tail}", module):
+            return match[1] + new_template.format(match[2])
     return module
 
 
 @dataclass(frozen=True)
 class LoraLinear:
-    """What stands in the place of a product: it, and an adapter of this rank beside it."""
+    """Replacement of a block: its linear projection plus an adapter, `x W + scale · (x Aᵀ) Bᵀ`.
+
+    Args:
+        rank: rank of A and B.
+        scale: factor of the adapter's product.
+        names: PEFT's names of modules.
+    """
 
     rank: int
     scale: float
@@ -78,7 +106,12 @@ class LoraLinear:
         return self.write(emit, x, inner)[0]
 
     def write(self, emit: Emit, x: FlowValue | None, inner: Inner) -> tuple[FlowValue, Adapter]:
-        """Its value, and what it is."""
+        """Write the block with its adapter; return its value and the adapter.
+
+        Raises:
+            GraphError: the block is not one projection with one stored weight, or it has an adapter already.
+            MissingWeightError: no source has the weights of the adapter.
+        """
         start = len(emit.builder.nodes)
         y = inner(emit.require(x, "lora"))
         number, adapter, shape, part = self._product(emit, start)
@@ -87,29 +120,39 @@ class LoraLinear:
         assert isinstance(op, hir.Linear)
         if emit.own(y).node != number:
             raise GraphError(f"{emit.path}: lora changes a block that is one product, and this has more behind it")
-        turn = 1 if op.contract else -1
-        # Of an axis that is several, which a pass takes apart in W alone, A and B have no role.
-        roles = emit.parameters.roles.get(adapter.key, (None, None))[::turn]
-        of_out, of_in = (None if isinstance(role, Parts | Conflict) else role for role in roles)
-        out, wide = shape[::turn]
+        axis_order = 1 if op.contract else -1
+        # A pass splits an axis with several roles (fused q, k and v) in W only, so A and B get no role there.
+        roles = emit.parameters.roles.get(adapter.key, (None, None))[::axis_order]
+        out_role, in_role = (None if isinstance(role, Parts | Conflict) else role for role in roles)
+        out, wide = shape[::axis_order]
         rows = adapter.b if part is None else replace(part, key=adapter.b, axis=0)
         try:
-            a = emit.param(adapter.a, (self.rank, wide), (None, of_in), A_INIT)
-            b = emit.param(rows, (out, self.rank), (of_out, None), "zeros")
+            a = emit.param(adapter.a, (self.rank, wide), (None, in_role), A_INIT)
+            b = emit.param(rows, (out, self.rank), (out_role, None), "zeros")
         except MissingWeightError as error:
             raise MissingWeightError(
                 f"{emit.path}: lora: the weights {quote(adapter.a)} and lora_B of a new adapter are in no checkpoint: "
                 "missing='init' draws them, compile(…, missing='init', key=0); lora(…, adapter=path) loads one"
             ) from error
-        with emit.scope("lora_A"):  # of what W reads, which an edit of the block may have changed
-            low = emit.linear(emit.wrap(product.inputs[0]), a, transpose=True)
+        with emit.scope("lora_A"):  # A reads the input of W, which may differ from x in an edited block
+            low_rank = emit.linear(emit.wrap(product.inputs[0]), a, transpose=True)
         with emit.scope("lora_B"):
-            y = y + emit.linear(low, b, transpose=True) * self.scale
+            y = y + emit.linear(low_rank, b, transpose=True) * self.scale
         return y, adapter
 
     def _product(self, emit: Emit, start: int) -> tuple[int, Adapter, tuple[int, ...], WeightPart | None]:
-        """The number of the one product of the block, its adapter, the shape of its weight, and which part of a stored
-        one that is, such as the queries' of queries, keys and values."""
+        """Find the one projection of the block.
+
+        Args:
+            start: index of the block's first node.
+
+        Returns:
+            The index of the projection's node, its adapter, the shape of its weight, and the part of the stored tensor
+            that the weight is (such as q in a fused qkv), or None for the full tensor.
+
+        Raises:
+            GraphError: the block has an adapter already, or it is not one projection with one stored weight.
+        """
         nodes = emit.builder.nodes
         numbers = [n for n in range(start, len(nodes)) if isinstance(nodes[n].op, hir.Linear)]
         weights = [nodes[nodes[n].inputs[1].node].op for n in numbers]
@@ -127,8 +170,8 @@ class LoraLinear:
         (number,), ((weight, key),) = numbers, stored
         op, part = nodes[number].op, part_read(weight.programs[0])
         assert isinstance(op, hir.Linear)
-        whole = key.type.shape == weight.type.shape or (part is not None and part.axis == 1 - op.contract)
-        if not whole or not key.key.endswith(".weight"):
+        has_all_inputs = key.type.shape == weight.type.shape or (part is not None and part.axis == 1 - op.contract)
+        if not has_all_inputs or not key.key.endswith(".weight"):
             raise GraphError(
                 f"{emit.path}: lora changes a product with a weight '….weight', the whole of it or one of parts "
                 f"that stand side by side, and this has another part of {quote(key.key)} or one of another name"

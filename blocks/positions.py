@@ -1,4 +1,4 @@
-"""Positions: tables of rotations, embeddings (BERT, GPT-2, RoBERTa), a bias of the scores by distance (T5, MPNet)."""
+"""Stages for positions: rope tables, learned embeddings (BERT, GPT-2, RoBERTa), relative position bias (T5, MPNet)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ from rlx_jax.trace.frequencies import Frequencies, frequencies
 
 __all__ = ["LearnedPositions", "RelativeBias", "RopeTables"]
 
-MAX_TABLE = 2**20  # bytes: tables are constants of the program
+MAX_TABLE = 2**20  # bytes; tables given as data become constants of the compiled program
 
 
 @dataclass(frozen=True, eq=False)
 class RopeTables:
-    """cos and sin at the positions of the active value, for every rotary stage that follows.
+    """Write cos and sin at the positions of the active value, for every rotary stage that follows.
 
-    Either `inv_freq` (the program computes the tables) or data `[max_positions, half_dim]`, whose row t is
-    position t. Positions are the input `position_ids` where the flow declares it and it is given, else 0, 1, 2 …
-    Tables with a `name` are read only by the stages that ask for it (`SelfAttnPrefillSpec.rope`): several kinds of
-    layers may so have frequencies of their own. `factor` multiplies cos and sin that the program computes (YaRN's).
+    Positions come from the input `position_ids` if the flow declares it and the caller passes it, else they are
+    0, 1, 2, …
+
+    Args:
+        inv_freq: inverse frequencies, from which the program computes the tables.
+        max_positions, cos_data, sin_data: tables as data instead, `[max_positions, half_dim]`; row t is position t.
+        name: only stages that name these tables read them (`LayerSpec.rope`), so that several kinds of layers can have
+            different frequencies. Without a name every rotary stage reads them by default.
+        factor: multiplies the computed cos and sin (YaRN's attention factor).
     """
 
     inv_freq: Frequencies = ()
@@ -43,12 +48,16 @@ class RopeTables:
 
     @staticmethod
     def theta(head_dim: int, theta: float = 10000.0, name: str = "") -> RopeTables:
-        """Unscaled frequencies of base `theta` over the full head width."""
+        """Return tables with unscaled frequencies of base `theta` over the full width of a head."""
         return RopeTables(frequencies(head_dim, theta), name=name)
 
     @staticmethod
     def param(max_positions: int, half_dim: int, cos: Any, sin: Any) -> RopeTables:
-        """Tables given as data `[max_positions, half_dim]`."""
+        """Return tables given as data, `cos` and `sin` `[max_positions, half_dim]`.
+
+        Raises:
+            ShapeError: a table has another size, or more than `MAX_TABLE` bytes.
+        """
         cos, sin = (np.asarray(t, np.float32) for t in (cos, sin))
         for name, table in (("cos", cos), ("sin", sin)):
             if table.nbytes > MAX_TABLE:
@@ -73,6 +82,7 @@ class RopeTables:
                 for register, table in zip(registers(self.name), (cos, sin), strict=True):
                     emit.set_named(register, table)
             else:
+                # An earlier layer had no tables and computed its own, so the user probably misplaced this stage.
                 if emit.state.rope_by_itself and emit.state.rope_cos is None:
                     warnings.warn(
                         f"{emit.path}: these tables are for the stages behind them; {emit.state.rope_by_itself} stands "
@@ -85,35 +95,41 @@ class RopeTables:
 
 
 def registers(name: str) -> tuple[str, str]:
-    """Where the tables called `name` stand among the named values."""
+    """Return the names of the registered cos and sin values of the tables `name`."""
     return f"rope.{name}.cos", f"rope.{name}.sin"
 
 
 def given_positions(emit: Emit) -> FlowValue | None:
-    """The input `position_ids`, where the flow declares it and it is given."""
+    """Return the input `position_ids`, or None if the flow does not declare it or the caller does not pass it."""
     return emit.optional_input("position_ids") if "position_ids" in emit.state.inputs else None
 
 
 def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
-    """The position of each token of `value` `[B, S, …]`: the input `position_ids` if given, else int32 `[1, S]`."""
-    given = given_positions(emit)
-    if given is not None:
-        return given
+    """Return the position of each token of `value` `[B, S, …]`.
+
+    Returns:
+        The input `position_ids` if it is passed, else int32 `[1, S]`; with a cache, counted from the cached tokens on.
+    """
+    position_ids = given_positions(emit)
+    if position_ids is not None:
+        return position_ids
     if value.ndim < 2:
         raise ShapeError(f"{emit.path}: positions need [batch, seq, …], got {value.type}")
     return emit.positions(value)
 
 
 def check_tables(emit: Emit, cos: FlowValue, head_dim: int) -> None:
-    """The tables of a RopeTables stage are of heads that are no wider than these.
+    """Check that computed rope tables do not belong to wider heads than `head_dim`.
+
+    Tables of wider heads would have enough columns, but other frequencies.
 
     Raises:
-        ShapeError: they are of wider ones, whose frequencies are others.
+        ShapeError: the tables belong to wider heads.
     """
-    made = emit.builder.nodes[cos.value.node].op
-    if isinstance(made, hir.RopeAngles) and 2 * len(made.inv_freq) > head_dim:
+    table_op = emit.builder.nodes[cos.value.node].op
+    if isinstance(table_op, hir.RopeAngles) and 2 * len(table_op.inv_freq) > head_dim:
         raise ShapeError(
-            f"{emit.path}: the tables of the stage RopeTables are of heads of width {2 * len(made.inv_freq)}, and "
+            f"{emit.path}: the tables of the stage RopeTables are of heads of width {2 * len(table_op.inv_freq)}, and "
             f"these heads have width {head_dim}"
         )
 
@@ -121,17 +137,27 @@ def check_tables(emit: Emit, cos: FlowValue, head_dim: int) -> None:
 def rope_tables_for(
     emit: Emit, x: FlowValue, n_rot: int, theta: float, name: str = "", head_dim: int | None = None
 ) -> tuple[FlowValue, FlowValue]:
-    """cos and sin of the last RopeTables stage, else unscaled ones of base `theta` at the positions of `x`, of `n_rot`
-    columns. With a `name`, those of the RopeTables stage of that name. `head_dim`: of which `n_rot` columns turn.
+    """Return the rope tables of a layer: cos and sin, from a RopeTables stage or computed here.
 
-    The latter are not registered: each layer writes the same ops, so that layers stay alike and fold into one.
+    Computed tables are unscaled. They are not registered: every layer writes the same ops, so that the layers remain
+    identical and the compiler can fold them into one loop body.
+
+    Args:
+        x: the layer's input `[B, S, …]`; computed tables are at its positions.
+        n_rot: number of rotated columns of a head.
+        theta: base of computed tables.
+        name: name of a RopeTables stage; "" for the last stage without a name, or computed tables if there is none.
+        head_dim: full width of a head, if it exceeds `n_rot`.
+
+    Raises:
+        UnboundInputError: the flow is an explicit decode flow, and it has neither tables nor inputs for them.
     """
     if name:
-        cos_at, sin_at = registers(name)
-        return emit.named(cos_at), emit.named(sin_at)
+        cos_name, sin_name = registers(name)
+        return emit.named(cos_name), emit.named(sin_name)
     cos, sin = emit.state.rope_cos, emit.state.rope_sin
     if cos is not None and sin is not None:
-        cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))  # a custom stage's [S, D/2]
+        cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))  # custom stages: [S, D/2]
         check_tables(emit, cos, n_rot if head_dim is None else head_dim)
         return cos, sin
     if emit.state.decode is not None:
@@ -147,12 +173,16 @@ def rope_tables_for(
 
 @dataclass(frozen=True)
 class LearnedPositions:
-    """`x + E[position]`: x `[B,S,H]` → same. Weight: `weight_key` `[positions, H]`.
+    """Add learned position embeddings: `x + E[position]`, `[B,S,H]` → same.
 
-    Positions are the input `position_ids` where the flow declares it and it is given, else 0, 1, 2 …, which go on
-    behind cached tokens. With `padding`, an id, they are counted over the other ids of the input `ids_input`, from
-    `padding` + 1 on (RoBERTa). `shape` is that of the weight and `init` how it is drawn; needed
-    only when the flow is compiled without weights.
+    Positions come from the input `position_ids` if the flow declares it and the caller passes it, else they are
+    0, 1, 2, …, and continue after cached tokens.
+
+    Args:
+        weight_key: the table E, `[positions, H]`.
+        padding: id of the padding token. Positions then count the other ids of the input `ids_input`, starting at
+            `padding` + 1 (RoBERTa).
+        shape, init: shape and initializer of the table, needed only when the flow is compiled without weights.
     """
 
     weight_key: str
@@ -168,21 +198,22 @@ class LearnedPositions:
             return x + emit.add_node(hir.Embed(), table, self._positions(emit, x))
 
     def _positions(self, emit: Emit, x: FlowValue) -> FlowValue:
+        """Return the row of the table for each token; passed `position_ids` take precedence over counted ones."""
         if self.padding is None or given_positions(emit) is not None:
             return positions_of(emit, x)
         return emit.add_node(hir.CountedPositions(self.padding), emit.flow_input(self.ids_input))
 
 
-# The register of the bias that a RelativeBias stage makes.
+# Default name of the registered bias of a RelativeBias stage.
 POSITION_BIAS = "position_bias"
 
 
 @dataclass(frozen=True)
 class RelativeBias:
-    """What each head adds to its scores by the distance of query and key, for the layers that follow: the register
-    `name` `[1,N,S,S]`. The active value passes on.
+    """Register a bias of attention scores by the distance of query and key, `[1,N,S,S]`, as the value `name`.
 
-    Weight: `weight_key` `[R, N]`, R ≥ `buckets`; see `RelativeBuckets`. `shape` is needed only without weights.
+    The layers that follow add it to their scores; the active value is unchanged. Weight: `weight_key` `[R, N]`, R ≥
+    `buckets`; see `RelativeBuckets` for buckets and `max_distance`. `shape` is needed only without weights.
     """
 
     weight_key: str

@@ -1,4 +1,4 @@
-"""Stages that carry a state along the sequence: Gated DeltaNet and Mamba-2, and a step of one's own."""
+"""Recurrent stages, which carry a state along the sequence: Gated DeltaNet, Mamba-2, and custom recurrences."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ __all__ = [
     "gated_delta_layer", "mamba2_layer",
 ]  # fmt: skip
 
-# What is added to the sum of squares of a query or key head before its root.
+# Epsilon of the L2 norm of a query or key head: it is added to the sum of squares, under the root.
 UNIT = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaSpec:
-    """Sizes of a Gated DeltaNet. `key_heads` divides `value_heads`; the widths of both may differ.
+    """Sizes of a Gated DeltaNet.
 
     Args:
-        kernel: tokens in the window of its convolution.
-        eps: of the norm behind the recurrence.
+        key_heads, value_heads: numbers of heads; `value_heads` is a multiple of `key_heads`.
+        key_dim, value_dim: widths of a head of keys and of a head of values.
+        kernel: window of the convolution, in tokens.
+        eps: epsilon of the norm after the recurrence.
     """
 
     key_heads: int
@@ -54,25 +56,29 @@ class GatedDeltaSpec:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Of q, k and v, packed."""
+        """Widths of packed q, k and v."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.value_heads * self.value_dim
 
     @property
     def mixed(self) -> Parts:
-        """What the columns of q, k and v are."""
+        """Roles of the concatenated columns of q, k and v."""
         return Parts(tuple(zip(self.widths, ("groups", "groups", "heads"), strict=True)))
 
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """A normalised `[B,S,H]` → `[B,S,H]`, by a state of fixed size instead of keys and values.
+    """Gated DeltaNet: token mixing by a state of fixed size instead of cached keys and values.
 
-    q, k, v = silu(conv(x W_qkv)), heads of q and k at length 1; `β = σ(x W_b)`,
-    `g = −exp(A_log) · softplus(x W_a + dt_bias)`; the gated delta rule; then `(w ⊙ rms(o) ⊙ silu(x W_z)) W_out`, the
-    norm that of each value head. Weights under `prefix`: `in_proj_{qkv,z,b,a}.weight` `[out, H]`, `conv1d.weight`
-    `[M, 1, kernel]` over the M columns of q, k and v, `dt_bias` and `A_log` of each value head, `norm.weight` of its
-    width, `out_proj.weight`.
+    It maps a normalised x `[B,S,H]` to `[B,S,H]`:
+
+    1. q, k, v = silu(conv(x W_qkv)), with heads of q and k normalised to unit length;
+    2. `β = σ(x W_b)` and `g = −exp(A_log) · softplus(x W_a + dt_bias)`;
+    3. o is the result of the gated delta rule;
+    4. `(w ⊙ rms(o) ⊙ silu(x W_z)) W_out`, with the RMSNorm over each value head.
+
+    Weights under `prefix`: `in_proj_{qkv,z,b,a}.weight` `[out, H]`; `conv1d.weight` `[M, 1, kernel]` over the M columns
+    of q, k and v; `dt_bias` and `A_log` `[value_heads]`; `norm.weight` `[value_dim]`; `out_proj.weight`.
 
     Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; as in Qwen3.5.
     """
@@ -88,16 +94,16 @@ class GatedDeltaNet:
                 "a": (s.value_heads, "heads"),
             }  # fmt: skip
             packed, z, b, a = (
-                dense(emit, self.prefix, f"in_proj_{name}", x, (role, "hidden"), wide, bias=False)
-                for name, (wide, role) in columns.items()
+                dense(emit, self.prefix, f"in_proj_{name}", x, (role, "hidden"), width, bias=False)
+                for name, (width, role) in columns.items()
             )
             q, k, v = emit.split(_convolved(emit, self.prefix, packed, s), s.widths)
             step, rate = _time_steps(emit, self.prefix, a, s.value_heads)
             block = hir.GatedDelta(s.key_heads, s.value_heads, unit=UNIT)
             out = emit.add_node(block, q, k, v, step * rate, emit.add_node(Unary("sigmoid"), b))
-            apart = out.reshape(*out.shape[:-1], s.value_heads, s.value_dim)
-            with emit.scope("norm"):  # of each head
-                normed = rms_norm(emit, emit.block_input(apart), f"{self.prefix}.norm.weight", s.eps)
+            heads = out.reshape(*out.shape[:-1], s.value_heads, s.value_dim)
+            with emit.scope("norm"):  # over each value head
+                normed = rms_norm(emit, emit.block_input(heads), f"{self.prefix}.norm.weight", s.eps)
                 gated = normed.reshape(out.shape) * emit.add_node(Unary("silu"), z)
             return dense(emit, self.prefix, "out_proj", gated, ("hidden", "heads"), x.type.shape[-1], bias=False)
 
@@ -105,7 +111,11 @@ class GatedDeltaNet:
 def _convolved(
     emit: Emit, prefix: str, x: FlowValue, spec: GatedDeltaSpec | Mamba2Spec, bias: bool = False, kind: str = "silu"
 ) -> FlowValue:
-    """Write `act(conv(x))`, act being `kind`, by the weights `{prefix}.conv1d.{weight,bias}` of the mixed columns."""
+    """Write a causal depthwise convolution of `x` `[B,S,M]` and the activation `kind`, a name in `UNARY`.
+
+    Weights: `{prefix}.conv1d.weight` `[M, 1, kernel]` and, with `bias`, `{prefix}.conv1d.bias` `[M]`; M is the sum of
+    the spec's `widths`.
+    """
     columns = sum(spec.widths)
     with emit.scope("conv1d"):
         weights = [emit.param(f"{prefix}.conv1d.weight", (columns, 1, spec.kernel), (spec.mixed, None, None))]
@@ -117,35 +127,43 @@ def _convolved(
 def _time_steps(
     emit: Emit, prefix: str, t: FlowValue, heads: int, low: float = 0.0, high: float | None = None
 ) -> tuple[FlowValue, ...]:
-    """Write the step and the rate of each head, by the weights `{prefix}.dt_bias` and `{prefix}.A_log` `[heads]`."""
+    """Write the time step and the decay rate of each head, `softplus(t + dt_bias)` and `−exp(A_log)`.
+
+    Args:
+        t: projected time steps `[B,S,heads]`.
+        heads: number of heads; the weights `{prefix}.dt_bias` and `{prefix}.A_log` are `[heads]`.
+        low, high: limits of the step; None for no upper limit.
+    """
     weights = (emit.param(f"{prefix}.{name}", (heads,), ("heads",)) for name in ("dt_bias", "A_log"))
     return emit.add_all(hir.TimeSteps(low, high), t, *weights)
 
 
 def gated_delta_layer(index: int, layer: LayerSpec, spec: GatedDeltaSpec, prefix: str = "model.layers") -> Named:
-    """Layer `index` with a Gated DeltaNet where others have attention; `layer` says what is around it."""
+    """Return layer `index` with a Gated DeltaNet in place of attention; `layer` describes its norms and its MLP."""
     p = f"{prefix}.{index}"
     mixer = GatedDeltaNet(f"{p}.linear_attn", spec)
     return Named(f"layer{index}", LayerAround(p, layer, (mixer,), "gated_delta_layer"))
 
 
-# -- the recurrence alone ------------------------------------------------------------------------
+# -- the recurrence without projections ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GdnScan:
-    """The gated delta rule over the registered inputs of `emit.set_gdn`: q, k, v `[B,S,Hv,n]`, g and beta `[B,S,Hv]` →
-    `[B,S,Hv,n]`. The active value is not read, but there has to be one.
+    """Gated delta rule over inputs that `emit.set_gdn` registered; the result is `[B,S,Hv,n]`.
 
-    With `carry_state` it starts from the value registered as `state_key`, `[B,Hv,n,n]` f32, and registers the state
-    after the last token under that key, where later stages and `with_extra_outputs` find it: nothing is written in
-    place. Without it the state is part of the program: `prefill` and `extend` carry it.
+    The inputs are q, k and v `[B,S,Hv,n]`, g and beta `[B,S,Hv]`. The stage ignores the active value, but needs one.
 
     Args:
-        state_size: n, the width of each head. `out_shape`: what the result is held against, if given.
+        state_size: n, the width of each head.
+        out_shape: expected shape of the result, if given.
+        carry_state: start from the value registered as `state_key`, `[B,Hv,n,n]` f32, and register the state after the
+            last token under the same key, for later stages and for `with_extra_outputs`. No array is written in place.
+            Without `carry_state` the compiler owns the state, which `prefill` and `extend` carry.
+        state_key: name of the registered state.
 
     Raises:
-        GraphError: no inputs, or no state, are registered, or `carry_state` without `state_key`.
+        GraphError: no inputs or no state are registered, or `carry_state` is set without `state_key`.
     """
 
     state_size: int
@@ -155,43 +173,45 @@ class GdnScan:
 
     @staticmethod
     def prefill(state_size: int, out_shape: HiddenShape = None) -> GdnScan:
-        """From zeros."""
+        """Return a scan that starts from zeros."""
         return GdnScan(state_size, out_shape)
 
     def with_carry(self, key: str) -> GdnScan:
-        """From the state registered as `key`, which it replaces."""
+        """Return this scan with the state registered as `key` as its start; the final state replaces it."""
         return GdnScan(self.state_size, self.out_shape, True, key)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         emit.require(value, "GdnScan")
-        given = emit.state.gdn
-        if given is None:
+        inputs = emit.state.gdn
+        if inputs is None:
             raise GraphError(f"{emit.path}: GdnScan reads q, k, v, g and beta: call emit.set_gdn before it")
         if self.carry_state and self.state_key is None:
             raise GraphError(f"{emit.path}: GdnScan carries a state, and has no state_key to read it from")
         with emit.scope("gdn_scan"):
             if self.carry_state and self.state_key is not None:
                 state = emit.named(self.state_key)
-                out, after = emit.gated_delta_net_carry(*given, state, self.state_size)
-                emit.set_named(self.state_key, after)
+                out, new_state = emit.gated_delta_net_carry(*inputs, state, self.state_size)
+                emit.set_named(self.state_key, new_state)
             else:
-                out = emit.gated_delta_net(*given, self.state_size)
+                out = emit.gated_delta_net(*inputs, self.state_size)
         check_hidden(emit, out, self.out_shape, "GdnScan")
         return out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Spec:
-    """Sizes of a Mamba-2 mixer. `groups` divides `heads`.
+    """Sizes of a Mamba-2 mixer.
 
     Args:
-        head_dim: width of a head. `state_size`: numbers that each column of a head keeps.
-        groups: heads beside each other share their B and C.
-        kernel: tokens in the window of the convolution; `conv_bias`: whether it has a bias. `bias`: whether the
-            projections have.
-        eps: of both norms.
-        time_step_limit: the least and the most of a step; None for no most.
-        activation: behind the convolution, a name in `UNARY`; that of the gate is silu whatever this is.
+        heads, head_dim: number of heads and width of a head.
+        state_size: size of the state of each column of a head.
+        groups: number of groups of consecutive heads that share B and C; it divides `heads`.
+        kernel: window of the convolution, in tokens.
+        bias: whether the projections have biases.
+        conv_bias: whether the convolution has a bias.
+        eps: epsilon of both norms.
+        time_step_limit: lower and upper limit of a time step; None for no upper limit.
+        activation: activation after the convolution, a name in `UNARY`. The gate always uses silu.
     """
 
     heads: int
@@ -213,29 +233,35 @@ class Mamba2Spec:
 
     @property
     def inner(self) -> int:
-        """Of all heads."""
+        """Width of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Of x, B and C, which are convolved."""
+        """Widths of x, B and C, the columns that the convolution mixes along the tokens."""
         shared = self.groups * self.state_size
         return self.inner, shared, shared
 
     @property
     def mixed(self) -> Parts:
-        """What the columns of x, B and C are."""
+        """Roles of the concatenated columns of x, B and C."""
         return Parts(tuple(zip(self.widths, ("heads", "groups", "groups"), strict=True)))
 
 
 @dataclass(frozen=True)
 class Mamba2Mixer:
-    """A normalised `[B,S,H]` → `[B,S,H]`, by a state of fixed size.
+    """Mamba-2 mixer: token mixing by a state of fixed size.
 
-    z, m, t = x W_in; x, B, C = act(conv(m)); `Δ = clip(softplus(t + dt_bias))`, `A = −exp(A_log)`; the selective scan
-    `y`; then `(w ⊙ rms((y + D x) ⊙ silu(z))) W_out`, the norm over each group of heads. Weights under `prefix`:
-    `in_proj` `[I + M + N, H]` and `out_proj` `[H, I]` with their biases, `conv1d.weight` `[M, 1, kernel]` and `.bias`,
-    `dt_bias`, `A_log` and `D` `[N]`, `norm.weight` `[I]`; N heads are I wide, and x, B and C M.
+    It maps a normalised u `[B,S,H]` to `[B,S,H]`:
+
+    1. z, m, t = u W_in and x, B, C = act(conv(m));
+    2. `Δ = clip(softplus(t + dt_bias))` and `A = −exp(A_log)`;
+    3. y is the result of the selective scan;
+    4. `(w ⊙ rms((y + D x) ⊙ silu(z))) W_out`, with the RMSNorm over each group of heads.
+
+    Weights under `prefix`: `in_proj` `[I + M + N, H]` and `out_proj` `[H, I]` with their biases, `conv1d.weight`
+    `[M, 1, kernel]` and `.bias`, `dt_bias`, `A_log` and `D` `[N]`, `norm.weight` `[I]`. N is the number of heads, I
+    their total width, and M the total width of x, B and C.
 
     Source: Dao and Gu, arXiv:2405.21060.
     """
@@ -257,15 +283,15 @@ class Mamba2Mixer:
             skip = emit.param(f"{self.prefix}.D", (s.heads,), ("heads",)).reshape(s.heads, 1)
             out = out + (values.reshape(*values.shape[:-1], s.heads, s.head_dim) * skip).reshape(values.shape)
             gated = out * emit.add_node(Unary("silu"), z)
-            with emit.scope("norm"):  # of each group
-                parts = gated.reshape(*gated.shape[:-1], s.groups, s.inner // s.groups)
-                normed = emit.add_node(Standardize((-1,), s.eps, centre=False), parts).reshape(gated.shape)
+            with emit.scope("norm"):  # over each group of heads
+                groups = gated.reshape(*gated.shape[:-1], s.groups, s.inner // s.groups)
+                normed = emit.add_node(Standardize((-1,), s.eps, centre=False), groups).reshape(gated.shape)
                 normed = normed * emit.param(f"{self.prefix}.norm.weight", (s.inner,), ("heads",))
             return dense(emit, self.prefix, "out_proj", normed, ("hidden", "heads"), x.type.shape[-1], bias=s.bias)
 
 
 def mamba2_layer(index: int, spec: Mamba2Spec, prefix: str = "backbone.layers") -> Named:
-    """Layer `index`: `x + mixer(rms(x))`."""
+    """Return Mamba-2's layer `index`: `x + mixer(rms(x))`."""
     p = f"{prefix}.{index}"
     stages = (ResidualSave(), RmsNorm(f"{p}.norm.weight", spec.eps), Mamba2Mixer(f"{p}.mixer", spec), ResidualAdd())
     return Named(f"layer{index}", Sequence(stages))
@@ -273,10 +299,13 @@ def mamba2_layer(index: int, spec: Mamba2Spec, prefix: str = "backbone.layers") 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """`state, y_t = step(state, x_t, *params)` along the tokens: x `[B, S, …]` → y `[B, S, …]`.
+    """Run a custom recurrence `state, y_t = step(state, x_t, *params)` along the tokens: x `[B, S, …]` → y `[B, S, …]`.
 
-    `keys` name the weights that the step is given behind the token, each as stored; `init` is the state before the
-    first token. See `emit.recurrent`, which takes several values and a learned start too.
+    Args:
+        step: the function of one token.
+        keys: keys of the weights `params`, which the step receives after the token, in their stored layout.
+        init, unroll: the state before the first token, and how far to unroll the scan, as in `emit.recurrent`, which
+            also accepts several sequences and a learned initial state.
     """
 
     step: Callable[..., Any]
@@ -293,7 +322,10 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class CausalWindow:
-    """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`."""
+    """Gather the last `width` tokens up to and including each token: x `[B, S, …]` → `[B, S, width, …]`.
+
+    Positions before the first token are zeros.
+    """
 
     width: int
 

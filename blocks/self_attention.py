@@ -1,4 +1,4 @@
-"""Self-attention with its projections, as most families have it; and activations as stages."""
+"""SelfAttention, a stage of attention with its projections for most families, and Activation, an elementwise stage."""
 
 from __future__ import annotations
 
@@ -25,28 +25,36 @@ Three = tuple[WeightKey, WeightKey, WeightKey]
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """`softmax(mask(scale · q kᵀ) + bias) v Wo + bo` with q, k, v = x Wq + bq, x Wk + bk, x Wv + bv: `[B,S,H]` → same.
+    """Self-attention with its projections, `[B,S,H]` → same.
+
+        softmax(mask(scale · q kᵀ) + bias) v Wo + bo        q, k, v = x Wq + bq, x Wk + bk, x Wv + bv
 
     Weights are `[out, in]`, or `[in, out]` without `transpose`: q `[N·D, H]`, k and v `[K·D, H]`, `out` `[H, N·D]`.
 
     Args:
-        qkv: their keys, or one key of all three, one behind the other. `qkv_bias` alike, if there is one.
-        out: the projection behind; None leaves the context `[B,S,N·D]`. `out_bias`: its bias.
-        heads: N. `kv_heads`: K, N by default: it is not read from the weights. `head_dim`: D, by default H / N.
-        causal: a token reads those up to its own; else all.
-        window: as in `emit.attention`: a distance, or (before, behind).
-        mask_input: an input that keeps keys, as `mask` of `emit.attention`; it may be absent. Without a name the mask
-            of an `AttnMask` stage before is read, if there is one.
-        sinks: the key of a score of each head `[N]` that takes part in the softmax, as in `emit.attention`.
-        bias: the name of a registered value (`emit.set_named`) that is added to the scores.
-        rope_theta: turn q and k at the tokens' positions, by this base; `n_rot` columns of each head (None
-            is all, 0 is none), as `rope_style` says. `rope`: by the RopeTables of that name instead, "" for those
-            without a name.
-        name: the block path of the whole.
-        init: how the matrices are drawn where no source has them, as `emit.param` takes it.
+        qkv: keys of q, k and v, or one key of a fused weight with all three in this order.
+        qkv_bias: keys of their biases, three or one as in `qkv`; None for no biases.
+        out: key of the output projection; None returns the context `[B,S,N·D]`.
+        out_bias: key of its bias.
+        heads: N.
+        kv_heads: K, by default N. It is never derived from the weights.
+        head_dim: D, by default H / N.
+        causal: each token attends to itself and earlier tokens only.
+        window: as in `emit.attention`: a distance, or (distance to earlier tokens, distance to later tokens).
+        mask_input: name of an input with a keep mask, as `mask` of `emit.attention`; the input may be absent. By
+            default the mask of an earlier `AttnMask` stage applies, if there is one.
+        sinks: key of one score per head, `[N]`, that takes part in the softmax, as in `emit.attention`.
+        bias: name of a registered value (`emit.set_named`) that is added to the scores.
+        rope_theta: rotate q and k at the tokens' positions with this base.
+        rope: rotate by the RopeTables of this name instead; "" for RopeTables without a name.
+        n_rot: number of columns of each head that are rotated; None is all, 0 is none.
+        rope_style: how columns pair up, as in `emit.rotary`.
+        name: segment of the block path.
+        init: initializer of matrices that no source has, as in `emit.param`.
 
     Raises:
-        GraphError: options that contradict. WeightShapeError: a weight of another width than the heads have.
+        GraphError: options contradict each other.
+        WeightShapeError: a weight has another width than the heads.
     """
 
     qkv: str | Three
@@ -76,7 +84,18 @@ class SelfAttention:
         prefix: str, heads: int, *, names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj"),
         bias: bool = True, head_dim: int | None = None, causal: bool = False, mask_input: str | None = None,
     ) -> SelfAttention:  # fmt: skip
-        """Keys `{prefix}.{name}.weight` and, with `bias`, `.bias`, of q, k, v and out, or of qkv and out."""
+        """Return the stage with the keys `{prefix}.{name}.weight` and, with `bias`, `{prefix}.{name}.bias`.
+
+        Args:
+            prefix: prefix of the attention's modules.
+            heads: number of query heads.
+            names: modules of q, k, v and out, or of a fused qkv and out.
+            bias: whether all projections have biases.
+            head_dim, causal, mask_input: as in `SelfAttention`.
+
+        Raises:
+            GraphError: `names` has neither two nor four names.
+        """
         if len(names) not in (2, 4):
             raise GraphError(f"{prefix}: SelfAttention.hf: names are those of q, k, v and out, or of qkv and out")
         *inner, out = (f"{prefix}.{name}.weight" for name in names)
@@ -87,7 +106,7 @@ class SelfAttention:
         )  # fmt: skip
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
-        """What it keeps for an input `[B, S, H]`."""
+        """Return the keys and values to cache for an input `[B, S, H]`."""
         return KvCacheContract.packed(hidden, self.key_heads * self._width(emit, hidden))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -114,9 +133,14 @@ class SelfAttention:
         """The number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
-    # -- the parts ---------------------------------------------------------------------------
+    # -- parts of `emit` ---------------------------------------------------------------------
 
     def _width(self, emit: Emit, hidden: TensorType) -> int:
+        """Return D, the width of a head.
+
+        Raises:
+            GraphError: `head_dim` is not set, and H is symbolic or not a multiple of N.
+        """
         if self.head_dim is not None:
             return self.head_dim
         size = hidden.shape[-1]
@@ -125,24 +149,26 @@ class SelfAttention:
         return int(size) // self.heads
 
     def _projections(self, emit: Emit, x: FlowValue, width: int) -> tuple[FlowValue, ...]:
+        """Return q `[B,S,N·D]`, k and v `[B,S,K·D]`, for heads of `width` D."""
         columns = (self.heads * width, *(self.key_heads * width,) * 2)
-        one = isinstance(self.qkv, str)
-        if self.qkv_bias is not None and isinstance(self.qkv_bias, str) != one:
-            what = f"one weight {quote(self.qkv)} has one bias" if one else "three weights have three biases"
-            raise GraphError(f"{emit.path}: SelfAttention: {what}, got {shown(self.qkv_bias)}")
-        shared = "heads" if self.kv_heads is None or (one and self.key_heads == self.heads) else "kv_heads"
-        roles: tuple[Role, ...] = ("heads", shared, shared)
-        if one and shared == "kv_heads":  # the axis of the stored weight is several
-            roles = (Parts(tuple(zip(columns, ("heads", shared, shared), strict=True))),) * 3
+        is_fused = isinstance(self.qkv, str)
+        if self.qkv_bias is not None and isinstance(self.qkv_bias, str) != is_fused:
+            expected = f"one weight {quote(self.qkv)} has one bias" if is_fused else "three weights have three biases"
+            raise GraphError(f"{emit.path}: SelfAttention: {expected}, got {shown(self.qkv_bias)}")
+        # As many key heads as query heads are sharded like them, unless the user declared grouped heads.
+        kv_role = "heads" if self.kv_heads is None or (is_fused and self.key_heads == self.heads) else "kv_heads"
+        roles: tuple[Role, ...] = ("heads", kv_role, kv_role)
+        if is_fused and kv_role == "kv_heads":  # the stored axis has segments with different roles
+            roles = (Parts(tuple(zip(columns, ("heads", kv_role, kv_role), strict=True))),) * 3
         keys = self._three(self.qkv, columns, 0 if self.transpose else 1)
         biases = (None, None, None) if self.qkv_bias is None else self._three(self.qkv_bias, columns)
         return tuple(
-            self._linear(emit, x, key, bias, (role, "hidden"), wide, (name,) if isinstance(key, WeightPart) else ())
-            for name, key, bias, role, wide in zip("qkv", keys, biases, roles, columns, strict=True)
+            self._linear(emit, x, key, bias, (role, "hidden"), size, (name,) if isinstance(key, WeightPart) else ())
+            for name, key, bias, role, size in zip("qkv", keys, biases, roles, columns, strict=True)
         )
 
     def _three(self, keys: str | Three, columns: tuple[int, ...], axis: int = 0) -> tuple[WeightKey, ...]:
-        """Keys of q, k and v: of one that has all three, its parts along an axis."""
+        """Return the keys of q, k and v; for a fused weight, its parts along `axis`, of widths `columns`."""
         parts = columns if self.key_heads != self.heads else 3
         return WeightPart.split(keys, parts, axis) if isinstance(keys, str) else keys
 
@@ -156,21 +182,35 @@ class SelfAttention:
         columns: DimLike,
         inner: tuple[str, ...] = (),
     ) -> FlowValue:
-        """A product with a stored weight, `columns` wide; `roles` are those of `[out, in]`. `inner` is its block inside
-        of that of the weight, where it is one of several that are stored as one: `c_attn.q`."""
+        """Write the product of `x` and a stored weight.
+
+        Args:
+            x: value `[B,S,in]`.
+            key, bias: keys of the weight and, optionally, its bias.
+            roles: roles of the axes `[out, in]`.
+            columns: width of the result.
+            inner: segments of the block path below the block of the weight. They distinguish the parts of a fused
+                weight, such as `c_attn.q`.
+
+        Raises:
+            WeightShapeError: the weight has another width; the message explains which heads this width would fit.
+        """
         with emit.scope(module_of(stored_key(key)), *inner):
-            stored = roles if self.transpose else roles[::-1]
+            stored_roles = roles if self.transpose else roles[::-1]
             try:
                 return emit.linear(
-                    x, key, bias, transpose=self.transpose, roles=stored, columns=columns, init=self.init
+                    x, key, bias, transpose=self.transpose, roles=stored_roles, columns=columns, init=self.init
                 )  # fmt: skip
             except WeightShapeError as error:
                 raise WeightShapeError(f"{error}{self._heads_text(emit, key, x, columns)}") from error
 
     def _heads_text(self, emit: Emit, key: WeightKey, x: FlowValue, columns: DimLike) -> str:
-        """What to say of a weight of another width than the heads have, and of one as wide as fewer key heads are.
-        They are not guessed from it: of another number of heads, and so another width of each, it would be as many as
-        fit, and the numbers others."""
+        """Return the end of the message about a weight that has another width than the heads.
+
+        A separate key or value weight with the width of fewer heads gets a hint to set `kv_heads`. The stage does not
+        infer the number itself: with a wrong `heads`, hence a wrong head width, some number of key heads would often
+        fit, and the model would silently compute other values.
+        """
         if key == self.out:
             return ""
         width = self._width(emit, x.type)
@@ -182,20 +222,26 @@ class SelfAttention:
         return text if rest or not kv or self.heads % kv else f"{text}; of fewer key heads say so: kv_heads={kv}"
 
     def _mask(self, emit: Emit) -> FlowValue | None:
+        """Return the keep mask from the named input or from an AttnMask stage, or None if there is none."""
         if self.mask_input is not None:
             return emit.optional_input(self.mask_input)
         return emit.state.named.get("attn_mask")
 
     def _rotary(self, emit: Emit, x: FlowValue, width: int) -> Rotary[FlowValue] | None:
+        """Return the rotation of q and k for heads of `width`, or None if there is none.
+
+        Raises:
+            GraphError: the options contradict each other, or the named tables do not exist.
+        """
         if self.rope_theta is not None and self.rope is not None:
             raise GraphError(f"{emit.path}: SelfAttention: rope_theta makes tables, rope={self.rope!r} names some; one")
         if self.n_rot == 0:
             return None
         if self.rope_theta is not None:
             with emit.scope("rotary_emb"):
-                at = positions_of(emit, x)
+                positions = positions_of(emit, x)
                 return emit.rotary(
-                    at, head_dim=width, theta=self.rope_theta, n_rot=self.n_rot, style=self.rope_style
+                    positions, head_dim=width, theta=self.rope_theta, n_rot=self.n_rot, style=self.rope_style
                 )  # fmt: skip
         if self.rope is None:
             if self.n_rot is not None or self.rope_style != "half":
@@ -212,14 +258,18 @@ class SelfAttention:
 
 
 def head_width(where: str, hidden_size: int, num_heads: int) -> int:
-    """Hidden / heads."""
+    """Return the width of a head, hidden size / heads.
+
+    Raises:
+        GraphError: the hidden size is not a multiple of the number of heads; the message begins with `where`.
+    """
     if num_heads < 1 or hidden_size % num_heads:
         raise GraphError(f"{where}: hidden size {hidden_size} is not a multiple of {num_heads} heads")
     return hidden_size // num_heads
 
 
 def _keys(keys: list[str]) -> str | Three:
-    """One key, or those of q, k and v."""
+    """Return a list of one key as that key, and a list of three as a tuple."""
     if len(keys) == 1:
         return keys[0]
     q, k, v = keys
@@ -228,7 +278,7 @@ def _keys(keys: list[str]) -> str | Three:
 
 @dataclass(frozen=True)
 class Activation:
-    """A function of each element, by its name in `UNARY`: relu, gelu, gelu_tanh, silu …"""
+    """Apply an elementwise function by its name in `UNARY`: relu, gelu, gelu_tanh, silu, …"""
 
     kind: str
 

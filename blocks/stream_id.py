@@ -1,4 +1,4 @@
-"""Conventional names of streams: the main value, image tokens, text tokens. Any other string is a name too."""
+"""Conventional names of streams: the main value, image tokens and text tokens. Any other string is also valid."""
 
 MAIN = "main"
 IMG = "img"

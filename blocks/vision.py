@@ -1,4 +1,7 @@
-"""Vision transformers: patches and positions, attention over all tokens, layers whose norms come first."""
+"""Stages of vision transformers: patch embedding, attention over all tokens, pre-norm layers and pooling heads.
+
+Covers ViT, DINOv2, CLIP, SigLIP and Nomic. The towers share the layer of `pre_norm_layer` and differ in their keys.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class VisionEmbed:
-    """Images `[B, C, h, w]` → tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: a class token, registers, patches row by row.
+    """Embed images `[B, C, h, w]` as tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: class token, registers, patches by row.
 
-    A patch `(P, Q)` is projected by `patch_weight` `[H, C, P, Q]`, or with `flat_patch` `[H, C·P·Q]`. `position_key`
-    `[1, T, H]` or `[T, H]` has a row for the class token, if there is one, and then one for each patch of `grid`; for
-    images of another size these are resampled (`rlx_jax.ir.ops.vision.GridPositions`), with `antialias` as DINOv2 with
-    registers does. `cls_key` is `[1, 1, H]` or `[H]`; `registers_key` `[1, R, H]` stand behind it, without positions.
-    `flat` and `registers`, R, are needed only without weights: positions are `[T, H]` then, and the class token `[H]`.
+    Args:
+        patch_weight: key of the projection of a patch `(P, Q)`, `[H, C, P, Q]`, or `[H, C·P·Q]` with `flat_patch`.
+        position_key: `[1, T, H]` or `[T, H]`: a row for the class token, if there is one, then one for each patch of
+            `grid`. Images of another size resample the rows of the patches (`rlx_jax.ir.ops.vision.GridPositions`),
+            with `antialias` as DINOv2 with registers does.
+        cls_key: the class token, `[1, 1, H]` or `[H]`.
+        registers_key: register tokens `[1, R, H]`, placed after the class token, without positions.
+        flat: positions are `[T, H]` and the class token is `[H]`; read only when the flow is built without weights.
+        registers: R; read only when the flow is built without weights.
     """
 
     patch_weight: str
@@ -59,24 +66,24 @@ class VisionEmbed:
         images = emit.require(value, "VisionEmbed")
         if images.ndim != 4:
             raise ShapeError(f"{emit.path}: VisionEmbed reads images [B, C, H, W], got {images.type}")
-        first = 0 if self.cls_key is None else 1
-        rows, hidden = self.grid[0] * self.grid[1] + first, self.hidden_size
+        num_cls = 0 if self.cls_key is None else 1
+        rows, hidden = self.grid[0] * self.grid[1] + num_cls, self.hidden_size
         with emit.scope("embeddings"):
             table = self._tokens(emit, self.position_key, rows, hidden)
             positions = GridPositions(self.grid, self.patch, self.antialias)
-            patches = self._patches(emit, images) + emit.add_node(positions, table[0, first:], images)
-            before = []
+            patches = self._patches(emit, images) + emit.add_node(positions, table[0, num_cls:], images)
+            prefix_tokens = []
             if self.cls_key is not None:
                 token = self._tokens(emit, self.cls_key, hidden)
-                before.append(token + table[:, :1])
+                prefix_tokens.append(token + table[:, :1])
             if self.registers_key is not None:
-                before.append(self._tokens(emit, self.registers_key, 1, self.registers, hidden))
+                prefix_tokens.append(self._tokens(emit, self.registers_key, 1, self.registers, hidden))
             batch = images.shape[0]
-            spread = [emit.broadcast_to(x, (batch, x.shape[1], hidden)) for x in before]
-            return emit.concat([*spread, patches], axis=1) if spread else patches
+            prefix_rows = [emit.broadcast_to(x, (batch, x.shape[1], hidden)) for x in prefix_tokens]
+            return emit.concat([*prefix_rows, patches], axis=1) if prefix_rows else patches
 
     def _patches(self, emit: Emit, images: FlowValue) -> FlowValue:
-        """The projected patches."""
+        """Return the projected patches, `[B, (h//P)·(w//Q), H]`."""
         with emit.scope("patch"):
             shape: tuple[int, ...] = (self.hidden_size, int(images.type.shape[1]), *self.patch)
             if self.flat_patch:
@@ -87,10 +94,13 @@ class VisionEmbed:
             return emit.linear(patches, weight.reshape(self.hidden_size, -1), bias, transpose=True)
 
     def _tokens(self, emit: Emit, key: str, *size: int | None) -> FlowValue:
-        """A weight of rows of the hidden width, as `[1, rows, H]`; with axes of 1 in front, if it is stored so."""
+        """Return the weight `key`, rows of the hidden width, as `[1, rows, H]`.
+
+        The stored tensor may have leading axes of size 1.
+        """
         axes = len(size) if self.flat else 3
         if emit.weights is not None and emit.has_param(key):
-            axes = len(emit.weights.spec(key).shape)
+            axes = len(emit.weights.spec(key).shape)  # checkpoints of one family differ in the leading axes
         return emit.param(key, (*(1,) * (axes - len(size)), *size)).reshape(1, -1, self.hidden_size)
 
 
@@ -112,20 +122,21 @@ class VitSelfAttnSpec:
 
 @dataclass(frozen=True)
 class VitSelfAttn:
-    """Attention of a normalised `[B,S,H]` over all of its tokens, with one weight for q, k and v, and the output
-    projection: `[B,S,H]` → same. An `AttnMask` stage before says which keys are kept, if there is one.
+    """Attention of a normalised `[B,S,H]` over all of its tokens, with one weight for q, k and v: `[B,S,H]` → same.
+
+    The stage includes the output projection. It reads the keep mask of an earlier `AttnMask` stage, if there is one.
     """
 
     spec: VitSelfAttnSpec
 
     @staticmethod
     def dinov2(prefix: str, hidden_size: int, num_heads: int) -> VitSelfAttn:
-        """`{prefix}.attn.qkv.*` and `{prefix}.attn.proj.*`."""
+        """Return the stage with DINOv2's keys, `{prefix}.attn.qkv.*` and `{prefix}.attn.proj.*`."""
         return VitSelfAttn(_fused(f"{prefix}.attn", "qkv", "proj", hidden_size, num_heads))
 
     @staticmethod
     def nomic_vision(prefix: str, hidden_size: int, num_heads: int) -> VitSelfAttn:
-        """`{prefix}.attn.Wqkv.*` and `{prefix}.attn.out_proj.*`."""
+        """Return the stage with the keys of Nomic's tower, `{prefix}.attn.Wqkv.*` and `{prefix}.attn.out_proj.*`."""
         return VitSelfAttn(_fused(f"{prefix}.attn", "Wqkv", "out_proj", hidden_size, num_heads))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -139,13 +150,14 @@ class VitSelfAttn:
 
 
 def _fused(prefix: str, qkv: str, out: str, hidden_size: int, num_heads: int) -> VitSelfAttnSpec:
+    """Return the spec of an attention with the modules `{prefix}.{qkv}` and `{prefix}.{out}`, both with biases."""
     width = head_width(prefix, hidden_size, num_heads)
     return VitSelfAttnSpec(*pair(f"{prefix}.{qkv}"), *pair(f"{prefix}.{out}"), hidden_size, num_heads, width)
 
 
 @dataclass(frozen=True)
 class LayerScale:
-    """`x ⊙ γ`. Weight: `gamma_key` `[H]` (Touvron et al. 2021)."""
+    """Multiply each channel by a learned scale: `x ⊙ γ`. Weight: `gamma_key` `[H]` (Touvron et al. 2021)."""
 
     gamma_key: str
 
@@ -157,7 +169,7 @@ class LayerScale:
 
 @dataclass(frozen=True)
 class VisionSwiGluFfn:
-    """`ln((x W₁₁ + b₁₁) ⊙ silu(x W₁₂ + b₁₂); γ, β) W₂ + b₂`: Nomic's vision encoder.
+    """Gated feed-forward with an inner norm (Nomic): `ln((x W₁₁ + b₁₁) ⊙ silu(x W₁₂ + b₁₂); γ, β) W₂ + b₂`.
 
     Weights: `{layer_prefix}.mlp.{fc11,fc12,fc2}.{weight,bias}`, `{layer_prefix}.mlp.norm.{weight,bias}`. `inner`, the
     width of W₁₁, is needed only for weights that no source has.
@@ -177,7 +189,7 @@ class VisionSwiGluFfn:
             return dense(emit, p, "fc2", norm_under(emit, p, "norm", inner, self.eps), OUT_OF, x.type.shape[-1])
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
-        """`[…, F]`."""
+        """Return the inner shape `[…, F]` for an input `[…, H]`."""
         return inner_shape(emit, hidden, f"{self.layer_prefix}.mlp.fc11.weight")
 
 
@@ -186,9 +198,19 @@ class VisionSwiGluFfn:
 
 @dataclass(frozen=True)
 class LayerKeys:
-    """Where a layer keeps its weights, under its prefix. `qkv` is one name or three; `scale1` and `scale2` are those of
-    LayerScale, if there is any. Of a gated layer `gated1` holds gate and up, one above the other, and `gated2` stands
-    for `fc2`. With `inner`, a norm inside, the feed-forward half is a VisionSwiGluFfn, whose gate is `gate`."""
+    """Module names of a layer's weights, relative to the layer's prefix.
+
+    Args:
+        norm1, norm2: the norms of the attention half and of the feed-forward half.
+        qkv: one name of a fused projection, or three.
+        out: the output projection of attention.
+        fc1, fc2: the projections of the MLP.
+        scale1, scale2: the weights of LayerScale (not modules, so the name ends in `.gamma`), if the layer has any.
+        gated1, gated2: projections of a gated layer, which replace `fc1` and `fc2`. `gated1` holds gate and up, gate
+            rows first.
+        gate, inner: the gate projection and the inner norm of a VisionSwiGluFfn, which is the feed-forward half where
+            `inner` is set.
+    """
 
     norm1: str
     norm2: str
@@ -204,7 +226,8 @@ class LayerKeys:
     inner: str = ""
 
 
-# Of ViT as Hugging Face stores it, of DINOv2 as its authors do, of CLIP and SigLIP, and of Nomic's tower.
+# Module names as checkpoints have them: ViT in Hugging Face's layout, DINOv2 in its authors' layout, CLIP and SigLIP,
+# and Nomic's vision tower.
 HF_QKV = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
 VIT_KEYS = LayerKeys(
     "layernorm_before", "layernorm_after", HF_QKV, "attention.output.dense", "intermediate.dense", "output.dense"
@@ -223,10 +246,16 @@ NOMIC_KEYS = LayerKeys(
 
 @dataclass(frozen=True)
 class PreNormLayerSpec:
-    """Keys and sizes of a layer whose norms come first. `activation` is a name in `UNARY`; with `gated` the
-    feed-forward half is SwiGLU. `causal` and `mask_input` are those of `SelfAttention`. With `turned` queries and keys
-    are, neighbouring columns of them, by the tables of a stage before. `inner_eps` is that of a norm inside.
-    `intermediate_size` may be None, unless there are weights that no source has."""
+    """Keys, sizes and options of a pre-norm layer.
+
+    Args:
+        activation: a name in `UNARY`.
+        gated: the feed-forward half is SwiGLU.
+        causal, mask_input: as in `SelfAttention`.
+        turned: rotate queries and keys, in interleaved pairs of columns, by the rope tables of an earlier stage.
+        inner_eps: epsilon of the norm inside the feed-forward half, if the keys name one.
+        intermediate_size: width of the MLP; may be None unless some weight is missing from every source.
+    """
 
     prefix: str
     keys: LayerKeys
@@ -248,7 +277,7 @@ class PreNormLayerSpec:
 
     @property
     def attention(self) -> SelfAttention:
-        """The first half."""
+        """The attention stage of the layer."""
         k, width = self.keys, head_width(self.prefix, self.hidden_size, self.num_heads)
         names = (k.qkv,) if isinstance(k.qkv, str) else k.qkv
         attention = SelfAttention.hf(
@@ -260,7 +289,7 @@ class PreNormLayerSpec:
 
     @property
     def ffn(self) -> BlockStage:
-        """The feed-forward half."""
+        """The feed-forward stage of the layer: a VisionSwiGluFfn, a SwiGlu or an Mlp, by the keys and `gated`."""
         k, inner = self.keys, self.intermediate_size
         if k.inner:
             return VisionSwiGluFfn(self.prefix, self.inner_eps, inner)
@@ -273,27 +302,27 @@ class PreNormLayerSpec:
 
 
 def pre_norm_layer(spec: PreNormLayerSpec) -> BlockStage:
-    """`h = x + attn(ln(x)) [⊙ γ₁]`, `y = h + ffn(ln(h)) [⊙ γ₂]`: `[B,S,H]` → same."""
+    """Return a pre-norm layer: `h = x + attn(ln(x)) [⊙ γ₁]`, `y = h + ffn(ln(h)) [⊙ γ₂]`, `[B,S,H]` → same."""
     k, p = spec.keys, spec.prefix
     attention = _half(p, k.norm1, spec.eps, spec.attention, k.scale1)
     return Sequence((*attention, *_half(p, k.norm2, spec.eps, spec.ffn, k.scale2)))
 
 
 def _half(prefix: str, norm: str, eps: float, inner: BlockStage, scale: str = "") -> tuple[BlockStage, ...]:
-    """`x + inner(ln(x)) [⊙ γ]`."""
-    before = LayerNorm(*pair(f"{prefix}.{norm}"), eps)
+    """Return the stages of `x + inner(ln(x)) [⊙ γ]`."""
+    pre_norm = LayerNorm(*pair(f"{prefix}.{norm}"), eps)
     scales = (LayerScale(f"{prefix}.{scale}"),) if scale else ()
-    return ResidualSave(), before, inner, *scales, ResidualAdd()
+    return ResidualSave(), pre_norm, inner, *scales, ResidualAdd()
 
 
 def dinov2_layer_fused(index: int, hidden_size: int, num_heads: int, eps: float = 1e-6) -> BlockStage:
-    """DINOv2's layer under `blocks.{index}`, as its authors store it; exact GELU."""
+    """Return DINOv2's layer `blocks.{index}`, in its authors' checkpoint layout, with exact GELU."""
     spec = PreNormLayerSpec(f"blocks.{index}", DINOV2_KEYS, hidden_size, num_heads, None, eps)
     return Named(f"layer{index}", pre_norm_layer(spec))
 
 
 def nomic_vision_layer_fused(index: int, hidden_size: int, num_heads: int, eps: float = 1e-6) -> BlockStage:
-    """Nomic's vision layer under `layers.{index}`, all norms with `eps`; no rotation of queries and keys."""
+    """Return layer `layers.{index}` of Nomic's vision tower; all norms use `eps`, queries and keys are not rotated."""
     spec = PreNormLayerSpec(f"layers.{index}", NOMIC_KEYS, hidden_size, num_heads, None, eps, inner_eps=eps)
     return Named(f"layer{index}", pre_norm_layer(spec))
 
@@ -301,7 +330,7 @@ def nomic_vision_layer_fused(index: int, hidden_size: int, num_heads: int, eps: 
 def siglip_layer_fused_with_prefix(
     prefix: str, index: int, hidden_size: int, num_heads: int, eps: float = 1e-6
 ) -> BlockStage:
-    """SigLIP's layer under `{prefix}.encoder.layers.{index}`; tanh GELU."""
+    """Return SigLIP's layer `{prefix}.encoder.layers.{index}`, with tanh GELU."""
     p = f"{prefix}.encoder.layers.{index}"
     spec = PreNormLayerSpec(p, CLIP_KEYS, hidden_size, num_heads, None, eps, "gelu_tanh")
     return Named(f"layer{index}", pre_norm_layer(spec))
@@ -312,7 +341,7 @@ def siglip_layer_fused_with_prefix(
 
 @dataclass(frozen=True)
 class AttentionPool:
-    """SigLIP's head: a learned query over all tokens, then `p + mlp(ln(p))`: `[B,S,H]` → `[B,H]`.
+    """SigLIP's pooling head: attention of a learned query over all tokens, then `p + mlp(ln(p))`: `[B,S,H]` → `[B,H]`.
 
     Weights under the prefix: `probe` `[1, 1, H]`, `attention.in_proj_weight` `[3H, H]`, `attention.in_proj_bias`,
     `attention.out_proj.*`, `layernorm.*`, `mlp.fc1.*`, `mlp.fc2.*`. `inner`, the width of the MLP, is needed only for
@@ -346,7 +375,15 @@ def read_by_query(
     out: str,
     heads: int,
 ) -> FlowValue:
-    """What a learned query, the weight `query` `[1, 1, H]`, reads of all tokens: `[B,S,H]` → `[B,1,H]`."""
+    """Return the attention of a learned query over all tokens of `x`, projected: `[B,S,H]` → `[B,1,H]`.
+
+    Args:
+        x: tokens `[B,S,H]`.
+        query: key of the query, `[1, 1, H]`, which is the same for every row of the batch.
+        weights, biases: keys of the projections of q, k and v, `[H, H]` and `[H]`.
+        out: module name of the output projection.
+        heads: number of heads; it divides H.
+    """
     hidden = int(x.type.shape[-1])
     head_width(query, hidden, heads)
     probe = emit.broadcast_to(emit.param(query, (1, 1, hidden)), (x.shape[0], 1, hidden))
@@ -360,8 +397,11 @@ def read_by_query(
 
 @dataclass(frozen=True)
 class EndTokenPool:
-    """The token at the end of a text: `[B,S,H]` → `[B,H]`, at the first place of input `ids_input` `[B,S]` that holds
-    `end_id`, or with None the row's largest id, as CLIP's oldest checkpoints have it. Without any it is the first."""
+    """Select the token at the end of each text: `[B,S,H]` → `[B,H]`.
+
+    The position is the first one at which the input `ids_input` `[B,S]` holds `end_id`, or with None the first one of
+    the row's largest id, as in CLIP's oldest checkpoints. A row without `end_id` yields its first token.
+    """
 
     end_id: int | None
     ids_input: str = "input_ids"
@@ -374,11 +414,11 @@ class EndTokenPool:
 
 @dataclass(frozen=True)
 class Similarity:
-    """`exp(s) · t̂ îᵀ [+ b]` for texts t, the active value `[T, E]`, and images i, the stream `images` `[I, E]`, both
-    divided by their lengths: `[T, I]`.
+    """Score texts against images by scaled cosine similarity: `exp(s) · t̂ îᵀ [+ b]`, `[T, I]`.
 
-    Weights: `scale_key` and `bias_key`, one number each (CLIP: Radford et al. 2021; SigLIP: Zhai et al. 2023). The
-    vectors of unit length are the side outputs `text_embeds` and `image_embeds`.
+    The texts t are the active value `[T, E]`, the images i the stream `images` `[I, E]`; both are normalised to unit
+    length, and the normalised vectors are the side outputs `text_embeds` and `image_embeds`. Weights: `scale_key` (s)
+    and `bias_key` (b), one number each (CLIP: Radford et al. 2021; SigLIP: Zhai et al. 2023).
     """
 
     scale_key: str
@@ -391,10 +431,11 @@ class Similarity:
             raise ShapeError(
                 f"{emit.path}: Similarity is of vectors [T, E] and [I, E], got {texts.type}, {images.type}"
             )
-        one: tuple[int, ...] = () if self.bias_key is None else (1,)  # as CLIP stores it, and as SigLIP
+        # CLIP stores a scalar, SigLIP a vector of one number.
+        scalar_shape: tuple[int, ...] = () if self.bias_key is None else (1,)
 
         def number(key: str) -> FlowValue:
-            return emit.param(key, None if emit.has_param(key) else one).reshape(1, 1)
+            return emit.param(key, None if emit.has_param(key) else scalar_shape).reshape(1, 1)
 
         with emit.scope("similarity"):
             texts, images = unit(emit, texts), unit(emit, images)
@@ -405,17 +446,22 @@ class Similarity:
 
 
 def unit(emit: Emit, x: FlowValue) -> FlowValue:
-    """Rows divided by their lengths; a row of zeros stays."""
+    """Return the rows of `x` divided by their Euclidean norms; a row of zeros stays zero."""
     return x * emit.rsqrt(emit.maximum(emit.sum(x * x, -1, keepdims=True), 1e-24))
 
 
 @dataclass(frozen=True)
 class PatchRope:
-    """cos and sin of a grid of patches, row by row, for the stages that follow; the active value passes by. The first
-    half of a head of `head_dim` columns, a multiple of 4, turns by the row, the second by the column, each by the
-    frequencies of a head of its own width (EVA-02: Fang et al. 2023). `before` tokens in front do not turn.
+    """Write rope tables of a grid of patches, row by row, for the stages that follow; the active value is unchanged.
 
-    With `reference` (rows, columns) places are scaled as if the grid had so many.
+    The first half of a head's columns is rotated by the patch's row and the second half by its column, each with the
+    frequencies of a head of half the width (EVA-02: Fang et al. 2023).
+
+    Args:
+        grid: rows and columns of patches.
+        head_dim: width of a head, a multiple of 4.
+        reference: (rows, columns) of another grid, to which the coordinates are scaled.
+        before: number of leading tokens, such as a class token, that are not rotated.
     """
 
     grid: tuple[int, int]
@@ -428,8 +474,8 @@ class PatchRope:
         half = self.head_dim // 2
         if self.head_dim < 4 or self.head_dim % 4:
             raise ShapeError(f"{emit.path}: PatchRope: head_dim is {self.head_dim}; expected a multiple of 4")
-        places = np.indices(self.grid).reshape(2, -1).T
-        table = np.concatenate([np.zeros((self.before, 2)), places])[None].astype(np.int32)
+        coordinates = np.indices(self.grid).reshape(2, -1).T
+        table = np.concatenate([np.zeros((self.before, 2)), coordinates])[None].astype(np.int32)
         scale = (1.0, 1.0) if self.reference is None else tuple(np.divide(self.reference, self.grid).tolist())
         frequencies, axes = axial_frequencies((half, half), self.theta)
         scaled = [f * scale[axis] for f, axis in zip(frequencies, axes, strict=True)]
@@ -440,11 +486,12 @@ class PatchRope:
 
 @dataclass(frozen=True)
 class NomicSelector:
-    """`x + mlp(ln(p))` with what a learned query reads of all tokens as p: `[B,S,H]` → same, every token alike.
+    """Nomic's selector: add a pooled vector to every token, `x + mlp(ln(p))`, `[B,S,H]` → same.
 
-    Weights under the prefix: `attn.latent` `[1, 1, H]`, `attn.Wq.*`, `attn.Wkv.*` (keys above values),
-    `attn.out_proj.*`, `norm1.*`, and `mlp.{fc11,fc12,fc2}.*`, whose gate is `fc12`. `inner`, the width of the MLP, is
-    needed only for weights that no source has.
+    p is the attention of a learned query over all tokens. Weights under the prefix: `attn.latent` `[1, 1, H]`,
+    `attn.Wq.*`, `attn.Wkv.*` (rows of keys, then rows of values), `attn.out_proj.*`, `norm1.*`, and
+    `mlp.{fc11,fc12,fc2}.*`, of which `fc12` is the gate. `inner`, the width of the MLP, is needed only for weights
+    that no source has.
     """
 
     prefix: str
