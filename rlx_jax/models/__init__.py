@@ -1,4 +1,4 @@
-"""Recipes: a checkpoint's config → a flow. One file for each family; each recipe is also a name of `rlx_jax`."""
+"""Recipes make a flow from a checkpoint's config. Each family has a file; each recipe is also a name of `rlx_jax`."""
 
 from rlx_jax.models.bert import BertFlow
 from rlx_jax.models.clip import ClipFlow, ClipTextFlow

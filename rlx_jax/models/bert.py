@@ -1,4 +1,4 @@
-"""BERT (`BertModel` and the encoders inside task checkpoints): config → flow."""
+"""Define the config and recipe of BERT (`BertModel`, and the encoders inside task checkpoints)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlx_jax.models.encoder import EncoderFlow
 
 @dataclass(frozen=True)
 class BertConfig(TokenConfig):
-    """Sizes of a BERT model, under the names of Hugging Face's config."""
+    """Sizes of a BERT model, with Hugging Face's field names."""
 
     vocab_size: int
     hidden_size: int
@@ -43,12 +43,15 @@ B = TypeVar("B", bound=BertConfig)
 
 @dataclass(frozen=True)
 class BertLike(EncoderFlow[B]):
-    """The recipe of BERT's kin: see `EncoderFlow`. A family says how positions are embedded, and its style of keys."""
+    """The recipe of BERT-like families: see `EncoderFlow`.
+
+    A family defines how positions are embedded, and its style of keys.
+    """
 
     style: ClassVar[str] = "bert"
 
     def positions(self, key: str) -> BlockStage:
-        """The stage that adds the embeddings of positions, whose table has this key."""
+        """Return the stage that adds position embeddings from the table with this key."""
         raise NotImplementedError
 
     def opening(self) -> tuple[BlockStage, ...]:
@@ -56,14 +59,14 @@ class BertLike(EncoderFlow[B]):
         types = GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, c.hidden_size))
         return (
             Embed(f"{p}.word_embeddings.weight", (c.vocab_size, c.hidden_size)),
-            *([types] if c.type_vocab_size else []),
+            *([types] if c.type_vocab_size else []),  # MPNet has no token types
             self.positions(f"{p}.position_embeddings.weight"),
             LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps),
         )
 
     @property
     def table(self) -> tuple[int, int]:
-        """The shape of the embeddings of positions."""
+        """Shape of the table of position embeddings."""
         return self.config.max_position_embeddings, self.config.hidden_size
 
     def spec(self, index: int) -> BertEncoderLayerSpec:
@@ -79,8 +82,10 @@ class BertLike(EncoderFlow[B]):
 
 @dataclass(frozen=True)
 class BertFlow(BertLike[BertConfig]):
-    """The recipe of BERT: see `EncoderFlow`. Optional are `attention_mask`, `token_type_ids` (default 0) and
-    `position_ids` (default 0, 1, 2 …)."""
+    """The recipe of BERT: see `EncoderFlow`.
+
+    Optional inputs are `attention_mask`, `token_type_ids` (default 0) and `position_ids` (default 0, 1, 2 …).
+    """
 
     name: str = "bert"
 
@@ -93,5 +98,5 @@ class BertFlow(BertLike[BertConfig]):
 
 
 def weight_specs(config: BertConfig, prefix: str = "", dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
+    """Return the shape of every checkpoint key, to compile or `init` without a checkpoint."""
     return declared_shapes(BertFlow(config, prefix=prefix).assemble(), dtype)

@@ -1,4 +1,4 @@
-"""CLIP (Radford et al. 2021): two towers, or one of them alone."""
+"""Define the configs and recipes of CLIP (Radford et al. 2021): two towers, or one of them alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, VisionL
 from rlx_jax.weights.source import WeightSource
 
 VISUAL, TEXTUAL = "visual_projection.weight", "text_projection.weight"
-# What old configs say that ends a text, and nothing does: there the largest id is the end.
+# Wrong end-of-text id in old configs. No text ends with it; for these, the largest id of a row marks the end.
 WRONG_END = 2
 
 LAYOUT = VisionLayout(
@@ -32,7 +32,7 @@ LAYOUT = VisionLayout(
 
 @dataclass(frozen=True)
 class ClipVisionConfig(VisionConfig):
-    """Sizes of CLIP's vision tower. `width` is that of its vectors, 0 for one without a projection."""
+    """Sizes of CLIP's vision tower. `width` is the width of its vectors; 0 without a projection."""
 
     width: int = 512
 
@@ -50,8 +50,11 @@ class ClipVisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
-    """The recipe of CLIP's vision tower: see `VisionFlow`. `hidden_states` are those before the last norm, and `pooled`
-    is the class token behind it, projected if the checkpoint has a projection."""
+    """The recipe of CLIP's vision tower: see `VisionFlow`.
+
+    `hidden_states` are the ones before the last norm. `pooled` is the class token after it, projected if the checkpoint
+    has a projection.
+    """
 
     layout: VisionLayout = LAYOUT
     prefix: str = "vision_model."
@@ -62,9 +65,9 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
     layouts = (LAYOUT,)
 
     def stored_in(self, source: WeightSource) -> Self:
-        """As the base, and without the projection that a checkpoint does not have."""
-        made = super().stored_in(source)
-        return made if source.has(VISUAL) else replace(made, config=replace(made.config, width=0))
+        """Return the recipe as the base class does, without a projection if the checkpoint has none."""
+        recipe = super().stored_in(source)
+        return recipe if source.has(VISUAL) else replace(recipe, config=replace(recipe.config, width=0))
 
     def pool(self) -> BlockStage:
         norm, c = f"{self.prefix}post_layernorm", self.config
@@ -76,8 +79,12 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
 
 @dataclass(frozen=True)
 class ClipTextConfig(TextConfig):
-    """Sizes of CLIP's text tower. `width` is that of its vectors, 0 for one without a projection; `end_id` is the token
-    that is pooled, None for the largest id of a row."""
+    """Sizes of CLIP's text tower.
+
+    Attributes:
+        width: width of its vectors; 0 without a projection.
+        end_id: the token that is pooled; None for the largest id of a row.
+    """
 
     end_id: int | None = None
 
@@ -95,8 +102,10 @@ class ClipTextConfig(TextConfig):
 
 @dataclass(frozen=True)
 class ClipTextFlow(TextFlow[ClipTextConfig]):
-    """The recipe of CLIP's text tower: see `TextFlow`. `pooled` is the end token behind the last norm, projected if the
-    checkpoint has a projection."""
+    """The recipe of CLIP's text tower: see `TextFlow`.
+
+    `pooled` is the end token after the last norm, projected if the checkpoint has a projection.
+    """
 
     name: str = "clip_text"
 
@@ -104,9 +113,9 @@ class ClipTextFlow(TextFlow[ClipTextConfig]):
     causal = True
 
     def stored_in(self, source: WeightSource) -> Self:
-        """As the base, and without the projection that a checkpoint does not have."""
-        made = super().stored_in(source)
-        return made if source.has(TEXTUAL) else replace(made, config=replace(made.config, width=0))
+        """Return the recipe as the base class does, without a projection if the checkpoint has none."""
+        recipe = super().stored_in(source)
+        return recipe if source.has(TEXTUAL) else replace(recipe, config=replace(recipe.config, width=0))
 
     def pool(self) -> BlockStage:
         c, end = self.config, EndTokenPool(self.config.end_id)
@@ -116,20 +125,22 @@ class ClipTextFlow(TextFlow[ClipTextConfig]):
 
 @dataclass(frozen=True)
 class ClipConfig(DualConfig[ClipTextConfig, ClipVisionConfig]):
-    """Both towers of CLIP."""
+    """The configs of both towers of CLIP."""
 
     @classmethod
     def read(cls, c: Fields) -> Self:
         text, vision = tower_group(c, "text_config"), tower_group(c, "vision_config")
-        width = c.whole("projection_dim", 512)  # both towers' own
-        made = cls(replace(ClipTextConfig.read(text), width=width), replace(ClipVisionConfig.read(vision), width=width))
+        width = c.whole("projection_dim", 512)  # applies to both towers, whatever their own fields are
+        sizes = cls(
+            replace(ClipTextConfig.read(text), width=width), replace(ClipVisionConfig.read(vision), width=width)
+        )
         finish_towers(text, vision)
-        return made
+        return sizes
 
 
 @dataclass(frozen=True)
 class ClipFlow(DualFlow[ClipConfig]):
-    """The recipe of CLIP: see `DualFlow`. A text's vector is that of its end token, projected."""
+    """The recipe of CLIP: see `DualFlow`. A text's vector is its projected end token."""
 
     name: str = "clip"
 

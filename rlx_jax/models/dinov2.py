@@ -1,4 +1,4 @@
-"""DINOv2, with and without registers, as Hugging Face stores it and as its authors do."""
+"""Define the config and recipe of DINOv2, with and without registers, with Hugging Face's keys or the authors'."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class Dinov2Config(VisionConfig):
         return cls(
             **tower,
             **image_fields(c, patch=16 if with_registers else 14),
+            # As in the reference: SwiGLU has two thirds of the width, rounded up to a multiple of 8.
             intermediate_size=(int(width * 2 / 3) + 7) // 8 * 8 if swiglu else width,
             qkv_bias=c.flag("qkv_bias", True),
             gated=swiglu,
@@ -66,7 +67,7 @@ class Dinov2Config(VisionConfig):
 
 @dataclass(frozen=True)
 class Dinov2Flow(VisionFlow[Dinov2Config]):
-    """The recipe of DINOv2: see `VisionFlow`. `pooled` is the class token behind the last norm."""
+    """The recipe of DINOv2: see `VisionFlow`. `pooled` is the class token after the last norm."""
 
     layout: VisionLayout = HF
     name: str = "dinov2"

@@ -1,4 +1,4 @@
-"""FLUX.2's denoising transformer (`Flux2Transformer2DModel` of diffusers): config → flow."""
+"""Define the config and recipe of FLUX.2's denoising transformer (`Flux2Transformer2DModel` of diffusers)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from rlx_jax.models.hooks import HookedLayers
 from rlx_jax.models.recipe import Recipe
 from rlx_jax.trace.emit import Emit, FlowValue
 
-# What the keys and block paths of each kind of block begin with.
+# Prefix of the keys and block paths of each kind of block.
 BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
 
 
 @dataclass(frozen=True)
 class Flux2Config(ModelConfig):
-    """Sizes of the transformer, under the names of diffusers, which writes the `config.json`."""
+    """Sizes of the transformer, with diffusers' field names."""
 
     in_channels: int = 128
     out_channels: int = 128
@@ -54,7 +54,7 @@ class Flux2Config(ModelConfig):
 
     @property
     def hidden_size(self) -> int:
-        """The width between blocks."""
+        """Width of the hidden states between blocks."""
         return self.num_attention_heads * self.attention_head_dim
 
     @classmethod
@@ -66,23 +66,23 @@ class Flux2Config(ModelConfig):
                 "num_attention_heads", "joint_attention_dim", "timestep_guidance_channels",
             )
         }  # fmt: skip
-        made = cls(
+        config = cls(
             **sizes,
             out_channels=c.whole_or_null("out_channels", None) or sizes["in_channels"],
             axes_dims_rope=_axes(c),
             **c.plain(cls, "mlp_ratio", "rope_theta", "eps", "guidance_embeds"),
         )
-        if sum(made.axes_dims_rope) != made.attention_head_dim:
+        if sum(config.axes_dims_rope) != config.attention_head_dim:
             raise ConfigError(
-                f"{c.where}: axes_dims_rope {list(made.axes_dims_rope)} sum to {sum(made.axes_dims_rope)}; expected "
-                f"attention_head_dim, {made.attention_head_dim}"
+                f"{c.where}: axes_dims_rope {list(config.axes_dims_rope)} sum to {sum(config.axes_dims_rope)}; expected "
+                f"attention_head_dim, {config.attention_head_dim}"
             )
-        if int(made.hidden_size * made.mlp_ratio) < 1 or made.timestep_guidance_channels < 2:
+        if int(config.hidden_size * config.mlp_ratio) < 1 or config.timestep_guidance_channels < 2:
             raise ConfigError(f"{c.where}: mlp_ratio or timestep_guidance_channels leave nothing to compute")
-        return made
+        return config
 
     def block(self, kind: Any) -> Flux2BlockSpec:
-        """The spec of a `double` or a `single` block."""
+        """Return the spec of a `double` or a `single` block."""
         ffn = int(self.hidden_size * self.mlp_ratio)
         return Flux2BlockSpec(
             kind=kind, num_heads=self.num_attention_heads, head_dim=self.attention_head_dim, ffn=ffn, eps=self.eps
@@ -90,6 +90,7 @@ class Flux2Config(ModelConfig):
 
 
 def _axes(c: Fields) -> tuple[int, ...]:
+    """Return the number of rotated columns for each axis of the positions."""
     default = Flux2Config.axes_dims_rope
     axes = c.items("axes_dims_rope", default, "even numbers", lambda n: type(n) is int and n > 0 and n % 2 == 0)
     if not 0 < len(axes) <= 16:
@@ -99,10 +100,12 @@ def _axes(c: Fields) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Flux2Flow(Recipe[Flux2Config]):
-    """The recipe. Inputs, named as in diffusers: `hidden_states` `[batch, image, in_channels]`, `encoder_hidden_states`
-    `[batch, text, joint_attention_dim]`, `timestep` `[batch]` (0 … 1), `img_ids` `[image, axes]` and `txt_ids`
-    `[text, axes]` integers, with an axis of rows in front or none (of several rows the first counts), and where the
-    model embeds it `guidance` `[batch]`. Output: `sample` `[batch, image, out_channels · patch_size²]`.
+    """The recipe of the transformer. The names of the inputs are diffusers'.
+
+    Inputs: `hidden_states` `[batch, image, in_channels]`, `encoder_hidden_states` `[batch, text, joint_attention_dim]`,
+    `timestep` `[batch]` (0 … 1), `img_ids` `[image, axes]` and `txt_ids` `[text, axes]` integers, with an optional
+    leading axis of rows (only the first row counts), and `guidance` `[batch]` if the model embeds it. Output: `sample`
+    `[batch, image, out_channels · patch_size²]`.
 
     A layer hook sees double blocks, then single ones, each counted from 0; `ctx.spec.kind` tells them apart.
 
@@ -119,23 +122,24 @@ class Flux2Flow(Recipe[Flux2Config]):
 
     @classmethod
     def for_config(cls, config: Flux2Config | Mapping[str, Any]) -> Self:
-        """From a config, which may be the content of a `config.json`."""
+        """Return the recipe for a config, which may be the content of a `config.json`."""
         return cls.for_prefill(config)
 
     def spec(self, index: int, kind: str = "double") -> Flux2BlockSpec:
-        """The spec of a block."""
+        """Return the spec of a block."""
         return self.config.block(kind)
 
     def stage(self, index: int, spec: Flux2BlockSpec) -> BlockStage:
-        """The family's own block."""
+        """Return the family's block."""
         prefix = f"{BLOCKS[spec.kind]}.{index}"
         return Flux2DoubleBlock(prefix, spec) if spec.kind == "double" else Flux2SingleBlock(prefix, spec)
 
     def _blocks(self, kind: str, count: int) -> Repeat:
+        """Return the stage that repeats the blocks of a kind."""
         return Repeat(count, HookedLayers(self.hooks, partial(self.spec, kind=kind), self.stage), BLOCKS[kind])
 
     def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights if there are any."""
+        """Return the flow, bound to its weights if there are any."""
         c, h = self.config, self.config.hidden_size
         axes = len(c.axes_dims_rope)
         flow = (
@@ -162,8 +166,10 @@ class Flux2Flow(Recipe[Flux2Config]):
 
 
 def embed_streams(emit: Emit, value: FlowValue, hidden: int) -> FlowValue:
-    """Image and text tokens in the width of the blocks, as streams `img` and `txt`. Weights: `x_embedder.weight`,
-    `context_embedder.weight`."""
+    """Project image and text tokens to the width of the blocks, and store them as streams `img` and `txt`.
+
+    Weights: `x_embedder.weight`, `context_embedder.weight`.
+    """
     roles, text = ("hidden", None), emit.flow_input("encoder_hidden_states")
     image = emit.linear(value, "x_embedder.weight", roles=roles, columns=hidden)
     text = emit.linear(text, "context_embedder.weight", roles=roles, columns=hidden)
@@ -173,5 +179,5 @@ def embed_streams(emit: Emit, value: FlowValue, hidden: int) -> FlowValue:
 
 
 def weight_specs(config: Flux2Config, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
+    """Return the shape of every checkpoint key, to compile or `init` without a checkpoint."""
     return declared_shapes(Flux2Flow(config).assemble(), dtype)

@@ -1,4 +1,4 @@
-"""Gemma 1, Gemma 2 and the text models of Gemma 3: config → flow."""
+"""Define the configs and recipe of Gemma 1, Gemma 2 and the text models of Gemma 3."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from rlx_jax.models.decoder_config import (
 )
 from rlx_jax.models.text_part import TextPart
 
-# The style of layers by `model_type`.
+# Layer style by `model_type`.
 STYLES = {"gemma": GemmaStyle.GEMMA, "gemma2": GemmaStyle.GEMMA2, "gemma3_text": GemmaStyle.GEMMA3}
 
+# Defaults for fields that a config leaves out, as in the reference.
 KV_HEADS = {GemmaStyle.GEMMA: 16, GemmaStyle.GEMMA2: 4, GemmaStyle.GEMMA3: 4}
 MAX_POSITIONS = {GemmaStyle.GEMMA: 8192, GemmaStyle.GEMMA2: 8192, GemmaStyle.GEMMA3: 131072}
-# Of the attention scores and of the logits, where a config leaves them out.
+# Default softcaps of the attention scores and of the logits, for configs that leave them out.
 SOFTCAPS = {GemmaStyle.GEMMA2: (50.0, 30.0)}
 
-# The name of the rope tables of Gemma 3's sliding layers.
+# Name of the rope tables of Gemma 3's sliding-window layers.
 LOCAL = "local"
 
 INERT = ("_sliding_window_pattern",)
@@ -56,10 +57,12 @@ TEXT = TextPart(
 
 @dataclass(frozen=True)
 class GemmaConfig(DecoderConfig):
-    """Sizes of a Gemma model, under the names of Hugging Face's config.
+    """Sizes of a Gemma model, with Hugging Face's field names.
 
-    `windows[i]` is how many keys layer i reads, None for all; empty for none in any layer. `inv_freq` are the
-    frequencies of every layer, or of those without a window where `local_inv_freq` are those of the others (Gemma 3).
+    Attributes:
+        windows: number of keys that each layer attends to, None for all; empty if no layer has a window.
+        inv_freq: inverse frequencies of all layers; in Gemma 3, of the layers without a window.
+        local_inv_freq: inverse frequencies of the sliding-window layers of Gemma 3; empty for other styles.
     """
 
     style: GemmaStyle = field(kw_only=True)
@@ -77,7 +80,7 @@ class GemmaConfig(DecoderConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        """The fields; `model_type` says which Gemma."""
+        """Return the config from its fields; `model_type` defines the generation of Gemma."""
         kind = c.text("model_type", "gemma")
         if kind not in STYLES:
             raise UnsupportedError(f"{c.where}: model_type {quote(kind)} is no Gemma; known are {', '.join(STYLES)}")
@@ -88,7 +91,7 @@ class GemmaConfig(DecoderConfig):
         _only_gelu_tanh(c, style)
         full, local = _ropes(c, style, common)
         attention, final = SOFTCAPS.get(style, (None, None))
-        later = style is not GemmaStyle.GEMMA
+        is_newer = style is not GemmaStyle.GEMMA
         result = cls(
             style=style,
             **common,
@@ -96,10 +99,10 @@ class GemmaConfig(DecoderConfig):
             rope_factor=full.factor,
             local_inv_freq=local.inv_freq,
             local_rope_factor=local.factor,
-            windows=_windows(c, style, common["num_hidden_layers"]) if later else (),
-            query_pre_attn_scalar=c.real("query_pre_attn_scalar", 256.0) if later else None,
-            attn_logit_softcapping=c.real_or_null("attn_logit_softcapping", attention) if later else None,
-            final_logit_softcapping=c.real_or_null("final_logit_softcapping", final) if later else None,
+            windows=_windows(c, style, common["num_hidden_layers"]) if is_newer else (),
+            query_pre_attn_scalar=c.real("query_pre_attn_scalar", 256.0) if is_newer else None,
+            attn_logit_softcapping=c.real_or_null("attn_logit_softcapping", attention) if is_newer else None,
+            final_logit_softcapping=c.real_or_null("final_logit_softcapping", final) if is_newer else None,
             attention_bias=c.flag("attention_bias", False),
         )
         if style is GemmaStyle.GEMMA3 and result.attn_logit_softcapping is not None:
@@ -141,7 +144,10 @@ class GemmaFlow(DecoderFlow[GemmaConfig]):
 
 
 def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:
-    """Refuse another activation. Old files of Gemma 1 say `gelu` and mean it with tanh, as the reference knows."""
+    """Refuse any activation other than GELU with tanh.
+
+    Old files of Gemma 1 name it `gelu`, but mean the variant with tanh, as the reference does.
+    """
     tanh = {"gelu_pytorch_tanh": "gelu_tanh"}
     c.choice("hidden_act", "gelu_pytorch_tanh", tanh | ({"gelu": "gelu_tanh"} if style is GemmaStyle.GEMMA else {}))
     if c.raw("hidden_activation") is not None:
@@ -149,28 +155,31 @@ def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:
 
 
 def _windows(c: Fields, style: GemmaStyle, layers: int) -> Windows:
-    """By `layer_types`, or in a pattern whose last layer reads all keys: of 2 layers in Gemma 2, of 6 in Gemma 3."""
+    """Return the windows by `layer_types`, or in a pattern with a full-attention layer at its end.
+
+    The pattern is 2 layers long in Gemma 2, 6 by default in Gemma 3.
+    """
     pattern = 2 if style is GemmaStyle.GEMMA2 else c.whole("sliding_window_pattern", 6)
     window = c.whole_or_null("sliding_window", 4096)
-    again = c.whole_or_null("sliding_window_size", window)  # the first files of Gemma 2 have both
-    if again != window:
-        raise ConfigError(f"{c.where}: sliding_window is {window}, and sliding_window_size {again}")
+    duplicate = c.whole_or_null("sliding_window_size", window)  # the first files of Gemma 2 have both
+    if duplicate != window:
+        raise ConfigError(f"{c.where}: sliding_window is {window}, and sliding_window_size {duplicate}")
     return layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
 
 
 def _ropes(c: Fields, style: GemmaStyle, common: Mapping[str, Any]) -> tuple[ScaledRope, ScaledRope]:
-    """Those of the layers that read all keys, and of the others in Gemma 3."""
+    """Return the rope of the full-attention layers, and the one of the sliding-window layers in Gemma 3."""
     if style is not GemmaStyle.GEMMA3:
         return rope_of(c, common), ScaledRope(())
-    both, old = c.group("rope_parameters"), c.group("rope_scaling")
-    full, local = (both.group(f"{kind}_attention") if both else None for kind in ("full", "sliding"))
-    if both is not None:
-        both.finish()
-    for group in (full, local, old):
+    parameters, scaling = c.group("rope_parameters"), c.group("rope_scaling")
+    full, local = (parameters.group(f"{kind}_attention") if parameters else None for kind in ("full", "sliding"))
+    if parameters is not None:
+        parameters.finish()
+    for group in (full, local, scaling):
         if group is not None and not group.flag("truncate", True):
             raise UnsupportedError(f"{group.where}: field 'truncate' is false; the reference does not read it here")
     head_dim, positions = common["head_dim"], common["max_position_embeddings"]
     return (
-        frequencies_of(c, full, old, head_dim, "rope_theta", 1e6, positions),
+        frequencies_of(c, full, scaling, head_dim, "rope_theta", 1e6, positions),
         frequencies_of(c, local, None, head_dim, "rope_local_base_freq", 1e4, positions),
     )

@@ -1,4 +1,4 @@
-"""GPT-2 (`GPT2LMHeadModel`): config → flow."""
+"""Define the config and recipe of GPT-2 (`GPT2LMHeadModel`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Causa
 from rlx_jax.models.decoder import CausalFlow, decoder_flow
 from rlx_jax.weights.source import WeightSource
 
-# The causal mask, which old checkpoints carry in every layer.
+# Buffers of the causal mask, which old checkpoints have in every layer.
 BUFFERS = ("attn.bias", "attn.masked_bias")
 
 
 @dataclass(frozen=True)
 class Gpt2Config(CausalConfig):
-    """Sizes of a GPT-2 model. A config.json has them as `n_embd`, `n_layer`, `n_head`, `n_positions`, `n_inner`.
+    """Sizes of a GPT-2 model. Its config.json has them as `n_embd`, `n_layer`, `n_head`, `n_positions`, `n_inner`.
 
-    `scale_attn_weights` multiplies scores with D^(−1/2), and `scale_attn_by_inverse_layer_idx` those of layer i with
-    1 / (i + 1) besides.
+    `scale_attn_weights` scales scores by D^(−1/2); `scale_attn_by_inverse_layer_idx` additionally scales the scores of
+    layer i by 1 / (i + 1).
     """
 
     vocab_size: int = 50257
@@ -35,12 +35,12 @@ class Gpt2Config(CausalConfig):
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True
 
-    inert: ClassVar[tuple[str, ...]] = ("n_ctx",)  # `n_positions` under its first name
+    inert: ClassVar[tuple[str, ...]] = ("n_ctx",)  # an older name of `n_positions`
 
     @classmethod
     def read(cls, c: Fields) -> Self:
         hidden, heads = width_and_heads(c, cls.hidden_size, cls.num_attention_heads, ("n_embd", "n_head"))
-        # Where the reference would round scores before its softmax, this asks for float32: here they always are.
+        # The field requests float32 scores, where the reference would round them before its softmax; here they always are.
         c.flag("reorder_and_upcast_attn", False)
         return cls(
             vocab_size=c.whole("vocab_size", cls.vocab_size, high=MAX_VOCABULARY),
@@ -55,7 +55,7 @@ class Gpt2Config(CausalConfig):
         )
 
     def score_scale(self, index: int) -> float | None:
-        """What the scores of layer `index` are multiplied with; None is D^(−1/2)."""
+        """Return the factor of the scores of layer `index`; None is D^(−1/2)."""
         if self.scale_attn_weights and not self.scale_attn_by_inverse_layer_idx:
             return None
         scale = (self.hidden_size // self.num_attention_heads) ** -0.5 if self.scale_attn_weights else 1.0
@@ -64,7 +64,7 @@ class Gpt2Config(CausalConfig):
 
 @dataclass(frozen=True)
 class Gpt2Flow(CausalFlow[Gpt2Config]):
-    """The recipe of GPT-2: see `CausalFlow`. Keys stand under `prefix`, but for the head's; it may be empty.
+    """The recipe of GPT-2: see `CausalFlow`. All keys except the head's start with `prefix`, which may be empty.
 
     Learned positions are added to `inputs_embeds` too, as in the reference.
     """
@@ -80,9 +80,9 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
         return self._key("wte.weight")
 
     def stored_in(self, source: WeightSource) -> Self:
-        made = super().stored_in(source)
-        others = (replace(made, prefix=prefix) for prefix in ("transformer", ""))
-        return next((other for other in others if source.has(other.embedding)), made)
+        base = super().stored_in(source)
+        candidates = (replace(base, prefix=prefix) for prefix in ("transformer", ""))
+        return next((recipe for recipe in candidates if source.has(recipe.embedding)), base)
 
     def spec(self, index: int = 0) -> Gpt2LayerSpec:
         c = self.config
@@ -96,11 +96,11 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
 
     def assemble(self) -> ModelFlow:
         c, layers = self.config, range(self.config.num_hidden_layers)
-        places = LearnedPositions(self._key("wpe.weight"), (c.max_position_embeddings, c.hidden_size))
+        positions = LearnedPositions(self._key("wpe.weight"), (c.max_position_embeddings, c.hidden_size))
         return decoder_flow(
             self,
             self.stage,
-            embedded=[places],
+            embedded=[positions],
             norm=LayerNorm(self._key("ln_f.weight"), self._key("ln_f.bias"), c.layer_norm_epsilon),
             leave=[self._key(f"h.{i}.{buffer}") for i in layers for buffer in BUFFERS],
         )

@@ -1,4 +1,7 @@
-"""gpt-oss (`GptOssForCausalLM`): attention with sinks, in a window in every second layer, and experts with biases."""
+"""Define the config and recipe of gpt-oss (`GptOssForCausalLM`).
+
+It has attention with sinks, a window in every second layer, and experts with biases.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,20 @@ from rlx_jax.models.mixture import experts_of
 from rlx_jax.weights.mxfp4 import unpacked
 from rlx_jax.weights.source import WeightSource
 
-# The rope where a config has none.
+# The rope of a config without rope fields, as in the reference.
 THETA = 150000.0
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 @dataclass(frozen=True)
 class GptOssConfig(DecoderConfig):
-    """Sizes of a gpt-oss model. `intermediate_size` is the width of an expert, `windows[i]` how many keys layer i
-    reads, None for all; `swiglu_limit` and `swiglu_alpha` are those of the gate, see `ClampedGate`."""
+    """Sizes of a gpt-oss model.
+
+    Attributes:
+        intermediate_size: width of an expert.
+        windows: number of keys that each layer attends to; None for all.
+        swiglu_limit, swiglu_alpha: parameters of the gate, see `ClampedGate`.
+    """
 
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 131072
@@ -83,15 +91,15 @@ class GptOssFlow(DecoderFlow[GptOssConfig]):
     config_type = GptOssConfig
 
     def reads(self, source: WeightSource) -> WeightSource:
-        """The weights of a checkpoint as numbers: those of experts may be MXFP4."""
+        """Return the weights of a checkpoint, with MXFP4 experts unpacked to numbers."""
         return super().reads(unpacked(source))
 
 
 def check_packing(c: Fields) -> None:
-    """Hold `quantization_config` against what is unpacked: MXFP4, which its weights show by their keys.
+    """Check that `quantization_config` is MXFP4, which is unpacked; its weights are recognized by their keys.
 
     Raises:
-        UnsupportedError: another way to quantise.
+        UnsupportedError: another quantization method.
     """
     group = c.group("quantization_config")
     if group is None:

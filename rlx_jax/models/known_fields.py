@@ -1,11 +1,11 @@
-"""Fields of `config.json` that have no part in the forward pass, at any value or at some."""
+"""List the fields of `config.json` that do not affect the forward pass, at any value or at some."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Fields without a part in the forward pass: where the model is from, its dtype, how and not what is computed, dropout
-# and training, task heads, special tokens and the tokenizer, generation.
+# Fields that do not affect the forward pass, by paragraph: the model's origin, its dtype, implementation choices,
+# dropout and training, task heads, special tokens and the tokenizer, generation.
 INERT = frozenset(
     """
     _commit_hash _from_auto _name_or_path _num_labels architectures base_model base_model_name_or_path finetuning_task
@@ -48,14 +48,14 @@ INERT = frozenset(
     """.split()
 )
 
-# What other such fields begin with: training, how weights are initialized, and GPT-2's classifier.
+# Prefixes of more such fields: training, initialization of weights, and GPT-2's classifier.
 INERT_PREFIXES = ("freeze_", "initializer_", "summary_", "unsloth_")
 
-# Sizes that a config may give as null, for the default.
+# Fields that a config may set to null to get the default.
 NULLABLE = frozenset({"head_dim", "num_key_value_heads", "rope_theta"})
 
-# Fields that are harmless at these values, and change the computation at others. Null is harmless of every field that
-# nobody reads: it is a field that is not set.
+# Fields that are harmless at these values, and change the computation at others. Null is always harmless in a field
+# that is not read: it means that the field is not set.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),

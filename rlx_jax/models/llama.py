@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x (`LlamaForCausalLM`): what the other decoders differ from."""
+"""Define the config and recipe of Llama 2 and 3.x (`LlamaForCausalLM`), from which the other decoders differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
-    """Sizes of a Llama model; `attention_bias` is of all four projections."""
+    """Sizes of a Llama model; `attention_bias` adds a bias to all four projections."""
 
     attention_bias: bool = False
     mlp_bias: bool = False

@@ -1,4 +1,5 @@
-"""Mamba-2 (`Mamba2ForCausalLM`): layers without attention, each with a state of fixed size."""
+"""Define the config and recipe of Mamba-2 (`Mamba2ForCausalLM`): layers with a fixed-size state instead of
+attention."""
 
 from __future__ import annotations
 
@@ -12,19 +13,20 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
 from rlx_jax.models.decoder import CausalFlow, decoder_flow
 
-# Fields of how a prompt is cut, of how weights are drawn, and of sums between layers, which are f32 where the program
-# is; `rms_norm` and `norm_before_gate` are of the first implementation, and Hugging Face's model does not read them.
+# Fields about the chunks of a prompt, the initialization of weights, and residual sums, which have the dtype of the
+# program here. `rms_norm` and `norm_before_gate` are from the first implementation; transformers does not read them.
 INERT = (
     "chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min",
     "time_step_rank", "use_associative_scan", "norm_before_gate", "rms_norm", "fuse_norm",
 )  # fmt: skip
 
+# How files write infinity, which JSON does not have.
 INFINITE = ("Infinity", "inf")
 
 
 @dataclass(frozen=True)
 class Mamba2Config(CausalConfig):
-    """Sizes of a Mamba-2 model, under the names of Hugging Face's config. There is no limit to its positions."""
+    """Sizes of a Mamba-2 model, with Hugging Face's field names. Its number of positions is unlimited."""
 
     vocab_size: int
     hidden_size: int
@@ -49,7 +51,7 @@ class Mamba2Config(CausalConfig):
 
 @dataclass(frozen=True)
 class Mamba2Flow(CausalFlow[Mamba2Config]):
-    """The recipe of Mamba-2: see `CausalFlow`. Every layer's spec is a `Mamba2Spec`."""
+    """The recipe of Mamba-2: see `CausalFlow`. The spec of every layer is a `Mamba2Spec`."""
 
     name: str = "mamba2"
 
@@ -74,6 +76,7 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
 
 
 def _mixer(c: Fields, hidden: int) -> Mamba2Spec:
+    """Return the spec of the layers."""
     heads, width = c.whole("num_heads", 128, high=2**16), c.whole("head_dim", 64, high=2**16)
     expand = c.real("expand", 2)
     if int(hidden * expand) != heads * width:
@@ -93,15 +96,16 @@ def _mixer(c: Fields, hidden: int) -> Mamba2Spec:
 
 
 def _limits(c: Fields) -> tuple[float, float | None]:
-    """The least and the most of a time step. No most is infinity, which JSON has not, written in one of two ways."""
-    given = c.items("time_step_limit", [0.0, math.inf], "two numbers", lambda value: True, 2)
-    low, high = (_number(c, value) for value in given)
+    """Return the minimum and maximum of a time step; the maximum is None for infinity."""
+    values = c.items("time_step_limit", [0.0, math.inf], "two numbers", lambda value: True, 2)
+    low, high = (_number(c, value) for value in values)
     if not 0 <= low <= high or math.isinf(low):
-        raise c.wrong("time_step_limit", "0 ≤ least ≤ most", given)
+        raise c.wrong("time_step_limit", "0 ≤ least ≤ most", values)
     return low, None if math.isinf(high) else high
 
 
 def _number(c: Fields, value: Any) -> float:
+    """Return a number of `time_step_limit`, which may be a string or an object for infinity."""
     if isinstance(value, dict) and list(value) == ["__float__"]:  # as transformers 5 writes it
         value = value["__float__"]
     if value in INFINITE:

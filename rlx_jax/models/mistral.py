@@ -1,4 +1,4 @@
-"""Mistral (`MistralForCausalLM`): Llama's layers with a window of the last keys."""
+"""Define the config and recipe of Mistral (`MistralForCausalLM`): Llama's layers with a sliding window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
 
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
-    """Sizes of a Mistral model. Every layer reads the last `sliding_window` keys only; None reads all."""
+    """Sizes of a Mistral model. Every layer attends to the last `sliding_window` keys only; None for all."""
 
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096

@@ -1,4 +1,7 @@
-"""Mixtral (`MixtralForCausalLM`): Mistral's layers with experts, whose weights are normalised over those chosen."""
+"""Define the config and recipe of Mixtral (`MixtralForCausalLM`).
+
+It has Mistral's layers with experts; router weights are normalised over the chosen experts.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from rlx_jax.models.mixture import MixtureFlow, experts_of
 
 @dataclass(frozen=True)
 class MixtralConfig(DecoderConfig):
-    """Sizes of a Mixtral model. `intermediate_size` is the width of an expert; every layer reads the last
-    `sliding_window` keys only, None reads all."""
+    """Sizes of a Mixtral model. `intermediate_size` is the width of an expert.
+
+    Every layer attends to the last `sliding_window` keys only; None for all.
+    """
 
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 131072

@@ -1,4 +1,4 @@
-"""The recipe of decoders with experts, and the fields that their configs share."""
+"""Define the recipe of decoders with experts, and read the fields that their configs share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ C = TypeVar("C", bound=DecoderConfig)
 
 @dataclass(frozen=True)
 class MixtureFlow(DecoderFlow[C]):
-    """As `DecoderFlow`, for layers with experts. `layout` are the keys of experts where a checkpoint stores them
-    otherwise than the family does."""
+    """The recipe of a decoder with experts: see `DecoderFlow`.
+
+    `layout`: keys of the experts, if a checkpoint stores them differently from the family's default.
+    """
 
     layout: ExpertKeys | None = None
 
     def stored_in(self, source: WeightSource) -> Self:
-        """Experts that are stored stacked, as transformers 5 holds them in memory."""
+        """Return the recipe for stacked experts if the checkpoint stores them as transformers 5 has them in memory."""
         layers, source = range(self.config.num_hidden_layers), self.reads(source)
         stacked = any(source.has(f"model.layers.{i}.{STACKED_KEYS.gate}") for i in layers)
         return replace(self, layout=STACKED_KEYS) if stacked else self
@@ -36,17 +38,19 @@ class MixtureFlow(DecoderFlow[C]):
 
 
 def experts_of(c: Fields, *, experts: int, top_k: int) -> tuple[int, int]:
-    """How many experts there are and how many a token goes to; the keywords are the family's defaults.
+    """Return the number of experts, and the number that each token is routed to.
+
+    The keywords are the family's defaults.
 
     Raises:
-        ConfigError: no such number, or two names of one field that differ.
+        ConfigError: the numbers contradict each other, or two names of one field differ.
     """
     names = [name for name in ("num_local_experts", "num_experts") if name in c.values]
     counts = {c.whole(name, high=2**16) for name in names} or {experts}
-    chosen = c.whole("num_experts_per_tok", top_k, high=2**16)
+    num_routed = c.whole("num_experts_per_tok", top_k, high=2**16)
     if len(counts) > 1:
         raise ConfigError(f"{c.where}: num_local_experts and num_experts are both given and differ")
     count = counts.pop()
-    if chosen > count:
-        raise ConfigError(f"{c.where}: num_experts_per_tok is {chosen}, and there are {count} experts")
-    return count, chosen
+    if num_routed > count:
+        raise ConfigError(f"{c.where}: num_experts_per_tok is {num_routed}, and there are {count} experts")
+    return count, num_routed

@@ -1,4 +1,7 @@
-"""MPNet (Song et al. 2020): BERT's layers with a bias by distance, shared by all of them, and no token types."""
+"""Define the config and recipe of MPNet (Song et al. 2020).
+
+It has BERT's layers, a relative-position bias that all layers share, and no token types.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,17 @@ from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields, text_fields
 
-# The id that positions are not counted over; the reference asks no config for it.
+# The id of padding, which gets no position of its own; the reference hard-codes it.
 PADDING = 1
 
-# Of the distances between tokens. The reference has a table of `relative_attention_num_buckets` and uses so many.
+# Number of buckets of relative positions. The reference's table has `relative_attention_num_buckets` rows, but it uses
+# only this many.
 BUCKETS = 32
 
 
 @dataclass(frozen=True)
 class MPNetConfig(BertConfig):
-    """Sizes of an MPNet model, under the names of Hugging Face's config."""
+    """Sizes of an MPNet model, with Hugging Face's field names."""
 
     type_vocab_size: int = 0
     relative_attention_num_buckets: int = BUCKETS
@@ -40,8 +44,10 @@ class MPNetConfig(BertConfig):
 
 @dataclass(frozen=True)
 class MPNetFlow(BertLike[MPNetConfig]):
-    """The recipe of MPNet: see `EncoderFlow`. Optional are `attention_mask` and `position_ids`; by default they are
-    counted over the ids that are no padding, from 2 on."""
+    """The recipe of MPNet: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`.
+
+    By default positions count the ids that are not padding, from 2 on.
+    """
 
     name: str = "mpnet"
 

@@ -1,4 +1,4 @@
-"""NomicBERT (`NomicBertModel`): config → flow. Rotary positions, a gated MLP, no biases."""
+"""Define the config and recipe of NomicBERT (`NomicBertModel`): rotary positions, a gated MLP, no biases."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Field
 from rlx_jax.models.decoder_config import frequencies_of
 from rlx_jax.models.encoder import EncoderFlow
 
-# How the first implementation computes, not what. (`max_trained_positions` is read by a scaling of the rope alone.)
+# Fields of the first implementation that do not change the results. (`max_trained_positions` only matters for a scaled
+# rope, which is refused.)
 INERT = ("dense_seq_output", "last_layer_subset", "max_trained_positions", "tie_word_embeddings")
 
-# Fields of the first spelling, and what they may be: models that differ in them are no text encoders.
+# Fields of the first spelling with their supported values. Text encoders of the family have these values.
 ONLY: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
     "mlp_fc1_bias": (False,),
@@ -47,7 +48,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class NomicConfig(TokenConfig):
-    """Sizes of a NomicBERT model, under the names of transformers 5; `inv_freq` are the frequencies of its rope."""
+    """Sizes of a NomicBERT model, with the field names of transformers 5; `inv_freq` are its rope's inverse
+    frequencies."""
 
     vocab_size: int
     hidden_size: int
@@ -66,12 +68,12 @@ class NomicConfig(TokenConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        """In the spelling of the first checkpoints (`n_embd` …) or of transformers 5."""
+        """Return the config from the spelling of the first checkpoints (`n_embd` …) or of transformers 5."""
         return cls._first(c) if "n_embd" in c.values else cls._second(c)
 
     @classmethod
     def _first(cls, c: Fields) -> Self:
-        """The spelling of the first checkpoints, whose vocabulary is rounded up."""
+        """Return the config from the spelling of the first checkpoints, which round the vocabulary up."""
         hidden, heads = c.whole("n_embd"), c.whole("n_head", high=2**16)
         vocabulary, rows = c.whole("vocab_size", high=MAX_VOCABULARY), c.whole("pad_vocab_size_multiple", 1)
         head_dim = _head_dim(c, hidden, heads, None, "n_embd", "n_head")
@@ -91,10 +93,10 @@ class NomicConfig(TokenConfig):
 
     @classmethod
     def _second(cls, c: Fields) -> Self:
-        """The spelling of transformers 5."""
+        """Return the config from the spelling of transformers 5."""
         hidden, heads = c.whole("hidden_size", 768), c.whole("num_attention_heads", 12, high=2**16)
-        given = c.whole_or_null("head_dim", None, high=2**16)
-        head_dim = _head_dim(c, hidden, heads, given, "hidden_size", "num_attention_heads")
+        explicit_dim = c.whole_or_null("head_dim", None, high=2**16)
+        head_dim = _head_dim(c, hidden, heads, explicit_dim, "hidden_size", "num_attention_heads")
         rope = c.group("rope_parameters")
         return cls(
             vocab_size=c.whole("vocab_size", 30528, high=MAX_VOCABULARY),
@@ -112,19 +114,21 @@ class NomicConfig(TokenConfig):
 
 
 def _head_dim(c: Fields, hidden: int, heads: int, given: int | None, width: str, count: str) -> int:
-    """The width of a head: given, or hidden / heads; an even one, for the rotation."""
+    """Return the width of a head: `given`, or hidden / heads. It must be even for the rotation."""
     if given is None and hidden % heads:
         raise ConfigError(f"{c.where}: {width} {hidden} is not a multiple of {count} {heads}")
-    found = given or hidden // heads
-    if found % 2:
-        raise ConfigError(f"{c.where}: head_dim is {found}; rotary embeddings need an even one")
-    return found
+    head_dim = given or hidden // heads
+    if head_dim % 2:
+        raise ConfigError(f"{c.where}: head_dim is {head_dim}; rotary embeddings need an even one")
+    return head_dim
 
 
 @dataclass(frozen=True)
 class NomicFlow(EncoderFlow[NomicConfig]):
-    """The recipe of NomicBERT: see `EncoderFlow`. Optional are `attention_mask`, `token_type_ids` (default 0) and
-    `position_ids` (default 0, 1, 2 …)."""
+    """The recipe of NomicBERT: see `EncoderFlow`.
+
+    Optional inputs are `attention_mask`, `token_type_ids` (default 0) and `position_ids` (default 0, 1, 2 …).
+    """
 
     name: str = "nomic"
 

@@ -1,4 +1,7 @@
-"""Nomic's vision encoder (`NomicVisionModel`), whose vectors stand beside those of nomic-embed-text: config → flow."""
+"""Define the config and recipe of Nomic's vision encoder (`NomicVisionModel`).
+
+Its vectors are in the same space as nomic-embed-text's.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from rlx_jax.models.config import MAX_LAYERS, Fields, width_and_heads
 from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
 from rlx_jax.trace.emit import Emit, FlowValue
 
-# Of the norm inside a feed-forward half: PyTorch's own, whatever the config says.
+# Epsilon of the norm inside the feed-forward block: PyTorch's default, regardless of the config.
 INNER_EPS = 1e-5
 
-# The feed-forward width is rounded up to a multiple of it.
+# The feed-forward width is rounded up to a multiple of this.
 INNER_STEP = 256
 
 LAYOUT = VisionLayout(
@@ -32,8 +35,12 @@ LAYOUT = VisionLayout(
 
 @dataclass(frozen=True)
 class NomicVisionConfig(VisionConfig):
-    """Sizes of Nomic's vision encoder. With `turned` queries and keys are, by row and column of their patch, whose
-    places are scaled to a grid of `reference` rows and columns."""
+    """Sizes of Nomic's vision encoder.
+
+    Attributes:
+        turned: rotate queries and keys by the row and column of their patch.
+        reference: rows and columns of the grid that patch positions are scaled to for the rotation; None: unscaled.
+    """
 
     turned: bool = True
     reference: tuple[int, int] | None = None
@@ -69,8 +76,8 @@ class NomicVisionConfig(VisionConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         hidden, heads = width_and_heads(c, names=("n_embd", "n_head"))
-        turned = c.flag("use_rotary_pos_emb", False)
-        if turned and hidden // heads % 4:
+        is_rotary = c.flag("use_rotary_pos_emb", False)
+        if is_rotary and hidden // heads % 4:
             raise ConfigError(
                 f"{c.where}: n_embd {hidden} over n_head {heads} is {hidden // heads}; heads that turn by row and "
                 "column need a multiple of 4"
@@ -83,15 +90,17 @@ class NomicVisionConfig(VisionConfig):
             layer_norm_eps=c.real("layer_norm_epsilon"),
             activation="silu",
             **image_fields(c, name="img_size"),
-            turned=turned,
+            turned=is_rotary,
             reference=None if c.raw("ref_feat_shape") is None else c.pair("ref_feat_shape"),
         )
 
 
 @dataclass(frozen=True)
 class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
-    """The recipe of Nomic's vision encoder: see `VisionFlow`. `pooled` is the first token, of unit length. Images have
-    the size of the config: the reference knows no other."""
+    """The recipe of Nomic's vision encoder: see `VisionFlow`. `pooled` is the first token, with unit length.
+
+    Images have the size in the config: the reference supports no other.
+    """
 
     layout: VisionLayout = LAYOUT
     name: str = "nomic_vision"
@@ -121,5 +130,5 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
 
 
 def unit_first(emit: Emit, x: FlowValue) -> FlowValue:
-    """The first token of each row, divided by its length."""
+    """Return the first token of each row, divided by its length."""
     return unit(emit, emit.first_token(x))

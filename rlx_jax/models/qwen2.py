@@ -1,4 +1,7 @@
-"""Qwen 2 and 2.5 (`Qwen2ForCausalLM`): biases on q, k and v; windows on the later layers if the config asks."""
+"""Define the config and recipe of Qwen 2 and 2.5 (`Qwen2ForCausalLM`).
+
+They have biases on q, k and v, and optional windows on the later layers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, plai
 
 @dataclass(frozen=True)
 class Qwen2Config(DecoderConfig):
-    """Sizes of a Qwen 2 model; `windows[i]` is how many keys layer i reads, None for all; empty for no windows."""
+    """Sizes of a Qwen 2 model.
+
+    `windows[i]` is the number of keys that layer i attends to, None for all; empty for no windows.
+    """
 
     max_position_embeddings: int = 32768
     windows: Windows = ()

@@ -1,4 +1,7 @@
-"""Qwen 3 (`Qwen3ForCausalLM`): a norm of every query and key head; windows on the later layers if the config asks."""
+"""Define the config and recipe of Qwen 3 (`Qwen3ForCausalLM`).
+
+It has a norm of every query and key head, and optional windows on the later layers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, plai
 
 @dataclass(frozen=True)
 class Qwen3Config(DecoderConfig):
-    """Sizes of a Qwen 3 model; `windows[i]` is how many keys layer i reads, None for all; empty for no windows."""
+    """Sizes of a Qwen 3 model.
+
+    `windows[i]` is the number of keys that layer i attends to, None for all; empty for no windows.
+    """
 
     max_position_embeddings: int = 32768
     attention_bias: bool = False

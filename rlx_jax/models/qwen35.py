@@ -1,4 +1,8 @@
-"""Qwen 3.5 (`Qwen3_5ForCausalLM`): three layers of Gated DeltaNet to one of gated attention. Text alone."""
+"""Define the config and recipes of Qwen 3.5 (`Qwen3_5ForCausalLM`), text only.
+
+One layer in four has gated attention, the others Gated DeltaNet. A second recipe is its multi-token-prediction module
+for drafts.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,11 @@ from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.weight_check import checked
 from rlx_jax.weights.source import WeightSource
 
-# Fields that `layer_types` reads or that training alone does, and the dtype of the state, which is f32 here too.
+# Not errors if unread: a field that `layer_types` replaces, one for training only, and the dtype of the state, which is
+# float32 here too.
 INERT = ("full_attention_interval", "mamba_ssm_dtype", "mtp_loss_scaling_factor")
 
-# How columns of a head are shared by time, height and width: of text all three are the token's position.
+# How the columns of a head are split over time, height and width. For text all three are the token's position.
 MROPE = ("mrope_section", "mrope_interleaved")
 
 TEXT = TextPart(
@@ -49,10 +54,13 @@ TEXT = TextPart(
 
 @dataclass(frozen=True)
 class Qwen35Config(DecoderConfig):
-    """Sizes of a Qwen 3.5 text model; `attends[i]` is whether layer i has attention, and not Gated DeltaNet.
+    """Sizes of a Qwen 3.5 text model.
 
-    `inv_freq` turn the first 2 · len(inv_freq) columns of each head. `mtp_num_hidden_layers` and
-    `mtp_use_dedicated_embeddings` are of the head that drafts alone (`qwen35_mtp.py`).
+    Attributes:
+        attends: for each layer, whether it has attention and not Gated DeltaNet.
+        delta: the spec of the Gated DeltaNet layers.
+        mtp_num_hidden_layers, mtp_use_dedicated_embeddings: fields of the draft module; see `Qwen35MtpFlow`.
+        inv_freq: inverse frequencies; they rotate the first 2 · len(inv_freq) columns of each head.
     """
 
     max_position_embeddings: int = 32768
@@ -84,8 +92,10 @@ class Qwen35Config(DecoderConfig):
         )
 
     def layer_spec(self, index: int) -> LayerSpec:
-        """Attention with a norm of each query and key head, part of whose columns turn, and a gate; norms are
-        zero-centred."""
+        """Return gated attention with a norm of each query and key head and a partial rotation.
+
+        All norms are zero-centred.
+        """
         bias = self.attention_bias
         return layer_of(self, qkv_bias=bias, output_bias=bias, qk_norm="heads", zero_centred=True, gated=True)
 
@@ -114,24 +124,27 @@ class Qwen35Flow(DecoderFlow[Qwen35Config]):
         return super().assemble().with_mtp(lambda source: Qwen35MtpFlow(self.config, source).assemble())
 
 
-# -- the module that drafts --------------------------------------------------------------------
+# -- the draft module --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Qwen35MtpFlow:
-    """The recipe of Qwen 3.5's module for drafts: a layer with attention over the model's own hidden states.
+    """The recipe of Qwen 3.5's multi-token-prediction module for drafts: one attention layer over the model's hidden
+    states.
 
-    Inputs: `input_ids` `[batch, seq]`, the token behind each; `hidden` `[batch, seq, hidden]` float32, what the model's
-    head reads of each token, behind its last norm. Outputs: `logits` float32 `[batch, seq, vocab]` of the token behind
-    those, and `hidden`, what its own head reads: in the place of the model's it drafts the token after that.
+    Inputs: `input_ids` `[batch, seq]`, the next token of each position; `hidden` `[batch, seq, hidden]` float32, the
+    hidden state of each position after the model's final norm, which is the input of its head. Outputs: `logits`
+    float32 `[batch, seq, vocab]` for the token after `input_ids`, and `hidden`, the input of its own head: passed in
+    place of the model's hidden state, it drafts one more token.
 
         c = [rms(embed(ids)) ‖ rms(hidden)] Wᵀ;  c ← layer(c);  hidden = rms(c);  logits = hidden headᵀ
 
-    Weights: `mtp.*`, and the embedding and the head of the model. Where the pair of position i reads i, and the norms,
-    are as in vLLM's `qwen3_5_mtp.py`: transformers has no such module.
+    Weights: `mtp.*`, and the embedding and the head of the model. Position i of the pair has rope position i. This and
+    the norms follow vLLM's `qwen3_5_mtp.py`; transformers has no such module.
 
     Raises:
-        UnsupportedError: the config says that there is none, or another one. MissingWeightError, WeightShapeError.
+        UnsupportedError: the config has no such module, or another one. MissingWeightError, WeightShapeError: weights
+            are missing or do not match.
     """
 
     config: Qwen35Config
@@ -139,11 +152,11 @@ class Qwen35MtpFlow:
     name: str = "qwen35_mtp"
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every weight with its shape."""
+        """Return the shape of every weight."""
         return declared_shapes(replace(self, weights=None).assemble())
 
     def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights if there are any."""
+        """Return the flow, bound to its weights if there are any."""
         self._check()
         c, spec = self.config, self.config.layer_spec(0)
         tied = c.tie_word_embeddings
@@ -166,21 +179,22 @@ class Qwen35MtpFlow:
         )
 
     def _check(self) -> None:
-        c, use = self.config, "speculative='prompt' or another CausalLM can draft"
+        """Check that the config and the weights have the supported module."""
+        c, advice = self.config, "speculative='prompt' or another CausalLM can draft"
         if c.mtp_num_hidden_layers != 1:
             raise UnsupportedError(
                 f"config.json: mtp_num_hidden_layers is {c.mtp_num_hidden_layers}; expected 1, a module for drafts of "
-                f"one layer: {use}"
+                f"one layer: {advice}"
             )
         if c.mtp_use_dedicated_embeddings:
             raise UnsupportedError(
                 "config.json: mtp_use_dedicated_embeddings is true, and under which keys a module for drafts has an "
-                f"embedding of its own is not known: {use}"
+                f"embedding of its own is not known: {advice}"
             )
         if self.weights is None:
             return
         if not any(key.startswith("mtp.") for key in self.weights.keys()):
-            raise MissingWeightError(f"the checkpoint has no mtp.* weights, so no module that drafts: {use}")
+            raise MissingWeightError(f"the checkpoint has no mtp.* weights, so no module that drafts: {advice}")
         checked(replace(self, weights=None), self.weights)
 
 
@@ -188,13 +202,14 @@ class Qwen35MtpFlow:
 
 
 def _attends(c: Fields, layers: int) -> tuple[bool, ...]:
-    """By `layer_types`, or without it every `full_attention_interval`-th layer."""
+    """Return whether each layer has attention: by `layer_types`, or else every `full_attention_interval`-th layer."""
     interval = c.whole("full_attention_interval", 4)
-    usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    return c.kinds("layer_types", usual, {"full_attention": True, "linear_attention": False})
+    default_types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    return c.kinds("layer_types", default_types, {"full_attention": True, "linear_attention": False})
 
 
 def _delta(c: Fields, eps: float) -> GatedDeltaSpec:
+    """Return the spec of the Gated DeltaNet layers."""
     heads = c.whole("linear_num_key_heads", 16, high=2**16), c.whole("linear_num_value_heads", 32, high=2**16)
     if heads[1] % heads[0]:
         raise ConfigError(

@@ -1,4 +1,7 @@
-"""Qwen 3 with experts (`Qwen3MoeForCausalLM`): Qwen 3's attention, and experts in some layers or in all."""
+"""Define the config and recipe of Qwen 3 with experts (`Qwen3MoeForCausalLM`).
+
+It has Qwen 3's attention, and experts in some layers or in all.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from rlx_jax.models.mixture import MixtureFlow, experts_of
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig(DecoderConfig):
-    """Sizes of a Qwen 3 model with experts, `moe_intermediate_size` wide each, of which a token goes to
-    `num_experts_per_tok`.
+    """Sizes of a Qwen 3 model with experts.
 
-    Every `decoder_sparse_step`-th layer has them, but for those of `mlp_only_layers`; the others have an MLP,
-    `intermediate_size` wide. Every layer reads the last `sliding_window` keys only; None reads all.
+    Each expert is `moe_intermediate_size` wide; a token is routed to `num_experts_per_tok` of them. Every
+    `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`; the others have an MLP that is
+    `intermediate_size` wide. Every layer attends to the last `sliding_window` keys only; None for all.
     """
 
     max_position_embeddings: int = 32768

@@ -1,4 +1,7 @@
-"""What recipes share: a config, the weights that the flow is bound to, hooks, and how a checkpoint opens."""
+"""Define `Recipe`, the base class of all recipes.
+
+A recipe has a config, the weights that its flow is bound to, and hooks.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ C = TypeVar("C", bound=ModelConfig)
 
 @dataclass(frozen=True)
 class Recipe(HookMethods, Generic[C]):
-    """A config and how it becomes a flow.
+    """A config, and how it becomes a flow.
 
     Args:
-        config: the family's.
+        config: the family's config.
         batch: rows to compile for ahead of the first call.
-        weights: the checkpoint that the flow is bound to; without it the flow is bound to none.
+        weights: the checkpoint that the flow is bound to; None: the flow is not bound.
         hooks: see `rlx_jax.models.hooks`.
 
     Raises:
@@ -48,6 +51,7 @@ class Recipe(HookMethods, Generic[C]):
                 f"rlx_jax.recipe_for(path) reads it from a checkpoint, {name}.for_prefill(mapping) from the content of "
                 "a config.json"
             )
+        # Dataclasses do not check types, and a string such as "false" would be true.
         for option in fields(self):
             value = getattr(self, option.name)
             if isinstance(option.default, bool) and not isinstance(value, bool):
@@ -55,45 +59,47 @@ class Recipe(HookMethods, Generic[C]):
 
     @classmethod
     def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:
-        """The forward program, bound to a number of rows if one is given; `config` may be the content of
-        `config.json`."""
-        read: Any = cls.config_type.of(config)
-        return cls(read, batch)
+        """Return the forward program, bound to a number of rows if given.
+
+        `config` may be the content of `config.json`.
+        """
+        family_config: Any = cls.config_type.of(config)
+        return cls(family_config, batch)
 
     @property
     def vocab_size(self) -> int:
-        """How many ids it reads; 0 where it reads none."""
+        """Number of token ids; 0 if the model does not read tokens."""
         return self.config.vocab_size if isinstance(self.config, TokenConfig) else 0
 
     @property
     def max_positions(self) -> int | None:
-        """The longest row that the model knows, in tokens; None where it reads none."""
+        """The longest sequence in tokens; None if the model does not read tokens."""
         return self.config.max_position_embeddings if isinstance(self.config, TokenConfig) else None
 
     def stored_in(self, source: WeightSource) -> Self:
-        """The recipe for how a checkpoint stores its weights, such as under a prefix."""
+        """Return the recipe for how a checkpoint stores its weights, such as under a prefix."""
         return self
 
     def reads(self, source: WeightSource) -> WeightSource:
-        """A checkpoint's weights as the recipe reads them."""
+        """Return a checkpoint's weights under the keys that the recipe reads."""
         return source
 
     def spec(self, index: int) -> Any:
-        """The spec of layer `index`: what a layer hook sees."""
+        """Return the spec of layer `index`, which layer hooks see."""
         raise NotImplementedError
 
     def stage(self, index: int, spec: Any) -> BlockStage:
-        """The family's own layer."""
+        """Return the family's layer."""
         raise NotImplementedError
 
     def heads_in(self, source: WeightSource) -> tuple[str, ...]:
-        """The keys of a task's head in a checkpoint, which the recipe does not read."""
+        """Return the keys of a task's head in a checkpoint, which the recipe does not read."""
         return ()
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every checkpoint key with its shape."""
+        """Return the shape of every checkpoint key."""
         return declared_shapes(replace(self, weights=None, hooks=Hooks()).assemble())
 
     def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights if there are any."""
+        """Return the flow, bound to its weights if there are any."""
         raise NotImplementedError

@@ -1,4 +1,5 @@
-"""RoBERTa, XLM-RoBERTa and CamemBERT: BERT's layers behind positions that are counted over what is no padding."""
+"""Define the config and recipe of RoBERTa, XLM-RoBERTa and CamemBERT: BERT's layers, with positions that skip
+padding."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rlx_jax.models.config import Fields, text_fields
 
 @dataclass(frozen=True)
 class RobertaConfig(BertConfig):
-    """Sizes of a RoBERTa model. Positions begin behind `pad_token_id`: there are as many fewer of them."""
+    """Sizes of a RoBERTa model. Positions begin after `pad_token_id`, which reduces their number."""
 
     pad_token_id: int = 1
 
@@ -31,8 +32,11 @@ class RobertaConfig(BertConfig):
 
 @dataclass(frozen=True)
 class RobertaFlow(BertLike[RobertaConfig]):
-    """The recipe of RoBERTa: see `EncoderFlow`. Optional are `attention_mask`, `token_type_ids` (default 0) and
-    `position_ids`; by default they are counted over the ids that are no padding, from `pad_token_id` + 1 on."""
+    """The recipe of RoBERTa: see `EncoderFlow`.
+
+    Optional inputs are `attention_mask`, `token_type_ids` (default 0) and `position_ids`. By default positions count
+    the ids that are not padding, from `pad_token_id` + 1 on.
+    """
 
     name: str = "roberta"
 

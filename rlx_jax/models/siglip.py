@@ -1,4 +1,4 @@
-"""SigLIP (Zhai et al. 2023): two towers, or one of them alone."""
+"""Define the configs and recipes of SigLIP (Zhai et al. 2023): two towers, or one of them alone."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ class SiglipVisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
-    """The recipe of SigLIP's vision tower: see `VisionFlow`. `pooled` is what its attention head makes of all patches;
-    without a head there is none."""
+    """The recipe of SigLIP's vision tower: see `VisionFlow`.
+
+    `pooled` is the output of its attention head over all patches; without a head there is no `pooled`.
+    """
 
     layout: VisionLayout = LAYOUT
     prefix: str = "vision_model."
@@ -67,7 +69,7 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
 
 @dataclass(frozen=True)
 class SiglipTextConfig(TextConfig):
-    """Sizes of SigLIP's text tower. `pad_id` fills the rows."""
+    """Sizes of SigLIP's text tower. `pad_id` is the id that rows are padded with."""
 
     pad_id: int = 1
 
@@ -82,8 +84,11 @@ class SiglipTextConfig(TextConfig):
 
 @dataclass(frozen=True)
 class SiglipTextFlow(TextFlow[SiglipTextConfig]):
-    """The recipe of SigLIP's text tower: see `TextFlow`. `pooled` is the last token, padding or not, through a linear
-    layer: texts are padded to `max_position_embeddings`, as the model was trained."""
+    """The recipe of SigLIP's text tower: see `TextFlow`.
+
+    `pooled` is the last token, padding or not, after a linear layer. So texts are padded to `max_position_embeddings`,
+    as in training.
+    """
 
     name: str = "siglip_text"
 
@@ -103,25 +108,27 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
 
 @dataclass(frozen=True)
 class SiglipConfig(DualConfig[SiglipTextConfig, SiglipVisionConfig]):
-    """Both towers of SigLIP."""
+    """The configs of both towers of SigLIP."""
 
     @classmethod
     def read(cls, c: Fields) -> Self:
         text, vision = tower_group(c, "text_config"), tower_group(c, "vision_config")
-        made = cls(SiglipTextConfig.read(text), SiglipVisionConfig.read(vision))
-        if made.text.width != made.vision.hidden_size:
+        result = cls(SiglipTextConfig.read(text), SiglipVisionConfig.read(vision))
+        if result.text.width != result.vision.hidden_size:
             raise ConfigError(
-                f"{c.where}: vectors of texts are {made.text.width} wide (projection_size), and those of images "
-                f"{made.vision.hidden_size} (hidden_size of vision_config)"
+                f"{c.where}: vectors of texts are {result.text.width} wide (projection_size), and those of images "
+                f"{result.vision.hidden_size} (hidden_size of vision_config)"
             )
         finish_towers(text, vision)
-        return made
+        return result
 
 
 @dataclass(frozen=True)
 class SiglipFlow(DualFlow[SiglipConfig]):
-    """The recipe of SigLIP: see `DualFlow` and `SiglipTextFlow`. The logits' sigmoid is the probability that a text and
-    an image belong together."""
+    """The recipe of SigLIP: see `DualFlow` and `SiglipTextFlow`.
+
+    The sigmoid of a logit is the probability that a text and an image belong together.
+    """
 
     name: str = "siglip"
 

@@ -1,4 +1,7 @@
-"""The text model inside a checkpoint that reads images as well: its config, and its weights under keys of their own."""
+"""Define `TextPart`, the text model inside a checkpoint that also reads images.
+
+It extracts the text model's config, and its weights under the keys of the standalone model.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from rlx_jax.weights.views import RenamedSource
 
 @dataclass(frozen=True, kw_only=True)
 class TextPart:
-    """What a family's checkpoint with images is made of.
+    """How a family's multimodal checkpoint contains its text model.
 
     Args:
-        outer, inner: `model_type` of the whole and of its text model.
-        keys: what keys of the text model begin with in a checkpoint, and what they begin with alone.
-        defaults: what a `text_config` may leave out, as the reference has it.
-        others: fields of the whole that the text model does not read.
-        tied: whether the head is the embedding where the whole does not say.
+        outer, inner: `model_type` of the full model and of its text model.
+        keys: prefixes of the text model's keys in the checkpoint, mapped to the prefixes of the standalone model.
+        defaults: values for fields that a `text_config` leaves out, as in the reference.
+        others: fields of the full config that the text model does not read.
+        tied: whether the head is the embedding if the full config does not define it.
     """
 
     outer: str
@@ -33,7 +36,7 @@ class TextPart:
     tied: bool
 
     def of(self, config: Fields, source: WeightSource) -> tuple[Fields, WeightSource]:
-        """The config and the weights of the text model. Warns that the vision tower is left.
+        """Return the config and the weights of the text model, and warn that the vision tower is left out.
 
         Raises:
             ConfigError: there is no `text_config`. UnsupportedError: a field that is not handled.
@@ -49,8 +52,8 @@ class TextPart:
         head = {"tie_word_embeddings": config.flag("tie_word_embeddings", self.tied)}  # the outer model has the head
         config.finish_model(self.others)
         names = {
-            own + key.removeprefix(stored): key
-            for key in source.keys() for stored, own in self.keys.items() if key.startswith(stored)
+            prefix + key.removeprefix(stored_prefix): key
+            for key in source.keys() for stored_prefix, prefix in self.keys.items() if key.startswith(stored_prefix)
         }  # fmt: skip
         warnings.warn(
             f"{config.where}: model_type {quote(self.outer)} reads images too; the text model alone is built, and "

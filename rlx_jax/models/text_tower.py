@@ -1,4 +1,4 @@
-"""The recipe of a text tower whose norms come first, beside images or alone: CLIP's and SigLIP's."""
+"""Define the recipe of a pre-norm text tower, next to an image tower or alone: CLIP's and SigLIP's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS, PLACES = "embeddings.token_embedding.weight", "embeddings.position_embed
 
 @dataclass(frozen=True)
 class TextConfig(TowerConfig, TokenConfig):
-    """Sizes of a text tower. `width` is that of its vectors."""
+    """Sizes of a text tower. `width` is the width of its vectors."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -29,8 +29,10 @@ T = TypeVar("T", bound=TextConfig)
 
 @dataclass(frozen=True)
 class TextFlow(EncoderFlow[T]):
-    """The recipe of a text tower: see `EncoderFlow`. Optional are `attention_mask` and `position_ids`. Its side output
-    `pooled` is one vector for each text, before any division by its length."""
+    """The recipe of a text tower: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`.
+
+    Its side output `pooled` is one vector for each text, not normalised.
+    """
 
     prefix: str = "text_model"
     name: str = "text"

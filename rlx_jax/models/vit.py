@@ -1,4 +1,4 @@
-"""ViT (Dosovitskiy et al. 2020), as Hugging Face stores it."""
+"""Define the config and recipe of ViT (Dosovitskiy et al. 2020), with Hugging Face's keys."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ViTConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class ViTFlow(VisionFlow[ViTConfig]):
-    """The recipe of ViT: see `VisionFlow`. `pooled` is the class token behind the last norm, before any pooler."""
+    """The recipe of ViT: see `VisionFlow`. `pooled` is the class token after the last norm, before any pooler."""
 
     layout: VisionLayout = HF
     name: str = "vit"

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint held against what its config asks for, before any is read."""
+"""Check the names, shapes and dtypes of a checkpoint's weights against its config, before any data is read."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from rlx_jax.weights.named import close_names
 from rlx_jax.weights.overlay import may_lack
 from rlx_jax.weights.source import WeightSource, short_name
 
-# Missing weights after which the check stops: a config with a thousand layers may be a lie.
+# Number of missing weights at which the check stops; a wrong config may have a thousand layers.
 MAX_MISSING = 300
 
 
 def checked(recipe: ModelRecipe, source: WeightSource) -> WeightSource:
-    """Return the source, after the stages of a recipe that is bound to none found every weight in it, a float of the
-    right shape. One that may lack some has those that it has so.
+    """Return the source, after checking that it has every weight that a recipe reads, as a float of the right shape.
+
+    A source that is marked as allowed to miss weights (`missing="init"`) is checked for the weights that it has.
+    `recipe` is not bound to weights.
 
     Raises:
-        MissingWeightError: lists what is missing, and names close to it.
+        MissingWeightError: lists what is missing, and similar names.
         WeightShapeError, WeightError: block path, key, file, expected, got.
     """
     check = _Check(source, recipe)
@@ -34,15 +36,19 @@ def checked(recipe: ModelRecipe, source: WeightSource) -> WeightSource:
 
 
 class _Check(Parameters):
-    """The weights that the stages of a recipe read of a source; `paths`: the block that reads each missing one."""
+    """The weights of a source, recording the ones that a recipe's stages read but the source does not have.
+
+    `paths`: the path of the block that reads each missing weight.
+    """
 
     def __init__(self, source: WeightSource, recipe: Any) -> None:
         super().__init__(source)
+        # With `draws_missing` a missing weight does not stop the build, so that the check can list all of them.
         self.draws_missing, self.may_lack = True, may_lack(source)
         self.recipe, self.paths, self.stored = recipe, dict[str, str](), source
 
     def refuse(self, at_least: str = "") -> NoReturn:
-        """Say which weights are missing."""
+        """Raise the error about the missing weights."""
         first = next(iter(self.paths))
         raise MissingWeightError(
             f"{at_least}{len(self.paths)} weights that config.json asks for are missing: {listing(self.paths)}; the "
@@ -61,10 +67,12 @@ class _Check(Parameters):
             stored = super()._of_source(key, sizes, path)
         except WeightShapeError as error:
             fields = {name: value for name, value in vars(self.recipe.config).items() if type(value) is int}
-            wrong = set(sizes or ()) - set(self.stored.spec(key).shape)
-            fields = {name: value for name, value in fields.items() if value in wrong} or fields
-            told = ", ".join(f"{name} {value}" for name, value in fields.items())
-            raise WeightShapeError(f"{error}; by config.json: {told}") from None
+            # Name the config fields that have one of the unexpected sizes, if there are any; they probably are the
+            # cause.
+            unexpected = set(sizes or ()) - set(self.stored.spec(key).shape)
+            fields = {name: value for name, value in fields.items() if value in unexpected} or fields
+            fields_text = ", ".join(f"{name} {value}" for name, value in fields.items())
+            raise WeightShapeError(f"{error}; by config.json: {fields_text}") from None
         if not jnp.issubdtype(stored.type.dtype, jnp.floating):
             raise WeightError(f"{path}: {self.at(key)}: expected floats, got {short_name(stored.type.dtype)}")
         return stored
