@@ -57,12 +57,12 @@ class DualEncoder(OpenedModel):
         text_tokenizer = open_tokenizer(tokenizer)
         flows = [texts, images] + ([] if similarity is None else [similarity])
         programs = open_programs(flows, weights, OpenOptions(**options), merge=True, serves=("forward",))
-        first, second, *third = finish_models(programs).values()
-        self.texts = Encoder(first, tokenizer=text_tokenizer, padding=padding)
+        text_model, image_model, *similarity_model = finish_models(programs).values()
+        self.texts = Encoder(text_model, tokenizer=text_tokenizer, padding=padding)
         # Raises here, at setup, if the output `pooled` is missing.
-        pooled_width(first)
-        self.images = VisionEncoder(second, processor=processor)
-        self.compare = third[0] if third else None
+        pooled_width(text_model)
+        self.images = VisionEncoder(image_model, processor=processor)
+        self.compare = similarity_model[0] if similarity_model else None
 
     def __repr__(self) -> str:
         return f"DualEncoder({self.texts!r}, {self.images!r})"
@@ -127,10 +127,10 @@ class DualEncoder(OpenedModel):
         Raises:
             RequestError: as `embed` and `embed_images`.
         """
-        for what, value in (("texts", texts), ("images", images)):
+        for label, value in (("texts", texts), ("images", images)):
             if getattr(value, "ndim", 0) in (1, 2) and is_float(value.dtype):
                 raise RequestError(
-                    f"{what}: expected {what}, got an array of floats {list(value.shape)}: similarity makes the "
+                    f"{label}: expected {label}, got an array of floats {list(value.shape)}: similarity makes the "
                     "vectors itself; the cosine of two of embed and embed_images is their product over both lengths"
                 )
         text_rows, image_rows = np.atleast_2d(self.embed(texts)), np.atleast_2d(self.embed_images(images))

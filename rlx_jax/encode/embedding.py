@@ -152,7 +152,7 @@ class Stream:
         blocks = self.form.plan([len(self.ids[text]) for text in texts], more)
         self._run(blocks, texts)
         ran = {text for block in blocks for row in block.texts for text in row}
-        self.waiting = [text for at, text in enumerate(texts) if at not in ran]
+        self.waiting = [text for index, text in enumerate(texts) if index not in ran]
 
     def again(self, texts: Sequence[int]) -> None:
         """Run texts once more, each in a row of its own."""
@@ -174,7 +174,7 @@ class Stream:
         ids = [self.ids[text] for text in texts]
         for block in blocks:
             result = self._call(block, ids, self.form.lanes(block) if len(blocks) > 1 else 1)
-            self.running.append((result, [[texts[at] for at in row] for row in block.texts]))
+            self.running.append((result, [[texts[index] for index in row] for row in block.texts]))
             if len(self.running) > AHEAD:
                 self._fetch()
 
@@ -205,10 +205,10 @@ class Stream:
 
 def chunks(items: Iterable[T], size: int | None = None) -> Iterator[tuple[int, list[T]]]:
     """Yield (index of the first item, consecutive items), `size` or `CHUNK` items at a time."""
-    source, first = iter(items), 0
+    source, start = iter(items), 0
     while chunk := list(islice(source, size or CHUNK)):
-        yield first, chunk
-        first += len(chunk)
+        yield start, chunk
+        start += len(chunk)
 
 
 def ahead(chunks: Iterator[T], prepare: Callable[[T], R]) -> Iterator[tuple[R, bool]]:

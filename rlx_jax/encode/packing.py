@@ -138,15 +138,15 @@ def fill(lengths: Sequence[int], sizes: BlockSizes, narrowest: int = 0) -> dict[
     present = sorted(waiting)
     rows: dict[int, list[tuple[int, ...]]] = {}
     while present:
-        width = free = next(w for w in widths if w >= present[-1])
+        width = num_free = next(w for w in widths if w >= present[-1])
         texts: list[int] = []
         slots = sizes.slots(width)
-        while len(texts) < slots and (at := bisect_right(present, free) - 1) >= 0:
-            length = present[at]
+        while len(texts) < slots and (index := bisect_right(present, num_free) - 1) >= 0:
+            length = present[index]
             texts.append(waiting[length].pop())
-            free -= length
+            num_free -= length
             if not waiting[length]:
-                del present[at]
+                del present[index]
         rows.setdefault(width, []).append(tuple(texts))
     return rows
 
@@ -173,16 +173,16 @@ def plan(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
     """Return the cheapest calls for texts of these lengths, over all choices of the narrowest width."""
     if not lengths:
         return []
-    candidates = [first for first, width in enumerate(sizes.widths) if not first or width <= sizes.tokens]
+    candidates = [narrowest for narrowest, width in enumerate(sizes.widths) if not narrowest or width <= sizes.tokens]
     # With many calls the last, partly filled ones hardly matter, so a sample of the lengths decides.
     if len(lengths) > SAMPLE and sum(lengths) > 4 * sizes.tokens:
         sample = lengths[:: -(-len(lengths) // SAMPLE)]
-        candidates = [min(candidates, key=lambda first: sizes.cost_of_rows(fill(sample, sizes, first)))]
+        candidates = [min(candidates, key=lambda narrowest: sizes.cost_of_rows(fill(sample, sizes, narrowest)))]
     plans = []
-    for first in candidates:
-        rows = fill(lengths, sizes, first)
+    for narrowest in candidates:
+        rows = fill(lengths, sizes, narrowest)
         blocks = [block for width, of_width in rows.items() for block in blocks_of(width, of_width, sizes)]
-        plans.append((sum(sizes.cost(b.rows, b.width) for b in blocks), first, blocks))
+        plans.append((sum(sizes.cost(b.rows, b.width) for b in blocks), narrowest, blocks))
     return min(plans)[2]
 
 

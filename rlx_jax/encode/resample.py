@@ -114,21 +114,21 @@ def _middle(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return the source pixel under the middle of each new one (torch's `nearest-exact`), computed in float32 as torch
     does."""
     centres = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(old / new))
-    places: np.ndarray[Any, np.dtype[np.intp]] = np.minimum(centres.astype(np.intp), old - 1)
-    return places
+    positions: np.ndarray[Any, np.dtype[np.intp]] = np.minimum(centres.astype(np.intp), old - 1)
+    return positions
 
 
 def _passed(image: Pixels, axis: int, size: int, chosen: Filter, fixed: bool) -> Pixels:
     """Return the image after one pass along an axis; unchanged if it already has that size."""
-    old = image.shape[axis]
-    if old == size:
+    old_size = image.shape[axis]
+    if old_size == size:
         return image
-    places, weights, bits = taps(old, size, chosen, fixed)
+    positions, weights, bits = taps(old_size, size, chosen, fixed)
     shape = [1, 1, 1]
     shape[axis] = size
     # The sum starts at half a unit, so that the shift below rounds to nearest.
     total = np.full((*image.shape[:axis], size, *image.shape[axis + 1 :]), 1 << (bits - 1), np.int32)
-    for source, weight in zip(places.T, weights.T, strict=True):
+    for source, weight in zip(positions.T, weights.T, strict=True):
         if weight.any():
             total += image.take(source, axis) * weight.reshape(shape)
     levels: Pixels = np.clip(total >> bits, 0, 255).astype(np.uint8)
@@ -154,14 +154,14 @@ def taps(
     stretch = max(scale, 1.0)
     support = chosen.support * stretch
     centre = (np.arange(new) + 0.5) * scale
-    first = np.maximum((centre - support + 0.5).astype(np.intp), 0)
-    last = np.minimum((centre + support + 0.5).astype(np.intp), old)
-    places = first[:, None] + np.arange(math.ceil(support) * 2 + 1)
-    weights = chosen.kernel((places - centre[:, None] + 0.5) / stretch) * (places < last[:, None])
+    start = np.maximum((centre - support + 0.5).astype(np.intp), 0)
+    stop = np.minimum((centre + support + 0.5).astype(np.intp), old)
+    positions = start[:, None] + np.arange(math.ceil(support) * 2 + 1)
+    weights = chosen.kernel((positions - centre[:, None] + 0.5) / stretch) * (positions < stop[:, None])
     sums = weights.sum(axis=1, keepdims=True)
     weights = np.divide(weights, sums, out=weights, where=sums != 0)
     bits, top = BITS, float(weights.max())
     if fixed:
         bits = next((n for n in range(BITS) if int(0.5 + top * (1 << (n + 1))) >= WORD), BITS)
     weights *= 1 << bits
-    return np.minimum(places, old - 1), np.trunc(weights + np.copysign(0.5, weights)).astype(np.int32), bits
+    return np.minimum(positions, old - 1), np.trunc(weights + np.copysign(0.5, weights)).astype(np.int32), bits

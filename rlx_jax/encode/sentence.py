@@ -118,9 +118,9 @@ class SentencePipeline:
         """
         if name is not None and text is not None:
             raise RequestError("prompt_name and prompt both choose the prompt; pass one of them")
-        for what, value in (("prompt_name", name), ("prompt", text)):
+        for argument, value in (("prompt_name", name), ("prompt", text)):
             if not isinstance(value, str | None):
-                raise RequestError(f"{what} is {shown(value)}; expected a str or None")
+                raise RequestError(f"{argument} is {shown(value)}; expected a str or None")
         name = self.default_prompt_name if name is None else name
         if text is not None or name is None:
             return text or ""
@@ -194,10 +194,10 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: j
             f"pool: expected hidden [B, S, H] and keep [B, S] bool, found "
             f"{short_name(hidden.dtype)}{list(hidden.shape)} and {short_name(keep.dtype)}{list(keep.shape)}"
         )
-    place = jnp.arange(keep.shape[1])[None, :] - _first(keep)[:, None]  # counted from the first real token
-    keep = keep & (place >= skip)
+    position = jnp.arange(keep.shape[1])[None, :] - _first(keep)[:, None]  # counted from the first real token
+    keep = keep & (position >= skip)
     tokens = jnp.where(keep[:, :, None], hidden.astype(jnp.float32), 0.0)
-    pooled = jnp.concatenate([_MODES[mode](tokens, keep, place) for mode in pipeline.pooling], axis=1)
+    pooled = jnp.concatenate([_MODES[mode](tokens, keep, position) for mode in pipeline.pooling], axis=1)
     if not pipeline.normalize:
         return pooled
     # The maximum is inside the root, so that the gradient at a zero vector is zero and not NaN.

@@ -204,14 +204,14 @@ def check_images(model: CompiledModel) -> int:
     Raises:
         GraphError: its first input is not images, or it has other required inputs.
     """
-    first = next(i for i in model.flow._inputs if i.name == model.first_input)
-    shape = first.type.shape
-    if len(shape) != 4 or not isinstance(shape[1], int) or not is_float(first.type.dtype):
+    image_input = next(i for i in model.flow._inputs if i.name == model.first_input)
+    shape = image_input.type.shape
+    if len(shape) != 4 or not isinstance(shape[1], int) or not is_float(image_input.type.dtype):
         raise GraphError(
             f"{model.name}: the first input of a VisionEncoder's flow is pixel values [batch, channels, height, width] "
-            f"of floats, its channels a number; {quote(first.name)} is {first.type}"
+            f"of floats, its channels a number; {quote(image_input.name)} is {image_input.type}"
         )
-    required = [i.name for i in model.inputs if not i.optional and i.name != first.name]
+    required = [i.name for i in model.inputs if not i.optional and i.name != image_input.name]
     if required:
         raise GraphError(
             f"{model.name}: images are all that requests bring, and the flow also requires {listing(required)}; give "
@@ -227,14 +227,14 @@ def warn_of_range(pixels: np.ndarray[Any, Any], processor: ImageProcessor) -> No
     """
     if not pixels.size:
         return
-    least, most = processor.range
+    vmin, vmax = processor.range
     low, high = float(pixels.min()), float(pixels.max())
-    is_raw = max(-low, high) > 4 * max(-least, most)
+    is_raw = max(-low, high) > 4 * max(-vmin, vmax)
     # After the mean is subtracted, dark parts of pictures are negative; values within 0 to 1 are before that step.
-    is_scaled = least < -0.5 and 1.5 < most < 200 and 0 <= low and high <= 1 and high - low > 0.9
+    is_scaled = vmin < -0.5 and 1.5 < vmax < 200 and 0 <= low and high <= 1 and high - low > 0.9
     if is_raw or is_scaled:
         warnings.warn(
-            f"pixel_values: {low:g} to {high:g}, and the image processor makes {least:.2g} to {most:.2g}: they look as "
+            f"pixel_values: {low:g} to {high:g}, and the image processor makes {vmin:.2g} to {vmax:.2g}: they look as "
             f"they were before it{' divided them' if is_raw else ' took the mean off'}; embed takes uint8 images, and "
             "processor(images) makes their pixel values",
             RlxNumericsWarning,

@@ -61,13 +61,13 @@ class IgnoredFields:
             ConfigError: the message has the name, and a similar one.
         """
         for name in self.names:
-            (*groups, last), inner = name.split("."), values
+            (*groups, leaf), inner = name.split("."), values
             for group in groups:
                 nested = inner.get(group)
                 inner = nested if isinstance(nested, Mapping) else {}
             # A field's name may contain a dot, such as `transformers.js_config`, so the full name counts too.
-            if last not in inner and name not in values:
-                suggestion = did_you_mean(last, list(map(str, inner)), alike=0.7)
+            if leaf not in inner and name not in values:
+                suggestion = did_you_mean(leaf, list(map(str, inner)), alike=0.7)
                 raise ConfigError(f"{where}: {IGNORE}: there is no field {quote(name)}{suggestion}")
 
     def check_used(self, where: str) -> None:
@@ -307,15 +307,15 @@ class Fields:
 
     def _refusal(self, names: Sequence[str]) -> str:
         """Return the message about fields that nothing reads."""
-        first, *others = names
-        more = f"; nor {'is' if len(others) == 1 else 'are'} {listing(others)}" if others else ""
+        key, *others = names
+        others_text = f"; nor {'is' if len(others) == 1 else 'are'} {listing(others)}" if others else ""
         text = (
-            f"{self.where}: field {quote(first)} is {quote(self.values[first])}; it may change the computation and is "
-            f"not handled{more}{did_you_mean(first, self.seen - self.values.keys(), alike=0.85)}"
+            f"{self.where}: field {quote(key)} is {quote(self.values[key])}; it may change the computation and is "
+            f"not handled{others_text}{did_you_mean(key, self.seen - self.values.keys(), alike=0.85)}"
         )
-        if first == "quantization_config":
+        if key == "quantization_config":
             return f"{text}: take the checkpoint that is not quantised"
-        name = f"{self.inside}{first}"
+        name = f"{self.inside}{key}"
         return text if self.ignored is None else f"{text}; if it does not change the forward pass: {IGNORE}=[{name!r}]"
 
 

@@ -219,7 +219,7 @@ def rope_of(
         ConfigError: the number of rotated columns is odd, or out of range.
     """
     rotary_dim, positions = common["head_dim"], common["max_position_embeddings"]
-    group, old = c.group("rope_parameters"), c.group("rope_scaling")
+    group, scaling = c.group("rope_parameters"), c.group("rope_scaling")
     if partial_rotary is not None:
         outer = c.real("partial_rotary_factor", partial_rotary)
         factor = outer if group is None else group.real("partial_rotary_factor", outer)
@@ -229,10 +229,10 @@ def rope_of(
             raise ConfigError(
                 f"{c.where}: partial_rotary_factor {factor} of head_dim {common['head_dim']} turns {rotary_dim} columns"
             )
-    for fields in (group, old):
+    for fields in (group, scaling):
         if fields is not None:
             fields.seen.update(inert)
-    return frequencies_of(c, group, old, rotary_dim, default=theta, max_positions=positions)
+    return frequencies_of(c, group, scaling, rotary_dim, default=theta, max_positions=positions)
 
 
 def frequencies_of(

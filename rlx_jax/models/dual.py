@@ -141,8 +141,8 @@ class DualFlow(Recipe[C]):
         text, vision = self.text(), self.vision()
         if self.part != "both":
             # Patterns of `at` for a tower that this flow does not have are valid: another flow has those blocks.
-            others = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
-            flow = replace(flow, _elsewhere=tuple(others))
+            parts = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
+            flow = replace(flow, _elsewhere=tuple(parts))
         if self.part in TOWERS:
             return under(self.part, flow, (text if self.part == "text" else vision).tower(flow))
         if self.part == "similarity":

@@ -66,20 +66,20 @@ class Flux2Config(ModelConfig):
                 "num_attention_heads", "joint_attention_dim", "timestep_guidance_channels",
             )
         }  # fmt: skip
-        config = cls(
+        spec = cls(
             **sizes,
             out_channels=c.whole_or_null("out_channels", None) or sizes["in_channels"],
             axes_dims_rope=_axes(c),
             **c.plain(cls, "mlp_ratio", "rope_theta", "eps", "guidance_embeds"),
         )
-        if sum(config.axes_dims_rope) != config.attention_head_dim:
+        if sum(spec.axes_dims_rope) != spec.attention_head_dim:
             raise ConfigError(
-                f"{c.where}: axes_dims_rope {list(config.axes_dims_rope)} sum to {sum(config.axes_dims_rope)}; expected "
-                f"attention_head_dim, {config.attention_head_dim}"
+                f"{c.where}: axes_dims_rope {list(spec.axes_dims_rope)} sum to {sum(spec.axes_dims_rope)}; expected "
+                f"attention_head_dim, {spec.attention_head_dim}"
             )
-        if int(config.hidden_size * config.mlp_ratio) < 1 or config.timestep_guidance_channels < 2:
+        if int(spec.hidden_size * spec.mlp_ratio) < 1 or spec.timestep_guidance_channels < 2:
             raise ConfigError(f"{c.where}: mlp_ratio or timestep_guidance_channels leave nothing to compute")
-        return config
+        return spec
 
     def block(self, kind: Any) -> Flux2BlockSpec:
         """Return the spec of a `double` or a `single` block."""

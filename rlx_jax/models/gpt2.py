@@ -40,7 +40,7 @@ class Gpt2Config(CausalConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         hidden, heads = width_and_heads(c, cls.hidden_size, cls.num_attention_heads, ("n_embd", "n_head"))
-        # The field requests float32 scores, where the reference would round them before its softmax; here they always are.
+        # The field requests float32 scores, which the reference may round before its softmax. Here they always are.
         c.flag("reorder_and_upcast_attn", False)
         return cls(
             vocab_size=c.whole("vocab_size", cls.vocab_size, high=MAX_VOCABULARY),

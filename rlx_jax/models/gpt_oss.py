@@ -111,8 +111,8 @@ def check_packing(c: Fields) -> None:
 
 
 def _rope(c: Fields, common: Mapping[str, Any]) -> ScaledRope:
-    group, old = c.group("rope_parameters"), c.group("rope_scaling")
-    if group is None and old is None:
+    group, scaling = c.group("rope_parameters"), c.group("rope_scaling")
+    if group is None and scaling is None:
         group = Fields(YARN, f"{c.where}, rope_parameters")
     positions = common["max_position_embeddings"]
-    return frequencies_of(c, group, old, common["head_dim"], default=THETA, max_positions=positions)
+    return frequencies_of(c, group, scaling, common["head_dim"], default=THETA, max_positions=positions)

@@ -234,10 +234,10 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
     target = os.path.realpath(os.fspath(path))
     if overwrite and os.path.lexists(target):
         _check_adapter_alone(target)
-    with replacing(target, overwrite, sum(array.nbytes for array in values.values())) as new:
-        os.mkdir(new)
-        write_file(os.path.join(new, WEIGHTS), entries)
-        write_synced(os.path.join(new, CONFIG), (json.dumps(config, indent=2) + "\n").encode())
+    with replacing(target, overwrite, sum(array.nbytes for array in values.values())) as temporary:
+        os.mkdir(temporary)
+        write_file(os.path.join(temporary, WEIGHTS), entries)
+        write_synced(os.path.join(temporary, CONFIG), (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _check_adapter_alone(target: str) -> None:

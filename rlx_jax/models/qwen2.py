@@ -26,8 +26,8 @@ class Qwen2Config(DecoderConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        plain = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32)
-        return cls(**plain, windows=qwen_windows(c, plain["num_hidden_layers"]))
+        common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32)
+        return cls(**common, windows=qwen_windows(c, common["num_hidden_layers"]))
 
     def layer_spec(self, index: int) -> LayerSpec:
         return layer_of(self, window=window_at(self.windows, index), qkv_bias=True)

@@ -28,11 +28,11 @@ class Qwen3Config(DecoderConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        plain = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32, head_dim=128)
+        common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32, head_dim=128)
         return cls(
-            **plain,
+            **common,
             attention_bias=c.flag("attention_bias", cls.attention_bias),
-            windows=qwen_windows(c, plain["num_hidden_layers"]),
+            windows=qwen_windows(c, common["num_hidden_layers"]),
         )
 
     def layer_spec(self, index: int) -> LayerSpec:

@@ -37,13 +37,13 @@ class Qwen3MoeConfig(DecoderConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         experts, top_k = experts_of(c, experts=cls.num_experts, top_k=cls.num_experts_per_tok)
-        plain = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=4)
-        count = plain["num_hidden_layers"]
+        common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=4)
+        count = common["num_hidden_layers"]
         dense = c.items("mlp_only_layers", [], f"layers in [0, {count})", lambda i: type(i) is int and 0 <= i < count)
         window = c.whole_or_null("sliding_window", 4096)
         c.seen.add("max_window_layers")  # the reference has one window for all layers
         return cls(
-            **plain,
+            **common,
             **c.plain(cls, "attention_bias", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
             sliding_window=window if c.flag("use_sliding_window", False) else None,
             num_experts=experts,

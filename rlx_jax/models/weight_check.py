@@ -49,10 +49,10 @@ class _Check(Parameters):
 
     def refuse(self, at_least: str = "") -> NoReturn:
         """Raise the error about the missing weights."""
-        first = next(iter(self.paths))
+        first_key = next(iter(self.paths))
         raise MissingWeightError(
             f"{at_least}{len(self.paths)} weights that config.json asks for are missing: {listing(self.paths)}; the "
-            f"first is read by {self.paths[first] or self.recipe.name}{close_names(first, self.stored.keys())}"
+            f"first is read by {self.paths[first_key] or self.recipe.name}{close_names(first_key, self.stored.keys())}"
         )
 
     def _without_source(self, key: str, shape: tuple[int, ...], path: str) -> Any:
