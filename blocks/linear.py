@@ -139,6 +139,8 @@ class Linear:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Linear")
+        if self.shape is not None and len(self.shape) != 2:
+            raise ShapeError(f"{emit.path}: Linear: expected two sizes in shape=, got {len(self.shape)}")
         columns, width = (self.shape or (None, None))[:: 1 if self.transpose else -1]
         with emit.scope(block_of(str(self.weight_key))):
             if width is not None and x.type.shape[-1:] != (width,):

@@ -236,7 +236,7 @@ def test_fields_are_arguments() -> None:
     """What `generate` takes as keywords, and the command line, is what a sampler has."""
     assert tuple(Sampling.__annotations__) == SAMPLING and set(SAMPLING) - set(OPTIONS) == {"logit_bias"}
     page = (Path(__file__).parents[1] / "docs" / "generation.md").read_text("utf-8")
-    table = page.partition("| field | default | |")[2].partition("\n\n")[0]
+    table = page.partition("| field | default | effect |")[2].partition("\n\n")[0]
     cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
     assert [name for cell in cells for name in re.findall(r"\w+", cell)] == [*SAMPLING]
 
