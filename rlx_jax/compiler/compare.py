@@ -1,4 +1,7 @@
-"""What changes in a program with other settings: both are made, up to the plan, and laid beside each other."""
+"""This module compares a program under two choices of settings, for `CompileProfile.diff`.
+
+It builds both programs, up to the plan, lists facts about each, and reports the facts that differ.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,27 @@ from rlx_jax.profiles import Change
 from rlx_jax.profiles.check import rows
 from rlx_jax.program import Built
 
-# What the names of counts begin with: what is not there is 0 of them.
+# Prefixes of the names of counts: a count that only one program has is 0 in the other.
 COUNTS = ("ops", "values")
 
 
 def program_changes(
     built: Built, ours: Settings, theirs: Settings, program: str, serves: bool, sizes: Mapping[str, int] | None
 ) -> tuple[Change, ...]:
-    """The differences between the program of one choice of settings and that of another; with `sizes` also in how its
-    ops run, and where the model `serves` requests in how these run. Nothing is compiled.
+    """Return the differences between the programs that two choices of settings give. Nothing is compiled.
+
+    Args:
+        built: the built flow.
+        ours, theirs: the settings.
+        program: the name of the program.
+        serves: whether the model serves requests; settings of the request loop are compared too.
+        sizes: sizes to compare the implementations of ops for; None to leave them out.
+
+    Returns:
+        A `Change` for each fact that differs, in groups.
 
     Raises:
-        ProfileError: settings that the program cannot have.
+        ProfileError: the settings do not apply to the program.
     """
     before, after = (dict(_facts(built, settings, program, serves, sizes)) for settings in (ours, theirs))
     names = list(dict.fromkeys((*before, *after)))
@@ -50,7 +62,7 @@ def program_changes(
 def _facts(
     built: Built, settings: Settings, program: str, serves: bool, sizes: Mapping[str, int] | None
 ) -> Iterator[tuple[str, str]]:
-    """What can be said of a program, in the order in which it is told."""
+    """List facts about a program, as pairs of a name and a value, in the order of the report."""
     template = make_template(built, 0.0, settings, program)
     yield from ((f"pass {name}", "runs" if name in template.nodes else "does not run") for name in NAMES)
     yield from _counted(template)
@@ -58,10 +70,10 @@ def _facts(
     yield "parameters", f"{len(types)} arrays, {sum(t.nbytes for t in types.values()):,} bytes"
     yield "parameters in", ", ".join(sorted({short_name(t.dtype) for t in types.values()}))
     yield "layers", "one loop" if settings.plan.scan else "one after the other"
-    of = {"", *(["train"] if program == "train" else []), *(["state"] if template.state else [])}
+    scopes = {"", *(["train"] if program == "train" else []), *(["state"] if template.state else [])}
     for place, row, _ in rows(settings.profile):
-        here = not place.startswith("backend.") or place.split(".")[1] == settings.target
-        if here and row.label and row.of in (of | {"serves"} if serves else of):
+        applies = not place.startswith("backend.") or place.split(".")[1] == settings.target
+        if applies and row.label and row.of in (scopes | {"serves"} if serves else scopes):
             yield row.label, _written(attrgetter(row.resolved or f"profile.{place}")(settings))
     if serves:
         yield from ((f"buckets.{f.name}", _written(getattr(settings.buckets, f.name))) for f in fields(Buckets))
@@ -72,7 +84,7 @@ def _facts(
 
 
 def _counted(template: Template) -> Iterator[tuple[str, str]]:
-    """Ops, those of each kind, values of each dtype, and fusions."""
+    """Count the ops, the ops of each kind, the values of each dtype, and the fusions."""
     nodes = [node for _, node in template.mir.walk() if not isinstance(node.op, Leaf)]
     yield "ops", str(len(nodes))
     kinds = Counter(node.op.name() for node in nodes)
@@ -84,6 +96,7 @@ def _counted(template: Template) -> Iterator[tuple[str, str]]:
 
 
 def _written(value: Any) -> str:
+    """Return the value of a setting as text."""
     if isinstance(value, np.dtype):
         return short_name(value)
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Functions of the specification that a `GraphModule` has as methods (IR 5.1 and 13)."""
+"""This module has the functions of the specification (IR 5.1 and 13) that are methods of `GraphModule` here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class FusionPolicy(StrEnum):
 
     @staticmethod
     def for_autodiff() -> FusionPolicy:
-        """Return FUSABLE: every block as its own chain of tensor ops."""
+        """Return `FUSABLE`, which expands every block into a chain of tensor ops."""
         return FusionPolicy.FUSABLE
 
 
 def _at(module: GraphModule, stage: GraphStage) -> GraphModule:
+    """Return the module, checked to be at a stage."""
     if not isinstance(module, GraphModule) or module.stage != stage:
         raise GraphError(f"expected a GraphModule at {stage}, got {getattr(module, 'stage', type(module).__name__)}")
     return module
@@ -33,7 +34,7 @@ def hir_to_json(module: GraphModule) -> str:
 
 
 def hir_from_json(text: str | bytes) -> GraphModule:
-    """Return `GraphModule.from_json(text)` where it is at HIR."""
+    """Return `GraphModule.from_json(text)`, checked to be at HIR."""
     return _at(GraphModule.from_json(text), GraphStage.HIR)
 
 
@@ -43,5 +44,5 @@ def lir_to_json(module: GraphModule) -> str:
 
 
 def lir_from_json(text: str | bytes) -> GraphModule:
-    """Return `GraphModule.from_json(text)` where it is at LIR."""
+    """Return `GraphModule.from_json(text)`, checked to be at LIR."""
     return _at(GraphModule.from_json(text), GraphStage.LIR)

@@ -1,8 +1,8 @@
-"""The persistent compile cache: compiled programs on disk, so that the next process with the same ones compiles none.
+"""This module is the persistent compile cache: it stores compiled programs on disk, so that later processes load them.
 
-It holds the programs of this package alone and changes no setting of JAX. Where the user has configured JAX's own
-cache, that one is used and this one is off. An entry is a pickle (`jax.experimental.serialize_executable`), so it is
-read only from a directory that nobody else can write.
+It stores only programs of this package and changes no setting of JAX. If the user has configured JAX's own cache, that
+one is used and this one is off. An entry is a pickle (`jax.experimental.serialize_executable`), so it is read only from
+a directory that nobody else can write.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWar
 from rlx_jax.io.entries import EntryStore
 
 VARIABLE, SIZE_VARIABLE = "RLX_JAX_CACHE", "RLX_JAX_CACHE_MAX_BYTES"
-# Limit of all entries together. A program takes 0.1 MB on a CPU, and some MB on a GPU.
+# The default limit of all entries together. A program takes 0.1 MB for a CPU, and several MB for a GPU.
 MAX_BYTES = 2**31
 _OFF = ("off", "0", "false", "no")
 _ON = ("", "on", "1", "true", "yes")
@@ -47,9 +47,9 @@ class CacheSettings:
     """Settings of the compile cache in effect.
 
     Attributes:
-        directory: where entries are; None if the cache is off.
-        max_bytes: of all entries together.
-        reason: why it is off; empty if it is on.
+        directory: the directory of the entries; None if the cache is off.
+        max_bytes: the limit of all entries together.
+        reason: why the cache is off; empty if it is on.
     """
 
     directory: str | None
@@ -57,19 +57,19 @@ class CacheSettings:
     reason: str = ""
 
 
-# Arguments of `compile_cache`, which come before the environment.
+# Arguments of `compile_cache`, which take precedence over the environment.
 _choice: dict[str, Any] = {}
 _warned: set[str] = set()
 
 
 def compile_cache(directory: str | os.PathLike[str] | None = None, *, max_bytes: int | None = None) -> CacheSettings:
-    """Choose where compiled programs are cached from now on in this process, and return the settings in effect.
+    """Choose where this process caches compiled programs from now on, and return the settings in effect.
 
     Args:
-        directory: an absolute path, "on" for the default directory, "off"; None changes nothing. It comes before the
-            environment variable `RLX_JAX_CACHE`, which takes the same values.
-        max_bytes: the limit of all entries together, else that of `RLX_JAX_CACHE_MAX_BYTES`, else 2 GiB. Entries that
-            were not used for longest are removed first.
+        directory: an absolute path, "on" for the default directory, or "off"; None changes nothing. It takes precedence
+            over the environment variable `RLX_JAX_CACHE`, which has the same values.
+        max_bytes: the limit of all entries together; by default the value of `RLX_JAX_CACHE_MAX_BYTES`, else 2 GiB. The
+            least recently used entries are removed first.
 
     Raises:
         RequestError: the directory is no absolute path, or the limit no positive number.
@@ -86,7 +86,7 @@ def compile_cache(directory: str | os.PathLike[str] | None = None, *, max_bytes:
 
 
 def cache_settings() -> CacheSettings:
-    """Return the settings in effect: of `compile_cache`, else of the environment, unless JAX's own say otherwise."""
+    """Return the settings in effect: from `compile_cache`, else the environment; off if JAX's own cache is on."""
     config: Any = jax.config
     try:
         max_bytes = _choice.get("max_bytes") or _size(os.environ.get(SIZE_VARIABLE, ""))
@@ -107,13 +107,13 @@ def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tu
 
     Args:
         lowered: the program.
-        arguments: the pytree of arguments that it was lowered for, arrays or their types: where they are is part of
-            the key.
-        options: a pytree of shardings, strings and numbers: options of `jax.jit`, and what else the compiled
-            program depends on but its StableHLO does not show.
+        arguments: the pytree of arguments that it was lowered for, arrays or their types; their devices are part of
+            the cache key.
+        options: a pytree of shardings, strings and numbers: the options of `jax.jit`, and anything else that the
+            compiled program depends on but its StableHLO does not show.
 
     Returns:
-        The compiled program, and whether it was loaded. A fault of the cache is a warning, and the program is compiled.
+        The compiled program, and whether it was loaded. If the cache fails, it warns and compiles the program.
     """
     settings, key = cache_settings(), None
     try:
@@ -140,9 +140,9 @@ def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tu
 
 
 def from_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> tuple[Callable[..., Any], bool]:
-    """Return a jitted function with its program for these arguments from the cache, and whether it was loaded.
+    """Return a function that runs `jitted` with a cached program for these arguments, and whether that was loaded.
 
-    Calls with other types or placements go to `jitted`, which compiles them without the cache. So does every call while
+    Calls with other types or devices go to `jitted`, which compiles them without the cache. So does every call while
     a debug mode of JAX needs the function itself.
     """
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
@@ -162,19 +162,25 @@ def from_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> 
 
 
 def program_key(lowered: Lowered, arguments: Any, options: Any) -> str | None:
-    """Return the SHA-256 of all that a compiled program depends on, or None if it cannot be cached."""
+    """Return the SHA-256 of everything that a compiled program depends on, or None if it cannot be cached."""
     if jax.process_count() > 1:
         logger.debug("compile cache: a program of several processes is not cached")
         return None
     text = lowered.as_text()
-    if found := _NOT_PORTABLE.search(text):
-        logger.debug("compile cache: a program with %s is not cached", found[0])
+    if match := _NOT_PORTABLE.search(text):
+        logger.debug("compile cache: a program with %s is not cached", match[0])
         return None
-    if (read := _read_arguments(lowered)) is None:
+    if (names := _read_arguments(lowered)) is None:
         logger.debug("compile cache: arguments without names are not cached")
         return None
     digest = hashlib.sha256()
-    for part in (canonical_text(text), read, *_types(lowered), *_placements((arguments, options)), *_environment()):
+    for part in (
+        canonical_text(text),
+        names,
+        *_types(lowered),
+        *_placements((arguments, options)),
+        *_environment(),
+    ):
         digest.update(f"{len(part)}:".encode())
         digest.update(part.encode(errors="surrogatepass"))
     return digest.hexdigest()
@@ -183,7 +189,8 @@ def program_key(lowered: Lowered, arguments: Any, options: Any) -> str | None:
 def canonical_text(text: str) -> str:
     """Return a StableHLO text with private functions named by their content.
 
-    JAX numbers them, and shares equal ones or not, by what the process has traced before.
+    JAX numbers private functions, and merges equal ones, depending on what the process has traced before. Without this
+    the same program would have different keys.
     """
     bodies, rest = dict(_FUNCTION.findall(text)), _FUNCTION.sub("", text)
     if " @main(" not in rest:  # a form that the pattern does not know
@@ -200,9 +207,9 @@ def canonical_text(text: str) -> str:
 
 
 def _read_arguments(lowered: Lowered) -> str | None:
-    """Return which of the arguments the program reads, as JAX drops the others from the StableHLO.
+    """Return the names of the arguments that the program reads, or "all"; JAX drops the others from the StableHLO.
 
-    None if that cannot be determined: some are dropped, and the others have no names that differ.
+    Returns None if they cannot be determined: some are dropped, and the remaining ones have no distinct names.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     (main,) = (op for op in module.body.operations if op.operation.name == "func.func" and op.name.value == "main")
@@ -213,37 +220,38 @@ def _read_arguments(lowered: Lowered) -> str | None:
 
 
 def _types(lowered: Lowered) -> Iterator[str]:
-    """Types of arguments and results: StableHLO knows neither weak types nor arguments that are not read."""
+    """List the types of arguments and results: StableHLO has neither weak types nor unread arguments."""
     yield from map(repr, jax.tree.leaves(lowered.args_info))
     yield from (f"{info} {getattr(info, 'weak_type', '')}" for info in jax.tree.leaves(lowered.out_info))
 
 
 def _placements(tree: Any) -> Iterator[str]:
-    """Devices, in order, of each leaf with a placement; nothing of other arrays, and other leaves as text."""
+    """List the sharding and devices of each committed leaf; "" for other arrays, and the text of any other leaf."""
     for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None):
         sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
         if sharding is None or not getattr(leaf, "committed", True):
             yield "" if hasattr(leaf, "shape") else repr(leaf)
             continue
         mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        # The order of devices matters on a mesh; without one they are a set, which is sorted for a stable key.
         devices = sharding.device_set if mesh is None else mesh.devices.flat
         ids = [device.id for device in devices]
         yield f"{sharding!r} on {sorted(ids) if mesh is None else ids}"
 
 
 def _environment() -> Iterator[str]:
-    """Versions, hardware and settings: what XLA's result depends on besides the program."""
+    """List versions, hardware and settings: everything besides the program that XLA's result depends on."""
     config = jax.config
     yield f"rlx_jax {sys.modules['rlx_jax'].__version__}, jax {jax.__version__}, jaxlib {jaxlib.version.__version__}"
     yield f"python {sys.version_info[:2]}"
     yield fingerprint()
     yield from (f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    # Every setting of JAX: some change how XLA compiles and leave no trace in the StableHLO, and releases add more.
+    # All settings of JAX: some change how XLA compiles without a trace in the StableHLO, and releases add more.
     yield from (f"{name}={getattr(config, name, None)!r}" for name in sorted(config.values))
 
 
 def _write(store: EntryStore, key: str, compiled: jax.stages.Compiled) -> None:
-    """Write a program to the cache; a fault is a warning."""
+    """Write a program to the cache; a failure is a warning."""
     try:
         payload = _serialize(compiled)
     except Exception as error:  # depends on the backend: each refuses in its own way
@@ -258,17 +266,17 @@ def _write(store: EntryStore, key: str, compiled: jax.stages.Compiled) -> None:
 
 
 def _serialize(compiled: jax.stages.Compiled) -> bytes:
-    """Return a program as bytes: its devices in order, and the executable."""
+    """Return a program as bytes: a JSON line with its devices in order, then the compressed executable."""
     devices: Any = compiled.runtime_executable().local_devices()  # type: ignore[union-attr]
     head = json.dumps({"platform": devices[0].platform, "devices": [device.id for device in devices]})
     return head.encode() + b"\n" + zlib.compress(serialize_executable.serialize(compiled)[0], 1)
 
 
 def _deserialize(payload: bytes, lowered: Lowered) -> jax.stages.Compiled:
-    """Return the program of a payload that `_serialize` made of the same lowered program."""
+    """Return the program of a payload that `_serialize` created from the same lowered program."""
     head, _, content = payload.partition(b"\n")
-    place = json.loads(head)
-    devices = devices_of(place["platform"], place["devices"])
+    target = json.loads(head)
+    devices = devices_of(target["platform"], target["devices"])
     in_tree = jax.tree.structure(lowered.args_info)
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         zlib.decompress(content), in_tree, lowered.out_tree, devices[0].client, devices
@@ -277,13 +285,13 @@ def _deserialize(payload: bytes, lowered: Lowered) -> jax.stages.Compiled:
 
 
 def _debugged() -> bool:
-    """Whether a debug mode is on in which `jax.jit` calls the function again, operation by operation."""
+    """Return whether a debug mode is on in which JAX runs the Python function again, operation by operation."""
     config: Any = jax.config
     return bool(config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
 
 
 def _size(text: str) -> int:
-    """Return the limit that the environment gives.
+    """Return the limit in bytes that the environment variable `SIZE_VARIABLE` has, or the default.
 
     Raises:
         RequestError: it is no positive number.
@@ -296,7 +304,7 @@ def _size(text: str) -> int:
 
 
 def _directory(text: str) -> str:
-    """Return the directory that a setting names, the empty string for "off".
+    """Return the directory that a setting names; "" if it turns the cache off.
 
     Raises:
         RequestError: it is no absolute path.
@@ -310,7 +318,7 @@ def _directory(text: str) -> str:
 
 
 def _default_directory() -> str:
-    """Return where programs of this user are cached, by the rules of the platform."""
+    """Return the default cache directory of the user on this platform."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores a relative path
         places = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA", "~")}
@@ -319,7 +327,7 @@ def _default_directory() -> str:
 
 
 def _warn(text: str) -> None:
-    """Warn once of a fault."""
+    """Warn of a failure, once for each text."""
     if text not in _warned:
         _warned.add(text)
         warnings.warn(text, RlxCacheWarning, stacklevel=2)

@@ -1,4 +1,7 @@
-"""Rounding at chosen values of a graph, as integer hardware would: what calibration found is put into the program."""
+"""This module inserts fake quantization: it rounds chosen values of a graph as integer hardware would.
+
+The scales come from calibration.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rlx_jax.ir.types import is_float
 
 @dataclass(frozen=True)
 class Scale:
-    """How one value is rounded: `dequantize(quantize(x))` by `scale` and `zero_point` in `dtype`, i8 or u8."""
+    """The rounding of one value: `dequantize(quantize(x))` with `scale` and `zero_point` in `dtype`, i8 or u8."""
 
     scale: float
     zero_point: int = 0
@@ -34,32 +37,37 @@ class Scale:
 
 
 def insert_q_dq(module: GraphModule, record: Mapping[Value, Scale]) -> GraphModule:
-    """A module in which every value of `record` is rounded: all that read it, and the outputs, get it rounded.
+    """Return a module in which every value of `record` is rounded, for all readers and outputs.
+
+    Args:
+        module: a module at HIR or MIR.
+        record: the values to round, and how.
 
     Raises:
-        GraphError: the module is at LIR, or an entry is no value of the module and a `Scale`.
+        GraphError: the module is at LIR, a key is no value of the module, or a value of the mapping is no `Scale`.
         DTypeError: a value is not floating.
     """
     if module.stage == GraphStage.LIR:
         raise GraphError(f"module {module.name!r} is at lir: round before it is planned")
-    tapped: dict[Value, Scale] = {}
+    scales: dict[Value, Scale] = {}
     for value, scale in record.items():
         if not isinstance(scale, Scale):
             raise GraphError(f"{module.name}: insert_q_dq: expected a Scale, got {shown(scale)}")
-        own = module.own(value)
+        graph_value = module.own(value)
         if not is_float(module.type_of(value).dtype):
             raise DTypeError(f"{module.name}: insert_q_dq: {module.node_label(value)} is {module.type_of(value)}")
-        tapped[own] = scale
+        scales[graph_value] = scale
     graph = module.finish()
 
     def enter(inner: Graph) -> Rewrite:
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-            chosen = {i: tapped.get(Value(number, i)) for i in range(len(node.types))} if inner is graph else {}
+            # The record has values of the top-level graph; node numbers in a region mean other nodes.
+            chosen = {i: scales.get(Value(number, i)) for i in range(len(node.types))} if inner is graph else {}
             if not any(chosen.values()):
                 return None
-            made = b.append(node.op, *inputs)
+            results = b.append(node.op, *inputs)
             writer = GraphModule(module.name, module.stage, b)
-            return tuple(v if (s := chosen[i]) is None else _rounded(writer, v, s) for i, v in enumerate(made))
+            return tuple(v if (s := chosen[i]) is None else _rounded(writer, v, s) for i, v in enumerate(results))
 
         return fn
 
@@ -68,6 +76,7 @@ def insert_q_dq(module: GraphModule, record: Mapping[Value, Scale]) -> GraphModu
 
 
 def _rounded(m: GraphModule, value: Value, s: Scale) -> Value:
-    zero = s.zero_point or None
-    held = m.type_of(value).dtype
-    return m.own(m.dequantize(m.quantize(value, s.scale, zero, dtype=s.dtype), s.scale, zero, dtype=held))
+    """Append `dequantize(quantize(value))` to the module, in the dtype of the value."""
+    zero = s.zero_point or None  # symmetric quantization needs no zero point
+    dtype = m.type_of(value).dtype
+    return m.own(m.dequantize(m.quantize(value, s.scale, zero, dtype=s.dtype), s.scale, zero, dtype=dtype))

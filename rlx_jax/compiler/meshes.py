@@ -1,4 +1,7 @@
-"""From what a caller says of devices to a division of the model over them."""
+"""This module turns the `mesh=` argument of a model into a `Division`, the sharding rules of its values.
+
+It also adapts arrays and functions to meshes that the caller uses.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,23 @@ from rlx_jax.program import Built
 def divide_model(
     mesh: Any, builds: Sequence[Built], settings: Settings, program: str, serves: tuple[str, ...]
 ) -> Division | None:
-    """How the flows of a model are divided over `mesh`: a `jax.sharding.Mesh`, a number of devices, or "auto", all of
-    them. None where there is no mesh.
+    """Return the sharding rules of the flows of a model, None without a mesh.
 
-    Of a number of devices the axes follow: in training all divide the parameters and the batch (`fsdp`); of a model
-    that generates as many as its key heads and feed-forward blocks allow divide these (`tensor`), and the rest rows
-    (`data`); of any other all divide rows.
+    For a number of devices the axes are chosen here. In training, all devices shard the parameters and the batch
+    (`fsdp`). For a model that generates, as many devices as its key heads and feed-forward blocks allow shard these
+    (`tensor`), and the others shard rows (`data`). For any other model, all devices shard rows.
+
+    Args:
+        mesh: a `jax.sharding.Mesh`, a number of devices, "auto" for all devices, or None.
+        builds: the built flows.
+        settings: the resolved profile, with the mesh axes of each role.
+        program: the program that the model is compiled for.
+        serves: the programs that requests run.
 
     Raises:
-        RequestError: something else, or more devices than there are. ProfileError: a mesh axis that divides nothing.
-        UnsupportedError: heads that do not divide; a module at LIR.
+        RequestError: `mesh` is something else, or more devices than there are.
+        ProfileError: a mesh axis shards nothing.
+        UnsupportedError: heads that cannot be sharded evenly; a module at LIR.
     """
     if mesh is None:
         return None
@@ -51,7 +61,7 @@ def divide_model(
         mesh = arranged(devices, [*divisible(builds, graphs)] if generates else [], program)
     axes = {role: tuple(n for n in names if mesh.shape.get(n, 1) > 1) for role, names in settings.sharding.items()}
     check_axes(mesh, axes)
-    # Users compute with explicit axes if they like; inside, XLA finds what follows from the roles.
+    # The caller's mesh may have explicit axes; inside the program XLA propagates the shardings of the roles.
     division = Division(auto_axes(mesh), {role: names for role, names in axes.items() if names}, all_roles(builds))
     check_conflicts(division, builds[0].name)
     for graph in graphs:
@@ -60,10 +70,10 @@ def divide_model(
 
 
 def chosen_devices(mesh: Any) -> list[Any]:
-    """So many devices, or all of them.
+    """Return the devices for `mesh`, a number of devices or "auto".
 
     Raises:
-        RequestError: no number of devices that there are.
+        RequestError: it is neither, or there are fewer devices.
     """
     devices = devices_here()
     if isinstance(mesh, str) and mesh == "auto":
@@ -71,13 +81,19 @@ def chosen_devices(mesh: Any) -> list[Any]:
     if isinstance(mesh, bool) or not isinstance(mesh, int | np.integer):
         raise RequestError(f"mesh is {shown(mesh)}; expected a jax.sharding.Mesh, a number of devices, or 'auto'")
     if not 1 <= mesh <= len(devices):
-        here = f"{len(devices)}, the devices that JAX has ({running_device().kind})"
-        raise RequestError(f"mesh={mesh}: expected 1 to {here}")
+        available = f"{len(devices)}, the devices that JAX has ({running_device().kind})"
+        raise RequestError(f"mesh={mesh}: expected 1 to {available}")
     return devices[: int(mesh)]
 
 
 def arranged(devices: list[Any], sizes: Sequence[int], program: str) -> Mesh:
-    """The mesh of so many devices, by what they are for; `sizes` are those that `tensor` divides, if there is one."""
+    """Return the mesh for a number of devices.
+
+    Args:
+        devices: the devices.
+        sizes: the dimensions that an axis `tensor` has to divide evenly; empty for no such axis.
+        program: the program that the model is compiled for.
+    """
     if program == "train" or not sizes:
         return Mesh(np.array(devices), ("fsdp" if program == "train" else "data",))
     fit = [t for t in range(1, len(devices) + 1) if len(devices) % t == 0 and not any(size % t for size in sizes)]
@@ -85,7 +101,7 @@ def arranged(devices: list[Any], sizes: Sequence[int], program: str) -> Mesh:
 
 
 def divisible(builds: Sequence[Built], graphs: Iterable[Graph]) -> Iterator[int]:
-    """Numbers of heads, and widths of feed-forward blocks: what is divided in equal parts, or refused."""
+    """List the dimensions that can only be sharded evenly: numbers of heads, and widths of feed-forward blocks."""
     for graph in graphs:
         for _, node in graph.walk():
             if isinstance(node.op, hir.Attention):
@@ -96,10 +112,10 @@ def divisible(builds: Sequence[Built], graphs: Iterable[Graph]) -> Iterator[int]
 
 
 def check_axes(mesh: Mesh, axes: Mapping[str, tuple[str, ...]]) -> None:
-    """Every axis of the mesh divides something, and no role has one twice.
+    """Check that every axis of the mesh shards something, and that no role has an axis twice.
 
     Raises:
-        ProfileError: names those that do not, and the role.
+        ProfileError: the message has the unused axes, or the role.
     """
     for role, names in axes.items():
         if len(set(names)) < len(names):
@@ -115,19 +131,19 @@ def check_axes(mesh: Mesh, axes: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def all_roles(builds: Sequence[Built]) -> dict[str, Roles]:
-    """Return what the axes of the weights of all flows are, by key."""
-    found: dict[str, Roles] = {}
+    """Return the roles of the axes of all weights, by key, agreed among the flows."""
+    roles_by_key: dict[str, Roles] = {}
     for built in builds:
         for key, roles in built.roles.items():
-            found[key] = agreed(found.get(key, roles), roles)
-    return found
+            roles_by_key[key] = agreed(roles_by_key.get(key, roles), roles)
+    return roles_by_key
 
 
 def check_conflicts(division: Division, name: str) -> None:
-    """Check that no axis of a weight is divided by a role that only some of its uses give it.
+    """Check that no axis of a weight is sharded by a role that only some uses of the weight give it.
 
     Raises:
-        GraphError: names the weight, the roles and the axes of the mesh.
+        GraphError: one is; the message has the weight, the roles and the axes of the mesh.
     """
     for key, roles in division.roles.items():
         for role in (r for r in roles if isinstance(r, Conflict)):
@@ -143,7 +159,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def own_mesh(division: Division | None) -> Iterator[None]:
-    """Inside, a mesh that the caller has set (`jax.set_mesh`) is not seen: what is traced is the model's alone."""
+    """Replace a mesh that the caller has set (`jax.set_mesh`) by the model's, so that it does not affect tracing."""
     if division is None or jax.sharding.get_abstract_mesh().empty:
         yield
         return
@@ -152,16 +168,19 @@ def own_mesh(division: Division | None) -> Iterator[None]:
 
 
 def at_home(arrays: T, division: Division | None) -> T:
-    """The same arrays where a model over devices takes them: those on a mesh with explicit axes on the same devices,
-    divided as they are; those that were put on other devices on all of its own."""
+    """Return the arrays in a form that a sharded model accepts.
+
+    Arrays on the devices of the model keep their sharding, with explicit mesh axes converted. Arrays that were put on
+    other devices are replicated over the model's. Tracers and uncommitted arrays are returned unchanged.
+    """
     if division is None:
         return arrays
-    own = set(division.mesh.devices.flat)
+    model_devices = set(division.mesh.devices.flat)
 
     def home(a: Any) -> Any:
         if not isinstance(a, jax.Array) or isinstance(a, jax.core.Tracer) or not a.committed:
             return a
-        if a.sharding.device_set != own:
+        if a.sharding.device_set != model_devices:
             return jax.device_put(a, division.whole)
         return freed(a)
 
@@ -170,8 +189,10 @@ def at_home(arrays: T, division: Division | None) -> T:
 
 
 def in_any_mesh(function: Function, template: Template, lir: Lir, division: Division | None) -> Function:
-    """A pure function that may be traced where axes are explicit: inside they are not, and its results have the
-    divisions that the roles of their axes say."""
+    """Return a pure function that can also be traced under a mesh with explicit axes.
+
+    Inside the function the axes are automatic; its results have the shardings of the roles of their axes.
+    """
     if division is None:
         return function
     leaves = given_leaves(lir.graph, lir.plan.scan)
@@ -187,9 +208,9 @@ def in_any_mesh(function: Function, template: Template, lir: Lir, division: Divi
         explicit: Any = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
         if explicit is None:
             return function(params, state, inputs)
-        kept = {name: written[name] for name in (leaves if state else ())}
-        with jax.sharding.use_abstract_mesh(explicit):  # that of the arguments, if the caller has set none
-            made: Results = jax.sharding.auto_axes(function, out_sharding=(outputs, kept))(params, state, inputs)
-        return made
+        specs = {name: written[name] for name in (leaves if state else ())}
+        with jax.sharding.use_abstract_mesh(explicit):  # auto_axes needs a mesh, even if the caller has set none
+            results: Results = jax.sharding.auto_axes(function, out_sharding=(outputs, specs))(params, state, inputs)
+        return results
 
     return anywhere

@@ -1,4 +1,7 @@
-"""What builds a `GraphModule`: it declares inputs and parameters, owns the values, and finishes the graph."""
+"""This module defines `ModuleBuilder`, the part of `GraphModule` that builds a graph.
+
+It declares inputs and parameters, checks which module values belong to, and finishes the graph.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,18 @@ from rlx_jax.trace.parameters import WeightKey, WeightPart, WeightStack, stored_
 
 @dataclass(eq=False)
 class ModuleBuilder(SpecBuilders[Value]):
-    """A graph that is being built."""
+    """A graph under construction.
+
+    Attributes:
+        name: the name of the module.
+        stage: the level of the graph: HIR, MIR or LIR.
+        builder: the nodes so far.
+        outputs, output_names: the outputs that `set_outputs` declares.
+        policy: the fusion policy for lowering: `direct` or `fusable`.
+        plan: the plan of a module at LIR.
+        captured: the arrays that functions of the user capture.
+        taken: the block paths in use.
+    """
 
     name: str
     stage: GraphStage
@@ -35,7 +49,7 @@ class ModuleBuilder(SpecBuilders[Value]):
     policy: str = "direct"
     plan: Plan | None = None
     captured: Captured = field(default_factory=Captured, repr=False)
-    taken: set[Path] = field(default_factory=set, repr=False)  # block paths
+    taken: set[Path] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         as_name(self.name, "a module")
@@ -43,7 +57,11 @@ class ModuleBuilder(SpecBuilders[Value]):
     # -- building ----------------------------------------------------------------------------
 
     def input(self, name: str, shape: Sequence[int | str], dtype: Any = "f32") -> Value:
-        """Declare an input; strings in the shape are symbolic sizes."""
+        """Declare an input and return its value; strings in the shape are symbolic sizes.
+
+        Raises:
+            GraphError: an input of that name is declared already.
+        """
         if any(i.input == name for i in self.builder.inputs):
             raise GraphError(f"{self.name}: input {quote(name)} is declared twice")
         return self.wrap(self.builder.input(name, input_type(name, shape, dtype)))
@@ -51,23 +69,33 @@ class ModuleBuilder(SpecBuilders[Value]):
     def input_batch_seq(
         self, name: str, hidden: int, dtype: Any = "f32", batch: int | str = "batch", seq: int | str = "seq"
     ) -> Value:
-        """Declare an input `[batch, seq, hidden]`."""
+        """Declare an input `[batch, seq, hidden]` and return its value."""
         return self.input(name, (batch, seq, hidden), dtype)
 
     def param(self, name: str, shape: Sequence[int], dtype: Any = "f32", *, packed: str | None = None) -> Value:
-        """Declare a parameter; `name` is its weight key. One of 64 bits enters the program in 32.
+        """Declare a parameter and return its value.
 
-        With `packed`, a name in `rlx_jax.ir.packed.SCHEMES`, shape and dtype are the logical ones of a packed tensor.
-        What a source has may be of another dtype than what is declared, packed otherwise or not at all.
+        The weight in a source may have another dtype, or another packing or none.
+
+        Args:
+            name: the weight key.
+            shape: the logical shape.
+            dtype: the logical dtype; 64-bit types are narrowed to 32 bits in the program.
+            packed: the packing, a name in `rlx_jax.ir.packed.SCHEMES`; None for a plain tensor.
 
         Raises:
-            GraphError: it is declared already, as something else. ShapeError, DTypeError: no shape or dtype.
-            WeightShapeError, WeightError: it cannot be packed so. UnsupportedError: the scheme is not decoded yet.
+            GraphError: the key is declared already with another type.
+            ShapeError, DTypeError: the shape or the dtype is invalid.
+            WeightShapeError, WeightError: the tensor cannot be packed by the scheme.
+            UnsupportedError: the scheme is not implemented.
         """
         return self.wrap(self.builder.leaf(declared_param(self.name, self.builder.nodes, name, shape, dtype, packed)))
 
     def named(self, name: str, build: Callable[[Self], Value]) -> Value:
-        """Run `build` inside a block path segment `name`; where an earlier block has that path, `name_2` and so on."""
+        """Run `build` inside the block path segment `name`, and return its value.
+
+        If an earlier block has that path, the segment is `name_2`, and so on.
+        """
         if not callable(build):
             raise GraphError(f"{self.name}: named takes a function GraphModule → value, got {shown(build)}")
         path = free_path(self.builder.origin.path, as_name(name, f"{self.name}: named"), self.taken)
@@ -77,28 +105,32 @@ class ModuleBuilder(SpecBuilders[Value]):
 
     @staticmethod
     def block(module: ModuleBuilder, name: str, build: Callable[[Any], Value]) -> Value:
-        """`module.named(name, build)`."""
+        """Return `module.named(name, build)`."""
         return module.named(name, build)
 
-    # -- what the builders need --------------------------------------------------------------
+    # -- used by the op builders -------------------------------------------------------------
 
     def wrap(self, value: Value) -> Value:
-        """A value of the builder as users get it: it knows its module, so that no other one takes it."""
+        """Return a value of the builder with its owner, so that another module refuses it."""
         return replace(value, owner=self.builder)
 
     @property
     def level(self) -> GraphStage:
-        """`stage`, as the builders ask for it."""
+        """Return `stage`, under the name that the op builders use."""
         return self.stage
 
     def own(self, value: Value) -> Value:
-        """The graph value behind one of this module."""
+        """Return the graph value of a value of this module.
+
+        Raises:
+            GraphError: it is no value, or belongs to another module.
+        """
         if not isinstance(value, Value):
             raise GraphError(
                 f"{self.name}: expected a value of this module, got {type(value).__name__}; m.constant(array) makes one"
             )
-        around = [body.outer for body in self._bodies]
-        if value.owner is not None and value.owner not in (self.builder, *around):
+        enclosing = [body.outer for body in self._bodies]
+        if value.owner is not None and value.owner not in (self.builder, *enclosing):
             raise GraphError(
                 f"{self.name}: {value} belongs to another module called {quote(value.owner.name)}; "
                 "use the values that this one returned, after lowering those in its `outputs`"
@@ -116,7 +148,11 @@ class ModuleBuilder(SpecBuilders[Value]):
         shape: Sequence[DimLike | None] | None = None,
         init: Init | None = None,
     ) -> Value:
-        """A weight operand; a module declares what it reads, so a key alone is none."""
+        """Return a weight operand; a module declares its parameters, so that a key alone is an error.
+
+        Raises:
+            GraphError: `weight` is a key.
+        """
         if isinstance(weight, str | WeightPart | WeightStack):
             key = weight.keys[0] if isinstance(weight, WeightStack) else stored_key(weight)
             raise GraphError(f"{self.name}: {quote(weight)} is a key; m.param({key!r}, shape) declares the weight")
@@ -125,7 +161,11 @@ class ModuleBuilder(SpecBuilders[Value]):
     # -- finishing ---------------------------------------------------------------------------
 
     def set_outputs(self, values: Sequence[Value], names: Sequence[str] = ()) -> None:
-        """Set the outputs, and their names: without, `output`, or `output0`, `output1` …"""
+        """Set the outputs and their names. The default names are `output`, or `output0`, `output1` … for several.
+
+        Raises:
+            GraphError: a value of another module, or another number of names than values.
+        """
         if not isinstance(values, Iterable):
             raise GraphError(f"{self.name}: set_outputs takes a list of values, got {type(values).__name__}: [value]")
         outputs = [self.own(v) for v in values]
@@ -138,28 +178,29 @@ class ModuleBuilder(SpecBuilders[Value]):
     set_hir_outputs = set_outputs
 
     def finish_hir(self, value: Value) -> Self:
-        """Set the only output; the module."""
+        """Set the only output, and return the module."""
         self.set_outputs([value])
         return self
 
     def finish(self) -> Graph:
-        """The finished, verified graph.
+        """Return the finished, verified graph.
 
         Raises:
-            GraphError: there are no outputs, or the graph is wrong; all problems are listed.
+            GraphError: there are no outputs, or the graph is invalid; the message lists all problems.
         """
         if not self.outputs:
             raise GraphError(f"module {self.name!r} has no outputs: set_outputs([...])")
         return verify(self._snapshot(), self.stage, "building", self.builder.types)
 
     def _snapshot(self) -> Graph:
+        """Return the graph so far, without verifying it."""
         return self.builder.finish(self.outputs, self.output_names)
 
 
 def declared_param(
     module: str, nodes: Sequence[Node], name: str, shape: Sequence[int], dtype: Any, packed: str | None
 ) -> Param:
-    """The leaf of a parameter beside the `nodes` that `module` has; see `GraphModule.param`."""
+    """Return the op of a new parameter of the module `module`, which has `nodes` so far; see `ModuleBuilder.param`."""
     if not isinstance(name, str):
         raise GraphError(f"{module}: a weight key is a string, got {shown(name)}")
     where = f"{module}: parameter {quote(name)}"

@@ -1,4 +1,4 @@
-"""The arrays that a call is made with: parameters by leaf, and what to say of one that JAX refused."""
+"""This module checks the arrays of a call: the names and types of parameters, and arrays that were donated before."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ from rlx_jax.ir.user_functions import is_consumed
 
 
 def is_traced(arrays: Iterable[Any]) -> bool:
-    """Whether one of them is traced, by `jax.grad`, `jax.jit` or the like."""
+    """Return whether any of the arrays is a tracer of `jax.grad`, `jax.jit` or the like."""
     return any(isinstance(a, jax.core.Tracer) for a in arrays)
 
 
 def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception | None = None) -> None:
-    """Say which argument, of a failed call or of one to come, has no values any more.
+    """Check that no argument was consumed by an earlier call.
+
+    Args:
+        params, inputs: the arguments by name.
+        cause: the exception of a failed call, which the error is raised from.
 
     Raises:
         WeightError, SessionStateError: a parameter or an input was donated to an earlier call.
@@ -47,10 +51,15 @@ def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception | None = No
 
 
 def refuse_shared(donated: Arrays, params: Arrays, inputs: Arrays, cause: Exception) -> None:
-    """Say which array a failed call was to consume and to read.
+    """Check that no array is both donated and read by a failed call.
+
+    Args:
+        donated: the donated arrays, by the name for messages.
+        params, inputs: all arguments by name.
+        cause: the exception of the call.
 
     Raises:
-        RequestError: names both of its places.
+        RequestError: an array is; the message has both of its names.
     """
     places = {f"params: leaf {quote(n)}": a for n, a in params.items()}
     places |= {f"input {quote(n)}": a for n, a in inputs.items()} | dict(donated)
@@ -63,16 +72,16 @@ def refuse_shared(donated: Arrays, params: Arrays, inputs: Arrays, cause: Except
 
 
 def _address(array: Any) -> int:
-    """Where an array lies; two objects of JAX may be one array."""
-    alone = isinstance(array, jax.Array) and len(array.devices()) == 1
-    return int(array.unsafe_buffer_pointer()) if alone else -id(array)
+    """Return a number that is equal for arrays that share memory: two objects of JAX may be one array."""
+    on_one_device = isinstance(array, jax.Array) and len(array.devices()) == 1
+    return int(array.unsafe_buffer_pointer()) if on_one_device else -id(array)  # negative, so that it equals no pointer
 
 
 def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
-    """Parameters are the Layout's leaves by name.
+    """Check that a mapping has exactly the parameters of the Layout, by name.
 
     Raises:
-        WeightShapeError: names those that are missing or unknown.
+        WeightShapeError: some are missing or unknown; the message lists them.
     """
     if not isinstance(params, Mapping):
         order = "; they stand before the inputs: (params, x)" if isinstance(params, np.ndarray | jax.Array) else ""
@@ -83,22 +92,22 @@ def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
     if missing or extra:
         parts = {"missing": missing, "unknown": extra}.items()
         close = did_you_mean(str(extra[0]), missing) if extra else ""
-        found = "; ".join(f"{what} leaves {listing(n, 8)}" for what, n in parts if n)
-        raise WeightShapeError(f"params: {found}{close}")
+        problems = "; ".join(f"{what} leaves {listing(n, 8)}" for what, n in parts if n)
+        raise WeightShapeError(f"params: {problems}{close}")
 
 
 def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Parameters are the Layout's leaves: every name, with its shape and dtype.
+    """Check the names, shapes and dtypes of all parameters.
 
     Raises:
-        WeightShapeError: names what differs.
+        WeightShapeError: one differs; the message has its name, and what is expected.
     """
     check_leaves(params, specs)
     for name, spec in specs.items():
         got = params[name]
         shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", type(got).__name__)
         if shape != spec.shape or dtype != spec.dtype:
-            found = short_name(dtype) if isinstance(dtype, np.dtype) else dtype
+            got_dtype = short_name(dtype) if isinstance(dtype, np.dtype) else dtype
             sizes = "" if shape is None else list(shape)
             wanted = f"{short_name(spec.dtype)}{list(spec.shape)}"
-            raise WeightShapeError(f"params: leaf {name!r} is {wanted}, got {found}{sizes}")
+            raise WeightShapeError(f"params: leaf {name!r} is {wanted}, got {got_dtype}{sizes}")

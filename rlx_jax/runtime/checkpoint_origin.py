@@ -1,4 +1,7 @@
-"""The checkpoint that a model was loaded from: what else belongs into a directory that holds its weights."""
+"""This module defines `LoadedFrom`, the checkpoint that a model was loaded from.
+
+It supplies the config, tokenizer and other files, and the unused weights, that a saved copy of the model needs.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,27 @@ from rlx_jax.weights.format import Entry
 from rlx_jax.weights.views import RenamedSource
 
 CONFIG = "config.json"
-# Files beside the weights that other libraries read, whether or not rlx_jax has.
+# Companion files of the weights that other libraries may read, even if rlx_jax has not read them.
 BESIDE = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json", "merges.txt",
     "preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model", "special_tokens_map.json",
     "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "video_preprocessor_config.json",
     "vocab.json", "vocab.txt",
 )  # fmt: skip
-# The path of a block, an op, and what it reads: ops by their numbers, weights by their keys.
+# The path of a block, an op, and its operands: ops by their numbers, weights by their keys.
 _Step = tuple[str, str, tuple[tuple[object, int], ...]]
 _DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
 class LoadedFrom:
-    """Where a model's weights, config and tokenizer are from.
+    """The origin of a model's weights, config and tokenizer.
 
     Attributes:
         folder: the checkpoint's directory.
-        inside: the directory in it of the weights and their `config.json`; "" for itself.
-        edited: why `config.json` is not that of the model; "" where it is.
-        built: the flow that was opened.
+        inside: the subdirectory with the weights and their `config.json`; "" for the directory itself.
+        edited: why `config.json` does not describe the model; "" if it does.
+        built: the flow that was loaded.
     """
 
     folder: Folder
@@ -56,10 +59,10 @@ class LoadedFrom:
     built: Built
 
     def _check_model(self, built: Built) -> None:
-        """The flow that was opened is of the config, and `built` computes what that does.
+        """Check that the config describes the flow that was loaded, and that `built` computes the same.
 
         Raises:
-            UnsupportedError: it is not; names the first block that differs.
+            UnsupportedError: it does not; the message names the first block that differs.
         """
         if self.edited:
             raise UnsupportedError(
@@ -68,9 +71,9 @@ class LoadedFrom:
             )
         if built is self.built:
             return
-        seen: dict[_Step, int] = {}
-        ours, theirs = (_steps(one, seen) for one in (built, self.built))
-        for number, (path, _, _) in enumerate(seen):
+        number_of_step: dict[_Step, int] = {}
+        ours, theirs = (_steps(one, number_of_step) for one in (built, self.built))
+        for number, (path, _, _) in enumerate(number_of_step):
             if (number in ours) != (number in theirs):
                 raise UnsupportedError(
                     f"save: the model differs from what {self.folder.where(CONFIG)} describes, first in {quote(path)}, "
@@ -79,23 +82,27 @@ class LoadedFrom:
                 )
 
     def files(self, built: Built, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
-        """What stands beside the weights, by path: as it is, but for the dtype that a config says, and for how weights
-        were packed.
+        """Return the companion files of the weights, by path.
+
+        They are copied unchanged, except that the config declares the new dtype and no packing.
 
         Args:
             built: the flow of the model that is saved.
-            dtype: what all floating weights are saved in; None: as they are.
+            dtype: the dtype that all floating weights are saved in; None if they keep theirs.
+
+        Returns:
+            The bytes of each file by its path, relative to the checkpoint's directory.
 
         Raises:
-            UnsupportedError: the config is not that of the model.
-            ConfigError: a file that loading has read is not there any more.
+            UnsupportedError: the config does not describe the model.
+            ConfigError: a file that was read when the model was loaded is missing now.
 
         Warns:
-            RlxWarning: a file of `BESIDE` cannot be read, and nothing of rlx_jax reads it.
+            RlxWarning: a file of `BESIDE` that rlx_jax does not need cannot be read.
         """
         self._check_model(built)
         prefix = f"{self.inside}/" if self.inside else ""
-        found = {}
+        contents = {}
         for name in [path.relative_to(self.folder.path).as_posix() for path in self.folder.found()]:
             raw = self._read(name)
             if raw is None:
@@ -103,46 +110,50 @@ class LoadedFrom:
                     f"{self.folder.where(name)}: it was there when the model was loaded, and is not now; put it back, "
                     "or save the weights alone, rlx_jax.save(model.model, path)"
                 )
-            found[name] = raw
-        for name in (prefix + name for name in BESIDE if prefix + name not in found):
+            contents[name] = raw
+        for name in (prefix + name for name in BESIDE if prefix + name not in contents):
             try:
                 raw = self._read(name)
-            except (HubError, FormatError, StorageError) as cause:  # nothing here reads it: no reason to lose a save
+            except (HubError, FormatError, StorageError) as cause:  # rlx_jax does not read it: saving goes on without
                 warnings.warn(f"not saved, as rlx_jax does not need it: {cause}", RlxWarning, stacklevel=3)
                 continue
             if raw is not None:
-                found[name] = raw
+                contents[name] = raw
         config = (self.folder.json if dtype is None else self.folder.needed)(prefix + CONFIG)
-        unpacked = config.get("quantization_config") is not None  # what is saved is the numbers it stood for
+        unpacked = config.get("quantization_config") is not None  # weights are saved dequantized
         if dtype is not None or unpacked:
             config = {key: value for key, value in config.items() if key != "quantization_config"}
             config = config if dtype is None else in_dtype(config, dtype.name)
-            found[prefix + CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
-        return found
+            contents[prefix + CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
+        return contents
 
     def _read(self, name: str) -> bytes | None:
+        """Return the bytes of a file of the checkpoint, None if there is no such file."""
         return self.folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
 
 
 def _steps(built: Built, seen: dict[_Step, int]) -> set[int]:
-    """What a flow computes: the numbers of its ops among those that were `seen`, which are noted. One of the same block
-    that reads the same is one op, in whatever order they stand. Types of weights are no part of it."""
-    known, found = list[object](), set[int]()
+    """Return the set of numbers that identify the ops of a flow.
+
+    Two ops have the same number if they are equal, in the same block, and read the same operands; the order of ops and
+    the types of weights do not matter. `seen` has the numbers so far, and new ops are added to it.
+    """
+    operands, numbers = list[object](), set[int]()
     for node in unroll(built.hir, TypeCache()).nodes:
         if isinstance(node.op, Param):
-            known.append(tuple(stored.key for program in node.op.programs for stored in stored_keys(program)))
+            operands.append(tuple(stored.key for program in node.op.programs for stored in stored_keys(program)))
         elif isinstance(node.op, Leaf):
-            known.append(node.op)
+            operands.append(node.op)
         else:
-            reads = tuple((known[v.node], v.index) for v in node.inputs)
+            reads = tuple((operands[v.node], v.index) for v in node.inputs)
             number = seen.setdefault((path_text(node.origin.path), node.op.text(), reads), len(seen))
-            known.append(number)
-            found.add(number)
-    return found
+            operands.append(number)
+            numbers.add(number)
+    return numbers
 
 
 def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A config whose weights are of this dtype, those of the parts too.
+    """Return a config that declares this dtype, also in its nested configs.
 
     >>> in_dtype({"dtype": "float32", "text_config": {"torch_dtype": "float32"}}, "bfloat16")
     {'dtype': 'bfloat16', 'text_config': {'torch_dtype': 'bfloat16'}}
@@ -153,17 +164,22 @@ def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
             return value
         return {k: dtype if k in _DTYPES and isinstance(v, str | None) else part(v) for k, v in value.items()}
 
-    made: dict[str, Any] = part(dict(config))
-    return made if any(name in made for name in _DTYPES) else {**made, "torch_dtype": dtype}
+    result: dict[str, Any] = part(dict(config))
+    return result if any(name in result for name in _DTYPES) else {**result, "torch_dtype": dtype}
 
 
 def whole_checkpoint(held: list[Entry], source: WeightSource, dtype: np.dtype[Any] | None) -> list[Entry]:
-    """What a model holds, under the checkpoint's names, and what of the checkpoint it does not hold, copied.
+    """Return the entries of a model under the checkpoint's keys, with the checkpoint's other weights copied.
 
-    So a text model that was built alone is saved with the tower of images that its `config.json` promises.
+    So the text model of a vision-language checkpoint is saved with the image tower that its `config.json` declares.
+
+    Args:
+        held: the weights of the model.
+        source: the weights of the checkpoint.
+        dtype: the dtype of all floating weights; None for the checkpoint's dtypes.
 
     Raises:
-        UnsupportedError: a weight that is copied is packed.
+        UnsupportedError: a copied weight is packed.
     """
     stored = source
     if isinstance(source, RenamedSource):
@@ -173,10 +189,11 @@ def whole_checkpoint(held: list[Entry], source: WeightSource, dtype: np.dtype[An
 
 
 def _copied(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entry:
+    """Return the entry of a weight that is copied from the source when it is written."""
     spec = source.spec(key)
     if isinstance(spec, PackedSpec):
         raise UnsupportedError(f"weight {quote(key)} ({source.where(key)}) is packed, and no format writes packed ones")
-    found = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
-    if dtype is None or not is_float(found.dtype):
-        return Entry(key, found, partial(source.read, key))
-    return Entry(key, found.with_dtype(dtype), lambda: narrowed(source.read(key), dtype, f"weight {quote(key)}"))
+    stored_type = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
+    if dtype is None or not is_float(stored_type.dtype):
+        return Entry(key, stored_type, partial(source.read, key))
+    return Entry(key, stored_type.with_dtype(dtype), lambda: narrowed(source.read(key), dtype, f"weight {quote(key)}"))

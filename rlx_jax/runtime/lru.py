@@ -1,4 +1,4 @@
-"""A cache with a limit: what was not used for longest goes first."""
+"""This module defines `Lru`, a thread-safe cache that evicts the least recently used entry."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ V = TypeVar("V")
 class Lru(Generic[K, V]):
     """A mapping of at most `limit` entries, safe to use from several threads.
 
-    What is put out is only forgotten: whoever holds it goes on with it. `made` counts the entries put in, `evicted`
-    those put out. Caches whose entries are made of each other's share the lock `making`.
+    An evicted entry stays valid for code that still refers to it. `made` counts insertions, and `evicted` evictions.
+
+    Args:
+        limit: the number of entries.
+        making: the lock for creating entries. Caches that create entries from entries of each other share it.
     """
 
     def __init__(self, limit: int, making: Any = None) -> None:
@@ -25,7 +28,7 @@ class Lru(Generic[K, V]):
         self._making = making or threading.RLock()
 
     def get(self, key: K) -> V | None:
-        """The entry, which counts as a use; None if it is not there."""
+        """Return the entry, which counts as a use; None if there is none."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -33,16 +36,20 @@ class Lru(Generic[K, V]):
             return self._entries[key]
 
     def __call__(self, key: K, make: Callable[[], V]) -> V:
-        """The entry, made if it is not there: once, and one at a time, whoever asks. `make` may ask for others."""
-        found = self.get(key)
-        if found is not None:
-            return found
+        """Return the entry, created by `make` if there is none.
+
+        Only one thread creates entries at a time, and each entry once. `make` may request other entries.
+        """
+        entry = self.get(key)
+        if entry is not None:
+            return entry
         with self._making:
-            found = self.get(key)
-            return self.put(key, make()) if found is None else found
+            # Another thread may have created the entry while this one waited for the lock.
+            entry = self.get(key)
+            return self.put(key, make()) if entry is None else entry
 
     def put(self, key: K, value: V) -> V:
-        """Put in an entry, and out what is over the limit."""
+        """Insert an entry, evict the oldest ones over the limit, and return the value."""
         with self._lock:
             self._entries[key] = value
             self._entries.move_to_end(key)
@@ -59,15 +66,15 @@ class Lru(Generic[K, V]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[K]:
-        """The keys, the one that goes first at the front."""
+        """Iterate over a copy of the keys, the least recently used first."""
         with self._lock:
             return iter(list(self._entries))
 
     def items(self) -> list[tuple[K, V]]:
-        """The entries with their keys in the same order."""
+        """Return the keys and entries, the least recently used first."""
         with self._lock:
             return list(self._entries.items())
 
     def values(self) -> list[V]:
-        """The entries alone."""
+        """Return the entries, the least recently used first."""
         return [value for _, value in self.items()]

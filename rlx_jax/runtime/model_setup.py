@@ -1,6 +1,6 @@
-"""What a model's programs are opened with: its flows built once, one profile, one layout of the weights.
+"""This module sets up the programs of a model: it builds the flows once, and chooses one profile and one layout.
 
-Random weights too: those that no source has, drawn before a model is compiled, and all of a model's.
+It also initializes random weights, either those that the source does not have, before the model is compiled, or all.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rlx_jax.weights.initial import initial_params, initial_weights
 from rlx_jax.weights.overlay import has_numbers, with_drawn
 from rlx_jax.weights.source import open_weights
 
-# Each flow by its name, built, and the seconds that it took.
+# The built flows by name, with the seconds that each build took.
 Builds = Mapping[str, tuple[Built, float]]
 
 
@@ -55,15 +55,19 @@ def open_programs(
     flows: Sequence[Any], weights: Weights, options: OpenOptions, merge: bool, program: str = "forward",
     max_positions: int | None = None, serves: tuple[str, ...] = (),
 ) -> Programs:  # fmt: skip
-    """Build each flow once, resolve the profile and choose one layout for all. Reads shapes, no data.
+    """Build each flow once, resolve the profile and choose one layout for all. Only shapes of weights are read.
 
-    `program` decides how layers run and are stored; every program of the model shares it, and takes no more than
-    `max_positions` tokens. `serves`: the programs of a model that takes requests of every size; else calls run
-    `program` alone.
+    Args:
+        flows: flows, recipes or functions, one for each model.
+        weights, options: see `rlx_jax.compile`.
+        merge: whether projections are fused if the profile leaves it open.
+        program: the program that decides how layers run and are stored; all programs of the model follow it.
+        max_positions: the limit of tokens in a sequence; None for the limit of the flow.
+        serves: the programs of a model that serves requests of every size; if empty, calls run `program` alone.
 
     Raises:
-        GraphError: two flows of one name, or no flow at all, or flows that read their weights from different places.
-        ProfileError: the flows' own profiles say different things.
+        GraphError: two flows have the same name, there is no flow, or flows read weights from different sources.
+        ProfileError: the profiles of the flows differ.
     """
     profile = None if options.profile is None else CompileProfile.of(options.profile)
     if not isinstance(options.strict, bool):
@@ -71,21 +75,22 @@ def open_programs(
     if options.progress is not None and not callable(options.progress):
         raise RequestError(f"progress is {shown(options.progress)}; expected a function of (what, done, total)")
     seed = check_missing(options.missing, options.key)
-    if weights is not None and any(hasattr(flow, "stored_in") for flow in flows):  # recipes, which look at them
+    if weights is not None and any(hasattr(flow, "stored_in") for flow in flows):  # recipes inspect the keys
         weights = open_weights(weights)
-    made = [as_flow(flow, weights) for flow in flows]
+    flow_list = [as_flow(flow, weights) for flow in flows]
     if program == "train":
-        for flow in made:
+        for flow in flow_list:
             refuse_untrained(flow)
-    named = {flow.name: flow if seed is None else drawing(flow) for flow in made}
-    if not named or len(named) < len(made):
-        raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in made])}")
+    named = {flow.name: flow if seed is None else drawing(flow) for flow in flow_list}
+    if not named or len(named) < len(flow_list):
+        raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in flow_list])}")
     builds, fresh = with_lacking(named, build_flows(named, weights), seed)
     builts = [built for built, _ in builds.values()]
     source = check_sources(builts, options.strict)
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
     division = divide_model(options.mesh, builts, settings, program, serves)
     settings = replace(settings if division is None else divided(settings, division), max_positions=max_positions)
+    # The cached programs are derived later, from the same parameters as `forward`.
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
     if division is not None:
@@ -106,8 +111,10 @@ def open_programs(
 
 
 def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
-    """Each flow built, with the seconds that it took; the weights are opened once. Flows that are bound to one source,
-    beside which each puts the same adapter, share what the first makes of both."""
+    """Build each flow, and measure the seconds of each build. The weights are opened once.
+
+    Flows that are bound to one source share the source of the first built flow, with its adapter.
+    """
     builds: dict[str, tuple[Built, float]] = {}
     bound = [getattr(flow, "_weights", None) for flow in named.values()]
     shared = bound[0] is not None and all(source is bound[0] for source in bound)
@@ -123,19 +130,37 @@ def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
 def with_lacking(
     named: Mapping[str, Buildable], builds: Builds, seed: jax.Array | None
 ) -> tuple[Builds, tuple[str, ...]]:
-    """The flows built over a source that has the weights which none had before, drawn from `seed`; and their keys.
-    Without a seed, or where nothing lacks, the flows as they are."""
+    """Initialize missing weights, and build the flows again over a source that includes them.
+
+    Args:
+        named: the flows by name.
+        builds: the built flows by name.
+        seed: the random key; None to initialize nothing.
+
+    Returns:
+        The built flows, and the keys of the initialized weights. If none are missing, the flows are as before.
+    """
     fresh = {} if seed is None else draw_lacking([built for built, _ in builds.values()], seed)
     if not fresh:
         return builds, ()
-    drawn = with_drawn(next(built.source for built, _ in builds.values()), fresh)
-    return {name: (flow.build(drawn), builds[name][1]) for name, flow in named.items()}, tuple(fresh)
+    source = with_drawn(next(built.source for built, _ in builds.values()), fresh)
+    return {name: (flow.build(source), builds[name][1]) for name, flow in named.items()}, tuple(fresh)
 
 
 def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Settings, Layout, dict[str, Template]]:
-    """One layout for all flows, with the settings that it goes by and each flow's program `first`. What is merged in
-    one flow and not in another would be stored twice, and is not; nor is what an optional input parts, which comes
-    between products and the value that they share without it."""
+    """Choose one layout for all flows.
+
+    Projections stay separate if fusing them would store them twice: if one flow fuses them and another does not, or if
+    an optional input comes between products and the value that they share without it.
+
+    Args:
+        builds: the built flows by name.
+        settings: the resolved profile.
+        first: the program that the layout is planned for.
+
+    Returns:
+        The settings, with `merge` off if projections stay separate; the layout; and the template of each flow.
+    """
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
     layout = layout_of([t.hir for t in templates.values()], settings.plan.scan)
     twice = len(builds) > 1 and layout.repeated()
@@ -145,27 +170,37 @@ def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Setting
 
 
 def parted(built: Built, layout: Layout, settings: Settings, first: str) -> bool:
-    """Whether a flow reads other weights with its optional inputs than without: `layout` is that of the program without
-    them. Asked where an input may come between products: of numbers that are no ids, masks or positions, or of a flow
-    that was changed by its paths."""
+    """Return whether a flow needs other parameters with its optional inputs than without them.
+
+    This is possible only if an input may come between products: if it has floating values, so that it is no ids, mask
+    or positions, or if blocks of the flow were edited by path.
+
+    Args:
+        built: the built flow.
+        layout: the layout of the program without optional inputs.
+        settings: the resolved profile.
+        first: the program that the layout is planned for.
+    """
     flow = built.flow
-    found = [decl for decl in flow._inputs if decl.optional]
-    changed = getattr(flow, "_block_edits", ()) or any(is_float(decl.type.dtype) for decl in found)
-    if not found or not changed:
+    optional_decls = [decl for decl in flow._inputs if decl.optional]
+    may_differ = getattr(flow, "_block_edits", ()) or any(is_float(decl.type.dtype) for decl in optional_decls)
+    if not optional_decls or not may_differ:
         return False
-    optional = frozenset(decl.name for decl in found)
+    optional = frozenset(decl.name for decl in optional_decls)
     try:
-        whole = make_template(flow.build(built.source, optional, built.captured), 0.0, settings, first, False, optional)
-    except RlxError:  # no call gives all of them
+        complete = make_template(
+            flow.build(built.source, optional, built.captured), 0.0, settings, first, False, optional
+        )
+    except RlxError:  # the optional inputs exclude each other, so that no call passes all of them
         return False
-    return not layout.has(whole.hir, settings.plan.scan)
+    return not layout.has(complete.hir, settings.plan.scan)
 
 
 def one_settings(found: Mapping[str, Settings]) -> Settings:
-    """The settings of all flows.
+    """Return the settings that all flows share.
 
     Raises:
-        ProfileError: they differ; the fields are named.
+        ProfileError: the settings differ; the message lists the fields.
     """
     (name, first), *others = found.items()
     for other, settings in others:
@@ -179,8 +214,11 @@ def one_settings(found: Mapping[str, Settings]) -> Settings:
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """No garbage collection inside: a build allocates thousands of small objects that all live on, and looking
-    at them again and again takes a third of the time of a deep model."""
+    """Pause garbage collection.
+
+    A build allocates thousands of small objects that all stay alive; scanning them repeatedly takes a third of the time
+    of building a deep model.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -191,18 +229,23 @@ def paused_gc() -> Iterator[None]:
 
 
 def refuse_untrained(flow: Buildable) -> None:
-    """A flow is not trained where its training has something that there is not, such as dropout.
+    """Refuse to train a flow with features that are not implemented for training, such as dropout.
 
     Raises:
-        UnsupportedError: why.
+        UnsupportedError: the flow has such a feature; the message explains which.
     """
     if isinstance(flow, ModelFlow) and flow._no_training:
         raise UnsupportedError(f"{flow.name}: training: {flow._no_training}")
 
 
 def as_flow(flow: Any, weights: Weights = None) -> Buildable:
-    """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built. A recipe is that
-    for how `weights` are stored, where it is compiled with some: under a prefix, with a head beside its embedding."""
+    """Return the flow to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built.
+
+    A recipe is adapted to the keys of `weights`, such as a common prefix or a head that is not tied to the embedding.
+
+    Raises:
+        GraphError: the value is no flow, or is compiled already.
+    """
     if isinstance(flow, Buildable):
         return flow
     if isinstance(getattr(flow, "programs", None), Programs):
@@ -216,7 +259,7 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
         raise GraphError(f"{flow.__name__} is a class, no recipe: make one by recipe_for(path) or for_prefill(config)")
     if callable(getattr(flow, "assemble", None)):
         source = None if weights is None else open_weights(weights)
-        # Where there are no weights at all, none is missing on purpose.
+        # An empty source has no keys to adapt the recipe to.
         fits = source is not None and callable(getattr(flow, "stored_in", None)) and any(True for _ in source.keys())
         return as_flow((flow.stored_in(source) if fits else flow).assemble())
     if callable(flow):
@@ -227,7 +270,7 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
 
 
 def _instead_of(flow: object) -> str:
-    """What was meant by something that is no flow."""
+    """Return the advice for a value that is no flow, by what it is; empty if there is none."""
     if isinstance(flow, str | os.PathLike):
         return "; rlx_jax.load(path) opens a checkpoint, and recipe_for(path) is its recipe"
     if hasattr(flow, "pattern") and hasattr(flow, "capture"):
@@ -236,11 +279,13 @@ def _instead_of(flow: object) -> str:
 
 
 def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
-    """Where all flows read their weights. Every key of it is read by one of them, or left on purpose.
+    """Return the source of weights that all flows share, checked for keys that no flow reads.
+
+    A flow may declare keys that it leaves unread on purpose; a declared key that ends in "." is a prefix.
 
     Raises:
-        GraphError: more than one place.
-        UnexpectedWeightError: lists keys that nothing reads; a warning if not `strict`.
+        GraphError: the flows have different sources.
+        UnexpectedWeightError: a key is unread, and `strict`; otherwise it is a warning. The message lists the keys.
     """
     name, source = ", ".join(b.name for b in builts), builts[0].source
     if any(b.source is not source for b in builts):
@@ -262,16 +307,23 @@ def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
 
 
 def drawn_params(programs: Programs, built: Built, key: jax.Array, what: str) -> dict[str, jax.Array]:
-    """Every leaf of a model, on the devices that keep it; `model.init`.
+    """Return random values for all parameters of a model, under their storage sharding; see `CompiledModel.init`.
+
+    Args:
+        programs: the programs of the model.
+        built: the built flow.
+        key: the random key, which may be traced.
+        what: the operation, which begins the message of an error.
 
     Raises:
-        LimitError, DeviceOutOfMemoryError: there is no room for them; the message begins with `what`.
+        LimitError, DeviceOutOfMemoryError: there is not enough memory for them.
     """
     leaves, resting = programs.layout.leaves, programs.resting()
     at = resting or {}
     sizes = [on_one(t, at.get(name)).nbytes for name, t in programs.layout.types().items()]
     if not isinstance(key, jax.core.Tracer):
-        check_space(sum(sizes) + max(sizes, default=0), what)  # numbers are drawn in f32, and then scaled
+        # Values are sampled in f32 and then scaled, which takes a temporary array.
+        check_space(sum(sizes) + max(sizes, default=0), what)
 
     def draw(key: jax.Array) -> dict[str, jax.Array]:
         return initial_params(expand_composites(built.hir, built.types), leaves, key, built.inits)
@@ -284,10 +336,10 @@ def drawn_params(programs: Programs, built: Built, key: jax.Array, what: str) ->
 
 
 def check_missing(missing: str, key: Any) -> jax.Array | None:
-    """The key that weights are drawn with; None where what is missing is an error.
+    """Return the random key for missing weights; None if a missing weight is an error.
 
     Raises:
-        RequestError: `missing` is another word, or one of the two is there without the other.
+        RequestError: `missing` is neither "error" nor "init", or only one of "init" and `key` is passed.
     """
     if missing not in ("error", "init"):
         raise RequestError(f"missing is {shown(missing)}; expected 'error' or 'init'")
@@ -297,20 +349,27 @@ def check_missing(missing: str, key: Any) -> jax.Array | None:
 
 
 def drawing(flow: Buildable) -> Buildable:
-    """The flow, whose missing weights are drawn."""
+    """Return the flow with its missing weights declared as to be initialized.
+
+    Raises:
+        GraphError: the flow is no `ModelFlow`.
+    """
     if not isinstance(flow, ModelFlow):
         raise GraphError(f"{flow.name}: missing='init' is for a ModelFlow or a recipe, got {type(flow).__name__}")
     return replace(flow, _missing="init")
 
 
 def draw_lacking(builts: Sequence[Built], key: jax.Array) -> dict[str, jax.Array]:
-    """The weights that a source has no numbers of, by key; none where there is one flow and no source, or one of shapes
-    alone: those of the whole model are drawn where they are to lie."""
-    found: dict[str, jax.Array] = {}
+    """Return random values, by key, for the weights that the source has no values of.
+
+    A single flow without a source, or with shapes alone, gets none: all its parameters are initialized later, under
+    their storage sharding (see `drawn_params`).
+    """
+    values: dict[str, jax.Array] = {}
     several = len(builts) > 1
     for built in builts:
-        lacking = {name for name in built.params if not has_numbers(built.source, name)} - set(found)
-        if lacking and (several or not (built.source is None or shapes_only(built.source))):
+        missing = {name for name in built.params if not has_numbers(built.source, name)} - set(values)
+        if missing and (several or not (built.source is None or shapes_only(built.source))):
             graph = expand_composites(built.hir, built.types)
-            found |= initial_weights(graph, lacking, key, built.inits)
-    return found
+            values |= initial_weights(graph, missing, key, built.inits)
+    return values
