@@ -79,7 +79,7 @@ class PackedForm:
     def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
         """Return calls for texts of these lengths.
 
-        If `more` texts follow, texts that do not fill a call are left for later.
+        If `more` texts follow, only full calls are returned; the other texts are left for later.
         """
         blocks = plan(lengths, self.sizes)
         return [b for b in blocks if len(b.texts) == self.sizes.of(b.width)[0]] if more else blocks

@@ -153,6 +153,7 @@ class Encoder(OpenedModel):
         if form.exact:
             hidden = exact_rows(form, block, inputs, self._row_lengths(inputs[MASK], block.shape))
         else:
+            # A stage that carries a state would carry masked tokens into the valid ones after them.
             if has_mask and self._from_the_left:
                 self._row_lengths(inputs[MASK], block.shape)
             sizes = form.sizes(*block.shape) if pads else block.shape
@@ -163,7 +164,7 @@ class Encoder(OpenedModel):
     def _row_lengths(self, mask: Any, shape: tuple[int, ...]) -> list[int]:
         """Return the number of tokens of each row of a right-padding mask.
 
-        It is called where rows run at their own lengths, or where the model reads from left to right.
+        It is called if rows run at their own lengths, or if a stage carries a state from left to right.
 
         Raises:
             RequestError: the mask is not ones followed by zeros in some row.

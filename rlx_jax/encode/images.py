@@ -218,7 +218,7 @@ def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
     """
     if _is_picture(image):
         columns, rows = image.size
-        # Checked before Pillow decodes the file, which a small file can make expensive.
+        # Checked before Pillow decodes the pixels, because a small file may hold a huge image.
         _check_size(rows, columns, name)
         _check_levels(image, name)
         # Palette images hold indices, which have no meaning as intensities.

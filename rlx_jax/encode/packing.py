@@ -129,7 +129,7 @@ def fill(lengths: Sequence[int], sizes: BlockSizes, narrowest: int = 0) -> dict[
     """Return rows, as tuples of text numbers, by width.
 
     The longest remaining text opens a row of the narrowest width that holds it, not counting the first `narrowest`
-    widths. Then the longest text that still fits is added until none fits (first-fit decreasing).
+    widths. Then the longest text that still fits is added, until none fits or the row has all its slots.
     """
     widths = sizes.widths[narrowest:]
     waiting: dict[int, list[int]] = {}

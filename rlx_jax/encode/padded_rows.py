@@ -74,8 +74,8 @@ class RowForm:
         """Return the flow's outputs for a block `[B, S]`, padded to `[rows, width]` with tokens that no other token
         reads.
 
-        `inputs` have the shape of the block. In a row that is only padding one token is valid: a softmax over no key is
-        NaN.
+        `inputs` have the shape of the block. In rows that are only padding the mask has one valid token, so that
+        attention has a key to read.
         """
         if (rows, width) != block.shape:
             inputs = {n: padded_to(as_host_array(n, jax.device_get(v)), rows, width) for n, v in inputs.items()}

@@ -111,6 +111,7 @@ def check_packing(c: Fields) -> None:
 
 
 def _rope(c: Fields, common: Mapping[str, Any]) -> ScaledRope:
+    """Return the rope of a config; a config without rope fields has the default `YARN`."""
     group, scaling = c.group("rope_parameters"), c.group("rope_scaling")
     if group is None and scaling is None:
         group = Fields(YARN, f"{c.where}, rope_parameters")

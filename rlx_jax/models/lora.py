@@ -1,8 +1,8 @@
-"""Add, merge and save LoRA adapters (Hu et al. 2021): y = x Wᵀ + s · (x Aᵀ) Bᵀ, with A `[rank, in]` and B
-`[out, rank]`.
+"""Add, merge and save LoRA adapters (Hu et al. 2021).
 
-Keys, sizes and initial values match PEFT's, so its adapter files can be loaded and written. It is built on `at`: A and
-B belong to the block of the product that they change.
+y = x Wᵀ + s · (x Aᵀ) Bᵀ, with A `[rank, in]` and B `[out, rank]`. Keys, sizes and initial values match PEFT's, so its
+adapter files can be loaded and written. It is built on `at`: A and B belong to the block of the product that they
+change.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class WithAdapter:
         names = replace(self._names(flow), renamed=self.renamed)
         adapter_keys = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
         flow = flow.with_weights(MarkedSource(RenamedSource(self.source, adapter_keys), "spare"), add=True)
-        # Adapter weights of the other tower, which another flow reads, are left unread here like the tower's own
-        # weights.
-        if flow._elsewhere:
+        if flow._elsewhere:  # adapter weights of the other tower, which another flow reads, are left unread here
             unread = set(flow._left_keys)
             companions = (
                 key for key in adapter_keys if any(f"{key.removesuffix(part)}.weight" in unread for part in PARTS)
@@ -166,6 +164,7 @@ class _Noting:
     found: list[Adapter] = field(default_factory=list)
 
     def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
+        """Write the adapted product, and record its adapter."""
         value, adapter = self.made.write(emit, x, inner)
         self.found.append(adapter)
         return value

@@ -59,6 +59,7 @@ class MPNetFlow(BertLike[MPNetConfig]):
 
     @property
     def max_positions(self) -> int:
+        # Positions start after the padding id, so the first rows of the table are not used by tokens.
         return self.config.max_position_embeddings - PADDING - 1
 
     def positions(self, key: str) -> BlockStage:

@@ -32,8 +32,8 @@ from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.weight_check import checked
 from rlx_jax.weights.source import WeightSource
 
-# Not errors if unread: a field that `layer_types` replaces, one for training only, and the dtype of the state, which is
-# float32 here too.
+# Fields that are accepted although nothing may read them: one that `layer_types` replaces, one for training only, and
+# the dtype of the state, which is float32 here too.
 INERT = ("full_attention_interval", "mamba_ssm_dtype", "mtp_loss_scaling_factor")
 
 # How the columns of a head are split over time, height and width. For text all three are the token's position.
@@ -139,7 +139,7 @@ class Qwen35MtpFlow:
 
         c = [rms(embed(ids)) ‖ rms(hidden)] Wᵀ;  c ← layer(c);  hidden = rms(c);  logits = hidden headᵀ
 
-    Weights: `mtp.*`, and the embedding and the head of the model. Position i of the pair has rope position i. This and
+    Weights: `mtp.*`, and the embedding and the head of the model. The pair at position i has rope position i. This and
     the norms follow vLLM's `qwen3_5_mtp.py`; transformers has no such module.
 
     Raises:

@@ -47,6 +47,7 @@ class RobertaFlow(BertLike[RobertaConfig]):
 
     @property
     def max_positions(self) -> int:
+        # The rows of the table up to `pad_token_id` are not used by tokens: their positions start after it.
         return self.config.max_position_embeddings - self.config.pad_token_id - 1
 
     def positions(self, key: str) -> BlockStage:

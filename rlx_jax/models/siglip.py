@@ -103,6 +103,7 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
         linear = Linear(
             f"{head}.weight", bias_key=f"{head}.bias", shape=(c.width, c.hidden_size), roles=(None, "hidden")
         )
+        # The gathered row has one token; ClsTokenPool removes that axis.
         return Sequence((GatherLastToken(), ClsTokenPool(), linear))
 
 

@@ -56,6 +56,7 @@ class _Check(Parameters):
         )
 
     def _without_source(self, key: str, shape: tuple[int, ...], path: str) -> Any:
+        """Record a missing weight, and go on as if it were initialized."""
         if not self.may_lack:
             self.paths.setdefault(key, path)
             if len(self.paths) > MAX_MISSING:
@@ -63,12 +64,12 @@ class _Check(Parameters):
         return super()._without_source(key, shape, path)
 
     def _of_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Any:
+        """Return the declared weight of the source, after checking its shape and that it is a float."""
         try:
             stored = super()._of_source(key, sizes, path)
         except WeightShapeError as error:
             fields = {name: value for name, value in vars(self.recipe.config).items() if type(value) is int}
-            # Name the config fields that have one of the unexpected sizes, if there are any; they probably are the
-            # cause.
+            # Fields of the config that equal an unexpected size are the probable cause; without any, all are listed.
             unexpected = set(sizes or ()) - set(self.stored.spec(key).shape)
             fields = {name: value for name, value in fields.items() if value in unexpected} or fields
             fields_text = ", ".join(f"{name} {value}" for name, value in fields.items())
