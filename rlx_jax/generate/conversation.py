@@ -1,10 +1,9 @@
-"""A conversation that stays on the device: each turn reads what is new in it.
+"""`Conversation`: a chat with its state on the device, where each turn prefills only the new tokens.
 
-What is read is what the template writes of all messages, as `CausalLM.chat` does, so that a reply is the one that it
-gives to the same messages. Of that the state holds the first tokens already: those that are the same as before.
+A turn renders all messages with the chat template, as `CausalLM.chat` does, so that the replies are the same. The state
+already has the common prefix of this text and the previous one, and prefill starts after it.
 
-`TextState`: a text that stays on the device between requests: its tokens, the state after them, and how much of it a
-next text begins with.
+`TextState` is what remains on the device between two turns: the tokens of the text and the state after them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Message = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class TurnTaken:
-    """A message and its reply to be: all messages, the request, and the number of the turn."""
+    """A checked turn, before its reply is generated: all messages, the request, and the number of the turn."""
 
     messages: list[dict[str, Any]]
     request: Request
@@ -46,23 +45,24 @@ class TurnTaken:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The tokens of all messages, and what begins the reply."""
+        """Return the ids of all messages, with the beginning of the reply."""
         return self.request.rows[0]
 
 
 @dataclass(eq=False)
 class Conversation:
-    """What `CausalLM.conversation` returns: messages, and on the device the state after them.
+    """A conversation: its messages, and the state after them on the device. `CausalLM.conversation` returns one.
 
-    `messages` is a plain list, which may be changed between turns: what the template then writes otherwise is read
-    again, from the first token that differs. A turn that fails or is left before its end is in no message.
+    `messages` is a plain list and may be changed between turns: prefill then restarts at the first token that differs.
+    A turn that fails, or that is abandoned before its end, adds no message.
 
     Attributes:
         talker: the `CausalLM` that replies.
-        messages: `[{"role": "user", "content": "Hello"}, …]`, the replies among them.
-        options: what the template is given beside them.
-        max_len: tokens that the conversation may have; None for as many as the model has positions.
-        keep_copy: whether what cannot be cut back of the state is kept as it was before the last reply.
+        messages: `[{"role": "user", "content": "Hello"}, …]`, replies included.
+        options: other arguments of the chat template.
+        max_len: the most tokens of the conversation; None for as many as the model has positions.
+        keep_copy: whether to retain a copy, from before the last reply, of the arrays of the state that cannot be
+            truncated.
     """
 
     talker: Any = field(repr=False)
@@ -78,24 +78,24 @@ class Conversation:
         self, message: Message, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
         seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[TurnOptions],
     ) -> Any:  # fmt: skip
-        """The reply to a message, as text; both are in `messages` then.
+        """Return the reply to a message, as text, and append both to `messages`.
 
         Args:
-            message: of the user, as text; or a message of another role, such as a tool, or several; `[]` to answer the
-                messages as they are.
-            max_new_tokens, sampler, stop, seed, logprobs, options: as in `CausalLM.chat`. With logprobs the reply is a
-                `Completion`. There is one new token at least.
-            n: refused: a conversation goes on from one answer.
+            message: text of the user; a message of another role, such as a tool; or several messages. `[]` replies to
+                the messages as they are.
+            max_new_tokens, sampler, stop, seed, logprobs, options: as in `CausalLM.chat`, with at least one new token.
+                With `logprobs` the reply is a `Completion`.
+            n: an error: a conversation continues one answer.
 
         Raises:
-            SequenceLengthError: the conversation and the reply do not fit; it is as it was before.
+            SequenceLengthError: the conversation and the reply do not fit; the conversation is unchanged.
             RequestError, TokenizerError, LimitError, NumericsError: as `CausalLM.chat`.
         """
         if n is not None:
             raise RequestError(f"n is {shown(n)}: a conversation goes on from one reply; fork() it for each of several")
-        taken = self._take(message, max_new_tokens, sampler, stop, seed, logprobs=logprobs, **options)
-        (reply,) = answered(self.talker._lm, self._begun(taken), taken.new)
-        self._ended(taken, reply if logprobs is None else reply.text)
+        turn = self._take(message, max_new_tokens, sampler, stop, seed, logprobs=logprobs, **options)
+        (reply,) = answered(self.talker._lm, self._begun(turn), turn.new)
+        self._ended(turn, reply if logprobs is None else reply.text)
         return reply
 
     @suggests(*TurnOptions.__annotations__)
@@ -103,31 +103,33 @@ class Conversation:
         self, message: Message, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
         seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[TurnOptions],
     ) -> Iterator[str]:  # fmt: skip
-        """As `send`, in pieces as they come; message and reply are in `messages` when the last one has come.
+        """Yield the reply to a message as it grows; arguments as in `send`.
+
+        Message and reply are appended to `messages` at the end of the iteration.
 
         Raises:
-            RequestError: `n` or `logprobs` are given, which pieces of one reply have no place for. Others as `send`.
-            SessionStateError: while it is read, another turn has begun.
+            RequestError: `n` or `logprobs` are given, which a stream of one reply cannot return. Others as `send`.
+            SessionStateError: another turn began during the iteration.
         """
         refuse_in_stream("stream", n, logprobs)
         return self._pieces(self._take(message, max_new_tokens, sampler, stop, seed, **options))
 
     def fork(self) -> Conversation:
-        """Another conversation that goes on from here by itself, with a copy of the state."""
+        """Return an independent copy of the conversation, with a copy of the state."""
         text = None if self._text is None else self._text.copy()
         return replace(self, messages=[dict(m) for m in self.messages], _text=text, _number=0)
 
     # -- a turn ------------------------------------------------------------------------------
 
     def _pieces(self, taken: TurnTaken) -> Iterator[str]:
-        told = ""
+        reply = ""
         for piece in pieces(self.talker._lm, self._begun(taken), taken.new):
-            told += piece
+            reply += piece
             yield piece
-        self._ended(taken, told)
+        self._ended(taken, reply)
 
     def _take(self, message: Any, max_new_tokens: int, *asked: Any, **options: Any) -> TurnTaken:
-        """What was asked for, checked; nothing has run yet."""
+        """Check the arguments of a turn and return it; nothing has run yet."""
         messages = [*self.messages, *as_messages(message)]
         ids = self._rendered(messages)
         budget = whole_number("max_new_tokens", max_new_tokens, 0)
@@ -145,60 +147,67 @@ class Conversation:
         return ids
 
     def _check_room(self, messages: int, tokens: int, budget: int) -> None:
-        """Raises:
-        SequenceLengthError: the conversation is full.
+        """Check that the conversation fits with `budget` new tokens.
+
+        Raises:
+            SequenceLengthError: it does not.
         """
         limits = [n for n in (self.max_len, self.talker._lm.max_positions) if n is not None]
         if limits and tokens + budget > min(limits):
-            whose = "max_len" if min(limits) == self.max_len else "the model's positions"
+            limit_name = "max_len" if min(limits) == self.max_len else "the model's positions"
             count = "1 message is" if messages == 1 else f"{messages} messages are"
             raise SequenceLengthError(
                 f"conversation: {count} {number(tokens)} tokens, with {number(budget)} new ones more "
-                f"than {whose}, {min(limits)}; take old messages out of `messages`, or ask for fewer new tokens"
+                f"than {limit_name}, {min(limits)}; take old messages out of `messages`, or ask for fewer new tokens"
             )
 
     def _begun(self, taken: TurnTaken) -> Request:
-        """The request, behind what the state holds of it. From here on the state is the request's.
+        """Return the request of a turn with the state as its prefix. The request now owns the state.
 
         Raises:
-            SessionStateError: the conversation went on since the turn was taken.
+            SessionStateError: another turn began after this one was checked.
         """
         self._check_current(taken.number)
         self._number += 1
         model, request, text = self.talker._lm.model, taken.request, self._text
-        self._text = None
-        before, why, kept = continued(model, text, taken.ids)
+        self._text = None  # a request that fails may have consumed the state
+        before, reason, kept = continued(model, text, taken.ids)
         if text is not None and request.drafter is not None and request.drafter.hidden:
             before = kept = None
-            why = "the module for drafts reads hidden states of all tokens, which no state has"
-        leaves, ours = self._leaves(taken), self._number
+            reason = "the module for drafts reads hidden states of all tokens, which no state has"
+        leaves, turn_number = self._leaves(taken), self._number
         mark = self._mark(taken, 0 if before is None else before.lengths[0], leaves)
-        lacking = kept is None or not set(leaves) <= set(kept.arrays)  # a text may grow over a window
-        if mark is None and lacking and leaves and before is not None:
+        # A retained copy may be incomplete: an array joins `leaves` when the text outgrows its sliding window.
+        needs_copy = kept is None or not set(leaves) <= set(kept.arrays)
+        if mark is None and needs_copy and leaves and before is not None:
             kept = KeptArrays(before.lengths[0], copied({name: before.arrays[name] for name in leaves}))
 
         def ended(generation: Generation) -> None:
             copy = kept
-            if mark is not None:  # which may not have been read
+            if mark is not None:  # a request that failed early may not have reached it
                 copy = None if generation.marked is None else KeptArrays(mark.at, generation.marked)
-            if self._number == ours:
+            if self._number == turn_number:  # otherwise a later turn has begun, and this state is outdated
                 self._text = after(generation, taken.ids, copy)
 
-        return replace(request, before=before, mark=mark, room=self.max_len or 0, reread=why, ended=ended)
+        return replace(request, before=before, mark=mark, room=self.max_len or 0, reread=reason, ended=ended)
 
     def _leaves(self, taken: TurnTaken) -> tuple[str, ...]:
-        """The arrays to keep a copy of, as they are before the reply: those that cannot be cut back."""
+        """Return the names of the arrays to copy before the reply: the ones that cannot be truncated."""
         if not self.keep_copy or (taken.request.drafter is not None and taken.request.drafter.hidden):
             return ()
         return kept_at_mark(self.talker._lm.model, len(taken.ids) + taken.request.budget)
 
     def _mark(self, taken: TurnTaken, start: int, leaves: tuple[str, ...]) -> Mark | None:
-        """Where they are copied: behind the messages, where the reply is not begun yet, as some templates write replies
-        of earlier turns otherwise than they came. The last token is always read, as a state tells no logits."""
+        """Return the position at which to copy the arrays: after the messages, before the beginning of the reply.
+
+        Some templates render the replies of earlier turns differently from how they were generated, so that the next
+        turn can only continue from there. The position is at most the last token, as prefill needs one token to compute
+        logits.
+        """
         if not leaves:
             return None
-        at = min(common(self._rendered(taken.messages, reply=False), taken.ids), len(taken.ids) - 1)
-        return Mark(at, leaves) if start < at else None
+        position = min(common(self._rendered(taken.messages, reply=False), taken.ids), len(taken.ids) - 1)
+        return Mark(position, leaves) if start < position else None
 
     def _ended(self, taken: TurnTaken, reply: str) -> None:
         self._check_current(taken.number + 1)
@@ -215,7 +224,7 @@ class Conversation:
 def open_conversation(
     talker: Any, messages: Any, max_len: Any, keep_copy: Any, options: Mapping[str, Any]
 ) -> Conversation:
-    """As `CausalLM.conversation`.
+    """Check the arguments of `CausalLM.conversation` and return the conversation.
 
     Raises:
         RequestError, TokenizerError: as there.
@@ -224,20 +233,20 @@ def open_conversation(
     tokenizer = lm.needed("chat needs", "generate from token ids")
     variables = options.keys() - {"tools", "chat_template", "allow_special"}
     template = chosen_template(tokenizer, options.get("chat_template"), options.get("tools") is not None, variables)
-    none = isinstance(messages, list | tuple) and not messages
-    begun = [] if none else check_messages(messages, template)
+    is_empty = isinstance(messages, list | tuple) and not messages
+    first_messages = [] if is_empty else check_messages(messages, template)
     if max_len is not None:
         check_positions(whole_number("max_len", max_len, 1), lm.max_positions, "max_len")
     if not isinstance(keep_copy, bool):
         raise RequestError(f"keep_copy is {shown(keep_copy)}; expected True or False")
-    return Conversation(talker, begun, options, max_len, keep_copy)
+    return Conversation(talker, first_messages, options, max_len, keep_copy)
 
 
 def as_messages(message: Any) -> list[dict[str, Any]]:
-    """A message, or several, as a list.
+    """Return a message, or several, as a list.
 
     Raises:
-        RequestError: neither text nor messages.
+        RequestError: `message` is neither text nor messages.
     """
     if isinstance(message, str):
         return [{"role": "user", "content": message}]
@@ -250,10 +259,10 @@ def as_messages(message: Any) -> list[dict[str, Any]]:
 
 
 def refuse_in_stream(where: str, n: Any, logprobs: Any) -> None:
-    """A stream is the pieces of one answer.
+    """Check that a stream has no options for several answers or for log-probabilities.
 
     Raises:
-        RequestError: several are asked for, or what the model says of its tokens.
+        RequestError: it has one.
     """
     for name, value in (("n", n), ("logprobs", logprobs)):
         if value is not None:
@@ -265,7 +274,7 @@ def refuse_in_stream(where: str, n: Any, logprobs: Any) -> None:
 
 @dataclass(frozen=True)
 class KeptArrays:
-    """Arrays of a state as they were after `at` tokens."""
+    """Copies of arrays of a state, taken after `at` tokens."""
 
     at: int
     arrays: StateArrays
@@ -273,7 +282,14 @@ class KeptArrays:
 
 @dataclass(frozen=True)
 class TextState:
-    """The tokens of one row, the state after them, and a copy of what cannot be cut back."""
+    """The tokens of one row, and the state after them.
+
+    Attributes:
+        ids: the tokens.
+        arrays: arrays of the state.
+        slots: length of its cache.
+        kept: an earlier copy of the arrays that cannot be truncated.
+    """
 
     ids: tuple[int, ...]
     arrays: StateArrays
@@ -281,94 +297,116 @@ class TextState:
     kept: KeptArrays | None = None
 
     def copy(self) -> TextState:
-        """The same in arrays of its own."""
+        """Return a copy with new arrays."""
         kept = self.kept and KeptArrays(self.kept.at, copied(self.kept.arrays))
         return TextState(self.ids, copied(self.arrays), self.slots, kept)
 
 
 def copied(arrays: StateArrays) -> StateArrays:
-    """In buffers of their own."""
+    """Return copies of arrays in new buffers."""
     return {name: jnp.copy(array) for name, array in arrays.items()}
 
 
 def continued(
     model: CompiledModel, text: TextState | None, ids: Sequence[int]
 ) -> tuple[Before | None, str, KeptArrays | None]:
-    """What the text `ids` can go on from: the state, if any of it is of use, why no more, and the copy that is still
-    there. At least its last token is read: a state tells no logits."""
+    """Find the longest prefix of `ids` that the state of the previous text has.
+
+    Returns:
+        the prefix, None if nothing of the state is usable; the reason why the prefix is not longer, or ""; and the
+        retained copy, if it is still valid. The prefix is shorter than `ids`, as prefill needs one token to compute
+        logits.
+    """
     if text is None:
         return None, "", None
-    same, held = common(text.ids, ids), len(text.ids)
-    at = wanted = min(same, len(ids) - 1)
-    if at == 0:
-        return None, f"the text differs from its first token on, and all {held} tokens held were dropped", None
+    shared, total = common(text.ids, ids), len(text.ids)
+    start = wanted = min(shared, len(ids) - 1)
+    if start == 0:
+        return None, f"the text differs from its first token on, and all {total} tokens held were dropped", None
     arrays, why, kept = text.arrays, "", text.kept
-    if at < held and not can_cut(model, text, at):
-        if text.kept is None or not 0 < text.kept.at <= at or not can_cut(model, text, text.kept.at, text.kept.arrays):
-            why = f"the text differs at token {same} of {held} that were held, and its state cannot be taken back"
+    if start < total and not can_cut(model, text, start):
+        if (
+            text.kept is None
+            or not 0 < text.kept.at <= start
+            or not can_cut(model, text, text.kept.at, text.kept.arrays)
+        ):
+            why = f"the text differs at token {shared} of {total} that were held, and its state cannot be taken back"
             return None, why, None
-        at = text.kept.at
-        arrays = {**arrays, **copied(text.kept.arrays)}  # the request writes into these, and may be asked for again
-    if at < held:  # what moves a state to other slots goes by its length
-        length = np.full(arrays[LENGTH].shape, at, np.int32)
+        start = text.kept.at
+        # Copied once more, as the request writes into its arrays, and the next turn may need the retained ones again.
+        arrays = {**arrays, **copied(text.kept.arrays)}
+    if start < total:  # `move_state` uses the length in the state to locate tokens in the cache
+        length = np.full(arrays[LENGTH].shape, start, np.int32)
         arrays = {**arrays, LENGTH: jax.device_put(length, arrays[LENGTH].sharding)}
-    if at < wanted:
-        why = f"its state was kept at token {at}, and cannot be taken back to another"
-    if same < min(held, len(ids)):
-        why = f"the text differs at token {same} of {held} that were held" + (f"; {why}" if why else "")
-    before = Before(arrays, (0,), (at,), text.slots, consumed=True)
-    return before, why, kept if kept is not None and kept.at <= at else None
+    if start < wanted:
+        why = f"its state was kept at token {start}, and cannot be taken back to another"
+    if shared < min(total, len(ids)):
+        why = f"the text differs at token {shared} of {total} that were held" + (f"; {why}" if why else "")
+    before = Before(arrays, (0,), (start,), text.slots, consumed=True)
+    return before, why, kept if kept is not None and kept.at <= start else None
 
 
 def can_cut(model: CompiledModel, text: TextState, at: int, besides: Collection[str] = ()) -> bool:
-    """Whether the state is right after `at` tokens where its length alone is set to that, `besides` these arrays."""
-    held, rings, template = len(text.ids), windows(model), _template(model)
+    """Return whether the state can be truncated to `at` tokens by setting its length alone.
+
+    Args:
+        besides: arrays that are replaced anyhow, and need no check.
+    """
+    num_tokens, rings, template = len(text.ids), windows(model), _template(model)
 
     def cuts(name: str) -> bool:
         if name not in rings:
             return False
         axis = next(i for i, size in enumerate(template.state[name].shape) if str(size) in template.rings)
         slots = text.arrays[name].shape[axis]
-        return bool(held <= slots or held - at <= slots - rings[name])
+        # Either the ring buffer has never wrapped around, or the dropped tokens overwrote none of the window before
+        # them.
+        return bool(num_tokens <= slots or num_tokens - at <= slots - rings[name])
 
     return all(name in besides or cuts(name) for name in uncut(model))
 
 
 def kept_at_mark(model: CompiledModel, tokens: int) -> tuple[str, ...]:
-    """The arrays to keep a copy of, of a text that gets up to `tokens` long: none where all of it can be cut."""
+    """Return the names of the arrays to copy, for a text of up to `tokens` tokens: the ones that cannot be truncated.
+
+    A ring buffer that the text does not outgrow can be.
+    """
     rings = windows(model)
     return tuple(name for name in uncut(model) if name not in rings or tokens > rings[name])
 
 
 def after(generation: Generation, ids: Sequence[int], kept: KeptArrays | None) -> TextState | None:
-    """The text of a request of one row that has run or was left; None where its state is gone, as an interrupted call
-    takes it along."""
+    """Return the text of a request of one row that has run or was abandoned; None if its state is gone, as after an
+    interrupted call, which has donated it."""
     arrays = {name: array for name, array in generation.state.items() if not name.startswith(OWN)}
     if any(array.is_deleted() for array in arrays.values()):
         return None
-    count = int(jax.device_get(arrays[LENGTH])[0])
-    whole = (*ids, *generation.chosen(0))
-    assert len(ids) <= count <= len(whole)  # else the tokens that it holds are not known
-    return TextState(whole[:count], arrays, generation.slots, kept)
+    length = int(jax.device_get(arrays[LENGTH])[0])
+    all_ids = (*ids, *generation.chosen(0))
+    assert len(ids) <= length <= len(all_ids)  # otherwise some tokens of the state are unknown
+    return TextState(all_ids[:length], arrays, generation.slots, kept)
 
 
 # -- which arrays ------------------------------------------------------------------------------
 
 
 def uncut(model: CompiledModel) -> tuple[str, ...]:
-    """The arrays of a state that hold more than a place for each token: rings, and what blocks carry along. Where a
-    block keeps a state by the rule of its plugin, that is all of them: nothing is known of those."""
+    """Return the names of the state arrays that setting the length does not truncate.
+
+    These are the arrays without one slot per token: ring buffers and recurrent states. If a block has a state by the
+    derive rule of a plugin, they are all arrays, as nothing is known about them.
+    """
     template = _template(model)
-    foreign = any(derive_rule(type(node.op)) is not None for _, node in template.built.hir.walk())
+    has_plugin_rule = any(derive_rule(type(node.op)) is not None for _, node in template.built.hir.walk())
     state = ((name, t) for name, t in template.state.items() if name != LENGTH)
-    return tuple(name for name, t in state if foreign or "context" not in t.symbols)
+    return tuple(name for name, t in state if has_plugin_rule or "context" not in t.symbols)
 
 
 def windows(model: CompiledModel) -> dict[str, int]:
-    """The window of each array that is a ring."""
+    """Return the window size, in tokens, of each array that is a ring buffer."""
     rings = _template(model).rings
-    found = ((name, t.symbols & rings.keys()) for name, t in _template(model).state.items())
-    return {name: rings[symbol] for name, symbols in found for symbol in symbols}
+    ring_symbols = ((name, t.symbols & rings.keys()) for name, t in _template(model).state.items())
+    return {name: rings[symbol] for name, symbols in ring_symbols for symbol in symbols}
 
 
 def _template(model: CompiledModel) -> Template:
