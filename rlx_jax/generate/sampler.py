@@ -1,7 +1,7 @@
-"""How the next token is chosen.
+"""`Sampler`: how the next token is chosen.
 
-A `Sampler` is what the user asks for. `Method` says which of its filters are on, and so which program is compiled;
-their values are operands (`Knobs`), so that another temperature compiles nothing.
+A `Sampler` has the options of the user. A `Method` is which of its filters are on, and so part of the compiled program.
+The values of the options are operands of the program (`Knobs`), so that another temperature compiles nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.runtime.inputs import whole_number
 
 Array = jax.Array
-# The range of positive float32 numbers; devices take what is below it for 0.
+# The range of positive normal float32 numbers; devices flush smaller ones to 0.
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
-# Fields of generation_config.json that change what is chosen, with the values that change nothing.
+# Fields of generation_config.json that are not supported, with the values that have no effect.
 _MORE: dict[str, tuple[float, ...]] = {
     "num_beams": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "min_length": (0,), "min_new_tokens": (0,),
@@ -34,7 +34,7 @@ _MORE: dict[str, tuple[float, ...]] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bias(Mapping[int, float]):
-    """A bias by token id that does not change; equal to a dict of the same entries, and a key of dicts."""
+    """An immutable, hashable mapping of token id to bias; equal to a dict of the same entries."""
 
     _entries: dict[int, float]
 
@@ -56,13 +56,14 @@ class Bias(Mapping[int, float]):
 
 @dataclass(frozen=True)
 class SamplerOption:
-    """Which values a sampling parameter may have, and how `rlx-jax --help` tells of it.
+    """The valid values of a sampling parameter, and its help on the command line.
 
     Attributes:
-        metavar, help: of its flag.
-        low, high: the range; 0 too with `zero`.
-        whole: an integer of at least 1.
-        draws: it changes what is drawn from, and so nothing at temperature 0.
+        metavar, help: `argparse` arguments of its flag.
+        low, high: the range of values.
+        zero: whether 0 is valid too.
+        whole: whether the value is an integer of at least 1.
+        draws: whether the parameter changes only the distribution to sample from, and so nothing at temperature 0.
     """
 
     metavar: str
@@ -74,10 +75,10 @@ class SamplerOption:
     draws: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Check a value that is given.
+        """Check a value of the parameter `name`.
 
         Raises:
-            RequestError: it is none of these.
+            RequestError: it is not valid.
         """
         if self.whole:
             whole_number(name, value, 1)
@@ -88,17 +89,17 @@ class SamplerOption:
         low, high = self.low, self.high
         if low <= value <= high or (self.zero and value == 0):
             return
-        if value <= 0 or (high < LARGEST and value > high):  # nothing that float32 decides
-            least = "0 or more" if self.zero or not low else "above 0"
-            expected = f"a number, {least}" + (f", at most {high:g}" if high < LARGEST else "")
+        if value <= 0 or (high < LARGEST and value > high):  # the limit is not one of float32, so do not mention it
+            lower_bound = "0 or more" if self.zero or not low else "above 0"
+            expected = f"a number, {lower_bound}" + (f", at most {high:g}" if high < LARGEST else "")
         else:
-            places = " (float32)" if low == TINY or high == LARGEST else ""
-            expected = f"{'0, or ' if self.zero else ''}from {low:.3g} to {high:.3g}{places}"
+            note = " (float32)" if low == TINY or high == LARGEST else ""
+            expected = f"{'0, or ' if self.zero else ''}from {low:.3g} to {high:.3g}{note}"
         raise RequestError(f"{name} is {shown(value)}; expected {expected}")
 
 
 def option(default: Any, metavar: str, help: str, **rules: Any) -> Any:
-    """A field of `Sampler` that the command line has, too."""
+    """Return a dataclass field of `Sampler` that is a command line option, too; see `SamplerOption`."""
     return field(default=default, metadata={"option": SamplerOption(metavar, help, **rules)})
 
 
@@ -108,8 +109,8 @@ class Sampler:
 
     Args:
         logit_bias: added to the logits, by token id; −inf bans a token. Copied.
-        repetition_penalty: p > 1 makes tokens less likely that the row holds already, prompt included: a positive
-            logit is divided by p, a negative one multiplied (Keskar et al. 2019).
+        repetition_penalty: p > 1 makes tokens less likely that the row has already, prompt included: a positive logit
+            is divided by p, a negative one multiplied (Keskar et al. 2019).
         temperature: divides the logits. 0 is greedy: the largest logit, the smaller id on a tie.
         top_k: keep the k largest logits (Fan et al. 2018).
         top_p: keep the most likely tokens until their mass reaches p (Holtzman et al. 2019).
@@ -144,34 +145,35 @@ class Sampler:
 
     @staticmethod
     def from_generation_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Sampler:
-        """The sampler that a checkpoint recommends, as transformers understands it.
+        """Return the sampler that a checkpoint recommends, as transformers interprets it.
 
-        Where `do_sample` is not true it is greedy; else fields that are missing have the defaults of transformers:
+        It is greedy where `do_sample` is not true. Otherwise missing fields have the defaults of transformers:
         temperature 1, `top_k` 50.
 
         Args:
-            config: a model directory with a `generation_config.json`, or what such a file holds.
+            config: a model directory with a `generation_config.json`, or the parsed content of such a file.
 
         Raises:
-            MissingFileError, ConfigError: no such file, or it is malformed.
-            RequestError: a value out of range. UnsupportedError: it asks for more, beams for example.
+            MissingFileError, ConfigError: there is no such file, or it is malformed.
+            RequestError: a value is out of range. UnsupportedError: an option is not supported, beams for example.
         """
         if not isinstance(config, Mapping):
             if not isinstance(config, str | os.PathLike):
                 raise RequestError(f"from_generation_config: expected a directory or a dict, got {shown(config)}")
             config = Folder.at(config).needed("generation_config.json")
-        given = {name: value for name, value in config.items() if value is not None}
-        more = [name for name, off in _MORE.items() if name in given and given[name] not in (False, *off)]
-        if more:
-            raise UnsupportedError(f"generation_config: {listing(more)}: rlx_jax.Sampler has none; leave it out")
-        values = {name: given[name] for name in OPTIONS if name in given}
-        if given.get("do_sample") is True:
-            values = {"temperature": 1.0} | values | {"top_k": given.get("top_k", 50) or None}
+        entries = {name: value for name, value in config.items() if value is not None}
+        unsupported = [name for name, off in _MORE.items() if name in entries and entries[name] not in (False, *off)]
+        if unsupported:
+            raise UnsupportedError(f"generation_config: {listing(unsupported)}: rlx_jax.Sampler has none; leave it out")
+        values = {name: entries[name] for name in OPTIONS if name in entries}
+        if entries.get("do_sample") is True:
+            # transformers turns the filter off with top_k = 0.
+            values = {"temperature": 1.0} | values | {"top_k": entries.get("top_k", 50) or None}
             return Sampler(**values)
         return Sampler(**{n: value for n, value in values.items() if n != "temperature" and not OPTIONS[n].draws})
 
     def method(self, vocab_size: int) -> Method:
-        """Which of the filters change anything for a vocabulary of this size."""
+        """Return which of the filters have an effect for a vocabulary of this size."""
         draws = self.temperature > 0
         return Method(
             draws=draws,
@@ -183,18 +185,21 @@ class Sampler:
         )
 
     def knobs(self, vocab_size: int, biased: bool = False) -> Knobs:
-        """The values as operands; `biased`: with a bias for every token, whether the sampler has one or not.
+        """Return the values of the sampler as operands of a program.
+
+        Args:
+            biased: include a bias for every token, even if the sampler has none, as the program expects one.
 
         Raises:
-            TokenIdError: `logit_bias` names an id out of range. RequestError: one of its values is NaN, +inf
-            or over float32, or it bans every token.
+            TokenIdError: `logit_bias` has an id out of range. RequestError: one of its values is NaN, +inf or over
+                float32, or it bans every token.
         """
         bias = np.zeros(vocab_size if self.logit_bias or biased else 0, np.float32)
         for i, value in (self.logit_bias or {}).items():
             if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
                 raise TokenIdError(f"logit_bias: id {shown(i)} is not an integer in [0, {vocab_size})")
-            number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-            if not number or not (value == -math.inf or abs(value) <= LARGEST):
+            is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+            if not is_number or not (value == -math.inf or abs(value) <= LARGEST):
                 raise RequestError(
                     f"logit_bias[{i}] is {shown(value)}; expected -inf or a number of at most {LARGEST:.3g} (float32)"
                 )
@@ -204,7 +209,7 @@ class Sampler:
         return Knobs(
             temperature=np.float32(self.temperature),
             top_k=np.int32(min(self.top_k or vocab_size, vocab_size)),
-            # A sum of probabilities may round to 1 before the last token.
+            # Off is 2, not 1: a cumulative sum of probabilities may round to 1 before the last token.
             top_p=np.float32(2.0 if self.top_p in (None, 1.0) else self.top_p),
             min_p=np.float32(self.min_p or 0.0),
             penalty=np.float32(self.repetition_penalty),
@@ -213,7 +218,7 @@ class Sampler:
 
 
 class Sampling(TypedDict, total=False):
-    """The fields of a `Sampler` as arguments of their own: `generate(…, temperature=0.8, top_p=0.9)`."""
+    """The fields of a `Sampler` as keyword arguments: `generate(…, temperature=0.8, top_p=0.9)`."""
 
     temperature: float
     top_k: int | None
@@ -224,17 +229,17 @@ class Sampling(TypedDict, total=False):
 
 
 SAMPLING = tuple(f.name for f in fields(Sampler))
-# The fields that the command line has: all but the bias.
+# The fields that are options of the command line: all but the bias.
 OPTIONS: dict[str, SamplerOption] = {f.name: f.metadata["option"] for f in fields(Sampler) if f.metadata}
 GREEDY = Sampler()
 
 
 def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
-    """The sampler of a request, which gave one, or fields of one, or neither and is greedy.
+    """Return the sampler of a request: `sampler`, or one with the fields `sampling`, or the greedy one.
 
     Raises:
-        RequestError: no sampler, or both; a value out of range, or a filter of what is drawn from
-            where nothing is drawn.
+        RequestError: `sampler` is no sampler; both are given; a value is out of range; or a filter is given at
+            temperature 0, where it has no effect.
     """
     if sampler is not None and not isinstance(sampler, Sampler):
         raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
@@ -252,7 +257,7 @@ def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
 
 @dataclass(frozen=True)
 class Method:
-    """Which steps of choosing a token are compiled in; all off is greedy."""
+    """The steps of choosing a token that a program is compiled with; all off is greedy."""
 
     draws: bool = False
     penalised: bool = False
@@ -263,7 +268,7 @@ class Method:
 
     @property
     def text(self) -> str:
-        """What samplers it is for."""
+        """Return in words which samplers it serves, for reports."""
         logits = "repetition_penalty or logit_bias"
         if not self.draws:
             return f"greedy ones with {logits}" if self.penalised or self.biased else "greedy ones"
@@ -271,7 +276,7 @@ class Method:
         return f"those that draw, with top_k, top_p, min_p, {logits}" if filters else "those that draw, without filters"
 
     def widened(self) -> Method:
-        """One of four methods that gives the same tokens, so that few programs serve every sampler."""
+        """Return one of four methods that chooses the same tokens, so that few programs serve every sampler."""
         logits = self.penalised or self.biased
         filters = logits or self.top_k or self.top_p or self.min_p
         if self.draws and filters:
@@ -282,7 +287,8 @@ class Method:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Knobs:
-    """The values of a sampler: scalars float32 (`top_k` int32), and `bias` `[V]` float32, or `[0]` without one."""
+    """The values of a sampler as operands: float32 scalars (`top_k` int32), and `bias` `[V]` float32, or `[0]` without
+    a bias."""
 
     temperature: Any
     top_k: Any
@@ -293,9 +299,10 @@ class Knobs:
 
 
 def adjusted(method: Method, knobs: Knobs, logits: Array, seen: Array) -> Array:
-    """The logits `[B, V]` float32 with bias and penalty; none is over the largest float32 number.
+    """Return the logits `[B, V]` float32 with bias and penalty, clipped to the largest float32 number.
 
-    `seen` `[B, V]` bool: the tokens a row holds already; read only if `method.penalised`.
+    Args:
+        seen: `[B, V]` bool, the tokens that a row has already; used only if `method.penalised`.
     """
     if method.biased:
         logits = logits + knobs.bias[None, :]
@@ -305,10 +312,11 @@ def adjusted(method: Method, knobs: Knobs, logits: Array, seen: Array) -> Array:
 
 
 def choose(method: Method, knobs: Knobs, logits: Array, keys: Array) -> Array:
-    """One token for each row: `adjusted` logits `[B, V]` float32 → ids `[B]` int32.
+    """Choose one token for each row: `adjusted` logits `[B, V]` float32 → ids `[B]` int32.
 
-    `keys` `[B]` are random keys, one for each row; read only if `method.draws`. A row's draw depends on its own key and
-    logits alone.
+    Args:
+        keys: `[B]` random keys, used only if `method.draws`. The token of a row depends on its own key and logits
+            alone.
     """
     if not method.draws:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -316,43 +324,47 @@ def choose(method: Method, knobs: Knobs, logits: Array, keys: Array) -> Array:
 
 
 def sharpened(method: Method, knobs: Knobs, logits: Array) -> Array:
-    """`adjusted` logits `[N, V]` → those whose softmax a token is drawn from: by temperature, and −inf where a filter
-    leaves one out."""
-    # From the largest on, which is 0 then: whatever the temperature, the quotient does not overflow upwards.
+    """Return the logits of the distribution that a token is sampled from: `adjusted` logits `[N, V]`, divided by the
+    temperature, and −inf for tokens that a filter excludes."""
+    # Subtract the maximum first, so that the quotient is at most 0 and no small temperature makes it overflow.
     return keep_likely(method, knobs, (logits - jnp.max(logits, axis=-1, keepdims=True)) / knobs.temperature)
 
 
 def draw(logits: Array, keys: Array) -> Array:
-    """One token for each row from the softmax of `[N, V]` logits, with a key each: ids `[N]` int32."""
+    """Sample one token for each row from the softmax of `[N, V]` logits, with one key per row: ids `[N]` int32."""
+    # Gumbel-max trick: the argmax of logits plus Gumbel noise is distributed as their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 
 def keep_likely(method: Method, knobs: Knobs, logits: Array) -> Array:
-    """The logits `[B, V]` that top-k, top-p and min-p keep, −inf for the others."""
+    """Return the logits `[B, V]` with −inf for the tokens that top-k, top-p or min-p exclude."""
     peak = jnp.max(logits, axis=-1, keepdims=True)
     floor = jnp.full_like(peak, -jnp.inf)
     if method.top_k or method.top_p:
         ranked = jnp.sort(logits, axis=-1, descending=True)
         if method.top_k:
-            last = jnp.full((logits.shape[0], 1), knobs.top_k - 1, jnp.int32)
-            floor = jnp.take_along_axis(ranked, last, axis=-1)
+            last_index = jnp.full((logits.shape[0], 1), knobs.top_k - 1, jnp.int32)
+            floor = jnp.take_along_axis(ranked, last_index, axis=-1)
             ranked = jnp.where(ranked >= floor, ranked, -jnp.inf)
         if method.top_p:
             mass = jax.nn.softmax(ranked, axis=-1)
-            before = jnp.cumsum(mass, axis=-1) - mass
-            kept = jnp.sum(before < knobs.top_p, axis=-1, keepdims=True, dtype=jnp.int32)
-            # The last in rank are those that top-k left out, and a limit that is off, or a rounded sum, reaches them.
-            floor = jnp.maximum(floor, jnp.take_along_axis(ranked, kept - 1, axis=-1))
+            mass_before = jnp.cumsum(mass, axis=-1) - mass
+            num_kept = jnp.sum(mass_before < knobs.top_p, axis=-1, keepdims=True, dtype=jnp.int32)
+            # The tokens that top-k excluded rank last; a top-p that is off, or a rounded sum, reaches them. Their logit
+            # is −inf, so the maximum keeps the limit of top-k.
+            floor = jnp.maximum(floor, jnp.take_along_axis(ranked, num_kept - 1, axis=-1))
     if method.min_p:
         floor = jnp.maximum(floor, peak + jnp.log(knobs.min_p))
+    # The minimum with `peak` keeps at least one token.
     return jnp.where(logits >= jnp.minimum(floor, peak), logits, -jnp.inf)
 
 
 def finite_rows(logits: Array, greedy: Array | None = None) -> Array:
-    """Which rows of `[B, V]` a token can be chosen from: no NaN, and a finite largest logit.
+    """Return in which rows of logits `[B, V]` a token can be chosen: no NaN, and a finite largest logit.
 
-    The maximum of a row with NaN is NaN. `greedy` `[B]`: where it is, if that is known.
+    Args:
+        greedy: `[B]`, index of the maximum, if it is known already. The maximum of a row with NaN is NaN.
     """
     if greedy is None:
         return jnp.isfinite(jnp.max(logits, axis=-1))
