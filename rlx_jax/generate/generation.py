@@ -1,4 +1,7 @@
-"""The generation loop: read the prompts of a request, then take its tokens block by block from the device."""
+"""`Generation`: prefill the prompts of a request, then fetch its new tokens from the device block by block.
+
+The module also turns new tokens into answers: lists, streams, and `Completion`s with log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ AnyArray = Any
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer, with what the model says of it: natural logarithms of probabilities, before a sampler changes them.
+    """One answer with log-probabilities: natural logarithms of the model's probabilities, before the sampler.
 
     Attributes:
-        text: up to the first stop string; None where the prompt was ids.
+        text: the text up to the first stop string; None where the prompt was ids.
         tokens: all new ids.
-        token_logprobs: of each of them.
-        top: for each of them the likeliest ids at its place with their log-probabilities, the likeliest first.
+        token_logprobs: the log-probability of each of them.
+        top: for each of them the likeliest ids at its position with their log-probabilities, the likeliest first.
     """
 
     text: str | None
@@ -46,9 +49,18 @@ class Completion:
 
 @dataclass
 class NewTokens:
-    """The new tokens of each row, as the host has them so far. `grown` are rows that the last block added to, and how
-    many tokens; `failed` has the step at which a row's logits were not finite; `ended` are rows that the host ended,
-    and grow no more."""
+    """The new tokens of each row that the host has so far.
+
+    Attributes:
+        rows: the ids of each row.
+        failed: number of tokens before the logits of a row were not finite, by row.
+        grown: number of tokens that the last block added, by row.
+        ended: rows that the host ended, which grow no more.
+        speculated: counts of speculative decoding.
+        log_probs: log-probabilities of the tokens, by row.
+        top: the likeliest tokens at each position with their log-probabilities, by row.
+        report: report of the request so far.
+    """
 
     rows: list[list[int]]
     failed: dict[int, int] = field(default_factory=dict)
@@ -60,34 +72,39 @@ class NewTokens:
     report: RequestReport | None = None
 
     def append(self, block: np.ndarray[Any, Any], told: LogProbs | None = None) -> None:
-        """Add a block, and the log-probabilities of its tokens."""
+        """Append a block of tokens, and their log-probabilities."""
         block = block.copy()
-        block[self.ended] = STOPPED  # computed ahead, before they were ended
+        block[self.ended] = STOPPED  # the device computed the block ahead, before the host ended these rows
         counts = (block >= 0).sum(axis=1)
         self.grown = {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
         for i in self.grown:
-            kept = block[i] >= 0
-            self.rows[i].extend(block[i][kept].tolist())
+            is_token = block[i] >= 0
+            self.rows[i].extend(block[i][is_token].tolist())
             if told is not None:
-                self.log_probs[i].extend(told.chosen[i][kept].tolist())
-                pairs = zip(told.ids[i][kept].tolist(), told.likeliest[i][kept].tolist(), strict=True)
+                self.log_probs[i].extend(told.chosen[i][is_token].tolist())
+                pairs = zip(told.ids[i][is_token].tolist(), told.likeliest[i][is_token].tolist(), strict=True)
                 self.top[i].extend(tuple(zip(ids, values, strict=True)) for ids, values in pairs)
         self.failed |= {int(i): len(self.rows[i]) for i in np.flatnonzero((block == NOT_FINITE).any(axis=1))}
 
     def end(self, row: int, count: int) -> None:
-        """End a row after its first `count` tokens, whatever came behind them."""
+        """End a row after its first `count` tokens, and drop the others."""
         for values in (self.rows[row], self.log_probs[row], self.top[row]):
             del values[count:]
         self.failed.pop(row, None)
         self.ended.append(row)
 
     def failure(self, outputs: Sequence[Any], n: int | None = None) -> NumericsError:
-        """The error for rows that failed, with what there is of all of them: `outputs`."""
+        """Return the error for rows that failed.
+
+        Args:
+            outputs: the outputs of all rows so far.
+            n: number of answers to each prompt, as in `Request`.
+        """
         answers = n or 1
-        which = [f"prompts[{i // answers}]{'' if n is None else f' (answer {i % n})'}" for i in self.failed]
-        more = f" and {len(which) - 8} more" if len(which) > 8 else ""
+        names = [f"prompts[{i // answers}]{'' if n is None else f' (answer {i % n})'}" for i in self.failed]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         return NumericsError(
-            f"the logits, after logit_bias if any, are not finite of {', '.join(which[:8])}{more}, first behind "
+            f"the logits, after logit_bias if any, are not finite of {', '.join(names[:8])}{more}, first behind "
             f"{min(self.failed.values())} new tokens; `outputs` of this error has what came before, and the other "
             "answers whole",
             self.failed,
@@ -97,14 +114,29 @@ class NewTokens:
 
 @dataclass(eq=False)
 class Generation:
-    """Tokens of a request, block by block: `[count, n]` int32, `STOPPED` where a row has none.
+    """Iterator over the new tokens of a request in blocks `[count, n]` int32, on the host.
 
-    `NOT_FINITE` stands where a row's logits were not, and ended it. The next block is computed while the host looks at
-    the last one; only the first token does not wait for the loop to compile. Each `turn` of a block, of which the first
-    one has one and the others `steps`, gives a token at least to every row that runs. `inputs` are those of the loop.
-    `told` is what the device tells of the tokens, if it does, and `log_probs` that of the last block on the host.
-    `marked` is what was kept of the state at the request's mark, and `blocks` are those that the host has seen, where
-    somebody goes on from them: other streams may go on for as long as they like.
+    `STOPPED` is padding of a row that has ended. `NOT_FINITE` replaces a token if its logits were not finite, and ends
+    its row. The device computes the next block while the host processes the current one. Only the first block, which
+    has one token per row, is returned before the loop is compiled.
+
+    Attributes:
+        decode: the program of the loop.
+        count: number of rows; the others are padding.
+        budget: the most tokens of a row.
+        steps: turns of the loop per block; each gives at least one token to every running row.
+        inputs: inputs of the loop, updated with every block.
+        state: the state of the loop.
+        tokens: the latest block on the device.
+        slots: length of the cache.
+        turns: turns in the latest block: 1 for the first block, then `steps`.
+        speculated: counts of speculative decoding.
+        told: log-probabilities of `tokens` on the device, if requested.
+        log_probs: log-probabilities of the block that was returned last, on the host.
+        marked: copies of state arrays at the request's mark.
+        blocks: all blocks that were returned, if the request has a callback `ended` that needs them; None otherwise, as
+            a long stream would accumulate them.
+        seen: the block that was returned last, on the device.
     """
 
     decode: BoundProgram
@@ -121,49 +153,52 @@ class Generation:
     log_probs: LogProbs | None = None
     marked: StateArrays | None = None
     blocks: list[np.ndarray[Any, Any]] | None = None
-    seen: AnyArray = None  # the last of them on the device
+    seen: AnyArray = None
 
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
         done = 0
         while True:
-            tokens, rows, counts, told = self.tokens, self.inputs["rows"], self.inputs.get("counts"), self.told
+            tokens, rows, counts, probs = self.tokens, self.inputs["rows"], self.inputs.get("counts"), self.told
             done += self.turns
-            last, ahead = done >= self.budget, self.decode.is_compiled
-            if ahead and not last:
+            is_last, can_run_ahead = done >= self.budget, self.decode.is_compiled
+            # Dispatch the next block before waiting for this one, unless that would compile first.
+            if can_run_ahead and not is_last:
                 self._advance()
-            block, counts, self.log_probs = jax.device_get((tokens, counts, told))
+            block, counts, self.log_probs = jax.device_get((tokens, counts, probs))
             if counts is not None:
                 self.speculated = Speculated(*counts.tolist())
             self.seen = tokens
             if self.blocks is not None:
                 self.blocks.append(block.copy())  # the device's own buffer is larger
             yield block[: self.count]
-            if last or not jax.device_get(rows.running).any():
+            if is_last or not jax.device_get(rows.running).any():
                 return
-            if not ahead:
+            if not can_run_ahead:
                 self._advance()
 
     def stop(self, rows: Iterable[int]) -> None:
-        """End rows that the host has seen enough of."""
+        """End rows early, as for a stop string; a block that was computed ahead may still have tokens of them."""
         running = np.array(jax.device_get(self.inputs["rows"].running))
         running[list(rows)] = False
         self.inputs["rows"] = replace(self.inputs["rows"], running=running)
 
     def chosen(self, row: int) -> list[int]:
-        """All tokens that the device chose for a row, those that the host was not shown among them. The state has them
-        all but for the last, which it has where the row was ended by the host."""
+        """Return all tokens that the device chose for a row, also the ones not returned to the host yet.
+
+        The state has all of them except the last one, or all of them where the host ended the row.
+        """
         unseen = [] if self.seen is self.tokens else [jax.device_get(self.tokens)]
         assert self.blocks is not None
-        found = np.concatenate([block[row] for block in (*self.blocks, *unseen)])
-        ids: list[int] = found[found >= 0].tolist()
+        row_tokens = np.concatenate([block[row] for block in (*self.blocks, *unseen)])
+        ids: list[int] = row_tokens[row_tokens >= 0].tolist()
         return ids
 
     def _advance(self) -> None:
-        (self.tokens, self.inputs["rows"], *after), self.state = self.decode(self.inputs, self.state)
+        (self.tokens, self.inputs["rows"], *extras), self.state = self.decode(self.inputs, self.state)
         if self.told is not None:
-            (self.told,) = after
+            (self.told,) = extras
         else:
-            self.inputs |= dict(zip(("kept", "counts"), after, strict=False))
+            self.inputs |= dict(zip(("kept", "counts"), extras, strict=False))
         self.turns = self.steps
 
 
@@ -171,13 +206,13 @@ class Generation:
 
 
 def blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None]:
-    """Generate: the new tokens of each row are appended to `new`, block by block."""
+    """Run a request, and yield after every block, when its tokens have been appended to `new`."""
     if not (request.rows and request.budget):
         return
     clock = lm.model.programs.clock()
-    first: tuple[float, int] | None = None
-    others = len(request.rows) - 1  # of what is shared, the first prompt is read
-    cached = sum(request.before.lengths) if request.before else request.shared * others
+    first_token: tuple[float, int] | None = None
+    num_repeats = len(request.rows) - 1  # prefill of a shared prefix runs for the first prompt only
+    cached_tokens = sum(request.before.lengths) if request.before else request.shared * num_repeats
     generation = start(plan_request(lm, request))
     generation.blocks = None if request.ended is None else []
     try:
@@ -186,17 +221,17 @@ def blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None
             new.speculated = generation.speculated
             if request.words:
                 counts = {i: stopped_at(lm.decode, new.rows[i], n, request.words) for i, n in new.grown.items()}
-                done = {i: count for i, count in counts.items() if count is not None}
-                for i, count in done.items():
+                stops = {i: count for i, count in counts.items() if count is not None}
+                for i, count in stops.items():
                     new.end(i, count)
-                if done:
-                    generation.stop(done)
+                if stops:
+                    generation.stop(stops)
             seconds, compiled = clock()
             tokens = sum(map(len, new.rows))
-            first = first or (seconds, tokens)
+            first_token = first_token or (seconds, tokens)
             new.report = RequestReport(
-                "prompts", len(request.rows), sum(map(len, request.rows)), first[0], tokens, first[1],
-                seconds - first[0], compiled, cached, request.reread,
+                "prompts", len(request.rows), sum(map(len, request.rows)), first_token[0], tokens, first_token[1],
+                seconds - first_token[0], compiled, cached_tokens, request.reread,
             )  # fmt: skip
             yield
     finally:
@@ -205,10 +240,10 @@ def blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None
 
 
 def answered(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
-    """Generate, and return what each prompt gets.
+    """Run a request to its end, and return the output for each prompt.
 
     Raises:
-        NumericsError: logits of a row were not finite; `outputs` has what there is.
+        NumericsError: logits of a row were not finite; `outputs` of the error has the tokens so far.
     """
     for _ in blocks(lm, request, new):
         pass
@@ -227,68 +262,74 @@ def answered(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
 
 
 def pieces(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]:
-    """The new text of a request of one row as it comes, or its ids; joined together they are what `generate` gives."""
+    """Run a request of one row, and yield its new text, or its ids, as they come; joined, they are the output of
+    `generate`."""
     (ids,), sent = new.rows, 0
     for _ in blocks(lm, request, new):
-        known: Any = settled(lm.decode(ids), request.words) if request.text else ids
-        if piece := known[sent:]:
+        stable: Any = settled(lm.decode(ids), request.words) if request.text else ids
+        if piece := stable[sent:]:
             yield from [piece] if request.text else piece
-            sent = len(known)
+            sent = len(stable)
     answer = lm.text(ids, request.words) if request.text else ids
+    # What was withheld as the beginning of a stop string is part of the answer if none followed.
     if request.text and answer[sent:]:
         yield answer[sent:]
     if new.failed:
         raise new.failure([answer])
 
 
-# -- reading the prompts -----------------------------------------------------------------------
+# -- prefill -----------------------------------------------------------------------------------
 
 
 def start(plan: RequestPlan) -> Generation:
-    """Read the prompts, each with at least one token, and choose the first new one of each row."""
+    """Prefill the prompts, and choose the first new token of each row; the loop has not run yet."""
     request, sizes, loop = plan.request, plan.sizes, plan.loop
     programs, n = loop.model.programs, request.n or 1
-    knobs, ends = jax.device_put((plan.knobs, plan.ends), programs.whole)  # once, not with every block
+    knobs, ends = jax.device_put((plan.knobs, plan.ends), programs.whole)  # transfer once, not with every block
     before = read_shared(plan) if request.shared else request.before
-    held: Sequence[int] = [0] * len(request.rows) if before is None else before.lengths
+    prefix_lens: Sequence[int] = [0] * len(request.rows) if before is None else before.lengths
     state: StateArrays = {} if before is None else state_behind(plan.readers[0], before)
     live = np.arange(sizes.batch) < len(request.rows) * n
     rows = start_rows(plan, live)
     first: AnyArray = np.full((sizes.batch, 1), STOPPED, np.int32)
-    told, marked, hidden = None, None, []
-    rest = [prompt[count:] for prompt, count in zip(request.rows, held, strict=True)]
+    log_probs, marked, hidden = None, None, []
+    suffixes = [prompt[count:] for prompt, count in zip(request.rows, prefix_lens, strict=True)]
     inputs = request.inputs.padded(plan.read) if request.inputs.arrays else {}
-    for block in prompt_blocks(plan.readers, plan.parts, rest, plan.read, inputs, state):
-        state, logits, now = block.state, block.logits, block.now
+    for block in prompt_blocks(plan.readers, plan.parts, suffixes, plan.read, inputs, state):
+        state, logits, ends_now = block.state, block.logits, block.now
         hidden += [] if block.hidden is None else [block.hidden]
-        if request.mark is not None and held[0] + block.read == request.mark.at:
+        if request.mark is not None and prefix_lens[0] + block.read == request.mark.at:
             marked = {name: jnp.copy(state[name]) for name in request.mark.leaves}
-        if not now.any():
+        if not ends_now.any():  # no prompt ends in this chunk
             continue
         if n > 1:
-            fork = fork_of(sizes.batch, n, len(request.rows))
-            logits = programs.call(fork_rows, logits, fork, static=(0,), at=programs.whole)
-            now = now[fork] & live
-        arguments = (logits, rows, now, first, knobs, ends, told)
-        first, rows, told = programs.call(FirstTokens(plan.method, plan.top), *arguments, at=programs.whole)
+            prompt_of_row = fork_of(sizes.batch, n, len(request.rows))
+            logits = programs.call(fork_rows, logits, prompt_of_row, static=(0,), at=programs.whole)
+            ends_now = ends_now[prompt_of_row] & live
+        arguments = (logits, rows, ends_now, first, knobs, ends, log_probs)
+        first, rows, log_probs = programs.call(FirstTokens(plan.method, plan.top), *arguments, at=programs.whole)
     if n > 1:
         state = moved_state(loop, state, fork_of(sizes.batch, n, len(request.rows)))
-    given = {"rows": rows, "knobs": knobs, "ends": ends}
+    operands = {"rows": rows, "knobs": knobs, "ends": ends}
     if (drafter := request.drafter) is not None:
-        kept, own = drafter.start(programs, sizes, request.rows, first, tuple(hidden))
-        state |= {OWN + name: array for name, array in own.items()}
-        given |= {"params": drafter.params(), "kept": kept, "counts": np.zeros(3, np.int32)}
+        kept, draft_state = drafter.start(programs, sizes, request.rows, first, tuple(hidden))
+        state |= {OWN + name: array for name, array in draft_state.items()}
+        operands |= {"params": drafter.params(), "kept": kept, "counts": np.zeros(3, np.int32)}
     return Generation(
-        loop, len(request.rows) * n, request.budget, programs.settings.loop.steps, given, state, first, sizes.slots,
-        told=told, marked=marked,
+        loop, len(request.rows) * n, request.budget, programs.settings.loop.steps, operands, state, first, sizes.slots,
+        told=log_probs, marked=marked,
     )  # fmt: skip
 
 
 def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> Rows:
-    """The rows of the request, `live` ones, of which each has the tokens of its prompt."""
+    """Return the rows of a request before their first new token.
+
+    Args:
+        live: `[B]` bool, rows of the request; the others are padding.
+    """
     request, programs = plan.request, plan.loop.model.programs
     seen = np.zeros((len(live), len(plan.ends) if plan.method.penalised else 0), bool)
-    if plan.method.penalised:
+    if plan.method.penalised:  # the repetition penalty applies to prompt tokens, too
         for row in np.flatnonzero(live):
             seen[row, list(request.rows[row // (request.n or 1)])] = True
     arguments = (random_key("seed", request.seed), live, np.int32(request.budget), seen)
@@ -297,27 +338,28 @@ def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> Rows:
 
 
 def read_shared(plan: RequestPlan) -> Before:
-    """What all prompts begin with, read once."""
+    """Prefill the common prefix of all prompts once, and return it as prefix of each."""
     request = plan.request
     prompt = [request.rows[0][: request.shared]]
-    *_, last = prompt_blocks(plan.shared_readers, plan.shared, prompt, plan.alone, {})
-    every = len(request.rows)
-    return Before(last.state, (0,) * every, (request.shared,) * every, plan.sizes.slots)
+    *_, last_block = prompt_blocks(plan.shared_readers, plan.shared, prompt, plan.alone, {})
+    num_prompts = len(request.rows)
+    return Before(last_block.state, (0,) * num_prompts, (request.shared,) * num_prompts, plan.sizes.slots)
 
 
 def state_behind(reader: BoundProgram, before: Before) -> StateArrays:
-    """The state for the programs that read the rest of the prompts; idle rows hold nothing.
+    """Return the state for the prefill programs of the rest of the prompts; padding rows are empty.
 
     Raises:
-        SessionStateError: somebody consumed it since the request was made.
+        SessionStateError: the state was consumed after the request was checked.
     """
     as_state(before.arrays).check_alive()
     sizes, model = dict(reader.key.binding), reader.model
     rows, lengths = (np.zeros(sizes["batch"], np.int32) for _ in range(2))
     rows[: len(before.rows)], lengths[: len(before.rows)] = before.rows, before.lengths
+    # A state that the request owns, of the right sizes and row order, is used without a copy.
     if not before.consumed or not fits(reader, before.arrays) or before.rows != tuple(range(len(before.rows))):
         return moved_state(reader, before.arrays, rows, lengths)
-    division = model.programs.division
+    mesh_sharding = model.programs.division
     template = model.programs.template(reader.key.symbolic)
-    at = None if division is None else state_shardings(template, sizes, division)[LENGTH]
-    return {**before.arrays, LENGTH: jax.device_put(lengths, at)}
+    length_sharding = None if mesh_sharding is None else state_shardings(template, sizes, mesh_sharding)[LENGTH]
+    return {**before.arrays, LENGTH: jax.device_put(lengths, length_sharding)}
