@@ -1,9 +1,9 @@
-"""The loop that generates: read the prompt and choose a token, then several tokens in one program.
+"""`DecodeLoop`: a loop on the device that generates several tokens in one program.
 
-While the tokens of a step depend only on what is on the device, the loop stays there: one dispatch gives `steps`
-tokens, and the host's time does not show. The loop is wrapped around the derived program, with the same signature, so
-that it is compiled, donated and proved in the same place. Around it are two small functions: one makes the rows of a
-request, one chooses the first token of each row after its prompt has been read.
+A step of decoding depends only on data on the device, so the loop runs there: one dispatch generates `steps` tokens,
+and the time of the host is hidden. The loop wraps the derived program `extend` with the same signature, so that
+compiling, donation and proofs are the same as without it. Two small functions complete it: `new_rows` makes the rows of
+a request, and `FirstTokens` chooses the first token of each row after prefill.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ from rlx_jax.lowering.inspect.hlo import SAMPLER
 
 Array = jax.Array
 
-# What stands in place of a token: the row had ended before; its logits were not finite.
+# Values in place of a token: the row has ended already; the logits are not finite.
 STOPPED, NOT_FINITE = -1, -2
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a request is padded to: rows, tokens of the programs that read full prompts, and slots of the cache."""
+    """The padded sizes of a request.
+
+    Attributes:
+        batch: number of rows.
+        widths: tokens of each prefill program, one for each chunk of the prompts.
+        slots: length of the cache.
+    """
 
     batch: int
     widths: tuple[int, ...]
@@ -36,7 +42,7 @@ class Sizes:
 
     @property
     def state(self) -> dict[str, int]:
-        """The sizes of the state."""
+        """Return the sizes of the state by symbol."""
         return {"batch": self.batch, "context": self.slots}
 
 
@@ -47,11 +53,11 @@ class Rows:
 
     Attributes:
         ids: `[B]` int32, the token chosen last.
-        running: `[B]` bool, rows that go on.
-        left: `[B]` int32, tokens that each row may still get.
-        new: `[B]` int32, tokens chosen so far.
-        seen: `[B, V]` bool, tokens that a row holds; `[B, 0]` where no penalty asks for it.
-        keys: `[B]` random keys, one for each row; the draw of token n uses fold_in(key, n). `[B, 0]` without draws.
+        running: `[B]` bool, rows that have not ended.
+        left: `[B]` int32, number of tokens that each row may still get.
+        new: `[B]` int32, number of tokens chosen so far.
+        seen: `[B, V]` bool, tokens that a row has; `[B, 0]` without a repetition penalty.
+        keys: `[B]` random keys, one for each row; token n is sampled with fold_in(key, n). `[B, 0]` in greedy decoding.
     """
 
     ids: Any
@@ -65,12 +71,12 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LogProbs:
-    """What the model says of tokens, in natural logarithms, before a sampler changes it.
+    """Log-probabilities of tokens: natural logarithms of the model's probabilities, before the sampler.
 
     Attributes:
-        chosen: `[…]` float32, of the token that was chosen.
+        chosen: `[…]` float32, log-probability of the chosen token.
         ids: `[…, k]` int32, the likeliest tokens, the likeliest first and of equal ones the smallest id.
-        likeliest: `[…, k]` float32, of these.
+        likeliest: `[…, k]` float32, log-probabilities of `ids`.
     """
 
     chosen: Any
@@ -79,71 +85,90 @@ class LogProbs:
 
 
 def log_probs_of(logits: Array, chosen: Array, k: int) -> LogProbs:
-    """Of logits `[B, V]` and the tokens chosen `[B]`."""
-    found = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    most, ids = lax.top_k(found, k)
-    return LogProbs(jnp.take_along_axis(found, chosen[:, None], axis=-1, mode="clip")[:, 0], ids, most)
+    """Return the log-probabilities of the chosen tokens `[B]`, and of the k likeliest, from logits `[B, V]`."""
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    likeliest, ids = lax.top_k(log_probs, k)
+    return LogProbs(jnp.take_along_axis(log_probs, chosen[:, None], axis=-1, mode="clip")[:, 0], ids, likeliest)
 
 
 def no_log_probs(batch: int, steps: int, k: int) -> LogProbs:
-    """Room for those of `[B, steps]` tokens."""
-    wide = jnp.zeros((batch, steps, k), jnp.float32)
-    return LogProbs(jnp.zeros((batch, steps), jnp.float32), wide.astype(jnp.int32), wide)
+    """Return zeros with the shapes of the log-probabilities of `[B, steps]` tokens, as initial value of a loop."""
+    zeros = jnp.zeros((batch, steps, k), jnp.float32)
+    return LogProbs(jnp.zeros((batch, steps), jnp.float32), zeros.astype(jnp.int32), zeros)
 
 
 def new_rows(draws: bool, key: Array, running: Array, budget: Array, seen: Array) -> Rows:
-    """The rows of a new request; `draws`: whether tokens are drawn. The key of row i is fold_in(seed, i): it does not
-    depend on the other rows. `key` is that of the seed; `running` `[B]` bool; `budget` `[]` int32; `seen` as in `Rows`.
+    """Return the rows of a new request.
+
+    The key of row i is fold_in(key, i), which does not depend on the other rows.
+
+    Args:
+        draws: whether tokens are sampled.
+        key: key of the seed.
+        running: `[B]` bool.
+        budget: `[]` int32, number of new tokens of each row, at most.
+        seen: as in `Rows`.
     """
     batch = running.shape[0]
-    numbers = jnp.arange(batch, dtype=jnp.int32)
-    none = jnp.zeros((batch, 0), jnp.uint32)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers) if draws else none
+    indices = jnp.arange(batch, dtype=jnp.int32)
+    no_keys = jnp.zeros((batch, 0), jnp.uint32)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices) if draws else no_keys
     zeros = jnp.zeros(batch, jnp.int32)
     return Rows(ids=zeros, running=running, left=zeros + budget, new=zeros, seen=seen, keys=keys)
 
 
 @dataclass(frozen=True)
 class Choosing:
-    """How to choose a token, wherever that is done."""
+    """Base class of the programs that choose tokens."""
 
     method: Method
 
     def finite(self, logits: Array, ready: Array, chosen: Array) -> Array:
-        """Whether the logits `[N, V]` are, which `adjusted` made `ready`, from which `chosen` `[N]` was chosen."""
+        """Return in which rows logits are finite, `[N]` bool.
+
+        Args:
+            logits: `[N, V]`, from the model.
+            ready: `[N, V]`, the logits after `adjusted`.
+            chosen: `[N]`, the tokens chosen from `ready`.
+        """
         fine = finite_rows(ready, None if self.method.draws else chosen)
-        if ready is not logits:  # a bias may ban the last tokens that the model does not
+        if ready is not logits:  # check both: `adjusted` clips infinite logits, and a bias may ban all remaining tokens
             fine &= finite_rows(logits)
         return fine
 
     def next(self, logits: Array, rows: Rows, knobs: Knobs, ends: Array, now: Array) -> tuple[Array, Rows]:
-        """Choose a token for the rows `now` `[B]` bool: logits `[B, V]` → the tokens `[B]` int32, and the rows after.
+        """Choose a token for some rows: logits `[B, V]` → the tokens `[B]` int32, and the updated rows.
 
-        `ends` `[V]` bool: ids that end a row.
+        Args:
+            ends: `[V]` bool, ids that end a row.
+            now: `[B]` bool, the rows to choose for; the other rows do not change.
         """
         with jax.named_scope(SAMPLER):
             keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new) if self.method.draws else rows.keys
-            ready = adjusted(self.method, knobs, logits, rows.seen)
-            chosen = choose(self.method, knobs, ready, keys)
-            fine = self.finite(logits, ready, chosen)
-        shown = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
-        one = now.astype(jnp.int32)
-        left = rows.left - one
+            adjusted_logits = adjusted(self.method, knobs, logits, rows.seen)
+            chosen = choose(self.method, knobs, adjusted_logits, keys)
+            fine = self.finite(logits, adjusted_logits, chosen)
+        tokens = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
+        step = now.astype(jnp.int32)
+        left = rows.left - step
         ended = now & (ends[chosen] | (left <= 0) | ~fine)
         seen = rows.seen
         if self.method.penalised:
             seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), chosen].max(now)
         ids = jnp.where(now, chosen, rows.ids)
-        return shown, replace(rows, ids=ids, running=rows.running & ~ended, left=left, new=rows.new + one, seen=seen)
+        return tokens, replace(rows, ids=ids, running=rows.running & ~ended, left=left, new=rows.new + step, seen=seen)
 
 
 @dataclass(frozen=True)
 class FirstTokens(Choosing):
-    """The first token of rows whose prompts have been read: (tokens `[B, 1]`, rows, their log-probabilities).
+    """Program that chooses the first token of rows after prefill; returns (tokens `[B, 1]`, rows, log-probabilities).
 
-    `logits` `[B, 1, V]`; `now` `[B]` bool, the rows to choose for; `first` `[B, 1]` and `told`, what other rows have.
-    Prompts of different lengths may end in different chunks, so this is called once for each chunk in which one does.
-    `top`: how many of the likeliest tokens are told; None tells nothing, and `told` is None.
+    Prompts of different lengths may end in different chunks, so it is called once for each chunk in which one ends. Its
+    arguments are `logits` `[B, 1, V]`; `now` `[B]` bool, the rows to choose for; and `first` `[B, 1]` and `told`, the
+    tokens and log-probabilities of the other rows.
+
+    Attributes:
+        top: number of likeliest tokens to return with log-probabilities; None to return no log-probabilities.
     """
 
     top: int | None = None
@@ -156,28 +181,33 @@ class FirstTokens(Choosing):
         self, logits: Array, rows: Rows, now: Array, first: Array, knobs: Knobs, ends: Array,
         told: LogProbs | None = None,
     ) -> tuple[Array, Rows, LogProbs | None]:  # fmt: skip
-        shown, rows = self.next(logits[:, 0], rows, knobs, ends, now)
-        first = jnp.where(now[:, None], shown[:, None], first)
+        tokens, rows = self.next(logits[:, 0], rows, knobs, ends, now)
+        first = jnp.where(now[:, None], tokens[:, None], first)
         if self.top is None:
             return first, rows, None
-        here = log_probs_of(logits[:, 0], rows.ids, self.top)
+        new_log_probs = log_probs_of(logits[:, 0], rows.ids, self.top)
         if told is None:
             told = no_log_probs(now.shape[0], 1, self.top)
 
         def merge(new: Array, old: Array) -> Array:
             return jnp.where(now.reshape(-1, *(1,) * new.ndim), new[:, None], old)
 
-        return first, rows, jax.tree.map(merge, here, told)
+        return first, rows, jax.tree.map(merge, new_log_probs, told)
 
 
 @dataclass(frozen=True)
 class DecodeLoop(Choosing):
-    """Around `extend`: feed the last token, choose the next, `steps` times.
+    """Wrapper of the program `extend`: feed the last token and choose the next one, `steps` times.
 
-    Inputs: `rows`, `knobs`, `ends`. Outputs: (tokens `[B, steps]`, rows), state; with `top` the `LogProbs` of the
-    tokens and of so many likeliest ones behind the rows.
-    With `early` the loop ends when every row has. Without it the number of turns is known beforehand, and a GPU's
-    host thread need not wait for the loop: it prepares the next call meanwhile. Rows that have ended change nothing.
+    Inputs: `rows`, `knobs`, `ends`. Outputs: (tokens `[B, steps]`, rows), state. With `top` the `LogProbs` of the
+    tokens follow the rows. Rows that have ended do not change.
+
+    Attributes:
+        ids_input: name of the token input of `extend`.
+        steps: number of tokens per row.
+        early: end the loop when every row has ended. Otherwise the number of turns is fixed, and the host thread of a
+            GPU prepares the next call instead of waiting for the loop's condition.
+        top: as in `FirstTokens`.
     """
 
     ids_input: str
@@ -190,12 +220,12 @@ class DecodeLoop(Choosing):
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
             def step(carry: Any) -> Any:
                 i, rows, state, out = carry
-                fed = {self.ids_input: rows.ids[:, None], "lengths": rows.running.astype(jnp.int32)}
-                outputs, state = extend(params, state, fed)
+                extend_inputs = {self.ids_input: rows.ids[:, None], "lengths": rows.running.astype(jnp.int32)}
+                outputs, state = extend(params, state, extend_inputs)
                 logits = outputs[0][:, 0]
-                shown, rows = self.next(logits, rows, inputs["knobs"], inputs["ends"], rows.running)
-                made = (shown,) if self.top is None else (shown, log_probs_of(logits, rows.ids, self.top))
-                out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, made)
+                new_ids, rows = self.next(logits, rows, inputs["knobs"], inputs["ends"], rows.running)
+                step_out = (new_ids,) if self.top is None else (new_ids, log_probs_of(logits, rows.ids, self.top))
+                out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, step_out)
                 return i + 1, rows, state, out
 
             rows = inputs["rows"]
