@@ -1,4 +1,7 @@
-"""The state of a batch: what `CausalLM.prefill` returns and `extend` consumes; the same for other rows and sizes."""
+"""`DecodeState`: the cache of a batch, which `CausalLM.prefill` returns and `extend` consumes.
+
+The module also has the functions that copy a state to other rows and cache lengths.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,18 @@ from rlx_jax.text.request_checks import Ids
 
 @dataclass(eq=False)
 class DecodeState:
-    """The cache of a batch: what `prefill` returns and `extend` consumes.
+    """The cache of a batch, which `prefill` returns and `extend` consumes.
 
-    `lengths` are the tokens each row holds, int64 `[B]` on the host; `capacity` is how many it may hold. `sizes` are
-    `batch`, `context` and the like of the arrays: padded to a bucket, they have rows and slots behind those, which hold
-    nothing. `given` are the optional inputs that the prompt came with. `text` `[B, n]` int32 has the tokens on the
-    host, written as the cache is: what stands behind `lengths` means nothing, and states of a line of calls share it.
+    Attributes:
+        state: the arrays on the device; None when the state was consumed.
+        lengths: int64 `[B]` on the host, number of tokens in each row.
+        capacity: the most tokens of a row.
+        sizes: sizes of the arrays by symbol, such as `batch` and `context`; as they are padded to a bucket, there may
+            be more rows and slots than in use.
+        owner: `LanguageModel.owner` of the model that the state belongs to.
+        given: names of the optional inputs that the prompt was prefilled with.
+        text: `[B, n]` int32, the tokens on the host. Entries past `lengths` are undefined. Successive states share the
+            array.
     """
 
     state: State | None
@@ -40,25 +49,25 @@ class DecodeState:
 
     @property
     def ids(self) -> list[list[int]]:
-        """The tokens that each row holds."""
+        """Return the tokens of each row."""
         return [row[:count].tolist() for row, count in zip(self.text, self.lengths, strict=True)]
 
     def note(self, block: Ids, valid: np.ndarray[Any, Any]) -> None:
-        """So many tokens of each row of a block `[B, S]` come behind those that are held."""
+        """Append the first `valid` `[B]` tokens of each row of a block `[B, S]` to `text`."""
         end = int((self.lengths + valid).max())
-        if end > self.text.shape[1]:
+        if end > self.text.shape[1]:  # at least double the width, so that appending takes amortized constant time
             self.text = np.pad(self.text, ((0, 0), (0, max(end, 2 * self.text.shape[1]) - self.text.shape[1])))
-        for row, new, at, count in zip(self.text, block, self.lengths, valid, strict=True):
-            row[at : at + count] = new[:count]
+        for row, new_tokens, length, count in zip(self.text, block, self.lengths, valid, strict=True):
+            row[length : length + count] = new_tokens[:count]
 
     @property
     def length(self) -> Any:
-        """Tokens in each row, int32 `[B]` on the device."""
+        """Return the number of tokens in each row, int32 `[B]` on the device."""
         self.take(self.owner, peek=True)
         return jax.device_put(self.lengths.astype(np.int32))
 
     def copy(self) -> DecodeState:
-        """The same in arrays of its own: `extend` may go on from both.
+        """Return a copy with new arrays; `extend` may continue both.
 
         Raises:
             SessionStateError: an earlier call consumed this state.
@@ -67,15 +76,23 @@ class DecodeState:
         return replace(self, state=state, lengths=self.lengths.copy(), text=self.text.copy())
 
     def check_room(self, valid: np.ndarray[Any, Any]) -> None:
-        """So many more tokens of each row fit.
+        """Check that `valid` `[B]` more tokens fit into each row.
 
         Raises:
-            SequenceLengthError: names the row.
+            SequenceLengthError: they do not; names the row.
         """
         check_room(self.lengths, valid, self.capacity, "prefill with a larger max_len")
 
     def take(self, owner: object, peek: bool = False) -> State:
-        """The state, once."""
+        """Return the arrays and mark this state as consumed.
+
+        Args:
+            owner: the model that continues the state.
+            peek: do not mark it.
+
+        Raises:
+            SessionStateError: the state belongs to another model, or was consumed already.
+        """
         if owner != self.owner:
             raise SessionStateError("this state belongs to another model; call prefill of the model you extend with")
         if self.state is None or self.state.length.is_deleted():  # a copy of this object may have consumed it
@@ -87,8 +104,13 @@ class DecodeState:
 
 
 def check_is_state(state: Any, where: str) -> DecodeState:
-    """Raises:
-    RequestError: it is something else.
+    """Check that an argument is a state, and return it.
+
+    Args:
+        where: the argument, for the error message.
+
+    Raises:
+        RequestError: it is something else.
     """
     if isinstance(state, DecodeState):
         return state
@@ -99,45 +121,61 @@ def check_is_state(state: Any, where: str) -> DecodeState:
 def run_padded(
     reader: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int, beside: Arrays | None = None
 ) -> tuple[jax.Array, StateArrays]:
-    """Run a cached program on checked tokens. Rows behind `valid` and positions from `seq` on are padding, and prefill
-    wants one token of such a row."""
+    """Run a prefill or extend program on padded tokens, and return its logits without padding, and the new state.
+
+    Args:
+        padded: tokens, with padding.
+        valid: number of tokens in each row of the request.
+        seq: width of the tokens without padding.
+        beside: the other inputs of the flow.
+    """
     programs, ids = reader.model.programs, reader.model.first_input
+    # Prefill needs at least one token in every row, also in padding.
     idle = np.full(len(padded) - len(valid), int(reader.key.program == "prefill"))
     lengths = np.concatenate([valid, idle]).astype(np.int32)
-    (out, *_), after = reader({ids: padded, "lengths": lengths, **(beside or {})}, state)
+    (logits, *_), new_state = reader({ids: padded, "lengths": lengths, **(beside or {})}, state)
     if reader.key.last_only:
-        return programs.call(last_rows, out, static=(len(valid),)), after
-    return cropped(programs, out, len(valid), seq), after
+        return programs.call(last_rows, logits, static=(len(valid),)), new_state
+    return cropped(programs, logits, len(valid), seq), new_state
 
 
-# -- what is cut from the outputs of padded programs; compiled: the indices of an eager slice would be transfers -------
+# -- slices of padded outputs; compiled, as an eager slice would transfer its indices to the device --------------------
 
 
 def last_rows(rows: int, logits: jax.Array) -> jax.Array:
-    """Logits of the last tokens `[B, 1, V]` → those of the first rows `[rows, V]`."""
+    """Return the first rows of the logits of last tokens, `[B, 1, V]` → `[rows, V]`."""
     return logits[:rows, 0]
 
 
 def moved_back(array: jax.Array, starts: jax.Array) -> jax.Array:
-    """`[B, S, …]` with each row where it began: `starts` `[B]` int32."""
-    at = (jnp.arange(array.shape[1], dtype=jnp.int32)[None] - starts[:, None]) % array.shape[1]
-    return jnp.take_along_axis(array, at.reshape(*at.shape, *(1,) * (array.ndim - 2)), axis=1)
+    """Move the rows of `[B, S, …]` back to the left-padded columns of the caller, where row i begins at `starts[i]`."""
+    source = (jnp.arange(array.shape[1], dtype=jnp.int32)[None] - starts[:, None]) % array.shape[1]
+    return jnp.take_along_axis(array, source.reshape(*source.shape, *(1,) * (array.ndim - 2)), axis=1)
 
 
 def fork_of(batch: int, answers: int, prompts: int) -> Ids:
-    """The prompt of each of `batch` rows; the answers to a prompt stand together, and rows behind have any."""
+    """Return the index of the prompt of each of `batch` rows, `[batch]` int32.
+
+    The answers to a prompt are adjacent rows. Padding rows have any valid prompt.
+    """
     return np.minimum(np.arange(batch) // answers, prompts - 1).astype(np.int32)
 
 
 def fork_rows(axis: int, array: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of an array, which are at `axis`, by number: `[…, P, …]`, `[B]` → `[…, B, …]`."""
+    """Gather rows of an array along `axis`: `[…, P, …]` and indices `[B]` → `[…, B, …]`."""
     return jnp.take(array, rows, axis=axis, mode="clip")
 
 
 @dataclass(frozen=True)
 class LeafMove:
-    """What becomes of an array of a state: the axis of its `rows`; the axis of its `slots` and how `many` there will
-    be, where that are others than there are."""
+    """How to copy one array of a state to other rows and another cache length.
+
+    Attributes:
+        name: the array.
+        rows: its row axis.
+        slots: its slot axis; None if the number of slots stays the same.
+        many: the new number of slots.
+    """
 
     name: str
     rows: int
@@ -148,52 +186,60 @@ class LeafMove:
 def move_state(
     leaves: tuple[LeafMove, ...], state: StateArrays, rows: jax.Array, lengths: jax.Array | None = None
 ) -> StateArrays:
-    """A state of other rows, given by number `[B]`, and of other slots. Where `lengths` `[B]` are given they take the
-    place of its own."""
-    held = fork_rows(0, state[LENGTH], rows)
-    moved = {leaf.name: move_leaf(leaf, state[leaf.name], rows, held) for leaf in leaves}
-    return state | moved | {LENGTH: held if lengths is None else lengths}
+    """Return a state with other rows and other numbers of slots.
+
+    Args:
+        leaves: the arrays to change.
+        rows: `[B]`, indices of the rows to gather.
+        lengths: `[B]`, new lengths, to truncate the state; by default they stay.
+    """
+    length = fork_rows(0, state[LENGTH], rows)
+    moved = {leaf.name: move_leaf(leaf, state[leaf.name], rows, length) for leaf in leaves}
+    return state | moved | {LENGTH: length if lengths is None else lengths}
 
 
 def move_leaf(leaf: LeafMove, array: jax.Array, rows: jax.Array, held: jax.Array) -> jax.Array:
-    """The array of other rows and slots. The token at position p stands in slot p mod T, of a cache that holds them all
-    and of a ring that holds the last T."""
+    """Return an array with other rows and slots.
+
+    The token at position p is in slot p mod T, both in a full cache and in a ring buffer of the last T tokens.
+    """
     array = fork_rows(leaf.rows, array, rows)
     if leaf.slots is None:
         return array
-    last, before = held[:, None] - 1, array.shape[leaf.slots]
-    position = last - jnp.remainder(last - jnp.arange(leaf.many, dtype=jnp.int32)[None], leaf.many)
-    there = position >= jnp.maximum(last + 1 - before, 0)
+    last_position, old_slots = held[:, None] - 1, array.shape[leaf.slots]
+    # The latest position in each new slot, and whether the old array still has its token.
+    position = last_position - jnp.remainder(last_position - jnp.arange(leaf.many, dtype=jnp.int32)[None], leaf.many)
+    is_cached = position >= jnp.maximum(last_position + 1 - old_slots, 0)
     shape = [1] * array.ndim
     shape[leaf.rows], shape[leaf.slots] = position.shape
-    slot = jnp.where(there, jnp.remainder(position, before), 0).reshape(shape)
-    found = jnp.take_along_axis(array, slot, axis=leaf.slots, mode="clip")
-    return jnp.where(there.reshape(shape), found, jnp.zeros_like(found))
+    slot = jnp.where(is_cached, jnp.remainder(position, old_slots), 0).reshape(shape)
+    moved = jnp.take_along_axis(array, slot, axis=leaf.slots, mode="clip")
+    return jnp.where(is_cached.reshape(shape), moved, jnp.zeros_like(moved))
 
 
 def moved_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: Ids | None = None) -> StateArrays:
-    """The state for `program`, of these rows of another of its flow's, in arrays of its own; see `move_state`."""
+    """Copy rows of a state of the same flow to the sizes of `program`, in new arrays; see `move_state`."""
     programs, sizes = program.model.programs, dict(program.key.binding)
-    template, division = programs.template(program.key.symbolic), programs.division
+    template, mesh_sharding = programs.template(program.key.symbolic), programs.division
     types = {name: t for name, t in template.state.items() if name != LENGTH}
     moves = tuple(m for name, t in types.items() if (m := _move(name, t, sizes, state[name].shape)) is not None)
-    at = None if division is None else state_shardings(template, sizes, division)
+    shardings = None if mesh_sharding is None else state_shardings(template, sizes, mesh_sharding)
     arguments = (state, rows) if lengths is None else (state, rows, lengths)
-    moved: dict[str, Any] = programs.call(move_state, *arguments, static=(moves,), at=at)
+    moved: dict[str, Any] = programs.call(move_state, *arguments, static=(moves,), at=shardings)
     return moved
 
 
 def fits(program: BoundProgram, state: StateArrays) -> bool:
-    """Whether a state has the shapes that a program wants."""
+    """Return whether a state has the shapes that a program expects."""
     sizes, types = dict(program.key.binding), program.model.programs.template(program.key.symbolic).state
     return all(tuple(state[name].shape) == t.bind(sizes).shape for name, t in types.items())
 
 
 def _move(name: str, t: TensorType, sizes: Mapping[str, int], shape: Sequence[int]) -> LeafMove | None:
-    """What becomes of an array of this shape; None where it has no rows, and is the same for all."""
+    """Return how to copy an array of this shape; None for one without rows, which is common to all of them."""
     axes = {str(size): axis for axis, size in enumerate(t.shape)}
     if "batch" not in axes:
         return None
-    wanted = t.bind(sizes).shape
-    slots = next((i for i, size in enumerate(wanted) if i != axes["batch"] and size != shape[i]), None)
-    return LeafMove(name, axes["batch"]) if slots is None else LeafMove(name, axes["batch"], slots, int(wanted[slots]))
+    target = t.bind(sizes).shape
+    slots = next((i for i, size in enumerate(target) if i != axes["batch"] and size != shape[i]), None)
+    return LeafMove(name, axes["batch"]) if slots is None else LeafMove(name, axes["batch"], slots, int(target[slots]))

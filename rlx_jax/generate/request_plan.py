@@ -1,4 +1,4 @@
-"""How a request runs: its programs, every size chosen, and the programs that read its prompts."""
+"""`RequestPlan`: the padded sizes and the programs that a request runs, and the iteration over its prefill chunks."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ from rlx_jax.runtime.programs import ProgramKey, Variant
 from rlx_jax.text.padding import PROMPT_BUCKET
 from rlx_jax.text.request_checks import pad_rows
 
-CONTEXT_BUCKET = 64
-# Programs tell of 0, 8, 16, 32 … likeliest tokens; the host leaves out what was not requested.
+CONTEXT_BUCKET = 64  # the smallest cache length without buckets in the profile
+# Programs return 0, 8, 16, 32 … likeliest tokens, so that there are few of them; the host drops the surplus.
 TOP = 8
 
 
 class PromptPart(NamedTuple):
-    """Tokens that a program of `width` reads of each row, at most `tokens` of them."""
+    """One chunk of the prompts: up to `tokens` tokens of each row, read by a program of width `width`."""
 
     width: int
     tokens: int
 
 
-# The programs of a plan: those that read the prompts, those that read what all begin with, and the loop.
+# The programs of a plan: for prefill of the prompts, for prefill of their common prefix, and the loop.
 PlanKeys = tuple[tuple[ProgramKey, ...], tuple[ProgramKey, ...], ProgramKey]
 
 
 @dataclass(frozen=True, eq=False)
 class RequestPlan:
-    """How a request runs, every size chosen.
+    """The sizes and programs of a request.
 
     Attributes:
-        method, knobs: how to choose tokens.
-        top: the likeliest tokens that programs tell of; None for none.
+        request: the request.
+        method, knobs: how tokens are chosen.
+        top: number of likeliest tokens that programs return; None for no log-probabilities.
         ends: `[V]` bool, ids that end a row.
-        sizes: rows, at least those of the request, the others hold nothing; tokens of the programs that would read full
-            prompts; slots of the cache.
-        read: rows of the programs that read the prompts, which are fewer where each has several answers.
-        parts: what is read of the prompts, one after the other, of those tokens that no state holds.
-        shared: the parts that are read of the first prompt alone, as all begin with them, by programs of `alone` rows.
+        sizes: number of rows, padding included; widths of the prefill programs for full prompts; length of the cache.
+        read: rows of the prefill programs, fewer than `sizes.batch` where prompts have several answers.
+        alone: rows of the prefill programs for the common prefix.
+        parts: the chunks of the prompts, without tokens that a state has already.
+        shared: the chunks of the common prefix, which is prefilled once, from the first prompt.
         readers, shared_readers, loop: the programs.
     """
 
@@ -72,26 +73,27 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     """Choose the sizes and the programs of a request; nothing has run yet.
 
     Raises:
-        RequestError: one of the programs is not compiled, and the profile wants that reported.
+        RequestError: one of the programs is not compiled, and the profile makes that an error.
     """
     buckets, before, n = lm.buckets, request.before, request.n or 1
     limits = (lm.max_positions, None if request.drafter is None else request.drafter.positions)
-    limit = min((n for n in limits if n is not None), default=None)  # both have caches of one size
+    limit = min((n for n in limits if n is not None), default=None)  # model and drafter have caches of one length
     lengths = [len(row) for row in request.rows for _ in range(n)]
     sizes = request_sizes(buckets, lengths, request.budget, limit)
-    room = max(request.room, before.slots if before is not None and before.consumed else 0)
-    if room > sizes.slots:
-        sizes = replace(sizes, slots=max(sizes.slots, smallest(buckets.context, room) or room))
+    cache_len = max(request.room, before.slots if before is not None and before.consumed else 0)
+    if cache_len > sizes.slots:
+        sizes = replace(sizes, slots=max(sizes.slots, smallest(buckets.context, cache_len) or cache_len))
     method = request.sampler.method(lm.vocab_size)
+    # With buckets, warm-up has to cover every sampler, so use few methods.
     method = method.widened() if buckets.prompt or buckets.batch else method
     ends = np.zeros(lm.vocab_size, bool)
     ends[list(request.ends)] = True
     top = request.logprobs and bucket(request.logprobs, TOP, lm.vocab_size)
     read = sizes.batch if n == 1 else buckets.rows(len(request.rows))
     alone = buckets.rows(1) if request.shared else 1
-    held = (request.shared,) * len(request.rows) if before is None else before.lengths
-    fresh = max(len(row) - count for row, count in zip(request.rows, held, strict=True))
-    parts = parts_of(buckets, limit, max(lengths) - fresh, max(lengths), request.mark)
+    prefix_lens = (request.shared,) * len(request.rows) if before is None else before.lengths
+    suffix_len = max(len(row) - count for row, count in zip(request.rows, prefix_lens, strict=True))
+    parts = parts_of(buckets, limit, max(lengths) - suffix_len, max(lengths), request.mark)
     shared = parts_of(buckets, limit, 0, request.shared) if request.shared else ()
     keys = plan_keys(lm, request, method, top, sizes, (read, alone), (parts, shared))
     runner = lm.model.as_program("extend")
@@ -107,12 +109,14 @@ def plan_keys(
     lm: LanguageModel, request: Request, method: Method, top: int | None, sizes: Sizes, rows: tuple[int, int],
     parts: tuple[tuple[PromptPart, ...], tuple[PromptPart, ...]],
 ) -> PlanKeys:  # fmt: skip
-    """The programs of a request; found once for each choice of sizes, method and inputs where there are no drafts.
+    """Return the programs of a request, cached by sizes, method and inputs for requests without drafts.
 
-    `rows` are those of the programs that read the prompts, and of those that read what they share.
+    Args:
+        rows: numbers of rows of the prefill programs: for the prompts, and for their common prefix.
+        parts: chunks of the prompts, and of their common prefix.
     """
     model, inputs, drafter, loop = lm.model, request.inputs, request.drafter, lm.model.programs.settings.loop
-    behind = request.before is not None or bool(request.shared)
+    has_prefix = request.before is not None or bool(request.shared)
     widths, shared = ([part.width for part in some] for some in parts)
 
     def find() -> PlanKeys:
@@ -120,31 +124,34 @@ def plan_keys(
         state = {**inputs.sizes, **sizes.state}
         variant = Variant(True, logits, inputs.given)
         if drafter is None:
-            around: Any = DecodeLoop(method, model.first_input, loop.steps, loop.early, top)
+            wrapper: Any = DecodeLoop(method, model.first_input, loop.steps, loop.early, top)
             key = model.as_program("extend").sized({**state, "seq": 1}, variant)
         else:
             verify = model.as_program("verify")
             variant = replace(variant, spare=drafter.tokens, hidden=drafter.hidden)
-            back = model.programs.template(verify.key(inputs.given, logits)).taken_back
-            around = VerifyLoop(method, model.first_input, loop.steps, drafter.bound(sizes.state), back)
+            carried = model.programs.template(verify.key(inputs.given, logits)).taken_back
+            wrapper = VerifyLoop(method, model.first_input, loop.steps, drafter.bound(sizes.state), carried)
             key = verify.sized({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
-        readers = reader_keys(model, widths, {**state, "batch": rows[0]}, variant, behind)
+        readers = reader_keys(model, widths, {**state, "batch": rows[0]}, variant, has_prefix)
         alone = reader_keys(model, shared, {**state, "batch": rows[1]}, replace(variant, hidden=False))
-        return readers, alone, replace(key, around=around)
+        return readers, alone, replace(key, around=wrapper)
 
     if drafter is not None:
         return find()
-    choice = (model.name, method, top, sizes, rows, *map(tuple, (widths, shared)), behind)
-    known: PlanKeys = model.programs.plans((*choice, tuple(inputs.sizes.items()), inputs.given), find)
-    return known
+    cache_key = (model.name, method, top, sizes, rows, *map(tuple, (widths, shared)), has_prefix)
+    keys: PlanKeys = model.programs.plans((*cache_key, tuple(inputs.sizes.items()), inputs.given), find)
+    return keys
 
 
 # -- sizes -------------------------------------------------------------------------------------
 
 
 def read_widths(buckets: Buckets, tokens: int, max_positions: int | None) -> tuple[int, ...]:
-    """The tokens of the programs that read so many, one after the other: one program of a power of two, or chunks of
-    the largest bucket that a cache holds and one that holds the rest."""
+    """Return the widths of successive prefill programs for so many tokens.
+
+    Without buckets it is one program with a power of two as width. With buckets they are programs of the largest bucket
+    that fits a cache, and one of the smallest bucket that fits the rest.
+    """
     chunk = buckets.largest_chunk
     if chunk is None:
         return (bucket(tokens, PROMPT_BUCKET, max_positions),)
@@ -155,16 +162,18 @@ def read_widths(buckets: Buckets, tokens: int, max_positions: int | None) -> tup
 
 
 def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_positions: int | None) -> Sizes:
-    """The sizes for prompts of these lengths and `budget` new tokens each: buckets where there are any that hold them,
-    else powers of two. A prompt over the largest bucket is read in chunks of it.
+    """Return the padded sizes for prompts of these lengths and `budget` new tokens each.
+
+    Sizes are buckets where one is large enough, and otherwise powers of two. A prompt over the largest bucket is
+    prefilled in chunks.
 
     Raises:
-        RequestError: no bucket holds the rows or the cache, and `on_recompile` is `error`.
+        RequestError: no bucket is large enough for the rows or the cache, and `on_recompile` is `error`.
     """
     longest = max(lengths)
     widths = read_widths(buckets, longest, max_positions)
-    needed = max(longest + budget, widths[0])
-    slots = smallest(buckets.context, needed)
+    min_slots = max(longest + budget, widths[0])
+    slots = smallest(buckets.context, min_slots)
     if buckets.on_recompile == "error":
         if buckets.batch and smallest(buckets.batch, len(lengths)) is None:
             raise RequestError(
@@ -176,11 +185,11 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
                 f"prompts[{lengths.index(longest)}]: {longest} tokens + {budget} new, and the caches that are compiled "
                 f"have {list(buckets.context)} slots; ask for fewer tokens, or add to buckets.context of the profile"
             )
-    return Sizes(buckets.rows(len(lengths)), widths, slots or bucket(needed, CONTEXT_BUCKET, max_positions))
+    return Sizes(buckets.rows(len(lengths)), widths, slots or bucket(min_slots, CONTEXT_BUCKET, max_positions))
 
 
 def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int | None) -> tuple[int, int]:
-    """The rows and slots of the state of so many requests, each of `context` tokens with its answer."""
+    """Return the rows and the cache length of a state for `batch` prompts of `context` tokens each, with the answer."""
     slots = smallest(buckets.context, context) or bucket(context, CONTEXT_BUCKET, max_positions)
     return buckets.rows(batch), slots
 
@@ -188,23 +197,25 @@ def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int |
 def parts_of(
     buckets: Buckets, limit: int | None, start: int, end: int, mark: Mark | None = None
 ) -> tuple[PromptPart, ...]:
-    """What is read from token `start` to `end`, with a stop at the mark if that is between them."""
-    stops = [start, *([mark.at] if mark is not None and start < mark.at < end else []), end]
+    """Return the chunks from token `start` to `end`, with a boundary at the mark if it is between them."""
+    boundaries = [start, *([mark.at] if mark is not None and start < mark.at < end else []), end]
     parts = []
-    for first, last in zip(stops, stops[1:], strict=False):
+    for first, last in zip(boundaries, boundaries[1:], strict=False):
         *chunks, rest = read_widths(buckets, last - first, limit)
         parts += [*(PromptPart(width, width) for width in chunks), PromptPart(rest, last - first - sum(chunks))]
     return tuple(parts)
 
 
-# -- programs that read prompts ----------------------------------------------------------------
+# -- prefill programs --------------------------------------------------------------------------
 
 
 def reader_keys(
     model: CompiledModel, widths: Sequence[int], sizes: Mapping[str, int], variant: Variant, behind: bool = False
 ) -> tuple[ProgramKey, ...]:
-    """The programs for so many tokens each, one after the other: `prefill` first, if there is no state `behind` which
-    they read."""
+    """Return the successive prefill programs for chunks of these widths.
+
+    The first one is `prefill`, and the others are `extend`; with a state to continue (`behind`) all are `extend`.
+    """
     blocks = [{**sizes, "seq": width} for width in widths]
     first = [model.as_program("prefill").sized(blocks.pop(0), variant)] if blocks and not behind else []
     extend = model.as_program("extend")
@@ -214,7 +225,7 @@ def reader_keys(
 def bind_readers(
     model: CompiledModel, widths: Sequence[int], sizes: Mapping[str, int], variant: Variant
 ) -> list[BoundProgram]:
-    """The programs that read full prompts.
+    """Return the bound prefill programs for full prompts.
 
     Raises:
         RequestError: as `plan_request`.
@@ -223,9 +234,15 @@ def bind_readers(
 
 
 class PromptBlock(NamedTuple):
-    """What reading a part of the prompts gives: logits `[B, 1, V]` of the last tokens, the state, and the rows whose
-    prompts end there `[B]` bool; hidden states `[B, S, H]` of all tokens, where the program gives them; and how many
-    tokens of each prompt were read by then, at most."""
+    """The result of prefilling one chunk of the prompts.
+
+    Attributes:
+        logits: `[B, 1, V]`, logits of the last token of each row.
+        state: the state after the chunk.
+        now: `[B]` bool, rows with a prompt that ends in this chunk.
+        hidden: `[B, S, H]`, hidden states of all tokens, if the program returns them.
+        read: number of tokens prefilled so far, for prompts of that length or more.
+    """
 
     logits: Any
     state: StateArrays
@@ -238,16 +255,23 @@ def prompt_blocks(
     readers: Sequence[BoundProgram], parts: Sequence[PromptPart], prompts: Sequence[Sequence[int]], batch: int,
     inputs: Mapping[str, Any], state: StateArrays | None = None,
 ) -> Iterator[PromptBlock]:  # fmt: skip
-    """Read the prompts, part by part, behind the `state`. `inputs` are what comes with the tokens. A row that holds
-    nothing reads one."""
-    filled = [*prompts, *([0] for _ in range(batch - len(prompts)))]
-    lengths, live = np.array([len(p) for p in filled]), np.arange(batch) < len(prompts)
-    state, at, first_input = state or {}, 0, readers[0].model.first_input
+    """Prefill the prompts chunk by chunk, and yield the result of each chunk.
+
+    Args:
+        readers, parts: the programs and their chunks.
+        prompts: ids of each row, without tokens that the state has already.
+        batch: number of rows, padding included; a padding row has one token, as prefill needs one.
+        inputs: the other inputs of the flow.
+        state: the state to continue.
+    """
+    padded_prompts = [*prompts, *([0] for _ in range(batch - len(prompts)))]
+    lengths, live = np.array([len(p) for p in padded_prompts]), np.arange(batch) < len(prompts)
+    state, offset, first_input = state or {}, 0, readers[0].model.first_input
     for reader, (width, count) in zip(readers, parts, strict=True):
-        new = np.clip(lengths - at, 0, count)
-        tokens = pad_rows([p[at : at + count] for p in filled], width)
-        (logits, *others), state = reader({first_input: tokens, "lengths": new.astype(np.int32), **inputs}, state)
+        num_new = np.clip(lengths - offset, 0, count)
+        tokens = pad_rows([p[offset : offset + count] for p in padded_prompts], width)
+        (logits, *others), state = reader({first_input: tokens, "lengths": num_new.astype(np.int32), **inputs}, state)
         hidden = others[0] if reader.key.hidden else None
-        at += count
-        yield PromptBlock(logits, state, live & (at - count < lengths) & (lengths <= at), hidden, at)
-        inputs = {}  # from now on it is in the state
+        offset += count
+        yield PromptBlock(logits, state, live & (offset - count < lengths) & (lengths <= offset), hidden, offset)
+        inputs = {}  # the state caches what depends on them
