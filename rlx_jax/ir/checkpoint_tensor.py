@@ -27,7 +27,7 @@ class Parts:
     of: tuple[tuple[int, str | None], ...]
 
     def within(self, start: int, stop: int) -> Role:
-        """Return the role of `start` to `stop` of the axis: that of a single part, or the `Parts` in this range."""
+        """Return the role of `start` to `stop` of the axis: the role of one part, or the `Parts` in this range."""
         parts: list[tuple[int, str | None]] = []
         offset = 0
         for size, role in self.of:
@@ -51,7 +51,7 @@ class Conflict:
 
     @property
     def names(self) -> Iterator[str]:
-        """The names of the roles, including those of each part."""
+        """The names of the roles, including the role of each part."""
         for role in self.of:
             yield from (role,) if isinstance(role, str) else (name for _, name in role.of if name is not None)
 
@@ -319,8 +319,8 @@ class Dequantized(OverOne):
         first_block, stop_block = start // scheme.elements, -(-stop // scheme.elements)
         blocks = self.over(self.of.box((*row_box, (first_block * scheme.bytes, stop_block * scheme.bytes))))
         first_element = first_block * scheme.elements
-        inside = (*full(sizes(tuple(row_box))), (start - first_element, stop - first_element))
-        return blocks if inside == full(blocks.type.shape) else Cut(blocks, inside)
+        inner_box = (*full(sizes(tuple(row_box))), (start - first_element, stop - first_element))
+        return blocks if inner_box == full(blocks.type.shape) else Cut(blocks, inner_box)
 
     def join(self, *values: Any) -> Any:
         return decoded(values[0], self.scheme).astype(self.dtype)
@@ -347,8 +347,8 @@ class Strided(Indexed):
 
     def __post_init__(self) -> None:
         shape = self.of.type.shape
-        fits = 0 <= self.axis < len(shape) and 0 <= self.start < self.step and shape[self.axis] % self.step == 0
-        if not fits:
+        is_valid = 0 <= self.axis < len(shape) and 0 <= self.start < self.step and shape[self.axis] % self.step == 0
+        if not is_valid:
             raise WeightShapeError(f"{self}: {self.of.type} has no such part along axis {self.axis}")
 
     @property

@@ -37,7 +37,7 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
         )
     if name in known().extensions:
         raise GraphError(f"register_hir_extension: a plugin has an extension {quote(name)}; use another name")
-    _registered.pop(name, None)  # the order of the dict is that of running; a new registration runs last
+    _registered.pop(name, None)  # extensions run in the order of the dict, and a new registration runs last
     rewrite: Any = extension
     _registered[name] = rewrite if counts[0] == 2 else lambda graph, types: rewrite(graph)
 

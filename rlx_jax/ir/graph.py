@@ -213,8 +213,8 @@ class Param(Leaf):
         return hash(self.programs[0])
 
     def text(self) -> str:
-        first = str(self.programs[0])
-        return f'param("{first}"' + (f" … {len(self.programs)} layers)" if len(self.programs) > 1 else ")")
+        first_program = str(self.programs[0])
+        return f'param("{first_program}"' + (f" … {len(self.programs)} layers)" if len(self.programs) > 1 else ")")
 
     @property
     def varies(self) -> bool:
@@ -343,7 +343,7 @@ class Graph:
         return (*self.outputs, *(v for _, v in self.writes))
 
     def walk(self) -> Iterator[tuple[Graph, Node]]:
-        """Return all nodes, including those of regions, each with the graph that contains it."""
+        """Return all nodes, including nodes in regions, each with the graph that contains it."""
         for node in self.nodes:
             yield self, node
             for region in node.op.regions():
@@ -454,7 +454,7 @@ class Builder:
         return value
 
     def append(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
-        """Append a node, or reuse that of an equal leaf, and return all of its results."""
+        """Append a node, or reuse the node of an equal leaf, and return all of its results."""
         return (self.leaf(op),) if isinstance(op, Leaf) else self.add(op, *inputs)
 
     def boundary(self, role: str, value: Value) -> Value:

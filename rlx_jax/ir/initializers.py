@@ -1,4 +1,4 @@
-"""How a weight that no checkpoint has is drawn, where its author says so."""
+"""Custom initializers of weights that no checkpoint contains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.types import TensorType
 
-# `(key, shape, dtype) → array`, as the functions that `jax.nn.initializers` make.
+# `(key, shape, dtype) → array`, as the functions that `jax.nn.initializers` returns.
 InitFunction = Callable[[jax.Array, tuple[int, ...], Any], Any]
 
 # A name in `INITS`, or a function.
@@ -26,14 +26,16 @@ INITS: Mapping[str, InitFunction] = {
 
 
 def drawn(init: Init, key: jax.Array, stored: TensorType, where: str) -> jax.Array:
-    """The weight, in the dtype that it is stored in.
+    """Return the initialized weight, in the dtype of `stored`, its type in a checkpoint.
 
     Raises:
-        WeightShapeError: the function made another shape, or the weight has one axis and is to be orthogonal.
+        WeightShapeError: the function returned another shape, or a weight with fewer than 2 axes has the init
+            "orthogonal". The message begins with `where`.
     """
     if init == "orthogonal" and len(stored.shape) < 2:
         raise WeightShapeError(f"{where}: init 'orthogonal' is of 2 axes or more; the weight is {list(stored.shape)}")
-    made = jnp.asarray((INITS[init] if isinstance(init, str) else init)(key, stored.shape, jnp.float32))
-    if made.shape != stored.shape:
-        raise WeightShapeError(f"{where}: its init made {list(made.shape)}; expected {list(stored.shape)}")
-    return made.astype(jax.dtypes.canonicalize_dtype(stored.dtype))
+    # Initializers run in f32: some of them, such as the QR decomposition of "orthogonal", have no narrower dtype.
+    weight = jnp.asarray((INITS[init] if isinstance(init, str) else init)(key, stored.shape, jnp.float32))
+    if weight.shape != stored.shape:
+        raise WeightShapeError(f"{where}: its init made {list(weight.shape)}; expected {list(stored.shape)}")
+    return weight.astype(jax.dtypes.canonicalize_dtype(stored.dtype))

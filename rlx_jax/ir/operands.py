@@ -1,12 +1,12 @@
-"""What operands an op takes, declared as text on its class, and the check of operands against it.
+"""Declarations of the operands of ops, as text on the op class, and the check of operands against them.
 
     operands ::= "x:float[B,S,…] index:int[B] bias?"       name ?attribute? :kind? @attribute? [sizes]?
-    kind     ::= float | int | num (no bool) | a dtype such as f32 | the name of an operand before it: its dtype
-    size     ::= B (one size wherever it stands) | heads (an attribute of the op) | 3 | _ (any) | … (any axes)
-                 `…L` stands for the same axes each time; `!` behind a size: a number; `?`: or 1
+    kind     ::= float | int | num (no bool) | a dtype such as f32 | the name of an earlier operand: its dtype
+    size     ::= B (the same size at each occurrence) | heads (an attribute of the op) | 3 | _ (any) | … (any axes)
+                 `…L` means the same axes at each occurrence; `!` after a size: static; `?` after a size: or 1
 
-`x@axis`: the attribute `axis` of the op, a number, several or None, is an axis of x. `bias?` may be left out, with
-those behind it; `bias?biased` is there where the attribute `biased` of the op is true. `*` stands for more operands.
+`x@axis`: the attribute `axis` of the op, an int, several or None, is a valid axis of x. `bias?` is optional, like all
+operands after it; `bias?biased` exists if the attribute `biased` of the op is true. A final `*` allows more operands.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ _OPERAND = re.compile(r"(?P<name>\w+)(?P<given>\?\w*)?(?::(?P<kind>\w+))?(?:@(?P
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of a declaration, as it is written.
+    """One operand of a declaration, with its parts as text.
 
     Attributes:
-        given: None where there always is one, "?" where it may be left out, else "?" and an attribute that says whether
-            there is one.
-        kind, axis: None where any is right.
-        dims: the sizes between the brackets; None where it may have any shape.
+        name: the name in messages.
+        given: None for a required operand, "?" for an optional one, else "?" and the name of the attribute of the op
+            that is true if the operand exists.
+        kind, axis: None if the declaration does not restrict them.
+        dims: the sizes between the brackets; None if the operand may have any shape.
     """
 
     name: str
@@ -46,11 +47,11 @@ class Operand:
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """What its sizes are."""
+        """The declared size of each axis, as text."""
         return tuple(filter(None, (self.dims or "").split(",")))
 
     def text(self, op: Any) -> str:
-        """Return it as messages show it, attributes of the op as numbers."""
+        """Return the operand as messages show it, with the values of the op's attributes."""
         kind = KINDS[self.kind][0] if self.kind in KINDS else self.kind or ""
         kind = kind if self.kind in (None, *KINDS, *DTYPE_NAMES) else f"of the dtype of {kind}"
         sizes = [
@@ -61,19 +62,19 @@ class Operand:
 
 @functools.cache
 def parse_operands(declaration: str) -> tuple[Operand, ...]:
-    """Return the operands that a text declares, without a `*` at its end."""
+    """Return the operands that a text declares, ignoring a final `*`."""
     matches = [_OPERAND.fullmatch(text) for text in declaration.removesuffix("*").split()]
     assert all(matches), declaration
     return tuple(Operand(**match.groupdict()) for match in matches if match)
 
 
 def operands_of(op: Any, declaration: str) -> list[Operand]:
-    """Return the operands that an op of these attributes has."""
+    """Return the operands that an op with these attributes has, including optional ones."""
     return [w for w in parse_operands(declaration) if w.given in (None, "?") or getattr(op, w.given[1:])]
 
 
 def named_operands(op: Any, operands: Sequence[T]) -> dict[str, T]:
-    """Return operands by the names that they are declared by."""
+    """Return operands by their declared names."""
     return {w.name: operand for w, operand in zip(operands_of(op, op.operands), operands, strict=True)}
 
 
@@ -81,13 +82,13 @@ def check_declared(op: Any, operands: Sequence[TensorType]) -> None:
     """Check the attributes and the operands of an op against its `choices` and its declaration.
 
     Raises:
-        GraphError: an attribute or an operand is another one; the message says which are expected.
+        GraphError: an attribute or an operand is invalid; the message has the expected ones.
     """
     for attribute, choices in op.choices.items():
         if (value := getattr(op, attribute)) not in choices:
-            close = did_you_mean(str(value), choices)
-            known = "" if close and len(choices) > 9 else f"; expected one of {', '.join(choices)}"
-            raise GraphError(f"{op.name().removesuffix('_op')}: {attribute} is {quote(value)}{known}{close}")
+            suggestion = did_you_mean(str(value), choices)
+            expected = "" if suggestion and len(choices) > 9 else f"; expected one of {', '.join(choices)}"
+            raise GraphError(f"{op.name().removesuffix('_op')}: {attribute} is {quote(value)}{expected}{suggestion}")
     if declaration := op.declaration():
         check_operands(op, op.text().partition("(")[0].removesuffix("_op"), declaration, operands)
 
@@ -96,31 +97,36 @@ def check_operands(op: Any, name: str, declaration: str, given: Sequence[TensorT
     """Check the operands of an op against its declaration.
 
     Raises:
-        GraphError: there are more or fewer. DTypeError, ShapeError: one does not fit; the message names it, what is
-            expected of all, and all that there are.
+        GraphError: the number of operands is wrong.
+        DTypeError, ShapeError: an operand does not fit; the message names it, and lists the expected and the actual
+            operands.
     """
-    wanted, sizes = operands_of(op, declaration), dict[str, Any]()
-    least, more = sum(w.given != "?" for w in wanted), declaration.endswith("*")
-    if len(given) < least or (len(given) > len(wanted) and not more):
-        count = f"{least} or more" if more else str(least) if least == len(wanted) else f"{least} to {len(wanted)}"
-        raise wrong_arity(name, count, len(given), f": {', '.join(w.name for w in wanted)}")
-    dtypes = {w.name: t.dtype for w, t in zip(wanted, given, strict=False)}
-    for place, (w, t) in enumerate(zip(wanted, given, strict=False)):
-        check_axes(name, getattr(op, w.axis) if w.axis else None, t)
-        dtype_fits = _has_kind(t.dtype, w.kind, dtypes)
-        if dtype_fits and (w.dims is None or _has_shape(op, t.shape, w.sizes, sizes)):
+    specs, sizes = operands_of(op, declaration), dict[str, Any]()
+    least, variadic = sum(spec.given != "?" for spec in specs), declaration.endswith("*")
+    if len(given) < least or (len(given) > len(specs) and not variadic):
+        count = f"{least} or more" if variadic else str(least) if least == len(specs) else f"{least} to {len(specs)}"
+        raise wrong_arity(name, count, len(given), f": {', '.join(spec.name for spec in specs)}")
+    dtypes = {spec.name: operand_type.dtype for spec, operand_type in zip(specs, given, strict=False)}
+    for number, (spec, operand_type) in enumerate(zip(specs, given, strict=False)):
+        check_axes(name, getattr(op, spec.axis) if spec.axis else None, operand_type)
+        dtype_fits = _has_kind(operand_type.dtype, spec.kind, dtypes)
+        if dtype_fits and (spec.dims is None or _has_shape(op, operand_type.shape, spec.sizes, sizes)):
             continue
         problem = (
-            f"{name}: {w.name} is {t}; expected {', '.join(w.text(op) for w in wanted)}; got "
+            f"{name}: {spec.name} is {operand_type}; expected {', '.join(spec.text(op) for spec in specs)}; got "
             f"{', '.join(map(str, given))}"
         )
         if dtype_fits:
-            raise ShapeError(problem).of(place)
-        raise DTypeError(f"{problem}; cast it" + ", or give its input dtype='int32'" * (w.kind == "int"))
+            raise ShapeError(problem).of(number)
+        raise DTypeError(f"{problem}; cast it" + ", or give its input dtype='int32'" * (spec.kind == "int"))
 
 
 def check_axes(op: str, axes: int | Sequence[int] | None, x: TensorType) -> None:
-    """Check that an operand has an axis, or several."""
+    """Check that an operand has the given axis or axes; None means no axis.
+
+    Raises:
+        ShapeError: it does not; the message begins with `op`.
+    """
     for axis in () if axes is None else (axes,) if isinstance(axes, int) else axes:
         if not -x.rank <= axis < x.rank:
             raise ShapeError(f"{op}: {x} has no axis {axis}")
@@ -133,16 +139,19 @@ def _has_kind(dtype: np.dtype[Any], kind: str | None, dtypes: dict[str, np.dtype
 
 
 def _has_shape(op: Any, shape: tuple[DimLike, ...], dims: tuple[str, ...], sizes: dict[str, Any]) -> bool:
-    """Whether a shape fits; `sizes` has what the letters before stand for, and gets those that are new."""
-    lead = next((i for i, dim in enumerate(dims) if dim.startswith("…")), None)
-    if lead is not None:
+    """Return whether a shape fits the declared `dims`.
+
+    `sizes` has the sizes of the letters that occurred so far. New letters are added to it.
+    """
+    ellipsis_index = next((i for i, dim in enumerate(dims) if dim.startswith("…")), None)
+    if ellipsis_index is not None:
         count = len(shape) - len(dims) + 1
-        axes, name = shape[lead : lead + max(count, 0)], dims[lead].rstrip("!")
-        if count < 0 or (name != "…" and sizes.setdefault(name, axes) != axes):
+        ellipsis_sizes, name = shape[ellipsis_index : ellipsis_index + max(count, 0)], dims[ellipsis_index].rstrip("!")
+        if count < 0 or (name != "…" and sizes.setdefault(name, ellipsis_sizes) != ellipsis_sizes):
             return False
-        if dims[lead].endswith("!") and not all(map(is_static, axes)):
+        if dims[ellipsis_index].endswith("!") and not all(map(is_static, ellipsis_sizes)):
             return False
-        dims = (*dims[:lead], *("_",) * count, *dims[lead + 1 :])
+        dims = (*dims[:ellipsis_index], *("_",) * count, *dims[ellipsis_index + 1 :])
     return len(dims) == len(shape) and all(_has_size(op, s, d, sizes) for s, d in zip(shape, dims, strict=True))
 
 

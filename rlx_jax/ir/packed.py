@@ -1,8 +1,8 @@
-"""Packed tensors: numbers that are stored in blocks of bytes, by the schemes of GGML.
+"""Packed (quantized) tensors: values encoded in blocks of bytes, by the schemes of GGML.
 
-A packed tensor has a logical shape and dtype, which blocks, checks and summaries see, and bytes: for `[..., k]` these
-are uint8 `[..., k / elements · bytes]`, each row a whole number of blocks. One more scheme that can be decoded is a
-function, and its name in a row of `SCHEMES`.
+A packed tensor has a logical shape and dtype, which blocks, checks and summaries use, and its bytes: for `[..., k]`
+uint8 `[..., k / elements · bytes]`, where each row is a whole number of blocks. To support the decoding of another
+scheme, write its function and name it in a row of `SCHEMES`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from rlx_jax.errors import UnsupportedError, WeightError, WeightShapeError, did_
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name, tensor_type
 
 UINT8 = np.dtype(np.uint8)
-_CHUNK = 2**14  # blocks: what decoding allocates beside the result stays in cache
+_CHUNK = 2**14  # blocks decoded at a time: the temporaries then fit in the CPU's cache
 
 
 # -- decoding ----------------------------------------------------------------------------------
 #
-# From blocks, uint8 [count, bytes] of NumPy or JAX, to float32 [count, elements]. Exact: a product of an integer of 8
-# bits and a float16 has 19 bits.
+# From blocks, uint8 [count, bytes] of NumPy or JAX, to float32 [count, elements]. Exact: the product of an 8-bit
+# integer and a float16 has at most 19 significant bits, and float32 has 24.
 
 _NIBBLES = np.array([[[0], [4]]], np.uint8)
 
 
 def _float16(blocks: Any, at: int) -> Any:
-    """The float16 at byte `at` of each block, as float32 `[count, 1]`."""
+    """Return the float16 at byte `at` of each block, as float32 `[count, 1]`."""
     return blocks[:, at : at + 2].view(np.dtype("<f2")).astype(np.float32)
 
 
 def _decode_q4_0(blocks: Any) -> Any:
-    """(q − 8) · d: element i < 16 is the low half of byte i, the others are the high halves."""
+    """Return (q − 8) · d: element i < 16 is in the low half of byte i, and element i + 16 in the high half."""
     halves = (blocks[:, None, 2:] >> _NIBBLES) & 15
     return (halves.reshape(-1, 32).astype(np.float32) - 8) * _float16(blocks, 0)
 
 
 def _decode_q8_0(blocks: Any) -> Any:
-    """q · d, of signed bytes."""
+    """Return q · d for signed bytes q."""
     return blocks[:, 2:].view(np.int8).astype(np.float32) * _float16(blocks, 0)
 
 
@@ -51,11 +51,13 @@ def _decode_q8_0(blocks: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to pack: `elements` numbers that stand side by side in a row are a block of `bytes` bytes.
+    """A packing scheme: each block of `bytes` bytes encodes `elements` consecutive values of a row.
 
     Attributes:
-        floats: (byte, dtype) of every float in a block. Where these are finite, so are the block's numbers.
-        decode: from blocks, uint8 `[count, bytes]` of NumPy or JAX, to float32 `[count, elements]`; None: not built.
+        name: as in `SCHEMES` and in messages.
+        floats: (byte, dtype) of every float in a block. If these are finite, so are the decoded values.
+        decode: from blocks, uint8 `[count, bytes]` of NumPy or JAX, to float32 `[count, elements]`; None if decoding is
+            not implemented.
     """
 
     name: str
@@ -85,28 +87,31 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def scheme_of(name: object, where: str) -> Scheme:
-    """The scheme of that name.
+    """Return the scheme with this name.
 
     Raises:
         WeightError: there is none; the message begins with `where`.
     """
     if not isinstance(name, str) or name not in SCHEMES:
-        close = did_you_mean(name, SCHEMES) if isinstance(name, str) else ""
-        known = "" if close else f"; known are {', '.join(SCHEMES)}"
-        raise WeightError(f"{where}: unknown scheme of packing {shown(name)}{close}{known}")
+        suggestion = did_you_mean(name, SCHEMES) if isinstance(name, str) else ""
+        choices = "" if suggestion else f"; known are {', '.join(SCHEMES)}"
+        raise WeightError(f"{where}: unknown scheme of packing {shown(name)}{suggestion}{choices}")
     return SCHEMES[name]
 
 
 def decoder_of(name: object, where: str) -> Callable[[Any], Any]:
-    """What decodes the blocks of a scheme.
+    """Return the function that decodes the blocks of a scheme.
 
     Raises:
-        UnsupportedError: the scheme is known and not decoded yet. WeightError: there is none of that name.
+        UnsupportedError: decoding of the scheme is not implemented.
+        WeightError: there is no scheme with this name.
     """
     decode = scheme_of(name, where).decode
     if decode is None:
-        built = " and ".join(s.name for s in SCHEMES.values() if s.decode)
-        raise UnsupportedError(f"{where}: {name} is not decoded yet, only {built} are; store it as one of these or f16")
+        supported = " and ".join(s.name for s in SCHEMES.values() if s.decode)
+        raise UnsupportedError(
+            f"{where}: {name} is not decoded yet, only {supported} are; store it as one of these or f16"
+        )
     return decode
 
 
@@ -115,9 +120,9 @@ def decoder_of(name: object, where: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class PackedSpec:
-    """What a `WeightSource` knows of a packed tensor before it is read: its logical shape and dtype, and its scheme.
+    """The description of a packed tensor before it is read: its logical shape and dtype, and its scheme.
 
-    Stands beside `jax.ShapeDtypeStruct`; `read` gives the bytes then. `checked` says what is wrong with one.
+    `WeightSource.spec` returns it instead of a `jax.ShapeDtypeStruct`; `WeightSource.read` then returns the bytes.
     """
 
     shape: tuple[int, ...]
@@ -125,25 +130,25 @@ class PackedSpec:
     scheme: str
 
     def __post_init__(self) -> None:
-        # As jax.ShapeDtypeStruct takes lists and the names of dtypes.
+        # Accept lists and names of dtypes, as jax.ShapeDtypeStruct does.
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
         object.__setattr__(self, "shape", tuple(self.shape) if isinstance(self.shape, list) else self.shape)
 
     @property
     def size(self) -> int:
-        """Numbers, not bytes."""
+        """Number of elements, not of bytes."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A packed tensor as a value: what stands in a mapping of weights. It is checked where it gets its key.
+    """A packed tensor as a value in a mapping of weights. The mapping checks it, so that messages name its key.
 
     Args:
         data: uint8 `[..., k / elements · bytes]`, of NumPy or JAX.
         scheme: a name in `SCHEMES`.
         shape: the logical shape `[..., k]`.
-        dtype: the logical dtype, a floating one: numbers are decoded to float32 and rounded to it.
+        dtype: the logical dtype, a floating one: values are decoded to float32 and rounded to it.
 
     >>> Packed(np.zeros((2, 34), np.uint8), "gguf_q8_0", (2, 32)).spec
     PackedSpec(shape=(2, 32), dtype=dtype('float32'), scheme='gguf_q8_0')
@@ -160,94 +165,102 @@ class Packed:
         return PackedSpec(tuple(self.shape), self.dtype, self.scheme)
 
 
-# What a source knows of a tensor before it is read.
+# The description of a tensor that a source returns before reading it.
 WeightSpec = jax.ShapeDtypeStruct | PackedSpec
 
 
 def packed_types(shape: Any, dtype: Any, scheme: object, where: str) -> tuple[TensorType, TensorType]:
-    """The logical type of a packed tensor, and the type of its bytes. Messages begin with `where`.
+    """Return the logical type of a packed tensor, and the type of its bytes. Messages begin with `where`.
 
     Raises:
-        WeightError: an unknown scheme, or numbers that are no floats. DTypeError: an unknown dtype.
-        WeightShapeError: a scalar, a size that is not known, or a last axis that is no whole number of blocks.
-        ShapeError: something else than a shape, or one over the limits.
+        WeightError: the scheme is unknown, or the dtype is not a floating one.
+        DTypeError: the dtype is unknown.
+        WeightShapeError: the shape is a scalar's, has a symbolic size, or has a last axis that the block size does not
+            divide.
+        ShapeError: `shape` is no shape, or over the limits.
 
     >>> [str(t) for t in packed_types((4, 64), "f32", "gguf_q4_0", "doc")]
     ['f32[4,64]', 'u8[4,36]']
     """
-    found, logical = scheme_of(scheme, where), tensor_type(shape, dtype, where)
+    packing, logical = scheme_of(scheme, where), tensor_type(shape, dtype, where)
     if not is_float(logical.dtype):
-        raise WeightError(f"{where}: {found.name} packs floats, got {logical}; expected a dtype such as f32")
+        raise WeightError(f"{where}: {packing.name} packs floats, got {logical}; expected a dtype such as f32")
     if not logical.shape:
-        raise WeightShapeError(f"{where}: {found.name} packs rows, got the scalar {logical}; store it as it is")
+        raise WeightShapeError(f"{where}: {packing.name} packs rows, got the scalar {logical}; store it as it is")
     if not logical.is_static:
         raise WeightShapeError(f"{where}: expected whole numbers as the shape of what is packed, got {logical}")
-    *rows, last = logical.shape
-    if last % found.elements:
+    *rows, row_size = logical.shape
+    if row_size % packing.elements:
         raise WeightShapeError(
-            f"{where}: {found.name} packs blocks of {found.elements}, expected a last axis that {found.elements} "
+            f"{where}: {packing.name} packs blocks of {packing.elements}, expected a last axis that {packing.elements} "
             f"divides, got {logical}; rows are not padded: store it as f16, or by a scheme of smaller blocks"
         )
-    return logical, TensorType((*rows, last // found.elements * found.bytes), UINT8)
+    return logical, TensorType((*rows, row_size // packing.elements * packing.bytes), UINT8)
 
 
 def check_packed(value: Packed, where: str) -> None:
-    """Refuse a value whose parts contradict each other. Messages begin with `where`; errors as of `packed_types`.
+    """Check that the parts of a packed value fit each other. Messages begin with `where`.
 
     Raises:
-        WeightError: bytes that are no array of uint8. WeightShapeError: more or fewer bytes than the shape needs.
+        WeightError: the data is not an array of uint8.
+        WeightShapeError: the data has more or fewer bytes than the shape needs.
+        Others: as `packed_types`.
     """
-    logical, stored = packed_types(value.shape, value.dtype, value.scheme, where)
-    data, expected = value.data, f"{where}: the bytes of {value.scheme} {logical}: expected {stored}"
+    logical, byte_type = packed_types(value.shape, value.dtype, value.scheme, where)
+    data, expected = value.data, f"{where}: the bytes of {value.scheme} {logical}: expected {byte_type}"
+    # A masked array is an ndarray too, but decoding would ignore its mask.
     if not isinstance(data, np.ndarray | jax.Array) or isinstance(data, np.ma.MaskedArray):
         raise WeightError(f"{expected}, got {quote(type(data).__name__)}; numpy.frombuffer makes one")
     if data.dtype != UINT8:
         raise WeightError(f"{expected}, got dtype {quote(short_name(data.dtype))}; give the bytes as they are stored")
-    if data.shape != stored.shape:
+    if data.shape != byte_type.shape:
         raise WeightShapeError(f"{expected}, got {TensorType(data.shape, UINT8)}; check the scheme and the shape")
 
 
 def stored_bytes(spec: WeightSpec) -> int:
-    """The bytes that a tensor takes where it is stored."""
+    """Return the number of bytes of a tensor in its source, which for a packed tensor are the packed bytes."""
     if isinstance(spec, PackedSpec):
         return packed_types(spec.shape, spec.dtype, spec.scheme, "a packed weight")[1].nbytes
     return TensorType(tuple(spec.shape), spec.dtype).nbytes
 
 
-# -- numbers -----------------------------------------------------------------------------------
+# -- decoded values ----------------------------------------------------------------------------
 
 
 def decoded(data: Any, scheme: str) -> Any:
-    """The numbers of a packed tensor: from uint8 `[..., n · bytes]` of NumPy or JAX to float32 `[..., n · elements]`.
+    """Return the values of a packed tensor: uint8 `[..., n · bytes]` of NumPy or JAX → float32 `[..., n · elements]`.
 
     Raises:
-        UnsupportedError: the scheme is not decoded yet.
+        UnsupportedError: decoding of the scheme is not implemented.
     """
-    row, decode = SCHEMES[scheme], decoder_of(scheme, "a packed tensor")
-    shape = (*data.shape[:-1], data.shape[-1] // row.bytes * row.elements)
+    packing, decode = SCHEMES[scheme], decoder_of(scheme, "a packed tensor")
+    shape = (*data.shape[:-1], data.shape[-1] // packing.bytes * packing.elements)
     if not isinstance(data, np.ndarray):
-        return decode(data.reshape(-1, row.bytes)).reshape(shape)
-    blocks = _blocks(data, row)
-    out = np.empty((len(blocks), row.elements), np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):  # a scale that is infinite, times 0: sources look for it
+        return decode(data.reshape(-1, packing.bytes)).reshape(shape)
+    blocks = _blocks(data, packing)
+    out = np.empty((len(blocks), packing.elements), np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale times 0 gives NaN; sources check for it
         for at in range(0, len(blocks), _CHUNK):
             out[at : at + _CHUNK] = decode(blocks[at : at + _CHUNK])
     return out.reshape(shape)
 
 
 def suspects(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
-    """Floats that are all finite exactly where all numbers are: those in the blocks, a few of many bytes.
+    """Return floats that are all finite if and only if all values of the tensor are.
 
-    If they are not, the numbers themselves, to be counted; but of a scheme that is not decoded yet.
+    These are the floats in the blocks, which are few compared with the values. If one of them is not finite, return the
+    decoded values instead, so that the caller can count the bad ones; for a scheme without a decoder, still the floats.
     """
-    row = SCHEMES[scheme]
-    blocks = _blocks(data, row)
-    width = [at + np.dtype(dtype).itemsize for at, dtype in row.floats]
-    floats = [blocks[:, at:end].view(dtype) for (at, dtype), end in zip(row.floats, width, strict=True)]
-    found = np.concatenate([np.ascontiguousarray(f) for f in floats], axis=1)
-    return found if row.decode is None or np.isfinite(found).all() else np.asarray(decoded(data, scheme))
+    packing = SCHEMES[scheme]
+    blocks = _blocks(data, packing)
+    float_ends = [at + np.dtype(dtype).itemsize for at, dtype in packing.floats]
+    floats = [blocks[:, at:end].view(dtype) for (at, dtype), end in zip(packing.floats, float_ends, strict=True)]
+    block_floats = np.concatenate([np.ascontiguousarray(f) for f in floats], axis=1)
+    return (
+        block_floats if packing.decode is None or np.isfinite(block_floats).all() else np.asarray(decoded(data, scheme))
+    )
 
 
 def _blocks(data: np.ndarray[Any, Any], scheme: Scheme) -> np.ndarray[Any, Any]:
-    """uint8 `[count, bytes]`, contiguous."""
+    """Return the data as blocks, uint8 `[count, bytes]`, contiguous."""
     return np.ascontiguousarray(data).reshape(-1, scheme.bytes)

@@ -100,10 +100,10 @@ class Joined:
 
     @property
     def type(self) -> TensorType:
-        first = self.parts[0].type
-        shape = list(first.shape)
+        part_type = self.parts[0].type
+        shape = list(part_type.shape)
         shape[self.axis] = sum(p.type.shape[self.axis] for p in self.parts)
-        return TensorType(tuple(shape), first.dtype)
+        return TensorType(tuple(shape), part_type.dtype)
 
     def __str__(self) -> str:
         return f"concat({', '.join(map(str, self.parts))}; axis={self.axis})"
@@ -157,8 +157,8 @@ class Stack:
 
     @property
     def type(self) -> TensorType:
-        first = self.parts[0].type
-        return TensorType((len(self.parts), *first.shape), first.dtype)
+        part_type = self.parts[0].type
+        return TensorType((len(self.parts), *part_type.shape), part_type.dtype)
 
     def __str__(self) -> str:
         return f"stack({', '.join(map(str, self.parts))})"
@@ -239,7 +239,7 @@ class Padded(OverOne):
     def box(self, box: Box) -> Program:
         lengths = [part.type.shape[self.axis] for part in self.parts]
         parts = [boxed(self.parts[number], inside) for number, inside in crossed(box, self.axis, lengths)]
-        # A box that lies in the padding, or outside of it, needs no `Padded`.
+        # A box entirely inside or outside the padding needs no `Padded`.
         return parts[0] if len(parts) == 1 else Padded(parts[0], self.axis, sizes(box)[self.axis])
 
     def join(self, *values: Any) -> Any:
@@ -277,11 +277,13 @@ def concat(parts: tuple[Program, ...], axis: int) -> Program:
     Raises:
         WeightShapeError: the other axes or the dtypes differ.
     """
-    first = parts[0].type
+    first_type = parts[0].type
     for part in parts[1:]:
-        other_axes = [(a, b) for i, (a, b) in enumerate(zip(first.shape, part.type.shape, strict=True)) if i != axis]
-        if part.type.dtype != first.dtype or any(a != b for a, b in other_axes):
-            raise WeightShapeError(f"cannot merge {parts[0]} {first} with {part} {part.type} along axis {axis}")
+        other_axes = [
+            (a, b) for i, (a, b) in enumerate(zip(first_type.shape, part.type.shape, strict=True)) if i != axis
+        ]
+        if part.type.dtype != first_type.dtype or any(a != b for a, b in other_axes):
+            raise WeightShapeError(f"cannot merge {parts[0]} {first_type} with {part} {part.type} along axis {axis}")
     return Joined(parts, axis)
 
 

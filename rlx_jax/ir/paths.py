@@ -1,4 +1,4 @@
-"""Block paths: where in the user's model something stands, and the layers of a rolled region among them."""
+"""Block paths: the position of a node in the user's model, with an index segment for the layers of a region."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerIndex:
-    """The segment of a path that counts the layers of a rolled region: `stride * iteration + offset`, behind a prefix
-    where the segment is a name such as `ffn3`."""
+    """The path segment that numbers the layers of a region: `stride * iteration + offset`.
+
+    The number follows `prefix` if the segment is a name such as `ffn3`.
+    """
 
     stride: int
     offset: int
@@ -20,21 +22,22 @@ class LayerIndex:
         return f"{self.prefix}{{{index}}}"
 
     def at(self, iteration: int) -> str | int:
+        """Return the segment in one iteration."""
         number = self.stride * iteration + self.offset
         return f"{self.prefix}{number}" if self.prefix else number
 
 
-# Where in the user's model: `("layers", 3, "self_attn")`, printed `layers.3.self_attn`.
+# A position in the user's model: `("layers", 3, "self_attn")`, printed `layers.3.self_attn`.
 Path = tuple[str | int | LayerIndex, ...]
 
 
 def path_text(path: Path) -> str:
-    """`layers.3.self_attn`."""
+    """Return a path as text, such as `layers.3.self_attn`."""
     return ".".join(str(segment) for segment in path)
 
 
 def free_path(around: Path, name: str, taken: Collection[Path]) -> Path:
-    """The block `name` inside of `around`; where that is taken, `name_2` and so on."""
+    """Return the path of a new block `name` inside `around`, or `name_2` and so on if the path is in `taken`."""
     path, number = (*around, name), 1
     while path in taken:
         number += 1
@@ -43,7 +46,7 @@ def free_path(around: Path, name: str, taken: Collection[Path]) -> Path:
 
 
 def bind_path(path: Path, iteration: int | None) -> Path:
-    """Replace the layer index by the number of one iteration."""
+    """Return the path with the number of one iteration in place of the layer index; unchanged if it is None."""
     if iteration is None:
         return path
     return tuple(s.at(iteration) if isinstance(s, LayerIndex) else s for s in path)
@@ -51,12 +54,12 @@ def bind_path(path: Path, iteration: int | None) -> Path:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a node comes from: the block path in the user's model, and the pass that made it."""
+    """The origin of a node: the block path in the user's model, a label, and the pass that created the node (`by`)."""
 
     path: Path = ()
     label: str = ""
     by: str = ""
-    token_wise: bool = False  # the author of the stage says so; checked by slicing where the proof gives up
+    token_wise: bool = False  # declared by the author of the stage; checked by slicing if it cannot be proved
 
     def __str__(self) -> str:
         parts = [path_text(self.path) or "—"]

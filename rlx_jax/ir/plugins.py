@@ -1,12 +1,13 @@
-"""Plugins: what an installed package, or a test, gives to the compiler without editing it.
+"""Plugins: extensions of the compiler by installed packages or tests, such as stages, families, ops and rules.
 
-A package says so by an entry point of the group `rlx_jax.plugins` whose value is a `Plugin`:
+A package registers a `Plugin` by an entry point of the group `rlx_jax.plugins`:
 
     [project.entry-points."rlx_jax.plugins"]
     acme = "acme_blocks:PLUGIN"
 
-Plugins are imported when a name or a block is asked for that the package does not have, never by `import rlx_jax`.
-`using` adds some for the length of a `with` block. There is one table, and nobody edits it: it is made of the plugins.
+Plugins are imported when a lookup needs a name or a block that rlx_jax does not have, never by `import rlx_jax`.
+`using` adds plugins for the duration of a `with` block. `known` merges all plugins into one table, which is never
+edited.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TABLES = ("stages", "families", "derive", "direct", "extensions")
 
 
 class Opens(Protocol):
-    """What serves a `model_type`: a `rlx_jax.models.families.Family`."""
+    """The protocol of the handler of a `model_type`: a `rlx_jax.models.families.Family`."""
 
     @property
     def open(self) -> Callable[[Any, Any], Any]: ...
@@ -39,28 +40,28 @@ class Opens(Protocol):
     def architectures(self) -> tuple[str, ...]: ...
 
 
-# A stage class, or a function that makes a stage.
+# A stage class, or a function that returns a stage.
 MakeStage = Callable[..., Any]
-# As those of `rlx_jax.lowering.hir.rules.RULES`: given the Derivation, the builder, a node, its new operands.
+# A rule as in `rlx_jax.lowering.hir.rules.RULES`, from the Derivation, the builder, a node and its new operands.
 DeriveRule = Callable[[Any, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
-# As those of `rlx_jax.lowering.lower.DIRECT`: given the block, the builder and its operands.
+# A rule as in `rlx_jax.lowering.lower.DIRECT`, from the block, the builder and its operands.
 DirectRule = Callable[[Any, Builder, tuple[Value, ...]], tuple[Value, ...] | None]
-# A rewrite of the HIR that `build` made; see `rlx_jax.ir.rewrite`.
+# A rewrite of the HIR at the end of `build`; see `rlx_jax.ir.rewrite`.
 HirExtension = Callable[[Graph, TypeCache], Graph]
 
 
 @dataclass(frozen=True, eq=False)
 class Plugin:
-    """What one package gives. Keys are names that users write, or op classes of the plugin's own.
+    """The extensions that one package provides. Keys are names that users write, or op classes of the plugin.
 
     Args:
-        name: what messages call it.
-        stages: by the name that `flow.plugin_stage` takes.
-        families: by the `model_type` of a config.json.
-        ops: the blocks and tensor ops that graphs may hold when they are read from JSON, where they have no rule below.
-        derive: what prefill, extend and explicit make of a block that mixes positions.
-        direct: a better lowering of a block than its `expand`, equal to it in numbers.
-        extensions: rewrites of HIR by the name that a `FlowExtensionPlan` has.
+        name: the name in messages.
+        stages: stage classes or factories, by the name that `flow.plugin_stage` takes.
+        families: model families, by the `model_type` of a config.json.
+        ops: blocks and tensor ops that graphs decoded from JSON may contain, if they have no rule below.
+        derive: rules for the prefill, extend and explicit programs of a block that mixes positions.
+        direct: lowerings that are better than a block's `expand` and numerically equal to it.
+        extensions: rewrites of HIR, by their name in a `FlowExtensionPlan`.
     """
 
     name: str
@@ -75,8 +76,8 @@ class Plugin:
         if not isinstance(self.name, str) or not self.name:
             raise PluginError(f"a plugin has a name, got {shown(self.name)}")
         for table in TABLES:
-            if not isinstance(given := getattr(self, table), Mapping):
-                raise PluginError(f"plugin {quote(self.name)}: {table} is a mapping, got {shown(given)}")
+            if not isinstance(entries := getattr(self, table), Mapping):
+                raise PluginError(f"plugin {quote(self.name)}: {table} is a mapping, got {shown(entries)}")
         for kind in ("stages", "families", "extensions"):
             for key, value in getattr(self, kind).items():
                 fits = isinstance(key, str) and key and (kind == "families" or callable(value))
@@ -89,7 +90,7 @@ class Plugin:
             _check_own(self.name, cls, Hir if cls in self.direct else Op)
 
     def op_classes(self) -> dict[str, type[Op]]:
-        """Its blocks and tensor ops, by the name of the class."""
+        """Return the blocks and tensor ops of the plugin, by class name."""
         return {cls.__name__: cls for cls in (*self.ops, *self.derive, *self.direct)}
 
 
@@ -106,7 +107,7 @@ def _check_own(plugin: str, cls: Any, kind: type[Op]) -> None:
 
 
 def is_ours(cls: type[Any]) -> bool:
-    """Whether a class is one of this package, for which no plugin is asked."""
+    """Return whether a class belongs to rlx_jax itself, so that no plugin can have a rule for it."""
     return cls.__module__.partition(".")[0] == "rlx_jax"
 
 
@@ -117,13 +118,13 @@ _added: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=(
 
 @functools.cache
 def installed() -> tuple[Plugin, ...]:
-    """The plugins of installed packages, imported when this is first called. `installed.cache_clear()` looks again.
+    """Return the plugins of installed packages, imported by the first call. `installed.cache_clear()` resets the cache.
 
     Raises:
-        PluginError: one does not import, or is no `Plugin`; the message names the package.
+        PluginError: a plugin cannot be imported or is no `Plugin`; the message names the package.
     """
-    found = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
-    return tuple(dict.fromkeys(_loaded(point) for point in found))  # one that is found twice on the path counts once
+    points = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
+    return tuple(dict.fromkeys(_loaded(point) for point in points))  # an entry point may occur twice on the path
 
 
 def _loaded(point: EntryPoint) -> Plugin:
@@ -141,27 +142,31 @@ def _loaded(point: EntryPoint) -> Plugin:
 
 @contextlib.contextmanager
 def using(*added: Plugin) -> Iterator[None]:
-    """Add plugins inside a `with` block, in this thread: what is opened, built and compiled there knows them.
+    """Add plugins inside a `with` block, in this thread: models loaded, built and compiled there use them.
 
-    A program that is first compiled later, for another size or another use of the model, is compiled without them.
+    A program that is first compiled after the block, for another size or another use of the model, does not use them.
+
+    Raises:
+        GraphError: two plugins provide something under the same name.
+        PluginError: an argument is no `Plugin`, or an installed plugin cannot be used.
     """
     for plugin in added:
         if not isinstance(plugin, Plugin):
             raise PluginError(f"using takes plugins, as Plugin(name, …) makes them, got {shown(plugin)}")
     token = _added.set((*_added.get(), *added))
     try:
-        known()
+        known()  # raises now rather than at the first lookup if plugins conflict
         yield
     finally:
         _added.reset(token)
 
 
 def known() -> Plugin:
-    """All plugins as one.
+    """Return all plugins merged into one.
 
     Raises:
-        GraphError: two give something under one name.
-        PluginError: an installed one cannot be used.
+        GraphError: two plugins provide something under the same name.
+        PluginError: an installed plugin cannot be used.
     """
     return _merged((*installed(), *_added.get()))
 
@@ -169,12 +174,12 @@ def known() -> Plugin:
 @functools.lru_cache(maxsize=8)
 def _merged(plugins: tuple[Plugin, ...]) -> Plugin:
     tables: dict[str, dict[Any, Any]] = {name: {} for name in (*TABLES, "ops")}
-    givers: dict[tuple[str, Any], Plugin] = {}
+    providers: dict[tuple[str, Any], Plugin] = {}
     distinct = dict.fromkeys(plugins)
     for plugin in distinct:
         for name, table in tables.items():
             for key, value in (plugin.op_classes() if name == "ops" else getattr(plugin, name)).items():
-                other = givers.setdefault((name, key), plugin)
+                other = providers.setdefault((name, key), plugin)
                 if other is not plugin:
                     raise GraphError(
                         f"plugins {quote(other.name)} and {quote(plugin.name)} both give {name} {shown(key)}: "
@@ -201,10 +206,10 @@ def stage(name: str, *fields: Any, **options: Any) -> Any:
 
 
 def derive_rule(cls: type[Op]) -> DeriveRule | None:
-    """The rule that a plugin has for an op of its own."""
+    """Return the derive rule of a plugin for one of its ops; None if there is none."""
     return None if is_ours(cls) else known().derive.get(cls)
 
 
 def direct_rule(cls: type[Hir]) -> DirectRule | None:
-    """The lowering that a plugin has for a block of its own."""
+    """Return the direct lowering of a plugin for one of its blocks; None if there is none."""
     return None if is_ours(cls) else known().direct.get(cls)

@@ -1,4 +1,4 @@
-"""Questions to a graph, and graphs put into each other: who reads a value, in what order, which sizes are open."""
+"""Queries of a graph (users of a value, symbolic sizes), and transformations that bind sizes, inline or add inputs."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from rlx_jax.ir.param import Key, keys_of
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.types import TensorType
 
-# -- looking -------------------------------------------------------------------------------------
+# -- inspection ----------------------------------------------------------------------------------
 
 
 def users(graph: Graph, node: int) -> tuple[int, ...]:
-    """The numbers of the nodes that read a result of node number `node`, in order, each once."""
+    """Return the numbers of the nodes that read a result of node number `node`, in order and without repetition."""
     return tuple(i for i, other in enumerate(graph.nodes) if any(v.node == node for v in other.inputs))
 
 
 def use_count(graph: Graph, node: int) -> int:
-    """How often results of a node are read: as operands, as outputs of the graph and by writes of its state."""
+    """Return how many times results of a node are read: as operands, as outputs of the graph and by state writes."""
     reads = [v for other in graph.nodes for v in other.inputs] + list(graph.roots())
     return sum(v.node == node for v in reads)
 
 
 def dynamic_symbols(graph: Graph) -> tuple[str, ...]:
-    """The names of all sizes that are no numbers yet, sorted; those inside of regions included."""
+    """Return the names of all symbols in the graph's types, including regions, sorted."""
     return tuple(sorted({s for _, node in graph.walk() for t in node.types for s in t.symbols}))
 
 
 def bind(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:
-    """The graph with sizes for some of its symbols: leaves get them, everything else is inferred again.
+    """Return the graph with sizes for some of its symbols: leaves get them, and all other types are inferred again.
 
     Raises:
         GraphError: the graph has no such symbol.
@@ -41,7 +41,7 @@ def bind(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:
 
 
 def bind_leaves(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:
-    """The graph whose leaves have these sizes for some of their symbols; everything else is inferred again."""
+    """Return the graph with sizes for some of its symbols, as `bind`, without an error for unknown symbols."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if isinstance(node.op, Input | StateRead):
@@ -52,43 +52,52 @@ def bind_leaves(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Gra
     return replace(out, inputs=tuple(replace(i, type=i.type.bind(sizes)) for i in graph.inputs))
 
 
-# -- putting together ----------------------------------------------------------------------------
+# -- composition ---------------------------------------------------------------------------------
 
 
 def inline_into(
     b: Builder, graph: Graph, inputs: Mapping[str, Value], params: Mapping[str, Value] | None = None
 ) -> tuple[Value, ...]:
-    """Append the nodes of `graph` to what `b` builds, its inputs bound to values of `b`; returns its outputs there.
+    """Append the nodes of `graph` to `b` and return the values of its outputs in `b`.
 
-    Parameters keep their keys, so those that `b` has under the same key are the same; with `params` each is bound to a
-    value instead. Regions come along whole.
+    Regions are copied unchanged.
+
+    Args:
+        b: the builder of the other graph.
+        graph: a graph without state.
+        inputs: a value of `b` for each input of the graph.
+        params: a value of `b` for each parameter of the graph, by key. If it is None, parameters keep their keys, and
+            one that `b` has under the same key is the same parameter.
 
     Raises:
-        GraphError: an input or a parameter is not bound, a name is none of the graph's, or it has a state.
-        ShapeError: a value has another type than the input.
+        GraphError: an input or a parameter is not bound, a bound name does not exist, the graph has a state, or a
+            parameter to bind is inside a region.
+        ShapeError: a value has another type than its input or parameter.
     """
     if graph.state_reads() or graph.writes:
         raise GraphError(f"{graph.name}: a graph with a state cannot be put into another one")
     keys = {p: _key(graph, p) for p in graph.params()} if params is not None else {}
     _check_bound(graph, "inputs", [i.input for i in graph.inputs], inputs)
     _check_bound(graph, "params", list(keys.values()), params or {})
-    inner = {node.op for region, node in graph.walk() if region is not graph and isinstance(node.op, Leaf)}
-    if params is not None and (inside := [k for p, k in keys.items() if p in inner]):
-        raise GraphError(f"{graph.name}: parameter {quote(inside[0])} is read inside of a region: leave out params")
+    region_leaves = {node.op for region, node in graph.walk() if region is not graph and isinstance(node.op, Leaf)}
+    if params is not None and (region_keys := [k for p, k in keys.items() if p in region_leaves]):
+        raise GraphError(
+            f"{graph.name}: parameter {quote(region_keys[0])} is read inside of a region: leave out params"
+        )
     mapped: dict[Value, Value] = {}
     for number, node in enumerate(graph.nodes):
         op = node.op
-        new: tuple[Value, ...]
+        new_values: tuple[Value, ...]
         if isinstance(op, Input):
-            new = (_fits(b, graph, op.input, op.type, inputs[op.input]),)
+            new_values = (_fits(b, graph, op.input, op.type, inputs[op.input]),)
         elif isinstance(op, Param) and params is not None:
-            new = (_fits(b, graph, keys[op], op.type, params[keys[op]]),)
+            new_values = (_fits(b, graph, keys[op], op.type, params[keys[op]]),)
         elif isinstance(op, Leaf):
-            new = (b.leaf(op),)
+            new_values = (b.leaf(op),)
         else:
             with b.at(replace(node.origin, path=(*b.origin.path, *node.origin.path))):
-                new = b.add(op, *(mapped[v] for v in node.inputs))
-        mapped.update({Value(number, i): v for i, v in enumerate(new)})
+                new_values = b.add(op, *(mapped[v] for v in node.inputs))
+        mapped.update({Value(number, i): v for i, v in enumerate(new_values)})
     return tuple(mapped[v] for v in graph.outputs)
 
 
@@ -106,7 +115,11 @@ def _fits(b: Builder, graph: Graph, name: str, want: TensorType, value: Value) -
 
 
 def _key(graph: Graph, param: Param) -> str:
-    """The one key of a parameter that is a stored tensor as it is."""
+    """Return the key of a parameter that is an unchanged checkpoint tensor.
+
+    Raises:
+        GraphError: the parameter is anything else.
+    """
     keys = list(keys_of(param.programs[0]))
     if len(param.programs) > 1 or len(keys) != 1 or not isinstance(param.programs[0], Key):
         raise GraphError(f"{graph.name}: parameter {param.programs[0]} is not one stored tensor as it is")
@@ -114,29 +127,30 @@ def _key(graph: Graph, param: Param) -> str:
 
 
 def promote_params_to_inputs(graph: Graph, names: Iterable[str], types: TypeCache) -> Graph:
-    """Parameters become inputs of the same name and type, behind the graph's own: for weights that calls give.
+    """Return the graph with some parameters as inputs of the same type, so that calls provide these weights.
 
-    A key that is no identifier gives its name with `_` for every other character: `mlp.up.weight` is `mlp_up_weight`.
+    The new inputs follow the graph's other inputs. The name of an input is the parameter's key with `_` in place of
+    every character that is not alphanumeric: `mlp.up.weight` becomes `mlp_up_weight`.
 
     Raises:
-        GraphError: no parameter has that key, or it is not a stored tensor as it is.
-        GraphError: there is an input of that name.
+        GraphError: no parameter has such a key, it is not an unchanged checkpoint tensor, or an input of that name
+            exists.
     """
-    wanted = list(names)
-    found = {key: p for p in graph.params() for key in keys_of(p.programs[0])}
-    added: dict[Param, Input] = {}
-    taken = {i.input for i in graph.inputs}
-    check_known(wanted, found, f"{graph.name}: no parameter is called", "; there are")
-    for name in wanted:
-        given = "".join(c if c.isalnum() else "_" for c in _key(graph, found[name]))
-        if given in taken or not given.isidentifier():
-            raise GraphError(f"{graph.name}: parameter {quote(name)} cannot become the input {quote(given)}")
-        taken.add(given)
-        added[found[name]] = Input(given, type=found[name].type)
+    keys = list(names)
+    param_by_key = {key: p for p in graph.params() for key in keys_of(p.programs[0])}
+    new_inputs: dict[Param, Input] = {}
+    input_names = {i.input for i in graph.inputs}
+    check_known(keys, param_by_key, f"{graph.name}: no parameter is called", "; there are")
+    for name in keys:
+        input_name = "".join(c if c.isalnum() else "_" for c in _key(graph, param_by_key[name]))
+        if input_name in input_names or not input_name.isidentifier():
+            raise GraphError(f"{graph.name}: parameter {quote(name)} cannot become the input {quote(input_name)}")
+        input_names.add(input_name)
+        new_inputs[param_by_key[name]] = Input(input_name, type=param_by_key[name].type)
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        new = added.get(node.op) if isinstance(node.op, Param) else None
-        return None if new is None else (b.leaf(new),)
+        new_input = new_inputs.get(node.op) if isinstance(node.op, Param) else None
+        return None if new_input is None else (b.leaf(new_input),)
 
     out = rewrite(graph, everywhere(fn), types)
-    return replace(out, inputs=(*graph.inputs, *added.values()))
+    return replace(out, inputs=(*graph.inputs, *new_inputs.values()))

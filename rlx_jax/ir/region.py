@@ -45,16 +45,16 @@ class Repeat(Op):
         return self.carries
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        """Return the types of the final carries, then those of every side output of every iteration.
+        """Return the types of the final carries, then the type of every side output of every iteration.
 
         Raises:
             GraphError: the type of a carry changes in the body.
         """
-        out = [self.body.type(v) for v in self.body.outputs]
-        for i, (before, after) in enumerate(zip(operands[: self.carries], out, strict=False)):
-            if before != after:
-                raise GraphError(f"repeat: carry {i} enters a layer as {before} and leaves it as {after}")
-        return (*out[: self.carries], *(t for t in out[self.carries :] for _ in range(self.count)))
+        results = [self.body.type(v) for v in self.body.outputs]
+        for i, (operand, result) in enumerate(zip(operands[: self.carries], results, strict=False)):
+            if operand != result:
+                raise GraphError(f"repeat: carry {i} enters a layer as {operand} and leaves it as {result}")
+        return (*results[: self.carries], *(t for t in results[self.carries :] for _ in range(self.count)))
 
     def text(self) -> str:
         return f"repeat(count={self.count}, body={len(self.body.nodes)} nodes)"
@@ -97,8 +97,8 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
     def copy(number: int) -> None:
         node = graph.nodes[number]
         with b.at(node.origin):
-            new = b.append(node.op, *(mapped[v] for v in node.inputs))
-        mapped.update({Value(number, i): v for i, v in enumerate(new)})
+            new_values = b.append(node.op, *(mapped[v] for v in node.inputs))
+        mapped.update({Value(number, i): v for i, v in enumerate(new_values)})
 
     for number in range(start):
         copy(number)
@@ -151,8 +151,8 @@ class _Region:
         An operand that the second iteration reads from the first is a carry, and the corresponding operand of the first
         iteration is its initial value.
         """
-        for first, second in zip(self.layers[: self.period], self.layers[self.period :], strict=False):
-            for refs_0, refs_1 in zip(first.refs, second.refs, strict=True):
+        for layer_0, layer_1 in zip(self.layers[: self.period], self.layers[self.period :], strict=False):
+            for refs_0, refs_1 in zip(layer_0.refs, layer_1.refs, strict=True):
                 for ref_0, ref_1 in zip(refs_0, refs_1, strict=True):
                     source = self._source(ref_1)
                     if source is not None and source not in self.carries:
@@ -206,13 +206,13 @@ class _Region:
     def _leaf(self, layer: int, position: int, slot: int) -> Leaf:
         """Return the leaf at one operand of the body, with the programs of all iterations if it is a parameter."""
         ops = [self.layers[k * self.period + layer - self.period].refs[position][slot].op for k in range(self.count)]
-        first = ops[0]
-        assert first is not None
-        if not isinstance(first, Param):
-            return first
+        first_leaf = ops[0]
+        assert first_leaf is not None
+        if not isinstance(first_leaf, Param):
+            return first_leaf
         programs = tuple(op.programs[0] for op in ops if isinstance(op, Param))
         # A parameter that all iterations share keeps one program.
-        return first if len(set(programs)) == 1 else replace(first, programs=programs)
+        return first_leaf if len(set(programs)) == 1 else replace(first_leaf, programs=programs)
 
     def _read_outside(self) -> Iterator[tuple[int, Source, Value]]:
         """Return every result of a layer that is read after the repeat: its iteration, its origin, the value."""
@@ -242,14 +242,16 @@ def indexed(paths: Sequence[Path]) -> Path:
 
 
 def _segment(segments: Sequence[str | int | LayerIndex]) -> str | int | LayerIndex:
-    first, second = segments[:2]
-    if first == second:
-        return first
-    for prefix, start, after in ((p, m, n) for p, m in _numbered(first) for q, n in _numbered(second) if p == q):
-        index = LayerIndex(after - start, start, prefix)
+    segment_0, segment_1 = segments[:2]
+    if segment_0 == segment_1:
+        return segment_0
+    for prefix, number_0, number_1 in (
+        (p, m, n) for p, m in _numbered(segment_0) for q, n in _numbered(segment_1) if p == q
+    ):
+        index = LayerIndex(number_1 - number_0, number_0, prefix)
         if all(index.at(i) == segment for i, segment in enumerate(segments)):
             return index
-    return first
+    return segment_0
 
 
 def _numbered(segment: str | int | LayerIndex) -> Iterator[tuple[str, int]]:
@@ -316,8 +318,8 @@ def _iteration(b: Builder, body: Graph, operands: Sequence[Value], number: int) 
             if isinstance(op, Param):
                 op = replace(op, programs=(op.at(number),))
             inputs = (mapped[v] for v in node.inputs)
-            new = (operands[op.index],) if isinstance(op, BodyInput) else b.append(op, *inputs)
-        mapped.update({Value(i, index): v for index, v in enumerate(new)})
+            results = (operands[op.index],) if isinstance(op, BodyInput) else b.append(op, *inputs)
+        mapped.update({Value(i, index): v for index, v in enumerate(results)})
     return tuple(mapped[v] for v in body.outputs)
 
 

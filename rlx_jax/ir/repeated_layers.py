@@ -1,7 +1,8 @@
-"""Which layers of a stack are the same program, so that they may become regions.
+"""Search for repeated layers: runs of layers that are the same program, so that each run may become a region.
 
-Layers are alike if their ops are, and what these read: parameters may differ, closures are compared by what they
-compute, and a result of the layer before stands where the layer before read one from the layer before it.
+Two consecutive layers are the same program if they have the same ops on corresponding operands. Parameters may differ.
+Closures are compared by what they compute. A result of layer i in layer i + 1 corresponds to the same result of layer
+i − 1 in layer i.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rlx_jax.ir.user_functions import Meaning, meaning, trace
 class Ref:
     """An operand: a leaf (`op`), or result `index` of node number `node`.
 
-    That node is op number `at` of layer `layer`; both are −1 where it stands before all layers.
+    That node is op number `at` of layer `layer`; both are −1 if the node precedes all layers.
     """
 
     op: Leaf | None = None
@@ -33,7 +34,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Layer:
-    """The nodes of one layer that are no leaves, by their numbers, with their operands and the types of those."""
+    """The nodes of one layer except leaves: their numbers, the nodes, their operands, and the types of the operands."""
 
     numbers: tuple[int, ...]
     nodes: tuple[Node, ...]
@@ -42,7 +43,7 @@ class Layer:
 
     @functools.cached_property
     def reach(self) -> float:
-        """The first layer that it reads."""
+        """The lowest number of a layer that this layer reads; infinity if it reads none."""
         return min((ref.layer for refs in self.refs for ref in refs if ref.layer >= 0), default=math.inf)
 
 
@@ -56,12 +57,12 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """The layer behind the last."""
+        """The number of the layer after the last."""
         return self.start + self.period * self.count
 
 
 def layers_of(graph: Graph, bounds: Sequence[int]) -> list[Layer]:
-    """The layers between consecutive bounds, which are node numbers."""
+    """Return the layers between consecutive bounds, which are node numbers."""
     home: dict[int, tuple[int, int]] = {}  # node number -> (layer, position among its nodes)
     layers: list[Layer] = []
     for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -85,11 +86,13 @@ def _ref(graph: Graph, value: Value, home: dict[int, tuple[int, int]]) -> Ref:
 
 
 def find_runs(layers: Sequence[Layer]) -> tuple[list[Run], str]:
-    """The runs of layers that are the same program, and why they are not one; empty if they are.
+    """Return the runs of layers that are the same program, and a message if they are not a single run (else "").
 
-    One run of the smallest period with which the layers repeat to their end, where there is one; layers that are left
-    over, fewer than a period, stay plain. A period that comes twice only is an accident (two layers were edited) if
-    other runs leave less than half as many bodies. Else the runs that leave the fewest, plain layers counted as such.
+    If the layers repeat to their end with some period, the result is one run of the smallest such period. Remaining
+    layers, fewer than a period, stay plain. Exception: a period that occurs only twice is a coincidence (two layers
+    were edited the same way) if other runs need less than half as many bodies.
+
+    Otherwise the result is the runs that need the fewest bodies, where each plain layer counts as one body.
     """
     stack = _Stack(layers)
     ends = []
@@ -101,70 +104,72 @@ def find_runs(layers: Sequence[Layer]) -> tuple[list[Run], str]:
             return [run], ""
     if not ends:
         return [], ""
-    # The period that goes furthest is the one that the layers have, but for those that were edited.
-    _, end, period = max(ends, key=lambda found: found[0])
+    # The period that extends furthest belongs to the unedited layers, so the layer that ends it explains the refusal.
+    _, end, period = max(ends, key=lambda candidate: candidate[0])
     return stack.fewest_bodies(), f"layer {end}{stack.difference(end, 0, period)}"
 
 
 def _bodies(runs: Sequence[Run], layers: int) -> int:
-    """Layers that are written out: those of a period once, plain ones each."""
+    """Return the number of layers in the resulting program: one period for each run, and every plain layer."""
     return layers - sum(run.period * (run.count - 1) for run in runs)
 
 
 class _Stack:
-    """Layers, with what is known of them."""
+    """The layers of a repeat, with their kinds and a cache of comparisons."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.kinds = layers, _kinds(layers)
         self._other_reads = functools.cache(functools.partial(_other_reads, layers))
 
     def fewest_bodies(self) -> list[Run]:
-        """The runs between plain layers, so that there are as few plain layers and layers of periods as can be."""
+        """Return the runs that minimize the number of bodies, by dynamic programming from the last layer."""
         end = len(self.layers)
-        cost: list[int] = [0] * (end + 1)  # of the layers from here on
-        first: list[Run | None] = [None] * end
+        cost: list[int] = [0] * (end + 1)  # the fewest bodies of the layers from each index on
+        first_run: list[Run | None] = [None] * end
         for start in reversed(range(end)):
-            cost[start], reached = 1 + cost[start + 1], start
+            cost[start], longest_stop = 1 + cost[start + 1], start
             for period in range(1, (end - start) // 2 + 1):
-                if self._longest_by_ops(start, period).stop <= reached:
-                    continue  # a smaller period goes as far
+                if self._longest_by_ops(start, period).stop <= longest_stop:
+                    continue  # a smaller period extends at least as far
                 run, _ = self.longest(start, period)
-                if run.count < 2 or run.stop <= reached:
+                if run.count < 2 or run.stop <= longest_stop:
                     continue
-                reached = run.stop
+                longest_stop = run.stop
                 if period + cost[run.stop] < cost[start]:
-                    cost[start], first[start] = period + cost[run.stop], run
+                    cost[start], first_run[start] = period + cost[run.stop], run
         runs, start = [], 0
         while start < end:
-            here = first[start]
-            runs += [here] if here is not None else []
-            start = here.stop if here is not None else start + 1
+            run_at_start = first_run[start]
+            runs += [run_at_start] if run_at_start is not None else []
+            start = run_at_start.stop if run_at_start is not None else start + 1
         return runs
 
     def _longest_by_ops(self, start: int, period: int) -> Run:
-        """At most so long is a run from `start`."""
+        """Return an upper bound of the run from `start`, which compares only ops and so is cheap."""
         end = start + period
         while end < len(self.kinds) and self.kinds[end] == self.kinds[end - period]:
             end += 1
         return Run(start, period, (end - start) // period)
 
     def longest(self, start: int, period: int) -> tuple[Run, int]:
-        """The longest run from `start`, and the layer that ends it."""
+        """Return the longest run from `start` with this period, and the number of the layer that ends it."""
         kinds, end = self.kinds, start + period
         while end < len(kinds) and kinds[end] == kinds[end - period] and not self._misread(end, start, period):
+            # The end of the second iteration: all carries are known now, so their initial values can be checked.
             if end == start + 2 * period - 1 and _entry_conflict(self.layers, start, period):
                 break
             end += 1
         return Run(start, period, (end - start) // period), end
 
     def _misread(self, number: int, start: int, period: int) -> str:
-        """Why layer `number` does not read what the one a period before reads; empty if it does."""
-        # Where neither reads a layer before the run, where that starts makes no difference.
+        """Return why the operands of layer `number` do not correspond to those one period earlier; "" if they do."""
+        # If neither layer reads a layer before the run, the result does not depend on `start`. A common value of it
+        # then lets the cache answer for all starts.
         steady = min(number - 2 * period, *(self.layers[i].reach for i in (number, number - period)))
         return self._other_reads(number, max(start, int(steady)), period)
 
     def difference(self, number: int, start: int, period: int) -> str:
-        """Why layer `number` ends a run from `start`."""
+        """Return why layer `number` ends a run from `start`."""
         if self.kinds[number] != self.kinds[number - period]:
             return _other_ops(self.layers[number - period], self.layers[number], {})
         return self._misread(number, start, period) or _entry_conflict(self.layers, start, period)
@@ -173,22 +178,22 @@ class _Stack:
 # -- the same ops ------------------------------------------------------------------------------
 
 
-# What closures compute, by their id and operand types: jaxprs and captured arrays.
+# The jaxpr and the captured arrays of closures, by their id and operand types.
 Traces = dict[tuple[int, tuple[TensorType, ...]], Meaning]
 
 
 def _kinds(layers: Sequence[Layer]) -> list[int]:
-    """A number for each layer: that of the first one with the same ops."""
-    found: list[int] = []
+    """Return the kind of each layer: the number of the first layer with the same ops."""
+    kinds: list[int] = []
     traces: Traces = {}
     for layer in layers:
-        known = dict.fromkeys(found)
-        found.append(next((k for k in known if not _other_ops(layers[k], layer, traces)), len(found)))
-    return found
+        distinct = dict.fromkeys(kinds)
+        kinds.append(next((k for k in distinct if not _other_ops(layers[k], layer, traces)), len(kinds)))
+    return kinds
 
 
 def _other_ops(a: Layer, b: Layer, traces: Traces) -> str:
-    """Why the ops of `b` are not those of `a`; empty if they are."""
+    """Return why the ops of `b` differ from those of `a`, as text that continues "layer N"; "" if they are the same."""
     if len(a.nodes) != len(b.nodes):
         return f" has {len(b.nodes)} ops, the layer before it {len(a.nodes)}"
     for x, y, operands in zip(a.nodes, b.nodes, b.operands, strict=True):
@@ -200,7 +205,7 @@ def _other_ops(a: Layer, b: Layer, traces: Traces) -> str:
 
 
 def _same_op(a: Op, b: Op, operands: tuple[TensorType, ...], traces: Traces) -> bool:
-    """Equal attributes; closures are equal if their jaxprs and captured constants are."""
+    """Return whether two ops have equal attributes; closures are equal if their jaxprs and captured arrays are."""
     if a == b:
         return True
     if type(a) is not type(b) or not hasattr(a, "__dataclass_fields__"):
@@ -219,7 +224,7 @@ def _same_op(a: Op, b: Op, operands: tuple[TensorType, ...], traces: Traces) -> 
 
 
 def _same_body(a: Graph, b: Graph, traces: Traces) -> bool:
-    """The same nodes in the same order, of ops that are the same."""
+    """Return whether two regions have the same nodes in the same order."""
     if len(a.nodes) != len(b.nodes) or a.outputs != b.outputs:
         return False
     return all(
@@ -239,20 +244,24 @@ def _same_closure(f: Any, g: Any, operands: tuple[TensorType, ...], traces: Trac
 
 
 def _other_reads(layers: Sequence[Layer], number: int, start: int, period: int) -> str:
-    """Why layer `number` of a run does not read what the one a period before reads; empty if it does."""
+    """Return why the operands of layer `number` do not correspond to those one period earlier; "" if they do.
+
+    `start` is the first layer of the run. The text continues "layer N".
+    """
     a, b = layers[number - period], layers[number]
     for node, refs_a, refs_b in zip(b.nodes, a.refs, b.refs, strict=True):
         if len(refs_a) != len(refs_b):
             return f", op {node.op.text()}: another number of operands"
         for p, q in zip(refs_a, refs_b, strict=True):
-            # In the first iteration a carry comes from outside of the run.
-            enters = number < start + 2 * period and start <= q.layer < start + period
-            if not (p.layer < start if enters else _same_ref(p, q, start, period)):
+            # In the first iteration a carry comes from outside the run: it reads the initial value.
+            is_entry = number < start + 2 * period and start <= q.layer < start + period
+            if not (p.layer < start if is_entry else _same_ref(p, q, start, period)):
                 return f", op {node.op.text()}: reads something else than the layer before it"
     return ""
 
 
 def _same_ref(p: Ref, q: Ref, start: int, period: int) -> bool:
+    """Return whether operand `q` corresponds to operand `p` of one period earlier, in a run from layer `start`."""
     if p.op is not None and q.op is not None:
         return p.op.type == q.op.type if isinstance(p.op, Param) and isinstance(q.op, Param) else p.op == q.op
     if p.layer >= start and q.layer >= start:
@@ -261,7 +270,7 @@ def _same_ref(p: Ref, q: Ref, start: int, period: int) -> bool:
 
 
 def _entry_conflict(layers: Sequence[Layer], start: int, period: int) -> str:
-    """Why the first iteration's operands are not the initial values of carries; empty if they are."""
+    """Return why the first iteration does not give every carry a single initial value; "" if it does."""
     initial: dict[Ref, Ref] = {}
     for number in range(start + period, start + 2 * period):
         for refs_a, refs_b in zip(layers[number - period].refs, layers[number].refs, strict=True):

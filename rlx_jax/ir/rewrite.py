@@ -1,4 +1,4 @@
-"""Rewrites of a graph: what becomes of each node, regions included."""
+"""Rewrites of graphs: `rewrite` rebuilds a graph node by node, including regions, with a function for each node."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Param, TypeC
 from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.weight_reads import WeightSource, read_from
 
-# Given the builder, a node's number, the node and its already rewritten operands: the values that replace its
-# results, None to keep the node, or () to drop a node that nothing reads.
+# A function of the builder, a node's number, the node and its already rewritten operands. It returns the values that
+# replace the node's results, None to keep the node, or () to drop a node that nothing reads.
 Rewrite = Callable[[Builder, int, Node, tuple[Value, ...]], tuple[Value, ...] | None]
 
 
@@ -19,12 +19,19 @@ def rewrite(
     graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str = "",
     given: tuple[TensorType, ...] = (),
 ) -> Graph:  # fmt: skip
-    """Rebuild `graph` node by node, regions first. `enter(graph)` is called for the graph and every region.
+    """Return `graph` rebuilt node by node, regions first.
 
-    All types are inferred again, so a change of a leaf's type flows through the whole program.
+    All types are inferred again, so that a new type of a leaf propagates through the program.
+
+    Args:
+        graph: a program or a region.
+        enter: called for the graph and every region; returns the rewrite of its nodes.
+        types: infers the types.
+        by: the name of the pass, recorded on new nodes.
+        given: the operand types of the region, if the graph is one.
     """
     b = Builder(graph.name, types)
-    b.inputs = list(graph.inputs)  # the signature stays, used or not
+    b.inputs = list(graph.inputs)  # inputs remain in the signature even if nothing reads them
     fn = enter(graph)
     mapped: dict[Value, Value] = {}
     for number, node in enumerate(graph.nodes):
@@ -32,37 +39,39 @@ def rewrite(
         op = node.op
         if isinstance(op, BodyInput) and given:
             op = BodyInput(op.index, type=given[op.index])
-        if op.regions() and len(inputs) == len(node.inputs):  # else an operand was dropped, and this node will be
+        if op.regions() and len(inputs) == len(
+            node.inputs
+        ):  # otherwise an operand was dropped, and `fn` drops this node too
             operand_types = tuple(b.type(v) for v in inputs)
             op = op.with_regions(tuple(rewrite(r, enter, types, by, operand_types) for r in op.regions()))
         start = len(b.nodes)
         with b.at(node.origin), located(node.origin):
-            new = fn(b, number, replace(node, op=op), inputs)
-            if new is None:
-                new = b.append(op, *inputs)
+            results = fn(b, number, replace(node, op=op), inputs)
+            if results is None:
+                results = b.append(op, *inputs)
         _stamp(b, start, node, by)
-        if new and len(new) != len(node.types):
-            raise GraphError(f"{by or 'rewrite'}: {node.op.text()} has {len(node.types)} results, got {len(new)}")
-        mapped.update({Value(number, i): v for i, v in enumerate(new)})
+        if results and len(results) != len(node.types):
+            raise GraphError(f"{by or 'rewrite'}: {node.op.text()} has {len(node.types)} results, got {len(results)}")
+        mapped.update({Value(number, i): v for i, v in enumerate(results)})
     b.writes.extend((leaf, mapped[v]) for leaf, v in graph.writes)
     return b.finish([mapped[v] for v in graph.outputs], graph.output_names)
 
 
 def everywhere(fn: Rewrite) -> Callable[[Graph], Rewrite]:
-    """The same rewrite in the graph and in every region."""
+    """Return an `enter` function for `rewrite` that applies `fn` in the graph and in every region."""
     return lambda graph: fn
 
 
 def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
-    """Name the pass on nodes that are new."""
+    """Record the pass `by` on the nodes from `start` on that differ from `node`."""
     for i in range(start, len(b.nodes)):
-        made = b.nodes[i]
-        if made.op != node.op and by and not isinstance(made.op, Leaf):
-            b.nodes[i] = replace(made, origin=replace(made.origin, by=by))
+        new_node = b.nodes[i]
+        if new_node.op != node.op and by and not isinstance(new_node.op, Leaf):
+            b.nodes[i] = replace(new_node, origin=replace(new_node.origin, by=by))
 
 
 def bind_params(graph: Graph, source: WeightSource, types: TypeCache) -> Graph:
-    """Point parameters at what the source stores, cast to the declared dtype."""
+    """Return the graph with parameters that read the tensors of `source`, cast to their declared dtypes."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, Param):

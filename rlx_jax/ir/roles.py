@@ -1,4 +1,4 @@
-"""What the axes of parameters, states and values are. One table maps these roles to the axes of a mesh of devices."""
+"""Roles of the axes of parameters, states and values, such as "heads". A sharding maps roles to axes of a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx_jax.ir.types import TensorType, is_static
 
 R = TypeVar("R", bound=Role)
 
-# Every role, and what has it.
+# Every role, and the axes that have it.
 ROLES: Mapping[str, str] = {
     "batch": "rows of a request, or of a training batch",
     "sequence": "tokens of a row",
@@ -28,20 +28,28 @@ ROLES: Mapping[str, str] = {
 
 
 def check_roles(roles: Sequence[R], t: TensorType, where: str) -> tuple[R, ...]:
-    """A role, or None, or several side by side, for every axis.
+    """Check the roles that a user gives to the axes of `t`, and return them as a tuple.
+
+    Args:
+        roles: for each axis a role, None, or `Parts`.
+        t: the type of the value.
+        where: the beginning of messages.
 
     Raises:
-        GraphError: another number of axes than `t` has, an unknown role, or one that stands twice.
+        GraphError: there is not one role for each axis of `t`, a role is unknown or occurs twice, or the parts of an
+            axis do not add up to its size.
     """
     if isinstance(roles, str) or not isinstance(roles, Sequence):
         raise GraphError(f"{where}: roles are one name, or None, for each axis; got {shown(roles)}")
-    each = [role for axis in roles for role in ([r for _, r in axis.of] if isinstance(axis, Parts) else [axis])]
-    for role in each:
+    flat_roles = [role for axis in roles for role in ([r for _, r in axis.of] if isinstance(axis, Parts) else [axis])]
+    for role in flat_roles:
         if role is not None and role not in ROLES:
-            close = did_you_mean(role, ROLES) if isinstance(role, str) else ""
-            raise GraphError(f"{where}: there is no role {shown(role)}; roles are {listing(ROLES, len(ROLES))}{close}")
-    named = [role for role in roles if role is not None]
-    if len(roles) != t.rank or len(set(named)) < len(named):
+            suggestion = did_you_mean(role, ROLES) if isinstance(role, str) else ""
+            raise GraphError(
+                f"{where}: there is no role {shown(role)}; roles are {listing(ROLES, len(ROLES))}{suggestion}"
+            )
+    axis_roles = [role for role in roles if role is not None]
+    if len(roles) != t.rank or len(set(axis_roles)) < len(axis_roles):
         raise GraphError(f"{where}: {t} needs one role, or None, for each of its axes, each once; got {shown(roles)}")
     for axis, dim in zip(roles, t.shape, strict=True):
         if isinstance(axis, Parts) and is_static(dim) and sum(size for size, _ in axis.of) != dim:
@@ -50,38 +58,39 @@ def check_roles(roles: Sequence[R], t: TensorType, where: str) -> tuple[R, ...]:
 
 
 def agreed(first: Roles, second: Roles) -> Roles:
-    """Merge the roles that two uses of one weight give to its axes.
+    """Return the common roles of a weight's axes, given the roles by two of its uses.
 
-    A table that ids look up, and that is the head too, is a head; keys and values that are as many as queries may be
-    called after these. Other roles that differ are a `Conflict`, which matters only on a mesh that divides one of them.
+    An embedding table that is also the output head has the role "vocab". If one use has "heads" and the other
+    "kv_heads", which may happen if their numbers are equal, the result is "kv_heads". Other roles that differ become a
+    `Conflict`, which matters only on a mesh that shards one of them.
     """
-    found: list[Role] = []
-    for one, other in zip(first, second, strict=True):
-        if {one, other} == {"embedding", "vocab"}:
-            found.append("vocab")
-        elif {one, other} == {"heads", "kv_heads"}:
-            found.append("kv_heads")
-        elif one == other or one is None or other is None:
-            found.append(one or other)
+    merged: list[Role] = []
+    for left, right in zip(first, second, strict=True):
+        if {left, right} == {"embedding", "vocab"}:
+            merged.append("vocab")
+        elif {left, right} == {"heads", "kv_heads"}:
+            merged.append("kv_heads")
+        elif left == right or left is None or right is None:
+            merged.append(left or right)
         else:
-            both = [role.of if isinstance(role, Conflict) else (role,) for role in (one, other)]
-            found.append(Conflict(tuple(dict.fromkeys(role for roles in both for role in roles))))
-    return tuple(found)
+            role_lists = [role.of if isinstance(role, Conflict) else (role,) for role in (left, right)]
+            merged.append(Conflict(tuple(dict.fromkeys(role for roles in role_lists for role in roles))))
+    return tuple(merged)
 
 
 def roles_of_bias(out: Role) -> Roles:
-    """Of what is added to a product whose last axis is `out`."""
+    """Return the roles of a bias, given the role `out` of the last axis of the product that it is added to."""
     return ("channel" if out == "hidden" else out,)
 
 
 def of_program(program: Program, known: Mapping[str, Roles]) -> Roles:
-    """The roles of a parameter's axes, from those of the tensors that it is made of: `known`, by checkpoint key."""
+    """Return the roles of a parameter's axes, given the roles of checkpoint tensors by key (`known`)."""
     if isinstance(program, Key):
         return known.get(program.key) or (("channel",) if program.type.rank == 1 else (None,) * program.type.rank)
     return program.roles(*(of_program(part, known) for part in program.parts))
 
 
 def of_dims(t: TensorType) -> tuple[str | None, ...]:
-    """The roles that the dims of a value have by their names: `batch` and `seq` have meaning."""
-    meaning = {"batch": "batch", "seq": "sequence"}
-    return tuple(meaning.get(str(dim)) for dim in t.shape)
+    """Return the roles of a value's axes by the names of its symbolic sizes: `batch` and `seq` have roles."""
+    role_by_symbol = {"batch": "batch", "seq": "sequence"}
+    return tuple(role_by_symbol.get(str(dim)) for dim in t.shape)

@@ -97,7 +97,7 @@ def _ref(value: Value) -> list[int]:
 def _encode_node(graph: Graph, node: Node, closure: Closure | None) -> dict[str, Any]:
     op = node.op
     try:
-        if isinstance(op, BodyInput):  # without its type, which is that of the region's operand
+        if isinstance(op, BodyInput):  # its type is left out: the region's operand has it
             encoded: Any = {"BodyInput": {"index": op.index}}
         elif isinstance(op, Repeat):
             fields = {"count": op.count, "carries": op.carries, "body": encode_graph(op.body, closure)}
@@ -155,8 +155,8 @@ def encode(value: Any) -> Any:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass that differ from their default, as JSON data."""
-    shown = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-    return {f.name: encode(v) for f, v in shown if v != _default(f)}
+    values = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+    return {f.name: encode(v) for f, v in values if v != _default(f)}
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Dumps: every level prints the same way, and the text is stable between runs."""
+"""Text dumps of graphs, and summaries by block. All levels share one format, and the text is the same in every run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx_jax.ir.table import TextTable
 
 
 def dump(graph: Graph, level: str, note: str = "") -> str:
-    """The text of a HIR or MIR graph.
+    """Return the text of a HIR or MIR graph.
 
     hir @name (n nodes, m outputs, …)
       block ops: Kind=count, …
@@ -22,7 +22,7 @@ def dump(graph: Graph, level: str, note: str = "") -> str:
       …
       return h7
 
-    At MIR the same lines stand in `mir @name { graph @name … }`, kinds by count, values as %0, %1 …
+    A MIR dump has the same lines inside `mir @name { graph @name … }`, with kinds sorted by count and values %0, %1 …
     """
     if level != "hir":
         return f"mir @{graph.name} {{\n{dump_graph(graph)}\n}}"
@@ -32,7 +32,7 @@ def dump(graph: Graph, level: str, note: str = "") -> str:
 
 
 def dump_graph(graph: Graph) -> str:
-    """The text of a MIR graph; its arena is what all values would take side by side."""
+    """Return the text of a MIR graph. Its "arena" is the total size of all values without any reuse of memory."""
     kinds = sorted(_kinds(graph).items(), key=lambda item: (-item[1], item[0]))
     sizes = [t.nbytes for n in graph.nodes for t in n.types if t.is_static]
     symbolic = any(not t.is_static for n in graph.nodes for t in n.types)
@@ -43,7 +43,7 @@ def dump_graph(graph: Graph) -> str:
 
 
 def bytes_text(size: int) -> str:
-    """`1.4 MB`.
+    """Return a number of bytes as text with a binary unit.
 
     >>> bytes_text(12), bytes_text(1_400_000)
     ('12 B', '1.3 MB')
@@ -70,6 +70,7 @@ def _lines(graph: Graph, mark: str, indent: str) -> Iterator[str]:
     width = max(map(len, tags), default=0)
     for number, (node, tag) in enumerate(zip(graph.nodes, tags, strict=True)):
         text = node.op.text()
+        # HIR may contain tensor ops of MIR; the prefix shows that a line is not a block.
         if mark == "h" and not isinstance(node.op, Leaf | Hir) and not node.op.regions():
             text = f"mir({text})"
         operands = f"({', '.join(_ref(graph, v, mark) for v in node.inputs)})" if node.inputs else ""
@@ -87,7 +88,7 @@ def _lines(graph: Graph, mark: str, indent: str) -> Iterator[str]:
 
 
 def _tag(node: Node, number: int, mark: str) -> str:
-    """A node's id, with the name of an input or a parameter."""
+    """Return a node's id, with the name if it is an input or a parameter."""
     match node.op:
         case Input(input=name):
             return f'{mark}{number} [input "{name}"]'
@@ -102,7 +103,7 @@ def _ref(graph: Graph, value: Value, mark: str) -> str:
 
 
 def block_paths(graph: Graph) -> set[Path]:
-    """The paths of all blocks, those around others too."""
+    """Return the paths of all blocks, including enclosing blocks without nodes of their own."""
     paths = {node.origin.path for _, node in graph.walk()}
     return {path[:end] for path in paths for end in range(1, len(path) + 1)}
 
@@ -110,29 +111,42 @@ def block_paths(graph: Graph) -> set[Path]:
 def summary(
     graph: Graph, placed: Callable[[Program], tuple[str, int]] | None = None, unread: Collection[str] = ()
 ) -> str:
-    """One row for each block path: what leaves it, and the weights it reads. With `placed` also how each weight is
-    divided over devices, and the bytes that one of them has. `unread` are inputs that are left out."""
+    """Return a table with one row for each block path: its output, its number of parameters, and the weights it reads.
+
+    Args:
+        graph: the HIR.
+        placed: returns the sharding of a weight as text, and its bytes on one device; the table then has both.
+        unread: the inputs that the first line omits.
+    """
     rows = block_rows(graph)
     head = ["block", "output", "parameters", *([] if placed is None else ["bytes of one device"]), "weights"]
-    table, total, held = list[list[str]](), 0, 0
+    table, total, device_bytes = list[list[str]](), 0, 0
     for path, row in rows.items():
         total += row.count
-        weights, bytes_ = list(row.weights), ""
+        weights, bytes_cell = list(row.weights), ""
         if placed is not None:
             weights = [f"{name} {placed(programs[0])[0]}" for name, programs in row.weights.items()]
-            here = sum(placed(program)[1] for program in row.new)
-            held, bytes_ = held + here, f"{here:,}" if here else ""
+            block_bytes = sum(placed(program)[1] for program in row.new)
+            device_bytes, bytes_cell = device_bytes + block_bytes, f"{block_bytes:,}" if block_bytes else ""
         count = f"{row.count:,}" if row.count else ""
-        table.append([path_text(path), row.shape, count, *([] if placed is None else [bytes_]), ", ".join(weights)])
-    first = f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs if i.input not in unread)}"
-    of_one = "" if placed is None else f", {held:,} bytes of them on one device"
-    shown = TextTable(table, head, left=len(head), indent="  ")
-    return f"{first}\n{shown}\n  {total:,} parameters{of_one}"
+        table.append([path_text(path), row.shape, count, *([] if placed is None else [bytes_cell]), ", ".join(weights)])
+    signature = f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs if i.input not in unread)}"
+    device_note = "" if placed is None else f", {device_bytes:,} bytes of them on one device"
+    text_table = TextTable(table, head, left=len(head), indent="  ")
+    return f"{signature}\n{text_table}\n  {total:,} parameters{device_note}"
 
 
 @dataclass
 class Row:
-    """Of a summary: what leaves a block, its weights by name, those that no row before it has, and their elements."""
+    """One row of a summary.
+
+    Attributes:
+        output: the types of the values that leave the block.
+        iterations: the number of layers, if the block is in a region.
+        weights: the programs of each weight, by name.
+        new: the weights that no earlier row has.
+        count: the number of elements of these.
+    """
 
     output: str = ""
     iterations: int = 1
@@ -142,12 +156,12 @@ class Row:
 
     @property
     def shape(self) -> str:
-        """What leaves the block in each layer, and how many there are."""
+        """The output of the block, with the number of layers if there are several."""
         return f"{self.output} × {self.iterations}" if self.iterations > 1 else self.output
 
 
 def block_rows(graph: Graph) -> dict[Path, Row]:
-    """Return what leaves each block and the weights that it reads. One that two share is counted in the first."""
+    """Return the output of each block and the weights that it reads. A shared weight counts in the first block only."""
     rows: dict[Path, Row] = {}
     _collect(graph, rows, set(), 1)
     return rows
@@ -167,7 +181,9 @@ def _collect(graph: Graph, rows: dict[Path, Row], counted: set[Program], iterati
             programs = tuple(dict.fromkeys(op.programs))
             if (name := leaf_name(Stack(programs))) not in row.weights:
                 row.weights[name] = programs
-                new = [program for program in programs if program not in counted]
-                row.new += new
-                row.count += sum((p.of if isinstance(p, Padded) else p).type.size for p in new)  # no one's padding
+                new_programs = [program for program in programs if program not in counted]
+                row.new += new_programs
+                row.count += sum(
+                    (p.of if isinstance(p, Padded) else p).type.size for p in new_programs
+                )  # without padding
                 counted.update(programs)

@@ -1,7 +1,7 @@
-"""What is true of an op, written on its class: passes, plan and reports choose by it, and none of them lists classes.
+"""Traits of ops, declared on the op class. Passes, plan and reports decide by traits instead of lists of classes.
 
-Nothing here has a default. An op that leaves a fact open is an error when it is defined, so that no pass narrows, moves
-or counts it by a rule that was never meant for it.
+Traits have no defaults. A class without them is an error when it is defined, so that no pass narrows, moves or counts
+an op by a rule that was not meant for it.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir.types import TensorType
 
 Types = Sequence[TensorType]
-# From an op, the static types of its operands and of its results: a number of operations or bytes.
+# `(op, operand types, result types) → number of operations or bytes`; the types are static.
 Count = Callable[[Any, Types, Types], int]
 
-# Products and whatever else is worth a narrow dtype; sums over many values; functions of elements; what moves values;
-# what writes the state in place, which has its own dtype.
+# compute: products, and other ops that a narrow dtype speeds up; reduction: sums over many values; elementwise:
+# functions of single elements; movement: ops that only move values; state: writes of the state in place, in its dtype.
 Numeric = Literal["compute", "reduction", "elementwise", "movement", "state"]
 
 
 def nothing(op: Any, operands: Types, results: Types) -> int:
-    """None."""
+    """Return 0."""
     return 0
 
 
 def each_once(op: Any, operands: Types, results: Types) -> int:
-    """Every operand is read once, every result written once."""
+    """Return the bytes of an op that reads every operand once and writes every result once."""
     return sum(t.nbytes for t in (*operands, *results))
 
 
 def results_moved(op: Any, operands: Types, results: Types) -> int:
-    """What is kept of the first operand is read and written; the others, such as indices, are read."""
+    """Return the bytes of an op that copies a part of its first operand and reads the others, such as indices."""
     return 2 * sum(t.nbytes for t in results) + sum(t.nbytes for t in operands[1:])
 
 
 def results_written(op: Any, operands: Types, results: Types) -> int:
-    """Operands give a shape alone."""
+    """Return the bytes of an op that reads only the shapes of its operands."""
     return sum(t.nbytes for t in results)
 
 
 def first_moved(op: Any, operands: Types, results: Types) -> int:
-    """The first operand is read; the others lend their sizes alone."""
+    """Return the bytes of an op that reads its first operand and only the shapes of the others."""
     return operands[0].nbytes + results[0].nbytes
 
 
@@ -52,18 +52,22 @@ ViewOffset = Callable[[Any, Types, Types], int | None]
 
 @dataclass(frozen=True)
 class Traits:
-    """Of a tensor op.
+    """Traits of a tensor op.
 
-    numeric: its class, which `precision.mixed` chooses a dtype for.
-    narrows: how many of its first operands take that dtype; None: all. Masks and tables keep their range.
-    widens: where one operand has to stay f32 (logits, tables), the op runs in f32; if not, all are cast to the compute
-        dtype.
-    pinned: it has a field `precision`, for the algorithm of its products.
-    flops: multiply-adds × 2 of its contractions. bytes: what it reads and writes, run alone.
-    workspace: scratch memory beside operands and results.
-    view: how many bytes into its first operand the result begins, where it is a part of it; None where it is not.
-    writes: the (result, operand) whose memory is one where the operand is a state leaf that is donated.
-    stored: it can be written as JSON: attributes that are values.
+    Attributes:
+        numeric: the numeric class, for which `precision.mixed` chooses a dtype.
+        narrows: the number of leading operands that are cast to that dtype; None means all. Masks and tables keep their
+            dtype, because they need its range.
+        widens: whether the op runs in f32 if one operand must stay f32 (logits, tables). Otherwise all operands are
+            cast to the compute dtype.
+        pinned: whether the op has a field `precision`, for the algorithm of its products.
+        flops: returns 2 × the multiply-adds of its contractions.
+        bytes: returns the bytes that the op reads and writes if it is not fused with others.
+        workspace: returns the bytes of scratch memory in addition to operands and results.
+        view: returns the byte offset of the result in the first operand if the result is a contiguous part of it;
+            otherwise None.
+        writes: pairs (result, operand) that share memory if the operand is a donated state leaf.
+        stored: whether the op can be serialized to JSON, because its attributes are plain values.
     """
 
     numeric: Numeric
@@ -78,7 +82,7 @@ class Traits:
     stored: bool
 
 
-# Facts that several ops share; an op may replace some (`dataclasses.replace`).
+# Common traits; an op may change some of them (`dataclasses.replace`).
 ELEMENTWISE = Traits(
     "elementwise", narrows=None, widens=True, pinned=False, flops=nothing, bytes=each_once, workspace=nothing,
     view=lambda op, operands, results: None, writes=(), stored=True,
@@ -91,17 +95,19 @@ STATE = replace(ELEMENTWISE, numeric="state", narrows=0, widens=False, writes=((
 
 
 def product_traits(flops: Count) -> Traits:
-    """A product with a field `precision`."""
+    """Return the traits of a matrix product with a field `precision`, given its `flops`."""
     return replace(ELEMENTWISE, numeric="compute", widens=False, pinned=True, flops=flops)
 
 
 @dataclass(frozen=True)
 class BlockTraits:
-    """Of a block.
+    """Traits of a block.
 
-    composite: it expands into other blocks, before programs are derived.
-    keeps_f32: it takes f32 tables beside other operands, or makes them: a compute dtype leaves its operands alone.
-    stored: it can be written as JSON.
+    Attributes:
+        composite: whether the block expands into other blocks, before programs are derived.
+        keeps_f32: whether the block reads or returns f32 tables, so that a compute dtype does not apply to its
+            operands.
+        stored: whether the block can be serialized to JSON.
     """
 
     composite: bool
@@ -109,7 +115,7 @@ class BlockTraits:
     stored: bool
 
 
-# Most blocks; those that expand into blocks; those that read or make rotary tables and positions.
+# For most blocks; for blocks that expand into blocks; for blocks that read or return rotary tables and positions.
 BLOCK = BlockTraits(composite=False, keeps_f32=False, stored=True)
 COMPOSITE = BlockTraits(composite=True, keeps_f32=False, stored=True)
 TABLES = BlockTraits(composite=False, keeps_f32=True, stored=True)
@@ -117,21 +123,22 @@ TABLES = BlockTraits(composite=False, keeps_f32=True, stored=True)
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal numbers with deviation 1/√`fan_in`."""
+    """A normal distribution with mean 0 and standard deviation 1/√`fan_in`."""
 
     fan_in: int
 
 
-# How a random weight is drawn: every entry the same number, or normal.
+# The initialization of a weight: a constant, or a normal distribution.
 Initial = float | Normal
 
 
 def check_traits(cls: type[Any], kind: type[Any], example: str) -> None:
-    """A class says what is true of its ops.
+    """Check that a class declares its traits itself.
 
     Raises:
-        GraphError: it does not; raised where the class is defined.
+        GraphError: it does not. `__init_subclass__` calls this, so that the definition of the class raises.
     """
+    # Inherited traits do not count: a subclass may compute something else.
     if not isinstance(cls.__dict__.get("traits"), kind):
         raise GraphError(
             f"{cls.__module__}.{cls.__qualname__}: an op says what is true of it, and leaves nothing open: "

@@ -1,4 +1,4 @@
-"""What tracing a function abstractly says of it: result types, how many operands it takes, and jax's errors as ours."""
+"""Type inference by abstract tracing: result types of functions, and JAX's tracing errors as errors of rlx_jax."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError, first_line
 from rlx_jax.ir.types import TensorType
 
+# The errors that JAX raises if traced code needs the value of an array.
 READS_NUMBERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -23,59 +24,71 @@ READS_NUMBERS = (
 
 
 def misfit(op: str, operands: Sequence[TensorType], error: Exception) -> GraphError:
-    """What jax raised while an op, as dumps print it, was traced, as one of our errors."""
-    given, what = ", ".join(map(str, operands)), first_line(error)
+    """Return the error of rlx_jax for an error that JAX raised while it traced an op.
+
+    Args:
+        op: the op as dumps print it.
+        operands: their types.
+        error: the exception of JAX.
+    """
+    operand_types, detail = ", ".join(map(str, operands)), first_line(error)
     if isinstance(error, READS_NUMBERS):
         return GraphError(
-            f"{op} on ({given}) branches on numbers or reads them, and there are none while the flow is "
-            f"traced: use jnp.where, jax.lax.cond or jax.lax.select. {what}"
+            f"{op} on ({operand_types}) branches on numbers or reads them, and there are none while the flow is "
+            f"traced: use jnp.where, jax.lax.cond or jax.lax.select. {detail}"
         )
+    # JAX exports no class for symbolic dimensions, and some failures are plain TypeErrors that mention it.
     if type(error).__name__ == "InconclusiveDimensionOperation" or "_DimExpr" in str(error):
         return ShapeError(
-            f"{op} on ({given}) branches on a symbolic size or counts with it, and one program serves every "
-            f"size: declare the input with a static size to specialise. {what}"
+            f"{op} on ({operand_types}) branches on a symbolic size or counts with it, and one program serves every "
+            f"size: declare the input with a static size to specialise. {detail}"
         )
-    return ShapeError(f"{op} does not fit operands ({given}): {what}")
+    return ShapeError(f"{op} does not fit operands ({operand_types}): {detail}")
 
 
 def types_of(result: Any) -> tuple[TensorType, ...]:
-    """Tensor types of what `jax.eval_shape` returned: an array or a flat tuple or list of arrays."""
+    """Return the tensor types of a result of `jax.eval_shape`: an array, or a flat tuple or list of arrays."""
     leaves = jax.tree.leaves(result)
     return tuple(TensorType(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
 
 
 def as_in_jit() -> AbstractContextManager[None]:
-    """Return a context that traces loops as loops, whatever `jax_disable_jit` is: symbolic sizes have no numbers."""
+    """Return a context in which loops are traced as loops, even with `jax_disable_jit`.
+
+    Without it, JAX would run loops in Python, which fails for symbolic sizes.
+    """
     return jax.disable_jit(False)
 
 
 def traced_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-    """The types of `op.eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
+    """Return the types of `op.eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         return types_of(jax.eval_shape(op.eval, *(t.spec for t in operands)))
 
 
 def kept_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-    """`traced_types` of an op whose attributes are values, kept for all builds of a process: tracing one op takes
-    longer than everything else that is done for it."""
+    """Return `traced_types` for an op with plain values as attributes, cached for all builds of the process.
+
+    Tracing an op takes longer than all other work of the compiler for that op.
+    """
     names = getattr(op, "__dataclass_fields__", ())
-    kinds = tuple(type(getattr(op, name)) for name in names)  # 1, 1.0 and True are equal
-    wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    return _kept(op, operands, kinds, type(op).eval, bool(wide))
+    kinds = tuple(type(getattr(op, name)) for name in names)  # 1, 1.0 and True are equal keys
+    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    return _kept(op, operands, kinds, type(op).eval, bool(x64))
 
 
 @functools.lru_cache(2**14)
 def _kept(
     op: Any, operands: tuple[TensorType, ...], kinds: tuple[type, ...], formula: Callable[..., Any], wide: bool
 ) -> tuple[TensorType, ...]:
-    """`kinds`, `formula` and `wide` tell apart what has other types."""
+    """Return `traced_types`; `kinds`, `formula` and `wide` are in the cache key because the result depends on them."""
     return traced_types(op, operands)
 
 
 def arity(fn: Callable[..., Any]) -> str:
-    """How many operands a function takes, in words."""
+    """Return the number of operands that a function takes, as text: "2", "2 to 3" or "2 or more"."""
     parameters = inspect.signature(fn).parameters.values()
-    least = sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in parameters)
+    num_required = sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in parameters)
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return f"{least} or more"
-    return str(least) if least == len(parameters) else f"{least} to {len(parameters)}"
+        return f"{num_required} or more"
+    return str(num_required) if num_required == len(parameters) else f"{num_required} to {len(parameters)}"

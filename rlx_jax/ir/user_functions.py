@@ -1,9 +1,10 @@
-"""What a user's function computes at its first trace: text and captured arrays, compared at each later trace.
+"""Checks of user functions: what a function computes at its first trace must be the same at every later trace.
 
-A program traces the function again for every size, so that an array changed in place, or a variable bound anew, would
-change the answers of a model from one size to the next. That is an error.
+A program traces the function again for every size. If the user changed a captured array in place, or rebound a
+variable, the results of the model would differ between sizes. That is an error. The comparison covers the text of the
+jaxpr and the captured arrays.
 
-`TokenStep`: a function of one token and one row, traced once: what `emit.recurrent` runs over a sequence.
+`TokenStep` is a function of one token and one row, which `emit.recurrent` scans over a sequence. It is traced once.
 """
 
 from __future__ import annotations
@@ -38,63 +39,76 @@ _attempts = itertools.count()
 
 
 class Captured:
-    """The arrays that the functions of one model captured at its first build, by what else is known of a function."""
+    """The arrays that the functions of one model captured at its first build, by label, operand types and jaxpr."""
 
     def __init__(self) -> None:
         self.closed = False  # the first build is complete
         self._arrays: dict[Hashable, set[tuple[bytes, ...]]] = {}
 
     def record(self, what: str, operands: tuple[TensorType, ...], meaning: Meaning, fn: Callable[..., Any]) -> None:
-        """Record a function of the first build, or check one of a later build against those.
+        """Record a function during the first build, and check one of a later build against the recorded functions.
+
+        Args:
+            what: the label of the function, as in messages.
+            operands: the types that it was traced with.
+            meaning: the jaxpr and the captured arrays.
+            fn: the function itself, for the message.
 
         Raises:
-            GraphError: the first build traced it to the same program over other arrays.
+            GraphError: the first build traced it to the same jaxpr with other captured arrays.
         """
         text, arrays = meaning
-        known = self._arrays.get((what, operands, text))
-        if self.closed and known is not None and arrays not in known:
+        recorded = self._arrays.get((what, operands, text))
+        if self.closed and recorded is not None and arrays not in recorded:
             raise GraphError(changed(what, fn))
         self._arrays.setdefault((what, operands, text), set()).add(arrays)
 
 
 def meaning(closed: Any, precision: bool = True) -> Meaning:
-    """Return what a closed jaxpr computes; without `precision`, whatever the precision of its products."""
-    text = _ADDRESS.sub("", str(closed.jaxpr))
+    """Return what a closed jaxpr computes: its text and the bytes of its captured arrays.
+
+    Without `precision`, the text omits the precision of matrix products.
+    """
+    text = _ADDRESS.sub("", str(closed.jaxpr))  # addresses of functions differ between traces
     arrays = (np.asarray(a).tobytes() for a in captured_arrays(closed) if not isinstance(a, jax.core.Tracer))
     return text if precision else _PRECISION.sub("", text), tuple(arrays)
 
 
 def trace(fn: Callable[..., Any], operands: Sequence[TensorType]) -> tuple[Any, Any]:
-    """Return the jaxpr of a function, and what it returns. JAX may know the traces of functions that it calls."""
-    with as_in_jit():  # a function of its own, as JAX knows the trace of one that it has seen
+    """Return the jaxpr of a function, and the pytree of its result types.
+
+    JAX may still use cached traces of the functions that `fn` calls; see `trace_anew`.
+    """
+    with as_in_jit():  # a new lambda, because JAX caches the traces of functions that it has seen
         closed, out = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*(t.spec for t in operands))  # noqa: PLW0108
     return closed, out
 
 
 def trace_anew(fn: Callable[..., Any], operands: Sequence[TensorType]) -> Any:
-    """Return the jaxpr of a function as of now: the metadata keep JAX from using what it knows of functions inside."""
+    """Return the jaxpr of a function as it is now, without cached traces of the functions that it calls."""
+    # The metadata are a part of the key of JAX's trace caches, so a new value makes all of them miss.
     with set_xla_metadata(rlx_jax_trace=str(next(_attempts))):
         return trace(fn, operands)[0]
 
 
 def changed(what: str, fn: Callable[..., Any]) -> str:
-    """Return the message for a function that would compute something else than at its first trace."""
+    """Return the error message for a function with captured values that changed after its first trace."""
     try:
-        seen = inspect.getclosurevars(fn)
-        found = {**seen.nonlocals, **seen.globals}
-        names = sorted(n for n, v in found.items() if isinstance(v, np.ndarray | float | int))
-    except TypeError:  # no function of Python
+        closure_vars = inspect.getclosurevars(fn)
+        variables = {**closure_vars.nonlocals, **closure_vars.globals}
+        names = sorted(n for n, v in variables.items() if isinstance(v, np.ndarray | float | int))
+    except TypeError:  # not a Python function, such as a `functools.partial`
         names = []
-    read = f" (it reads {', '.join(names)})" if names else ""
+    hint = f" (it reads {', '.join(names)})" if names else ""
     return (
-        f"{what}: what the function captures{read} has changed since the model was built, so that programs of other "
+        f"{what}: what the function captures{hint} has changed since the model was built, so that programs of other "
         "sizes would not agree with those that are there. Make it a weight (emit.param) or an input of the flow, or "
         "build and compile a new flow after the change, with a new function where JAX has compiled this one"
     )
 
 
 def captured_arrays(closed: Any) -> Iterator[Any]:
-    """The constant arrays in a closed jaxpr; those of nested jits are not among its own `consts`."""
+    """Return the constant arrays in a closed jaxpr, including arrays of nested jits, which its `consts` lack."""
     yield from (c for c in getattr(closed, "consts", ()) if hasattr(c, "nbytes"))
     for equation in closed.eqns:
         for inner in inner_jaxprs(equation):
@@ -105,7 +119,8 @@ def check_captures(what: str, arrays: Sequence[Any]) -> None:
     """Check the arrays that a function captures.
 
     Raises:
-        GraphError: an earlier call consumed one, or together they are over `MAX_CAPTURED`; `what` begins the message.
+        GraphError: an earlier call consumed (donated) one of them, or together they exceed `MAX_CAPTURED` bytes. The
+            message begins with `what`.
     """
     if any(map(is_consumed, arrays)):
         raise GraphError(f"{what} captures an array that an earlier call consumed: it has no values any more")
@@ -115,31 +130,36 @@ def check_captures(what: str, arrays: Sequence[Any]) -> None:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The jaxprs of an equation, closed or open: what a call, a loop or a branch does inside."""
+    """Return the jaxprs inside an equation, closed or open, such as the body of a call, a loop or a branch."""
     for value in equation.params.values():
         yield from (item for item in (value if isinstance(value, tuple | list) else (value,)) if hasattr(item, "eqns"))
 
 
 def is_consumed(array: Any) -> bool:
-    """Whether an array was donated to an earlier call, or is traced by `jax.grad` or `jax.vmap` and stands for one that
-    was. What `jax.jit` traces has no values to look for.
+    """Return whether an array was donated to an earlier call and so has no values any more.
+
+    For a tracer of `jax.grad` or `jax.vmap` this is true if the underlying array was donated. A tracer of `jax.jit` has
+    no underlying array, so the result is False.
     """
-    while isinstance(array, jax.core.Tracer):
+    while isinstance(array, jax.core.Tracer):  # transformations nest
         array = getattr(array, "primal", getattr(array, "val", None))
     return isinstance(array, jax.Array) and array.is_deleted()
 
 
 @dataclass(frozen=True)
 class TokenStep:
-    """`fn(*state, *x_t, *params) -> (state, y_t)` on arrays without batch and tokens, of the types `given`.
+    """A step function `fn(*state, *x_t, *params) -> (state, y_t)` on arrays without the batch and token axes.
 
-    It is traced when it is made, and what was traced is what runs: a function that would compute something else when
-    it is traced again is refused. Two steps are equal if they compute the same from the same arrays that they captured.
+    It is traced when it is created, and programs run that trace: a function that computes something else when it is
+    traced again is refused. Two steps are equal if they have the same operand types, jaxpr and captured arrays.
 
     Attributes:
-        label: what dumps and messages call it.
-        text, captured: what it computes, but for the precision of products.
-        results: the types of what it gives, flat; y_form: the pytree that y is.
+        label: the name in dumps and messages.
+        given: the types of the operands.
+        text, captured: the jaxpr, without the precision of products, and the bytes of the captured arrays.
+        results: the types of the flattened results.
+        y_form: the pytree structure of y.
+        traces: the closed jaxprs by the precision of products.
     """
 
     label: str
@@ -149,52 +169,53 @@ class TokenStep:
     results: tuple[TensorType, ...] = field(compare=False)
     y_form: Any = field(compare=False, repr=False)
     fn: Callable[..., Any] = field(compare=False, repr=False)
-    traces: dict[str, Any] = field(compare=False, repr=False)  # by the precision of products
+    traces: dict[str, Any] = field(compare=False, repr=False)
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """What it captured."""
+        """The captured arrays."""
         return tuple(captured_arrays(self.traces["default"]))
 
     @property
     def digest(self) -> str:
-        """Of what it computes."""
+        """A hash of the jaxpr and the captured arrays: 16 hexadecimal digits."""
+        # Each part is preceded by its length, so that different splits of the same bytes have different hashes.
         parts = (self.text.encode(), *self.captured)
         return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()[:16]
 
     @property
     def jaxpr(self) -> Any:
-        """What it computes."""
+        """The open jaxpr at default precision."""
         return self.traces["default"].jaxpr
 
     def function(self, precision: str) -> Callable[..., Sequence[Any]]:
-        """What runs: products in `precision`.
+        """Return the function that programs run, with matrix products in `precision`.
 
         Raises:
-            GraphError: the function is not the one that was traced before.
+            GraphError: the user's function computes something else than when it was traced first.
         """
         if precision not in self.traces:
             with as_in_jit(), jax.default_matmul_precision(precision):
-                self.traces[precision] = again = jax.make_jaxpr(self.fn)(*(t.spec for t in self.given))
-            if meaning(again, precision=False)[0] != self.text:
+                self.traces[precision] = retraced = jax.make_jaxpr(self.fn)(*(t.spec for t in self.given))
+            if meaning(retraced, precision=False)[0] != self.text:
                 raise GraphError(_unsteady(self.label))
-        # Its constants are the user's arrays.
+        # A cached trace refers to the user's arrays themselves, which may have changed in place since.
         if meaning(self.traces[precision], precision=False) != (self.text, self.captured):
             raise GraphError(changed(f"recurrent({self.label})", self.fn))
-        made: Callable[..., Sequence[Any]] = jex.jaxpr_as_fun(self.traces[precision])
-        return made
+        traced_fn: Callable[..., Sequence[Any]] = jex.jaxpr_as_fun(self.traces[precision])
+        return traced_fn
 
 
 def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType]) -> TokenStep:
-    """The step that a function is.
+    """Trace a function and return it as a `TokenStep`.
 
     Raises:
-        GraphError: it has effects, calls back to Python, captures what another trace computes or an array that an
-            earlier call consumed, or is another function when it is traced again.
+        GraphError: it has side effects, calls back to Python, captures a tracer of another trace or an array that an
+            earlier call consumed, or computes something else when it is traced again.
     """
     try:
         closed, (_, y) = trace(fn, given)
-        again, _ = trace(fn, given)
+        retraced, _ = trace(fn, given)
     except jax.errors.UnexpectedTracerError as error:
         raise GraphError(_of_another_trace(label)) from error
     except (RlxError, RecursionError):
@@ -205,25 +226,25 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         raise GraphError(_of_another_trace(label))
     check_captures(f"recurrent({label})", arrays)
-    outside = sorted({*(type(e).__name__ for e in closed.effects), *callbacks(closed.jaxpr)})
-    if outside:
+    effects = sorted({*(type(e).__name__ for e in closed.effects), *callbacks(closed.jaxpr)})
+    if effects:
         raise GraphError(
-            f"recurrent({label}) has effects beside its results ({', '.join(outside)}): a step is a pure function of "
+            f"recurrent({label}) has effects beside its results ({', '.join(effects)}): a step is a pure function of "
             "the state, the token and the parameters"
         )
     text, captured = meaning(closed, precision=False)
-    if (text, captured) != meaning(again, precision=False):
+    if (text, captured) != meaning(retraced, precision=False):
         raise GraphError(_unsteady(label))
     results = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in closed.out_avals)
-    form = jax.tree.structure(y)
-    return TokenStep(label, tuple(given), text, captured, results, form, fn, {"default": closed})
+    y_form = jax.tree.structure(y)
+    return TokenStep(label, tuple(given), text, captured, results, y_form, fn, {"default": closed})
 
 
 def callbacks(jaxpr: Any) -> set[str]:
-    """The primitives of a jaxpr, those inside of others included, that call Python when they run, or draw anew."""
+    """Return the primitives in a jaxpr, at any depth, that call Python at run time or draw new random numbers."""
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
-    found = {name for name in names if "callback" in name or name == "rng_uniform"}
-    return found.union(*(callbacks(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)))
+    impure = {name for name in names if "callback" in name or name == "rng_uniform"}
+    return impure.union(*(callbacks(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)))
 
 
 def _of_another_trace(label: str) -> str:

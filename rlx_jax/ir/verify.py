@@ -1,4 +1,4 @@
-"""The verifier: structure, legality per level, and types inferred again. It runs after every pass, always."""
+"""The verifier checks structure, legality per level, and types, which it infers again. It runs after every pass."""
 
 from __future__ import annotations
 
@@ -12,29 +12,36 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType
 
-# Which kinds of op may stand at which level.
+# The kinds of op that are legal at each level.
 LEGAL: dict[str, tuple[type, ...]] = {
     "hir": (Leaf, Hir, Mir, Repeat), **dict.fromkeys(("mir", "lir"), (Leaf, Mir, Repeat)),
 }  # fmt: skip
 
 
+# The class of the error, and its message.
 Problem = tuple[type[GraphError], str]
 
 
 def verify(graph: Graph, level: str, stage: str, types: TypeCache) -> Graph:
     """Check `graph` and return it.
 
+    Args:
+        graph: of any level.
+        level: "hir", "mir" or "lir".
+        stage: the name of the pass that returned the graph, for the message.
+        types: infers the types again.
+
     Raises:
-        GraphError: lists the problems found, each with the node, its op and its block path; `stage` names the pass.
-            All of them are in its `problems`. The class is that of the problems, if they are of one kind.
+        GraphError: lists the first problems, each with the node, its op and its block path; its `problems` has all. If
+            all problems have one class, the error has that class.
     """
     problems = list(_problems(graph, level, types))
     if problems:
         texts = tuple(text for _, text in problems)
-        kinds = {kind for kind, _ in problems}
-        shown = "\n  ".join(texts[:10]) + (f"\n  and {len(texts) - 10} more" if len(texts) > 10 else "")
-        kind = kinds.pop() if len(kinds) == 1 else GraphError
-        error = kind(f"{level} graph {graph.name!r} is wrong after {stage}:\n  {shown}")
+        kinds = {error_class for error_class, _ in problems}
+        problem_lines = "\n  ".join(texts[:10]) + (f"\n  and {len(texts) - 10} more" if len(texts) > 10 else "")
+        error_class = kinds.pop() if len(kinds) == 1 else GraphError
+        error = error_class(f"{level} graph {graph.name!r} is wrong after {stage}:\n  {problem_lines}")
         error.problems = texts
         raise error
     return graph
@@ -61,7 +68,7 @@ def _problems(graph: Graph, level: str, types: TypeCache, top: bool = True, coun
 def _node_problems(
     graph: Graph, number: int, node: Node, level: str, types: TypeCache, count: int
 ) -> Iterator[Problem]:
-    """`count`: how often the region around the node runs."""
+    """Return the problems of one node. `count` is the number of iterations of the enclosing region."""
     broken = [v for v in node.inputs if v.node >= number or not _exists(graph, v)]
     yield from (_reference_problem(graph, number, v) for v in broken)
     if not node.origin.path:
@@ -70,12 +77,12 @@ def _node_problems(
         yield GraphError, f"not legal at the {level} level"
     if isinstance(node.op, Param) and len(node.op.programs) not in (1, count):
         yield GraphError, f"{len(node.op.programs)} programs where the region runs {count} times"
-    if broken:
+    if broken:  # types cannot be inferred from missing operands
         return
     yield from _type_problems(graph, node, types)
     for region in node.op.regions():
-        given = tuple(graph.type(v) for v in node.inputs)
-        yield from _region_problems(region, given)
+        operand_types = tuple(graph.type(v) for v in node.inputs)
+        yield from _region_problems(region, operand_types)
         inner = _problems(region, level, types, top=False, count=node.op.iterations())
         yield from ((kind, f"> {problem}") for kind, problem in inner)
 
@@ -89,19 +96,19 @@ def _reference_problem(graph: Graph, number: int, value: Value) -> Problem:
 
 
 def _reaches(graph: Graph, start: int, goal: int) -> bool:
-    """Whether `start` reads `goal`, directly or through others."""
-    seen, todo = {start}, [start]
-    while todo:
-        found = {v.node for v in graph.nodes[todo.pop()].inputs if 0 <= v.node < len(graph.nodes)} - seen
-        if goal in found:
+    """Return whether node `start` depends on node `goal`, directly or through other nodes."""
+    visited, pending = {start}, [start]
+    while pending:
+        new_nodes = {v.node for v in graph.nodes[pending.pop()].inputs if 0 <= v.node < len(graph.nodes)} - visited
+        if goal in new_nodes:
             return True
-        seen |= found
-        todo += found
+        visited |= new_nodes
+        pending += new_nodes
     return False
 
 
 def _signature_problems(graph: Graph) -> Iterator[Problem]:
-    """Outputs and their names; inputs declared and read; one type for each weight key."""
+    """Return the problems of the signature: outputs and their names, declared and read inputs, types of weight keys."""
     if not graph.outputs:
         yield GraphError, "there are no outputs"
     if len(graph.output_names) != len(graph.outputs):
@@ -125,16 +132,16 @@ def _twice(names: Iterable[str]) -> list[str]:
 
 
 def _state_problems(graph: Graph) -> Iterator[Problem]:
-    """A state leaf leaves a program with the type it had: anything else cannot be donated."""
-    read = {n.op.leaf: n.op.type for n in graph.nodes if isinstance(n.op, StateRead)}
+    """Return the problems of state writes: a leaf must keep its type, because its buffer is donated."""
+    read_types = {n.op.leaf: n.op.type for n in graph.nodes if isinstance(n.op, StateRead)}
     for leaf, value in graph.writes:
         name = f"state {path_text(leaf.path)}.{leaf}"
-        if leaf not in read and not leaf.every:
+        if leaf not in read_types and not leaf.every:
             yield GraphError, f"{name} is written and never read"
         elif leaf.every:
             continue
-        elif _exists(graph, value) and graph.type(value) != read[leaf]:
-            yield ShapeError, f"{name} is read as {read[leaf]} and written as {graph.type(value)}"
+        elif _exists(graph, value) and graph.type(value) != read_types[leaf]:
+            yield ShapeError, f"{name} is read as {read_types[leaf]} and written as {graph.type(value)}"
 
 
 def _type_problems(graph: Graph, node: Node, types: TypeCache) -> Iterator[Problem]:

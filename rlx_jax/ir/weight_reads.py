@@ -1,4 +1,4 @@
-"""Where programs meet a source: what it stores under their keys, which may be packed or of another dtype."""
+"""`WeightSource`, and the binding of parameter programs to it: its tensors may be packed or have other dtypes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from rlx_jax.ir.types import TensorType
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Where weights come from. `spec` reads headers only; `read` never removes, and several threads call it at once.
+    """The protocol of a source of weights, such as a checkpoint.
 
-    `index` is a slice for each axis, or for the first few; where devices share a tensor, parts of it are read.
-    Of a packed tensor `spec` gives a `PackedSpec`, whose shape and dtype are the logical ones, and `read` the bytes.
+    `spec` reads headers only. `read` does not consume the tensor, and several threads call it at once. Its `index` is a
+    slice for each axis, or for the first axes; devices that shard a tensor read parts of it. For a packed tensor `spec`
+    returns a `PackedSpec` with the logical shape and dtype, and `read` returns the bytes. `where` returns the location
+    of a key, such as its file, for messages.
     """
 
     def keys(self) -> tuple[str, ...]: ...
@@ -32,53 +34,59 @@ class WeightSource(Protocol):
 
 
 def shapes_only(source: WeightSource) -> bool:
-    """Whether a source holds shapes alone, enough to compile and not to run, and says so by an attribute `shapes_only`;
-    of a view, which has what it is of as `source`, whether that does."""
+    """Return whether a source has shapes but no data, which is enough to compile but not to run.
+
+    Such a source has a true attribute `shapes_only`. For a view without that attribute, the result is
+    the underlying source's (its attribute `source`).
+    """
     viewed = getattr(source, "source", None)
     return bool(getattr(source, "shapes_only", viewed is not None and shapes_only(viewed)))
 
 
 def as_stored(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
-    """What a source has under a key, in the dtype it is stored in; a packed tensor in its logical one.
+    """Return the program of a tensor of a source in its dtype there; for a packed tensor, in its logical dtype.
 
     Messages begin with `where`.
 
     Raises:
-        UnsupportedError: packed by a scheme that is not decoded yet. Others: as `packed_types`.
+        UnsupportedError: decoding of the tensor's scheme is not implemented.
+        Others: as `packed_types`.
     """
     if not isinstance(spec, PackedSpec):
         return Key(key, TensorType(tuple(spec.shape), np.dtype(spec.dtype)))
     decoder_of(spec.scheme, where)
-    logical, stored = packed_types(spec.shape, spec.dtype, spec.scheme, where)
-    return Dequantized(Key(key, stored), spec.scheme, logical.dtype)
+    logical, byte_type = packed_types(spec.shape, spec.dtype, spec.scheme, where)
+    return Dequantized(Key(key, byte_type), spec.scheme, logical.dtype)
 
 
 def read_from(program: Program, source: WeightSource) -> Program:
-    """The same program over what `source` stores under its keys, which may be packed otherwise or have other dtypes.
+    """Return the same program over the tensors of `source`, which may have other dtypes or another packing.
 
     Raises:
-        MissingWeightError: the source has no such key. WeightShapeError: it has another shape.
-        UnsupportedError: it is packed by a scheme that is not decoded yet.
+        MissingWeightError: the source does not have a key.
+        WeightShapeError: the source's tensor has another shape.
+        WeightError: exactly one of the declared and the source's dtype is complex.
+        UnsupportedError: decoding of the tensor's scheme is not implemented.
     """
     if isinstance(program, Key | Sliced | Strided | Dequantized):
         return cast(_over_stored(program, source), program.type.dtype)
     if isinstance(program, Cast) and isinstance(program.of, Key | Sliced | Strided | Dequantized):
-        return cast(_over_stored(program.of, source), program.dtype)  # what it was cast to before does not matter
+        return cast(_over_stored(program.of, source), program.dtype)  # the cast starts from the source's dtype now
     return program.over(*(read_from(part, source) for part in program.parts))
 
 
 def _over_stored(program: Any, source: WeightSource) -> Program:
-    """The same over what the source has, without a cast to what was declared."""
+    """Return the same steps over the tensor of the source, without a cast to the declared dtype."""
     declared = program.logical if isinstance(program, Dequantized) else program
     return _stored(declared, source) if isinstance(declared, Key) else declared.over(_over_stored(declared.of, source))
 
 
 def _stored(declared: Key, source: WeightSource) -> Key | Dequantized:
-    """A key as the source has it."""
+    """Return the program of a key in the source, after a check of its shape and dtype."""
     where = f"weight {quote(declared.key)} ({source.where(declared.key)})"
-    stored = as_stored(declared.key, source.spec(declared.key), where)
-    if stored.type.shape != declared.type.shape:
-        raise WeightShapeError(f"{where}: expected {declared.type}, got {stored.type}")
-    if (stored.type.dtype.kind == "c") != (declared.type.dtype.kind == "c"):
-        raise WeightError(f"{where}: expected {declared.type}, got {stored.type}")
-    return stored
+    source_program = as_stored(declared.key, source.spec(declared.key), where)
+    if source_program.type.shape != declared.type.shape:
+        raise WeightShapeError(f"{where}: expected {declared.type}, got {source_program.type}")
+    if (source_program.type.dtype.kind == "c") != (declared.type.dtype.kind == "c"):
+        raise WeightError(f"{where}: expected {declared.type}, got {source_program.type}")
+    return source_program

@@ -1,7 +1,7 @@
-"""HIR: the blocks that stages write. `expand` is a block's meaning, its shape rule and its `fusable` lowering.
+"""HIR: the blocks that stages write. `expand` defines a block's semantics, its shape rule and its `fusable` lowering.
 
-Whatever depends on the sequence is one of these blocks, so that `derive` has one rule for each. All public names of
-these files are names of this package.
+Every operation that depends on the sequence axis is a block, so that `derive` needs one rule for each. The package
+exports all public names of its modules.
 """
 
 from rlx_jax.ir.graph import Hir

@@ -1,7 +1,7 @@
-"""Blocks that stand for several others: a decoder layer, Qwen 3.5's head for drafts, and named groups of two or three.
+"""Composite blocks, which expand into several blocks: a decoder layer, Qwen 3.5's draft head, and small named groups.
 
-They expand before programs are derived, so merging, precision and the policies see what they stand
-for.
+They expand before programs are derived, so that fusion, mixed precision and the policies see the blocks
+inside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlx_jax.ir.types import TensorType, is_static
 DECODER_OPERANDS = ("x", "ln1_g", "ln1_b", "q", "k", "v", "o", "ln2_g", "ln2_b", "gate", "up", "down", "cos", "sin")
 
 
-# Where in the layer each projection stands.
+# The path of each projection inside the layer.
 PROJECTIONS = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 
 DECODER_BIASES = tuple(f"{name}_bias" for name in PROJECTIONS)
@@ -41,7 +41,7 @@ class LlamaDecoderBlock(Hir):
 
     Operands: the 14 of `DECODER_OPERANDS`; `mask` if the mask kind is custom or keep (`[B,T]`)
     or bias (`[B,N,S,T]`); then one operand for each name in `biases`.
-    Weights are `[in, out]` (`contract=0`) or the checkpoint's `[out, in]` (`contract=1`); norms `[H]`.
+    Weights are `[in, out]` (`contract=0`) or `[out, in]` as in checkpoints (`contract=1`); norm weights `[H]`.
     """
 
     traits = COMPOSITE
@@ -55,7 +55,7 @@ class LlamaDecoderBlock(Hir):
     biases: tuple[str, ...] = ()
 
     def declaration(self) -> str:
-        """Return what operands it takes, of the sizes of the block."""
+        """Return the declaration of the operands, with the sizes that the attributes determine."""
         if unknown := [n for n in self.biases if n not in DECODER_BIASES]:
             raise GraphError(f"llama_decoder_block: unknown biases {unknown}, known are {list(DECODER_BIASES)}")
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -72,9 +72,9 @@ class LlamaDecoderBlock(Hir):
         check_heads(self.heads, self.kv_heads)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        v = dict(zip(DECODER_OPERANDS, operands, strict=False))
-        extra = operands[14 : 14 + bool(self.mask.operand)]
-        bias = dict(zip(self.biases, operands[14 + len(extra) :], strict=True))
+        operand_by_name = dict(zip(DECODER_OPERANDS, operands, strict=False))
+        mask_operands = operands[14 : 14 + bool(self.mask.operand)]
+        bias_by_name = dict(zip(self.biases, operands[14 + len(mask_operands) :], strict=True))
         origin = b.origin
 
         def inside(part: str) -> AbstractContextManager[None]:
@@ -82,21 +82,22 @@ class LlamaDecoderBlock(Hir):
 
         def norm(part: str, weights: str, x: Value) -> Value:
             with inside(part):
-                return b(RmsNorm(self.eps), x, v[f"{weights}_g"], v[f"{weights}_b"])
+                return b(RmsNorm(self.eps), x, operand_by_name[f"{weights}_g"], operand_by_name[f"{weights}_b"])
 
         def project(name: str, x: Value) -> Value:
             with inside(PROJECTIONS[name]):
-                given = (bias[f"{name}_bias"],) if f"{name}_bias" in bias else ()
-                return b(Linear(self.contract, bias=bool(given)), x, v[name], *given)
+                bias_operands = (bias_by_name[f"{name}_bias"],) if f"{name}_bias" in bias_by_name else ()
+                return b(Linear(self.contract, bias=bool(bias_operands)), x, operand_by_name[name], *bias_operands)
 
-        x, add, rope = v["x"], Binary("add"), Rope(self.head_dim, self.head_dim)
+        x, add, rope = operand_by_name["x"], Binary("add"), Rope(self.head_dim, self.head_dim)
         normed = norm("input_layernorm", "ln1", x)
+        # The active value of `self_attn` enters after the norm, as it does in Hugging Face's module of that name.
         with inside("self_attn"):
             normed = b.boundary("input", normed)
         query, key, value = (project(name, normed) for name in "qkv")
         with inside("self_attn"):
-            rotated = (b(rope, heads, v["cos"], v["sin"]) for heads in (query, key))
-            context = b(attention(self.heads, self.kv_heads, self.mask), *rotated, value, *extra)
+            rotated = (b(rope, heads, operand_by_name["cos"], operand_by_name["sin"]) for heads in (query, key))
+            context = b(attention(self.heads, self.kv_heads, self.mask), *rotated, value, *mask_operands)
         x = b(add, x, project("o", context))
         normed = norm("post_attention_layernorm", "ln2", x)
         gate, up = (project(name, normed) for name in ("gate", "up"))
@@ -113,8 +114,10 @@ class LlamaDecoderBlock(Hir):
 
 @dataclass(frozen=True)
 class LinearFused(Hir):
-    """`act(x · w + b)`, a `Linear` with its bias. x `[…, in]`; w `[in, out]` (`contract=0`) or `[out, in]`; b as
-    long as the product is wide."""
+    """`act(x · w + b)`, a `Linear` with a bias.
+
+    x `[…, in]`; w `[in, out]` (`contract=0`) or `[out, in]` (`contract=1`); b `[out]`.
+    """
 
     traits = COMPOSITE
     choices = {"activation": ("", *UNARY)}
@@ -135,9 +138,9 @@ class LinearFused(Hir):
 
 @dataclass(frozen=True)
 class SharedLinearPair(Hir):
-    """`x · w₁` (`slot=0`) or `x · w₂` (`slot=1`) of two products that share x, each of its own width.
+    """`x · w₁` (`slot=0`) or `x · w₂` (`slot=1`): one of two products that share x and may differ in width.
 
-    Operands: x `[…, in]`, w₁, w₂: `[in, out]` where the weight's entry of `contracts` is 0, `[out, in]` where it is 1.
+    Operands: x `[…, in]`, w₁, w₂; each weight is `[in, out]` if its entry of `contracts` is 0, `[out, in]` if it is 1.
     """
 
     traits = COMPOSITE
@@ -146,9 +149,9 @@ class SharedLinearPair(Hir):
     contracts: tuple[int, int] = (0, 0)
 
     def declaration(self) -> str:
-        """Return what operands it takes."""
-        first, second = self.contracts
-        return f"x[…,H] {matrix('w1', 'H', '_', first)} {matrix('w2', 'H', '_', second)}"
+        """Return the declaration of the operands."""
+        contract_1, contract_2 = self.contracts
+        return f"x[…,H] {matrix('w1', 'H', '_', contract_1)} {matrix('w2', 'H', '_', contract_2)}"
 
     def check(self, *operands: TensorType) -> None:
         if self.slot not in (0, 1):
@@ -165,7 +168,7 @@ class SharedLinearPair(Hir):
 class SwiGLU(Hir):
     """`(silu(x · gate) ⊙ (x · up)) · down` (Shazeer 2020).
 
-    Operands: x `[…, H]`, up and gate `[H, F]`, down `[F, H]`; where the entry of `contracts` is 1, the other way.
+    Operands: x `[…, H]`, up and gate `[H, F]`, down `[F, H]`. A weight is transposed if its entry of `contracts` is 1.
     """
 
     traits = COMPOSITE
@@ -173,18 +176,18 @@ class SwiGLU(Hir):
     contracts: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
-    def name(cls) -> str:
+    def name(cls) -> str:  # the rule of `Op.name` would give `swi_glu`
         return "swiglu_ffn"
 
     def declaration(self) -> str:
-        """Return what operands it takes."""
+        """Return the declaration of the operands."""
         up, gate, down = self.contracts
         return f"x[…,H] {matrix('up', 'H', 'F', up)} {matrix('gate', 'H', 'F', gate)} {matrix('down', 'F', '_', down)}"
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         x, up, gate, down = operands
-        wide, gated = b(Linear(self.contracts[0]), x, up), b(Linear(self.contracts[1]), x, gate)
-        return b(Linear(self.contracts[2]), b(GatedFfn("silu"), gated, wide), down)
+        up_out, gate_out = b(Linear(self.contracts[0]), x, up), b(Linear(self.contracts[1]), x, gate)
+        return b(Linear(self.contracts[2]), b(GatedFfn("silu"), gate_out, up_out), down)
 
     def text(self) -> str:
         return self.name()
@@ -192,7 +195,7 @@ class SwiGLU(Hir):
 
 @dataclass(frozen=True)
 class ResidualRmsNorm(Hir):
-    """`rms_norm(x + residual)`. Operands: x and residual `[…, H]` of one type, γ `[H]`, optionally β `[H]`."""
+    """`rms_norm(x + residual)`. Operands: x and residual `[…, H]` of the same type, γ `[H]`, optionally β `[H]`."""
 
     traits = COMPOSITE
     operands = "x[…L] residual:x[…L] gamma beta?"
@@ -207,7 +210,7 @@ class ResidualRmsNorm(Hir):
         return f"residual_rms_norm(eps={self.eps:g})"
 
 
-# The 29 operands, in order.
+# The 29 operands of `Qwen35MtpHead`, in order.
 MTP_OPERANDS = (
     "h_pre_norm", "input_ids", "cos", "sin", "last_token_idx", "embed_w", "hnorm_w", "hnorm_b", "enorm_w", "enorm_b",
     "eh_w", "attn_norm_w", "attn_norm_b", "q_gate_w", "k_w", "v_w", "q_norm_w", "q_norm_b", "k_norm_w", "k_norm_b",
@@ -217,15 +220,17 @@ MTP_OPERANDS = (
 
 @dataclass(frozen=True)
 class Qwen35MtpHead(Hir):
-    """Logits `[B,1,mtp_vocab]` of the token behind the next, at `last_token_idx` `[B]` of each row.
+    """Multi-token prediction head: logits `[B,1,mtp_vocab]` of the token after the next one, at `last_token_idx` `[B]`.
 
     `c = [rms(embed(ids)) ‖ rms(h)] W_eh`, `c ← c + (causal attention · σ(gate)) W_o`, `c ← c + swiglu(rms(c))`,
-    `rms(c[last]) W_head`. Operands: `MTP_OPERANDS`; h `[B,S,E]`, ids `[B,S]`, at each position its next token's, cos
-    and sin `[B|1,S,n_rot/2]`; matrices `[in, out]`, the first E rows of `eh_w` meet the embedding; in `q_gate_w` each
-    head is D columns of the query and then D of its gate. Norms are `w · x (mean x² + ε)^(−½) + b`, of heads `[D]`.
+    `rms(c[last]) W_head`.
 
-    The number of rows is a number; that of tokens may be a symbol. Source: Qwen 3.5's `mtp.*` weights; the
-    merge of DeepSeek-V3, arXiv:2412.19437, section 2.2.
+    Operands: `MTP_OPERANDS`. h `[B,S,E]`; ids `[B,S]`, at each position the id of the next token; cos and sin
+    `[B|1,S,n_rot/2]`; matrices `[in, out]`. The first E rows of `eh_w` multiply the embedding. In `q_gate_w` each head
+    has D columns for the query, then D for its gate. Norms are `w · x (mean x² + ε)^(−½) + b`; head norms are `[D]`.
+
+    B must be static; S may be a symbol. Source: Qwen 3.5's `mtp.*` weights; the combination of embedding and hidden
+    state is DeepSeek-V3's, arXiv:2412.19437, section 2.2.
     """
 
     traits = COMPOSITE
@@ -240,7 +245,7 @@ class Qwen35MtpHead(Hir):
     eps: float = 1e-6
 
     def declaration(self) -> str:
-        """Return what operands it takes, of the sizes of the head."""
+        """Return the declaration of the operands, with the sizes that the attributes determine."""
         e, d, f = self.n_embd, self.head_dim, self.n_ff
         q, kv = self.heads * d, self.kv_heads * d
         return (
@@ -263,28 +268,36 @@ class Qwen35MtpHead(Hir):
             ).of(0)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        at = dict(zip(MTP_OPERANDS, operands, strict=True))
+        operand_by_name = dict(zip(MTP_OPERANDS, operands, strict=True))
         norm, dot, add = RmsNorm(self.eps), Linear(0), Binary("add")
 
         def normed(x: Value, name: str) -> Value:
-            return b(norm, x, at[f"{name}_w"], at[f"{name}_b"])
+            return b(norm, x, operand_by_name[f"{name}_w"], operand_by_name[f"{name}_b"])
 
-        token = normed(b(Embed(), at["embed_w"], at["input_ids"]), "enorm")
-        x = b(dot, b(Concat(2), token, normed(at["h_pre_norm"], "hnorm")), at["eh_w"])
-        a = normed(x, "attn_norm")
-        heads = b(split_axis(3, 2, (self.heads, 2 * self.head_dim)), b(dot, a, at["q_gate_w"]))
+        token = normed(b(Embed(), operand_by_name["embed_w"], operand_by_name["input_ids"]), "enorm")
+        x = b(dot, b(Concat(2), token, normed(operand_by_name["h_pre_norm"], "hnorm")), operand_by_name["eh_w"])
+        attn_input = normed(x, "attn_norm")
+        heads = b(split_axis(3, 2, (self.heads, 2 * self.head_dim)), b(dot, attn_input, operand_by_name["q_gate_w"]))
         query, gate = b.add(Split((self.head_dim, self.head_dim)), heads)
-        keys = b(split_axis(3, 2, (self.kv_heads, self.head_dim)), b(dot, a, at["k_w"]))
+        keys = b(split_axis(3, 2, (self.kv_heads, self.head_dim)), b(dot, attn_input, operand_by_name["k_w"]))
         rope, pack = Rope(self.head_dim, self.n_rot), merge_axes(4, 2)
         rotated = ((query, "q_norm"), (keys, "k_norm"))
-        q, k = (b(rope, b(pack, normed(t, name)), at["cos"], at["sin"]) for t, name in rotated)
-        context = b(attention(self.heads, self.kv_heads, MASK_KINDS["causal"]), q, k, b(dot, a, at["v_w"]))
+        q, k = (
+            b(rope, b(pack, normed(t, name)), operand_by_name["cos"], operand_by_name["sin"]) for t, name in rotated
+        )
+        context = b(
+            attention(self.heads, self.kv_heads, MASK_KINDS["causal"]), q, k, b(dot, attn_input, operand_by_name["v_w"])
+        )
         gated = b(Binary("mul"), context, b(Unary("sigmoid"), b(pack, gate)))
-        x = b(add, x, b(dot, gated, at["o_w"]))
-        m = normed(x, "post_norm")
-        inner = b(GatedFfn("silu"), b(dot, m, at["gate_w"]), b(dot, m, at["up_w"]))
-        x = b(add, x, b(dot, inner, at["down_w"]))
-        return b(dot, normed(b(LastToken(), x, at["last_token_idx"]), "head_norm"), at["lm_head_w"])
+        x = b(add, x, b(dot, gated, operand_by_name["o_w"]))
+        ffn_input = normed(x, "post_norm")
+        inner = b(
+            GatedFfn("silu"), b(dot, ffn_input, operand_by_name["gate_w"]), b(dot, ffn_input, operand_by_name["up_w"])
+        )
+        x = b(add, x, b(dot, inner, operand_by_name["down_w"]))
+        return b(
+            dot, normed(b(LastToken(), x, operand_by_name["last_token_idx"]), "head_norm"), operand_by_name["lm_head_w"]
+        )
 
     def text(self) -> str:
         return f"qwen35_mtp_head(heads={self.heads}, dim={self.head_dim}, vocab={self.mtp_vocab})"

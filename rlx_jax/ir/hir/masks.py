@@ -1,4 +1,4 @@
-"""Which keys attention may read, by kind; and the count of a block's operands."""
+"""`MaskKind`, which keys attention may read, and the check of the number of operands of a block."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from rlx_jax.errors import GraphError, did_you_mean, quote, wrong_arity
 
 
 def check_arity(op: str, got: int, *expected: int) -> None:
-    """Raise `GraphError` with op, expected, got."""
+    """Check the number of operands of an op.
+
+    Raises:
+        GraphError: `got` is none of `expected`; the message has both and begins with `op`.
+    """
     if got not in expected:
         raise wrong_arity(op, " or ".join(map(str, expected)), got)
 
 
 @dataclass(frozen=True)
 class MaskKind:
-    """Which keys a query reads.
+    """The kind of an attention mask: which keys a query reads.
 
     | kind | keys | operand |
     |---|---|---|
     | `NONE` | all | – |
-    | `CAUSAL` | those up to the query's own | – |
-    | `sliding_window(w)` | the last w of those | – |
-    | `KEEP` | those that the mask keeps | keep mask `[B, T]`: 1 keeps, less than ½ drops |
-    | `CUSTOM` | those that the mask keeps, up to the query's own | keep mask `[B, T]` |
-    | `BIAS` | all, and the bias is added to their scores | floating `[B, N, S, T]`, or 1 on any axis |
+    | `CAUSAL` | up to the query's position | – |
+    | `sliding_window(w)` | the last w keys up to the query's position | – |
+    | `KEEP` | all that the mask keeps | keep mask `[B, T]`: 1 keeps, less than ½ drops |
+    | `CUSTOM` | up to the query's position, if the mask keeps them | keep mask `[B, T]` |
+    | `BIAS` | all, with the bias added to their scores | floating `[B, N, S, T]`, or 1 on any axis |
     """
 
     kind: str
@@ -38,19 +42,19 @@ class MaskKind:
 
     @staticmethod
     def sliding_window(window: int) -> MaskKind:
-        """Causal, and only the last `window` keys, the query's own included."""
+        """Return a causal mask that keeps only the last `window` keys, including the query's own."""
         if window < 1:
             raise GraphError(f"a sliding window keeps at least 1 key, got {window}")
         return MaskKind("sliding_window", window)
 
     @property
     def operand(self) -> str:
-        """The extra operand: `keep`, `bias` or none."""
+        """The extra operand: "keep", "bias", or "" for none."""
         return {"keep": "keep", "custom": "keep", "bias": "bias"}.get(self.kind, "")
 
     @property
     def causal(self) -> bool:
-        """Whether a query reads no key behind its own."""
+        """Whether a query reads no key after its own."""
         return self.kind in ("causal", "sliding_window", "custom")
 
     def __str__(self) -> str:
@@ -63,7 +67,7 @@ MaskKind.KEEP, MaskKind.CUSTOM, MaskKind.BIAS = MASK_KINDS["keep"], MASK_KINDS["
 
 
 def mask_kind(mask: MaskKind | str) -> MaskKind:
-    """A `MaskKind` from itself or from text: "none", "causal", "keep", "custom", "bias", "sliding:4".
+    """Return the `MaskKind` for itself or for a text: "none", "causal", "keep", "custom", "bias", "sliding:4".
 
     >>> str(mask_kind("sliding:4"))
     'sliding_window(4)'

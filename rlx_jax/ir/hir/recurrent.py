@@ -271,7 +271,7 @@ class RowsBehind:
 def rows_behind(b: Builder, x: Value, width: int, start: Sequence[Value] | None, lengths: Value | None) -> RowsBehind:
     """Return tokens x `[B, S, …]` after the rows of the state, or after zeros if there is no state.
 
-    `width`, at least 2, is the size of the windows; `start` and `lengths` are those of `CarriesState.expand_from`. The
+    `width`, at least 2, is the size of the windows; for `start` and `lengths` see `CarriesState.expand_from`. The
     state is f32 if the tokens are floats.
     """
     past, x_type = width - 1, b.type(x)

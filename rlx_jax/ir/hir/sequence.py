@@ -374,7 +374,7 @@ class CachedAttention(Hir):
             update = CacheUpdate(fresh=self.block_only)
             keys = cache_k = b(update, cache_k, new_k, start, lengths)
             values = cache_v = b(update, cache_v, new_v, start, lengths)
-        if self.block_only:  # read the new keys, not the cache, whose unused rows would only be masked
+        if self.block_only:  # attention reads the new keys; the unused rows of the cache would only be masked
             at = {}
         else:
             k, v = (in_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
@@ -433,7 +433,8 @@ class GrowingAttention(Hir):
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         q, k, v, *cached = operands[:5]
         grown = [
-            b(Concat(1), old, in_dtype(b, new, b.type(old).dtype)) for old, new in zip(cached, (k, v), strict=True)
+            b(Concat(1), cached_rows, in_dtype(b, new_rows, b.type(cached_rows).dtype))
+            for cached_rows, new_rows in zip(cached, (k, v), strict=True)
         ]
         extra, mask_operands = self._kept(b, *operands[5 : 5 + self.keep])
         keys, values = (in_dtype(b, x, b.type(q).dtype) for x in grown)

@@ -1,4 +1,4 @@
-"""Blocks that treat every token alone, the mixture of experts among them: where a token goes, and what they compute."""
+"""Token-wise blocks, which process each token independently: linear layers, norms, embedding and mixture of experts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Linear(Hir):
         return b(Unary(self.activation), y) if self.activation else y
 
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """A bias starts at 0, a matrix is normal over its inputs."""
+        """Return 0 for the bias and a normal distribution with fan-in scaling for the matrix."""
         if place == 2:
             return 0.0
         return 1.0 if weight.rank < 2 else Normal(int(weight.shape[self.contract]))
@@ -55,10 +55,10 @@ class Linear(Hir):
 
 @dataclass(frozen=True)
 class Split(Hir):
-    """Cut the last axis into consecutive `sizes`: what is left of several Linears that were merged.
+    """Split the last axis into consecutive `sizes`: the separate outputs of several fused `Linear` blocks.
 
-    With `shards` the axis is so many equal pieces, and each of them is cut in that proportion: what a device has of the
-    operand gives what it has of every result.
+    With `shards` the axis consists of that many equal shards, and each of them is split in the proportion of `sizes`,
+    so that the shard of a device contains exactly its shards of all results.
     """
 
     traits = BLOCK
@@ -74,15 +74,17 @@ class Split(Hir):
         (x,) = operands
         if self.shards == 1:
             return b.add(SplitLast(self.sizes), x)
-        parts = tuple(size // self.shards for size in self.sizes)
-        lead = tuple(AxisOf(axis) for axis in range(b.type(x).rank - 1))
-        cuts = b.add(SplitLast(parts), b(Reshape((*lead, self.shards, sum(parts))), x))
-        return tuple(b(Reshape((*lead, size)), cut) for size, cut in zip(self.sizes, cuts, strict=True))
+        shard_sizes = tuple(size // self.shards for size in self.sizes)
+        leading_axes = tuple(AxisOf(axis) for axis in range(b.type(x).rank - 1))
+        split_parts = b.add(SplitLast(shard_sizes), b(Reshape((*leading_axes, self.shards, sum(shard_sizes))), x))
+        return tuple(
+            b(Reshape((*leading_axes, size)), part) for size, part in zip(self.sizes, split_parts, strict=True)
+        )
 
 
 @dataclass(frozen=True)
 class GatedFfn(Hir):
-    """`act(gate) ⊙ up`: the middle of SwiGLU (silu) and GeGLU (gelu_tanh). gate and up `[…, F]`."""
+    """`act(gate) ⊙ up`: the gate of SwiGLU (silu) and GeGLU (gelu_tanh). gate and up `[…, F]`."""
 
     traits = BLOCK
     choices = {"activation": UNARY}
@@ -109,7 +111,7 @@ class RmsNorm(Hir):
         return b(RmsNormOp(self.eps, self.offset), *operands)
 
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """1 with the offset, and a bias of 0."""
+        """Return 0 for β, and for γ the value that makes `offset + γ` 1."""
         return 0.0 if place == 2 else 1.0 - self.offset
 
 
@@ -128,13 +130,13 @@ class LayerNorm(Hir):
         return b(LayerNormOp(self.eps, self.scaled, self.shifted), *operands)
 
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """A bias of 0."""
+        """Return 0 for β and 1 for γ."""
         return 0.0 if place == 1 + self.scaled else super().initial(place, weight)
 
 
 @dataclass(frozen=True)
 class Embed(Hir):
-    """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`."""
+    """Embedding look-up `E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`."""
 
     traits = BLOCK
     ids = (1, 0, 0)
@@ -149,15 +151,14 @@ SCORES = ("softmax", "sigmoid", "chosen")
 
 @dataclass(frozen=True)
 class Route(Hir):
-    """The `top_k` experts of each token, the foremost first, and their weights, all in f32.
+    """The router of a mixture of experts: the `top_k` experts of each token, best first, and their weights, in f32.
 
-    Operands: logits `[…, E]`, and with `biased` a bias `[E]` that is added to the scores where experts are chosen, and
-    nowhere else. Results: weights `[…, k]` f32, ids `[…, k]` i32. Of equal scores the expert with the lower number
-    wins.
+    Operands: logits `[…, E]`, and with `biased` a bias `[E]` that is added to the scores for the selection of experts
+    only. Results: weights `[…, k]` f32, ids `[…, k]` i32. Among equal scores the expert with the lower id wins.
 
-    `scores` are a softmax over all logits, their sigmoid, or, as `chosen`, the logits, of which those that were chosen
-    are put through a softmax. With `normalise` the weights of a token are divided by their sum; in the end they are
-    multiplied with `scale`. Sources: Mixtral of Experts (2024), DeepSeek-V3 (2024).
+    `scores` are "softmax" over all logits, their "sigmoid", or for "chosen" the logits themselves, with a softmax over
+    the selected ones. With `normalise` the weights of a token are divided by their sum. Finally they are multiplied by
+    `scale`. Sources: Mixtral of Experts (2024), DeepSeek-V3 (2024).
     """
 
     traits = TABLES
@@ -176,11 +177,11 @@ class Route(Hir):
             raise ShapeError(f"route: top_k is between 1 and the last axis of the logits {logits}, got {self.top_k}")
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        wide = [in_dtype(b, v, F32) for v in operands]
+        f32_operands = [in_dtype(b, v, F32) for v in operands]
         kinds = {"softmax": Softmax(-1), "sigmoid": Unary("sigmoid")}
-        scores = b(kinds[self.scores], wide[0]) if self.scores in kinds else wide[0]
+        scores = b(kinds[self.scores], f32_operands[0]) if self.scores in kinds else f32_operands[0]
         if self.biased:
-            _, ids = b.add(TopK(self.top_k), b(Binary("add"), scores, wide[1]))
+            _, ids = b.add(TopK(self.top_k), b(Binary("add"), scores, f32_operands[1]))
             weights = b(TakeAlongAxis(b.type(ids).rank - 1, "clip"), scores, ids)
         else:
             weights, ids = b.add(TopK(self.top_k), scores)
@@ -188,7 +189,7 @@ class Route(Hir):
             weights = b(Softmax(-1), weights)
         if self.normalise:
             total = b(Reduce("sum", (b.type(weights).rank - 1,), keepdims=True), weights)
-            if self.scores == "sigmoid":  # which may all be 0
+            if self.scores == "sigmoid":  # all of them may underflow to 0, unlike a softmax
                 total = b(Binary("add"), total, b.scalar(1e-20, total))
             weights = b(Binary("div"), weights, total)
         if self.scale != 1.0:
@@ -196,14 +197,17 @@ class Route(Hir):
         return weights, ids
 
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """The bias starts at 0."""
+        """Return 0 for the bias."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class Experts(Hir):
-    """`Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ. Operands, result and fields: see `ExpertFfn`, the tensor
-    op that `direct` lowers to. `expand` computes every expert for every token."""
+    """The experts of a mixture: `Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ.
+
+    For operands, result and fields see `ExpertFfn`, the tensor op of the `direct` lowering. `expand` computes every
+    expert for every token.
+    """
 
     traits = BLOCK
     choices = {"activation": UNARY}
@@ -220,33 +224,36 @@ class Experts(Hir):
     def expand(self, b: Builder, *operands: Value) -> Value:
         x, gate, up, down, weights, ids, *biases = operands
         rank, experts = b.type(x).rank, int(b.type(gate).shape[0])
-        wide, narrow = ("efh", "ehf") if self.contract else ("ehf", "efh")
-        lead = tuple(AxisOf(axis) for axis in range(rank))
-        numbers = b.leaf(constant(np.arange(experts), b.type(ids).dtype))
-        hits = b(Compare("eq"), b(Reshape((*lead, 1)), ids), numbers)
-        shares = b(Where(), hits, b(Reshape((*lead, 1)), in_dtype(b, weights, F32)), b.leaf(constant(0.0, F32)))
-        share, chosen = (b(Reduce(kind, (rank - 1,)), v) for kind, v in (("sum", shares), ("any", hits)))
+        in_axes, out_axes = ("efh", "ehf") if self.contract else ("ehf", "efh")
+        leading_axes = tuple(AxisOf(axis) for axis in range(rank))
+        expert_ids = b.leaf(constant(np.arange(experts), b.type(ids).dtype))
+        hits = b(Compare("eq"), b(Reshape((*leading_axes, 1)), ids), expert_ids)
+        shares = b(Where(), hits, b(Reshape((*leading_axes, 1)), in_dtype(b, weights, F32)), b.leaf(constant(0.0, F32)))
+        share, is_chosen = (b(Reduce(kind, (rank - 1,)), v) for kind, v in (("sum", shares), ("any", hits)))
         gate_bias, up_bias, down_bias = biases or (None, None, None)
-        both = ((gate, gate_bias), (up, up_bias))
-        inner = self._gated(b, *(_plus(b, b(Einsum(f"...h,{wide}->...ef"), x, w), bias) for w, bias in both))
-        each = _plus(b, b(Einsum(f"...ef,{narrow}->...eh", result=F32), inner, down), down_bias)
-        given = b(Binary("mul"), each, b(Reshape((*lead[:-1], experts, 1)), share))
-        seen = b(Where(), b(Reshape((*lead[:-1], experts, 1)), chosen), given, b.leaf(constant(0.0, F32)))
-        return in_dtype(b, b(Reduce("sum", (rank - 1,)), seen), b.type(x).dtype)
+        gate_and_up = ((gate, gate_bias), (up, up_bias))
+        inner = self._gated(b, *(_plus(b, b(Einsum(f"...h,{in_axes}->...ef"), x, w), bias) for w, bias in gate_and_up))
+        outputs = _plus(b, b(Einsum(f"...ef,{out_axes}->...eh", result=F32), inner, down), down_bias)
+        weighted = b(Binary("mul"), outputs, b(Reshape((*leading_axes[:-1], experts, 1)), share))
+        # A product with weight 0 is not enough: an expert that was not chosen may overflow, and 0 · inf is NaN.
+        selected = b(
+            Where(), b(Reshape((*leading_axes[:-1], experts, 1)), is_chosen), weighted, b.leaf(constant(0.0, F32))
+        )
+        return in_dtype(b, b(Reduce("sum", (rank - 1,)), selected), b.type(x).dtype)
 
     def _gated(self, b: Builder, gate: Value, up: Value) -> Value:
-        """What lies between the products."""
+        """Return the input of the down projection: the gated product, with clamping if there is a `clamp`."""
         if self.clamp is None:
             return b(GatedFfn(self.activation), gate, up)
-        limit, least, alpha, offset = (
+        limit, neg_limit, alpha, offset = (
             b.scalar(n, gate) for n in (self.clamp.limit, -self.clamp.limit, self.clamp.alpha, self.clamp.offset)
         )
-        bent = b(Unary(self.activation), b(Binary("mul"), b(Binary("min"), gate, limit), alpha))
-        held = b(Binary("max"), b(Binary("min"), up, limit), least)
-        return b(Binary("mul"), b(Binary("div"), bent, alpha), b(Binary("add"), held, offset))
+        activated = b(Unary(self.activation), b(Binary("mul"), b(Binary("min"), gate, limit), alpha))
+        clamped_up = b(Binary("max"), b(Binary("min"), up, limit), neg_limit)
+        return b(Binary("mul"), b(Binary("div"), activated, alpha), b(Binary("add"), clamped_up, offset))
 
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """Each expert is normal over its inputs; biases are 0."""
+        """Return a normal distribution with fan-in scaling for the matrices of the experts, and 0 for their biases."""
         return initial_of_expert(place, weight, self.contract)
 
     def text(self) -> str:
@@ -254,5 +261,5 @@ class Experts(Hir):
 
 
 def _plus(b: Builder, product: Value, bias: Value | None) -> Value:
-    """A product with its bias, if there is one, in the product's dtype."""
+    """Return a product plus its bias, if there is one, in the product's dtype."""
     return product if bias is None else b(Binary("add"), product, in_dtype(b, bias, b.type(product).dtype))
