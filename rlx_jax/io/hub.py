@@ -1,13 +1,13 @@
-"""Models of the Hugging Face Hub by name. huggingface_hub downloads, resumes, locks and keeps its cache.
+"""`Snapshot`: one commit of a model of the Hugging Face Hub, fetched file by file.
 
-This module adds three things: the digest of every file that it fetches is compared with the commit's list, a file is
-refused by its listed size before any of it comes, and the list stays in the cache, so that an offline call knows which
-files are missing.
+huggingface_hub downloads, resumes, locks and manages the cache. This module adds three things: it compares the digest
+of every fetched file with the file list of the commit, refuses a file by its listed size before the download, and
+stores the list in the cache, so that an offline call knows which files are missing.
 
     models--org--name/refs/main                   the commit of a branch or tag
     models--org--name/snapshots/<commit>/…        links
     models--org--name/blobs/<digest>              the files
-    models--org--name/rlx_jax/<commit>.json       which files the commit has: length and digest
+    models--org--name/rlx_jax/<commit>.json       the file list of the commit: length and digest of each
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from rlx_jax.io.hub_remote import (
     typed,
 )
 
-# See `rlx_jax.compiler.executable.Progress`.
+# Progress callback: see `rlx_jax.compiler.executable.Progress`.
 Told = Callable[[str, int, int], None]
 
-# Bytes that a file may have, and what messages call that limit.
+# Maximum bytes of a file (None: no limit), and the name of the limit in messages.
 SizeBound = tuple[int | None, str]
 UNBOUND: SizeBound = (None, "")
-# Files that are fetched at the same time.
+# Number of files that are fetched at the same time.
 AT_ONCE = 4
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 
 
 def is_name(path: object) -> bool:
-    """Whether a string may name a model of the Hub.
+    """Whether a value is a string that may name a model of the Hub: `org/name`.
 
     >>> [is_name(p) for p in ("org/name", "name", "./org/name", "a/b/c", "org/name.git")]
     [True, False, False, False, False]
@@ -80,9 +80,9 @@ class Snapshot:
     """One commit of a model. Its files are fetched when they are read.
 
     Attributes:
-        path: the directory in the cache that holds what was fetched.
+        path: the directory in the cache that holds the fetched files.
         files: every file of the commit by its path.
-        offline: nothing is fetched, for a reason that messages give.
+        offline: the reason why nothing can be fetched, for messages; "" if files can be fetched.
     """
 
     name: str
@@ -94,14 +94,14 @@ class Snapshot:
     progress: Told | None = field(default=None, repr=False)
 
     def fetch(self, bounds: Mapping[str, SizeBound]) -> None:
-        """Have files of the commit in `path`, complete and checked; several at a time. If one fails, the others stop.
+        """Fetch files of the commit into `path` and check them, several at a time. If one fails, the others stop.
 
         Args:
-            bounds: by the name of each file, bytes that it may have, and what messages call this limit.
+            bounds: for each file to fetch, by its name, the maximum bytes and the name of this limit in messages.
 
         Raises:
-            LimitError: a file is larger than it may be. NoSpaceError: there is no room for all of them; nothing is
-                fetched then. IntegrityError: other bytes came than the commit has.
+            LimitError: a file is over its limit. NoSpaceError: the disk has no room for all of them; nothing is
+                fetched then. IntegrityError: the fetched bytes differ from the commit's.
             HubError: the Hub refuses or cannot be reached. StorageError: the disk refuses.
         """
         for name, (limit, limit_name) in bounds.items():
@@ -116,15 +116,15 @@ class Snapshot:
         self._check_room(missing)
         sizes = [self.files[name].nbytes for name in missing]
         total = None if None in sizes else sum(size or 0 for size in sizes)
-        what = missing[0] if len(missing) == 1 else f"{len(missing)} files"
-        with _shown(self.progress, what, total) as told:
-            run_together(lambda name, stop: self._download(name, bounds[name], told, stop), missing)
+        description = missing[0] if len(missing) == 1 else f"{len(missing)} files"
+        with _shown(self.progress, description, total) as report:
+            run_together(lambda name, stop: self._download(name, bounds[name], report, stop), missing)
 
     def part(self, name: str, first: int, nbytes: int) -> bytes:
-        """Return bytes of a file, from `first` on, without the rest of it. No digest covers them.
+        """Return `nbytes` bytes of a file from `first` on, without fetching the rest. They are not digest-checked.
 
         Raises:
-            HubError: as `fetch`. IntegrityError: others came than were requested.
+            HubError: as `fetch`. IntegrityError: the server returned another range.
         """
         check_name(name)
         where = self._where(name)
@@ -144,9 +144,9 @@ class Snapshot:
             with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
                 if response.status_code >= 400:
                     raise refusal(response, where, self.remote.server)
-                part = response.headers.get("Content-Range", "")
-                if response.status_code == 206 and not part.startswith(f"bytes {first}-"):
-                    raise IntegrityError(f"{where}: asked for the bytes from {first} on, got {shown(part)}")
+                content_range = response.headers.get("Content-Range", "")
+                if response.status_code == 206 and not content_range.startswith(f"bytes {first}-"):
+                    raise IntegrityError(f"{where}: asked for the bytes from {first} on, got {shown(content_range)}")
                 skipped = 0 if response.status_code == 206 else first  # a server without ranges begins at 0
                 content = b""
                 for chunk in response.iter_bytes():
@@ -157,7 +157,7 @@ class Snapshot:
         raise HubUnreachableError(f"{where}: the transfer ended after {len(content)} of {nbytes} bytes; try again")
 
     def is_here(self, name: str) -> bool:
-        """Whether a file of the commit is in `path`, by its length."""
+        """Whether a file of the commit is in `path` with its listed length."""
         size, listed = _size(self.path / name), self.files[name]
         return size is not None and listed.nbytes in (None, size)
 
@@ -165,7 +165,7 @@ class Snapshot:
         return quote(f"{self.name}/{name}")
 
     def _check_online(self, name: str) -> None:
-        """Something can be fetched."""
+        """Raise `HubUnreachableError` if nothing can be fetched; `name` is the missing file."""
         if not self.offline:
             return
         size = _size(self.path / name)
@@ -180,24 +180,24 @@ class Snapshot:
         )
 
     def _check_room(self, names: Sequence[str]) -> None:
-        """The disk of the cache has room for files; what the cache has of another commit needs none."""
+        """Check that the disk of the cache has room for files. A file with the same digest in the cache needs none."""
         blobs = self.path.parent.parent / "blobs"
         listed = [self.files[name] for name in names]
         needed = sum(f.nbytes or 0 for f in listed if not (f.digest and _size(blobs / f.digest) == f.nbytes))
         with typed(self._where(names[0]), self.remote):
             free = shutil.disk_usage(next(p for p in self.path.parents if p.is_dir())).free
         if needed > free:
-            what = self._where(names[0]) if len(names) == 1 else f"{quote(self.name)}: {len(names)} files"
-            raise NoSpaceError(f"{what}: {needed} bytes to fetch, {free} are free in {quote(self.remote.cache)}")
+            description = self._where(names[0]) if len(names) == 1 else f"{quote(self.name)}: {len(names)} files"
+            raise NoSpaceError(f"{description}: {needed} bytes to fetch, {free} are free in {quote(self.remote.cache)}")
 
     def _download(self, name: str, bound: SizeBound, told: Callable[[int], None], stop: threading.Event) -> None:
-        """Have a file, which is not there yet, and compare it with its digest."""
+        """Fetch a missing file and compare it with its digest."""
         where, listed, path = self._where(name), self.files[name], self.path / name
         with typed(where, self.remote):
             from huggingface_hub import hf_hub_download
 
-            # Cut after it was fetched: huggingface_hub would take it as it is. One that is whole now came from another
-            # thread or process, which may be reading it.
+            # Remove a file that was truncated after its download: huggingface_hub would use it unchecked. A file that
+            # is complete by now came from another thread or process, which may be reading it.
             if os.path.lexists(path) and not self.is_here(name):
                 _remove(path)
             hf_hub_download(
@@ -219,14 +219,16 @@ class Snapshot:
 def open_snapshot(
     name: str, revision: str | None, token: str | bool | None, progress: Told | None, beside: str = ""
 ) -> Snapshot:
-    """The commit that `revision` of the model `name` is: a branch, a tag or a commit; `main` by default.
+    """Return the snapshot of a revision (a branch, a tag or a commit; default `main`) of the model `name`.
 
-    Without a connection it is what the cache has: with `HF_HUB_OFFLINE` set, else with a warning.
+    Without a connection it is the commit in the cache: silently with `HF_HUB_OFFLINE` set, else with a warning.
 
     Args:
-        beside: what else was tried, for messages.
+        token, progress: see `open_folder`.
+        beside: text about other attempts to find the model, for messages.
 
     Raises:
+        RequestError: `revision` is not a possible name of one.
         MissingFileError: the Hub has no such model or revision. HubError: it refuses, or cannot be reached.
     """
     if revision is not None and not _is_revision(revision):
@@ -236,7 +238,7 @@ def open_snapshot(
     where = f"{quote(name)}: {beside}revision {quote(wanted)}"
     try:
         cached = cached_list(folder, wanted)
-    except IntegrityError:
+    except IntegrityError:  # a damaged list in the cache is fetched again
         if is_offline():
             raise
         cached = None
@@ -269,7 +271,7 @@ def run_together(fetch: Callable[[str, threading.Event], None], names: Sequence[
     """Run `fetch(name, stop)` for each name, `AT_ONCE` at a time. If one raises, `stop` is set for the others.
 
     Raises:
-        What the first one that failed raised.
+        The exception of the first call that failed.
     """
     stop = threading.Event()
     with ThreadPoolExecutor(AT_ONCE, "rlx-download") as pool:
@@ -284,6 +286,7 @@ def run_together(fetch: Callable[[str, threading.Event], None], names: Sequence[
 
 
 def _is_revision(revision: object) -> bool:
+    """Whether a value can name a revision; a name with `..` could lead out of the cache directory."""
     if not isinstance(revision, str) or not 0 < len(revision) <= 255:
         return False
     parts = revision.split("/")
@@ -294,7 +297,7 @@ def _is_revision(revision: object) -> bool:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of the file at `path`; None if there is none."""
+    """Return the length in bytes of the file at `path`; None if there is none."""
     try:
         return os.stat(path).st_size
     except OSError:
@@ -302,7 +305,7 @@ def _size(path: Path) -> int | None:
 
 
 def _file_digest(path: Path, listed: Listed) -> str:
-    """The digest of a file, of the kind that the commit's list has."""
+    """Return the digest of a file, of the same kind (SHA-256 or git's SHA-1) as in the commit's list."""
     with open(path, "rb") as file:
         if listed.digest is None or len(listed.digest) == 64:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -313,7 +316,7 @@ def _file_digest(path: Path, listed: Listed) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file of a snapshot, and what it links to in the cache."""
+    """Remove a file of a snapshot and the blob in the cache that it links to."""
     Path(os.path.realpath(path)).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
@@ -321,8 +324,11 @@ def _remove(path: Path) -> None:
 def _counter(
     where: str, listed: Listed, bound: SizeBound, told: Callable[[int], None], stop: threading.Event
 ) -> type[Any]:
-    """A class that huggingface_hub takes for a progress bar. It ends a download of more bytes than the file has, and
-    one that nobody waits for any more, because another one of the same call failed."""
+    """Return a class to pass to huggingface_hub as progress bar, which can abort a download.
+
+    It aborts when more bytes arrive than the file has or may have, and when `stop` is set because another download of
+    the same call failed.
+    """
     limit, limit_name = bound
 
     class Counter:
@@ -340,10 +346,10 @@ def _counter(
             told(int(count or 0))
 
         def close(self, *_: Any, **__: Any) -> None:
-            """Nothing is open."""
+            """Do nothing: the bar is shared by all files of a call."""
 
         refresh = set_postfix_str = set_description = set_description_str = __exit__ = close
-        update_transfer = set_transfer_postfix_str = close  # of Xet: bytes of the network, beside those of the file
+        update_transfer = set_transfer_postfix_str = close  # Xet reports network bytes in addition to file bytes
 
         def __enter__(self) -> Any:
             return self
@@ -353,14 +359,17 @@ def _counter(
 
 @contextlib.contextmanager
 def _shown(progress: Told | None, what: str, nbytes: int | None) -> Iterator[Callable[[int], None]]:
-    """Who is told of bytes as they come, from several threads one after the other: the caller's progress, or a bar of
-    huggingface_hub on a terminal. `what`: a file, or how many."""
-    done, one_by_one = 0, threading.Lock()
+    """Yield a thread-safe callback for downloaded bytes.
+
+    It calls the caller's `progress`, or without one updates a progress bar of huggingface_hub on a terminal. `what`
+    describes the download: a file name, or the number of files.
+    """
+    done, lock = 0, threading.Lock()
     if progress is not None:
 
         def told(count: int) -> None:
             nonlocal done
-            with one_by_one:
+            with lock:
                 done += count
                 progress(f"download {what}", done, max(nbytes or 0, done))
 
@@ -372,7 +381,7 @@ def _shown(progress: Told | None, what: str, nbytes: int | None) -> Iterator[Cal
     with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, disable=None) as bar:  # type: ignore[no-untyped-call]
 
         def drawn(count: int) -> None:
-            with one_by_one:
+            with lock:
                 bar.update(count)
 
         yield drawn

@@ -1,4 +1,4 @@
-"""The Hub as a server: where it is, which files a commit has, and what its refusals mean."""
+"""Requests to the Hub: its endpoint and token, the file list of a commit, and errors for its HTTP answers."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from rlx_jax.io.strict_json import parse_object
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _TOKEN = re.compile(r"[!-~]+")
+# Values of environment variables that huggingface_hub reads as true.
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def is_offline() -> bool:
-    """Whether the environment says that nothing is to be fetched."""
+    """Whether environment variables forbid downloads."""
     return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
 @dataclass(frozen=True)
 class Remote:
-    """Where models come from and are kept, as the environment says when it is made."""
+    """The endpoint, the cache directory and the token for downloads."""
 
     endpoint: str = field(repr=False)
     cache: str
@@ -53,32 +54,32 @@ class Remote:
 
     @property
     def server(self) -> str:
-        """The endpoint for messages, without a user and a password that it may hold."""
+        """Return the endpoint for messages, without user name and password."""
         scheme, slashes, rest = self.endpoint.rpartition("://")
         host, slash, path = rest.partition("/")
         return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
 
     @staticmethod
     def here(token: str | bool | None) -> Remote:
-        """By `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`.
+        """Return the remote that `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME` and `XDG_CACHE_HOME` set, read now.
 
         Raises:
-            RequestError: `token` is none.
+            RequestError: `token` is not a valid token.
         """
         if not isinstance(token, str | bool | None):
             raise RequestError(f"token: expected a string, True, False or None, got {type(token).__name__}")
-        if isinstance(token, str) and not _TOKEN.fullmatch(token):  # what it is stays out of the message
+        if isinstance(token, str) and not _TOKEN.fullmatch(token):  # the message must not contain the token
             raise RequestError("token: expected printable ASCII without spaces; it is neither shown nor sent")
-        given = os.environ.get
-        home = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-        cache = given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-        endpoint = (given("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        getenv = os.environ.get
+        home = getenv("HF_HOME") or os.path.join(getenv("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        cache = getenv("HF_HUB_CACHE") or getenv("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+        endpoint = (getenv("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         return Remote(endpoint, os.path.realpath(os.path.expandvars(os.path.expanduser(cache))), token)
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A file of a commit: its length, and the SHA-256 of its bytes (64 digits) or git's SHA-1 of it (40)."""
+    """A file of a commit: its length in bytes, and its SHA-256 (64 digits) or git's SHA-1 of it (40 digits)."""
 
     nbytes: int | None
     digest: str | None
@@ -88,7 +89,11 @@ class Listed:
 
 
 def fetch_list(remote: Remote, name: str, revision: str, where: str) -> tuple[str, dict[str, Listed]]:
-    """The commit of a revision and its files, from the Hub."""
+    """Return the commit of a revision and its files, fetched from the Hub.
+
+    Raises:
+        MissingFileError, HubError: as `open_snapshot`. IntegrityError: the answer is malformed.
+    """
     with typed(where, remote):
         from huggingface_hub import HfApi, constants
 
@@ -110,7 +115,7 @@ def fetch_list(remote: Remote, name: str, revision: str, where: str) -> tuple[st
 
 
 def _listed(nbytes: Any, digest: Any, where: str) -> Listed:
-    """Check a row of a list."""
+    """Return one entry of a file list, checked."""
     if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
         raise IntegrityError(f"{where}: size is {quote(nbytes)}; expected a number of bytes")
     if digest is not None and not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
@@ -121,12 +126,12 @@ def _listed(nbytes: Any, digest: Any, where: str) -> Listed:
 
 
 def list_path(folder: Path, commit: str) -> Path:
-    """Where a model's cache keeps what a commit has."""
+    """Return the path of the file list of a commit in a model's cache."""
     return folder / "rlx_jax" / f"{commit}.json"
 
 
 def keep_list(folder: Path, revision: str, commit: str, files: Mapping[str, Listed]) -> None:
-    """Note in the cache which commit a revision is and what it has."""
+    """Store in the cache the commit of a revision and the file list of the commit."""
     rows = {name: [listed.nbytes, listed.digest] for name, listed in files.items()}
     _write(list_path(folder, commit), json.dumps({"files": rows}))
     if revision != commit:
@@ -134,22 +139,23 @@ def keep_list(folder: Path, revision: str, commit: str, files: Mapping[str, List
 
 
 def _write(path: Path, content: str) -> None:
+    """Write a file atomically: readers see the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        new.write_text(content, "utf-8")
-        os.replace(new, path)
+        temporary.write_text(content, "utf-8")
+        os.replace(temporary, path)
     finally:
-        new.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def cached_list(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] | None:
-    """The commit and the files that the cache knows of a revision; None if there is no such commit.
+    """Return the commit of a revision and its files according to the cache; None if the cache has no such commit.
 
-    Where only others filled the cache it is huggingface_hub's list; without one, the files that are there count as all.
+    If this package has stored no list, huggingface_hub's list counts; without that, the files in the snapshot.
 
     Raises:
-        IntegrityError: our list in it is damaged.
+        IntegrityError: the stored list is damaged.
     """
     commit = revision
     if not _COMMIT.fullmatch(commit):
@@ -172,12 +178,12 @@ def cached_list(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] | 
         tree = get_cached_repo_tree(name, revision=commit, cache_dir=folder.parent)
         return commit, {file.path: Listed(None, None) for file in tree}
     root = folder / "snapshots" / commit
-    there = [Path(at, name) for at, _, names in os.walk(root) for name in names]
-    return (commit, {p.relative_to(root).as_posix(): Listed(None, None) for p in there}) if there else None
+    cached = [Path(folder_path, name) for folder_path, _, names in os.walk(root) for name in names]
+    return (commit, {p.relative_to(root).as_posix(): Listed(None, None) for p in cached}) if cached else None
 
 
 def revisions_text(folder: Path, revision: str) -> str:
-    """The revisions that a model's cache has, for the message that it lacks one."""
+    """Return a text that lists the revisions in a model's cache, for the message that one is missing."""
     commits = [path.name for path in (folder / "snapshots").glob("*") if _COMMIT.fullmatch(path.name)]
     refs: dict[str, str] = {}
     for path in sorted(p for p in (folder / "refs").rglob("*") if p.is_file() and p.suffix != ".tmp"):
@@ -185,13 +191,13 @@ def revisions_text(folder: Path, revision: str) -> str:
             refs[path.relative_to(folder / "refs").as_posix()] = path.read_text("ascii").strip()
     refs = {name: commit for name, commit in refs.items() if commit in commits}
     names = [*refs, *(commit for commit in sorted(commits) if commit not in refs.values())]
-    close = did_you_mean(revision, list(refs))
-    close = close or "".join(f"; {quote(commit)} begins so" for commit in commits if commit.startswith(revision))
-    return f"the cache has {listing(names, 4)} of it{close}" if names else "the cache has nothing of it"
+    hint = did_you_mean(revision, list(refs))
+    hint = hint or "".join(f"; {quote(commit)} begins so" for commit in commits if commit.startswith(revision))
+    return f"the cache has {listing(names, 4)} of it{hint}" if names else "the cache has nothing of it"
 
 
 def commits_with(folder: Path, name: str) -> list[str]:
-    """The commits of which a model's cache has a file, the newest there first."""
+    """Return the commits for which a model's cache has a file, the most recently cached one first."""
     snapshots = [path for path in (folder / "snapshots").glob("*") if (path / name).is_file()]
     return [path.name for path in sorted(snapshots, key=lambda p: p.stat().st_mtime, reverse=True)]
 
@@ -200,10 +206,10 @@ def commits_with(folder: Path, name: str) -> list[str]:
 
 
 def token_to_send(token: str | bool | None, where: str) -> str | Literal[False]:
-    """The token to send, huggingface_hub's own by default; False: none.
+    """Return the token to send: by default the one that huggingface_hub has stored; False for none.
 
     Raises:
-        HubError: `token=True` and there is none, or it is no token; what it is stays out of the message.
+        HubError: `token=True` and none is stored, or it is malformed; the message does not contain it.
     """
     import huggingface_hub
 
@@ -211,7 +217,7 @@ def token_to_send(token: str | bool | None, where: str) -> str | Literal[False]:
         implicit = not huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN
         if token is True or (token is None and implicit):
             token = huggingface_hub.get_token() or token
-    except Exception as cause:  # a login that cannot be renewed, for one
+    except Exception as cause:  # for example, a login that cannot be renewed
         raise HubError(f"{where}: the stored token: {type(cause).__name__}; pass token=, or token=False") from cause
     if token is True:
         raise HubError(f"{where}: token=True, and none is stored: pass token=, or set HF_TOKEN")
@@ -222,7 +228,7 @@ def token_to_send(token: str | bool | None, where: str) -> str | Literal[False]:
 
 @contextlib.contextmanager
 def typed(where: str, remote: Remote) -> Iterator[None]:
-    """What huggingface_hub, its HTTP client and the system raise, as one of our errors."""
+    """Convert exceptions of huggingface_hub, its HTTP client and the system to exceptions of this package."""
     try:
         yield
     except RlxError:
@@ -233,6 +239,7 @@ def typed(where: str, remote: Remote) -> Iterator[None]:
 
 def _as_ours(cause: Exception, where: str, remote: Remote) -> RlxError:
     """Return the error of this package for one of huggingface_hub, its HTTP client or the system."""
+    # Compared by name: huggingface_hub and its HTTP client are imported only where they are used.
     kinds = {kind.__name__ for kind in type(cause).__mro__}
     if "LocalEntryNotFoundError" in kinds and isinstance(cause.__cause__, Exception):
         return _as_ours(cause.__cause__, where, remote)  # "not in the cache, because …"
@@ -256,7 +263,7 @@ def _as_ours(cause: Exception, where: str, remote: Remote) -> RlxError:
 
 
 def refusal(response: Any, where: str, host: str) -> RlxError:
-    """What a status of 400 and over means, and what to do."""
+    """Return the error for an HTTP status of 400 or over; its message explains the status and gives advice."""
     status, code = response.status_code, response.headers.get("X-Error-Code", "")
     with_token = "authorization" in response.request.headers
     if status in (408, 429) or status >= 500:

@@ -1,6 +1,6 @@
-"""`rlx_manifest.json`: what `rlx_jax.save` wrote, with a SHA-256 of every weight and every file.
+"""`rlx_manifest.json`: the list of weights and files that `rlx_jax.save` wrote, with a SHA-256 of each.
 
-It finds accidents: flipped bits, files cut short, files of two saves mixed. It does not stop someone who
+It detects accidents: flipped bits, truncated files, a mix of files of two saves. It does not detect an attacker who
 changes weights and manifest together.
 """
 
@@ -36,13 +36,13 @@ from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.views import SourceView
 
-# Digests are checked where there is a manifest; there must be one; or shapes and dtypes only.
+# "auto": check digests if there is a manifest. "full": a manifest is required. "metadata": check no digests.
 Verify = Literal["auto", "full", "metadata"]
 
 NAME = "rlx_manifest.json"
 VERSION = 1
 
-_BAND = 2**28  # bytes of a weight that are read at once for its digest alone
+_BAND = 2**28  # bytes of a weight that are read at a time to compute its digest
 _ADVICE = 'the checkpoint is damaged: use another copy (verify="metadata" loads it unchecked)'
 
 
@@ -50,7 +50,8 @@ _ADVICE = 'the checkpoint is damaged: use another copy (verify="metadata" loads 
 class WeightEntry:
     """One weight: its type, and the SHA-256 of its bytes in row-major, little-endian order.
 
-    A step of a training run has none: several processes may have written one array, and its files have theirs.
+    The digest is None in a checkpoint of a training run, where several processes may write one array; the digests of
+    its files cover it.
     """
 
     type: TensorType
@@ -59,7 +60,7 @@ class WeightEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: its length and SHA-256."""
+    """One file: its length in bytes and its SHA-256."""
 
     nbytes: int
     sha256: str
@@ -67,14 +68,18 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The weights by checkpoint key, and the files by path within the directory. `beside` are the others that were
-    written with them, such as the config: anyone may edit those."""
+    """The weights of a checkpoint by key, and its files by path within the directory.
+
+    `beside` lists companion files that were written with them, such as the config. They have no digests, so that
+    users may edit them.
+    """
 
     weights: Mapping[str, WeightEntry]
     files: Mapping[str, FileEntry]
     beside: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
+        """Return the content of `rlx_manifest.json`."""
         weights = {
             key: {
                 "dtype": short_name(entry.type.dtype),
@@ -91,11 +96,11 @@ class Manifest:
 
 
 def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
-    """The manifest of a directory; None if there is none.
+    """Return the manifest of a directory; None if there is none.
 
     Raises:
         IntegrityError: it is damaged.
-        UnsupportedError: a newer version wrote it.
+        UnsupportedError: it has another version than this package reads.
         PathEscapeError: it is a link that `files.resolve` refuses.
     """
     if not os.path.lexists(os.path.join(directory, NAME)):
@@ -111,125 +116,128 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
             for key, entry in content["weights"].items()
         }
         files = {name: FileEntry(int(e["nbytes"]), str(e["sha256"])) for name, e in content["files"].items()}
-        beside = tuple(str(name) for name in content.get("beside", ()))
+        companions = tuple(str(name) for name in content.get("beside", ()))
     except (KeyError, TypeError, ValueError, AttributeError) as cause:
         raise IntegrityError(f"{where}: an entry is not what rlx_jax.save writes; {_ADVICE}") from cause
-    return Manifest(weights, files, beside)
+    return Manifest(weights, files, companions)
 
 
 def _type(entry: Mapping[str, Any], where: str) -> TensorType:
+    """Return the type in an entry, after checking that it agrees with the length in the entry."""
     try:
-        found = TensorType(tuple(int(dim) for dim in entry["shape"]), as_dtype(str(entry["dtype"])))
+        tensor_type = TensorType(tuple(int(dim) for dim in entry["shape"]), as_dtype(str(entry["dtype"])))
     except DTypeError as cause:
         raise IntegrityError(f"{where}: {cause}") from cause
-    if math.prod(found.shape) * found.dtype.itemsize != entry["nbytes"]:
-        raise IntegrityError(f"{where}: {found} does not have {quote(entry['nbytes'])} bytes; {_ADVICE}")
-    return found
+    if math.prod(tensor_type.shape) * tensor_type.dtype.itemsize != entry["nbytes"]:
+        raise IntegrityError(f"{where}: {tensor_type} does not have {quote(entry['nbytes'])} bytes; {_ADVICE}")
+    return tensor_type
 
 
 def digest(array: Any) -> str:
-    """SHA-256 of an array's values in row-major, little-endian order."""
+    """Return the SHA-256 of an array's values in row-major, little-endian order."""
     return hashlib.sha256(_bytes(array)).hexdigest()
 
 
 def _bytes(array: Any) -> memoryview:
-    """An array's values in row-major, little-endian order."""
+    """Return an array's values as bytes in row-major, little-endian order; without a copy if they already are."""
     values = np.ascontiguousarray(array)
     values = values.astype(values.dtype.newbyteorder("<"), copy=False)
     return values.reshape(-1).view(np.uint8).data
 
 
 def file_digest(path: str) -> FileEntry:
-    """Length and SHA-256 of a file."""
+    """Return the length and the SHA-256 of a file."""
     with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileEntry(file.tell(), found)
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(file.tell(), sha256)
 
 
 def file_digests(directory: str, names: Sequence[str]) -> dict[str, FileEntry]:
-    """Length and SHA-256 of files by path within a directory; several at a time, as hashing takes a core each."""
+    """Return length and SHA-256 of files by path within a directory; in parallel, as one hash uses a single core."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda name: file_digest(os.path.join(directory, name)), names)
-        return dict(zip(names, found, strict=True))
+        entries = pool.map(lambda name: file_digest(os.path.join(directory, name)), names)
+        return dict(zip(names, entries, strict=True))
 
 
 def check_lengths(directory: str, files: Mapping[str, FileEntry]) -> None:
-    """Every file of the manifest is there, with its length.
+    """Check that every file of the manifest exists and has its length.
 
     Raises:
-        IntegrityError: lists those that differ.
+        IntegrityError: some do not; the message lists them.
     """
-    wrong = []
+    problems = []
     for name, entry in files.items():
         check_name(name)
         path = os.path.join(directory, name)
         if not os.path.isfile(path):
-            wrong.append(f"{name}: missing")
+            problems.append(f"{name}: missing")
         elif (size := os.path.getsize(path)) != entry.nbytes:
-            wrong.append(f"{name}: {size} bytes, expected {entry.nbytes}")
-    if wrong:
-        raise IntegrityError(f"{quote(directory)}: {len(wrong)} files differ from {NAME}: {listing(wrong)}; {_ADVICE}")
+            problems.append(f"{name}: {size} bytes, expected {entry.nbytes}")
+    if problems:
+        raise IntegrityError(
+            f"{quote(directory)}: {len(problems)} files differ from {NAME}: {listing(problems)}; {_ADVICE}"
+        )
 
 
 def check_files(directory: str, files: Mapping[str, FileEntry], links: Links = "follow") -> None:
-    """Every file of the manifest has its digest. All of them are read.
+    """Check that every file of the manifest has its digest. All of them are read.
 
     Raises:
-        IntegrityError: lists those that differ.
+        IntegrityError: some do not; the message lists them.
         PathEscapeError: one is a link that `files.resolve` refuses.
         StorageError: the system refuses to read one.
     """
     for name in files:
         resolve(directory, name, links)
-    if wrong := _differing(directory, files):
-        where = f"{quote(directory)}: {len(wrong)} files differ from their digests in {NAME}"
-        raise IntegrityError(f"{where}: {listing(wrong)}; {_ADVICE}")
+    if differences := _differing(directory, files):
+        where = f"{quote(directory)}: {len(differences)} files differ from their digests in {NAME}"
+        raise IntegrityError(f"{where}: {listing(differences)}; {_ADVICE}")
 
 
 def _differing(directory: str, files: Mapping[str, FileEntry]) -> list[str]:
-    """The files that are not there or differ from their digests; all of them are read."""
-    there = [name for name in files if os.path.isfile(os.path.join(directory, name))]
+    """Return the names of files that are missing or differ from their digests. All of them are read."""
+    existing = [name for name in files if os.path.isfile(os.path.join(directory, name))]
     try:
-        found = file_digests(directory, there)
+        entries = file_digests(directory, existing)
     except OSError as cause:
         raise storage_error(cause, quote(cause.filename)) from cause
-    return [name for name, entry in files.items() if found.get(name) != entry]
+    return [name for name, entry in files.items() if entries.get(name) != entry]
 
 
 @contextmanager
 def explained(directory: str, manifest: Manifest | None) -> Iterator[None]:
-    """A decoder's error becomes an `IntegrityError` if files differ from their digests."""
+    """Convert an error of a decoder to an `IntegrityError` if files differ from their digests."""
     try:
         yield
     except IntegrityError:
         raise
     except (FormatError, StorageError, NonFiniteWeightError) as cause:
-        wrong = [] if manifest is None else _differing(directory, manifest.files)
-        if not wrong:
+        differences = [] if manifest is None else _differing(directory, manifest.files)
+        if not differences:
             raise
-        raise IntegrityError(f"{cause}; files that differ from {NAME}: {listing(wrong)}; {_ADVICE}") from cause
+        raise IntegrityError(f"{cause}; files that differ from {NAME}: {listing(differences)}; {_ADVICE}") from cause
 
 
 def check_weights(source: WeightSource, weights: Mapping[str, WeightEntry], where: str) -> None:
-    """Names, shapes and dtypes agree with the manifest.
+    """Check that the names, shapes and dtypes of a source agree with the manifest.
 
     Raises:
-        IntegrityError: lists what differs on either side.
+        IntegrityError: they do not; the message lists weights that are missing in either, or have another type.
     """
     keys = source.keys()
-    wrong = [f"{key}: not in the manifest" for key in keys if key not in weights]
-    wrong += [f"{key}: not in the checkpoint" for key in weights if not source.has(key)]
+    problems = [f"{key}: not in the manifest" for key in keys if key not in weights]
+    problems += [f"{key}: not in the checkpoint" for key in weights if not source.has(key)]
     for key in keys:
         if key in weights and source.spec(key) != weights[key].type.spec:
-            wrong.append(f"{key}: {source.spec(key)}, the manifest says {weights[key].type}")
-    if wrong:
-        raise IntegrityError(f"{where}: {len(wrong)} weights differ from {NAME}: {listing(wrong)}; {_ADVICE}")
+            problems.append(f"{key}: {source.spec(key)}, the manifest says {weights[key].type}")
+    if problems:
+        raise IntegrityError(f"{where}: {len(problems)} weights differ from {NAME}: {listing(problems)}; {_ADVICE}")
 
 
 class VerifiedSource(SourceView):
-    """A source of which every weight is compared with the manifest's digest before anything of it is given.
+    """A source that compares every weight with its digest in the manifest before `read` returns any part of it.
 
-    One that has none is vouched for by its files: `check_files` has compared them.
+    A weight without a digest is not compared: `check_files` has compared its files instead.
     """
 
     def __init__(self, source: WeightSource, manifest: Manifest, directory: str) -> None:
@@ -239,11 +247,11 @@ class VerifiedSource(SourceView):
         self._compared: set[str] = set()
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """The weight, or a part of it. Digests are those of whole weights: before the first part all of it is read.
+        """Return a weight or a part of it. A digest covers a full weight, so the first read of a part reads it all.
 
         Raises:
-            IntegrityError: its bytes are not those that were saved.
-            Others: as the source's.
+            IntegrityError: the bytes differ from the saved ones.
+            Others: as `read` of the source.
         """
         by_file = self.source.has(key) and self._manifest.weights[key].sha256 is None
         with explained(self._directory, self._manifest):
@@ -255,16 +263,17 @@ class VerifiedSource(SourceView):
         return values
 
     def _digest(self, key: str) -> str:
-        """The digest of a weight that is read some rows at a time: the host may have no room for all of it."""
-        spec, found = self.source.spec(key), hashlib.sha256()
+        """Return the digest of a weight, read in bands of rows, as host memory may be too small for all of it."""
+        spec, sha256 = self.source.spec(key), hashlib.sha256()
         if not spec.shape:
             return digest(self.source.read(key))
         rows = max(1, _BAND // max(1, stored_bytes(spec) // max(1, spec.shape[0])))
         for start in range(0, spec.shape[0], rows):
-            found.update(_bytes(self.source.read(key, (slice(start, start + rows),))))
-        return found.hexdigest()
+            sha256.update(_bytes(self.source.read(key, (slice(start, start + rows),))))
+        return sha256.hexdigest()
 
     def _compare(self, key: str, found: str) -> None:
+        """Compare the digest of a weight with its digest in the manifest."""
         if found != self._manifest.weights[key].sha256:
             where = quote(self._directory)
             raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
@@ -278,12 +287,16 @@ def open_verified(
     read: Callable[[], WeightSource],
     key_of: Callable[[str], str | None] = lambda name: name,
 ) -> WeightSource:
-    """What `read` opens of a directory, behind the manifest beside it if there is one and `verify` looks at it.
+    """Return the source that `read` opens for a directory, verified against the directory's manifest if it has one.
 
-    `key_of` gives the key of a weight of the manifest, None for one that the source leaves out.
+    Args:
+        verify: `"metadata"` ignores the manifest, `"full"` requires one.
+        links: links in the directory that are allowed.
+        read: opens the source.
+        key_of: returns the source's key for a weight of the manifest, None for one that the source leaves out.
 
     Raises:
-        IntegrityError: files or weights differ from the manifest, or `verify` wants one and there is none.
+        IntegrityError: files or weights differ from the manifest, or it is required and missing.
     """
     manifest = None if verify == "metadata" else read_manifest(directory, links)
     if manifest is not None:
@@ -296,6 +309,6 @@ def open_verified(
         source = read()
     if manifest is None:
         return source
-    named = {key_of(name): entry for name, entry in manifest.weights.items()}
-    weights = {key: entry for key, entry in named.items() if key is not None}
+    entries_by_key = {key_of(name): entry for name, entry in manifest.weights.items()}
+    weights = {key: entry for key, entry in entries_by_key.items() if key is not None}
     return VerifiedSource(source, replace(manifest, weights=weights), directory)

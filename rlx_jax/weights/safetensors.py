@@ -1,14 +1,14 @@
-"""The `.safetensors` format: eight bytes of length, a JSON header, the tensors back to back.
+"""`SafetensorsFile`: a reader of `.safetensors` files (a length of eight bytes, a JSON header, contiguous tensors).
 
     8 bytes   N, the length of the header, little-endian
     N bytes   the header, see `safetensors_header`
     the rest  the tensors, without gaps or overlaps, row-major and little-endian
 
-Our own reader, because the file may come from anyone: each number in the header is checked against
-the bytes that are there before anything of that size is allocated, the data is read (a mapped file
-that shrinks kills the process), BF16 and F8 load, and a part of a tensor costs the bytes of that part.
-It takes only files that the reference implementation takes, and of those not the ones that name a
-tensor twice, have fields that the format does not know, or are over `rlx_jax.io.limits`.
+It replaces the reference implementation because files may come from anyone. Each number in the header is checked
+against the bytes in the file before anything of that size is allocated. Data is read, not memory-mapped: a mapped file
+that shrinks kills the process. BF16 and F8 load, and reading a part of a tensor costs the bytes of that part.
+It accepts only files that the reference implementation accepts, except those that name a tensor twice, have unknown
+fields, or are over `rlx_jax.io.limits`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from rlx_jax.io.files import open_regular, read_at
 from rlx_jax.weights.named import Closing, check_index, find, span
 from rlx_jax.weights.safetensors_header import Header, parse_header
 
-_RUN = 2**12  # bytes that are worth a call to the system of their own: a page, which a disk reads whole anyway
-_BAND = 2**20  # bytes that are read at once where runs are shorter: what they are copied from stays in cache
+_RUN = 2**12  # bytes of a run that is worth a system call: a page, the least that a disk reads
+_BAND = 2**20  # bytes that are read at once where runs are shorter: small enough that the buffer stays in cache
 
 
 class SafetensorsFile(Closing):
-    """One open `.safetensors` file. Opening reads the header only.
+    """One open `.safetensors` file. Opening reads only the header.
 
-    A context manager; the file is closed at the latest when the object goes. A copy opens it again.
+    A context manager; the file is closed at the latest when the object is garbage-collected. A copy opens it again.
 
     Attributes:
-        name: the path as given, or the name it has in its directory.
+        name: the path as passed, or the name of the file in its directory.
         tensors: name → `TensorInfo`, in the order of the data.
         bytes_read: how many bytes of tensors have been read so far.
 
     Raises:
         SafetensorsError: the file is malformed, or not a regular file.
-        DuplicateWeightError: a name is given twice.
+        DuplicateWeightError: a name occurs twice.
         LimitError: over one of `rlx_jax.io.limits`.
         UnsupportedError: a dtype that is not in `DTYPES`.
         MissingFileError, StorageError: it does not exist, or cannot be read.
@@ -69,10 +69,10 @@ class SafetensorsFile(Closing):
         self.tensors = MappingProxyType(header)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """A tensor, or the part of it that `index` selects as in NumPy, as a new C-contiguous array.
+        """Return a tensor, or the part that `index` selects as in NumPy, as a new C-contiguous array.
 
-        Only what `index` spans is read, where it stands together in pieces of a page or more; of shorter ones also what
-        lies between them, a mebibyte at a time. Steps are taken of that.
+        Only the box that `index` spans is read if its contiguous runs have a page or more. With shorter runs, the bytes
+        between them are read as well, a mebibyte at a time. Steps of slices are applied in memory.
 
         Raises:
             MissingWeightError: no such tensor.
@@ -90,14 +90,18 @@ class SafetensorsFile(Closing):
         return np.ascontiguousarray(box[tuple(rest for _, _, rest in spans)])
 
     def close(self) -> None:
-        """Close the file. Reading from it is an error then."""
+        """Close the file. Reading from it is an error afterwards."""
         self._close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), name=self.name), (self._path,)  # a copy opens the file again
 
     def _read_box(self, name: str, begins: Sequence[int], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """An array of `shape` that stands in a tensor where `begins` says."""
+        """Return the box of `shape` in a tensor that starts at the indices `begins`.
+
+        Raises:
+            SafetensorsError, StorageError, LimitError: as `read`.
+        """
         if not self._close.alive:
             raise StorageError(f"{self._where}: the file is closed")
         info = self.tensors[name]
@@ -105,22 +109,24 @@ class SafetensorsFile(Closing):
         values = np.empty(shape, info.dtype)
         if values.size:
             self._fill(name, begins, values)
-        now = os.fstat(self._descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+        # Checked after reading, so that a change during the read is noticed too.
+        status = os.fstat(self._descriptor)
+        if (status.st_size, status.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
             raise SafetensorsError(f"{self._where}: the file has been written to since it was opened; open it again")
-        if info.dtype == np.bool_ and (found := values.view(np.uint8).max(initial=0)) > 1:
-            raise SafetensorsError(f"{self._where}: tensor {quote(name)}: BOOL holds {found}, expected 0 or 1")
+        if info.dtype == np.bool_ and (largest := values.view(np.uint8).max(initial=0)) > 1:
+            raise SafetensorsError(f"{self._where}: tensor {quote(name)}: BOOL holds {largest}, expected 0 or 1")
         return values
 
     def _fill(self, name: str, begins: Sequence[int], values: np.ndarray[Any, Any]) -> None:
-        """Read the box of a tensor that begins at `begins` into `values`.
+        """Read the box of a tensor that starts at the indices `begins` into `values`.
 
-        All of it that stands together in the file is a run; between runs lie `stride` bytes. Long runs are read one by
-        one. Short ones are read in bands with what lies between them: calls would cost more than the bytes.
+        A run is a contiguous part of the box in the file; runs start `stride` bytes apart. Long runs are read one by
+        one. Short runs are read in bands together with the bytes between them, as calls would cost more than bytes.
         """
         info = self.tensors[name]
-        cut = [axis for axis, dim in enumerate(info.shape) if values.shape[axis] < dim]
-        axis = cut[-1] if cut else 0
+        # Axes after the last one that the box cuts are contiguous in the file.
+        cut_axes = [axis for axis, dim in enumerate(info.shape) if values.shape[axis] < dim]
+        axis = cut_axes[-1] if cut_axes else 0
         strides = [math.prod(info.shape[i + 1 :]) * info.dtype.itemsize for i in range(len(info.shape))]
         start = info.start + sum(begin * step for begin, step in zip(begins, strides, strict=True))
         raw = values.reshape(-1).view(np.uint8)
@@ -132,18 +138,18 @@ class SafetensorsFile(Closing):
         length = runs.shape[-1]
         step = 1 if length >= _RUN else max(1, _BAND // stride)
         band = np.empty(step * stride, np.uint8)
-        for place in np.ndindex(outer):
-            begin = start + sum(i * far for i, far in zip(place, strides, strict=False))
+        for outer_index in np.ndindex(outer):
+            begin = start + sum(i * axis_stride for i, axis_stride in zip(outer_index, strides, strict=False))
             for row in range(0, count, step):
-                here = runs[(*place, slice(row, row + step))]
-                if len(here) == 1:
-                    self._read_into(name, here[0], begin + row * stride)
+                band_runs = runs[(*outer_index, slice(row, row + step))]
+                if len(band_runs) == 1:
+                    self._read_into(name, band_runs[0], begin + row * stride)
                 else:
-                    self._read_into(name, band[: (len(here) - 1) * stride + length], begin + row * stride)
-                    here[...] = band[: len(here) * stride].reshape(len(here), stride)[:, :length]
+                    self._read_into(name, band[: (len(band_runs) - 1) * stride + length], begin + row * stride)
+                    band_runs[...] = band[: len(band_runs) * stride].reshape(len(band_runs), stride)[:, :length]
 
     def _read_into(self, name: str, raw: np.ndarray[Any, Any], start: int) -> None:
-        """Fill contiguous bytes from those of the file at `start`."""
+        """Fill a contiguous array with the bytes of the file from `start` on."""
         done = read_at(self._descriptor, raw.data, start, self._where)
         with self._counting:
             self.bytes_read += done
@@ -155,7 +161,7 @@ class SafetensorsFile(Closing):
 
 
 def read_header(read: Callable[[int, int, str], bytes], size: int, where: str) -> Header:
-    """The header of a file of `size` bytes; `read(count, start, where)` gives its bytes.
+    """Return the header of a file of `size` bytes; `read(count, start, where)` returns its bytes.
 
     Raises:
         As `SafetensorsFile`.
@@ -164,26 +170,27 @@ def read_header(read: Callable[[int, int, str], bytes], size: int, where: str) -
         raise SafetensorsError(f"{where}: the file has {size} bytes, expected 8 bytes of header length first")
     length = int.from_bytes(read(8, 0, where), "little")
     if length > size - 8:
-        seen = _looks_like(read(min(size, 64), 0, where))
+        description = _looks_like(read(min(size, 64), 0, where))
         raise SafetensorsError(
-            f"{where}: {seen or f'header says {length} bytes, file has {size - 8} after the length'}"
+            f"{where}: {description or f'header says {length} bytes, file has {size - 8} after the length'}"
         )
     limits.at_most(length, limits.MAX_HEADER_BYTES, "limits.MAX_HEADER_BYTES", f"{where}: the header's length in bytes")
     return parse_header(read(length, 8, where), size - 8 - length, where)
 
 
 def _looks_like(head: bytes) -> str:
-    """What a file that is no safetensors is by its first bytes; empty if they tell nothing."""
+    """Describe a file that is not safetensors by its first bytes; return an empty string if they are unknown."""
     if head.startswith(b"version https://git-lfs"):
         return "this is a pointer of git-lfs, not the weights: `git lfs pull` fetches them"
     if head.startswith(b"PK\x03\x04"):
         return "this is a zip archive, as torch.save writes, under another name: convert it to safetensors"
     text = head.split(b"\n")[0].decode("ascii", "replace")
-    told = len(text) > 8 and text.isascii() and text.isprintable()
-    return f"this is no safetensors file but a text that begins with {quote(text)}" if told else ""
+    is_printable = len(text) > 8 and text.isascii() and text.isprintable()
+    return f"this is no safetensors file but a text that begins with {quote(text)}" if is_printable else ""
 
 
 def _read_bytes(descriptor: int, count: int, start: int, where: str) -> bytes:
+    """Return `count` bytes of a file from `start` on."""
     buffer = bytearray(count)
     if read_at(descriptor, memoryview(buffer), start, where) < count:
         raise SafetensorsError(f"{where}: the file was cut while its header was read")
