@@ -1,9 +1,9 @@
-"""Directories that appear whole or not at all.
+"""Atomic replacement of directories (`replacing`): a save appears completely or not at all.
 
-A save writes into a work directory beside its target, `.name.rlx-save-….`, and holds a lock on it. When
-all data is on disk, one rename makes it the target; an existing target is exchanged in the same step. So
-whatever ends the process, the target is the old one or the new one. A work directory whose lock is free
-belongs to nobody any more, and the next save beside it removes it.
+A save writes into a work directory next to its target, `.name.rlx-save-…`, and holds a lock on it. When all data is on
+disk, one rename makes it the target; an existing target is exchanged in the same step. So the target is the old or the
+new one, however the process ends. A work directory with a free lock is abandoned, and the next save to the same target
+removes it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from rlx_jax.errors import NoSpaceError, RlxError, SaveFailedError, TargetExists
 NEW, OLD = "new", "old"
 _WORK = re.compile(r"\.(.+)\.rlx-save-\d+-[0-9a-f]{8}", re.DOTALL)
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
-_AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
+_AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2  # constants of Linux for renameat2
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 @contextmanager
 def replacing(target: str, overwrite: bool, nbytes: int, kept: str | None = None) -> Iterator[str]:
-    """Where to make a directory that becomes `target` when the block ends without an exception.
+    """Yield the path at which to create a directory that becomes `target` when the block ends without an exception.
 
     Args:
-        target: the directory to make. Those around it are made where they are missing.
-        overwrite: replace what is there; the caller has made sure that it may.
-        nbytes: about how much will be written, in bytes.
-        kept: what errors say is still good; without it, that `target` is as it was.
+        target: the directory to create. Missing parent directories are created too.
+        overwrite: replace an existing `target`; the caller has checked that it may be replaced.
+        nbytes: approximate number of bytes to be written.
+        kept: for error messages, what is still intact after a failure; by default, that `target` is as it was.
 
     Raises:
         TargetExistsError: `target` exists and `overwrite` is false.
         NoSpaceError: less than 1.1 × `nbytes` are free, or the disk filled up.
-        SaveFailedError: the system refused something. What was at `target` is still there.
+        SaveFailedError: the system refused an operation. An existing `target` is intact.
     """
     parent, name = os.path.split(target)
     kept = kept or f"{quote(target)} is as it was"
@@ -64,9 +64,9 @@ def replacing(target: str, overwrite: bool, nbytes: int, kept: str | None = None
 
 
 def abandoned_old(target: str) -> str | None:
-    """Where the content of `target` is, if a save died between its two renames; else None.
+    """Return the path of the old content of `target` if a save was interrupted between its two renames; else None.
 
-    Only file systems that cannot exchange two directories need two.
+    Two renames are only needed on file systems that cannot exchange two directories.
     """
     if os.path.lexists(target):
         return None
@@ -78,12 +78,12 @@ def abandoned_old(target: str) -> str | None:
 
 
 def being_saved(parent: str) -> set[str]:
-    """The names of targets in a directory that have work directories, of the living and of the dead."""
+    """Return the names of targets in a directory with work directories, whether of running or of abandoned saves."""
     return {work[1] for entry in os.listdir(parent) if (work := _WORK.fullmatch(entry))}
 
 
 def write_synced(path: str, content: bytes) -> None:
-    """A new file with this content, on disk when the call returns."""
+    """Write a new file with this content; it is on disk when the call returns."""
     with open(path, "xb", buffering=0) as file:
         view = memoryview(content)
         while view:
@@ -92,10 +92,10 @@ def write_synced(path: str, content: bytes) -> None:
 
 
 def remove(target: str, kept: str) -> None:
-    """Remove a directory that others read: gone in one step, whatever ends the process.
+    """Remove a directory that others may be reading, in one step, however the process ends.
 
     Raises:
-        SaveFailedError: the system refused; the message says that `kept` is still good.
+        SaveFailedError: the system refused; the message has `kept`, which describes what is still intact.
     """
     with storage_errors(target, kept), _work_directory(target) as work:
         os.rename(target, os.path.join(work, NEW))
@@ -103,7 +103,7 @@ def remove(target: str, kept: str) -> None:
 
 
 def sync_tree(directory: str) -> None:
-    """Everything below a directory is on disk when the call returns."""
+    """Flush everything below a directory to disk."""
     for folder, _, files in os.walk(directory, topdown=False):
         for name in files:
             sync(os.path.join(folder, name))
@@ -112,22 +112,25 @@ def sync_tree(directory: str) -> None:
 
 @contextmanager
 def storage_errors(target: str, kept: str) -> Iterator[None]:
-    """System errors as ours, which say that `kept` is still good; interrupts and our own errors pass."""
+    """Convert errors in the block to errors of a save to `target`; interrupts and `RlxError` pass unchanged.
+
+    The messages contain `kept`, which describes what is still intact.
+    """
     try:
         yield
     except RlxError:
         raise
     except Exception as cause:
-        told = _system_error(cause)
-        number = told.errno if isinstance(told, OSError) else None
-        text, shown = str(told), (told.strerror if isinstance(told, OSError) else None) or str(told)
+        reason = _system_error(cause)
+        number = reason.errno if isinstance(reason, OSError) else None
+        text, description = str(reason), (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
         full = number in _NO_SPACE or "No space left" in text or "quota exceeded" in text
         error = NoSpaceError if full else SaveFailedError
-        raise error(f"saving to {quote(target)} failed; {kept}: {_end(shown)}") from cause
+        raise error(f"saving to {quote(target)} failed; {kept}: {_end(description)}") from cause
 
 
 def _system_error(error: BaseException) -> BaseException:
-    """The error of a chain that has the system's words: libraries raise another one, or a group, because of it."""
+    """Return the error of the system in a chain of exceptions or groups, which libraries raise because of it."""
     chain: list[BaseException] = [error]
     for link in chain:
         if (isinstance(link, OSError) and link.errno is not None) or "os_error_code" in str(link):
@@ -138,21 +141,22 @@ def _system_error(error: BaseException) -> BaseException:
 
 
 def _end(text: str) -> str:
-    """The end of a message: there, after its paths, the system says what was wrong.
+    """Return the end of a message, quoted: the system writes the reason there, after long paths.
 
-    After that tensorstore may write how the array was to be stored, and where in its sources it failed.
+    After the reason, tensorstore may append its spec of the array and a location in its sources, which are cut.
     """
-    if told := re.search(r"\[os_error_code=[^\]]*\]", text):
-        text = text[: told.end()]
+    if code := re.search(r"\[os_error_code=[^\]]*\]", text):
+        text = text[: code.end()]
     return quote(text if len(text) <= 100 else f"…{text[-100:]}")
 
 
 def _exists(target: str) -> TargetExistsError:
+    """Return the error for an existing target."""
     return TargetExistsError(f"{quote(target)} exists; pass overwrite=True to replace what rlx_jax.save wrote there")
 
 
 def sync(path: str) -> None:
-    """What a file holds, or which names a directory has, is on disk when the call returns."""
+    """Flush the content of a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -161,14 +165,14 @@ def sync(path: str) -> None:
 
 
 def _make_folders(directory: str) -> None:
-    """A directory, and those around it, if they are missing: on disk when the call returns."""
-    missing, around = [], directory
-    while not os.path.lexists(around):
-        missing.append(around)
-        around = os.path.dirname(around)
+    """Create a directory and its missing parents; they are on disk when the call returns."""
+    missing, parent = [], directory
+    while not os.path.lexists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
     os.makedirs(directory, exist_ok=True)
-    for made in missing:
-        sync(os.path.dirname(made))
+    for created in missing:
+        sync(os.path.dirname(created))
 
 
 # -- work directories --------------------------------------------------------------------------
@@ -176,7 +180,7 @@ def _make_folders(directory: str) -> None:
 
 @contextmanager
 def _work_directory(target: str) -> Iterator[str]:
-    """A locked work directory for a target, which is removed at the end."""
+    """Yield a locked work directory for a target; it is removed at the end."""
     parent, name = os.path.split(target)
     while True:
         work = os.path.join(parent, f".{name}.rlx-save-{os.getpid()}-{secrets.token_hex(4)}")
@@ -184,7 +188,7 @@ def _work_directory(target: str) -> Iterator[str]:
         descriptor, lock = _lock(work)
         if descriptor is not None and lock != "taken" and os.path.isdir(work):
             break
-        if descriptor is not None:  # another save has just removed it, as it was not locked yet
+        if descriptor is not None:  # another save has removed the directory between its creation and the lock
             os.close(descriptor)
     try:
         yield work
@@ -196,9 +200,10 @@ def _work_directory(target: str) -> Iterator[str]:
 
 
 def _lock(work: str) -> tuple[int | None, Literal["held", "taken", "unknown"]]:
-    """A descriptor that holds the lock if it is free. The lock ends with its process.
+    """Try to lock a work directory; return its descriptor, None if it is gone, and the state of the lock.
 
-    It is unknown on file systems without locks; there, nothing that others left is removed.
+    The lock ends with its process. Its state is unknown on file systems without locks; there, abandoned work
+    directories are never removed.
     """
     import fcntl  # not on Windows, where rlx_jax can be imported
 
@@ -216,12 +221,13 @@ def _lock(work: str) -> tuple[int | None, Literal["held", "taken", "unknown"]]:
 
 
 def _works(parent: str, name: str) -> list[str]:
-    found = [(entry, _WORK.fullmatch(entry)) for entry in sorted(os.listdir(parent))]
-    return [os.path.join(parent, entry) for entry, work in found if work and work[1] == name]
+    """Return the paths of all work directories for the target `name` in `parent`."""
+    entries = [(entry, _WORK.fullmatch(entry)) for entry in sorted(os.listdir(parent))]
+    return [os.path.join(parent, entry) for entry, work in entries if work and work[1] == name]
 
 
 def remove_abandoned(parent: str, name: str) -> None:
-    """Remove the work directories of saves to the same target that have ended without removing them."""
+    """Remove abandoned work directories: those for the same target that no running save has locked."""
     target = os.path.join(parent, name)
     for work in _works(parent, name):
         descriptor, lock = _lock(work)
@@ -235,7 +241,7 @@ def remove_abandoned(parent: str, name: str) -> None:
 
 
 def _discard(work: str, target: str) -> None:
-    """Remove a work directory that we hold, after what it took from the target is back in its place."""
+    """Remove a locked work directory, after moving an old target in it back to its path."""
     old = os.path.join(work, OLD)
     if os.path.isdir(old) and not os.path.lexists(target):
         os.rename(old, target)
@@ -245,17 +251,18 @@ def _discard(work: str, target: str) -> None:
         if not os.path.lexists(work):
             return
         time.sleep(0.01)
-    # What cannot be removed now is tried again by the next save.
+    # The next save tries again to remove the rest.
 
 
 # -- renames -----------------------------------------------------------------------------------
 
 
 def _commit(work: str, target: str, overwrite: bool) -> None:
-    """Make the new directory the target."""
+    """Rename the new directory in a work directory to the target."""
     new = os.path.join(work, NEW)
     if overwrite and os.path.lexists(target):
         if not _rename2(new, target, _EXCHANGE):
+            # Between these two renames there is no target: `abandoned_old` finds the old one.
             os.rename(target, os.path.join(work, OLD))
             os.rename(new, target)
     else:
@@ -264,12 +271,16 @@ def _commit(work: str, target: str, overwrite: bool) -> None:
                 os.rename(new, target)
         except OSError as cause:
             if cause.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise _exists(target) from cause  # another save was faster
+                raise _exists(target) from cause  # another save has created it since the check
             raise
 
 
 def _rename2(source: str, target: str, flags: int) -> bool:
-    """Linux's renameat2; whether the system and the file system know it."""
+    """Call Linux's renameat2; return False if the system or the file system does not support it.
+
+    Raises:
+        OSError: it failed for another reason.
+    """
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

@@ -1,7 +1,7 @@
-"""A directory of checksummed entries, bounded in size, that several processes read and write at once.
+"""`EntryStore`: a directory of checksummed entries, bounded in size, for concurrent use by several processes.
 
-An entry is one file: a magic line, the SHA-256 digest of the payload, the payload. A write goes to a temporary file and
-is renamed over the entry, so that a reader sees an old entry, a new one or none, and nobody needs a lock.
+An entry is one file: a magic line, the SHA-256 digest of the payload, the payload. A write goes to a temporary file,
+which is renamed over the entry. So a reader sees an old entry, a new one or none, and no lock is needed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class EntryStore:
     """Entries of a directory under keys of 64 hexadecimal digits.
 
     Attributes:
-        directory: an absolute path. It is made if it is missing, for its owner alone.
-        max_bytes: of all entries together; what was not used for longest is removed first.
+        directory: an absolute path. A missing directory is created, accessible to its owner alone.
+        max_bytes: the limit for all entries together; the least recently used ones are removed first.
     """
 
     directory: str
@@ -101,6 +101,7 @@ class EntryStore:
         self._prune()
 
     def _path(self, key: str) -> str:
+        """Return the path of the entry under a key."""
         return os.path.join(self.directory, f"{key}.entry")
 
     def _check_directory(self) -> None:
@@ -138,6 +139,7 @@ class EntryStore:
 
 
 def _header(payload: bytes) -> bytes:
+    """Return the magic line and the digest that precede a payload in its file."""
     return MAGIC + hashlib.sha256(payload).digest()
 
 

@@ -1,7 +1,6 @@
-"""Opening files that someone else may have put there.
+"""Open files of untrusted origin safely: `resolve` and `check_name` for names, `open_regular` and readers for files.
 
-A path that the caller names is trusted; a name found in a file or a directory is not, and must stay
-inside the directory it belongs to.
+A path that the caller passes is trusted. A name from a file or a directory is not, and must stay inside its directory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Literal
 from rlx_jax.errors import ConfigError, FormatError, MissingFileError, PathEscapeError, StorageError, quote
 from rlx_jax.io import limits
 
-# What to do with links below a model directory: follow those that stay inside, or refuse all.
+# Links in a model directory: follow those that stay inside it, or refuse all.
 Links = Literal["follow", "refuse"]
 
 _DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10)}
@@ -22,7 +21,7 @@ _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a
 
 
 def list_directory(directory: str) -> list[str]:
-    """The names in a directory, sorted.
+    """Return the names in a directory, sorted.
 
     Raises:
         MissingFileError, StorageError: it does not exist, or the system refuses.
@@ -34,16 +33,17 @@ def list_directory(directory: str) -> list[str]:
 
 
 def files_below(directory: str) -> list[str]:
-    """Files and links below a directory, relative to it."""
-    found = []
+    """Return the paths of all files and links below a directory, relative to it and sorted."""
+    paths = []
     for folder, inside, names in os.walk(directory):
+        # `os.walk` lists links to directories as directories.
         links = [name for name in inside if os.path.islink(os.path.join(folder, name))]
-        found += [os.path.relpath(os.path.join(folder, name), directory) for name in (*names, *links)]
-    return sorted(found)
+        paths += [os.path.relpath(os.path.join(folder, name), directory) for name in (*names, *links)]
+    return sorted(paths)
 
 
 def open_regular(path: str, where: str, error: type[FormatError]) -> int:
-    """A descriptor of the regular file `path`, for reading. The caller closes it.
+    """Return a descriptor of the regular file `path`, for reading. The caller closes it.
 
     Raises:
         MissingFileError: no such file.
@@ -60,7 +60,7 @@ def open_regular(path: str, where: str, error: type[FormatError]) -> int:
     except OSError as cause:
         raise storage_error(cause, where) from cause
     try:
-        refuse_special(os.fstat(descriptor), where, error)
+        refuse_special(os.fstat(descriptor), where, error)  # the path may have been replaced since `os.stat`
     except BaseException:
         os.close(descriptor)
         raise
@@ -75,14 +75,14 @@ def refuse_special(status: os.stat_result, where: str, error: type[FormatError])
 
 
 def storage_error(cause: OSError | ValueError, where: str) -> StorageError:
-    """`cause` as one of our exceptions."""
+    """Return an error of the system as an exception of this package."""
     if isinstance(cause, ValueError) or cause.errno in (errno.ENOENT, errno.ENOTDIR):
         return MissingFileError(f"{where}: no such file")
     return StorageError(f"{where}: {cause.strerror or type(cause).__name__}")
 
 
 def read_at(descriptor: int, buffer: memoryview, start: int, where: str) -> int:
-    """Fill `buffer` with the bytes from `start` on; how many there were before the file ended."""
+    """Fill `buffer` with the bytes of a file from `start` on; return how many there are before the end of the file."""
     done = 0
     while done < len(buffer):
         try:  # one call takes less than 2 GiB
@@ -96,10 +96,10 @@ def read_at(descriptor: int, buffer: memoryview, start: int, where: str) -> int:
 
 
 def read_whole(path: str, where: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes:
-    """The bytes of a small file.
+    """Return all bytes of a small file.
 
     Raises:
-        LimitError: more than `limit` bytes; `limit_name` is what the message calls the limit.
+        LimitError: more than `limit` bytes; `limit_name` is the name of the limit in the message.
         MissingFileError, StorageError, error: as `open_regular`.
     """
     descriptor = open_regular(path, where, error)
@@ -113,20 +113,20 @@ def read_whole(path: str, where: str, limit: int, limit_name: str, error: type[F
 
 
 def resolve(directory: str, name: str, links: Links = "follow") -> str:
-    """The real path of the file `name`, which something in `directory` refers to.
+    """Return the real path of the file `name` in `directory`.
 
-    Links that stay inside the directory are followed, and so are those of a Hugging Face cache, where
+    Links that stay inside the directory are followed. So are links of a Hugging Face cache, where
     `models--x/snapshots/<revision>/file` points to `models--x/blobs/<hash>`, which may be a link into the `blobs` that
     all models of the cache share.
 
     Args:
         directory: the model directory, itself trusted.
-        name: relative, with `/` between its parts. If it was read from a file, `check_name` comes first.
-        links: `"refuse"` takes no symbolic links and no hard links, for directories that come from an archive.
+        name: a relative path with `/` as separator. A name that was read from a file needs `check_name` first.
+        links: `"refuse"` refuses symbolic and hard links, for directories that come from an archive.
 
     Raises:
         ConfigError: the file is not regular.
-        PathEscapeError: it leads out of the directory, or is a link that is refused.
+        PathEscapeError: it leads out of the directory, or is a refused link.
         MissingFileError: no such file.
     """
     where = quote(name)
@@ -148,7 +148,7 @@ def resolve(directory: str, name: str, links: Links = "follow") -> str:
 
 
 def check_name(name: str) -> None:
-    """Raise unless `name` is a plain relative file name on every system we know.
+    """Check that `name` is a plain relative file name on Linux, macOS and Windows.
 
     Raises:
         PathEscapeError: `..`, an absolute path, a drive, a backslash, a device.
@@ -164,24 +164,26 @@ def check_name(name: str) -> None:
 
 
 def _roots(root: str) -> list[str]:
-    """Where the files of the model directory `root` (a real path) may lie."""
+    """Return the directories that may contain the files of the model directory `root` (a real path)."""
     parts = root.split(os.sep)
     for i in range(1, len(parts) - 1):
         if parts[i] == "snapshots" and parts[i - 1].startswith("models--"):
+            # Caches with shared blobs have this marker file; without it, the directory may belong to anyone.
             shared = os.sep.join([*parts[: i - 1], "blobs"])
-            marked = os.path.isfile(os.path.join(shared, ".huggingface-shared-blobs"))
-            return [root, os.sep.join([*parts[:i], "blobs"]), *([shared] if marked else [])]
+            has_marker = os.path.isfile(os.path.join(shared, ".huggingface-shared-blobs"))
+            return [root, os.sep.join([*parts[:i], "blobs"]), *([shared] if has_marker else [])]
     return [root]
 
 
 def _refuse_links(root: str, name: str) -> None:
+    """Raise `PathEscapeError` if `name` in `root` passes a symbolic link, or is a file with several hard links."""
     path = root
     for part in name.split("/"):
         path = os.path.join(path, part)
         try:
             status = os.lstat(path)
         except OSError:
-            return  # missing: the caller says so
+            return  # missing: the caller raises the error
         if stat.S_ISLNK(status.st_mode):
             raise PathEscapeError(f"{quote(name)} goes through a symbolic link, and links are refused")
     if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:

@@ -1,4 +1,4 @@
-"""A checkpoint's directory: the small files beside its weights, each opened and parsed once."""
+"""`Folder`: a checkpoint's directory, local or on the Hub, whose JSON files are each read and parsed once."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from rlx_jax.io.hub import UNBOUND, SizeBound, Snapshot, Told, is_name, open_sna
 from rlx_jax.io.hub_remote import Listed
 from rlx_jax.io.strict_json import parse_object
 
-# The file of a model's sizes. Transformers writes it with Python's json, and Mamba-2's most time as a bare Infinity,
-# which is taken here; whoever reads a field says whether it may be so large.
+# The model's configuration. Transformers writes it with Python's json module, which writes the upper time step of
+# Mamba-2 as a bare Infinity. So Infinity is allowed in this file; readers of a field check its range.
 CONFIG = "config.json"
 
 
 def json_bound() -> tuple[int, str]:
-    """Bytes that a file of JSON may have."""
+    """Return the maximum bytes of a JSON file, and the name of this limit in messages."""
     return limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES"
 
 
 def refuse_asked(revision: str | None, token: str | bool | None, what: str, error: type[RlxError]) -> None:
-    """Refuse what only the Hub is asked of. No token is shown, neither to a directory nor in the message.
+    """Refuse options that only apply to models of the Hub. The message never contains the token.
 
     Raises:
-        error: a revision, or a token to be shown.
+        error: a revision, or a token other than False.
     """
-    given = f"revision={shown(revision)}" if revision is not None else "token=" if token not in (None, False) else ""
-    if given:
-        raise error(f"{given}: {what}; it is for a model of the Hub, 'org/name'")
+    option = f"revision={shown(revision)}" if revision is not None else "token=" if token not in (None, False) else ""
+    if option:
+        raise error(f"{option}: {what}; it is for a model of the Hub, 'org/name'")
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A model directory. It keeps what was parsed, so that all who are handed the same record share it.
+    """A model directory. It caches parsed files, so that all users of the same record share them.
 
-    Of a model of the Hub it is the directory in the cache, and `snapshot` brings each file when it is asked for.
+    For a model of the Hub it is the directory in the cache, and `snapshot` fetches each file when it is read.
     """
 
     path: Path
@@ -61,23 +61,23 @@ class Folder:
 
     @staticmethod
     def at(place: str | os.PathLike[str] | Folder) -> Folder:
-        """The record of a path; one that is a record already stays. A name of the Hub counts where nothing is there."""
+        """Return the folder of a path; a `Folder` unchanged. `org/name` is a model of the Hub without such a path."""
         if isinstance(place, Folder):
             return place
         return open_folder(place) if is_name(place) and not os.path.lexists(place) else Folder(Path(place))
 
     def below(self, name: str) -> Folder:
-        """A directory in this one, `""` for itself. It shares what was parsed."""
+        """Return a directory in this one (`""`: itself). Both share their parsed files."""
         return replace(self, path=self.path / name)
 
     def where(self, name: str) -> str:
-        """A file's path for messages; of a model of the Hub, beginning with its name."""
+        """Return a file's path for messages; it starts with the model's name for a model of the Hub."""
         if self.snapshot is None:
             return quote(self.path / name)
         return quote(f"{self.snapshot.name}/{self._inside(name)}".rstrip("/"))
 
     def names(self, below: str = "") -> list[str]:
-        """The names in this directory, or in one below it; none if there is no such directory.
+        """Return the names in this directory, or in one below it; an empty list if there is no such directory.
 
         Raises:
             StorageError: the system refuses.
@@ -89,14 +89,16 @@ class Folder:
         return files.list_directory(os.fspath(self.path / below)) if (self.path / below).is_dir() else []
 
     def found(self) -> list[Path]:
-        """The files that were asked for and are there, of this record and of those that share with it."""
+        """Return the existing files that were read, by this record or by one that shares its parsed files."""
         return list(self._found)
 
     def bring(self, *names: str, bounds: Mapping[str, SizeBound] | None = None) -> None:
-        """Have those of some files in the directory that there are: fetched together, where this is a model of the Hub.
+        """Fetch several files of a Hub model in parallel. Names that the model does not have are ignored.
+
+        Nothing happens for a local directory.
 
         Args:
-            bounds: bytes that some of them may have, by name, and what messages call this limit.
+            bounds: for some of the files, by name, the maximum bytes and the name of this limit in messages.
 
         Raises:
             As `Snapshot.fetch`.
@@ -106,11 +108,11 @@ class Folder:
             self.snapshot.fetch({name: bound for name, bound in inside.items() if name in self.snapshot.files})
 
     def listed(self, name: str) -> Listed | None:
-        """What the Hub lists of a file in this directory; None: it has none."""
+        """Return the Hub's list entry for a file in this directory; None without one, or for a local directory."""
         return None if self.snapshot is None else self.snapshot.files.get(self._inside(name))
 
     def part(self, name: str, first: int, count: int) -> bytes:
-        """Bytes of a file that the Hub lists, without fetching the rest of it.
+        """Return `count` bytes of a file on the Hub from `first` on, without fetching the rest of it.
 
         Raises:
             As `Snapshot.part`.
@@ -119,13 +121,13 @@ class Folder:
         return self.snapshot.part(self._inside(name), first, count)
 
     def _inside(self, name: str) -> str:
-        """A path in the snapshot."""
+        """Return the path of a file or directory relative to the snapshot; "" for the snapshot itself."""
         assert self.snapshot is not None
         below = (self.path / name).relative_to(self.snapshot.path).as_posix()
         return "" if below == "." else below
 
     def read(self, name: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes | None:
-        """The bytes of a file; None if there is none.
+        """Return the bytes of a file of at most `limit` bytes, fetched if necessary; None if there is none.
 
         Raises:
             PathEscapeError: it is a link that leads out of the directory.
@@ -141,29 +143,30 @@ class Folder:
         return raw
 
     def json(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file; empty if there is no such file.
+        """Return the JSON object in a file; an empty one if there is no such file.
 
         Raises:
-            ConfigError: it is malformed; the message has the byte. Others as `read`.
+            ConfigError: it is malformed; the message has the byte offset. Others as `read`.
         """
         return self._object(name) or {}
 
     def needed(self, name: str) -> dict[str, Any]:
-        """As `json`, of a file that has to be there.
+        """Return the JSON object in a required file.
 
         Raises:
-            MissingFileError: it is not.
+            MissingFileError: there is no such file. Others as `json`.
         """
-        found = self._object(name)
-        if found is None:
+        content = self._object(name)
+        if content is None:
             others = [] if self.snapshot is None else [p for p in self.snapshot.files if p.endswith(f"/{name}")]
-            there = f"; there is {listing(others, 4)}, which subfolder= may name" if others else ""
-            if not there and name == "config.json":
-                there = "; a checkpoint's directory has one beside its weights, which says what model they are"
-            raise MissingFileError(f"{self.where(name)}: no such file{there}")
-        return found
+            hint = f"; there is {listing(others, 4)}, which subfolder= may name" if others else ""
+            if not hint and name == "config.json":
+                hint = "; a checkpoint's directory has one beside its weights, which says what model they are"
+            raise MissingFileError(f"{self.where(name)}: no such file{hint}")
+        return content
 
     def _object(self, name: str) -> dict[str, Any] | None:
+        """Return the JSON object in a file, from the cache of parsed files if possible; None if there is none."""
         path = self.path / name
         if path not in self._parsed:
             raw = self.read(name, *json_bound(), ConfigError)
@@ -179,18 +182,19 @@ def open_folder(
     progress: Told | None = None,
     subfolder: str = "",
 ) -> Folder:
-    """The directory of a checkpoint; where there is none of that name, `org/name` is a model of the Hub.
+    """Return the directory of a checkpoint. If there is no directory `org/name`, it is the model of the Hub.
 
     Args:
-        revision: of a model of the Hub: a branch, a tag or a commit.
-        token: what the Hub is shown; None: huggingface_hub's own, which `HF_TOKEN` or a login set. False: none.
-        progress: told of downloads, as `rlx_jax.load` has it.
-        subfolder: the directory in it that is meant, as a pipeline of diffusers has one for each of its models.
+        path: a directory, the name of a model of the Hub, or an open `Folder`.
+        revision: for a model of the Hub: a branch, a tag or a commit.
+        token: the token for the Hub. None: the token of huggingface_hub, from `HF_TOKEN` or a login; False: no token.
+        progress: callback for downloads; see `rlx_jax.load`.
+        subfolder: a directory in the checkpoint to use instead, such as the one of a model in a diffusers pipeline.
 
     Raises:
-        MissingFileError: neither is there; the message says what is taken. UnsupportedError: it is a GGUF file.
-        RequestError: a revision of a local directory, or a token for one. PathEscapeError, ConfigError: `subfolder` is
-        no name of one.
+        MissingFileError: no such directory or model; the message has advice. UnsupportedError: it is a GGUF file.
+        RequestError: a revision or a token for a local directory. PathEscapeError, ConfigError: `subfolder` is not a
+            plain relative name.
         HubError: as `open_snapshot`.
     """
     if subfolder != "":
@@ -224,7 +228,7 @@ def open_folder(
 
 
 def _instead(path: str | os.PathLike[str]) -> str:
-    """What to give in place of a path that is none."""
+    """Return advice for a path that does not exist: how to name a model of the Hub, and about `~`."""
     text = os.fspath(path)
     linked = re.match(r"https://(?:www\.)?huggingface\.co/([^/?#]+/[^/?#]+)", text)
     home = "'~' is not expanded, os.path.expanduser does so; " if text.startswith("~") else ""
@@ -232,11 +236,11 @@ def _instead(path: str | os.PathLike[str]) -> str:
 
 
 def _near(directory: Path) -> str:
-    """What there is in place of a directory that is not there: names close to its own, else a few."""
+    """Return a text for the message about a missing directory: similar names in its parent, else a few names."""
     try:
-        names = sorted(os.listdir(directory.parent))[:1000]
+        names = sorted(os.listdir(directory.parent))[:1000]  # comparing more would take too long
     except (OSError, ValueError):  # ValueError: a NUL in the path
         return ""
-    if close := did_you_mean(directory.name, names):
-        return f" ({close.removeprefix('; ')})"
+    if suggestion := did_you_mean(directory.name, names):
+        return f" ({suggestion.removeprefix('; ')})"
     return f" (there is {listing(names, 4)})" if names and directory.parent != Path(".") else ""

@@ -1,8 +1,8 @@
-"""How big a checkpoint and the files beside it may be.
+"""Limits for the size of checkpoints and their companion files, and for the use of memory.
 
-Each limit stands far above the checkpoints we know and far below what exhausts a machine; an error
-names the limit it met, `limits.MAX_TENSORS` for one. A limit is looked up when it is applied: to raise
-it, set it in this module before opening the file. Rank, dimensions and elements are limited by `rlx_jax.ir.types`.
+Each limit is far above known checkpoints and far below the capacity of a machine. An error names the limit that was
+exceeded, such as `limits.MAX_TENSORS`. Limits are looked up when they are applied: to raise one, set it in this module
+before opening the file. Rank, dimensions and elements are limited by `rlx_jax.ir.types`.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ MAX_TENSORS = 200_000
 MAX_NAME_BYTES = 1_024
 # `model.safetensors.index.json`.
 MAX_INDEX_BYTES = 64 * 2**20
-# What the Hub says of a model: its commit and its files.
+# The stored file list of a commit of a model on the Hub.
 MAX_LISTING_BYTES = 32 * 2**20
 # `_METADATA` of an orbax checkpoint, or `rlx_manifest.json`.
 MAX_TREE_BYTES = 64 * 2**20
 # The zarr metadata of one array of an orbax checkpoint.
 MAX_ARRAY_METADATA_BYTES = 64 * 2**10
-# Chunks of one array of an orbax checkpoint: at least one for each device that it was saved from.
+# Chunks of one array of an Orbax checkpoint, which has at least one for each device that it was saved from.
 MAX_CHUNKS = 2**20
 # `config.json` and its like.
 MAX_CONFIG_BYTES = 4 * 2**20
 # Values in one JSON file; a Python object takes twenty times the bytes of its text.
 MAX_JSON_VALUES = 2**18
-# Objects and arrays inside each other in one JSON file.
+# Nesting depth of objects and arrays in one JSON file.
 MAX_JSON_DEPTH = 64
-# Digits of a whole number in JSON. (`model_max_length` has 31 in many a tokenizer_config.json.)
+# Digits of a whole number in JSON. (`model_max_length` has 31 in many tokenizer_config.json files.)
 MAX_JSON_DIGITS = 100
-# Pixels of one image as it is given.
+# Pixels of one input image.
 MAX_IMAGE_PIXELS = 2**28
-# Pixels of one image after it was resized.
+# Pixels of one image after resizing.
 MAX_RESIZED_PIXELS = 2**24
 
-# Share of the free memory of this machine that reading a tensor, loading a model or holding a request may take.
+# Percentage of the free memory of this machine that a tensor, a model or a request may take.
 MAX_MEMORY_PERCENT = 80
-_SMALL = 2**26  # bytes for which the machine is not asked
+_SMALL = 2**26  # bytes up to which memory is not checked, so that small reads need not open /proc/meminfo
 
 
 def at_most(value: int, limit: int, name: str, what: str) -> None:
-    """Raise `LimitError` if `value` is over `limit`, which users know as `name`."""
+    """Raise `LimitError` if `value` is over `limit`, whose name for users is `name`."""
     if value > limit:
         raise LimitError(f"{what} is {value}, over the limit {name} = {limit}")
 
 
 def fits_in_memory(nbytes: int, what: str) -> None:
-    """Refuse what takes more than `MAX_MEMORY_PERCENT` of the free memory, before any of it is taken.
+    """Check that `nbytes` are at most `MAX_MEMORY_PERCENT` of the free memory, before they are allocated.
 
     Raises:
-        LimitError: names both numbers.
+        LimitError: they are more; the message has both numbers.
     """
     free = available_bytes() if nbytes > _SMALL else None
     if free is not None and nbytes > free * MAX_MEMORY_PERCENT // 100:
@@ -66,7 +66,7 @@ def fits_in_memory(nbytes: int, what: str) -> None:
 
 
 def available_bytes() -> int | None:
-    """The memory that this machine can give without swapping, in bytes; None if it is not known."""
+    """Return the memory that is available without swapping, in bytes; None if it is unknown."""
     try:
         with open("/proc/meminfo", "rb") as file:
             (line,) = (line for line in file if line.startswith(b"MemAvailable:"))
@@ -76,7 +76,7 @@ def available_bytes() -> int | None:
 
 
 def host_bytes() -> int | None:
-    """The memory of this machine, in bytes; None if it is not known."""
+    """Return the memory of this machine, in bytes; None if it is unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # not a POSIX system

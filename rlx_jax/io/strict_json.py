@@ -1,8 +1,8 @@
-"""JSON without surprises: the one reader of JSON files.
+"""`parse`: a strict JSON parser for files of untrusted origin, which all JSON files are read with.
 
-The parser of the standard library recurses as deep as the text says, keeps the last of two equal names, takes NaN, and
-raises a bare ValueError for a long number. For files that come from elsewhere each of these is an error here, and what
-the text would take is bounded before it is parsed.
+The parser of the standard library recurses as deeply as the text is nested, keeps the last of two equal names, accepts
+NaN, and raises a bare ValueError for a long number. Here each of these is an error of a documented type, and nesting
+and the number of values are bounded before the text is parsed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from rlx_jax.errors import FormatError, RlxError, quote
 from rlx_jax.io import limits
 
-# Possessive, and an open string runs to the end of the text: linear on any input.
+# Possessive quantifiers, and a string without an end matches up to the end of the text: linear time on any input.
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NO_BRACKETS = re.compile(r"[^\[\]{}]+")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(raw: bytes, where: str, error: type[FormatError], infinity: bool = False) -> dict[str, Any]:
-    """The JSON object in `raw`, of at most `limits.MAX_JSON_VALUES` values; arguments and errors as `parse`."""
+    """Return the JSON object in `raw`, of at most `limits.MAX_JSON_VALUES` values; arguments and errors as `parse`."""
     value = parse(raw, where, error, limits.MAX_JSON_VALUES, "limits.MAX_JSON_VALUES", infinity=infinity)
     if not isinstance(value, dict):
         raise error(f"{where}: expected a JSON object, found {type(value).__name__}")
@@ -43,24 +43,27 @@ def parse(
     repeated: type[RlxError] | None = None,
     start: int = 0,
 ) -> Any:
-    """The JSON value in `raw`, of any type.
+    """Return the JSON value in `raw`, of any type.
 
-    Numbers are `int` or finite `float`, -0 a float; names within an object differ.
+    Numbers become `int` or finite `float`, -0 a float. Names within an object are unique.
 
     Args:
-        raw: the text.
+        raw: the text in UTF-8.
         where: the file, for messages.
-        error: what to raise.
-        infinity: whether `Infinity` is a number too, as Python's json writes it.
-        repeated: what to raise of a name that is given twice; `error` by default.
-        start: the byte of the file at which `raw` begins.
+        error: the exception to raise.
+        max_values: the maximum number of values.
+        limit_name: the name of this limit in messages.
+        infinity: accept `Infinity` as a number too, as Python's json module writes it.
+        repeated: the exception for a name that occurs twice in an object; `error` by default.
+        start: the byte offset of `raw` in the file.
 
     Raises:
-        error: not UTF-8, not JSON, nested deeper than `limits.MAX_JSON_DEPTH`, a name given twice, NaN, Infinity, or a
+        error: not UTF-8, not JSON, nested deeper than `limits.MAX_JSON_DEPTH`, a repeated name, NaN, Infinity, or a
             number that is too long or too large.
-        LimitError: more than `max_values` values; messages call that limit `limit_name`.
+        LimitError: more than `max_values` values.
     """
     text = decode_text(raw, where, error, start)
+    # Without its strings, brackets and commas give the depth and the number of values of a text.
     bare = _STRING.sub("", text)
     steps = (1 if bracket in "[{" else -1 for bracket in _NO_BRACKETS.sub("", bare))
     if max(itertools.accumulate(steps), default=0) > limits.MAX_JSON_DEPTH:
@@ -82,7 +85,11 @@ def parse(
 
 
 def decode_text(raw: bytes, where: str, error: type[FormatError], start: int = 0) -> str:
-    """`raw` as text, if it is UTF-8 without byte-order mark and NUL. `start` is its place in the file."""
+    """Return `raw` as text. `start` is its byte offset in the file, for messages.
+
+    Raises:
+        error: not UTF-8, or with a byte-order mark or a NUL.
+    """
     if raw.startswith(b"\xef\xbb\xbf"):
         raise error(f"{where}: starts with a byte-order mark at byte {start}; save it as UTF-8 without one")
     nul = raw.find(0)
@@ -95,7 +102,7 @@ def decode_text(raw: bytes, where: str, error: type[FormatError], start: int = 0
 
 
 def is_text(value: str) -> bool:
-    """Whether `value` is Unicode text, free of the lone surrogates that JSON can spell."""
+    """Whether `value` is Unicode text without lone surrogates, which JSON can express as escapes."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -104,7 +111,7 @@ def is_text(value: str) -> bool:
 
 
 class _Hooks:
-    """What the standard parser calls: each refuses what a strict reader does not take."""
+    """Callbacks of the standard parser; each refuses values that a strict parser does not accept."""
 
     def __init__(self, where: str, error: type[FormatError], repeated: type[RlxError], infinity: bool) -> None:
         self.where, self.error, self.repeated, self.infinity = where, error, repeated, infinity
@@ -112,24 +119,28 @@ class _Hooks:
         self.whole = functools.lru_cache(2**12)(self._whole)
 
     def members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        """Return an object's members, unless a name is repeated."""
+        members = dict(pairs)
+        if len(members) < len(pairs):
             name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
             raise self.repeated(f"{self.where}: {quote(name)} is given twice in one object")
-        return found
+        return members
 
     def _whole(self, digits: str) -> int | float:
+        """Return a whole number, unless it has too many digits."""
         if len(digits.lstrip("-")) > limits.MAX_JSON_DIGITS:  # int() of so many takes quadratic time
             raise self.error(f"{self.where}: a number of {len(digits.lstrip('-'))} digits")
         return -0.0 if digits == "-0" else int(digits)
 
     def real(self, digits: str) -> float:
+        """Return a float, unless it overflows."""
         value = float(digits)
         if not math.isfinite(value):
             raise self.error(f"{self.where}: {quote(digits)} is too large a number")
         return value
 
     def constant(self, name: str) -> float:
+        """Return infinity where it is allowed; refuse NaN and -Infinity."""
         if self.infinity and name == "Infinity":
             return math.inf
         raise self.error(f"{self.where}: {name} is not a JSON number")

@@ -1,6 +1,6 @@
-"""A checkpoint's chat templates: where they stand, which one counts, and text from messages.
+"""A checkpoint's chat templates: load them from its files, choose one, and render it.
 
-A template is hostile until shown otherwise, and so it is rendered by `template_worker.py` in a process of its own.
+A template is an untrusted program, so `template_worker.py` renders it in a separate process.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.io.strict_json import is_text
 
-# One chat template in UTF-8.
+# Size of one chat template in UTF-8.
 MAX_TEMPLATE_BYTES = 256 * 2**10
-# Chat templates of one checkpoint.
+# Number of chat templates in one checkpoint.
 MAX_TEMPLATES = 64
-# The rendered text, beyond what the messages hold themselves.
+# Characters of the rendered text, in addition to the length of the messages.
 MAX_RENDERED_CHARS = 2**20
-# CPU time of rendering once; a conversation and its twin have twice that.
+# CPU time to render one conversation; a conversation and its twin together have twice that.
 RENDER_SECONDS = 2.0
-# Bytes that rendering may take, beyond 32 for each byte of the messages. Linux only.
+# Memory for rendering, in addition to 32 bytes for each byte of the messages. Only Linux enforces it.
 RENDER_MEMORY = 256 * 2**20
-# Seconds until the process that renders is given up, however little CPU time it got.
+# Wall-clock seconds after which the rendering process is stopped, however little CPU time it used.
 RENDER_WAIT = 30.0
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
@@ -56,39 +56,44 @@ NO_TEMPLATE = (
 
 
 def load_templates(folder: Folder, settings: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The chat templates of a model directory by name; empty if there is none. They are not looked at yet.
+    """Return the chat templates of a model directory by name; empty if there are none. They are not parsed yet.
 
-    `chat_template.jinja` and `additional_chat_templates/*.jinja`, else `chat_template` of `tokenizer_config.json`
-    (`settings`; `where` names it): one template, or a list of named ones.
+    They come from `chat_template.jinja` and `additional_chat_templates/*.jinja`, else from `chat_template` in
+    `tokenizer_config.json`: one template, or a list of named ones.
+
+    Args:
+        folder: the model directory.
+        settings: the content of `tokenizer_config.json`.
+        where: the path of that file, for messages.
 
     Raises:
-        ConfigError: another kind of value. TokenizerError: a file is not UTF-8.
-        LimitError: a file of more than `MAX_TEMPLATE_BYTES`, or more than `MAX_TEMPLATES`.
-        PathEscapeError: a file is a link that leads out.
+        ConfigError: `chat_template` has another type. TokenizerError: a file is not UTF-8.
+        LimitError: a file is over `MAX_TEMPLATE_BYTES`, or there are more than `MAX_TEMPLATES`.
+        PathEscapeError: a file is a link that leads out of the directory.
     """
     paths = template_files(folder)
-    found = {name: text for name, path in paths.items() if (text := _read(folder, path)) is not None}
-    if found:
-        return found
-    stored = settings.get("chat_template")
-    if stored is None:
+    from_files = {name: text for name, path in paths.items() if (text := _read(folder, path)) is not None}
+    if from_files:
+        return from_files
+    setting = settings.get("chat_template")
+    if setting is None:
         return {}
-    if isinstance(stored, str):
-        return {DEFAULT: stored}
-    listed = stored if isinstance(stored, list) else [stored]
-    pairs = [(t.get("name"), t.get("template")) if isinstance(t, dict) else (None, t) for t in listed]
-    pairs = list(stored.items()) if isinstance(stored, dict) else pairs  # templates by name
+    if isinstance(setting, str):
+        return {DEFAULT: setting}
+    items = setting if isinstance(setting, list) else [setting]
+    pairs = [(t.get("name"), t.get("template")) if isinstance(t, dict) else (None, t) for t in items]
+    pairs = list(setting.items()) if isinstance(setting, dict) else pairs  # templates by name
     named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
     if not pairs or len(named) < len(pairs):
         raise ConfigError(
             f"{where}: chat_template: expected a template, or a list of objects with a 'name' each and a 'template', "
-            f"found {quote(stored)}"
+            f"found {quote(setting)}"
         )
     return named
 
 
 def template_files(folder: Folder) -> dict[str, str]:
-    """The files of templates that a directory may have, by the name of the template.
+    """Return the paths of template files by template name; the default's file need not exist.
 
     Raises:
         LimitError: more than `MAX_TEMPLATES`.
@@ -103,6 +108,7 @@ def template_files(folder: Folder) -> dict[str, str]:
 
 
 def _read(folder: Folder, name: str) -> str | None:
+    """Return the text of a template file; None if there is none."""
     raw = folder.read(name, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", TokenizerError)
     try:
         return None if raw is None else raw.decode()
@@ -111,10 +117,17 @@ def _read(folder: Folder, name: str) -> str | None:
 
 
 def choose_template(templates: Mapping[str, str], asked: str | None, tools: bool) -> str:
-    """The template to use: `asked`, a name or a template itself; else the one for `tools`; else the default.
+    """Return the template to use.
+
+    Args:
+        templates: the checkpoint's templates by name.
+        asked: the requested template: a name or the template itself; None: the one for tools if `tools` and there is
+            one, else the default.
+        tools: whether the conversation has tools.
 
     Raises:
-        RequestError: there is none, or only others, or `asked` is neither. LimitError: more than `MAX_TEMPLATE_BYTES`.
+        RequestError: there is no template, or no default, or `asked` is neither a name nor a template.
+        LimitError: the template is over `MAX_TEMPLATE_BYTES`.
     """
     if asked is not None and not isinstance(asked, str):
         raise RequestError(f"chat_template: expected a name or a template, got {type(asked).__name__}")
@@ -144,11 +157,11 @@ def choose_template(templates: Mapping[str, str], asked: str | None, tools: bool
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text that `template` makes of `variables`, which are plain JSON values.
+    """Return the text that `template` renders for `variables`, which are plain JSON values.
 
     Raises:
-        RequestError: the template refuses the messages, in its own words.
-        TokenizerError: the template is wrong, or reaches for what the sandbox forbids; with the line where it does.
+        RequestError: the template refuses the messages; the message is the template's.
+        TokenizerError: the template is invalid, or does something that the sandbox forbids; the message has the line.
         LimitError: over `RENDER_SECONDS`, `RENDER_WAIT`, `RENDER_MEMORY` or `MAX_RENDERED_CHARS`.
         StorageError: no process could be started.
     """
@@ -156,7 +169,9 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[str, Any]) -> tuple[str, str | None]:
-    """`render` of `variables`, and of `twin` in the same process; None where the template does not take that.
+    """Render `variables` as `render` does, and `twin` in the same process; return both texts.
+
+    The second text is None if the template refuses the twin or fails on it.
 
     Raises:
         RequestError, TokenizerError, LimitError, StorageError: as `render`.
@@ -166,7 +181,7 @@ def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[
 
 
 def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The worker's answers for each of `variables`.
+    """Return the worker's answer for each of `variables`: an object with `text`, or with `error` and `message`.
 
     Raises:
         TokenizerError: the template ended the process. LimitError, StorageError: as `render`.
@@ -186,7 +201,7 @@ def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[d
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=RENDER_WAIT,
-            start_new_session=True,  # Ctrl-C in a terminal is for this process, which then ends that one
+            start_new_session=True,  # Ctrl-C in a terminal must only reach this process, which then stops the worker
         )
     except subprocess.TimeoutExpired as cause:
         raise LimitError(f"the chat template: not rendered within RENDER_WAIT = {RENDER_WAIT:g} s") from cause
@@ -196,7 +211,11 @@ def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[d
 
 
 def _answers(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, str]]:
-    """What a worker wrote."""
+    """Return the answers in a worker's output.
+
+    Raises:
+        LimitError: the worker ran out of CPU time. TokenizerError: it ended without answers.
+    """
     if sys.platform != "win32" and done.returncode == -signal.SIGPROF:
         raise LimitError(f"the chat template: rendering takes more than RENDER_SECONDS = {RENDER_SECONDS:g} s")
     try:
@@ -208,7 +227,7 @@ def _answers(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, str]]:
 
 
 def _text(answer: Mapping[str, str]) -> str:
-    """The text of an answer. What a template says goes into errors in one line."""
+    """Return the text of an answer, or raise the error that it describes; a template's message becomes one line."""
     if "text" in answer:
         if not is_text(answer["text"]):
             raise TokenizerError("the chat template writes half of a surrogate pair; it is no Unicode text")
@@ -229,11 +248,14 @@ def _text(answer: Mapping[str, str]) -> str:
 
 @functools.cache
 def _worker() -> tuple[str, ...]:
-    """The worker's file, and where jinja2 and what it needs are."""
-    found = []
+    """Return the worker's file and the directories of jinja2 and markupsafe, as command-line arguments.
+
+    The worker runs without site packages (`-S`), which keeps its start short, so it needs these directories.
+    """
+    directories = []
     for name in ("jinja2", "markupsafe"):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
             raise StorageError(f"chat templates need the package {name}: pip install jinja2")
-        found.append(os.fspath(Path(spec.origin).parent.parent))
-    return (os.fspath(Path(__file__).with_name("template_worker.py")), *dict.fromkeys(found))
+        directories.append(os.fspath(Path(spec.origin).parent.parent))
+    return (os.fspath(Path(__file__).with_name("template_worker.py")), *dict.fromkeys(directories))

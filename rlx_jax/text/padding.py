@@ -1,4 +1,4 @@
-"""Sizes that blocks of tokens are padded to, so that few programs serve all of them, and how their answers are cut."""
+"""Pad blocks of tokens to few sizes, so that few programs are compiled, and crop the outputs to the original sizes."""
 
 from __future__ import annotations
 
@@ -12,53 +12,60 @@ from rlx_jax.errors import ProfileError, RequestError
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.request_checks import Ids
 
+# Smallest padded prompt length where the profile has no buckets for prompts.
 PROMPT_BUCKET = 16
 
 
 def block_width(buckets: Buckets, seq: int, limit: int | None, step: int = PROMPT_BUCKET) -> int:
-    """Tokens of the program that reads `seq` of each row: the bucket that holds them, else a power of two from `step`
-    on, of at most `limit`. Where a size outside of the buckets is an error, it is left for the error to name."""
+    """Return the sequence length of the program for `seq` tokens in each row.
+
+    It is the smallest bucket of at least `seq`, else a power of two from `step` on, of at most `limit`. If sizes
+    outside of the buckets are an error, it is `seq`, so that the error has the actual size.
+    """
     if buckets.prompt and buckets.on_recompile == "error":
         return smallest(buckets.prompt, seq) or seq
     return smallest(buckets.prompt, seq) or bucket(seq, step, limit)
 
 
 def pad_block(buckets: Buckets, block: Ids, limit: int | None) -> Ids:
-    """A block `[B, S]` of prompts padded to the sizes of its program."""
+    """Return a block `[B, S]` of prompts, padded to the sizes of its program."""
     batch, seq = block.shape
     return padded_to(block, buckets.rows(batch), block_width(buckets, seq, limit))
 
 
 def padded_to(block: np.ndarray[Any, Any], rows: int, width: int) -> np.ndarray[Any, Any]:
-    """A block `[B, S]` with zeros behind it: `[rows, width]`."""
+    """Return a block `[B, S]` padded with zeros at the end of each axis to `[rows, width]`."""
     return np.pad(block, ((0, rows - block.shape[0]), (0, width - block.shape[1])))
 
 
 def cut(sizes: tuple[int, ...], array: Any) -> Any:
-    """The first `sizes` entries of an array's first axes; compiled, as an eager slice would send its indices."""
+    """Return the first `sizes` entries of an array's first axes.
+
+    Callers compile it, as an eager slice would transfer its indices to the device.
+    """
     return array[tuple(slice(size) for size in sizes)]
 
 
 def cropped(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
-    """The first `sizes` entries of an array's first axes, without a copy where that is all of them.
+    """Return the first `sizes` entries of an array's first axes; the array itself if these are all.
 
-    Each choice of sizes is a small function to compile; where nothing is to be compiled any more, the host cuts.
+    Every combination of sizes compiles a small program. Once compilation is closed, the host slices instead.
     """
     if array.shape[: len(sizes)] == sizes:
         return array
     if programs.closed and not isinstance(array, jax.core.Tracer):
-        there = programs.whole or (array.sharding if array.committed else None)
-        result: jax.Array = jax.device_put(cut(sizes, jax.device_get(array)), there)
+        target = programs.whole or (array.sharding if array.committed else None)
+        result: jax.Array = jax.device_put(cut(sizes, jax.device_get(array)), target)
     else:
         result = programs.call(cut, array, static=(sizes,))
     return result
 
 
 def check_buckets(buckets: Buckets, max_positions: int | None) -> None:
-    """Buckets fit the model and each other.
+    """Check that the buckets fit the model and each other.
 
     Raises:
-        ProfileError: names the bucket and the limit.
+        ProfileError: they do not; the message names the bucket and the limit.
     """
     for name in ("prompt", "context"):
         sizes = getattr(buckets, name)
@@ -72,10 +79,10 @@ def check_buckets(buckets: Buckets, max_positions: int | None) -> None:
 
 
 def check_sizes(buckets: Buckets, names: tuple[str, ...] = ("prompt", "batch")) -> None:
-    """There is something to warm up for.
+    """Check that the profile has buckets, without which a warm-up has no sizes to compile.
 
     Raises:
-        RequestError: the profile has no buckets for lengths and rows, or for those of them that are named.
+        RequestError: one of the bucket lists in `names` is empty.
     """
     missing = [name for name in names if not getattr(buckets, name)]
     if missing:

@@ -1,4 +1,4 @@
-"""Check what a request holds, on the host, before anything is padded, cast or compiled."""
+"""Check and convert the inputs of a request (token ids, masks, prompts) on the host, before padding or compilation."""
 
 from __future__ import annotations
 
@@ -15,46 +15,59 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.runtime.inputs import as_host_array, id_array, ids_in, is_foreign, read_array
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
-LIST_BYTES = 40  # of an id in a list, and about that of a list
+LIST_BYTES = 40  # memory of an id in a Python list, and approximately of the list object itself
 
 
 def token_block(
     tokens: Any, vocab_size: int, lengths: Any = None, mask: Any = None, low: int = 1, what: str = "tokens"
 ) -> tuple[Ids, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Token ids `[B, S]` with the valid ones of each row first and 0 behind, how many they are, and where they began.
+    """Check a block of token ids `[B, S]`, and left-align the valid ids of each row.
 
-    Only valid ids are looked at: those under a 1 of `mask`, or before `lengths`, each at least `low`.
+    Only valid ids are checked: those where `mask` is 1, or the first `lengths` of each row.
+
+    Args:
+        tokens: an array or nested list of ids.
+        vocab_size: exclusive upper bound of ids.
+        lengths: the number of valid ids of each row, each at least `low`; all by default.
+        mask: 1 for valid ids; excludes `lengths`.
+        low: the least allowed length.
+        what: the name of the argument in messages.
+
+    Returns:
+        The ids, int32 `[B, S]`, with zeros after the valid ones; the number of valid ids of each row, int64 `[B]`;
+        and the position of the first valid id of each row in `tokens`, int64 `[B]`.
 
     Raises:
         TokenIdError: not integers, or one not in `[0, vocab_size)`. RequestError: not a `[B, S]` array with B, S ≥ 1,
             or both `lengths` and `mask`. Others as `row_lengths` and `mask_spans`.
     """
-    texts = isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(t, str) for t in tokens))
-    if mask is not None and texts:
+    is_text = isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(t, str) for t in tokens))
+    if mask is not None and is_text:
         raise RequestError(f"{what}: attention_mask goes with token ids, padded to [batch, seq]; strings need none")
-    padding = "pass lengths= where the model takes it" if mask is None else "say where in attention_mask"
-    array = id_array(what, tokens, vocab_size, padding)
+    padding_advice = "pass lengths= where the model takes it" if mask is None else "say where in attention_mask"
+    array = id_array(what, tokens, vocab_size, padding_advice)
     if array.ndim != 2 or 0 in array.shape:
         raise RequestError(f"{what}: expected [batch, seq] with at least one token, got shape {list(array.shape)}")
     if mask is not None and lengths is not None:
         raise RequestError("lengths and attention_mask say the same; pass one of them")
-    at, starts = np.arange(array.shape[1])[None], np.zeros(len(array), np.int64)
+    positions, starts = np.arange(array.shape[1])[None], np.zeros(len(array), np.int64)
     if mask is None:
         valid = row_lengths(lengths, array.shape, low)
-        keep = at < valid[:, None]
+        keep = positions < valid[:, None]
     else:
         keep, valid, starts = mask_spans(mask, array.shape)
     block = ids_in(what, np.where(keep, array, 0), vocab_size).astype(np.int32)
     if starts.any():
-        block = np.take_along_axis(block, (at + starts[:, None]) % block.shape[1], axis=1)
+        block = np.take_along_axis(block, (positions + starts[:, None]) % block.shape[1], axis=1)
     return block, valid, starts
 
 
 def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
-    """One sequence of token ids as a list.
+    """Return one sequence of token ids as a list of Python ints.
 
     Raises:
-        TokenIdError: an entry is not an integer in `[0, vocab_size)`; its position is named.
+        TokenIdError: an entry is not an integer in `[0, vocab_size)`; the message has its position.
+        RequestError: not a sequence, or an array of another rank.
     """
     if isinstance(ids, jax.core.Tracer):
         raise RequestError(f"{what}: traced by jax.jit or the like, and ids are read on the host: call it outside")
@@ -66,12 +79,12 @@ def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
         raise RequestError(f"{what}: expected a list of token ids, got {type(ids).__name__}")
     if set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size:
-        return list(ids)  # some times as fast as the loop, which finds what to tell
-    for at, i in enumerate(ids):
+        return list(ids)  # several times faster than the loop, which is needed for the position in messages
+    for position, i in enumerate(ids):
         if isinstance(i, bool | np.bool_) or not isinstance(i, int | np.integer):
-            raise TokenIdError(f"{what}[{at}]: a token id is an integer, got {shown(i)}")
+            raise TokenIdError(f"{what}[{position}]: a token id is an integer, got {shown(i)}")
         if not 0 <= i < vocab_size:
-            raise TokenIdError(f"{what}[{at}]: id {number(int(i))} is not in [0, {vocab_size})")
+            raise TokenIdError(f"{what}[{position}]: id {number(int(i))} is not in [0, {vocab_size})")
     return [int(i) for i in ids]
 
 
@@ -83,7 +96,7 @@ NO_TOKENIZER = (
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a request brought: texts or id lists, one or several."""
+    """The prompts of a request: texts or id lists (the other is None); `single` if it is not a list of prompts."""
 
     texts: list[str] | None
     ids: list[Any] | None
@@ -91,10 +104,10 @@ class Prompts:
 
 
 def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Prompts:
-    """Tell a string, a list of strings, an id list (where `flat`) and a list of id lists apart; or arrays of them.
+    """Classify prompts: a string, a list of strings, an id list (if `flat`) or a list of id lists, or arrays of them.
 
     Raises:
-        RequestError: none of them, or a mix.
+        RequestError: none of these, or a mix.
     """
     prompts = as_known_arrays(what, prompts)
     if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UTO":  # texts, or rows of many lengths
@@ -124,10 +137,10 @@ def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Pro
 
 
 def as_known_arrays(what: str, value: Any) -> Any:
-    """Return arrays of other libraries, such as torch tensors, as NumPy arrays, in a list too; anything else as it is.
+    """Convert arrays of other libraries, such as torch tensors, to NumPy, also in lists; return other values unchanged.
 
     Raises:
-        RequestError: one cannot be read; or a mapping.
+        RequestError: an array cannot be read, or `value` is a mapping.
     """
     if isinstance(value, list | tuple) and any(map(is_foreign, value)):
         items = [as_known_arrays(f"{what}[{i}]", item) for i, item in enumerate(value)]
@@ -136,7 +149,7 @@ def as_known_arrays(what: str, value: Any) -> Any:
 
 
 def _kind(prompt: Any, flat: bool) -> str | None:
-    """What one of several prompts is, or one of the ids of a prompt; None for neither."""
+    """Return the kind of one item of a prompt list, for messages; None if it is no prompt (nor an id, if `flat`)."""
     if isinstance(prompt, str):
         return "a string"
     if flat and isinstance(prompt, int | np.integer) and not isinstance(prompt, bool):
@@ -146,10 +159,10 @@ def _kind(prompt: Any, flat: bool) -> str | None:
 
 
 def row_lengths(lengths: Any, shape: tuple[int, ...], low: int) -> np.ndarray[Any, Any]:
-    """New valid tokens of each row of a block of shape `[B, S]`, int64 `[B]`, between `low` and S; all S if None.
+    """Return the number of valid tokens of each row of a `[B, S]` block, int64 `[B]`; S for each if `lengths` is None.
 
     Raises:
-        RequestError: another number of rows, not integers, or out of range.
+        RequestError: not B integers. SequenceLengthError: one is not between `low` and S.
     """
     batch, seq = shape
     if lengths is None:
@@ -165,7 +178,7 @@ def row_lengths(lengths: Any, shape: tuple[int, ...], low: int) -> np.ndarray[An
 
 
 def keep_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """A mask over tokens as bools `[B, S]`.
+    """Return a mask over tokens as bools `[B, S]`.
 
     Raises:
         RequestError: another shape, or other values than 0 and 1.
@@ -176,23 +189,23 @@ def keep_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     if array.dtype.kind not in "biu":
         raise RequestError(f"attention_mask: expected 0 and 1, integers or bools, got {short_name(array.dtype)}")
     if ((array != 0) & (array != 1)).any():
-        place = tuple(int(i) for i in np.argwhere((array != 0) & (array != 1))[0])
-        raise RequestError(f"attention_mask: expected 0 and 1, got {array[place]} at {place}")
+        position = tuple(int(i) for i in np.argwhere((array != 0) & (array != 1))[0])
+        raise RequestError(f"attention_mask: expected 0 and 1, got {array[position]} at {position}")
     return array.astype(bool)
 
 
 def mask_spans(
     mask: Any, shape: tuple[int, ...]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """`keep_mask`; the valid tokens of each row and where they begin, int64 `[B]`.
+    """Return `keep_mask`, the number of valid tokens of each row, and the position of the first, both int64 `[B]`.
 
     Raises:
-        RequestError: as `keep_mask`, or a row has holes or is hidden whole.
+        RequestError: as `keep_mask`, or the 1s of a row are not contiguous, or a row has none.
     """
     keep = keep_mask(mask, shape)
     valid, starts = keep.sum(axis=1), keep.argmax(axis=1)
-    at = np.arange(shape[1])[None]
-    span = (at >= starts[:, None]) & (at < (starts + valid)[:, None])
+    positions = np.arange(shape[1])[None]
+    span = (positions >= starts[:, None]) & (positions < (starts + valid)[:, None])
     for row in np.flatnonzero((valid == 0) | (span != keep).any(axis=1))[:1]:
         what = "hides every token" if valid[row] == 0 else "has a hole"
         raise RequestError(f"attention_mask: row {row} {what}; a row has a 1 at least, and its 1s stand together")
@@ -200,7 +213,7 @@ def mask_spans(
 
 
 def pad_rows(rows: Sequence[Sequence[int] | Ids], width: int) -> Ids:
-    """Rows padded on the right with 0 to `[B, width]`."""
+    """Return rows of ids as a block `[B, width]`, padded with 0 on the right."""
     block = np.zeros((len(rows), width), np.int32)
     for i, row in enumerate(rows):
         block[i, : len(row)] = row

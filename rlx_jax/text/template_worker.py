@@ -1,21 +1,21 @@
-"""A chat template rendered in a process of its own: `python -I -S template_worker.py DIRECTORY...`.
+"""Render a chat template in a separate process: `python -I -S template_worker.py DIRECTORY...`.
 
-A template is a program that came with a checkpoint. Here it runs in Jinja's sandbox, with plain JSON values for its
-only data, and under limits of the system for CPU time, memory and files, which nothing inside Python can lift. What
-it does wrong ends this process and not the caller's.
+A template is a program that came with a checkpoint. It runs in Jinja's sandbox, on plain JSON values, under limits of
+the operating system for CPU time, memory and files, which no Python code can raise. A misbehaving template ends this
+process and not the caller's.
 
-This file is a script: it imports nothing of rlx_jax, so that it starts in milliseconds. One JSON object comes on
-stdin: `template`, a list `variables`, and the limits `seconds`, `memory_bytes`, `output_chars`. A list goes to stdout,
-for each of the variables an object: `text`, or `error` (`refused`, `failed`, `output`, `memory`) with a `message`. A
-process that is killed says nothing.
-The directories are those of jinja2 and markupsafe; they come last on the path.
+This file is a script. It imports nothing of rlx_jax, so that it starts in milliseconds. It reads one JSON object from
+stdin: `template`, a list `variables`, and the limits `seconds`, `memory_bytes`, `output_chars`. It writes a list to
+stdout with one object for each of the variables: `text`, or `error` (`refused`, `failed`, `output`, `memory`) with a
+`message`. A killed process writes nothing. The arguments are the directories of jinja2 and markupsafe, which are
+appended to `sys.path`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import unicodedata  # noqa: F401  (Python imports it for "\N{BULLET}", and then no file can be opened)
+import unicodedata  # noqa: F401  ("\N{BULLET}" imports it, which fails once no file can be opened)
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -24,25 +24,25 @@ if __name__ == "__main__":
     sys.path.extend(sys.argv[1:])
 
 import jinja2
-import jinja2.debug  # noqa: F401  (jinja2 imports it when a template fails)
+import jinja2.debug  # noqa: F401  (jinja2 imports it when a template fails, when no file can be opened)
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-FILE_NAME = "<template>"  # what jinja2 calls a template that came as text
+FILE_NAME = "<template>"  # the file name in tracebacks of a template that was passed as text
 
 
 class Refusal(Exception):
-    """The template called `raise_exception`: it does not take these messages."""
+    """The template called `raise_exception`: it refuses these messages."""
 
 
 class Overlong(Exception):
-    """The text has more characters than it may have."""
+    """The rendered text is over its limit of characters."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %} … {% endgeneration %}`, which marks the assistant's text for training: here its body alone."""
+    """The tag `{% generation %} … {% endgeneration %}`, which marks text for training; here only its body counts."""
 
     tags = {"generation"}
 
@@ -52,11 +52,11 @@ class GenerationTag(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What the templates of transformers count on: its settings, filters and functions."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
-    made.filters["tojson"] = to_json
-    made.globals |= {"raise_exception": refuse, "strftime_now": strftime_now}
-    return made
+    """Return the environment that templates of transformers expect: its settings, filters and functions."""
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+    env.filters["tojson"] = to_json
+    env.globals |= {"raise_exception": refuse, "strftime_now": strftime_now}
+    return env
 
 
 def to_json(
@@ -66,41 +66,42 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`tojson` without the HTML escapes of Jinja's own."""
+    """Return JSON text without HTML escapes, which Jinja's built-in `tojson` adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def refuse(message: object = "it called raise_exception without a message") -> None:
-    """`raise_exception` of a template."""
+    """Implement a template's `raise_exception`: raise `Refusal`."""
     raise Refusal(message)
 
 
 def strftime_now(format: str) -> str:
-    """The date and time of this machine."""
+    """Return the local date and time in a format of `strftime`."""
     return datetime.now().strftime(format)
 
 
 def limit(seconds: float, memory_bytes: int) -> None:
-    """From here on: this much CPU time and memory, no file to open and none to write. Only Linux limits memory."""
-    # What is imported or read when it is first used, codecs and the time zone's file, has to be there before.
+    """Limit the CPU time and memory of this process, and forbid it to open or write files. Only Linux limits memory."""
+    # Render once before: codecs and the time zone's file are loaded at first use, which is impossible afterwards.
     environment().from_string("{{ strftime_now('%d')|pprint }}{% if x is defined %}{% endif %}").render()
     if sys.platform != "win32":
         import resource
         import signal
 
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends a process; the caller may have had it ignored
+        # The default action ends the process; a parent that ignores or blocks the signal passes that on.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
         signal.setitimer(signal.ITIMER_PROF, seconds)
         if sys.platform == "linux":
-            most = resource.getrlimit(resource.RLIMIT_AS)[1]
-            memory_bytes = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
+            hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+            memory_bytes = memory_bytes if hard_limit == resource.RLIM_INFINITY else min(memory_bytes, hard_limit)
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 
 
 def pieces(template: str, variables: dict[str, Any], most: int) -> Iterator[str]:
-    """The rendered text, until it has more than `most` characters."""
+    """Yield the rendered text in pieces; raise `Overlong` once it has more than `most` characters."""
     length = 0
     for piece in environment().from_string(template).generate(variables):
         length += len(piece)
@@ -110,7 +111,7 @@ def pieces(template: str, variables: dict[str, Any], most: int) -> Iterator[str]
 
 
 def answer(request: dict[str, Any], variables: dict[str, Any]) -> dict[str, str]:
-    """The text, or what went wrong."""
+    """Return an object with the rendered text, or with the error and its message."""
     try:
         return {"text": "".join(pieces(request["template"], variables, request["output_chars"]))}
     except Refusal as error:
@@ -125,7 +126,7 @@ def answer(request: dict[str, Any], variables: dict[str, Any]) -> dict[str, str]
 
 
 def template_line(error: Exception) -> int | None:
-    """The line of the template that an error comes from."""
+    """Return the line of the template that raised an error; None if none did."""
     if isinstance(error, jinja2.TemplateSyntaxError):
         return error.lineno
     line, trace = None, error.__traceback__
@@ -137,7 +138,7 @@ def template_line(error: Exception) -> int | None:
 
 
 def main() -> None:
-    """Answer one request."""
+    """Read a request from stdin and write the answers to stdout."""
     request = json.loads(sys.stdin.buffer.read())
     limit(request["seconds"], request["memory_bytes"])
     sys.stdout.write(json.dumps([answer(request, variables) for variables in request["variables"]]))

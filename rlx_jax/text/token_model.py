@@ -1,4 +1,4 @@
-"""What `CausalLM` and `Encoder` share: a compiled flow whose first input holds token ids."""
+"""Functions that `CausalLM` and `Encoder` share: compile a flow on token ids, and check its outputs and tokenizer."""
 
 from __future__ import annotations
 
@@ -42,13 +42,19 @@ def open_token_model(
     programs: tuple[str, ...],
     inputs: bool = False,
 ) -> tuple[CompiledModel, int]:
-    """The model of a flow, which takes `max_positions` tokens, as `open_model` makes it, and its vocabulary size.
-    Requests run `programs`, and with `inputs` bring what the flow reads beside tokens.
+    """Return the compiled model of a flow on token ids, as `open_model` does, and its vocabulary size.
+
+    Args:
+        flow: a flow, or a compiled model.
+        weights, options: see `open_model`.
+        max_positions: the requested limit for the tokens of a sequence, if any.
+        programs: the programs that requests run.
+        inputs: whether requests pass inputs in addition to tokens; then inputs without a `seq` axis may be required.
 
     Raises:
-        RequestError: an argument that a compiled model has its own of.
+        RequestError: an argument that a compiled model already has.
         GraphError: the flow's first input does not index an embedding, it has other required inputs, or its output
-            is not one row for each token.
+            does not have one row for each token.
     """
     if max_positions is not None:
         max_positions = whole_number("max_positions", max_positions, 1)
@@ -75,17 +81,17 @@ def open_token_model(
 
 
 def in_one_line(kind: str, model: CompiledModel, vocab_size: int, max_positions: int | None) -> str:
-    """The `repr` of a `CausalLM` and an `Encoder`."""
+    """Return the `repr` of a `CausalLM` or an `Encoder`."""
     positions = max_positions or "any number of"
     target = model.settings.target
     return f"{kind}({model.name}: vocabulary {vocab_size}, {positions} positions, target {target})"
 
 
 def check_logits(model: CompiledModel, vocab_size: int) -> None:
-    """The output of a causal flow is logits: floating, and as wide as the embedding is high, which reads chosen ids.
+    """Check that the output of a causal flow is logits: floating-point, one for each row of the embedding.
 
     Raises:
-        ShapeError: of another width. DTypeError: not floating.
+        ShapeError: another width. DTypeError: not floating-point.
     """
     flow, built = model.flow, model.template().built
     if (width := built.primary_shape[-1]) != vocab_size:
@@ -99,17 +105,17 @@ def check_logits(model: CompiledModel, vocab_size: int) -> None:
 
 
 def check_hidden(model: CompiledModel, vocab_size: int) -> None:
-    """The output of an encoder is hidden states, and not the logits of a causal model's head.
+    """Check that the output of an encoder is hidden states, and not the logits of a causal model's head.
 
     Raises:
-        GraphError: it is logits; names how to leave the head out.
+        GraphError: it is logits; the message explains how to leave the head out.
     """
     if model.template().built.primary_shape[-1] != vocab_size:
         return
     name = model.output_names[0]
     try:
         has_head = name == "logits" or bool(model.template().head)
-    except GraphError:  # hidden states that are as wide as the embedding is high
+    except GraphError:  # no head: hidden states whose width happens to be the size of the vocabulary
         return
     if has_head:
         raise GraphError(
@@ -120,15 +126,17 @@ def check_hidden(model: CompiledModel, vocab_size: int) -> None:
 
 
 class OpenedModel:
-    """What `CausalLM`, `Encoder` and their like have in common: they are printed as the blocks of their model, and are
-    no functions, as `lm(tokens)` may mean logits, text or all outputs."""
+    """Base class of `CausalLM`, `Encoder` and similar classes.
+
+    They print as the blocks of their model, and cannot be called: `lm(tokens)` could mean logits, text or all outputs.
+    """
 
     model: CompiledModel
-    loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
+    loaded_from: LoadedFrom | None = None  # the checkpoint, if `rlx_jax.load` loaded the model
     _methods: str
 
     def __call__(self, *args: Any, **named: Any) -> NoReturn:
-        """Refuse the call: several methods may be meant, and the RequestError names them."""
+        """Raise a RequestError that names the methods to call instead."""
         raise RequestError(f"{type(self).__name__}: call one of its methods: {self._methods}")
 
     def __str__(self) -> str:
@@ -154,10 +162,10 @@ TokenizerLike = Tokenizer | FastTokenizer | str | os.PathLike[str]
 
 
 def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
-    """Return the tokenizer that is given, or read it from its path; one of transformers from the files that it saves.
+    """Return a tokenizer unchanged, load it from its path, or convert one of transformers by saving and loading it.
 
     Raises:
-        RequestError: it is neither. MissingFileError: there is no `tokenizer.json`. Others as `load_tokenizer` and
+        RequestError: another type. MissingFileError: there is no `tokenizer.json`. Others as `load_tokenizer` and
             `open_folder`.
     """
     if isinstance(tokenizer, Tokenizer | None):
@@ -178,32 +186,35 @@ def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
     except RlxError as error:
         error.locate("tokenizer")
         raise
-    found = load_tokenizer(folder)
-    if found is None:
+    loaded = load_tokenizer(folder)
+    if loaded is None:
         raise MissingFileError(f"tokenizer: {folder.where(TOKENIZER)}: no such file, which the tokenizer is read from")
-    return found
+    return loaded
 
 
 def known_positions(model: CompiledModel) -> int | None:
-    """The longest sequence that the model and its position tables know; None without a limit."""
+    """Return the longest sequence that the model and its position tables support; None without a limit."""
     positions: int | None = model.template("forward").bounds.positions
     return positions
 
 
 def check_positions(tokens: int, max_positions: int | None, what: str, prompt: int | None = None) -> None:
-    """A sequence fits the model. Of a `prompt` and new tokens the message says how many of them do.
+    """Check that a sequence of `tokens` fits the model.
+
+    Args:
+        prompt: the number of prompt tokens among them; the message then has the number of new tokens that fit.
 
     Raises:
-        SequenceLengthError: names both numbers.
+        SequenceLengthError: it does not fit; the message has both numbers.
     """
     if max_positions is not None and tokens > max_positions:
-        room = "" if prompt is None else f"; at most {max_positions - prompt} new tokens fit"
+        advice = "" if prompt is None else f"; at most {max_positions - prompt} new tokens fit"
         if prompt is not None and prompt >= max_positions:
-            room = f"; cut the prompt to {max_positions - 1} tokens or fewer"
-        raise SequenceLengthError(f"{what}: {number(tokens)} positions, the model knows {max_positions}{room}")
+            advice = f"; cut the prompt to {max_positions - 1} tokens or fewer"
+        raise SequenceLengthError(f"{what}: {number(tokens)} positions, the model knows {max_positions}{advice}")
 
 
 def primary(outputs: Any) -> jax.Array:
-    """The first output: side outputs of a flow come after it by name."""
+    """Return the primary output of a flow; side outputs come after it in the dictionary."""
     first: jax.Array = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
     return first

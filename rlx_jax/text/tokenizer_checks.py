@@ -1,4 +1,4 @@
-"""What makes the native tokenizer code panic, looked for in `tokenizer.json` before that code sees it."""
+"""`refuse_panics`: check a `tokenizer.json` for content that makes the native tokenizers library panic."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rlx_jax.errors import TokenizerError, listing, quote
 
 
 def refuse_panics(document: Mapping[str, Any], where: str) -> None:
-    """Refuse what is known to make the native loader, or the first encoding, panic.
+    """Refuse content that is known to make the native loader, or the first encoding, panic.
 
     Raises:
-        TokenizerError: with the place in the file.
+        TokenizerError: there is some; the message has its position in the file.
     """
     for node in _objects(document.get("normalizer")):
         if node.get("type") == "Precompiled":
@@ -27,19 +27,21 @@ def refuse_panics(document: Mapping[str, Any], where: str) -> None:
 
 
 def _check_merges(model: Mapping[str, Any], where: str) -> None:
-    """Each merge must join two tokens to a third. The native loader copies the third into a buffer that is as long
-    as the longest token of the vocabulary."""
+    """Check that each merge joins two tokens to a third.
+
+    The native loader copies the third into a buffer of the length of the longest token in the vocabulary.
+    """
     merges, vocab, prefix = (model.get(key) for key in ("merges", "vocab", "continuing_subword_prefix"))
     if not isinstance(merges, list) or not isinstance(vocab, dict):
-        return  # not the kind of model that merges, or refused later
+        return  # a model without merges, or one that is refused later
     prefix = prefix if isinstance(prefix, str) else ""
     for i, merge in enumerate(merges):
         try:
-            first, second = merge.split(" ") if isinstance(merge, str) else merge
-            good = second.startswith(prefix) and first + second[len(prefix) :] in vocab
+            left, right = merge.split(" ") if isinstance(merge, str) else merge
+            is_valid = right.startswith(prefix) and left + right[len(prefix) :] in vocab
         except (AttributeError, TypeError, ValueError):
-            good = False
-        if not good and not (isinstance(merge, str) and merge.startswith("#version")):
+            is_valid = False
+        if not is_valid and not (isinstance(merge, str) and merge.startswith("#version")):
             between = f" with {quote(prefix)} between them" if prefix else ""
             raise TokenizerError(
                 f"{where}: model.merges[{i}]: expected two tokens that join to a third of the vocabulary{between},"
@@ -48,7 +50,7 @@ def _check_merges(model: Mapping[str, Any], where: str) -> None:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a JSON value, itself included."""
+    """Yield every object in a JSON value, including the value itself."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -60,10 +62,11 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_charsmap(value: Any, where: str) -> None:
-    """A charsmap is base64 of: the trie's size in bytes (u32), the trie, texts that end in NUL (UTF-8).
+    """Check the charsmap of a normalizer, in which the native code checks nothing.
 
-    The trie is a double array of u32: a unit with bit 31 holds the place of a text; from any other at index i,
-    byte c leads to the unit at i ^ offset ^ c. The native code checks none of these.
+    It is the base64 of: the size of a trie in bytes (u32), the trie, and UTF-8 texts that end in NUL. The trie is a
+    double array of u32: a unit with bit 31 set holds the offset of a text; from any other unit at index i, byte c leads
+    to the unit at i ^ offset ^ c.
     """
     try:
         if not isinstance(value, str):
@@ -75,11 +78,11 @@ def _check_charsmap(value: Any, where: str) -> None:
         if size == 0 or size % 1024:
             raise ValueError(f"a trie of {size} bytes; expected a multiple of 1024")
         units = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64)
-        leaf = units >= 2**31
-        if np.any((np.arange(len(units)) ^ (units >> 10 << ((units & 512) >> 6)))[~leaf] >= len(units)):
+        is_leaf = units >= 2**31
+        if np.any((np.arange(len(units)) ^ (units >> 10 << ((units & 512) >> 6)))[~is_leaf] >= len(units)):
             raise ValueError("a unit of the trie leads out of it")
-        places = units[leaf] - 2**31
-        if np.any(places >= len(texts)) or np.any(np.frombuffer(texts, np.uint8)[places] & 0xC0 == 0x80):
+        text_offsets = units[is_leaf] - 2**31
+        if np.any(text_offsets >= len(texts)) or np.any(np.frombuffer(texts, np.uint8)[text_offsets] & 0xC0 == 0x80):
             raise ValueError("a unit of the trie names no text")
     except ValueError as cause:
         raise TokenizerError(
@@ -88,18 +91,19 @@ def _check_charsmap(value: Any, where: str) -> None:
 
 
 def _check_template(node: Mapping[str, Any], where: str) -> None:
+    """Check that a TemplateProcessing uses only its declared special tokens, and adds them around one sequence."""
     special = node.get("special_tokens")
-    known = special if isinstance(special, dict) else {}
+    declared = special if isinstance(special, dict) else {}
     for name in ("single", "pair"):
-        listed = node.get(name)
-        pieces = [piece for piece in listed if isinstance(piece, dict)] if isinstance(listed, list) else []
+        items = node.get(name)
+        pieces = [piece for piece in items if isinstance(piece, dict)] if isinstance(items, list) else []
         for piece in pieces:
             token = piece.get("SpecialToken")
-            used = token.get("id") if isinstance(token, dict) else None
-            if used is not None and (not isinstance(used, str) or used not in known):
+            token_id = token.get("id") if isinstance(token, dict) else None
+            if token_id is not None and (not isinstance(token_id, str) or token_id not in declared):
                 raise TokenizerError(
-                    f"{where}: post_processor.{name} uses {quote(used)}, which is not in its special_tokens:"
-                    f" {listing(known)}"
+                    f"{where}: post_processor.{name} uses {quote(token_id)}, which is not in its special_tokens:"
+                    f" {listing(declared)}"
                 )
         texts = [piece["Sequence"] for piece in pieces if "Sequence" in piece]
         if name == "single" and [t.get("id") for t in texts if isinstance(t, dict)] != ["A"]:

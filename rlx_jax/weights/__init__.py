@@ -1,4 +1,1 @@
-"""Checkpoints: opening them, naming their tensors, reading them piece by piece.
-
-`source.open_weights` is the way in.
-"""
+"""Checkpoints: open weights of any format (`source.open_weights`), list their tensors, and read all or parts of them."""

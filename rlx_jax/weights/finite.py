@@ -1,4 +1,4 @@
-"""NaN and infinity in weights: found when a tensor is read, at the speed of memory."""
+"""`check_finite`: find NaN and infinity in weights when a tensor is read, at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from rlx_jax.errors import NonFiniteWeightError, RlxNumericsWarning, quote
 from rlx_jax.ir.types import is_float, short_name
 
-# NaN is an error and infinity a warning; both are warnings; neither is looked for.
+# "error": NaN is an error and infinity a warning. "warn": both are warnings. "ignore": no check.
 OnNonfinite = Literal["error", "warn", "ignore"]
 
-_CHUNK = 2**18  # elements: what the check allocates stays in cache
+_CHUNK = 2**18  # elements per step, so that temporaries stay in cache
 
-# Small floats as integers: without its sign a pattern from the last number on is infinite or NaN.
-# NumPy's own isfinite converts each of these elements, eight times slower.
+# For small float types: an unsigned type of their size, a mask without the sign bit, and the first bit pattern that
+# is infinite or NaN. NumPy's isfinite converts each of these elements, which is eight times slower.
 _PATTERNS: dict[np.dtype[Any], tuple[type[np.unsignedinteger[Any]], int, int]] = {
     np.dtype(ml_dtypes.bfloat16): (np.uint16, 0x7FFF, 0x7F80),
     np.dtype(np.float16): (np.uint16, 0x7FFF, 0x7C00),
@@ -27,12 +27,12 @@ _PATTERNS: dict[np.dtype[Any], tuple[type[np.unsignedinteger[Any]], int, int]] =
 
 
 def check_finite(values: np.ndarray[Any, Any], key: str, where: str, on_nonfinite: OnNonfinite) -> None:
-    """Look for NaN and infinity in a tensor, or a part of one, that has just been read.
+    """Check a tensor, or a part of one, that has just been read for NaN and infinity.
 
     Infinity alone is never an error: mask buffers hold -inf.
 
     Raises:
-        NonFiniteWeightError: NaN, unless `on_nonfinite` says otherwise. The message has the count.
+        NonFiniteWeightError: NaN under `"error"`. The message has the count.
 
     Warns:
         RlxNumericsWarning: infinity; NaN under `"warn"`.
@@ -41,25 +41,27 @@ def check_finite(values: np.ndarray[Any, Any], key: str, where: str, on_nonfinit
         return
     with np.errstate(invalid="ignore"):  # NumPy warns about signalling NaN
         nans, infinite = int(np.isnan(values).sum()), int(np.isinf(values).sum())
-    found = " and ".join(f"{count} {name}" for count, name in ((nans, "NaN"), (infinite, "infinite")) if count)
-    message = f"weight {quote(key)} ({where}): {found} of {values.size} values read"
+    counts = " and ".join(f"{count} {name}" for count, name in ((nans, "NaN"), (infinite, "infinite")) if count)
+    message = f"weight {quote(key)} ({where}): {counts} of {values.size} values read"
     if nans and on_nonfinite == "error":
         raise NonFiniteWeightError(f'{message}; the checkpoint is damaged, or pass on_nonfinite="warn" or "ignore"')
     warnings.warn(message, RlxNumericsWarning, stacklevel=3)
 
 
 def narrowed(values: np.ndarray[Any, Any], dtype: np.dtype[Any], where: str) -> np.ndarray[Any, Any]:
-    """A tensor in another dtype. Messages begin with `where`.
+    """Return a tensor cast to `dtype`. Messages begin with `where`.
 
     Warns:
-        RlxNumericsWarning: values that are finite and too large for it.
+        RlxNumericsWarning: finite values are over the range of `dtype`, and become infinite.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         cast = values.astype(dtype)
     if is_float(dtype) and not all_finite(cast):
-        over = int(np.isinf(cast).sum() - np.isinf(values).sum())
-        if over:
-            message = f"{where}: {over} of {values.size} values are over the range of {short_name(dtype)}, now infinite"
+        excess = int(np.isinf(cast).sum() - np.isinf(values).sum())
+        if excess:
+            message = (
+                f"{where}: {excess} of {values.size} values are over the range of {short_name(dtype)}, now infinite"
+            )
             warnings.warn(message, RlxNumericsWarning, stacklevel=2)
     return cast
 

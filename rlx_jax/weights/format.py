@@ -1,4 +1,4 @@
-"""What a weight format is: three methods, and a row in `rlx_jax.weights.formats.FORMATS`."""
+"""`Format`, the protocol of weight formats (registered in `rlx_jax.weights.formats.FORMATS`), and `OpenOptions`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from rlx_jax.weights.manifest import Verify
 
 
 class CompileOptions(TypedDict, total=False):
-    """Options of opening a model that `CausalLM`, `Encoder` and their like take too; see `rlx_jax.compile`."""
+    """Model options that the constructors of `CausalLM`, `Encoder` and similar classes take too.
+
+    See `rlx_jax.compile`.
+    """
 
     profile: Any
     mesh: Any
@@ -30,7 +33,7 @@ class CompileOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """Every option of opening a checkpoint, handed as one record from `load` to the formats and to the class it opens.
+    """All options of loading a checkpoint in one record, which `load` passes to the formats and to the model class.
 
     Attributes:
         strict, on_nonfinite, links, verify, subtree, max_bytes: see `rlx_jax.open_weights`.
@@ -50,39 +53,39 @@ class OpenOptions:
     progress: Any = None
 
     def compiling(self) -> CompileOptions:
-        """Return the options that `CausalLM`, `Encoder` and their like take too, by name."""
+        """Return the options that the constructors of `CausalLM`, `Encoder` and similar classes take, by name."""
         return cast(CompileOptions, {name: getattr(self, name) for name in CompileOptions.__annotations__})
 
     def changed(self) -> list[str]:
-        """Return the names of the options that are not the defaults."""
+        """Return the names of the options that differ from their defaults."""
         values = [(f.name, f.default, getattr(self, f.name)) for f in fields(self)]
-        # An array, as `key` may be, is no default and compares with nothing.
+        # Compared by identity, except strings: `key` may be an array, for which `==` is not a bool.
         return [name for name, default, v in values if v is not default and not (isinstance(v, str) and v == default)]
 
     def check_weights(self) -> None:
-        """The options of reading weights are of their kinds.
+        """Check the types and values of the options for reading weights.
 
         Raises:
-            WeightError: names the one that is not.
+            WeightError: one is invalid; the message names it.
         """
         if not isinstance(self.strict, bool):
             raise WeightError(f"strict: expected True or False, got {quote(self.strict)}")
         for name, choices in (("on_nonfinite", OnNonfinite), ("links", Links), ("verify", Verify)):
-            value, known = getattr(self, name), get_args(choices)
-            if value not in known:
+            value, values = getattr(self, name), get_args(choices)
+            if value not in values:
                 raise WeightError(
-                    f"{name}: expected one of {', '.join(known)}, got {quote(value)}{did_you_mean(str(value), known)}"
+                    f"{name}: expected one of {', '.join(values)}, got {quote(value)}{did_you_mean(str(value), values)}"
                 )
-        most = self.max_bytes
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-            raise WeightError(f"max_bytes: expected a number of bytes, got {quote(most)}")
+        max_bytes = self.max_bytes
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
+            raise WeightError(f"max_bytes: expected a number of bytes, got {quote(max_bytes)}")
         if not isinstance(self.subtree, str) or (self.subtree and not all(self.subtree.split("."))):
             raise WeightError(f"subtree: expected a dotted path such as 'params', got {quote(self.subtree)}")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One weight to write: its key, type, and a function that gives the array, on the host or on devices."""
+    """One weight to write: its key, its type, and a function that returns the array, on the host or on devices."""
 
     key: str
     type: TensorType
@@ -90,35 +93,38 @@ class Entry:
 
     @staticmethod
     def of(key: str, array: np.ndarray[Any, Any]) -> Entry:
-        """An array that is there."""
+        """Return the entry of an array in host memory."""
         return Entry(key, TensorType(array.shape, array.dtype), lambda: array)
 
 
 class Format(Protocol):
-    """How weights are stored: in files, or as objects of Python."""
+    """A storage format of weights: in files, or as Python objects."""
 
     @property
     def name(self) -> str:
-        """What users call it: `format=` of `rlx_jax.save`."""
+        """Return the name for users: `format=` of `rlx_jax.save`."""
 
     @property
     def writes(self) -> bool:
-        """Whether `write` is built."""
+        """Whether `write` is implemented."""
 
     def detect(self, weights: Any) -> bool:
-        """Whether `weights`, a path or an object, are of this format. Names are looked at, no content."""
+        """Whether `weights`, a path or an object, are in this format. Only names of files are inspected, no content."""
 
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
-        """Names, shapes and dtypes of what `detect` takes. Nothing that the options ask for is left out in silence."""
+        """Open weights that `detect` accepts, reading only names, shapes and dtypes.
+
+        A format raises an error for options that it does not support.
+        """
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
-        """Make the directory and the files of a checkpoint in it; `values` of each entry are asked for once.
+        """Create the directory and write the files of a checkpoint to it, calling `values` of each entry once.
 
         Raises:
-            UnsupportedError: the format has no such dtype or shape.
+            UnsupportedError: the format does not support a dtype or a shape.
         """
 
 
 def stored_spec(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a stored tensor, in the byte order of this machine."""
+    """Return the shape and dtype of a stored tensor, in the byte order of this machine."""
     return TensorType(shape, np.dtype(dtype).newbyteorder("=")).spec

@@ -1,4 +1,4 @@
-"""The weight formats. One more is a file with a class as `rlx_jax.weights.format.Format` says, and a row here."""
+"""`FORMATS`: the weight formats. To add one, implement `rlx_jax.weights.format.Format` and add it here."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from rlx_jax.weights.mapping import MappingFormat
 from rlx_jax.weights.orbax import Orbax
 from rlx_jax.weights.safetensors_format import Safetensors
 
-# In the order in which they are asked whether weights are theirs.
+# In the order of detection: the first format that accepts weights opens them.
 FORMATS: tuple[Format, ...] = (MappingFormat(), Safetensors(), Orbax())

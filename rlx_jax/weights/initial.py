@@ -1,4 +1,4 @@
-"""Random parameters for a flow without a checkpoint. What a weight is follows from the op that reads it."""
+"""`initial_params`: random parameters for a flow without a checkpoint. The op that reads a weight defines its values."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from rlx_jax.ir.param import Dequantized, Key, Program, keys_of, stored_keys
 from rlx_jax.ir.traits import Normal
 from rlx_jax.ir.types import TensorType
 
-# Numbers that are drawn for a weight that has fewer.
+# Number of random values that are generated for each smaller weight; see `_is_small`.
 SMALL = 2**15
 
 
 def initial_params(
     graph: Graph, leaves: Mapping[str, Program], key: jax.Array, inits: Mapping[str, Init] | None = None
 ) -> dict[str, jax.Array]:
-    """Leaves by name: matrices normal with deviation 1/√fan_in, norms 1 (with their offset), biases 0; weights whose
-    key is in `inits` as it says there.
+    """Return initialized parameters by name.
 
-    `graph` is the flow's HIR with its composites expanded; `leaves` is the Layout's. Pure JAX: `jax.eval_shape`
-    gives the shapes alone, `jax.jit` with `out_shardings` draws every leaf where it will live.
+    Matrices are normal with standard deviation 1/√fan_in, norms 1 (less their offset), biases 0. Pure JAX:
+    `jax.eval_shape` gives the shapes alone, and `jax.jit` with `out_shardings` initializes every leaf on its devices.
+
+    Args:
+        graph: the flow's HIR with its composites expanded.
+        leaves: the programs of the parameters, from the Layout.
+        key: the PRNG key.
+        inits: initializers by checkpoint key, which replace the defaults.
     """
     readers: dict[str, tuple[Node, int]] = {}
     for inner, node in graph.walk():
-        for place, value in enumerate(node.inputs):
+        for operand_index, value in enumerate(node.inputs):
             op = inner.nodes[value.node].op
             if isinstance(op, Param):
                 for name in (k for program in op.programs for k in keys_of(program)):
-                    readers.setdefault(name, (node, place))
+                    readers.setdefault(name, (node, operand_index))
     stored = {k.key: k.type for program in leaves.values() for k in stored_keys(program)}
     keys = dict(zip(stored, _split(key, max(len(stored), 1)), strict=False))
-    said = inits or {}
+    custom_inits = inits or {}
     values = {
-        name: drawn(said[name], keys[name], t, f"weight {quote(name)}")
-        if name in said
+        name: drawn(custom_inits[name], keys[name], t, f"weight {quote(name)}")
+        if name in custom_inits
         else _draw(*readers[name], t, keys[name])
         for name, t in stored.items()
     }
@@ -51,13 +56,13 @@ def initial_params(
 def initial_weights(
     graph: Graph, wanted: Collection[str], key: jax.Array, inits: Mapping[str, Init]
 ) -> dict[str, jax.Array]:
-    """Some weights of a flow by their checkpoint keys, drawn as `initial_params` draws them."""
+    """Return the weights of a flow whose keys are in `wanted`, initialized as in `initial_params`."""
     stored = {k.key: k for leaf in graph.params() for program in leaf.programs for k in stored_keys(program)}
     return initial_params(graph, {name: stored[name] for name in stored if name in wanted}, key, inits)
 
 
 def _assemble(program: Program, drawn: Mapping[str, jax.Array]) -> jax.Array:
-    """The leaf of a program over drawn keys."""
+    """Return the leaf that a program assembles from initialized checkpoint tensors."""
     if isinstance(program, Dequantized):
         return _assemble(program.logical, drawn)
     if isinstance(program, Key):
@@ -67,7 +72,10 @@ def _assemble(program: Program, drawn: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _draw(node: Node, place: int, t: TensorType, key: jax.Array) -> jax.Array:
-    """One weight, as the op says that reads it as operand number `place`. Stored 64-bit types are drawn in 32 bits."""
+    """Initialize one weight as `node`, which reads it as operand number `place`, requires.
+
+    Stored 64-bit types are initialized in 32 bits.
+    """
     dtype = jax.dtypes.canonicalize_dtype(t.dtype)
     initial = node.op.initial(place, t)
     small = _is_small(t.size, key)
@@ -82,22 +90,26 @@ def _draw(node: Node, place: int, t: TensorType, key: jax.Array) -> jax.Array:
 
 
 def _is_small(size: int, key: jax.Array) -> bool:
-    """Whether a weight is cut out of `SMALL` numbers, whose first ones are the same however many are drawn: a program
-    for each shape of a small model takes longer to compile than the model."""
+    """Whether a weight is sliced from `SMALL` random values instead of being generated in its own shape.
+
+    One program for all small shapes saves compile time, which for a small model would exceed that of the model. The
+    result is the same: with partitionable threefry, the first values do not depend on the number of values.
+    """
     partitionable: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
     return size <= SMALL and partitionable and not isinstance(key, jax.core.Tracer)
 
 
 def _beside(value: np.ndarray[Any, Any], key: jax.Array) -> jax.Array:
-    """An array where the key is, if somebody put that somewhere."""
+    """Return an array on the devices of the key if the key is committed to some, else on the default device."""
     placed: jax.Array = jax.device_put(value, key.sharding if key.committed else None)
     return placed
 
 
 def _split(key: jax.Array, count: int) -> list[jax.Array]:
-    """`jax.random.split`, as a list."""
+    """Return the keys of `jax.random.split` as a list."""
     keys = jax.random.split(key, count)
     if isinstance(keys, jax.core.Tracer):
         return list(keys)
+    # The keys are separated on the host, which saves a device operation for each.
     kind = str(jax.random.key_impl(key))
     return [jax.random.wrap_key_data(_beside(w, key), impl=kind) for w in jax.device_get(jax.random.key_data(keys))]

@@ -1,4 +1,4 @@
-"""Weights that are arrays already: a mapping of checkpoint key to array, or to its shape alone."""
+"""`MappingSource`: weights from a mapping of checkpoint key to array in memory, or only to shape and dtype."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HostArray = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class MappingFormat:
-    """The format of a mapping."""
+    """The format of weights in memory: a mapping. It cannot be written."""
 
     name: str = "mapping"
     writes: bool = False
@@ -45,13 +45,12 @@ class MappingFormat:
 class MappingSource(NamedTensors[Any]):
     """Weights from a mapping: arrays of NumPy or JAX, or `Packed`; for shapes `jax.ShapeDtypeStruct` or `PackedSpec`.
 
-    The arrays are neither copied nor checked before they are read; the mapping itself is copied. Messages call it
-    `name`.
+    The mapping is copied, the arrays are not. Values are checked when they are read. `name` is its name in messages.
 
     Raises:
         WeightError: a key is not a string.
-        WeightError: a value is not an array of numbers, or what is packed is no bytes of a known scheme.
-        WeightShapeError, LimitError: a symbolic shape, or one too large; one that packed bytes contradict.
+        WeightError: a value is not an array of numbers, or a packed one does not have the bytes of a known scheme.
+        WeightShapeError, LimitError: a symbolic shape, one that is too large, or one that packed bytes contradict.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class MappingSource(NamedTensors[Any]):
 
     @property
     def shapes_only(self) -> bool:
-        """Whether every entry is a shape alone: enough to compile, not to run."""
+        """Whether no entry has values, only shapes: enough to compile, not to run."""
         values = self._tensors.values()
         return bool(values) and all(isinstance(v, WeightSpec) for v in values)
 
     def has_numbers(self, key: str) -> bool:
-        """Whether there is an array under `key`, not only its shape."""
+        """Whether there is an array under `key`, and not only a shape."""
         return self.has(key) and not isinstance(self._tensors[key], WeightSpec)
 
     def where(self, key: str) -> str:
@@ -82,7 +81,7 @@ class MappingSource(NamedTensors[Any]):
         return self._name
 
     def spec(self, key: str) -> WeightSpec:
-        """Shape and dtype under `key`; the logical ones of what is packed.
+        """Return the shape and dtype under `key`; the logical ones if it is packed.
 
         Raises:
             MissingWeightError: no such key.
@@ -93,18 +92,18 @@ class MappingSource(NamedTensors[Any]):
         return stored_spec(value.shape, value.dtype)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
-        """The array under `key`, or the part that `index` selects as in NumPy; read-only, a view where possible.
+        """Return the array under `key`, or the part that `index` selects as in NumPy; read-only, a view if possible.
 
-        Of what is packed the bytes, and `index` selects of these.
+        For a packed tensor these are its bytes, and `index` applies to the array of bytes.
 
         Raises:
             MissingWeightError: no such key.
             WeightShapeError: `index` does not fit the shape.
-            WeightError: there is a shape only, or the JAX array is deleted, traced or on other hosts.
-            NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
+            WeightError: there is only a shape, or the JAX array is deleted, traced or on other hosts.
+            NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
         """
-        given = self._find(key)
-        value = given.data if isinstance(given, Packed) else given
+        entry = self._find(key)
+        value = entry.data if isinstance(entry, Packed) else entry
         slices = check_index(index, value.shape, key)
         if isinstance(value, WeightSpec):
             kind = type(value).__name__
@@ -118,16 +117,17 @@ class MappingSource(NamedTensors[Any]):
             raise WeightError(f"weight {quote(key)} is deleted: a jitted call that donates it has consumed it")
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             raise WeightError(f"weight {quote(key)} lies on devices of other processes, so it cannot be read here")
-        # A JAX array is cut where it lives, and only the part comes to the host.
+        # A JAX array is sliced on its device, so that only the part is transferred to the host.
         part = np.asarray(value[slices] if slices else value)
         part = part.astype(part.dtype.newbyteorder("="), copy=False).view()
         part.flags.writeable = False
-        searched = suspects(part, given.scheme) if isinstance(given, Packed) else part
-        check_finite(searched, key, self._name, self._on_nonfinite)
+        checked = suspects(part, entry.scheme) if isinstance(entry, Packed) else part
+        check_finite(checked, key, self._name, self._on_nonfinite)
         return part
 
 
 def _check_value(key: object, value: Any) -> None:
+    """Check the type of one entry of a mapping, but not its values. Errors as `MappingSource`."""
     if not isinstance(key, str):
         raise WeightError(f"weights: expected strings as keys, got {quote(key)} of type {type(key).__name__}")
     if isinstance(value, Packed):

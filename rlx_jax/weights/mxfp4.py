@@ -1,4 +1,4 @@
-"""Experts that are stored as MXFP4 (OCP Microscaling Formats, 2023), read as the numbers they stand for."""
+"""`Mxfp4Source`: decode expert weights that are stored as MXFP4 (OCP Microscaling Formats, 2023) to bf16."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rlx_jax.weights.finite import all_finite
 from rlx_jax.weights.views import SourceView
 
 BLOCKS, SCALES = "_blocks", "_scales"
-# Numbers that share a scale.
+# Number of values that share a scale.
 SIZE = 32
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-# What four bits stand for: a sign, two bits of an exponent and one of a mantissa.
+# The value of each four-bit code e2m1: a sign, two bits of exponent and one of mantissa.
 NIBBLES = np.concatenate([E2M1, -E2M1])
 
 
 class Mxfp4Source(SourceView):
-    """The weights of `source`, of which each pair `{key}_blocks` uint8 `[E, out, in/32, 16]` and `{key}_scales` uint8
-    `[E, out, in/32]` is seen as `{key}` bf16 `[E, in, out]`. Others are seen as they are.
+    """A view of `source` with MXFP4 weights decoded; other weights are unchanged.
 
-    A byte holds two numbers of four bits (e2m1), the first in the low ones; 32 of them are multiplied with
-    `2^(scale − 127)`. They are bf16 without rounding.
+    Each pair `{key}_blocks` uint8 `[E, out, in/32, 16]` and `{key}_scales` uint8 `[E, out, in/32]` becomes `{key}` bf16
+    `[E, in, out]`. A byte holds two numbers of four bits (e2m1), the first in the low bits; each 32 of them are
+    multiplied by `2^(scale − 127)`. The products are exact in bf16.
     """
 
     def __init__(self, source: WeightSource) -> None:
         super().__init__(source)
-        found = (key.removesuffix(BLOCKS) for key in source.keys() if key.endswith(BLOCKS))
-        self._packed = {key for key in found if source.has(key + SCALES) and not source.has(key)}
+        bases = (key.removesuffix(BLOCKS) for key in source.keys() if key.endswith(BLOCKS))
+        self._packed = {key for key in bases if source.has(key + SCALES) and not source.has(key)}
         hidden = {key + end for key in self._packed for end in (BLOCKS, SCALES)}
         self._keys = (*(key for key in source.keys() if key not in hidden), *sorted(self._packed))
         self._known = frozenset(self._keys)
@@ -50,10 +50,10 @@ class Mxfp4Source(SourceView):
         return self.source.where(key + BLOCKS if key in self._packed else key)
 
     def spec(self, key: str) -> WeightSpec:
-        """As the source's; of a pair that of its numbers.
+        """Return the shape and dtype of a weight; of the decoded numbers for a pair.
 
         Raises:
-            WeightShapeError: blocks and scales that do not belong together.
+            WeightShapeError: the shapes or dtypes of blocks and scales do not match.
         """
         if key not in self._packed:
             return self.source.spec(key)
@@ -69,35 +69,35 @@ class Mxfp4Source(SourceView):
         return jax.ShapeDtypeStruct((shape[0], shape[2] * SIZE, shape[1]), BF16)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """As the source's; of a pair the numbers, for which whole blocks are read.
+        """Return a weight or a part of it; the decoded numbers for a pair, for which full blocks are read.
 
         Raises:
-            WeightError: a number that bf16 cannot hold.
+            WeightError: a number is over the range of bf16.
         """
         if key not in self._packed:
             return self.source.read(key, index)
         shape = self.spec(key).shape
-        cut = (*(index or ()), *(slice(None),) * (3 - len(index or ())))
-        (first, stop, _), (experts, _, out) = cut[1].indices(shape[1]), cut
-        around = slice(first // SIZE, -(-stop // SIZE))
-        blocks, scales = (self.source.read(key + end, (experts, out, around)) for end in (BLOCKS, SCALES))
+        slices = (*(index or ()), *(slice(None),) * (3 - len(index or ())))
+        (first, stop, _), (experts, _, out) = slices[1].indices(shape[1]), slices
+        blocks_slice = slice(first // SIZE, -(-stop // SIZE))
+        blocks, scales = (self.source.read(key + end, (experts, out, blocks_slice)) for end in (BLOCKS, SCALES))
         numbers = decoded(blocks, scales)
         if not all_finite(numbers):
             raise WeightError(f"weight {quote(key)} ({self.where(key)}): holds numbers over the range of bf16")
-        begins = around.start * SIZE
-        return np.ascontiguousarray(numbers[..., first - begins : stop - begins].swapaxes(1, 2))
+        offset = blocks_slice.start * SIZE
+        return np.ascontiguousarray(numbers[..., first - offset : stop - offset].swapaxes(1, 2))
 
 
 def unpacked(source: WeightSource) -> WeightSource:
-    """A source whose MXFP4 weights are seen as numbers: itself where there are none, or where they are already."""
-    has = any(key.endswith(BLOCKS) and source.has(key.removesuffix(BLOCKS) + SCALES) for key in source.keys())
-    return Mxfp4Source(source) if has else source
+    """Return a view of a source that decodes MXFP4 weights; the source itself if it has no encoded ones."""
+    has_pairs = any(key.endswith(BLOCKS) and source.has(key.removesuffix(BLOCKS) + SCALES) for key in source.keys())
+    return Mxfp4Source(source) if has_pairs else source
 
 
 def decoded(blocks: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Bytes `[…, G, 16]` and scales `[…, G]` as bf16 `[…, 32 G]`."""
+    """Decode bytes `[…, G, 16]` with scales `[…, G]` to bf16 `[…, 32 G]`."""
     nibbles = np.stack([blocks & 0x0F, blocks >> 4], axis=-1)
     with np.errstate(over="ignore"):
         wide = np.ldexp(NIBBLES[nibbles], scales.astype(np.int32)[..., None, None] - 127)
-    found: np.ndarray[Any, Any] = wide.reshape(*scales.shape[:-1], -1).astype(BF16)
-    return found
+    numbers: np.ndarray[Any, Any] = wide.reshape(*scales.shape[:-1], -1).astype(BF16)
+    return numbers

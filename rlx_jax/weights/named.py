@@ -1,4 +1,4 @@
-"""Tensors by name: what the sources of all formats have in common, and errors about names and parts."""
+"""`NamedTensors`, the base class of weight sources, and checks of keys and indices with their errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Closing:
-    """A context manager that closes itself at the end."""
+    """A context manager that calls `close` at the end."""
 
     def close(self) -> None:
         """Close the files, if any are open."""
@@ -24,7 +24,7 @@ class Closing:
 
 
 class NamedTensors(Generic[T]):
-    """A source of what `_tensors` has under each key, in the order of the data. Messages call it `_place`."""
+    """A source with one entry of `_tensors` for each key, in the order of the data. `_place` names it in messages."""
 
     _tensors: Mapping[str, T]
     _place: str
@@ -38,21 +38,22 @@ class NamedTensors(Generic[T]):
         return isinstance(key, str) and key in self._tensors
 
     def _find(self, key: str) -> T:
+        """Return the entry under `key`, or raise `MissingWeightError`."""
         return find(self._tensors, key, self._place)
 
 
 def find(tensors: Mapping[str, T], key: object, place: str) -> T:
-    """Return what `tensors`, which messages call `place`, have under `key`.
+    """Return the entry of `tensors` under `key`. `place` names `tensors` in messages.
 
     Raises:
-        MissingWeightError: nothing; it names keys close to it.
+        MissingWeightError: there is none; the message suggests similar keys.
     """
     if not isinstance(key, str):
         raise MissingWeightError(f"the key of a weight is a string, got {shown(key)} for {place} of {len(tensors)}")
     if key not in tensors:
         count = len(tensors)
-        rolled = any("{" in name for name in tensors)
-        hint = "; leaves of rolled layers: model.weights(params) gives them by key" if rolled else ""
+        has_rolled_keys = any("{" in name for name in tensors)
+        hint = "; leaves of rolled layers: model.weights(params) gives them by key" if has_rolled_keys else ""
         raise MissingWeightError(
             f"no weight {quote(key)} in {place} of {count} weight{'s' * (count != 1)}{close_names(key, tensors)}{hint}"
         )
@@ -60,21 +61,24 @@ def find(tensors: Mapping[str, T], key: object, place: str) -> T:
 
 
 def close_names(name: str, known: Iterable[str]) -> str:
-    """A suggestion among many names; comparing with 200,000 would take minutes."""
+    """Return a suggestion for a misspelled name, or an empty string.
+
+    Only likely names are compared: to compare 200,000 would take minutes.
+    """
     known = list(known)
     prefixed = [k for k in known if k.endswith(f".{name}") or name.endswith(f".{k}")]
-    if prefixed:  # all of them have it, or none: the first shows which
+    if prefixed:  # usually all keys have the prefix or none has: one example shows which
         return f"; did you mean {quote(prefixed[0])}?"
-    last = name.rpartition(".")[2]
-    likely = [k for k in known if k.rpartition(".")[2] == last or abs(len(k) - len(name)) < 3]
+    last_part = name.rpartition(".")[2]
+    likely = [k for k in known if k.rpartition(".")[2] == last_part or abs(len(k) - len(name)) < 3]
     return did_you_mean(name, likely[:1000])
 
 
 def check_index(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: str) -> tuple[slice, ...]:
-    """`index` as a tuple of slices that fit `shape`; trailing axes may be left out.
+    """Return `index` as a tuple of slices, after checking that it fits `shape`; trailing axes may be left out.
 
     Raises:
-        WeightShapeError: more slices than axes, or something else than slices of whole numbers.
+        WeightShapeError: more slices than axes, or an entry that is not a slice of whole numbers.
     """
     slices = () if index is None else index
     if not isinstance(slices, tuple) or len(slices) > len(shape):
@@ -90,7 +94,9 @@ def check_index(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: s
 
 
 def span(part: slice, dim: int) -> tuple[int, int, slice]:
-    """The rows first … first + count that hold all of `part`, and the slice that takes `part` out of them.
+    """Return the contiguous range of rows that contains all of `part`, and the slice that selects `part` in it.
+
+    The result is the first row, the number of rows, and the slice.
 
     >>> span(slice(8, 2, -3), 10)
     (5, 4, slice(None, None, -3))

@@ -1,11 +1,11 @@
-"""Which directory of an orbax checkpoint holds the array tree, and which arrays it names.
+"""Find the directory of an Orbax checkpoint that holds the array tree, and read the names of its arrays.
 
-    root/                    a CheckpointManager's: one directory for each step
+    root/                    of a CheckpointManager: one directory for each step
       12/                    a checkpoint: `_CHECKPOINT_METADATA`, `commit_success.txt`
         default/             an item: `_METADATA` names the leaves of its tree
 
-A checkpoint without a manager is a step by itself, and may be its own only item. Only names, shapes
-and dtypes are taken from these files: handlers that `_CHECKPOINT_METADATA` names are not imported.
+A checkpoint without a manager is a single step, and may itself be its only item. Only names, shapes and dtypes are
+read from these files: handlers that `_CHECKPOINT_METADATA` names are not imported.
 """
 
 from __future__ import annotations
@@ -41,20 +41,23 @@ _NO_ARRAYS = {"string", "None", "Dict", "List", "Tuple", "NamedTuple"}
 
 @dataclass(frozen=True)
 class ArrayTree:
-    """One item of a checkpoint. `arrays` maps checkpoint keys to the names that the item stores them under."""
+    """One item of a checkpoint. `arrays` maps checkpoint keys to the names of the arrays in the item.
+
+    `ocdbt` and `zarr3` give the storage format.
+    """
 
     directory: str
     arrays: dict[str, str]
     ocdbt: bool
     zarr3: bool
     all_chunks: bool
-    """Whether every chunk is stored; otherwise a missing one stands for zeros."""
+    """Whether every chunk is stored; otherwise a missing chunk is all zeros."""
 
 
 def is_orbax(directory: str) -> bool:
-    """Whether a directory looks like something that orbax wrote or began to write."""
+    """Whether a directory looks like one that Orbax wrote or began to write."""
     names = list_directory(directory)
-    if not names:
+    if not names:  # next to finished steps, an empty directory is an unfinished save
         return bool(usable_steps(os.path.dirname(os.path.realpath(directory))))
     if any(TEMPORARY in name for name in (*names, os.path.basename(os.path.realpath(directory)))):
         return True
@@ -65,17 +68,18 @@ def is_orbax(directory: str) -> bool:
 
 
 def _is_old(directory: str) -> bool:
+    """Whether a directory has the file of checkpoints from before 2023."""
     return os.path.isfile(os.path.join(directory, "checkpoint"))
 
 
 def read_tree(directory: str, subtree: str = "") -> ArrayTree:
-    """The arrays below `subtree` of the item `directory`. Their keys are their dotted paths, without `subtree`.
+    """Return the arrays below `subtree` in the item `directory`. Their keys are their dotted paths, without `subtree`.
 
     Raises:
         CheckpointFormatError: `_METADATA` is malformed.
-        DuplicateWeightError: two leaves have one key.
-        MissingWeightError: nothing below `subtree`.
-        UnsupportedError: a leaf is neither an array nor empty nor text.
+        DuplicateWeightError: two leaves have the same key.
+        MissingWeightError: there is nothing below `subtree`.
+        UnsupportedError: a leaf is not an array, empty or text.
     """
     where = quote(os.path.join(directory, TREE))
     raw = read_whole(os.path.join(directory, TREE), where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", _Error)
@@ -89,10 +93,12 @@ def read_tree(directory: str, subtree: str = "") -> ArrayTree:
 
 
 _Error = CheckpointFormatError
+# Flags of `_METADATA` with their defaults, in the order of the fields of `ArrayTree`.
 _FLAGS = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": False}
 
 
 def _flag(content: dict[str, Any], name: str, default: bool, where: str) -> bool:
+    """Return a flag of `_METADATA`."""
     value = content.get(name, default)
     if not isinstance(value, bool):
         raise _Error(f"{where}: {name}: expected true or false, found {quote(value)}")
@@ -100,8 +106,8 @@ def _flag(content: dict[str, Any], name: str, default: bool, where: str) -> bool
 
 
 def _array_names(leaves: dict[str, Any], subtree: str, where: str) -> dict[str, str]:
-    """Keys of the arrays below `subtree`, with their stored names."""
-    found: dict[str, str] = {}
+    """Return the stored names of the arrays below `subtree`, by key. Errors as `read_tree`."""
+    names_by_key: dict[str, str] = {}
     for label, leaf in leaves.items():
         name, kind = _leaf(leaf, f"{where}: {quote(label)}")
         key = below(name, subtree)
@@ -111,20 +117,20 @@ def _array_names(leaves: dict[str, Any], subtree: str, where: str) -> dict[str, 
             raise UnsupportedError(
                 f"{where}: {quote(name)} is a {quote(kind)}, not an array; name the part to read with subtree="
             )
-        if key in found:
+        if key in names_by_key:
             raise DuplicateWeightError(f"{where}: two leaves have the key {quote(key)} when their paths are dotted")
-        found[key] = name
-    if subtree and not found:
+        names_by_key[key] = name
+    if subtree and not names_by_key:
         tops = {_leaf(leaf, where)[0].partition(".")[0] for leaf in leaves.values()}
         hint = did_you_mean(subtree, tops)
         raise MissingWeightError(
             f"{where}: no arrays below {quote(subtree)}; the tree has {listing(sorted(tops))}{hint}"
         )
-    return found
+    return names_by_key
 
 
 def below(name: str, subtree: str) -> str | None:
-    """The key that a stored name has below `subtree`; None if it stands elsewhere.
+    """Return the key of a stored name relative to `subtree`; None if the name is not below it.
 
     >>> below("params.w", "params"), below("step", "params"), below("step", "")
     ('w', None, 'step')
@@ -135,7 +141,7 @@ def below(name: str, subtree: str) -> str | None:
 
 
 def _leaf(leaf: Any, where: str) -> tuple[str, str]:
-    """Dotted path and kind of one entry of `tree_metadata`; the kind is "None" where nothing is stored."""
+    """Return the dotted path and the kind of one entry of `tree_metadata`; the kind is "None" if nothing is stored."""
     path = leaf.get("key_metadata") if isinstance(leaf, dict) else None
     value = leaf.get("value_metadata") if isinstance(leaf, dict) else None
     parts = [part.get("key") if isinstance(part, dict) else None for part in path] if isinstance(path, list) else []
@@ -154,16 +160,16 @@ def _leaf(leaf: Any, where: str) -> tuple[str, str]:
 
 
 def find_item(directory: str, subtree: str) -> tuple[str, str]:
-    """The item of a checkpoint that holds the arrays, and where in its tree to look.
+    """Return the directory of the item that holds the arrays of a checkpoint, and the subtree to read in it.
 
     Args:
-        directory: an item, a checkpoint, or a manager's root, of which the latest finished step counts.
-        subtree: a dotted path. It may begin with the name of an item, and must if several items hold arrays.
+        directory: an item, a checkpoint, or the root of a CheckpointManager, whose latest finished step is used.
+        subtree: a dotted path. It may start with the name of an item, and must if several items hold arrays.
 
     Raises:
-        StorageError: the checkpoint was never finished; lists the steps that are.
+        StorageError: the checkpoint was never finished; the message lists finished steps.
         CheckpointFormatError: several items hold arrays, and `subtree` names none.
-        UnsupportedError: a format of before 2023.
+        UnsupportedError: a format from before 2023.
     """
     names = list_directory(directory)
     if TEMPORARY in os.path.basename(os.path.realpath(directory)):
@@ -175,7 +181,7 @@ def find_item(directory: str, subtree: str) -> tuple[str, str]:
     items, steps = _items(directory), usable_steps(directory)
     if items and _is_committed(directory):
         return _choose_item(directory, items, subtree)
-    if items and not steps:  # a step that is its own only item is no item of the run
+    if items and not steps:  # a finished step without items looks like an item of the directory, but is not
         raise _incomplete(directory, _NO_MARKER)
     if _is_old(directory):
         raise UnsupportedError(f"{quote(directory)}: a checkpoint of before 2023; save it again with a newer orbax")
@@ -188,21 +194,23 @@ _NO_MARKER = f"neither {CHECKPOINT} nor {COMMITTED} says that it was finished"
 
 
 def _choose_item(directory: str, items: list[str], subtree: str) -> tuple[str, str]:
-    first, _, rest = subtree.partition(".")
-    if first in items:
-        return os.path.join(directory, first), rest
+    """Return the item that `subtree` names, or the only one, and the rest of `subtree`."""
+    item, _, rest = subtree.partition(".")
+    if item in items:
+        return os.path.join(directory, item), rest
     if len(items) > 1:
-        found = f"{quote(directory)}: {len(items)} items hold arrays: {listing(items)}"
-        raise _Error(f"{found}; name one with subtree={did_you_mean(first, items)}")
+        problem = f"{quote(directory)}: {len(items)} items hold arrays: {listing(items)}"
+        raise _Error(f"{problem}; name one with subtree={did_you_mean(item, items)}")
     return os.path.join(directory, items[0]), subtree
 
 
 def _items(directory: str) -> list[str]:
+    """Return the names of the items in a checkpoint, sorted."""
     return sorted(n for n in list_directory(directory) if os.path.isfile(os.path.join(directory, n, TREE)))
 
 
 def _is_committed(directory: str) -> bool:
-    """Whether a checkpoint says that it was finished."""
+    """Whether a checkpoint is marked as finished: by a marker file, or by a commit time in its metadata."""
     if os.path.isfile(os.path.join(directory, COMMITTED)):
         return True
     path = os.path.join(directory, CHECKPOINT)
@@ -213,7 +221,7 @@ def _is_committed(directory: str) -> bool:
 
 
 def usable_steps(root: str) -> dict[int, str]:
-    """The finished steps of a manager's directory: number → name."""
+    """Return the finished steps in the root of a CheckpointManager: number → name of the directory."""
     steps: dict[int, str] = {}
     try:
         names = list_directory(root)
@@ -233,10 +241,10 @@ def usable_steps(root: str) -> dict[int, str]:
 
 
 def _incomplete(directory: str, problem: str) -> StorageError:
-    """The error for an unfinished checkpoint, with the steps beside and below it that can be used."""
-    below, parent = usable_steps(directory), os.path.dirname(os.path.realpath(directory))
-    beside = {} if below else usable_steps(parent)
-    usable = [name for _, name in sorted((below or beside).items())]
-    where = quote(directory if below else parent)
-    hint = f"; finished steps in {where}: {listing(usable)}" if usable else "; there are no finished steps beside it"
+    """Return the error for an unfinished checkpoint, with the finished steps in it, or else next to it."""
+    steps, parent = usable_steps(directory), os.path.dirname(os.path.realpath(directory))
+    sibling_steps = {} if steps else usable_steps(parent)
+    names = [name for _, name in sorted((steps or sibling_steps).items())]
+    where = quote(directory if steps else parent)
+    hint = f"; finished steps in {where}: {listing(names)}" if names else "; there are no finished steps beside it"
     return StorageError(f"{quote(directory)}: {problem}{hint}")

@@ -1,4 +1,4 @@
-"""Two sources as one: weights that a flow adds to those of a checkpoint."""
+"""`BesideSource`: combine two sources, the weights of a checkpoint and weights that a flow adds to them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rlx_jax.weights.views import MarkedSource, RenamedSource, SourceView, close
 
 
 class BesideSource(SourceView):
-    """The weights of `source`, and those of `more` beside them.
+    """The union of the weights of `source` and `more`.
 
     Raises:
-        WeightError: both have a weight of one key.
+        WeightError: a key is in both.
     """
 
     def __init__(self, source: WeightSource, more: WeightSource) -> None:
         super().__init__(source)
         self.more = more
-        if both := [key for key in more.keys() if source.has(key)]:
+        if clashes := [key for key in more.keys() if source.has(key)]:
             raise WeightError(
-                f"weights that are added have keys that the others have already: {listing(both)}; a checkpoint that "
+                f"weights that are added have keys that the others have already: {listing(clashes)}; a checkpoint that "
                 "was saved with them needs the recipe without (no adapter=, no add_weights)"
             )
 
     @property
     def shapes_only(self) -> bool:
-        """Whether neither holds numbers."""
+        """Whether neither source has values."""
         return shapes_only(self.source) and shapes_only(self.more)
 
     def keys(self) -> tuple[str, ...]:
@@ -56,36 +56,37 @@ class BesideSource(SourceView):
         close(self.more)
 
     def _of(self, key: str) -> WeightSource:
+        """Return the source that has the key; `source` if neither does, whose error names it."""
         return self.more if self.more.has(key) else self.source
 
 
 def may_lack(source: Any) -> bool:
-    """Whether weights that are missing are to be drawn, of a source or of what it is a part or a view of."""
+    """Whether weights missing in a source are to be initialized: it is, or is a view of, a source marked `lacking`."""
     marked = isinstance(source, MarkedSource) and source.mark == "lacking"
     return marked or (hasattr(source, "source") and may_lack(source.source))
 
 
 def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSource | None:
-    """Both, once: what has `more` already is returned as it is."""
+    """Return the union of two sources, either of which may be None; `source` itself if it contains `more` already."""
     if source is None or more is None or source is more:
         return more if source is None else source
     if _holds(source, more):
         return source
     if isinstance(more, BesideSource):
         return beside(beside(source, more.source), more.more)
-    spared = isinstance(more, MarkedSource) and more.mark == "spare" and all(map(source.has, more.keys()))
-    return source if spared else BesideSource(source, more)
+    is_spare = isinstance(more, MarkedSource) and more.mark == "spare" and all(map(source.has, more.keys()))
+    return source if is_spare else BesideSource(source, more)
 
 
 def _holds(source: WeightSource, more: WeightSource) -> bool:
-    """Whether `more` is part of a source already."""
+    """Whether `more` is already a part of a source."""
     parts: tuple[WeightSource, ...] = (source.source, source.more) if isinstance(source, BesideSource) else ()
     parts = (source.source,) if isinstance(source, RenamedSource) else parts
     return source is more or any(_holds(part, more) for part in parts)
 
 
 def has_numbers(source: WeightSource | None, key: str) -> bool:
-    """Whether a weight is there with its values, not only with its shape."""
+    """Whether a source has the values of a weight, and not only its shape."""
     if isinstance(source, BesideSource):
         return has_numbers(source.source, key) or has_numbers(source.more, key)
     if isinstance(source, MappingSource):
@@ -94,7 +95,7 @@ def has_numbers(source: WeightSource | None, key: str) -> bool:
 
 
 def with_drawn(source: WeightSource | None, drawn: Mapping[str, jax.Array]) -> WeightSource:
-    """The weights of a source that have numbers, and those that were drawn."""
+    """Return the weights of a source, with those in `drawn` (newly initialized) added or replaced."""
     if source is None:
         return MappingSource(drawn)
     others = {key: key for key in source.keys() if key not in drawn}

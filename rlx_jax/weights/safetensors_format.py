@@ -1,4 +1,4 @@
-"""Safetensors as a weight format: one file, an index with its shards, or a directory that holds them."""
+"""`Safetensors`, the weight format of Hugging Face: one file, an index with shards, or a directory with either."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rlx_jax.weights.safetensors import SafetensorsFile
 from rlx_jax.weights.safetensors_header import DTYPES
 
 HostArray = np.ndarray[Any, Any]
-# A `.safetensors` file gets no second tensor beyond this size, as in Hugging Face checkpoints.
+# Maximum bytes of tensors in one `.safetensors` file, unless a single tensor has more, as in Hugging Face checkpoints.
 SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
 class Safetensors:
-    """The format of Hugging Face."""
+    """The safetensors format; see `rlx_jax.weights.format.Format`."""
 
     name: str = "safetensors"
     writes: bool = True
@@ -52,7 +52,11 @@ class Safetensors:
         return _read(weights, options)
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
-        """`model.safetensors`, or shards and their index."""
+        """Write `model.safetensors`, or several shards and their index.
+
+        Raises:
+            UnsupportedError: safetensors has no such dtype.
+        """
         unknown = [e.key for e in entries if e.type.dtype not in _NAMES]
         if unknown:
             raise UnsupportedError(f"safetensors has no dtype for {listing(unknown)}; use format='orbax'")
@@ -74,26 +78,26 @@ class Safetensors:
 class SafetensorsSource(NamedTensors[SafetensorsFile], Closing):
     """Weights from one `.safetensors` file or from the shards of one checkpoint.
 
-    A context manager; the files are closed at the latest when the source goes. Several threads may read.
-    `open_index` has checked that no two files hold a tensor of one name.
+    A context manager; the files are closed at the latest when the source is garbage-collected. Several threads may
+    read. `open_index` has checked that no two files hold a tensor of the same name.
     """
 
     def __init__(
         self, files: Sequence[SafetensorsFile], *, on_nonfinite: OnNonfinite = "error", directory: str = ""
     ) -> None:
         self.files = tuple(files)
-        self.directory = directory  # that was opened; "" for files
+        self.directory = directory  # the directory that was opened; "" if the path was a file
         self._on_nonfinite = on_nonfinite
         self._tensors = {key: file for file in self.files for key in file.tensors}
         self._place = f"{listing((file.name for file in self.files), 2)}, a checkpoint"
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors read so far; headers do not count."""
+        """Return the bytes of tensors read so far, without headers."""
         return sum(file.bytes_read for file in self.files)
 
     def where(self, key: str) -> str:
-        """The file that holds `key`: its name in the directory, or the path that was opened.
+        """Return the file that holds `key`: its name in the directory, or the path that was opened.
 
         Raises:
             MissingWeightError: no such tensor.
@@ -101,7 +105,7 @@ class SafetensorsSource(NamedTensors[SafetensorsFile], Closing):
         return self._find(key).name
 
     def spec(self, key: str) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a tensor, from the header.
+        """Return the shape and dtype of a tensor, from the header.
 
         Raises:
             MissingWeightError: no such tensor.
@@ -110,10 +114,10 @@ class SafetensorsSource(NamedTensors[SafetensorsFile], Closing):
         return stored_spec(info.shape, info.dtype)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
-        """A tensor, or the part that `index` selects as in NumPy; a new array.
+        """Return a tensor, or the part that `index` selects as in NumPy, as a new array.
 
         Raises:
-            NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
+            NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
             Others: as `SafetensorsFile.read`.
         """
         file = self._find(key)
@@ -122,19 +126,20 @@ class SafetensorsSource(NamedTensors[SafetensorsFile], Closing):
         return values
 
     def close(self) -> None:
-        """Close the files. Reading is an error then; names and shapes stay."""
+        """Close the files. Reading is an error afterwards; names and shapes remain available."""
         for file in self.files:
             file.close()
 
 
 def _read(path: str, options: OpenOptions) -> SafetensorsSource:
-    """The source of the files at `path`."""
+    """Return the source of the files at `path`."""
     files = _files(path, options.strict, options.links)
     directory = path if os.path.isdir(path) else ""
     return SafetensorsSource(files, on_nonfinite=options.on_nonfinite, directory=directory)
 
 
 def _files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
+    """Open and return the files of a directory, of an index, or the file at `path`."""
     if os.path.isdir(path):
         return open_directory(path, strict=strict, links=links)
     directory, name = os.path.split(path)
@@ -151,7 +156,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def _shards(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Entries in order, cut where a file would exceed `SHARD_BYTES`."""
+    """Split entries, in order, into shards of at most `SHARD_BYTES` (more only for a single large tensor)."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -164,18 +169,18 @@ def _shards(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def write_file(path: str, entries: Sequence[Entry]) -> None:
-    """One file. Wide dtypes come first, so that every tensor is aligned; one tensor is on the host at a time."""
+    """Write one file. Wide dtypes come first, so that every tensor is aligned; one tensor is on the host at a time."""
     ordered = sorted(entries, key=lambda entry: -entry.type.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what Hugging Face's readers ask for
-    at = 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by the readers of Hugging Face
+    offset = 0
     for entry in ordered:
-        offsets = [at, at + entry.type.nbytes]
+        offsets = [offset, offset + entry.type.nbytes]
         header[entry.key] = {
             "dtype": _NAMES[entry.type.dtype], "shape": list(entry.type.shape), "data_offsets": offsets,
         }  # fmt: skip
-        at = offsets[1]
+        offset = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in ordered:

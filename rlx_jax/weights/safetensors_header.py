@@ -1,8 +1,8 @@
-"""The JSON header of a `.safetensors` file, checked against the bytes that are there.
+"""`parse_header`: parse the JSON header of a `.safetensors` file, and check it against the size of the file.
 
     {"__metadata__": {str: str}, name: {"dtype": str, "shape": [int], "data_offsets": [begin, end]}, …}
 
-Sizes are Python integers, which do not wrap.
+Sizes are Python integers, which do not overflow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlx_jax.io import limits
 from rlx_jax.io.strict_json import parse
 from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, MAX_RANK, short_name
 
-# NumPy's names of whole numbers and floats are a letter and their bytes: `U16` is `u2`.
+# NumPy names integers and floats by a letter and a number of bytes, safetensors by bits: `U16` is `u2`.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     **{f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for size in (1, 2, 4, 8) for kind in "UI"},
@@ -31,13 +31,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _FIELDS = ("dtype", "shape", "data_offsets")
-# JSON values in a header for each of `limits.MAX_TENSORS`: eight for a matrix.
+# JSON values allowed in a header per tensor of `limits.MAX_TENSORS`; a matrix takes eight.
 VALUES_PER_TENSOR = 10
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of one tensor: `nbytes` bytes from byte `start` of the file on."""
+    """The header entry of one tensor, whose data are `nbytes` bytes from byte `start` of the file on."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ Header = dict[str, TensorInfo]
 
 
 def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
-    """The tensors of a file, if all of its header can be trusted.
+    """Return the tensors of a file, after checking all of its header.
 
     Args:
         raw: the JSON, which starts at byte 8 of the file.
-        data_bytes: how many bytes follow it.
+        data_bytes: the number of bytes after it.
         where: the file, for messages.
 
     Raises:
@@ -78,7 +78,7 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
 
 
 def _tensor(fields: Any, data_start: int, data_bytes: int, where: str) -> TensorInfo:
-    """Check one entry by itself. `where` names file and tensor."""
+    """Return one checked entry, without comparing it with others. `where` names file and tensor."""
     if not isinstance(fields, dict):
         raise SafetensorsError(f"{where}: expected an object, found {_shown(fields)}")
     for field in fields:
@@ -110,17 +110,17 @@ def _tensor(fields: Any, data_start: int, data_bytes: int, where: str) -> Tensor
 
 
 def _sizes(value: Any, where: str) -> tuple[int, ...]:
-    """A list of whole numbers, none negative."""
+    """Return a JSON list of non-negative whole numbers as a tuple."""
     if not isinstance(value, list):
         raise SafetensorsError(f"{where}: expected a list of whole numbers, found {_shown(value)}")
     for item in value:
-        if type(item) is not int or not 0 <= item < 2**64:  # bool is an int to isinstance
+        if type(item) is not int or not 0 <= item < 2**64:  # `isinstance` would accept a bool
             raise SafetensorsError(f"{where}: expected whole numbers from 0 to 2**64 - 1, found {_shown(item)}")
     return tuple(value)
 
 
 def _shown(value: Any) -> str:
-    """A JSON value for a message."""
+    """Return a JSON value for a message."""
     return type(value).__name__ if isinstance(value, list | dict) else quote(json.dumps(value))
 
 
@@ -130,13 +130,19 @@ def check_shape(shape: tuple[int, ...], where: str) -> None:
         raise LimitError(f"{where}: rank {len(shape)} is over the limit of {MAX_RANK}")
     if max(shape, default=0) > MAX_DIM:
         raise LimitError(f"{where}: dimension {max(shape)} is over the limit of {MAX_DIM}")
-    # Without the zeros: NumPy and XLA multiply the other dimensions even if nothing is stored.
+    # Zero dimensions are left out, as NumPy and XLA multiply the others even if the array is empty.
     elements = math.prod(dim for dim in shape if dim)
     if elements >= MAX_ELEMENTS:
         raise LimitError(f"{where}: {elements} elements, the limit is fewer than {MAX_ELEMENTS}")
 
 
 def _dtype(name: Any, shape: tuple[int, ...], where: str) -> np.dtype[Any]:
+    """Return the dtype of a name.
+
+    Raises:
+        SafetensorsError: `name` is not a string, or the shape takes a fraction of a byte.
+        UnsupportedError: the dtype is unknown, or has fewer than 8 bits.
+    """
     if not isinstance(name, str):
         raise SafetensorsError(f"{where}: dtype: expected a string, found {_shown(name)}")
     bits = math.prod(shape) * _SUB_BYTE_BITS.get(name, 8)
@@ -148,19 +154,22 @@ def _dtype(name: Any, shape: tuple[int, ...], where: str) -> np.dtype[Any]:
 
 
 def _in_order(tensors: dict[str, TensorInfo], data_start: int, data_bytes: int, where: str) -> dict[str, TensorInfo]:
-    """The tensors sorted by place, if they fill the data without gap or overlap. Empty ones may share a place."""
+    """Return the tensors sorted by offset, after checking that they fill the data without gaps or overlaps.
+
+    Empty tensors may share an offset.
+    """
     ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes))
-    at, before = data_start, "the header"
+    position, preceding = data_start, "the header"
     for name, info in ordered:
-        if info.start != at:
-            problem = "overlaps" if info.start < at else f"leaves {info.start - at} unused bytes after"
+        if info.start != position:
+            problem = "overlaps" if info.start < position else f"leaves {info.start - position} unused bytes after"
             raise SafetensorsError(
-                f"{where}: tensor {quote(name)} {problem} {before}: it begins at {info.start - data_start}, "
-                f"expected {at - data_start}"
+                f"{where}: tensor {quote(name)} {problem} {preceding}: it begins at {info.start - data_start}, "
+                f"expected {position - data_start}"
             )
-        at, before = info.start + info.nbytes, quote(name)
-    if at != data_start + data_bytes:
+        position, preceding = info.start + info.nbytes, quote(name)
+    if position != data_start + data_bytes:
         raise SafetensorsError(
-            f"{where}: {data_start + data_bytes - at} bytes after the last tensor ({before}) belong to none"
+            f"{where}: {data_start + data_bytes - position} bytes after the last tensor ({preceding}) belong to none"
         )
     return dict(ordered)

@@ -1,4 +1,7 @@
-"""Writing a checkpoint directory: atomic, with a manifest, read back before it counts. The formats write the files."""
+"""`write_checkpoint`: write a checkpoint directory atomically, with a manifest, after reading the weights back.
+
+Formats (`rlx_jax.weights.formats`) write the files of the weights.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +39,16 @@ def write_checkpoint(
     beside: Mapping[str, bytes] | None = None,
     inside: str = "",
 ) -> None:
-    """Write `entries` to the directory `path`, whole or not at all. Arguments and errors as `rlx_jax.save`.
+    """Write `entries` to the directory `path` atomically. Other arguments and errors as `rlx_jax.save`.
 
     Args:
-        beside: the other files of a whole checkpoint, by path, in the place of those that an earlier save wrote; of
-            None those stay. The manifest has their names alone: who edits them need not delete it.
-        inside: the directory in `path` that the weights go to.
+        beside: companion files of the weights (config, tokenizer) by path; they replace those of an earlier save. None:
+            companion files of an earlier save stay. The manifest has no digests of them, so users may edit them.
+        inside: a directory in `path` to which the weights are written.
     """
-    known = {row.name: row for row in formats.FORMATS if row.writes}
-    if not isinstance(format, str) or format not in known:
-        names = sorted(known)
+    writable = {row.name: row for row in formats.FORMATS if row.writes}
+    if not isinstance(format, str) or format not in writable:
+        names = sorted(writable)
         raise UnsupportedError(
             f"save: format {quote(format)}: expected {' or '.join(names)}{did_you_mean(str(format), names)}"
         )
@@ -53,50 +56,52 @@ def write_checkpoint(
         target = os.path.realpath(os.fsdecode(path))
     except (TypeError, ValueError) as cause:  # no path, or one that no file system can have
         raise RequestError(f"save: path is {shown(path)}; expected the path of a directory") from cause
-    kept, ours = _files_to_keep(target, whole=beside is not None)
+    kept_files, kept_companions = _files_to_keep(target, whole=beside is not None)
     beside = beside or {}
     weights: dict[str, WeightEntry] = {}
     nbytes = sum(e.type.nbytes for e in entries) + sum(map(len, beside.values()))
     with replacing(target, overwrite, nbytes) as new:
-        there = os.path.join(new, inside) if inside else new
-        os.makedirs(os.path.dirname(there), exist_ok=True)
-        known[format].write(there, [replace(e, values=partial(_values, e, weights)) for e in entries])
-        found = Manifest(weights, file_digests(new, files_below(new)), (*beside, *ours))
-        _read_back(there, known[format], found)
-        write_synced(os.path.join(new, manifest.NAME), found.to_json())
+        weights_dir = os.path.join(new, inside) if inside else new
+        os.makedirs(os.path.dirname(weights_dir), exist_ok=True)
+        writable[format].write(weights_dir, [replace(e, values=partial(_values, e, weights)) for e in entries])
+        new_manifest = Manifest(weights, file_digests(new, files_below(new)), (*beside, *kept_companions))
+        _read_back(weights_dir, writable[format], new_manifest)
+        write_synced(os.path.join(new, manifest.NAME), new_manifest.to_json())
         for name, content in beside.items():
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
             write_synced(os.path.join(new, name), content)
-        for name in (n for n in kept if n not in beside):
+        for name in (n for n in kept_files if n not in beside):
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
             shutil.copy2(os.path.join(target, name), os.path.join(new, name), follow_symlinks=False)
 
 
 def _files_to_keep(target: str, whole: bool) -> tuple[list[str], list[str]]:
-    """The files that stay when a directory that we wrote is replaced: what others put there, and unless a `whole`
-    checkpoint comes, what an earlier save wrote beside the weights; and which of them are of such a save.
+    """Return the files that stay when an existing checkpoint is replaced, and which of them an earlier save wrote.
+
+    Files that `rlx_jax.save` did not write stay. Unless the new checkpoint is `whole`, companion files that an earlier
+    save wrote stay too.
 
     Raises:
-        TargetExistsError: the directory is not ours to replace.
+        TargetExistsError: `rlx_jax.save` did not write the directory.
     """
     if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
         return [], []
     old = read_manifest(target) if os.path.isdir(target) else None
     if old is None:
-        found = f"has no {manifest.NAME}" if os.path.isdir(target) else "is a file"
+        problem = f"has no {manifest.NAME}" if os.path.isdir(target) else "is a file"
         raise TargetExistsError(
-            f"{quote(target)} {found}, so rlx_jax.save did not write it; remove it, or save elsewhere"
+            f"{quote(target)} {problem}, so rlx_jax.save did not write it; remove it, or save elsewhere"
         )
-    gone = {*old.files, manifest.NAME, *(old.beside if whole else ())}
-    kept = [name for name in files_below(target) if name not in gone]
+    replaced = {*old.files, manifest.NAME, *(old.beside if whole else ())}
+    kept = [name for name in files_below(target) if name not in replaced]
     return kept, [name for name in kept if name in old.beside]
 
 
 def _read_back(directory: str, format: Format, expected: Manifest) -> None:
-    """Decode what was written, and compare it with what was to be written.
+    """Decode the written weights and compare them with the digests of the originals.
 
     Raises:
-        SaveFailedError: they differ, or it cannot be read.
+        SaveFailedError: they differ, or cannot be read.
     """
     try:
         source = format.open(directory, OpenOptions(on_nonfinite="ignore", verify="metadata"))
@@ -108,7 +113,7 @@ def _read_back(directory: str, format: Format, expected: Manifest) -> None:
 
 
 def _values(entry: Entry, weights: dict[str, WeightEntry]) -> Any:
-    """The array of an entry, whose type and digest are kept in `weights`."""
+    """Return the array of an entry, and record its type and digest in `weights`."""
     values = entry.values()
     if values.dtype != entry.type.dtype or tuple(values.shape) != entry.type.shape:
         raise WeightError(

@@ -1,4 +1,4 @@
-"""Views of a weight source: what a view does not change it hands on to the source that it is of."""
+"""`SourceView`: views of a weight source, which forward every method that they do not override to the source."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlx_jax.weights.named import Closing, NamedTensors
 
 
 def close(source: WeightSource) -> None:
-    """Close the files that a source holds open, if it does."""
+    """Close a source that has a `close` method, and so may hold open files."""
     if callable(method := getattr(source, "close", None)):
         method()
 
 
 class SourceView(Closing):
-    """The weights of `source`; a view overrides what it sees otherwise."""
+    """The weights of `source`. Subclasses override the methods that differ."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
@@ -37,7 +37,7 @@ class SourceView(Closing):
         return self.source.spec(key)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """As the source's, which knows the weight by its own name."""
+        """Return a weight or a part of it, read from the source."""
         return self.source.read(key, index)
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class SourceView(Closing):
 
 
 class RenamedSource(NamedTensors[str], SourceView):
-    """The weights of `source` that `names` lists: new key → key in `source`. The others are not seen."""
+    """The weights of `source` that `names` lists, under new keys: new key → key in `source`. Others are hidden."""
 
     def __init__(self, source: WeightSource, names: Mapping[str, str]) -> None:
         super().__init__(source)
@@ -61,14 +61,17 @@ class RenamedSource(NamedTensors[str], SourceView):
         return self.source.read(self.stored(key), index)
 
     def stored(self, key: str) -> str:
-        """The key of a weight in `source`."""
+        """Return the key in `source` of a weight."""
         return self._find(key)
 
 
 class MarkedSource(SourceView):
-    """The weights of `source`, and how they count. `lacking`: a checkpoint that may have less than its config asks for,
-    and what it has not is to be drawn. `spare`: only beside a source that has none of them, as those of an adapter's
-    files, which a checkpoint that was saved with the adapter has in numbers of its own."""
+    """The weights of `source`, marked for how they combine with others.
+
+    `lacking`: the checkpoint may have fewer weights than its config requires; missing ones are initialized.
+    `spare`: the weights only count next to a source that has none of them. An example are the files of an adapter: a
+    checkpoint that was saved with the adapter has its own values for these weights.
+    """
 
     def __init__(self, source: WeightSource, mark: Literal["lacking", "spare"]) -> None:
         super().__init__(source)
