@@ -68,7 +68,7 @@ def open_regular(path: str, where: str, error: type[FormatError]) -> int:
 
 
 def refuse_special(status: os.stat_result, where: str, error: type[FormatError]) -> None:
-    """Raise `error` unless `status` is that of a regular file."""
+    """Raise `error` unless `status` describes a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
         raise error(f"{where}: expected a regular file, found {kind}")

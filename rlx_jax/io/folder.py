@@ -1,4 +1,4 @@
-"""`Folder`: a checkpoint's directory, local or on the Hub, whose JSON files are each read and parsed once."""
+"""`Folder`: a checkpoint's directory, local or on the Hub. Each of its JSON files is read and parsed only once."""
 
 from __future__ import annotations
 

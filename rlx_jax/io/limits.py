@@ -46,7 +46,7 @@ _SMALL = 2**26  # bytes up to which memory is not checked, so that small reads n
 
 
 def at_most(value: int, limit: int, name: str, what: str) -> None:
-    """Raise `LimitError` if `value` is over `limit`, whose name for users is `name`."""
+    """Raise `LimitError` if `value` is over `limit`; `name` is the name of the limit for users."""
     if value > limit:
         raise LimitError(f"{what} is {value}, over the limit {name} = {limit}")
 

@@ -54,7 +54,7 @@ def chat_prompt(
 ) -> Any:
     """Return the token ids of a conversation, or its text without `tokenize`.
 
-    Arguments are those of `CausalLM.apply_chat_template`; `variables` are the additional ones for the template.
+    Arguments as for `CausalLM.apply_chat_template`; `variables` are its additional arguments, for the template.
     """
     for name, value in (
         ("add_generation_prompt", add_generation_prompt), ("tokenize", tokenize), ("allow_special", allow_special),

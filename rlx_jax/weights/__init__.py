@@ -1,1 +1,1 @@
-"""Checkpoints: open weights of any format (`source.open_weights`), list their tensors, and read all or parts of them."""
+"""Checkpoints: open weights of any format (`source.open_weights`), list their tensors, read all or parts of them."""

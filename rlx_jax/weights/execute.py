@@ -80,7 +80,7 @@ def load_leaves(
                     break
                 pending[name] = pool.submit(planned.load, source)
             if not given_up.is_set():
-                collect(-1)  # below 0, so that all leaves are awaited, those of 0 bytes too
+                collect(-1)  # below 0, so that empty leaves are awaited too
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -159,8 +159,8 @@ def _check_space(plans: Iterable[Filling], on_host: int) -> None:
 def bytes_to_fill(program: Program) -> int:
     """Return the bytes of host memory that loading a leaf takes: the leaf, and the largest temporary to fill it.
 
-    The temporary of a packed tensor is its bytes and its decoded numbers in float32; that of an operation that cannot
-    fill its parts in place is the values of these parts.
+    For a packed tensor, the temporary is its bytes and its decoded numbers in float32; for an operation that cannot
+    fill its parts in place, it is the values of these parts.
     """
     return program.type.nbytes + (0 if isinstance(program, Key | Sliced) else _beside(program))
 
@@ -344,7 +344,7 @@ def whole(held: Sequence[Piece]) -> Any:
 
 
 def _interleaved(held: Sequence[Piece]) -> Any:
-    """Return all values of one key from strided pieces, whose entries alternate along an axis."""
+    """Return all values of one key from strided pieces, which alternate along an axis."""
     strided = [(piece.sliced, piece) for piece in reversed(held) if isinstance(piece.sliced, Strided)]
     parts = {(part.axis, part.step, part.start): piece for part, piece in strided}
     key, ((axis, step, _), *_) = held[0].key, parts

@@ -1,4 +1,4 @@
-"""`initial_params`: random parameters for a flow without a checkpoint. The op that reads a weight defines its values."""
+"""`initial_params`: random parameters for a flow without a checkpoint. The op that reads a weight defines them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def initial_params(
 def initial_weights(
     graph: Graph, wanted: Collection[str], key: jax.Array, inits: Mapping[str, Init]
 ) -> dict[str, jax.Array]:
-    """Return the weights of a flow whose keys are in `wanted`, initialized as in `initial_params`."""
+    """Return the weights of a flow with the checkpoint keys `wanted`, initialized as in `initial_params`."""
     stored = {k.key: k for leaf in graph.params() for program in leaf.programs for k in stored_keys(program)}
     return initial_params(graph, {name: stored[name] for name in stored if name in wanted}, key, inits)
 
@@ -92,8 +92,9 @@ def _draw(node: Node, place: int, t: TensorType, key: jax.Array) -> jax.Array:
 def _is_small(size: int, key: jax.Array) -> bool:
     """Whether a weight is sliced from `SMALL` random values instead of being generated in its own shape.
 
-    One program for all small shapes saves compile time, which for a small model would exceed that of the model. The
-    result is the same: with partitionable threefry, the first values do not depend on the number of values.
+    One program for all small shapes saves compile time: a program for each shape of a small model takes longer to
+    compile than the model. The result is the same, as with partitionable threefry the first values do not depend on the
+    number of values.
     """
     partitionable: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
     return size <= SMALL and partitionable and not isinstance(key, jax.core.Tracer)

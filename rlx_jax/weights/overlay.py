@@ -56,7 +56,7 @@ class BesideSource(SourceView):
         close(self.more)
 
     def _of(self, key: str) -> WeightSource:
-        """Return the source that has the key; `source` if neither does, whose error names it."""
+        """Return the source that has the key; `source` if neither does, which then raises the error."""
         return self.more if self.more.has(key) else self.source
 
 

@@ -37,7 +37,7 @@ VALUES_PER_TENSOR = 10
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The header entry of one tensor, whose data are `nbytes` bytes from byte `start` of the file on."""
+    """The header entry of one tensor. Its data are `nbytes` bytes from byte `start` of the file on."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
