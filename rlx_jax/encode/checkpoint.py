@@ -122,17 +122,19 @@ class Checkpoint:
         stored: Any = self.pretrained.recipe
         if not hasattr(recipe, "config"):
             return with_ignored(recipe, self.pretrained.ignored)
-        got, want, remedy = recipe.config, stored.config, "make it with rlx_jax.recipe_for of that checkpoint"
-        if type(got) is not type(want):
+        cfg, ref, remedy = recipe.config, stored.config, "make it with rlx_jax.recipe_for of that checkpoint"
+        if type(cfg) is not type(ref):
             raise ConfigError(
-                f"the recipe {quote(recipe.name)} has a {type(got).__name__}, the checkpoint a {type(want).__name__}; "
+                f"the recipe {quote(recipe.name)} has a {type(cfg).__name__}, the checkpoint a {type(ref).__name__}; "
                 f"{remedy}"
             )
         # A tied embedding with a separate head in the checkpoint is a matter of storage, so that field may differ.
-        names = [f.name for f in fields(want) if f.name != "tie_word_embeddings"]
-        differ = [n for n in names if getattr(got, n) != getattr(want, n)]
-        if differ:
-            values = ", ".join(f"{n} {shown(getattr(got, n))} (config.json: {shown(getattr(want, n))})" for n in differ)
+        names = [f.name for f in fields(ref) if f.name != "tie_word_embeddings"]
+        mismatches = [n for n in names if getattr(cfg, n) != getattr(ref, n)]
+        if mismatches:
+            values = ", ".join(
+                f"{n} {shown(getattr(cfg, n))} (config.json: {shown(getattr(ref, n))})" for n in mismatches
+            )
             raise ConfigError(
                 f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {values}; {remedy}"
             )

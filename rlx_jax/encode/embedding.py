@@ -151,8 +151,8 @@ class Stream:
         texts = self.waiting
         blocks = self.form.plan([len(self.ids[text]) for text in texts], more)
         self._run(blocks, texts)
-        ran = {text for block in blocks for row in block.texts for text in row}
-        self.waiting = [text for index, text in enumerate(texts) if index not in ran]
+        started = {text for block in blocks for row in block.texts for text in row}
+        self.waiting = [text for index, text in enumerate(texts) if index not in started]
 
     def again(self, texts: Sequence[int]) -> None:
         """Run texts once more, each in a row of its own."""

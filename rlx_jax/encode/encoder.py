@@ -142,9 +142,9 @@ class Encoder(OpenedModel):
                 inputs[name] = keep_mask(value, block.shape)
         if lengths is not None and MASK in inputs:
             raise RequestError(f"lengths and {MASK} say the same; pass one of them")
-        pads = bool(self.buckets.batch or self.buckets.prompt)
+        has_buckets = bool(self.buckets.batch or self.buckets.prompt)
         # Without lengths, mask and buckets no token is padding, so the plain forward program runs.
-        if lengths is None and MASK not in inputs and not pads:
+        if lengths is None and MASK not in inputs and not has_buckets:
             return primary(self.model(block, **inputs))
         # With buckets the padded program also runs blocks that fill their bucket: one program per size.
         has_mask = MASK in inputs
@@ -156,7 +156,7 @@ class Encoder(OpenedModel):
             # A stage that carries a state would carry masked tokens into the valid ones after them.
             if has_mask and self._from_the_left:
                 self._row_lengths(inputs[MASK], block.shape)
-            sizes = form.sizes(*block.shape) if pads else block.shape
+            sizes = form.sizes(*block.shape) if has_buckets else block.shape
             hidden = cropped(self.model.programs, primary(form.outputs(block, inputs, *sizes)), *block.shape)
         self.model.last = form.model.last
         return hidden
@@ -227,8 +227,8 @@ class Encoder(OpenedModel):
             for token_rows, has_more in rows:
                 stream.add(token_rows, has_more)
                 if show_progress:
-                    of = "" if total is None else f" of {total}"
-                    line = f"\rembed: {len(stream.ids)}{of} texts"
+                    total_text = "" if total is None else f" of {total}"
+                    line = f"\rembed: {len(stream.ids)}{total_text} texts"
                     print(line, end="" if has_more else "\n", file=sys.stderr, flush=True)
             out = self._finite(stream)
         finally:
@@ -319,8 +319,8 @@ class Encoder(OpenedModel):
         """Return the token ids of strings, truncated to `_longest`."""
         if self.tokenizer is None:
             raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
-        prompted = [prompt + text for text in texts] if prompt else texts
-        lists = self.tokenizer.encode_batch(prompted, max_length=self._longest, first=first)
+        prompted_texts = [prompt + text for text in texts] if prompt else texts
+        lists = self.tokenizer.encode_batch(prompted_texts, max_length=self._longest, first=first)
         rows = [np.array(ids, np.int32) for ids in lists]
         for i, row in enumerate(rows, first):
             if not len(row) or row.max() >= self.vocab_size:
@@ -390,10 +390,10 @@ class Encoder(OpenedModel):
     def _exact(self, mask: frozenset[str]) -> RowForm:
         """Return the form that runs rows unpadded, one row per call if rows may influence each other."""
         template = self.model.template()
-        mixes = why_rows_mix(template.hir, template.types)
-        if mixes and self.buckets.batch:
-            raise DeriveError(f"{mixes}. {_BUCKETS.format('batch')}")
-        return RowForm(self.model, self.buckets, exact=True, single=bool(mixes), mask=mask)
+        reason = why_rows_mix(template.hir, template.types)
+        if reason and self.buckets.batch:
+            raise DeriveError(f"{reason}. {_BUCKETS.format('batch')}")
+        return RowForm(self.model, self.buckets, exact=True, single=bool(reason), mask=mask)
 
     def _form(self, max_tokens: int | None, prompt_tokens: int = 0) -> Form:
         """Return how `embed` lays out and runs texts: packed rows, padded rows, or rows at their own lengths."""

@@ -135,18 +135,18 @@ def fill(lengths: Sequence[int], sizes: BlockSizes, narrowest: int = 0) -> dict[
     waiting: dict[int, list[int]] = {}
     for text, length in enumerate(lengths):
         waiting.setdefault(length, []).append(text)
-    present = sorted(waiting)
+    lengths_left = sorted(waiting)
     rows: dict[int, list[tuple[int, ...]]] = {}
-    while present:
-        width = num_free = next(w for w in widths if w >= present[-1])
+    while lengths_left:
+        width = num_free = next(w for w in widths if w >= lengths_left[-1])
         texts: list[int] = []
         slots = sizes.slots(width)
-        while len(texts) < slots and (index := bisect_right(present, num_free) - 1) >= 0:
-            length = present[index]
+        while len(texts) < slots and (index := bisect_right(lengths_left, num_free) - 1) >= 0:
+            length = lengths_left[index]
             texts.append(waiting[length].pop())
             num_free -= length
             if not waiting[length]:
-                del present[index]
+                del lengths_left[index]
         rows.setdefault(width, []).append(tuple(texts))
     return rows
 
@@ -181,7 +181,7 @@ def plan(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
     plans = []
     for narrowest in candidates:
         rows = fill(lengths, sizes, narrowest)
-        blocks = [block for width, of_width in rows.items() for block in blocks_of(width, of_width, sizes)]
+        blocks = [block for width, width_rows in rows.items() for block in blocks_of(width, width_rows, sizes)]
         plans.append((sum(sizes.cost(b.rows, b.width) for b in blocks), narrowest, blocks))
     return min(plans)[2]
 
@@ -191,7 +191,7 @@ def apart(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
     rows: dict[int, list[tuple[int, ...]]] = {}
     for text, length in enumerate(lengths):
         rows.setdefault(next(w for w in sizes.widths if w >= length), []).append((text,))
-    return [block for width, of_width in rows.items() for block in blocks_of(width, of_width, sizes)]
+    return [block for width, width_rows in rows.items() for block in blocks_of(width, width_rows, sizes)]
 
 
 def packed_rows(block: Block, texts: Sequence[Sequence[Any]]) -> np.ndarray[Any, np.dtype[np.int32]]:

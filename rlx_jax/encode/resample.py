@@ -85,8 +85,8 @@ def resize(image: Pixels, height: int, width: int, resample: int, resizer: Resiz
     if resample == NEAREST:
         source_pixels = _middle if is_torch else _nearest
         rows, columns = (source_pixels(old, new) for old, new in zip(image.shape, sizes, strict=False))
-        picked: Pixels = image[rows][:, columns]
-        return picked
+        result: Pixels = image[rows][:, columns]
+        return result
     rows_last = is_torch or not columns_first(image.shape[0], image.shape[1], height, width)
     for axis in (1, 0) if rows_last else (0, 1):
         image = _passed(image, axis, sizes[axis], FILTERS[resample], is_torch)

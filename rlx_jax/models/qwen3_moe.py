@@ -39,7 +39,9 @@ class Qwen3MoeConfig(DecoderConfig):
         experts, top_k = experts_of(c, experts=cls.num_experts, top_k=cls.num_experts_per_tok)
         common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=4)
         count = common["num_hidden_layers"]
-        dense = c.items("mlp_only_layers", [], f"layers in [0, {count})", lambda i: type(i) is int and 0 <= i < count)
+        mlp_layers = c.items(
+            "mlp_only_layers", [], f"layers in [0, {count})", lambda i: type(i) is int and 0 <= i < count
+        )
         window = c.whole_or_null("sliding_window", 4096)
         c.seen.add("max_window_layers")  # the reference has one window for all layers
         return cls(
@@ -48,7 +50,7 @@ class Qwen3MoeConfig(DecoderConfig):
             sliding_window=window if c.flag("use_sliding_window", False) else None,
             num_experts=experts,
             num_experts_per_tok=top_k,
-            mlp_only_layers=tuple(sorted(set(dense))),
+            mlp_only_layers=tuple(sorted(set(mlp_layers))),
         )
 
     def layer_spec(self, index: int) -> LayerSpec:
