@@ -1,11 +1,13 @@
-"""Which implementation runs each attention. `AttentionOp.eval` is the meaning, and XLA runs it as it is.
+"""Implementations of attention, and the choice among them.
 
-Measured on one H200, bf16, 32 query heads on 8 of width 64, µs, XLA and cuDNN: a causal prompt of 8 x 2048 5545 and
-457, of 1 x 512 105 and 67; one new token over a cache of 2048, 1 row 74 and 44, 32 rows 102 and 70; 16 new tokens
-over a cache, where cuDNN needs the whole mask, 127 and 124. 8 heads on 2 of width 256: a prompt of 1 x 4096 693 and
-213; one token over a cache of 4096, 8 rows 68 and 84, of 2048, 64 rows 231 and 102. On one core of an AMD EPYC, f32, 12
-heads of width 32, ms, XLA as it is and `heads_first`: 16 x 32 tokens 0.81 and 0.66, 8 x 64 1.61 and 1.24, 4 x 128 3.54
-and 2.05.
+`AttentionOp.eval` defines the result; the implementation `xla` runs it unchanged.
+
+Measured on one H200, bf16, 32 query heads and 8 key heads of width 64, µs, XLA and cuDNN: a causal prompt of 8 x 2048
+5545 and 457, of 1 x 512 105 and 67; one new token over a cache of 2048, 1 row 74 and 44, 32 rows 102 and 70; 16 new
+tokens over a cache, where cuDNN needs the full mask, 127 and 124. 8 query heads and 2 key heads of width 256: a prompt
+of 1 x 4096 693 and 213; one token over a cache of 4096, 8 rows 68 and 84, of 2048, 64 rows 231 and 102. On one core of
+an AMD EPYC, f32, 12 heads of width 32, ms, `xla` and `heads_first`: 16 x 32 tokens 0.81 and 0.66, 8 x 64 1.61 and 1.24,
+4 x 128 3.54 and 2.05.
 """
 
 from __future__ import annotations
@@ -36,10 +38,15 @@ CHUNK_SCORES = 2**28
 
 
 def choose(call: Call, device: Device, wanted: str) -> Choice:
-    """The implementation of one attention with static sizes. `wanted` is auto, xla or cudnn.
+    """Choose the implementation of an attention.
+
+    Args:
+        call: the op and the types of its operands, with static sizes.
+        device: the target.
+        wanted: `auto`, `xla` or `cudnn`.
 
     Raises:
-        UnsupportedError: `wanted` is cudnn, and this one cannot have it; names the reason.
+        UnsupportedError: `wanted` is `cudnn`, which does not support this attention; names the reason.
     """
     if wanted == "xla":
         return Choice("xla", "asked for")
@@ -57,13 +64,13 @@ def choose(call: Call, device: Device, wanted: str) -> Choice:
     scores = 4 * batch * op.heads * queries * keys
     if queries > 1 and scores > MAX_SCORES:
         return Choice("query_chunks", f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
-    if device.kind == "cpu" and 1 < queries == keys:  # else there is a cache, which is not to be copied
+    if device.kind == "cpu" and 1 < queries == keys:  # `heads_first` would copy a cache
         return Choice("heads_first", "faster on a CPU")
     return Choice("xla", refusal)
 
 
 def why_not_cudnn(call: Call, device: Device) -> str:
-    """Why cuDNN cannot compute this attention, or does not gain; empty if it can."""
+    """Return why cuDNN cannot compute this attention, or is slower; empty if it should be used."""
     op, (q, k, v, *_) = call
     assert isinstance(op, AttentionOp)
     queries, keys, width = int(q.shape[1]), int(k.shape[1]), int(q.shape[2]) // op.heads
@@ -83,7 +90,7 @@ def why_not_cudnn(call: Call, device: Device) -> str:
         return "cuDNN takes windows that end with the query's own key"
     if op.precision != "default":
         return f"products are pinned to {op.precision}"
-    if op.extra not in ((), ("positions",)):  # cuDNN would give a row without keys other values than zeros
+    if op.extra not in ((), ("positions",)):  # with a mask, cuDNN does not return zeros for a row without keys
         return f"cuDNN does not mean the same with the operands {', '.join(op.extra)}"
     if op.extra and (queries > 1 or op.window is not None or not op.causal):
         return f"cuDNN does not gain where {queries} queries stand at positions of their own"
@@ -105,8 +112,10 @@ def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: 
     count = -(-queries // size)
     # Operands that have a query axis are split along it; a keep mask [B|1,T] and sinks [N] have none.
     axes = {"keep": 2, "bias": 2, "positions": 1}
-    split = [axes.get(name, x.ndim) for name, x in zip(op.extra, rest, strict=True)]
-    along = [axis if axis < x.ndim and x.shape[axis] == queries else None for axis, x in zip(split, rest, strict=True)]
+    query_axes = [axes.get(name, x.ndim) for name, x in zip(op.extra, rest, strict=True)]
+    split_axes = [
+        axis if axis < x.ndim and x.shape[axis] == queries else None for axis, x in zip(query_axes, rest, strict=True)
+    ]
 
     def chunks(x: AnyArray, axis: int) -> AnyArray:
         """Split an axis of S into `[count, …, size, …]`; the last chunk repeats the last query where S is too short."""
@@ -116,26 +125,33 @@ def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: 
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # it is the body of a loop, as a layer in `interpret`
     def chunk(start: AnyArray, q: AnyArray, parts: list[AnyArray]) -> AnyArray:
-        taken = iter(parts)
-        operands = [x if axis is None else next(taken) for axis, x in zip(along, rest, strict=True)]
+        chunk_operands = iter(parts)
+        operands = [x if axis is None else next(chunk_operands) for axis, x in zip(split_axes, rest, strict=True)]
         return op.eval(q, k, v, *operands, start=start, total=queries)
 
     starts = jnp.arange(count, dtype=jnp.int32) * size
-    parts = [chunks(x, axis) for axis, x in zip(along, rest, strict=True) if axis is not None]
+    parts = [chunks(x, axis) for axis, x in zip(split_axes, rest, strict=True) if axis is not None]
     out = jax.lax.map(lambda xs: chunk(*xs), (starts, chunks(q, 1), parts))
     return jnp.moveaxis(out, 0, 1).reshape(batch, count * size, -1)[:, :queries]
 
 
 def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:
-    """The op by cuDNN's flash attention. Operands as in `AttentionOp`; `rest` is nothing or the positions `[B|1,1]`.
+    """Compute the op by cuDNN's flash attention.
 
-    cuDNN has a gradient for even lengths: without positions, one more token is put behind an odd number of them.
+    cuDNN has a gradient for even lengths only, so an odd number of tokens is padded by one, unless there are positions.
+
+    Args:
+        op: the attention.
+        q: queries, as in `AttentionOp`.
+        k: keys.
+        v: values.
+        rest: nothing, or the positions `[B|1,1]` of one query per row.
     """
     batch, queries, width = q.shape
     masked = op.causal or op.window is not None
     # One query at position p reads keys 0 … p: the first p + 1.
     valid = jnp.broadcast_to(rest[0][:, 0] + 1, (batch,)).astype(jnp.int32) if rest else None
-    if valid is None and k.shape[1] % 2 and not masked:  # a causal mask hides the key that is put behind
+    if valid is None and k.shape[1] % 2 and not masked:  # a causal mask already hides the padding key
         valid = jnp.full((batch,), k.shape[1], jnp.int32)
 
     def heads(x: AnyArray, count: int) -> AnyArray:

@@ -1,9 +1,9 @@
-"""Proof that a program updates its state in place.
+"""Check that a compiled program updates its state in place.
 
-Aliased bytes alone prove little: a scan that copies the whole cache aliases it too, and a dtype drift donates
-nothing without a word. So three things are checked on the compiled program: bytes that are aliased, copies of a cache,
-and bytes of temporaries against an estimate. A program that fails a check gives right results and takes more memory or
-time, so that it is a warning; `donation.strict` makes it an error.
+Aliased bytes alone prove little: a scan that copies the full cache aliases it too, and a change of dtype silently
+disables donation. So three properties of the compiled program are checked: the number of aliased bytes, copies of a
+cache, and the bytes of temporaries against an estimate. A program that fails a check computes correct results with more
+memory or time, so a failure is a warning; `donation.strict` makes it an error.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rlx_jax.lowering.lir.plan import Lir, state_types
 from rlx_jax.lowering.sharding import on_one
 
 SLACK = 2**16  # bytes: alignment and small constants
-LEAST_CACHE = 2**16  # bytes of a cache from which a copy is reported
-CUDA_SCRATCH = 2**26  # bytes: cuBLAS's own memory, and partial sums of products that XLA cuts along the contraction
+LEAST_CACHE = 2**16  # bytes of a cache from which its copies are reported
+CUDA_SCRATCH = 2**26  # bytes: cuBLAS's workspace, and partial sums of products that XLA splits along the contraction
 
 
 COPIED_ADVICE = (
@@ -47,7 +47,17 @@ TEMPORARIES_ADVICE = (
 
 @dataclass(frozen=True)
 class DonationProof:
-    """What the compiled program does with its state. Sizes in bytes."""
+    """Measurements of a compiled program's state updates.
+
+    Attributes:
+        state_bytes: bytes of the state.
+        aliased_bytes: bytes of outputs that alias donated inputs.
+        temp_bytes: bytes of temporaries.
+        temp_limit: the estimated maximum of `temp_bytes`.
+        copies: HLO instructions that copy a cache.
+        changed: descriptions of state leaves that are written in another shape or dtype.
+        largest: description of the largest temporary.
+    """
 
     state_bytes: int
     aliased_bytes: int
@@ -58,9 +68,9 @@ class DonationProof:
     largest: str = ""
 
     def extra_bytes(self) -> int:
-        """Return the bytes that the program takes more than its plan: state without an alias, copies, temporaries."""
+        """Return the bytes beyond the plan: state without an alias, copies, and surplus temporaries."""
         missing = max(0, self.state_bytes - self.aliased_bytes)
-        # A copy of a cache is one of the temporaries.
+        # Copies of a cache are temporaries too, so they are not counted twice.
         return missing + max(sum(map(result_bytes, self.copies)), self.temp_bytes - self.temp_limit)
 
     def problem(self) -> str:
@@ -71,16 +81,16 @@ class DonationProof:
         return f"{self.extra_bytes()} bytes more than planned: {'; '.join(problems)}" if problems else ""
 
     def broken(self) -> str:
-        """Why the state is not updated in place; empty if it is."""
-        found = []
+        """Return why the state is not updated in place; empty if it is."""
+        problems = []
         if self.aliased_bytes < self.state_bytes:
-            found.append(f"{self.aliased_bytes} of {self.state_bytes} bytes of the state are aliased")
-            found += self.changed[:3]
-        found += [f"a whole cache is copied: {line}" for line in self.copies[:3]]
-        return "; ".join(found)
+            problems.append(f"{self.aliased_bytes} of {self.state_bytes} bytes of the state are aliased")
+            problems += self.changed[:3]
+        problems += [f"a whole cache is copied: {line}" for line in self.copies[:3]]
+        return "; ".join(problems)
 
     def surplus(self) -> str:
-        """What XLA needs beside the state that was not expected; empty if nothing."""
+        """Return a description of temporaries beyond the estimate; empty if there are none."""
         if self.temp_bytes <= self.temp_limit:
             return ""
         largest = f", the largest of them {self.largest}" if self.largest else ""
@@ -95,23 +105,29 @@ def examine(
     gathered: int = 0,
     beside: Mapping[str, Lir] | None = None,
 ) -> DonationProof:
-    """Measure a compiled program that was given its state to consume; `after` has the state that it returns, or its
-    shapes and dtypes. On several devices `shardings` say which part of the state is on each, and sizes are of one;
-    beside the state it is allowed what the whole program would be on one device, and `gathered`, the bytes of
-    parameters that devices have parts of and bring together where they are used. `beside` are programs that run inside
-    of a loop around it, by what the names of their states begin with."""
+    """Measure a compiled program that consumes its state.
+
+    Args:
+        lir: the program.
+        compiled: its compiled form.
+        after: the state that it returns, or the shapes and dtypes.
+        shardings: the sharding of each state leaf; with several devices all sizes are per device. The estimate of
+            temporaries is still that of the full program on one device.
+        gathered: bytes of sharded parameters that are gathered for computation, which temporaries may take in addition.
+        beside: companion programs in the same compiled loop, by the prefix of their state names.
+    """
     programs = {"": lir, **(beside or {})}
     types = {start + n: t for start, one in programs.items() for n, t in state_types(one.graph, one.plan.scan).items()}
-    held = {name: on_one(t, shardings.get(name)) for name, t in types.items()}
+    shards = {name: on_one(t, shardings.get(name)) for name, t in types.items()}
     memory: Any = compiled.memory_analysis()
     computed = {t for one in programs.values() for t in (*computed_types(one.graph), *copied_types(one.graph))}
     text = compiled.as_text() or ""
     return DonationProof(
-        state_bytes=sum(t.nbytes for t in held.values()),
+        state_bytes=sum(t.nbytes for t in shards.values()),
         aliased_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         temp_limit=sum(map(temporaries, programs.values())) + gathered,
-        copies=tuple(cache_copies(text, set(held.values()) - computed)),
+        copies=tuple(cache_copies(text, set(shards.values()) - computed)),
         changed=tuple(
             f"{k} is read as {t} and written as {got}"
             for k, t in types.items()
@@ -122,36 +138,40 @@ def examine(
 
 
 def temporaries(lir: Lir) -> int:
-    """Bytes that a program may take beside its state, and a loop around it."""
+    """Return the estimated maximum of temporaries, in bytes, of a program and of a loop around it."""
     types, layers = state_types(lir.graph, lir.plan.scan), state_types(lir.graph, False)
     largest = max((t.nbytes for t in layers.values()), default=0)
-    # XLA:CPU computes 16-bit values in f32, activations too, and widens a cache whole to read it.
+    # XLA:CPU computes 16-bit values in f32, activations too, and widens a full cache to read it.
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
     slack = SLACK + (CUDA_SCRATCH if lir.plan.target == "cuda" else 0)
     outputs = sum(lir.graph.type(v).nbytes for v in lir.graph.outputs)
     casts = cast_parameters(lir.graph, lir.plan.target)
     activations = activation_bytes(lir.graph, in_place=False, scan=lir.plan.scan) * (2 if narrow else 1)
     scratch = cost(lir.graph).workspace
-    # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
-    # what a loop around the program makes of its outputs, such as sorted logits.
+    # 2 · largest: a layer's keys and values while they are written, and XLA:CPU's copy of them from a scan's carry.
+    # 8 · outputs: values that a loop around the program computes from its outputs, such as sorted logits.
     return activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + slack
 
 
 def computed_types(graph: Graph) -> set[TensorType]:
-    """The types of what is computed beside the state: a copy of one of these may be none of a cache."""
+    """Return the types of all values except the state. A copy of such a type is not necessarily a copy of a cache."""
 
     ops = ((node, node.op) for _, node in graph.walk() if not isinstance(node.op, StateRead))
     return {t for node, op in ops if not (isinstance(op, Mir) and op.traits.numeric == "state") for t in node.types}
 
 
 def copied_types(graph: Graph) -> set[TensorType]:
-    """The types of rings that are read as they were while they are written: XLA copies them, whatever comes first."""
+    """Return the types of ring buffers that are read in their old state while they are written.
+
+    XLA copies these in any order of the two operations.
+    """
     steps = ((inner, node) for inner, node in graph.walk() if isinstance(node.op, RingStep))
     rings = ((inner.type(node.inputs[0]), node.types[0]) for inner, node in steps)
     return {ring for ring, keys in rings if ring != keys}
 
 
 _RESULT = re.compile(r"^(?:ROOT )?%\S+ = (\w+?)(\d+)\[([\d,]+)\]\S* ([\w-]+)\(")
+# Instructions without a buffer of their own.
 _NO_ROOM = ("parameter", "bitcast", "get-tuple-element", "constant", "while", "conditional", "call", "copy-done")
 
 
@@ -162,28 +182,28 @@ def result_bytes(line: str) -> int:
 
 
 def largest_result(hlo: str) -> str:
-    """The largest array that an HLO text computes, with the place in the flow that asks for it."""
-    best, told, fused = 0, "", False
+    """Return the largest array that an HLO text computes, with the path of its stage in the flow."""
+    max_size, description, in_fusion = 0, "", False
     for line in map(str.strip, hlo.splitlines()):
         if line.endswith("{"):
-            fused = line.startswith(("%fused", "%wrapped"))  # no room of its own
-        found = None if fused else _RESULT.match(line)
-        if found is None or found[4] in _NO_ROOM:
+            in_fusion = line.startswith(("%fused", "%wrapped"))  # values inside a fusion have no buffer
+        match = None if in_fusion else _RESULT.match(line)
+        if match is None or match[4] in _NO_ROOM:
             continue
         size = result_bytes(line)
-        if size > best:
+        if size > max_size:
             place = re.search(r'op_name="[^"/]*/([^"]*)"', line)
-            best, told = size, f"{found[1]}{found[2]}[{found[3]}]" + (f" at {place[1]}" if place else "")
-    return told
+            max_size, description = size, f"{match[1]}{match[2]}[{match[3]}]" + (f" at {place[1]}" if place else "")
+    return description
 
 
 def cast_parameters(graph: Graph, target: str) -> int:
-    """Bytes of parameters in another dtype than the stored one: as the program casts them, all at once at worst.
+    """Return the bytes of parameters that are cast from their stored dtype; all may be live at once.
 
     XLA:CPU computes 16-bit values in f32. A tied table is widened for its rows and, in another layout, for its product:
     two arrays of each dtype.
     """
-    found: dict[tuple[Param, np.dtype[Any]], int] = {}
+    sizes: dict[tuple[Param, np.dtype[Any]], int] = {}
     for inner, node in graph.walk():
         for value in node.inputs:
             op = inner.nodes[value.node].op
@@ -191,35 +211,35 @@ def cast_parameters(graph: Graph, target: str) -> int:
                 dtype = node.op.dtype if isinstance(node.op, CastTo) else op.type.dtype
                 size = op.type.size * len(set(op.programs))
                 cast = size * dtype.itemsize if dtype != op.type.dtype else 0
-                widened = target == "cpu" and dtype.itemsize == 2
-                found[op, dtype] = 2 * (dtype.itemsize + 4) * size if widened else cast
-    return sum(found.values())
+                is_widened = target == "cpu" and dtype.itemsize == 2
+                sizes[op, dtype] = 2 * (dtype.itemsize + 4) * size if is_widened else cast
+    return sum(sizes.values())
 
 
 def reusable_inputs(graph: Graph, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the named inputs whose memory an output can take: of the same shape and dtype, one output each.
+    """Return the named inputs that can share memory with an output of the same shape and dtype, one output for each.
 
-    The others are not donated, which is a warning: to consume them would save nothing.
+    The others are not donated, with a warning, because consuming them would save nothing.
     """
     free = Counter(graph.type(v) for v in graph.outputs)
-    found = []
+    reusable = []
     for i in graph.inputs:
         if i.input not in names:
             continue
         if free[i.type]:
             free[i.type] -= 1
-            found.append(i.input)
+            reusable.append(i.input)
         else:
             warnings.warn(
                 f"{graph.name}: donation.inputs names {i.input!r}, which has no effect: no output is {i.type}",
                 RlxWarning,
                 stacklevel=2,
             )
-    return tuple(found)
+    return tuple(reusable)
 
 
 def cache_copies(hlo: str, types: set[TensorType]) -> list[str]:
-    """Instructions of an HLO text that copy an array of a cache's own shape and dtype."""
+    """Return the instructions of an HLO text that copy an array with the shape and dtype of a cache."""
     caches = [t for t in types if t.rank > 2 and t.nbytes > LEAST_CACHE]
     shapes = {f"{short_name(t.dtype)}[{','.join(map(str, t.shape))}]" for t in caches}
     lines = (line.strip() for line in hlo.splitlines())

@@ -1,19 +1,22 @@
-"""Which implementation runs the experts of a mixture. `ExpertFfn.eval` is the meaning: every expert for every token.
+"""Implementations of a mixture of experts, and the choice among them.
 
-- `gathered` reads the weights of the experts of each token, for few tokens;
-- `eval` reads each expert once, and computes all of them, which costs nothing while reading them takes longer;
-- `blocked` sorts the choices by expert, in blocks of one expert each, and multiplies block by block: no more than the
-  products that are needed, and the rest of the last block of each expert;
-- `looped` does so block by block, and computes those alone that have choices in them;
-- `grouped` sorts too, and multiplies each block with the weights where they stand: kernels of our own (`kernels.py`);
-- `ragged` sorts too, and leaves the groups to `jax.lax.ragged_dot`, which is one kernel on a TPU and on other platforms
-  every expert for every token.
+`ExpertFfn.eval` defines the result: it computes every expert for every token. A *choice* is one routed pair of a token
+and an expert.
 
-Measured on one H200, bf16, 8 layers of 128 experts of width 768 over 2048, 8 of them for each token, ms, what reading
-and computing cannot go below, and this: 1 token 0.13, `gathered` 0.36; 8 tokens 0.81, `gathered` 1.31; 64 tokens 1.98,
-`eval` 2.94, `ragged` 12.5; 16384 tokens 10.0, `blocked` 39.5.
-On two cores of an AMD EPYC that other work shared, f32, 32 experts of width 256 over 512, 4 for each token, ms,
-`looped` and the best of the others: 1 token 0.24 and 0.37; 16 tokens 3.9 and 81; 512 tokens 47 and 725.
+- `gathered` gathers the expert weights of each choice; for few tokens.
+- `eval` reads each expert once and computes all of them, which is free while reading the weights takes longer.
+- `blocked` sorts choices by expert, pads each expert's choices to blocks of equal size, and multiplies all blocks as
+  one batch. It computes only the necessary products and the padding of each expert's last block.
+- `looped` loops over the same blocks and skips empty ones.
+- `grouped` sorts too, and custom Pallas kernels read the weights of each block in place (`kernels.py`).
+- `ragged` sorts too and calls `jax.lax.ragged_dot`, which is one kernel on TPU; on other platforms it computes every
+  expert for every token.
+
+Measured on one H200, bf16, 8 layers of 128 experts of width 768 over hidden size 2048, 8 experts per token, ms, lower
+bound of reading and computing, then the implementation: 1 token 0.13, `gathered` 0.36; 8 tokens 0.81, `gathered` 1.31;
+64 tokens 1.98, `eval` 2.94, `ragged` 12.5; 16384 tokens 10.0, `blocked` 39.5.
+Measured on two shared cores of an AMD EPYC, f32, 32 experts of width 256 over 512, 4 per token, ms, `looped` and the
+best of the others: 1 token 0.24 and 0.37; 16 tokens 3.9 and 81; 512 tokens 47 and 725.
 """
 
 from __future__ import annotations
@@ -37,23 +40,28 @@ from rlx_jax.lowering.sharding import Division, on_one
 
 AnyArray = Any
 
-# Of experts without biases.
+# The biases of experts without biases.
 NONE = (None, None, None)
 
+# Activations that the kernels of `grouped` have.
 IN_KERNELS = ("silu", "relu", "gelu_tanh")
 
-# Operations for each byte of weights up to which computing every expert hides behind reading it, where the device does
-# not say.
+# Operations per byte of weights up to which reading an expert takes longer than computing it, for devices with unknown
+# speed.
 WORK = 200.0
 
 
 def choose_experts(
     call: Call, device: Device, wanted: str, division: Division | None = None, kernels: bool = False
 ) -> Choice:
-    """How a mixture runs. `wanted` is auto or the name of an implementation; auto takes `kernels` of our own where it
-    may.
+    """Choose the implementation of a mixture.
 
-    Where devices have experts of their own, each chooses for these, and for the tokens that are brought to them.
+    Args:
+        call: the op and the types of its operands, with static sizes.
+        device: the target.
+        wanted: `auto` or the name of an implementation.
+        division: the sharding; if experts are sharded, the choice is for the experts and tokens of one device.
+        kernels: whether `auto` may choose custom kernels.
     """
     if wanted != "auto":
         return Choice("xla", "dense, as asked for") if wanted == "dense" else Choice(wanted, "asked for")
@@ -61,58 +69,65 @@ def choose_experts(
 
 
 def choose_apart(call: Call, device: Device, division: Division) -> Choice:
-    """As `choose` for the experts that a device has, if devices have some each."""
+    """Choose as `choose` does, for the experts of one device if experts are sharded."""
     op, operands = call
     assert isinstance(op, ExpertFfn)
-    apart = apart_of(op, division, operands)
-    if not apart.own:
+    shardings = apart_of(op, division, operands)
+    if not shardings.own:
         return choose(call, device)
     experts = int(operands[1].shape[0])
-    brought = (tuple(n for n in _axes([entry]) if n not in apart.own) for entry in apart.rows)
-    there = NamedSharding(division.mesh, PartitionSpec(*(names or None for names in brought)))
-    x, weights, ids = (on_one(operands[place], there) for place in (0, 4, 5))
-    own = NamedSharding(division.mesh, PartitionSpec(apart.wide[0]))
-    gate, up, down, *biases = (on_one(t, own) for t in (*operands[1:4], *operands[6:]))
-    chosen = choose((op, (x, gate, up, down, weights, ids, *biases)), device)
-    return replace(chosen, reason=f"{gate.shape[0]} of {experts} experts on each device: {chosen.reason}")
+    # Tokens are gathered along the mesh axes of experts, and stay sharded along the others.
+    row_axes = (tuple(n for n in _axes([entry]) if n not in shardings.own) for entry in shardings.rows)
+    row_sharding = NamedSharding(division.mesh, PartitionSpec(*(names or None for names in row_axes)))
+    x, weights, ids = (on_one(operands[place], row_sharding) for place in (0, 4, 5))
+    expert_sharding = NamedSharding(division.mesh, PartitionSpec(shardings.wide[0]))
+    gate, up, down, *biases = (on_one(t, expert_sharding) for t in (*operands[1:4], *operands[6:]))
+    choice = choose((op, (x, gate, up, down, weights, ids, *biases)), device)
+    return replace(choice, reason=f"{gate.shape[0]} of {experts} experts on each device: {choice.reason}")
 
 
 def choose(call: Call, device: Device, kernels: bool = False) -> Choice:
-    """The implementation of one mixture."""
+    """Choose the implementation of one mixture on one device."""
     _, (_, gate, _, _, _, ids, *_) = call
-    experts, chosen, tokens = int(gate.shape[0]), ids.size, ids.size // int(ids.shape[-1])
-    if kernels and 2 * chosen >= experts and fits_kernels(call):
-        return Choice("grouped", f"{chosen} choices of {experts} experts, whose weights are read where they stand")
+    experts, num_choices, tokens = int(gate.shape[0]), ids.size, ids.size // int(ids.shape[-1])
+    # The measurements in `kernels.py` begin at half as many choices as experts.
+    if kernels and 2 * num_choices >= experts and fits_kernels(call):
+        return Choice("grouped", f"{num_choices} choices of {experts} experts, whose weights are read where they stand")
     if device.kind == "cpu":
         return Choice("looped", "batches of products are slow on a CPU")
-    if chosen <= experts:
-        return Choice("gathered", f"{chosen} choices of {experts} experts")
+    if num_choices <= experts:
+        return Choice("gathered", f"{num_choices} choices of {experts} experts")
     if device.kind == "tpu":
         return Choice("ragged", "one kernel")
     work = device.flops / device.bandwidth if device.flops and device.bandwidth else WORK
     if 2 * tokens <= work * gate.dtype.itemsize:
         return Choice("xla", f"{tokens} tokens: reading the experts takes longer than computing all")
-    return Choice("blocked", f"{chosen} choices of {experts} experts")
+    return Choice("blocked", f"{num_choices} choices of {experts} experts")
 
 
 def fits_kernels(call: Call) -> bool:
-    """Whether `grouped` takes it: 16 bits, sizes that 32 divides, and an activation that such a kernel has."""
+    """Return whether `grouped` supports a mixture: 16-bit floats, sizes divisible by 32, a supported activation."""
     op, (x, gate, *_) = call
     assert isinstance(op, ExpertFfn)
     sizes = all(int(n) % 32 == 0 for n in gate.shape[1:])
-    known = op.precision == "default" and op.activation in IN_KERNELS
-    return sizes and known and short_name(x.dtype) in ("bf16", "f16")
+    is_supported = op.precision == "default" and op.activation in IN_KERNELS
+    return sizes and is_supported and short_name(x.dtype) in ("bf16", "f16")
 
 
 @dataclass(frozen=True)
 class Apart:
-    """Where a mixture is on a mesh.
+    """Shardings of a mixture's operands on a mesh, and the collectives that it needs.
 
-    rows, choices: of x and the result, and of weights and ids. wide, narrow: of gate and up, and of down. beside: of
-    biases.
-    own: the mesh axes along which devices have experts of their own. gathered: axes of x that these divide, each with
-    those that do: tokens are brought together along them, and results added and given back. summed: along these,
-    results are added for all.
+    Attributes:
+        rows: spec of x and the result.
+        choices: spec of weights and ids.
+        wide: spec of gate and up.
+        narrow: spec of down.
+        beside: specs of the biases.
+        own: the mesh axes over which experts are sharded.
+        gathered: axes of x that are sharded over axes of `own`, each with these mesh axes: tokens are gathered along
+            them, and results are reduce-scattered.
+        summed: the mesh axes over which results are all-reduced.
     """
 
     rows: PartitionSpec
@@ -126,152 +141,190 @@ class Apart:
 
 
 def apart_of(op: ExpertFfn, division: Division, operands: Sequence[Any]) -> Apart:
-    """Of operands that are types or arrays."""
+    """Return the shardings of a mixture with the given operands, which may be types or arrays."""
     x, gate, _, down, _, ids, *biases = operands
     rows, choices = (division.value((*op.roles, None), a.shape).spec for a in (x, ids))
     wide = division.value(("experts", "ffn", None) if op.contract else ("experts", None, "ffn"), gate.shape).spec
     narrow = division.value(("experts", None, "ffn") if op.contract else ("experts", "ffn", None), down.shape).spec
-    own = _axes(wide[:1])
-    shared = ((axis, tuple(n for n in _axes([entry]) if n in own)) for axis, entry in enumerate(rows))
-    gathered = tuple((axis, names) for axis, names in shared if names)
-    back = {name for _, names in gathered for name in names}
-    outs = zip(("ffn", "ffn", None), biases, strict=False)
-    beside = tuple(division.value(("experts", role), bias.shape).spec for role, bias in outs)
-    return Apart(rows, choices, wide, narrow, beside, own, gathered, tuple(n for n in _axes(wide) if n not in back))
+    expert_axes = _axes(wide[:1])
+    sharded_rows = ((axis, tuple(n for n in _axes([entry]) if n in expert_axes)) for axis, entry in enumerate(rows))
+    gathered = tuple((axis, names) for axis, names in sharded_rows if names)
+    gathered_axes = {name for _, names in gathered for name in names}
+    bias_roles = zip(("ffn", "ffn", None), biases, strict=False)
+    bias_specs = tuple(division.value(("experts", role), bias.shape).spec for role, bias in bias_roles)
+    return Apart(
+        rows,
+        choices,
+        wide,
+        narrow,
+        bias_specs,
+        expert_axes,
+        gathered,
+        tuple(n for n in _axes(wide) if n not in gathered_axes),
+    )
 
 
 def over_devices(
     op: ExpertFfn, run: Callable[..., AnyArray], division: Division, arrays: tuple[AnyArray, ...]
 ) -> AnyArray:
-    """The op over a mesh: each device runs its own experts, or its part of each.
+    """Compute the op over a mesh: each device runs its own experts, or its shard of each expert.
 
-    Of T tokens of H that n devices with E / n experts each have parts of, every device gets all, `(n − 1) / n · T · H`
-    numbers, runs the choices of its own experts, and gives each device the sum for its tokens, as many numbers. Any
-    routing fits: a token is sent once to each device, whatever number of its experts is there. Where the rows do not
-    divide, every device has all of them, and results are added for all.
+    With T tokens of width H on n devices and E / n experts on each, every device gathers all tokens (it receives
+    `(n − 1) / n · T · H` numbers), runs the choices of its own experts, and reduce-scatters the results (it sends as
+    many). The cost does not depend on the routing: a token is sent once to each device, however many of its experts are
+    on it. If the number of rows does not divide, tokens are replicated and results are all-reduced.
+
+    Args:
+        op: the mixture.
+        run: the implementation on one device.
+        division: the sharding.
+        arrays: the operands as in `ExpertFfn`.
     """
-    apart = apart_of(op, division, arrays)
-    devices = math.prod(division.mesh.shape[name] for name in apart.own)
-    specs = (apart.rows, apart.wide, apart.wide, apart.narrow, apart.choices, apart.choices, *apart.beside)
-    every = _axes((*apart.rows, *apart.wide))
+    shardings = apart_of(op, division, arrays)
+    devices = math.prod(division.mesh.shape[name] for name in shardings.own)
+    specs = (
+        shardings.rows,
+        shardings.wide,
+        shardings.wide,
+        shardings.narrow,
+        shardings.choices,
+        shardings.choices,
+        *shardings.beside,
+    )
+    mesh_axes = _axes((*shardings.rows, *shardings.wide))
 
     def here(*arrays: AnyArray) -> AnyArray:
-        # What devices have alike each takes as its own, so that its gradient is added over them here, and not where it
-        # is used, which may be in a branch that some of them do not take.
-        alike = (tuple(n for n in dict.fromkeys(every) if n not in _axes(spec)) for spec in specs)
-        own = [lax.pcast(a, names, to="varying") if names else a for a, names in zip(arrays, alike, strict=True)]
-        x, weights, ids = (_brought(own[place], apart) for place in (0, 4, 5))
-        gate, up, down, *biases = *own[1:4], *own[6:]
-        within = tuple(n for n in _axes(apart.wide) if n not in apart.own)
-        if biases and within:  # of the sum over parts of an expert one has the bias
+        # Mark replicated operands as varying here, so that their gradients are summed over devices here. Otherwise JAX
+        # would sum where they are read, possibly in a branch that some devices do not take.
+        replicated_axes = (tuple(n for n in dict.fromkeys(mesh_axes) if n not in _axes(spec)) for spec in specs)
+        varying = [
+            lax.pcast(a, names, to="varying") if names else a for a, names in zip(arrays, replicated_axes, strict=True)
+        ]
+        x, weights, ids = (_brought(varying[place], shardings) for place in (0, 4, 5))
+        gate, up, down, *biases = *varying[1:4], *varying[6:]
+        within = tuple(n for n in _axes(shardings.wide) if n not in shardings.own)
+        if biases and within:  # results are summed over shards of an expert, so only one shard adds the bias
             biases[2] = jnp.where(lax.axis_index(within) == 0, biases[2], 0)
-        if not apart.own:
-            made = run(x, gate, up, down, weights, ids, *biases)
+        if not shardings.own:
+            result = run(x, gate, up, down, weights, ids, *biases)
         else:
-            ids = ids - lax.axis_index(apart.own) * gate.shape[0]
-            ids = jnp.where((ids >= 0) & (ids < gate.shape[0]), ids, gate.shape[0])  # none of its own
-            how = {} if run == op.eval else {"devices": devices}
-            made = run(x, gate, up, down, weights, ids, *biases, **how)
-        for axis, names in apart.gathered:
-            made = lax.psum_scatter(made, names, scatter_dimension=axis, tiled=True)
-        return lax.psum(made, apart.summed) if apart.summed else made
+            ids = ids - lax.axis_index(shardings.own) * gate.shape[0]
+            # One past the last expert marks a choice of another device's expert.
+            ids = jnp.where((ids >= 0) & (ids < gate.shape[0]), ids, gate.shape[0])
+            options = {} if run == op.eval else {"devices": devices}
+            result = run(x, gate, up, down, weights, ids, *biases, **options)
+        for axis, names in shardings.gathered:
+            result = lax.psum_scatter(result, names, scatter_dimension=axis, tiled=True)
+        return lax.psum(result, shardings.summed) if shardings.summed else result
 
-    divided = jax.shard_map(here, mesh=division.mesh, in_specs=specs, out_specs=apart.rows)
-    return divided(*arrays)
+    sharded_op = jax.shard_map(here, mesh=division.mesh, in_specs=specs, out_specs=shardings.rows)
+    return sharded_op(*arrays)
 
 
 def _brought(a: AnyArray, apart: Apart) -> AnyArray:
-    """Of tokens that devices with other experts have, all."""
+    """Return an array over tokens, gathered from the devices with other experts."""
     for axis, names in apart.gathered:
         a = lax.all_gather(a, names, axis=axis, tiled=True)
     return a
 
 
 def _axes(entries: Iterable[Any]) -> tuple[str, ...]:
-    """The axes of a mesh that entries of a spec name."""
-    named = (entry if isinstance(entry, tuple) else (entry,) for entry in entries if entry is not None)
-    return tuple(itertools.chain.from_iterable(named))
+    """Return the mesh axes in the entries of a spec."""
+    groups = (entry if isinstance(entry, tuple) else (entry,) for entry in entries if entry is not None)
+    return tuple(itertools.chain.from_iterable(groups))
 
 
 def of_rows(
     op: ExpertFfn, rows: str, experts: str, x: AnyArray, arrays: Sequence[AnyArray], result: Any = None
 ) -> AnyArray:
-    """What rows give, whose experts' gate, up, down and biases are `arrays`, in the dtype `result`.
+    """Compute the expert FFN of rows.
 
-    `rows` and `experts` are the axes of x and of the matrices before those that are multiplied, as `einsum` has them.
+    Args:
+        op: the mixture.
+        rows: the leading axes of x, as `einsum` subscripts.
+        experts: the leading axes of the weights, as `einsum` subscripts.
+        x: the rows.
+        arrays: gate, up, down and the biases of the rows' experts.
+        result: dtype of the result, None for that of x.
     """
     gate, up, down, *biases = arrays
     wide, narrow = ("fh", "hf") if op.contract else ("hf", "fh")
     gate_bias, up_bias, down_bias = biases or NONE
-    both = ((gate, gate_bias), (up, up_bias))
-    inner = op.gated(*(plus(op.product(f"{rows}h,{experts}{wide}->{rows}f", x, w), bias) for w, bias in both))
+    projections = ((gate, gate_bias), (up, up_bias))
+    inner = op.gated(*(plus(op.product(f"{rows}h,{experts}{wide}->{rows}f", x, w), bias) for w, bias in projections))
     return plus(op.product(f"{rows}f,{experts}{narrow}->{rows}h", inner, down, result), down_bias)
 
 
 def gathered(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
-    """The op with the weights of each choice, as a batch of products of one row."""
+    """Compute the op with gathered weights for each choice, as a batch of products of one row."""
     x, gate, up, down, weights, ids, *biases = arrays
     flat, each = ids.reshape(-1), jnp.repeat(x.reshape(-1, x.shape[-1]), ids.shape[-1], axis=0)
     if devices > 1:
         each = jnp.where((flat < len(gate))[:, None], each, 0)
-    own = [jnp.take(w, flat, axis=0, mode="clip") for w in (gate, up, down, *biases)]
-    return combined(of_rows(op, "n", "n", each, own, jnp.float32), x, weights, _mine(ids, gate, devices))
+    choice_weights = [jnp.take(w, flat, axis=0, mode="clip") for w in (gate, up, down, *biases)]
+    return combined(of_rows(op, "n", "n", each, choice_weights, jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
 def blocked(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
-    """The op by blocks of choices of one expert, whose weights are multiplied as a batch.
+    """Compute the op by blocks of choices of one expert each, multiplied as a batch.
 
-    Of the experts of several devices, which most choices are none of here: so many blocks at a time as there are where
-    all have their share, and no more times than there are choices for.
+    If experts are sharded over several devices, most choices belong to other devices. Then a loop computes as many
+    blocks at a time as evenly routed tokens would need, and skips the groups without choices.
     """
     x, gate, up, down, weights, ids, *biases = arrays
-    # Half of what an expert has, as the last block of each is not full.
+    # Half of the average number of choices per expert, because each expert's last block is not full.
     share = ids.size // devices
     rows = max(block_rows(share, len(gate)) // 2, 1)
     at_once = -(-share // rows) + len(gate) if devices > 1 else 1
-    cut = sorted_blocks(ids, len(gate), rows, at_once)
+    by_expert = sorted_blocks(ids, len(gate), rows, at_once)
     tokens = x.reshape(-1, x.shape[-1])
 
     def blocks(choice: AnyArray, owner: AnyArray) -> AnyArray:
-        own = [*(w[owner] for w in (gate, up, down)), *(bias[owner][:, None] for bias in biases)]
-        return of_rows(op, "br", "b", tokens[choice // ids.shape[-1]], own)  # f32 would move twice the bytes
+        block_weights = [*(w[owner] for w in (gate, up, down)), *(bias[owner][:, None] for bias in biases)]
+        return of_rows(op, "br", "b", tokens[choice // ids.shape[-1]], block_weights)  # f32 would move twice the bytes
 
     def turn(given: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
         choice, owner, used = given
-        none = jnp.zeros_like(tokens, shape=(*choice.shape, tokens.shape[1]))
-        return lax.cond(used.any(), blocks, lambda *_: none, choice, owner)
+        zeros = jnp.zeros_like(tokens, shape=(*choice.shape, tokens.shape[1]))
+        return lax.cond(used.any(), blocks, lambda *_: zeros, choice, owner)
 
     if devices == 1:
-        out = blocks(cut.choice, cut.owner)
+        out = blocks(by_expert.choice, by_expert.owner)
     else:
-        parts = (a.reshape(-1, at_once, *a.shape[1:]) for a in (cut.choice, cut.owner, cut.used))
+        parts = (a.reshape(-1, at_once, *a.shape[1:]) for a in (by_expert.choice, by_expert.owner, by_expert.used))
         out = lax.map(turn, tuple(parts))
-    return combined(cut.back(out).astype(jnp.float32), x, weights, _mine(ids, gate, devices))
+    return combined(by_expert.back(out).astype(jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
 def looped(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
-    """The op by blocks of choices of one expert, block by block; those that nothing is in cost nothing."""
+    """Compute the op in a loop over blocks of choices of one expert each; empty blocks are skipped."""
     x, gate, up, down, weights, ids, *biases = arrays
-    cut = sorted_blocks(ids, len(gate), block_rows(ids.size // devices, len(gate)))
-    inside = x.reshape(-1, x.shape[-1])[cut.choice // ids.shape[-1]]
+    by_expert = sorted_blocks(ids, len(gate), block_rows(ids.size // devices, len(gate)))
+    block_inputs = x.reshape(-1, x.shape[-1])[by_expert.choice // ids.shape[-1]]
 
     def block(given: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
         rows, owner, used = given
 
         def filled() -> AnyArray:
-            own = [lax.dynamic_index_in_dim(w, owner, keepdims=False) for w in (gate, up, down, *biases)]
-            return of_rows(op, "r", "", rows, own, jnp.float32)
+            expert_weights = [lax.dynamic_index_in_dim(w, owner, keepdims=False) for w in (gate, up, down, *biases)]
+            return of_rows(op, "r", "", rows, expert_weights, jnp.float32)
 
         return lax.cond(used, filled, lambda: jnp.zeros_like(rows, jnp.float32))
 
-    out = lax.map(block, (inside, cut.owner, cut.used[:, 0]))
-    return combined(cut.back(out), x, weights, _mine(ids, gate, devices))
+    out = lax.map(block, (block_inputs, by_expert.owner, by_expert.used[:, 0]))
+    return combined(by_expert.back(out), x, weights, _mine(ids, gate, devices))
 
 
 @dataclass(frozen=True)
 class SortedChoices:
-    """Choices sorted by expert, in blocks of rows of one expert each: whose block it is, which rows are used, the
-    number of the choice in each row, and the row of each choice."""
+    """Choices sorted by expert, in blocks of rows of one expert each.
+
+    Attributes:
+        owner: the expert of each block.
+        used: which rows of each block contain a choice.
+        choice: the number of the choice in each row.
+        place: the row of each choice.
+    """
 
     owner: AnyArray
     used: AnyArray
@@ -279,63 +332,80 @@ class SortedChoices:
     place: AnyArray
 
     def back(self, out: AnyArray) -> AnyArray:
-        """What the rows gave, in the order of the choices."""
+        """Return the results of rows, reordered by choice."""
         return out.reshape(-1, out.shape[-1])[self.place]
 
 
 def sorted_blocks(ids: AnyArray, experts: int, rows: int, multiple: int = 1) -> SortedChoices:
-    """As many blocks as there can be, or the next multiple. An id past the last expert is in none."""
+    """Sort choices by expert into blocks.
+
+    Args:
+        ids: the expert of each choice; choices with an id past the last expert are in no block.
+        experts: the number of experts.
+        rows: rows of a block.
+        multiple: the number of blocks is rounded up to a multiple of this.
+
+    Returns:
+        As many blocks as any routing may need, since shapes are static.
+    """
     flat = ids.reshape(-1)
-    most = min(-(-flat.size // rows) + experts - 1, flat.size)
-    number = jnp.arange(-(-most // multiple) * multiple)
+    max_blocks = min(-(-flat.size // rows) + experts - 1, flat.size)
+    number = jnp.arange(-(-max_blocks // multiple) * multiple)
     order, counts = jnp.argsort(flat, stable=True), _counts(flat, experts)
-    first, needs = jnp.cumsum(counts) - counts, -(-counts // rows)  # of each expert: its first choice, its blocks
-    ends = jnp.cumsum(needs)
+    starts, num_blocks = jnp.cumsum(counts) - counts, -(-counts // rows)  # per expert: first choice, number of blocks
+    ends = jnp.cumsum(num_blocks)
     owner = jnp.clip(jnp.searchsorted(ends, number, side="right"), 0, experts - 1)
-    within = (number - (ends - needs)[owner])[:, None] * rows + jnp.arange(rows)[None, :]
+    within = (number - (ends - num_blocks)[owner])[:, None] * rows + jnp.arange(rows)[None, :]
     used = within < counts[owner][:, None]
-    choice = order[jnp.where(used, first[owner][:, None] + within, 0)]
+    choice = order[jnp.where(used, starts[owner][:, None] + within, 0)]
     row = jnp.arange(number.size * rows, dtype=flat.dtype).reshape(choice.shape)
     place = jnp.zeros_like(flat).at[jnp.where(used, choice, flat.size)].set(row, mode="drop")
     return SortedChoices(owner, used, choice, place)
 
 
 def ragged(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
-    """The op by groups of choices, sorted by expert."""
+    """Compute the op by `lax.ragged_dot` over choices sorted by expert."""
     x, gate, up, down, weights, ids, *biases = arrays
     experts, top, flat = gate.shape[0], ids.shape[-1], ids.reshape(-1)
     order, counts = jnp.argsort(flat, stable=True), _counts(flat, experts)
-    inside = x.reshape(-1, x.shape[-1])[order // top]
-    if devices > 1:  # what is made of rows behind the groups nobody says
-        inside = jnp.where((jnp.arange(flat.size) < counts.sum())[:, None], inside, 0)
+    sorted_x = x.reshape(-1, x.shape[-1])[order // top]
+    if devices > 1:  # results of rows past the last group are undefined
+        sorted_x = jnp.where((jnp.arange(flat.size) < counts.sum())[:, None], sorted_x, 0)
 
     def product(x: AnyArray, w: AnyArray, bias: AnyArray | None, dtype: Any) -> AnyArray:
-        turned, precision = w.swapaxes(1, 2) if op.contract else w, lax.Precision(op.precision)
-        made = lax.ragged_dot(x, turned, counts, precision=precision, preferred_element_type=dtype)
-        return plus(made, None if bias is None else jnp.take(bias, flat[order], axis=0, mode="clip"))
+        oriented, precision = w.swapaxes(1, 2) if op.contract else w, lax.Precision(op.precision)
+        projected = lax.ragged_dot(x, oriented, counts, precision=precision, preferred_element_type=dtype)
+        return plus(projected, None if bias is None else jnp.take(bias, flat[order], axis=0, mode="clip"))
 
     gate_bias, up_bias, down_bias = biases or NONE
-    inner = op.gated(*(product(inside, w, bias, x.dtype) for w, bias in ((gate, gate_bias), (up, up_bias))))
+    inner = op.gated(*(product(sorted_x, w, bias, x.dtype) for w, bias in ((gate, gate_bias), (up, up_bias))))
     out = product(inner, down, down_bias, jnp.float32)[jnp.argsort(order)]
     return combined(out, x, weights, _mine(ids, gate, devices))
 
 
 def block_rows(choices: int, experts: int) -> int:
-    """About as many as an expert has, a power of 2."""
+    """Return the rows of a block: the power of 2 closest to the average number of choices per expert."""
     return int(2 ** round(math.log2(max(choices / experts, 1.0))))
 
 
 def _counts(ids: AnyArray, experts: int) -> AnyArray:
-    """How often each expert was chosen."""
+    """Return the number of choices of each expert."""
     return jnp.zeros(experts, jnp.int32).at[ids].add(1)
 
 
 def _mine(ids: AnyArray, gate: AnyArray, devices: int) -> AnyArray | None:
-    """Which choices are of experts that are here; None: all."""
+    """Return which choices are of experts on this device; None for all."""
     return ids < len(gate) if devices > 1 else None
 
 
 def combined(out: AnyArray, x: AnyArray, weights: AnyArray, mine: AnyArray | None = None) -> AnyArray:
-    """The weighted sum of what the choices of each token give, `[choices, H]` f32; of those that are `mine` alone."""
-    each = out.reshape(*weights.shape, -1) * weights.astype(jnp.float32)[..., None]
-    return (each if mine is None else jnp.where(mine[..., None], each, 0)).sum(-2).astype(x.dtype)
+    """Return the weighted sum of the results of each token's choices.
+
+    Args:
+        out: the results `[choices, H]` f32.
+        x: the tokens, for the dtype of the sum.
+        weights: the routing weight of each choice.
+        mine: which choices count; None for all.
+    """
+    weighted = out.reshape(*weights.shape, -1) * weights.astype(jnp.float32)[..., None]
+    return (weighted if mine is None else jnp.where(mine[..., None], weighted, 0)).sum(-2).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""The implementations of ops that have more than their `eval`, and which of them a program takes."""
+"""Table of implementations for ops that have alternatives to `eval`, and the choice for each node of a program."""
 
 from __future__ import annotations
 
@@ -35,8 +35,13 @@ AnyArray = Any
 
 
 def choose_product(call: Call, device: Device, wanted: str) -> Choice | None:
-    """`row` for a product of one row with a weight `[out, in]`. `wanted` is auto, xla or row; the others XLA runs as it
-    does."""
+    """Choose `row` for a product of one row with a weight `[out, in]`; None leaves other products to XLA.
+
+    Args:
+        call: the op and the types of its operands, with static sizes.
+        device: the target.
+        wanted: `auto`, `xla` or `row`.
+    """
     op, (x, *_) = call
     assert isinstance(op, MatMul | FusedMatMulBiasAct)
     if wanted == "xla" or (wanted == "auto" and device.kind != "cuda"):
@@ -47,11 +52,11 @@ def choose_product(call: Call, device: Device, wanted: str) -> Choice | None:
 
 
 def row(op: MatMul | FusedMatMulBiasAct, x: AnyArray, w: AnyArray, *bias: AnyArray) -> AnyArray:
-    """The op for one row: x `[1, …, K]`, w `[N, K]`, products and their sum in f32.
+    """Compute a product of one row as a multiplication and a sum in float32: x `[1, …, K]`, w `[N, K]`.
 
-    One row against a matrix reads the matrix once and computes next to nothing. Measured on one H200, bf16, µs, cuBLAS
-    and this, which XLA sums up, weights `[out, in]`: 16384 x 2048 19.2 and 16.8, 2048 x 8192 10.1 and 9.3, 128256 x
-    2048 131 and 117.
+    The product of one row with a matrix is limited by reading the matrix, and XLA's fused reduction reads faster than
+    cuBLAS. Measured on one H200, bf16, µs, cuBLAS and this, weights `[out, in]`: 16384 x 2048 19.2 and 16.8, 2048 x
+    8192 10.1 and 9.3, 128256 x 2048 131 and 117.
     """
     if isinstance(op, FusedMatMulBiasAct):
         return op.finish(row(op.product, x, w), *bias)
@@ -97,15 +102,17 @@ def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False
 
     def select(_: Any, cache: Array) -> Array:
         # One row goes to every slot that is written: broadcast, for a gather of bf16 is slower.
-        each = rows if rows.shape[1] == 1 else jax.vmap(lambda r, s: jnp.take(r, s, axis=0, mode="clip"))(rows, sources)
-        return jnp.where(is_written, each, cache)
+        value = (
+            rows if rows.shape[1] == 1 else jax.vmap(lambda r, s: jnp.take(r, s, axis=0, mode="clip"))(rows, sources)
+        )
+        return jnp.where(is_written, value, cache)
 
     written: Array = lax.fori_loop(0, turns, scatter if cache.dtype == np.float16 else select, cache)
     return written
 
 
 def in_kernels(name: str) -> Callable[..., Any]:
-    """An implementation of `kernels.py`, which imports Pallas, imported where one runs."""
+    """Return an implementation of `kernels.py`, which is imported only when it runs, as it imports Pallas."""
 
     def run(op: Mir, *arrays: Any) -> Any:
         return getattr(importlib.import_module("rlx_jax.lowering.lir.kernels"), name)(op, *arrays)
@@ -113,14 +120,14 @@ def in_kernels(name: str) -> Callable[..., Any]:
     return run
 
 
-# Kernels of our own.
+# Custom Pallas kernels.
 KERNELS = ("grouped", "one_pass", "states_in_one")
 
-# How to run an op, by the name of the implementation; each equals `eval`.
+# Functions that run an op, by the name of the implementation; each computes the same as `eval`.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
     "cudnn": cudnn,
-    # Operands laid out head by head, as XLA's products on a CPU want them.
+    # Operands transposed to have the head axis first: XLA's batched products on a CPU are faster so.
     "heads_first": lambda op, *arrays: op.eval(*arrays, heads_first=True),
     "query_chunks": query_chunks,
     "row": row,
@@ -135,18 +142,18 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     **{name: in_kernels(name) for name in KERNELS},
 }
 
-# Held while the filters of warnings, which are the whole process's, are others.
+# Lock for changing the filters of warnings, which are global to the process.
 LOWERING = threading.Lock()
 
 
 def has_kernels(device: Device) -> bool:
-    """Whether kernels of our own were measured on the device, and this JAX has what they are written in."""
+    """Return whether custom kernels were measured on the device, and this JAX has Pallas' Triton backend."""
     return device.has_kernels and has_triton()
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether this JAX has Pallas' Triton backend, which is deprecated since 0.11 and will go."""
+    """Return whether this JAX has Pallas' Triton backend, which is deprecated since 0.11 and will be removed."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
@@ -156,7 +163,11 @@ def has_triton() -> bool:
 
 @contextlib.contextmanager
 def without_deprecation(choices: Mapping[Call, Choice]) -> Iterator[None]:
-    """Lower a program with these choices without JAX's word on Triton, about which a user can do nothing."""
+    """Suppress JAX's deprecation warning about Triton while a program is lowered; users cannot act on it.
+
+    Args:
+        choices: the program's choices; without custom kernels among them nothing is suppressed.
+    """
     if not any(choice.implementation in KERNELS for choice in choices.values()):
         yield
         return
@@ -168,31 +179,43 @@ def without_deprecation(choices: Mapping[Call, Choice]) -> Iterator[None]:
 def choose_all(
     graph: Graph, device: Device, attention: str, products: str, experts: str, division: Division | None, kernels: bool
 ) -> dict[Call, Choice]:
-    """The implementation of every attention and mixture of experts of a program with static sizes, and of products,
-    recurrences and cache writes where `eval` loses. `kernels` of our own run on one device.
+    """Choose implementations for a program with static sizes.
+
+    Args:
+        graph: the MIR program.
+        device: the target.
+        attention: the requested implementation of attention.
+        products: that of products with weights.
+        experts: that of mixtures of experts.
+        division: the sharding, None on one device.
+        kernels: whether custom kernels may be chosen; they run on one device only.
+
+    Returns:
+        A choice for every attention and mixture of experts, and for those products, recurrences and cache writes for
+        which another implementation is faster than `eval`.
 
     Raises:
-        UnsupportedError: attention cannot have what was asked for; names its block and the reason.
+        UnsupportedError: an attention cannot run by the requested implementation; names its block and the reason.
     """
-    own = kernels and division is None and has_kernels(device)
+    use_kernels = kernels and division is None and has_kernels(device)
     rules: dict[type[Mir], Callable[[Call], Choice | None]] = {
         AttentionOp: lambda call: choose_attention(call, device, attention),
         **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
-        **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, own)),
+        **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, use_kernels)),
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),
-        ExpertFfn: lambda call: choose_experts(call, device, experts, division, own),
+        ExpertFfn: lambda call: choose_experts(call, device, experts, division, use_kernels),
     }
-    chosen: dict[Call, Choice] = {}
+    choices: dict[Call, Choice] = {}
     for inner, node in graph.walk():
         if isinstance(node.op, CHOSEN):
             call = call_of(inner, node)
             with located(node.origin):
                 choice = rules[type(node.op)](call)
-            chosen |= {} if choice is None else {call: choice}
-    return chosen
+            choices |= {} if choice is None else {call: choice}
+    return choices
 
 
 def runnable(choices: Mapping[Call, Choice], device: Device) -> dict[Call, Choice]:
-    """The choices that a device can run; `eval` means the same as the others."""
+    """Return the choices that a device can run. Nodes without a choice run by `eval`, which computes the same."""
     missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if has_kernels(device) else KERNELS)
     return {call: choice for call, choice in choices.items() if choice.implementation not in missing}

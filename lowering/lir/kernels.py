@@ -1,16 +1,16 @@
-"""Kernels of our own, in Pallas' Triton dialect, for one Hopper GPU, on which they were measured.
+"""Custom Pallas kernels (Triton backend) for a single Hopper GPU, on which they were measured.
 
-Elsewhere, over a mesh, and in programs that are trained, XLA runs the forms that it has.
+On other devices, over a mesh, and in training, XLA runs the implementations of the other modules.
 
-The gated delta rule holds a part of the state in a kernel: columns of it, which depend on no others. Measured on one
-H200, bf16, 16 heads of width 128, ms, without kernels and with: one token of 18 layers, 8 rows 0.224 and 0.157, 64 rows
-0.997 and 0.763, and 1 row 0.137 and 0.143, which is therefore left to XLA; one layer over 1 x 4096 tokens 0.97 and
-0.42, over 8 x 4096 3.99 and 2.31.
+Gated delta rule: each program of a kernel holds some columns of the state, which are independent of the others.
+Measured on one H200, bf16, 16 heads of width 128, ms, without and with kernels: one token through 18 layers, 8 rows
+0.224 and 0.157, 64 rows 0.997 and 0.763, 1 row 0.137 and 0.143, which is therefore left to XLA; one layer over 1 x 4096
+tokens 0.97 and 0.42, over 8 x 4096 3.99 and 2.31.
 
-The experts of a mixture are two kernels: one for gate, up and what lies between, one for down. Choices are sorted by
-expert, in blocks of rows of one expert each; a program of a kernel multiplies a block with columns of its own expert's
-weights where they stand, so that nothing is copied and no expert is read that nobody chose. Measured on one H200, bf16,
-8 layers of 128 experts of width 768 over 2048, 8 of them for each token, ms, the best form without kernels and this: 8
+Mixture of experts: one kernel computes gate, up and the activation, a second one down. Choices are sorted by expert, in
+blocks of rows of one expert each. A program multiplies a block with some columns of its expert's weights and reads them
+in place, so that weights are not copied and experts without choices are not read. Measured on one H200, bf16, 8 layers
+of 128 experts of width 768 over 2048, 8 experts per token, ms, the best implementation without kernels and this one: 8
 tokens 1.26 and 1.13; 64 tokens 2.92 and 2.48; 256 tokens 5.4 and 2.8; 2048 tokens 20.5 and 5.3; 16384 tokens 40 and
 23.6.
 """
@@ -37,16 +37,24 @@ AnyArray = Any
 
 
 def tile(size: int, most: int) -> int:
-    """The largest power of two that divides `size`, at most `most`."""
+    """Return the largest power of two that divides `size`, at most `most`."""
     return min(size & -size, most)
 
 
 def call(
     kernel: Callable[..., None], out: Any, grid: tuple[int, ...], warps: int, stages: int = 1, **how: Any
 ) -> Callable[..., Any]:
-    """A kernel over whole arrays, of which each program of the grid reads and writes its own part. Where there is no
-    GPU it is interpreted."""
-    from jax.experimental.pallas import triton  # a quarter of a second, which those that have no GPU save
+    """Return a callable that runs a Pallas kernel; it is interpreted if there is no GPU.
+
+    Args:
+        kernel: the kernel over references to full arrays, of which each program of the grid accesses its own part.
+        out: shapes and dtypes of the results.
+        grid: the number of programs along each grid axis.
+        warps: warps per program.
+        stages: pipeline stages of loads.
+        how: further options of `pallas_call`.
+    """
+    from jax.experimental.pallas import triton  # imported here, as it takes a quarter of a second
 
     params = triton.CompilerParams(num_warps=warps, num_stages=stages)
     interpret = running_device().kind != "cuda"
@@ -54,7 +62,10 @@ def call(
 
 
 def with_gradient_of(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A kernel `(op, *arrays)`, whose gradient is that of another form of the same, computed again for it."""
+    """Return a decorator for a kernel `(op, *arrays)` that adds the gradient of an equivalent function.
+
+    The backward pass recomputes the forward pass by `plain`.
+    """
 
     def with_gradient(kernel: Callable[..., Any]) -> Callable[..., Any]:
         run = jax.custom_vjp(kernel, nondiff_argnums=(0,))
@@ -67,13 +78,13 @@ def with_gradient_of(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]]
     return with_gradient
 
 
-# Programs of a kernel that one Hopper runs at once, about.
+# Approximate number of kernel programs that one Hopper GPU runs concurrently.
 PROGRAMS = 128
 
 
 @with_gradient_of(one_token)
 def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
-    """The op over one token, whose state is read once and written where it stands."""
+    """Compute the op over one token; the state is read once and updated in place."""
     q, k, v, g, beta = (x[:, 0] for x in operands[:5])
     state = op.begin(*operands)
     batch, heads, keys, values = state.shape
@@ -83,11 +94,11 @@ def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
         b, h, n = (pl.program_id(axis) for axis in range(3))
         column = pl.ds(n * columns, columns)
         query, key = (x[b, h // times, :].astype(jnp.float32)[:, None] for x in (q, k))
-        held = state[b, h, :, column] * jnp.exp(g[b, h].astype(jnp.float32))
-        new = v[b, h, column].astype(jnp.float32) - (held * key).sum(0)
-        held = held + key * (beta[b, h].astype(jnp.float32) * new)[None]
-        after[b, h, :, column] = held
-        out[b, h, column] = (scale * (held * query).sum(0)).astype(out.dtype)
+        state_columns = state[b, h, :, column] * jnp.exp(g[b, h].astype(jnp.float32))
+        new = v[b, h, column].astype(jnp.float32) - (state_columns * key).sum(0)
+        state_columns = state_columns + key * (beta[b, h].astype(jnp.float32) * new)[None]
+        after[b, h, :, column] = state_columns
+        out[b, h, column] = (scale * (state_columns * query).sum(0)).astype(out.dtype)
 
     shapes = (jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype))
     grid = (batch, heads, values // columns)
@@ -97,7 +108,7 @@ def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
 
 @with_gradient_of(chunks_at_once)
 def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
-    """The op in chunks, all of them at once but for the states, which follow one another inside of one kernel."""
+    """Compute the op in chunks, in parallel except for the states, which one kernel computes one after the other."""
     chunk, cut, start, (tokens, dtype) = chunks_of(op, operands)
     ready = jax.vmap(chunk.prepare)(cut)
     before, new, last = following_states(ready, start)
@@ -106,51 +117,63 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
 
 
 def following_states(ready: Any, start: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """States `[n, …, K, V]` before each of n chunks, what each writes `[n, …, C, V]`, and the last state `[…, K, V]`.
+    """Compute the recurrence over chunks: `V' = U − W S`, `S ← e^{G_C} S + writtenᵀ V'` for each chunk.
 
-    Of what `delta_chunk` prepares, with leading axes `[n, …]`, and the state at the start: for each chunk
-    `V' = U − W S`, `S ← e^{G_C} S + writtenᵀ V'`.
+    Args:
+        ready: the result of `delta_chunk`'s `prepare`, with leading axes `[n, …]`.
+        start: the state before the first chunk `[…, K, V]`.
+
+    Returns:
+        The state before each of n chunks `[n, …, K, V]`, the values V' that each writes `[n, …, C, V]`, and the last
+        state `[…, K, V]`.
     """
     fresh, erased, written, total, _ = ready
     lead, keys, dtype = fresh.shape[1:-2], erased.shape[-1], erased.dtype
     kept = jnp.exp(total[..., -1, 0])
     flat = (x.reshape(len(x), -1, *x.shape[1 + len(lead) :]) for x in (kept, fresh, erased, written))
     kept, fresh, erased, written = flat
-    chunks, many, size, values = fresh.shape
-    columns = tile(values, max(16, min(64, many * values // PROGRAMS)))
+    chunks, num_states, size, values = fresh.shape
+    columns = tile(values, max(16, min(64, num_states * values // PROGRAMS)))
 
     def kernel(kept: Any, fresh: Any, erased: Any, written: Any, start: Any, before: Any, new: Any, last: Any) -> None:
         x = pl.program_id(0)
         column = pl.ds(pl.program_id(1) * columns, columns)
 
         def turn(i: AnyArray, held: AnyArray) -> AnyArray:
-            short = held.astype(dtype)
-            before[i, x, :, column] = short
-            made = fresh[i, x, :, column] - jnp.dot(erased[i, x], short, preferred_element_type=jnp.float32)
-            new[i, x, :, column] = made.astype(dtype)
-            wrote = jnp.dot(written[i, x].T, made.astype(dtype), preferred_element_type=jnp.float32)
-            return kept[i, x] * held + wrote
+            rounded = held.astype(dtype)
+            before[i, x, :, column] = rounded
+            new_values = fresh[i, x, :, column] - jnp.dot(erased[i, x], rounded, preferred_element_type=jnp.float32)
+            new[i, x, :, column] = new_values.astype(dtype)
+            update = jnp.dot(written[i, x].T, new_values.astype(dtype), preferred_element_type=jnp.float32)
+            return kept[i, x] * held + update
 
         last[x, :, column] = lax.fori_loop(0, chunks, turn, start[x, :, column])
 
     shapes = (
-        jax.ShapeDtypeStruct((chunks, many, keys, values), dtype),
-        jax.ShapeDtypeStruct((chunks, many, size, values), dtype),
-        jax.ShapeDtypeStruct((many, keys, values), jnp.float32),
+        jax.ShapeDtypeStruct((chunks, num_states, keys, values), dtype),
+        jax.ShapeDtypeStruct((chunks, num_states, size, values), dtype),
+        jax.ShapeDtypeStruct((num_states, keys, values), jnp.float32),
     )
-    run = call(kernel, shapes, (many, values // columns), 4, 3)
-    before, new, last = run(kept, fresh, erased, written, start.reshape(many, keys, values))
-    apart = (before.reshape(chunks, *lead, keys, values), new.reshape(chunks, *lead, size, values))
-    return *apart, last.reshape(start.shape)
+    run = call(kernel, shapes, (num_states, values // columns), 4, 3)
+    before, new, last = run(kept, fresh, erased, written, start.reshape(num_states, keys, values))
+    outputs = (before.reshape(chunks, *lead, keys, values), new.reshape(chunks, *lead, size, values))
+    return *outputs, last.reshape(start.shape)
 
 
-# Choices that are sorted by comparing each with each, in 10 µs; sorting takes 50.
+# Number of choices up to which all pairs are compared instead of sorting: 10 µs instead of 50.
 COMPARED = 2048
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel is cut: columns of its result, numbers that are summed a turn, warps, turns loaded ahead."""
+    """Tile sizes of a kernel.
+
+    Attributes:
+        columns: columns of the result per program.
+        depth: contracted entries per loop iteration.
+        warps: warps per program.
+        stages: loop iterations that are loaded ahead.
+    """
 
     columns: int
     depth: int
@@ -158,7 +181,8 @@ class Tiles:
     stages: int
 
 
-# Of gate and up, and of down, by the rows of a block: the best of what was tried on one H200.
+# Tiles of the gate and up kernel, and of the down kernel, by the rows of a block: the fastest of those tried on one
+# H200.
 TILES = {
     16: (Tiles(64, 128, 4, 3), Tiles(64, 128, 4, 3)),
     64: (Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 3)),
@@ -168,12 +192,12 @@ TILES = {
 
 @with_gradient_of(blocked)
 def grouped(op: ExpertFfn, *arrays: AnyArray) -> AnyArray:
-    """The op, with operands as in `ExpertFfn`."""
+    """Compute the op by two kernels, with operands as in `ExpertFfn`."""
     x, gate, up, down, weights, ids, *biases = arrays
     rows = next((rows for rows in TILES if ids.size <= rows * len(gate)), max(TILES))
-    cut = (compared_blocks if ids.size <= COMPARED else sorted_blocks)(ids, len(gate), rows)
-    owner, choice = (a.astype(jnp.int32) for a in (cut.owner, cut.choice))
-    blocks = OwnedBlocks(op, rows, owner, choice, cut.used.sum(-1, dtype=jnp.int32))
+    sorted_choices = (compared_blocks if ids.size <= COMPARED else sorted_blocks)(ids, len(gate), rows)
+    owner, choice = (a.astype(jnp.int32) for a in (sorted_choices.owner, sorted_choices.choice))
+    blocks = OwnedBlocks(op, rows, owner, choice, sorted_choices.used.sum(-1, dtype=jnp.int32))
     gate_bias, up_bias, down_bias = biases or NONE
     wide, narrow = TILES[rows]
     token = blocks.choice // ids.shape[-1]
@@ -184,7 +208,15 @@ def grouped(op: ExpertFfn, *arrays: AnyArray) -> AnyArray:
 
 @dataclass(frozen=True)
 class OwnedBlocks:
-    """Of `rows` choices each: whose they are `[n]`, their numbers `[n, rows]`, and how many there are `[n]`."""
+    """Blocks of choices, each of one expert.
+
+    Attributes:
+        op: the mixture.
+        rows: rows of a block.
+        owner: the expert of each block `[n]`.
+        choice: the numbers of its choices `[n, rows]`.
+        count: the number of its choices `[n]`.
+    """
 
     op: ExpertFfn
     rows: int
@@ -193,11 +225,11 @@ class OwnedBlocks:
     count: AnyArray
 
     def weights(self, ref: Any, expert: AnyArray, column: AnyArray, deep: AnyArray) -> AnyArray:
-        """A tile `[depth, columns]` of an expert's matrix."""
+        """Load a tile `[depth, columns]` of an expert's matrix."""
         return ref[expert, column, deep].T if self.op.contract else ref[expert, deep, column]
 
     def product(self, x: AnyArray, ref: Any, expert: AnyArray, column: AnyArray, deep: AnyArray) -> AnyArray:
-        """One turn of a product, in f32."""
+        """Multiply one tile in float32: one loop iteration of a product."""
         w = self.weights(ref, expert, column, deep)
         return jnp.dot(x, w, preferred_element_type=jnp.float32)
 
@@ -205,7 +237,19 @@ class OwnedBlocks:
 def _wide(
     blocks: OwnedBlocks, tiles: Tiles, token: AnyArray, x: AnyArray, both: tuple[Any, Any], biases: tuple[Any, Any]
 ) -> AnyArray:
-    """`act(x G) ⊙ (x U)` of every row of every block `[n · rows, F]`: x `[T, H]`, of which each row reads its token."""
+    """Compute `act(x G) ⊙ (x U)` for every row of every block.
+
+    Args:
+        blocks: the n blocks of choices.
+        tiles: the tile sizes.
+        token: the token of each row `[n, rows]`.
+        x: the tokens `[T, H]`.
+        both: the weights of gate and up.
+        biases: their biases, or None.
+
+    Returns:
+        `[n · rows, F]`.
+    """
     op, rows, hidden = blocks.op, blocks.rows, x.shape[1]
     inner = both[0].shape[1 if op.contract else 2]
     columns, depth = tile(inner, tiles.columns), tile(hidden, tiles.depth)
@@ -217,17 +261,17 @@ def _wide(
         column = pl.ds(n * columns, columns)
 
         @pl.when(count[b] > 0)
-        def _() -> None:
-            expert, read = owner[b], token[b, :]
+        def _() -> None:  # blocks without choices read and write nothing
+            expert, tokens = owner[b], token[b, :]
 
             def turn(k: AnyArray, sums: tuple[AnyArray, AnyArray]) -> tuple[AnyArray, AnyArray]:
                 deep = pl.ds(k * depth, depth)
-                part = x[read, deep]
+                part = x[tokens, deep]
                 g, u = (blocks.product(part, w, expert, column, deep) for w in (gate, up))
                 return sums[0] + g, sums[1] + u
 
-            none = jnp.zeros((rows, columns), jnp.float32)
-            g, u = lax.fori_loop(0, hidden // depth, turn, (none, none))
+            zeros = jnp.zeros((rows, columns), jnp.float32)
+            g, u = lax.fori_loop(0, hidden // depth, turn, (zeros, zeros))
             if added:
                 pairs = zip((g, u), added, strict=True)
                 g, u = (a + bias[expert, column].astype(jnp.float32)[None] for a, bias in pairs)
@@ -241,7 +285,7 @@ def _wide(
 def _narrow(
     blocks: OwnedBlocks, tiles: Tiles, choices: int, inner: AnyArray, down: AnyArray, bias: AnyArray
 ) -> AnyArray:
-    """`inner D` of every choice `[choices, H]`."""
+    """Compute `inner D` for every choice `[choices, H]`, in the order of the choices."""
     op, rows, width = blocks.op, blocks.rows, inner.shape[1]
     hidden = down.shape[1 if op.contract else 2]
     columns, depth = tile(hidden, tiles.columns), tile(width, tiles.depth)
@@ -259,12 +303,12 @@ def _narrow(
                 deep = pl.ds(k * depth, depth)
                 return total + blocks.product(inner[pl.ds(b * rows, rows), deep], down, expert, column, deep)
 
-            made = lax.fori_loop(0, width // depth, turn, jnp.zeros((rows, columns), jnp.float32))
+            result = lax.fori_loop(0, width // depth, turn, jnp.zeros((rows, columns), jnp.float32))
             if added:
-                made = made + added[0][expert, column].astype(jnp.float32)[None]
-            # Rows that stand for no choice write to one behind the last.
+                result = result + added[0][expert, column].astype(jnp.float32)[None]
+            # Unused rows of a block write to an extra row after the last choice, which is cut off.
             place = jnp.where(jnp.arange(rows) < count[b], choice[b, :], choices)
-            out[place, column] = made.astype(out.dtype)
+            out[place, column] = result.astype(out.dtype)
 
     shape = jax.ShapeDtypeStruct((choices + 1, hidden), inner.dtype)
     run = call(kernel, shape, (hidden // columns, blocks.owner.size), tiles.warps, tiles.stages)
@@ -272,17 +316,20 @@ def _narrow(
 
 
 def compared_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
-    """`sorted_blocks` of few choices, as sums of comparisons of each with each: three kernels in place of ten."""
+    """Return the result of `sorted_blocks` for few choices by comparing all pairs: three GPU kernels instead of ten."""
     flat = ids.reshape(-1)
-    many = flat.size
-    blocks = min(-(-many // rows) + experts - 1, many)
-    at = jnp.arange(many, dtype=jnp.int32)
-    same, less = flat[:, None] == flat[None], flat[None] < flat[:, None]
-    before = (same & (at[None] < at[:, None])).sum(1, dtype=jnp.int32)  # choices of the same expert
-    begin = (less & (before % rows == 0)[None]).sum(1, dtype=jnp.int32)  # blocks of the experts before
-    block = begin + before // rows
-    place = block * rows + before % rows
+    num_choices = flat.size
+    blocks = min(-(-num_choices // rows) + experts - 1, num_choices)
+    numbers = jnp.arange(num_choices, dtype=jnp.int32)
+    is_same, is_less = flat[:, None] == flat[None], flat[None] < flat[:, None]
+    rank = (is_same & (numbers[None] < numbers[:, None])).sum(
+        1, dtype=jnp.int32
+    )  # preceding choices of the same expert
+    # Every block has one choice that is first in it, so these count the blocks of preceding experts.
+    first_block = (is_less & (rank % rows == 0)[None]).sum(1, dtype=jnp.int32)
+    block = first_block + rank // rows
+    place = block * rows + rank % rows
     row, number = (jnp.arange(n, dtype=jnp.int32)[:, None] for n in (blocks * rows, blocks))
-    choice = jnp.where(place[None] == row, at[None], -1).max(1).reshape(blocks, rows)
+    choice = jnp.where(place[None] == row, numbers[None], -1).max(1).reshape(blocks, rows)
     owner = jnp.where(block[None] == number, flat[None], 0).max(1)
     return SortedChoices(owner, choice >= 0, jnp.maximum(choice, 0), place)

@@ -1,10 +1,12 @@
-"""Which form runs each recurrence. `eval` goes token by token; many tokens are products of matrices, one needs no loop.
+"""Implementations of recurrences, and the choice among them.
 
-In chunks, the updates inside a chunk are one triangular system (the WY form of Householder products, and the UT
-transform of it): Yang et al., arXiv:2406.06484, and with decay arXiv:2412.06464; the selective scan has no system to
-solve: Dao and Gu, arXiv:2405.21060, section 6. A chunk is three functions: what it is without a state, what it makes of
-a state, and what it gives. An accelerator takes the first and the last of all chunks at once; a CPU one chunk after the
-other, which stays in its cache.
+`eval` loops over tokens. A single token needs no loop, and many tokens are computed in chunks by matrix products.
+
+Within a chunk of the gated delta rule, the updates form one triangular system (the WY form of Householder products and
+its UT transform): Yang et al., arXiv:2406.06484, and with decay arXiv:2412.06464. The selective scan has no system to
+solve: Dao and Gu, arXiv:2405.21060, section 6. A chunk consists of three functions: a preparation that needs no state,
+the update of the state, and the results. On an accelerator the first and the last run for all chunks in parallel; on a
+CPU chunks run one after the other, so that each stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from rlx_jax.lowering.lir.plan import Call, Choice
 
 AnyArray = Any
 Recurrence = GatedDeltaOp | SelectiveScanOp
-# Tokens from which chunks are faster than steps.
+# Number of tokens from which chunks are faster than single steps.
 FEW = 16
-# Chunks that the loop over states takes at a time: on one H200, 4096 tokens of 16 heads take 1.61 ms at 1, 1.12 at 4,
-# 1.10 at 8, 1.16 at 16.
+# Chunks per iteration of the loop over states (its unrolling): on one H200, 4096 tokens of 16 heads take 1.61 ms at 1,
+# 1.12 at 4, 1.10 at 8, 1.16 at 16.
 TURN = 8
-# Bytes of a state from which a step takes as long as they do.
+# Bytes of a state from which reading it dominates a step.
 READ = 4 << 20
-# Rows of a triangular system that are solved by powers, whose entries grow with the binomials of that number.
+# Rows of a triangular block that is inverted by powers. Entries of powers grow with the binomials of that number.
 BLOCK = 8
 
 
@@ -40,15 +42,25 @@ BLOCK = 8
 
 
 def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
-    """The form of one recurrence with static sizes, among `kernels` too; None: token by token."""
+    """Choose the implementation of a recurrence.
+
+    Args:
+        call: the op and the types of its operands, with static sizes.
+        device: the target.
+        kernels: whether custom kernels may be chosen.
+
+    Returns:
+        The choice; None for `eval`, token by token.
+    """
     op, operands = call
     assert isinstance(op, Recurrence)
     tokens, fits = int(operands[0].shape[1]), kernels and fits_kernels(call)
     if tokens == 1:
-        many = math.prod(map(int, operands[2].shape)) * int(operands[1].shape[-1])
-        if fits and not op.every and 4 * many >= READ:
+        state_size = math.prod(map(int, operands[2].shape)) * int(operands[1].shape[-1])  # numbers of the state, in f32
+        if fits and not op.every and 4 * state_size >= READ:
             return Choice("one_pass", "the state is read once")
         return Choice("one_token", "there is no loop over one token")
+    # Chunks have no state after each token, and their products need one decay per head: A `[H]`, not `[H, N]`.
     if tokens < FEW or op.every or (isinstance(op, SelectiveScanOp) and operands[2].rank == 2):
         return None
     if fits and short_name(operands[2].dtype) in ("bf16", "f16"):
@@ -58,30 +70,31 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
 
 
 def fits_kernels(call: Call) -> bool:
-    """Whether the kernels of `kernels.py` take it: widths that are powers of two, of 16 at least."""
+    """Return whether `kernels.py` supports a recurrence: the gated delta rule with widths of powers of two from 16."""
     op, operands = call
     if not isinstance(op, GatedDeltaOp):
         return False
     return all(width >= 16 and not width & (width - 1) for width in (int(t.shape[3]) for t in operands[1:3]))
 
 
-# -- the forms ---------------------------------------------------------------------------------
+# -- implementations ---------------------------------------------------------------------------
 
 
 def one_token(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
-    """The op over one token: its step, without a loop."""
+    """Compute the op over one token: its step, without a loop."""
     like = operands[2 if isinstance(op, GatedDeltaOp) else 0]
-    tokens = [x if x.ndim < 3 else x[:, 0] for x in operands[:5]]  # all but A have the axis of tokens
+    tokens = [x if x.ndim < 3 else x[:, 0] for x in operands[:5]]  # all except A have the token axis
     after, out = op.step(op.begin(*operands), *(x.astype(jnp.float32) for x in tokens))
     return (out[:, None].astype(like.dtype), after, *((after[:, None],) if op.every else ()))
 
 
 class Chunk(NamedTuple):
-    """A recurrence over one chunk of tokens, whose arrays are `[B, G, R, C, …]`: R heads read each of G groups.
+    """A recurrence over one chunk of C tokens. Arrays are `[B, G, R, C, …]`: R heads share each of G groups.
 
-    tokens: the operands as `[B, S, H, W]`, and each one's dtype in the chunk.
-    prepare: of the operands of a chunk, what needs no state. carry: the state behind it, of that and the state before.
-    give: the results of the chunk, of the state before, the operands and what was prepared.
+    Attributes:
+        prepare: operands of the chunk → all that needs no state.
+        carry: (state before the chunk, result of `prepare`) → state after the chunk.
+        give: (state before the chunk, operands, result of `prepare`) → results of the chunk.
     """
 
     prepare: Callable[..., Any]
@@ -90,32 +103,37 @@ class Chunk(NamedTuple):
 
 
 def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
-    """The op in chunks: all of them at once but for the state, which a loop takes from one to the next."""
-    chunk, cut, start, (tokens, dtype) = chunks_of(op, operands)
-    ready = jax.vmap(chunk.prepare)(cut)
+    """Compute the op in chunks: all in parallel except for the state, which a loop carries from chunk to chunk."""
+    chunk, chunks, start, (tokens, dtype) = chunks_of(op, operands)
+    ready = jax.vmap(chunk.prepare)(chunks)
 
     def step(held: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
         return chunk.carry(held, part), held.astype(dtype)
 
     last, before = lax.scan(step, start, ready, unroll=TURN)
-    out = jax.vmap(chunk.give)(before, cut, ready)
+    out = jax.vmap(chunk.give)(before, chunks, ready)
     return by_token(out, tokens).astype(dtype), last.reshape(op.begin(*operands).shape)
 
 
 def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
-    """The op in chunks, one after the other."""
-    chunk, cut, start, (tokens, dtype) = chunks_of(op, operands)
+    """Compute the op in chunks, one after the other."""
+    chunk, chunks, start, (tokens, dtype) = chunks_of(op, operands)
 
     def step(held: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
         ready = chunk.prepare(part)
         return chunk.carry(held, ready), chunk.give(held, part, ready).astype(dtype)
 
-    last, out = lax.scan(step, start, cut)
+    last, out = lax.scan(step, start, chunks)
     return by_token(out, tokens), last.reshape(op.begin(*operands).shape)
 
 
 def chunks_of(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[Chunk, Any, AnyArray, tuple[int, Any]]:
-    """The chunk of an op, its operands in chunks, its state by groups, and the tokens and dtype of its result."""
+    """Prepare an op for computation in chunks.
+
+    Returns:
+        The chunk functions, the operands split into chunks, the initial state `[B, G, R, …]`, and the number of tokens
+        and dtype of the result.
+    """
     wide, state = jnp.float32, op.begin(*operands)
     if isinstance(op, GatedDeltaOp):
         q, k, v, g, beta = operands[:5]
@@ -129,17 +147,17 @@ def chunks_of(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[Chunk, An
         rows = (x, dt[..., None], (dt * a.astype(wide)[None, None])[..., None], b, c)
         chunk = scan_chunk(x.dtype)
     size = chunk_size(result.shape[1])
-    cut = tuple(by_chunk(x, size, groups) for x in rows)
+    chunks = tuple(by_chunk(x, size, groups) for x in rows)
     start = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
-    return chunk, cut, start, (result.shape[1], result.dtype)
+    return chunk, chunks, start, (result.shape[1], result.dtype)
 
 
 def delta_chunk(scale: float, dtype: Any) -> Chunk:
-    """The gated delta rule over C tokens.
+    """Return the gated delta rule over C tokens.
 
     With G the running sum of g and `T = (I + tril(diag(β) K Kᵀ ⊙ e^{Gᵢ−Gⱼ}, −1))⁻¹`, `U = T diag(β) V` and
-    `W = T diag(β e^G) K`, a chunk that begins with the state S has `V' = U − W S`, gives
-    `scale · (diag(e^G) Q S + tril(Q Kᵀ ⊙ e^{Gᵢ−Gⱼ}) V')` and leaves `e^{G_C} S + (diag(e^{G_C−G}) K)ᵀ V'`.
+    `W = T diag(β e^G) K`, a chunk that begins with the state S has `V' = U − W S`, the results
+    `scale · (diag(e^G) Q S + tril(Q Kᵀ ⊙ e^{Gᵢ−Gⱼ}) V')` and the next state `e^{G_C} S + (diag(e^{G_C−G}) K)ᵀ V'`.
     """
     dot = partial(product, dtype)
 
@@ -166,7 +184,16 @@ def delta_chunk(scale: float, dtype: Any) -> Chunk:
 
 
 def delta_given(scale: float, dtype: Any, held: AnyArray, part: Any, ready: Any, new: AnyArray) -> AnyArray:
-    """What a chunk gives, of the state before it and of what it writes, `new`."""
+    """Return the results of a chunk of the gated delta rule.
+
+    Args:
+        scale: the scale of queries.
+        dtype: the dtype of products.
+        held: the state before the chunk.
+        part: the chunk's operands.
+        ready: the result of `prepare`.
+        new: the values V' that the chunk writes.
+    """
     (q, k, *_), (_, erased, _, total, between), dot = part, ready, partial(product, dtype)
     inside = between * dot("bgrik,bgrjk->bgrij", q, k)
     across = jnp.exp(total) * dot("bgrik,bgrkv->bgriv", jnp.broadcast_to(q, erased.shape), held)
@@ -174,10 +201,10 @@ def delta_given(scale: float, dtype: Any, held: AnyArray, part: Any, ready: Any,
 
 
 def scan_chunk(dtype: Any) -> Chunk:
-    """The selective scan over C tokens. The state is multiplied by no matrix, so that chunks meet in sums alone.
+    """Return the selective scan over C tokens. Its state is decayed and added to, but not multiplied by a matrix.
 
-    With G the running sum of Δ A, a chunk that begins with the state h gives
-    `tril(C Bᵀ ⊙ e^{Gᵢ−Gⱼ} Δⱼ) X + diag(e^G) C hᵀ` and leaves `e^{G_C} h + Xᵀ diag(Δ e^{G_C−G}) B`.
+    With G the running sum of Δ A, a chunk that begins with the state h has the results
+    `tril(C Bᵀ ⊙ e^{Gᵢ−Gⱼ} Δⱼ) X + diag(e^G) C hᵀ` and the next state `e^{G_C} h + Xᵀ diag(Δ e^{G_C−G}) B`.
     """
     dot = partial(product, dtype)
 
@@ -203,12 +230,15 @@ def scan_chunk(dtype: Any) -> Chunk:
 
 
 def chunk_size(tokens: int) -> int:
-    """`CHUNK`, or the power of two that few tokens fit in."""
+    """Return the tokens of a chunk: `CHUNK`, or the least power of two (from `BLOCK`) that all tokens fit in."""
     return min(CHUNK, max(BLOCK, 1 << (tokens - 1).bit_length()))
 
 
 def by_chunk(x: AnyArray, size: int, groups: int) -> AnyArray:
-    """`[B, S, H, W]` → `[n, B, groups, H/groups, size, W]`, zeros behind the last token, which leave a state alone."""
+    """Split `[B, S, H, W]` into chunks `[n, B, groups, H/groups, size, W]`.
+
+    The last chunk is padded with zeros, which leave the state unchanged.
+    """
     batch, tokens, heads, width = x.shape
     chunks = -(-tokens // size)
     x = jnp.pad(x, ((0, 0), (0, chunks * size - tokens), (0, 0), (0, 0)))
@@ -216,52 +246,62 @@ def by_chunk(x: AnyArray, size: int, groups: int) -> AnyArray:
 
 
 def by_token(x: AnyArray, tokens: int) -> AnyArray:
-    """The inverse of `by_chunk`: `[n, B, G, R, size, W]` → `[B, S, G·R, W]`."""
+    """Join chunks, the inverse of `by_chunk`: `[n, B, G, R, size, W]` → `[B, S, G·R, W]`."""
     chunks, batch, groups, times, size, width = x.shape
     return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, chunks * size, groups * times, width)[:, :tokens]
 
 
 def decays(total: AnyArray) -> AnyArray:
-    """`e^{Gᵢ − Gⱼ}` where i ≥ j, else 0, from the running sums G `[…, C, 1]`: `[…, C, C]`."""
+    """Return `e^{Gᵢ − Gⱼ}` for i ≥ j, else 0, from the running sums G `[…, C, 1]`: `[…, C, C]`."""
     size = total.shape[-2]
-    seen = jnp.tril(jnp.ones((size, size), bool)).reshape((1,) * (total.ndim - 2) + (size, size))
-    return jnp.exp(jnp.where(seen, total - jnp.swapaxes(total, -1, -2), -jnp.inf))
+    is_visible = jnp.tril(jnp.ones((size, size), bool)).reshape((1,) * (total.ndim - 2) + (size, size))
+    # Masked before exp: the sums of later tokens could overflow, and give NaN gradients.
+    return jnp.exp(jnp.where(is_visible, total - jnp.swapaxes(total, -1, -2), -jnp.inf))
 
 
 def product(dtype: Any, subscripts: str, *arrays: AnyArray) -> AnyArray:
-    """A product of `dtype` summed in f32. Operands of f32 are not rounded on the way, on any device."""
+    """Return an einsum of operands in `dtype`, summed in float32.
+
+    Float32 operands use the highest precision, since devices may round them to fewer bits by default.
+    """
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     cast = (a.astype(dtype) for a in arrays)
     return jnp.einsum(subscripts, *cast, precision=precision, preferred_element_type=jnp.float32)
 
 
 def unit_lower_inverse(a: AnyArray) -> AnyArray:
-    """`(I + a)⁻¹` for a strictly lower triangular `a` `[…, n, n]`, n a power of two, in f32.
+    """Return `(I + a)⁻¹` for a strictly lower triangular `a` `[…, n, n]`, n a power of two, in float32.
 
-    Blocks of `BLOCK` rows are a finite sum of powers, `(I − a)(I + a²)(I + a⁴)`; two neighbours become one by
-    `[[X, 0], [−Y L X, Y]]`, with X and Y their inverses and L what stands left of Y. Powers of the whole would grow
-    with the binomials of n, and cancel.
+    Diagonal blocks of `BLOCK` rows are inverted by a finite sum of powers, `(I − a)(I + a²)(I + a⁴)`. Two adjacent
+    blocks with the inverses X and Y are joined by `[[X, 0], [−Y L X, Y]]`, where L is the block left of Y and below X.
+    Powers of the full matrix would grow with the binomials of n and cancel.
     """
     n = a.shape[-1]
     size = min(BLOCK, n)
     one = jnp.eye(size, dtype=a.dtype).reshape((1,) * (a.ndim - 1) + (size, size))
     dot = partial(jnp.einsum, "...ij,...jk->...ik", precision=lax.Precision.HIGHEST)
     power = diagonal_blocks(a, size, 0)
-    inverse, reach = one - power, 2
-    while reach < size:
+    inverse, num_powers = one - power, 2
+    while num_powers < size:
         power = dot(power, power)
-        inverse, reach = dot(inverse, one + power), 2 * reach
+        inverse, num_powers = dot(inverse, one + power), 2 * num_powers
     while size < n:
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        left = -dot(dot(second, diagonal_blocks(a, size, 1)), first)
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse, size = jnp.concatenate([upper, jnp.concatenate([left, second], axis=-1)], axis=-2), 2 * size
+        upper_inv, lower_inv = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        left = -dot(dot(lower_inv, diagonal_blocks(a, size, 1)), upper_inv)
+        upper = jnp.concatenate([upper_inv, jnp.zeros_like(upper_inv)], axis=-1)
+        inverse, size = jnp.concatenate([upper, jnp.concatenate([left, lower_inv], axis=-1)], axis=-2), 2 * size
     return inverse[..., 0, :, :]
 
 
 def diagonal_blocks(a: AnyArray, size: int, below: int) -> AnyArray:
-    """Of `[…, n, n]` the blocks on the diagonal `[…, n/size, size, size]`; with `below` 1, of every other pair of them
-    the one under the first."""
+    """Return blocks of a matrix `[…, n, n]`.
+
+    Args:
+        a: the matrix.
+        size: rows and columns of a block.
+        below: 0 for the blocks on the diagonal, `[…, n/size, size, size]`. 1 for the block below the first of each pair
+            of diagonal blocks, `[…, n/(2·size), size, size]`.
+    """
     starts = range(0, a.shape[-1], size * (1 + below))
     rows = (a[..., s + below * size : s + (1 + below) * size, s : s + size] for s in starts)
     return jnp.stack(list(rows), axis=-3)
