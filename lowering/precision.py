@@ -1,13 +1,13 @@
-"""Dtypes of a program: another compute dtype, classes of ops in narrow dtypes, stored parameters, pinned products.
+"""Passes that set dtypes: the compute dtype, mixed precision, stored parameters, and the precision of products.
 
-A flow is always written in f32. With a compute dtype, floating parameters, inputs and constants enter in it; ops take
-reductions and softmax in f32 by their own definition; floating outputs leave as f32. Mixed precision is a MIR pass: it
-gives every op the dtype of its class, and leaves everything around it in f32: parameters, inputs, state, what enters
-and leaves a region, and outputs, so that gradients are f32 too. Integers and bools are left alone.
+A flow is always defined in float32. With a compute dtype, floating parameters, inputs and constants are cast to it
+first; ops compute reductions and softmax in float32 by their own definition; floating outputs are cast back to float32.
+Mixed precision is a MIR pass: each op computes in the dtype of its class. Everything else stays float32: parameters,
+inputs, state, operands and results of regions, and outputs, so that gradients are float32 too. Integers and bools never
+change.
 
-What carries a state, the nodes between the value that a leaf has when a program starts and the one that it gets, keeps
-the precision of the leaf, whatever the profile computes in: rounded at every token, a sum would forget what it is made
-of.
+The nodes that carry a state, between a leaf's value at the beginning of a program and its new value, keep the precision
+of the leaf in every profile. A running sum that is rounded at every token would lose its small terms.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np
 
 
 def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
-    """The program computing in `dtype`; integers and bools are left alone.
+    """Return the program computing in `dtype`; integers and bools do not change.
 
-    Some values stay f32 whatever the dtype: logits, rotary tables, masks. Where one of them meets another value,
-    elementwise ops and JAX functions run in f32 and return to `dtype`; all other ops take their operands in `dtype`.
-    Constants and parameters follow what they meet. What carries a state keeps the dtype of its leaf.
+    Some values always stay float32: logits, rotary tables, masks. If one of them is combined with another value,
+    elementwise ops and JAX functions compute in float32 and cast the result to `dtype`; all other ops cast their
+    operands to `dtype`. Constants and parameters get the dtype of the other operands. Nodes that carry a state keep the
+    dtype of its leaf.
     """
 
     def enter(old: Graph) -> Rewrite:
-        kept = carried(old)
+        carried_dtypes = carried(old)
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             if isinstance(node.op, Leaf):
@@ -69,10 +70,10 @@ def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
             if keeps_f32(node.op):
                 return b.add(node.op, *(_as_given(b, v) for v in inputs))
             before = [old.nodes[v.node].op for v in node.inputs]
-            if number in kept:
-                return b.add(node.op, *_all_in(b, inputs, before, kept[number]))
+            if number in carried_dtypes:
+                return b.add(node.op, *_all_in(b, inputs, before, carried_dtypes[number]))
             if isinstance(node.op, CastTo | FullLike) and node.op.dtype == F32:
-                return b.add(replace(node.op, dtype=dtype), *inputs)  # written while everything floating was f32
+                return b.add(replace(node.op, dtype=dtype), *inputs)  # the flow's f32 means the compute dtype
             return _agree(b, node.op, inputs, before, dtype)
 
         return fn
@@ -81,13 +82,13 @@ def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
 
 
 def keeps_f32(op: Op) -> bool:
-    """Whether a block takes its operands as they are; one that carries a state does so behind an earlier call too."""
+    """Return whether a block takes its operands without a cast; so does the same block with a carried state."""
     block = op.block if isinstance(op, hir.Carried) else op
     return isinstance(block, Hir) and block.traits.keeps_f32
 
 
 def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | None:
-    """A floating parameter, constant or input in `dtype`."""
+    """Return a floating parameter, constant or input in `dtype`; None for other leaves."""
     if not is_float(op.type.dtype) or isinstance(op, BodyInput):
         return None
     if isinstance(op, Param):
@@ -98,7 +99,7 @@ def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | Non
 
 
 def _as_given(b: Builder, value: Value) -> Value:
-    """An input of the program before it was cast, also where rows of it are read; any other value as it is."""
+    """Return an input of the program without its cast, also if rows of it are gathered; any other value unchanged."""
     node = b.nodes[value.node]
     if isinstance(node.op, Reshape | Gather):
         table = _as_given(b, node.inputs[0])
@@ -110,14 +111,14 @@ def _as_given(b: Builder, value: Value) -> Value:
 def _agree(
     b: Builder, op: Op, inputs: tuple[Value, ...], before: list[Op], dtype: np.dtype[Any]
 ) -> tuple[Value, ...] | None:
-    """Bring floating operands to one dtype."""
+    """Add an op with all floating operands in one dtype, and return its results."""
     floats = [is_float(b.type(v).dtype) for v in inputs]
     own = [f and not isinstance(o, Constant | Param) for f, o in zip(floats, before, strict=True)]
     computed = {b.type(v).dtype for v, is_own in zip(inputs, own, strict=True) if is_own}
     widens = isinstance(op, Mir) and op.traits.widens
     target = F32 if widens and F32 in computed else dtype
     operands = _all_in(b, inputs, before, target)
-    if isinstance(op, hir.Linear | FusedMatMulBiasAct) and op.f32_result:  # a bias is added to the product as it is
+    if isinstance(op, hir.Linear | FusedMatMulBiasAct) and op.f32_result:  # the bias is added to the f32 product
         operands[2:] = _all_in(b, inputs[2:], before[2:], F32)
     results = b.add(op, *operands)
     if widens and computed != {F32}:  # a JAX function may cast to f32 by itself
@@ -126,19 +127,20 @@ def _agree(
 
 
 def _all_in(b: Builder, inputs: tuple[Value, ...], before: list[Op], dtype: np.dtype[Any]) -> list[Value]:
-    """The operands, the floating ones in `dtype`."""
+    """Return the operands with the floating ones cast to `dtype`."""
     pairs = zip(inputs, before, strict=True)
     return [_cast(b, v, op, dtype) if is_float(b.type(v).dtype) else v for v, op in pairs]
 
 
 def _cast(b: Builder, value: Value, before: Op, dtype: np.dtype[Any]) -> Value:
+    """Return a value in `dtype`; a constant of the original program is converted without rounding twice."""
     if isinstance(before, Constant) and b.type(value).dtype != dtype:
         return b.leaf(constant(before.array, dtype))
     return in_dtype(b, value, dtype)
 
 
 def store_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
-    """Keep floating parameters in `dtype` and cast them where they are read, to what the program had."""
+    """Store floating parameters in `dtype`, and cast them to the program's dtype after reading."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         op = node.op
@@ -154,16 +156,17 @@ def store_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
 
 
 def _outputs_in_f32(graph: Graph, types: TypeCache) -> Graph:
+    """Return the program with floating outputs cast to float32."""
     b = Builder.resume(graph, types)
     outputs = [in_dtype(b, v, F32) if is_float(graph.type(v).dtype) else v for v in graph.outputs]
     return b.finish(outputs, graph.output_names)
 
 
 def pin_matmul(graph: Graph, precision: str, types: TypeCache) -> Graph:
-    """Set the precision of every product, whatever jax's global configuration says."""
+    """Set the precision of every product, independently of JAX's global configuration."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        op: Any = node.op  # one of those that have a field `precision`
+        op: Any = node.op  # ops with the trait `pinned` have a field `precision`
         pinned = isinstance(op, Mir) and op.traits.pinned
         return b.add(replace(op, precision=precision), *inputs) if pinned else None
 
@@ -181,40 +184,44 @@ POLICIES: dict[str, Mapping[str, np.dtype[Any]]] = {
 
 
 def mixed(graph: Graph, policy: str, types: TypeCache, classes: Mapping[str, np.dtype[Any]] | None = None) -> Graph:
-    """`op(x)` → `cast_f32(op(cast(x)))`, where a cast of a cast back is the value itself. Casts are shared.
+    """Rewrite `op(x)` → `cast_f32(op(cast(x)))`. Casts are shared, and a cast that undoes another is removed.
 
-    `policy` is one of `POLICIES`, or `custom`: then `classes` has the dtype of each class.
+    Args:
+        graph: the MIR program in float32.
+        policy: one of `POLICIES`, or `custom`.
+        types: the cache of inferred types.
+        classes: the dtype of each class of ops, for `custom`.
     """
     dtypes = (classes or {}) if policy == "custom" else POLICIES[policy]
 
     def enter(old: Graph) -> Rewrite:
-        kept = carried(old)
-        known: dict[tuple[Value, np.dtype[Any]], Value] = {}
+        carried_dtypes = carried(old)
+        casts: dict[tuple[Value, np.dtype[Any]], Value] = {}
 
         def to(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
-            made = b.nodes[value.node]
-            if isinstance(made.op, CastTo) and b.type(made.inputs[0]).dtype == dtype:
-                return made.inputs[0]
+            producer = b.nodes[value.node]
+            if isinstance(producer.op, CastTo) and b.type(producer.inputs[0]).dtype == dtype:
+                return producer.inputs[0]
             if b.type(value).dtype == dtype or not is_float(b.type(value).dtype):
                 return value
-            if (value, dtype) not in known:
-                known[value, dtype] = b(CastTo(dtype), value)
-            return known[value, dtype]
+            if (value, dtype) not in casts:
+                casts[value, dtype] = b(CastTo(dtype), value)
+            return casts[value, dtype]
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             op = node.op
-            if not isinstance(op, Mir) or number in kept or op.traits.numeric == "state":
+            if not isinstance(op, Mir) or number in carried_dtypes or op.traits.numeric == "state":
                 return None  # a cache is written in place, as it is
             if isinstance(op, CastTo) and op.dtype != F32:
-                return None  # to the dtype of a cache
+                return None  # a cast to the dtype of a cache
             dtype = dtypes[op.traits.numeric]
-            first = len(inputs) if op.traits.narrows is None else op.traits.narrows
-            results = b.add(op, *(to(b, v, dtype) if i < first else v for i, v in enumerate(inputs)))
+            num_narrowed = len(inputs) if op.traits.narrows is None else op.traits.narrows
+            results = b.add(op, *(to(b, v, dtype) if i < num_narrowed else v for i, v in enumerate(inputs)))
             return tuple(to(b, r, F32) for r in results)
 
         return fn
 
-    # Where every reader takes the narrow value, the cast back is dead.
+    # A cast back to f32 is dead if all readers take the narrow value.
     return dce(written_as_read(rewrite(graph, enter, types, f"mixed_{policy}"), types), types)
 
 
@@ -222,11 +229,12 @@ T = TypeVar("T")
 
 
 def carried(graph: Graph) -> dict[int, np.dtype[Any]]:
-    """The numbers of those nodes, without the leaves themselves, with the dtype of what they carry.
+    """Return the nodes that carry a state, by number, each with the dtype of its state leaf.
 
-    A leaf carries on itself, or leaves carry on each other: from one of them to the next, and around. Of layers that
-    stand on each other, what an earlier one keeps reaches a later one and never comes back, so that a cache that is
-    written in place has one such node. Where one node carries several leaves, it has the widest dtype.
+    A node carries a leaf if it is on a path from the leaf's old value to its new value, or on a cycle of such paths
+    through several leaves. The state of an earlier layer influences later layers but not the reverse, so nodes between
+    layers carry nothing, and a cache that is written in place has one such node, the write. A node that carries several
+    leaves gets their widest dtype.
     """
     reads = ((number, node.op) for number, node in enumerate(graph.nodes) if isinstance(node.op, StateRead))
     floats = {op.leaf: number for number, op in reads if is_float(op.type.dtype)}
@@ -235,38 +243,38 @@ def carried(graph: Graph) -> dict[int, np.dtype[Any]]:
     for number, node in enumerate(graph.nodes):
         for value in node.inputs:
             readers[value.node].append(number)
-    behind = {leaf: reachable([floats[leaf]], readers.__getitem__) for leaf in writes}
-    reached = {leaf: {other for other, number in writes.items() if number in behind[leaf]} for leaf in writes}
-    found: dict[int, np.dtype[Any]] = {}
+    reached_nodes = {leaf: reachable([floats[leaf]], readers.__getitem__) for leaf in writes}
+    reached = {leaf: {other for other, number in writes.items() if number in reached_nodes[leaf]} for leaf in writes}
+    dtypes: dict[int, np.dtype[Any]] = {}
     for leaf, others in reached.items():
         for other in others:
             if leaf not in reachable(reached[other], reached.__getitem__):
-                continue
+                continue  # no way back from the other leaf to this one
             dtype = graph.nodes[floats[other]].types[0].dtype
-            before = reachable([writes[other]], lambda number: [v.node for v in graph.nodes[number].inputs])
-            for number in before & behind[leaf] - {floats[leaf]}:
-                found[number] = max(found.get(number, dtype), dtype, key=lambda d: d.itemsize)
-    return found
+            ancestors = reachable([writes[other]], lambda number: [v.node for v in graph.nodes[number].inputs])
+            for number in ancestors & reached_nodes[leaf] - {floats[leaf]}:
+                dtypes[number] = max(dtypes.get(number, dtype), dtype, key=lambda d: d.itemsize)
+    return dtypes
 
 
 def reachable(first: Iterable[T], step: Callable[[T], Iterable[T]]) -> set[T]:
-    """All that some reach in any number of steps, themselves included."""
-    found: set[T] = set()
-    asked = list(first)
-    while asked:
-        one = asked.pop()
-        if one not in found:
-            found.add(one)
-            asked += step(one)
-    return found
+    """Return everything that is reachable from `first` in any number of steps, including `first`."""
+    visited: set[T] = set()
+    pending = list(first)
+    while pending:
+        item = pending.pop()
+        if item not in visited:
+            visited.add(item)
+            pending += step(item)
+    return visited
 
 
 def written_as_read(graph: Graph, types: TypeCache) -> Graph:
-    """A floating leaf gets the dtype back that it was read in."""
-    read = {node.op.leaf: node.types[0] for node in graph.nodes if isinstance(node.op, StateRead)}
+    """Cast the new values of floating state leaves to the dtype in which the leaves are read."""
+    read_types = {node.op.leaf: node.types[0] for node in graph.nodes if isinstance(node.op, StateRead)}
     b = Builder.resume(graph, types)
     b.writes = [
-        (leaf, in_dtype(b, v, read[leaf].dtype) if leaf in read and is_float(graph.type(v).dtype) else v)
+        (leaf, in_dtype(b, v, read_types[leaf].dtype) if leaf in read_types and is_float(graph.type(v).dtype) else v)
         for leaf, v in graph.writes
     ]
     return b.finish(graph.outputs, graph.output_names)

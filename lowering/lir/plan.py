@@ -1,8 +1,8 @@
-"""The plan, how a MIR program runs on one target, which together are the LIR; and the Layout of a model's parameters.
+"""LIR, which is a MIR program and the plan of how it runs on one target; and the Layout of a model's parameters.
 
-The Layout says how they are stored: one for all of its programs, chosen before any is lowered.
+The Layout lists the stored parameters. All programs of a model share one Layout, chosen before any of them is lowered.
 
-Nothing at run time depends on offsets: XLA allocates. `buffers.py` computes liveness for reports and proofs.
+A plan has no buffer offsets, as XLA allocates memory. `buffers.py` computes liveness for reports and checks.
 """
 
 from __future__ import annotations
@@ -41,26 +41,38 @@ class Choice:
         return f"{self.implementation} ({self.reason})"
 
 
-# What is not chosen for a node of its own.
+# The choice of nodes that have none in the plan.
 XLA = Choice("xla", "as any other")
 
-# A node as the choice sees it: the op and the types of its operands.
+# Key of a choice: the op and the types of its operands. Equal calls have the same choice.
 Call = tuple[Mir, tuple[TensorType, ...]]
 
 
 def call_of(graph: Graph, node: Node) -> Call:
-    """The key of a node's choice."""
+    """Return the key of a node's choice."""
     assert isinstance(node.op, Mir)
     return node.op, tuple(graph.type(v) for v in node.inputs)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Choices for one program: `scan` the layers or unroll them, donate the state and some inputs, what a gradient
-    recomputes of each layer (`remat`: none or a name in `interpret.REMAT`), the `implementation` of attention that was
-    asked for, how attentions, products and experts run (`choices`), what was asked of products, experts and kernels,
-    options for XLA, and whether a state that is not updated in place is an error (`strict`). `unread` are keys of
-    weights of the program that was planned for which the plan has no use."""
+    """How one program runs.
+
+    Attributes:
+        target: the kind of device.
+        scan: whether repeated layers run under `lax.scan` instead of being unrolled.
+        donate_state: whether calls consume the state.
+        donate_inputs: names of the inputs that calls consume.
+        remat: what a gradient recomputes of each layer: `none` or a name in `interpret.REMAT`.
+        implementation: the requested implementation of attention.
+        choices: the implementation of each attention, product, mixture of experts, recurrence and cache write.
+        compiler_options: options of XLA.
+        unread: keys of the program's weights that the plan does not use.
+        products: the requested implementation of products.
+        experts: the requested implementation of mixtures of experts.
+        kernels: whether custom kernels were requested.
+        strict: whether it is an error if the state is not updated in place.
+    """
 
     target: str
     scan: bool
@@ -77,6 +89,7 @@ class Plan:
     strict: bool = False
 
     def text(self) -> str:
+        """Return the plan in one line, for dumps."""
         options = ", ".join(f"{k}={v}" for k, v in sorted(self.compiler_options.items())) or "none"
         return (
             f"plan: target={self.target}, layers={'scan' if self.scan else 'unroll'}, remat={self.remat}, "
@@ -87,45 +100,48 @@ class Plan:
 
 @dataclass(frozen=True)
 class Lir:
-    """A specialised MIR program with its plan."""
+    """A MIR program with static sizes, and its plan."""
 
     graph: Graph
     plan: Plan
 
     def attention(self) -> tuple[str, ...]:
-        """One line for each attention: its block path, the implementation and the reason."""
+        """Return one line for each attention: its block path, the implementation and the reason."""
         return self._lines(AttentionOp)
 
     def products(self) -> tuple[str, ...]:
-        """How products with weights run: how many, by what and why. A layer that repeats counts once."""
+        """Return one line for each implementation of products: the count, its name, the reason.
+
+        Repeated layers count once.
+        """
         choices = Counter(choice for _, choice in self._choices(*PRODUCTS))
         return tuple(f"{count} by {choice}" for choice, count in choices.items())
 
     def experts(self) -> tuple[str, ...]:
-        """As `attention`, of mixtures of experts."""
+        """Return the same lines as `attention` for mixtures of experts."""
         return self._lines(ExpertFfn)
 
     def recurrences(self) -> tuple[str, ...]:
-        """As `attention`, of recurrences."""
+        """Return the same lines as `attention` for recurrences."""
         return self._lines(*RECURRENCES)
 
     def _lines(self, *kinds: type[Mir]) -> tuple[str, ...]:
         return tuple(f"{path}: {choice}" for path, choice in self._choices(*kinds))
 
     def _choices(self, *kinds: type[Mir]) -> Iterator[tuple[str, str]]:
-        """Block path and choice of each node of these ops."""
+        """Yield block path and choice of each node with one of these ops."""
         for inner, node in self.graph.walk():
             if isinstance(node.op, kinds):
                 yield path_text(node.origin.path), str(self.plan.choices.get(call_of(inner, node), XLA))
 
 
 def state_types(graph: Graph, stacked: bool) -> dict[str, TensorType]:
-    """The arrays of the state: one for each layer, or one for all layers of a scanned region."""
+    """Return the types of state arrays by name: one for each layer, or one for all layers if they are stacked."""
     return {name: t for name, (t, _) in state_leaves(graph, stacked).items()}
 
 
 def state_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Roles]]:
-    """`state_types`, each with what its axes are."""
+    """Return the types of state arrays by name, each with the roles of its axes."""
     reads = ((n.op, count) for inner, count in _repeated(graph) for n in inner.nodes if isinstance(n.op, StateRead))
     return {
         name: (t, (None,) * axis + (op.roles or (None,) * op.type.rank))
@@ -135,7 +151,7 @@ def state_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Rol
 
 
 def _repeated(graph: Graph, iterations: int = 1) -> Iterator[tuple[Graph, int]]:
-    """The regions of a graph and itself, and how often each runs."""
+    """Yield the regions of a graph and the graph itself, each with its number of iterations."""
     for node in graph.nodes:
         for region in node.op.regions():
             yield from _repeated(region, node.op.iterations())
@@ -143,8 +159,8 @@ def _repeated(graph: Graph, iterations: int = 1) -> Iterator[tuple[Graph, int]]:
 
 
 def _arrays(leaf: StateLeaf, t: TensorType, iterations: int, stacked: bool) -> Iterator[tuple[str, int, TensorType]]:
-    """The arrays of a leaf in a graph that runs so often: name, how many axes stand before its own, and type."""
-    if leaf.key(0) == leaf.key(1):
+    """Yield the arrays of a state leaf in a graph with so many iterations: name, number of layer axes (0, 1), type."""
+    if leaf.key(0) == leaf.key(1):  # the leaf does not depend on the layer
         yield leaf.key(None), 0, t
     elif stacked:
         yield leaf.key(None), 1, TensorType((iterations, *t.shape), t.dtype)
@@ -153,21 +169,24 @@ def _arrays(leaf: StateLeaf, t: TensorType, iterations: int, stacked: bool) -> I
 
 
 def taken_back(graph: Graph, stacked: bool) -> tuple[tuple[str, int], ...]:
-    """The arrays of the state that a program gives after each token, beside it, with the axis of their rows."""
+    """Return the state arrays that a program also returns after each token, by name, with their batch axis.
+
+    A `verify` program returns them so that rejected tokens can be removed from the state.
+    """
     return tuple((name, axis) for name, axis, _ in _every(graph, stacked))
 
 
 def given_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Roles]]:
-    """`state_leaves` of the state that a program gives: with those that it gives after each token."""
-    found = state_leaves(graph, stacked)
+    """Return `state_leaves` of the state that a program returns, with the companion arrays after each token."""
+    leaves = state_leaves(graph, stacked)
     for name, axis, t in _every(graph, stacked):
-        _, roles = found[name]
-        found[every_key(name)] = t, (*roles[: axis + 1], "sequence", *roles[axis + 1 :])
-    return found
+        _, roles = leaves[name]
+        leaves[every_key(name)] = t, (*roles[: axis + 1], "sequence", *roles[axis + 1 :])
+    return leaves
 
 
 def _every(graph: Graph, stacked: bool) -> Iterator[tuple[str, int, TensorType]]:
-    """Arrays of the state that are given after each token: their names, the axis of their rows, and what is given."""
+    """Yield the state arrays that are returned after each token: name, batch axis, type of the returned array."""
     for inner, iterations in _repeated(graph):
         for leaf, value in (write for write in inner.writes if write[0].every):
             yield from _arrays(replace(leaf, every=False), inner.type(value), iterations, stacked)
@@ -175,42 +194,50 @@ def _every(graph: Graph, stacked: bool) -> Iterator[tuple[str, int, TensorType]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The leaves by name. A leaf's identity is its program; names are for people."""
+    """The stored parameters of a model by name.
+
+    A parameter is identified by its program, the recipe that computes it from checkpoint weights. Names are for display.
+    """
 
     leaves: Mapping[str, Program]
 
     def types(self) -> dict[str, TensorType]:
-        """The type of every leaf."""
+        """Return the type of every parameter by name."""
         return {name: program.type for name, program in self.leaves.items()}
 
     def by_program(self) -> dict[Program, str]:
+        """Return the name of every parameter by program."""
         return {program: name for name, program in self.leaves.items()}
 
     def repeated(self) -> list[str]:
-        """Checkpoint keys that more than one leaf holds."""
-        held = Counter(name for program in self.leaves.values() for name in {k.key for k in stored_keys(program)})
-        return [name for name, count in held.items() if count > 1]
+        """Return the checkpoint keys that are stored in more than one parameter."""
+        counts = Counter(name for program in self.leaves.values() for name in {k.key for k in stored_keys(program)})
+        return [name for name, count in counts.items() if count > 1]
 
     def check(self, graph: Graph, scan: bool) -> None:
-        """Refuse a program that reads a leaf the layout does not have."""
+        """Check that the layout has every parameter that a program reads.
+
+        Raises:
+            GraphError: a parameter is missing.
+        """
         for program in self._missing(graph, scan):
             raise GraphError(f"the program reads {program}, which is not in the model's layout")
 
     def has(self, graph: Graph, scan: bool) -> bool:
-        """Whether it has every leaf that a program reads."""
+        """Return whether the layout has every parameter that a program reads."""
         return next(self._missing(graph, scan), None) is None
 
     def _missing(self, graph: Graph, scan: bool) -> Iterator[Program]:
-        known = self.by_program()
+        names = self.by_program()
         for param in graph.params():
             reads = [param.programs] if scan and param.varies else [(p,) for p in param.programs]
             for p in reads:
-                if (p[0] if len(p) == 1 else Stack(p)) not in known and not rows(known, p):
+                if (p[0] if len(p) == 1 else Stack(p)) not in names and not rows(names, p):
                     yield p[0]
 
 
 def rows(leaves: Iterable[Program], programs: tuple[Program, ...]) -> tuple[Stack, tuple[int, ...]] | None:
-    """The leaf that `programs` are rows of, and which rows."""
+    """Return the stacked parameter that has `programs` as rows, and their row numbers; None if there is none."""
     for leaf in leaves:
         if isinstance(leaf, Stack) and set(programs) <= set(leaf.parts):
             return leaf, tuple(leaf.parts.index(p) for p in programs)
@@ -218,9 +245,9 @@ def rows(leaves: Iterable[Program], programs: tuple[Program, ...]) -> tuple[Stac
 
 
 def tied(params: Iterable[Param]) -> list[tuple[Program, ...]]:
-    """All programs in groups, both in order of first use: those of one parameter are of one group.
+    """Return all programs in groups, each in order of first use; the programs of one parameter are in one group.
 
-    Where layers share weights, two parameters have a program in common, and their groups are one.
+    If layers share weights, two parameters have a program in common, and their groups are joined.
     """
     group_of: dict[Program, dict[Program, None]] = {}
     for param in params:
@@ -235,9 +262,10 @@ def tied(params: Iterable[Param]) -> list[tuple[Program, ...]]:
 
 
 def programs_of(graphs: Iterable[Graph], scan: bool) -> tuple[Program, ...]:
-    """The leaves that graphs read, in order of first use. No program is in two of them.
+    """Return the programs of the stored parameters that graphs read, in order of first use.
 
-    Of layers that are scanned, the programs of one parameter are the rows of one leaf, those that are tied to them too.
+    For scanned layers, the programs of one parameter are stacked, together with those tied to them. No program is part
+    of two stored parameters.
     """
     params = [param for graph in graphs for param in graph.params()]
     if not scan:
@@ -246,7 +274,7 @@ def programs_of(graphs: Iterable[Graph], scan: bool) -> tuple[Program, ...]:
 
 
 def layout_of(graphs: Iterable[Graph], scan: bool) -> Layout:
-    """The layout that the forward programs of a model's flows ask for."""
+    """Return the layout for the forward programs of a model's flows."""
     leaves: dict[str, Program] = {}
     for program in programs_of(graphs, scan):
         leaves[_free_name(program, leaves)] = program
@@ -254,7 +282,7 @@ def layout_of(graphs: Iterable[Graph], scan: bool) -> Layout:
 
 
 def _free_name(program: Program, taken: Collection[str]) -> str:
-    """The name of a leaf; beside another of that name with its dtype, and with a number where that is no difference."""
+    """Return an unused name for a parameter: its own, with its dtype, or with a number."""
     name = leaf_name(program)
     if name not in taken:
         return name
