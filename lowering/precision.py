@@ -113,8 +113,8 @@ def _agree(
 ) -> tuple[Value, ...] | None:
     """Add an op with all floating operands in one dtype, and return its results."""
     floats = [is_float(b.type(v).dtype) for v in inputs]
-    own = [f and not isinstance(o, Constant | Param) for f, o in zip(floats, before, strict=True)]
-    computed = {b.type(v).dtype for v, is_own in zip(inputs, own, strict=True) if is_own}
+    is_computed = [f and not isinstance(o, Constant | Param) for f, o in zip(floats, before, strict=True)]
+    computed = {b.type(v).dtype for v, is_own in zip(inputs, is_computed, strict=True) if is_own}
     widens = isinstance(op, Mir) and op.traits.widens
     target = F32 if widens and F32 in computed else dtype
     operands = _all_in(b, inputs, before, target)

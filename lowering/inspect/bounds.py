@@ -1,4 +1,4 @@
-"""What the tables of a program allow: the ids that index them, and the positions that they know."""
+"""Limits of a program's tables: the valid ids of each input, and the number of positions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from rlx_jax.lowering.hir.row_layouts import POSITIONS
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the program's tables allow: rows behind each id input, and positions that tables know.
+    """Limits of a program's tables.
 
-    `counted` are the dimensions whose sum is the number of positions, `seq` or `past` and `seq`. `rows` are those of
-    inputs that number entries of an axis whose size a call decides, such as the tokens of a sequence.
+    Attributes:
+        ids: for each input of ids the number of rows of its table, the smallest if there are several.
+        positions: the number of positions; None for no limit.
+        counted: the dimensions that add up to a call's number of positions: `seq`, or `seq` and `past`.
+        rows: for each input that indexes an axis of symbolic size, such as the tokens of a sequence, these sizes.
     """
 
     ids: Mapping[str, int]
@@ -31,13 +34,15 @@ class Bounds:
 
 
 def bounds_of(graph: Graph, max_positions: int | None = None) -> Bounds:
-    """Find the tables that inputs index, directly or through casts and reshapes. Positions are at least 0.
+    """Find the tables that inputs index, directly or through casts and reshapes.
 
-    Where no table ends before, there are `max_positions`; a flow without positions has as many as tokens in its first
-    input.
+    Args:
+        graph: the HIR of the program.
+        max_positions: the number of positions unless a table has fewer rows. A flow without positions counts the tokens
+            of its first input.
 
     Raises:
-        TokenIdError: a constant of the program has ids that its table does not.
+        TokenIdError: a constant of the program has an id outside of its table.
     """
     ids: dict[str, int] = {}
     open_rows: dict[str, tuple[DimLike, ...]] = {}
@@ -48,7 +53,7 @@ def bounds_of(graph: Graph, max_positions: int | None = None) -> Bounds:
             operand, table, axis = node.op.ids
             rows, source = inner.type(node.inputs[table]).shape[axis], _source(inner, node.inputs[operand])
             _check_constant(inner, node, node.inputs[operand], rows)
-        elif isinstance(node.op, hir.RopeRows | hir.RopeAngles):  # the latter are computed for any position
+        elif isinstance(node.op, hir.RopeRows | hir.RopeAngles):  # RopeAngles has no table, and computes any position
             rows = node.op.rows if isinstance(node.op, hir.RopeRows) else max_positions or MAX_DIM
             source = _source(inner, node.inputs[0])
         else:
@@ -57,9 +62,9 @@ def bounds_of(graph: Graph, max_positions: int | None = None) -> Bounds:
             open_rows[source.op.input] = (*open_rows.get(source.op.input, ()), rows)
         elif isinstance(source.op, Input):
             ids[source.op.input] = min(rows, ids.get(source.op.input, rows))
-        elif isinstance(source.op, hir.CountedPositions):  # the first stands behind the padding's own row
-            known = rows if not is_static(rows) else int(rows) - source.op.padding - 1
-            positions = known if positions is None else min(known, positions)
+        elif isinstance(source.op, hir.CountedPositions):  # positions begin after the row of the padding id
+            num_positions = rows if not is_static(rows) else int(rows) - source.op.padding - 1
+            positions = num_positions if positions is None else min(num_positions, positions)
             counted = tuple(inner.type(v).shape[1] for v in source.inputs)
         elif isinstance(source.op, hir.Positions):
             if not isinstance(node.op, hir.RopeAngles):
@@ -69,19 +74,24 @@ def bounds_of(graph: Graph, max_positions: int | None = None) -> Bounds:
 
 
 def behind_cache(bounds: Bounds, given: Collection[str]) -> Bounds:
-    """Those of the program `explicit`: the cached tokens count too, unless positions are given."""
+    """Return the limits of the program `explicit`: past tokens count too, unless calls supply positions.
+
+    Args:
+        bounds: the limits of the forward program.
+        given: names of the optional inputs that calls will supply.
+    """
     if POSITION_IDS in given and POSITION_IDS not in bounds.ids:
         return Bounds({**bounds.ids, POSITION_IDS: bounds.positions or MAX_DIM}, None)
     return replace(bounds, counted=(*bounds.counted, symbol("past")))
 
 
 def packed_rows(bounds: Bounds) -> Bounds:
-    """Those of the program `packed`: a row may be longer than the sequences in it."""
+    """Return the limits of the program `packed`: they apply to its input `positions`, as rows may be longer."""
     return Bounds({**bounds.ids, POSITIONS.input: bounds.positions or MAX_DIM}, None, rows=bounds.rows)
 
 
 def _source(graph: Graph, value: Value) -> Node:
-    """Where ids come from, behind ops that move them and change none."""
+    """Return the node that computes ids, skipping ops that move ids without changing them."""
     node = graph.nodes[value.node]
     while isinstance(node.op, Reshape | Slice | Narrow | Transpose | CastTo | hir.CausalWindow):
         if is_float(graph.type(node.inputs[0]).dtype):
@@ -91,6 +101,7 @@ def _source(graph: Graph, value: Value) -> Node:
 
 
 def _check_constant(graph: Graph, node: Node, ids: Value, rows: DimLike) -> None:
+    """Check that ids, if they are a constant, are in a table of `rows` rows."""
     op = graph.nodes[ids.node].op
     if isinstance(op, Constant) and is_static(rows):
         wrong = op.array[(op.array < 0) | (op.array >= rows)]

@@ -1,10 +1,10 @@
-"""Liveness and a plan of one arena, computed on MIR for reports, dumps and the proof of donation; and the dump of LIR.
+"""Liveness and buffer plan of a MIR program, for reports, dumps and the donation check; and the text dump of LIR.
 
-Nothing at run time depends on it: XLA allocates. Inputs, parameters, constants and state live throughout, as
-arguments of the program, so they take no room here; the arena holds what the program computes. The nodes of a region
-run inside one workspace of their own, which all iterations share.
+XLA allocates memory, so programs do not depend on this plan. Inputs, parameters, constants and state are arguments that
+live during the full program, so the arena contains computed values only. The nodes of a region share one workspace,
+which all iterations reuse.
 
-Of symbolic types the size is not known, so they have no slot until the program is specialised.
+Values with symbolic sizes have no slot until the program is specialized.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PHASES = ("prologue", "steady", "epilogue")
 
 @dataclass(frozen=True)
 class View:
-    """A value that is part of another: it begins `byte_offset` bytes into `root`."""
+    """A value that shares memory with another: it begins `byte_offset` bytes after the beginning of `root`."""
 
     root: Value
     byte_offset: int
@@ -36,7 +36,15 @@ class View:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """`size` bytes from step `born` to step `dies`, both included. The workspace of a region is one of its node."""
+    """Lifetime of a buffer.
+
+    Attributes:
+        value: the value; for a workspace, the first result of its node.
+        size: bytes.
+        born: the step, a node number, that computes it.
+        dies: the last step that reads it.
+        workspace: whether the buffer is the workspace of a node's regions.
+    """
 
     value: Value
     size: int
@@ -45,13 +53,13 @@ class Lifetime:
     workspace: bool = False
 
     def overlaps(self, other: Lifetime) -> bool:
-        """Whether both are alive at one step."""
+        """Return whether two buffers are live at the same step."""
         return self.born <= other.dies and other.born <= self.dies
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a lifetime lies in the arena."""
+    """Position of a buffer in the arena, in bytes."""
 
     offset: int
     life: Lifetime
@@ -59,7 +67,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """Slots of one program by offset, the values that are views, and what each node is for."""
+    """Buffer plan of one program.
+
+    Attributes:
+        arena_size: bytes of the arena.
+        slots: the buffers, sorted by offset.
+        views: the values that share memory with another one.
+        phases: the phase of each node: `prologue` for leaves, `epilogue` after the last contraction, else `steady`.
+        io: the values of inputs, parameters and outputs, each with its name.
+        dynamic_symbols: the symbols without a size.
+        alignment: alignment of offsets in bytes.
+    """
 
     arena_size: int
     slots: tuple[Slot, ...]
@@ -71,43 +89,44 @@ class BufferPlan:
 
     @property
     def total_unshared_bytes(self) -> int:
-        """What the values would take side by side. A view takes nothing."""
+        """Return the bytes of all buffers without sharing. A view takes none."""
         return sum(slot.life.size for slot in self.slots)
 
     @property
     def bytes_saved(self) -> int:
-        """What sharing saves."""
+        """Return the bytes that sharing saves."""
         return max(0, self.total_unshared_bytes - self.arena_size)
 
     def slot(self, value: Value) -> Slot | None:
-        """The slot of a value; None for leaves, views and symbolic sizes."""
+        """Return the slot of a value; None for leaves, views and symbolic sizes."""
         return next((s for s in self.slots if s.life.value == value and not s.life.workspace), None)
 
     def is_view(self, value: Value) -> bool:
-        """Whether a value is part of another."""
+        """Return whether a value shares memory with another."""
         return value in self.views
 
     def nodes_in_phase(self, phase: str) -> tuple[int, ...]:
-        """Node numbers of "prologue" (leaves), "epilogue" (after the last heavy op) or "steady" (the rest)."""
+        """Return the node numbers of a phase: "prologue", "steady" or "epilogue"."""
         return tuple(i for i, p in enumerate(self.phases) if p == phase)
 
 
 def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False) -> BufferPlan:
-    """The plan of a MIR graph.
+    """Compute the buffer plan of a MIR graph.
 
     Args:
-        in_place: caches are updated where they are, as a donated state is.
-        scan: regions run under `lax.scan`, which slices one layer's parameters out of the stacked ones.
+        graph: the graph.
+        in_place: whether caches are updated in place, as with a donated state.
+        scan: whether regions run under `lax.scan`, which copies one layer's parameters from the stacked ones.
     """
-    found = views(graph, in_place)
-    slots = place(lifetimes(graph, found, in_place, scan))
-    named = enumerate(graph.nodes)
-    leaves = [(n.op, Value(i)) for i, n in named if isinstance(n.op, Leaf)]
+    value_views = views(graph, in_place)
+    slots = place(lifetimes(graph, value_views, in_place, scan))
+    numbered_nodes = enumerate(graph.nodes)
+    leaves = [(n.op, Value(i)) for i, n in numbered_nodes if isinstance(n.op, Leaf)]
     symbols = {s for _, n in graph.walk() for t in n.types for s in t.symbols}
     return BufferPlan(
         arena_size=max((s.offset + s.life.size for s in slots), default=0),
         slots=tuple(sorted(slots, key=lambda s: (s.offset, s.life.born, s.life.value.node, s.life.value.index))),
-        views=found,
+        views=value_views,
         phases=_phases(graph),
         io={
             "inputs": tuple((op.input, v) for op, v in leaves if isinstance(op, Input)),
@@ -119,17 +138,17 @@ def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False) -> Buf
 
 
 def views(graph: Graph, in_place: bool = True) -> dict[Value, View]:
-    """The values that need no memory of their own, by what they are part of. Chains end at their root."""
-    found: dict[Value, View] = {}
+    """Return the values that share memory with another value, each with the root of its chain of views."""
+    result: dict[Value, View] = {}
     for number, node in enumerate(graph.nodes):
         for index, source, offset in _view(graph, node, in_place):
-            base = found.get(source, View(source, 0))
-            found[Value(number, index)] = View(base.root, base.byte_offset + offset)
-    return found
+            base = result.get(source, View(source, 0))
+            result[Value(number, index)] = View(base.root, base.byte_offset + offset)
+    return result
 
 
 def _view(graph: Graph, node: Node, in_place: bool) -> list[tuple[int, Value, int]]:
-    """(result, operand that it is part of, bytes into it) for the results of a node that are views."""
+    """Return (result index, operand, byte offset) for those results of a node that are views of an operand."""
     if not isinstance(node.op, Mir):
         return []
     offset = node.op.traits.view(node.op, [graph.type(v) for v in node.inputs], node.types)
@@ -141,7 +160,14 @@ def _view(graph: Graph, node: Node, in_place: bool) -> list[tuple[int, Value, in
 
 
 def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True, scan: bool = False) -> list[Lifetime]:
-    """When each computed value of static size is born and dies. Views prolong the life of their root."""
+    """Return the lifetimes of computed values with static size. Views extend the lifetime of their root.
+
+    Args:
+        graph: the graph.
+        found: its views.
+        in_place: as in `plan_buffers`.
+        scan: as in `plan_buffers`.
+    """
     end = len(graph.nodes)
     last: dict[Value, int] = {}
     for number, node in enumerate(graph.nodes):
@@ -161,7 +187,7 @@ def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True, 
 
 
 def _sliced_bytes(region: Graph) -> int:
-    """One layer's part of the parameters that differ between layers."""
+    """Return the bytes of one layer's parameters that differ between layers."""
     return sum(p.type.nbytes for p in region.params() if len(p.programs) > 1)
 
 
@@ -170,12 +196,12 @@ def _root(found: Mapping[Value, View], value: Value) -> Value:
 
 
 def place(lives: list[Lifetime]) -> list[Slot]:
-    """Largest first, each at the lowest aligned offset that is free while it lives."""
+    """Assign offsets greedily: largest buffer first, each at the lowest aligned offset that is free in its lifetime."""
     slots: list[Slot] = []
     for life in sorted(lives, key=lambda life: (-life.size, life.born, life.value.node, life.value.index)):
-        taken = sorted((s.offset, s.offset + s.life.size) for s in slots if s.life.overlaps(life))
+        occupied = sorted((s.offset, s.offset + s.life.size) for s in slots if s.life.overlaps(life))
         offset = 0
-        for start, stop in taken:
+        for start, stop in occupied:
             if offset + life.size <= start:
                 break
             offset = max(offset, math.ceil(stop / ALIGNMENT) * ALIGNMENT)
@@ -184,7 +210,7 @@ def place(lives: list[Lifetime]) -> list[Slot]:
 
 
 def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) -> int:
-    """Peak bytes of computed values alive at once, walking the nodes in order. Arguments as in `plan_buffers`."""
+    """Return the peak bytes of computed values that are live at the same step. Arguments are as in `plan_buffers`."""
     change = [0] * (len(graph.nodes) + 2)
     for life in lifetimes(graph, views(graph, in_place), in_place, scan):
         change[life.born] += life.size
@@ -197,6 +223,7 @@ def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) ->
 
 
 def _phases(graph: Graph) -> tuple[str, ...]:
+    """Return the phase of each node."""
     heavy = [i for i, n in enumerate(graph.nodes) if n.op.regions() or _contracts(n)]
     last = heavy[-1] if heavy else len(graph.nodes)
     return tuple(
@@ -206,17 +233,18 @@ def _phases(graph: Graph) -> tuple[str, ...]:
 
 
 def _contracts(node: Node) -> bool:
+    """Return whether a node is a contraction, the only kind of op with a count of FLOPs."""
     return isinstance(node.op, Mir) and node.op.traits.flops is not nothing
 
 
 def fingerprint(lir: Lir) -> str:
-    """16 hex digits of a hash over everything that the program is: ops, attributes, constants, types, plan."""
+    """Return 16 hex digits of a hash over the program: ops, attributes, constants, types and plan."""
     content = {"plan": encode(lir.plan), "graph": encode_graph(lir.graph, closure_digest)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def dump_lir(lir: Lir) -> str:
-    """The text of a planned program.
+    """Return the text of a planned program, in this form:
 
     lir @name {
       fingerprint: 16 hex digits
@@ -250,13 +278,13 @@ def dump_lir(lir: Lir) -> str:
 
 
 def _table(buffers: BufferPlan) -> Iterator[str]:
-    """Slots by offset, then views by what they are part of."""
+    """Yield a line for each slot by offset, then for each view."""
     yield f"  {'# offset':>10} {'size':>10}  node"
     for slot in buffers.slots:
         life = slot.life
-        what = f"{_name(life.value)}{' workspace' if life.workspace else ''}"
+        label = f"{_name(life.value)}{' workspace' if life.workspace else ''}"
         steps = f"steps {life.born}–{life.dies}, {buffers.phases[life.value.node]}"
-        yield f"  {slot.offset:>10} {life.size:>10}  {what}  ({steps})"
+        yield f"  {slot.offset:>10} {life.size:>10}  {label}  ({steps})"
     for value, view in buffers.views.items():
         yield f"  {'view':>10} {'':>10}  {_name(value)} = {_name(view.root)} + {view.byte_offset}"
 
@@ -270,7 +298,7 @@ def _name(value: Value) -> str:
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:
-    """`%0–%3, %7`."""
+    """Return node numbers as ranges, such as `%0–%3, %7`."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][1] == n - 1:

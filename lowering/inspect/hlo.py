@@ -1,4 +1,4 @@
-"""What XLA's text of a compiled program says: the block of each instruction, and what is sent between devices.
+"""Parser of the HLO text of compiled programs: the block of each instruction, and the collectives between devices.
 
 The interpreter runs every op inside `jax.named_scope(block path)`, and XLA keeps the scopes of an instruction in its
 `op_name`: `jit(function)/layers.3.mlp/layers.3.mlp.up_proj/dot_general`.
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from rlx_jax.ir.graph import Graph, Leaf
 from rlx_jax.ir.paths import bind_path, path_text
 
-# Instructions that run others: their time is that of the ones inside.
+# Instructions that run other instructions: their time is the sum over these.
 CONTAINERS = frozenset({"while", "conditional", "call"})
 
-# Scopes around what a loop that generates does beside its program: choose tokens, and propose drafts, which may run a
-# program of its own.
+# Scopes of a generation loop outside of its program: the sampler, and the proposal of draft tokens, which may run
+# another program.
 SAMPLER, DRAFTING = "sampler", "draft"
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) \(.*\) -> .*\{$")
@@ -30,8 +30,13 @@ _NUMBER = re.compile(r"(?<![^.])(?:\d+|\{i\})(?![^.])")
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction: its `opcode`, the JAX primitive that it is of (empty if XLA added it), and the path of its block
-    (empty if it has none; `layers.*` for layers that are one loop)."""
+    """An HLO instruction.
+
+    Attributes:
+        opcode: the HLO opcode.
+        primitive: the JAX primitive that it belongs to; empty if XLA added it.
+        path: the path of its block, with `layers.*` for layers in a loop; empty if it has none.
+    """
 
     opcode: str
     primitive: str = ""
@@ -39,13 +44,16 @@ class Instruction:
 
 
 def together(path: str) -> str:
-    """A path with `*` in place of the numbers of layers: `layers.*.mlp`."""
+    """Return a path with layer numbers replaced by `*`: `layers.*.mlp`."""
     return _NUMBER.sub("*", path)
 
 
 def block_paths(graph: Graph) -> frozenset[str]:
-    """The scopes of a program's blocks, of layers both as one loop, `layers.{i}.up`, and one by one. What has no block
-    has the program's name."""
+    """Return the scopes of a program's blocks.
+
+    Repeated layers are included as a loop, `layers.{i}.up`, and one by one. The scope of nodes without a block is the
+    program's name.
+    """
     return frozenset({graph.name, *_paths(graph, (None,))})
 
 
@@ -58,73 +66,76 @@ def _paths(graph: Graph, iterations: Iterable[int | None]) -> Iterator[str]:
 
 
 def instructions(hlo: str, paths: frozenset[str]) -> dict[str, Instruction]:
-    """Every instruction of an HLO text by its name, each with its block: one of `paths`, by the innermost scope.
+    """Return every instruction of an HLO text by name, with its block: the innermost scope that is one of `paths`.
 
-    A fusion is of the block that its last op is of; where that has none, of the first block inside.
+    A fusion has the metadata of its root instruction; without a block there, it belongs to the last block inside.
     """
-    made: dict[str, Instruction] = {}
-    inside: dict[str, list[str]] = {}
+    parsed: dict[str, Instruction] = {}
+    members: dict[str, list[str]] = {}
     calls: dict[str, str] = {}
     computation = ""
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
             computation = header[1]
-        elif found := _INSTRUCTION.match(line):
-            name, opcode = found.groups()
-            *scopes, primitive = named[1].split("/") if (named := _OP_NAME.search(line)) else [""]
-            made[name] = Instruction(opcode, primitive, _path(scopes, paths))
-            if called := _CALLS.search(line):
-                calls[name] = called[1]
-            inside.setdefault(computation, []).append(name)
-    return {name: _placed(name, made, inside, calls) for name in made}
+        elif match := _INSTRUCTION.match(line):
+            name, opcode = match.groups()
+            *scopes, primitive = op_name[1].split("/") if (op_name := _OP_NAME.search(line)) else [""]
+            parsed[name] = Instruction(opcode, primitive, _path(scopes, paths))
+            if callee := _CALLS.search(line):
+                calls[name] = callee[1]
+            members.setdefault(computation, []).append(name)
+    return {name: _placed(name, parsed, members, calls) for name in parsed}
 
 
 def _path(scopes: list[str], paths: frozenset[str]) -> str:
-    """The innermost block among the scopes of an instruction, `draft.` before it if it is of a draft's program."""
-    known = [scope for scope in scopes if scope in paths or scope == SAMPLER]
-    inner = known[-1:] if DRAFTING not in scopes else [DRAFTING, *known[-1:]]
+    """Return the innermost block among the scopes of an instruction, prefixed by `draft.` in the proposal of drafts."""
+    block_scopes = [scope for scope in scopes if scope in paths or scope == SAMPLER]
+    inner = block_scopes[-1:] if DRAFTING not in scopes else [DRAFTING, *block_scopes[-1:]]
     return ".".join(inner).replace("{i}", "*")
 
 
 def _placed(
     name: str, made: Mapping[str, Instruction], inside: Mapping[str, list[str]], calls: Mapping[str, str]
 ) -> Instruction:
-    """An instruction with the block of what it calls, if it has none of its own."""
-    own = made[name]
-    if own.path or name not in calls:
-        return own
+    """Return an instruction with its block; without one, with that of the computation it calls."""
+    call = made[name]
+    if call.path or name not in calls:
+        return call
     last_first = reversed(inside.get(calls[name], []))
-    return next((Instruction(own.opcode, made[n].primitive, made[n].path) for n in last_first if made[n].path), own)
+    return next((Instruction(call.opcode, made[n].primitive, made[n].path) for n in last_first if made[n].path), call)
 
 
 def kernel_name(instruction: str) -> str:
-    """What XLA calls the kernel of an instruction."""
+    """Return XLA's name for the kernel of an instruction."""
     return re.sub(r"\W", "_", instruction)
 
 
 def module_id(proto: bytes) -> int:
-    """The number of a compiled program in traces, from its serialised `HloModuleProto`: field 5, 0 where it is left
-    out. No Python name gives it."""
+    """Return the module id of a compiled program, which identifies it in traces.
+
+    It is field 5 of the serialized `HloModuleProto`, 0 if the field is missing. JAX has no Python attribute for it.
+    """
     return next((value for field, value in _numbers(proto) if field == 5), 0)
 
 
 def _numbers(message: bytes) -> Iterator[tuple[int, int]]:
-    """The whole numbers among a protobuf message's fields; see protobuf.dev, "Encoding"."""
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
-        kind = tag & 7
+    """Yield number and value of the integer fields of a protobuf message; see protobuf.dev, "Encoding"."""
+    offset = 0
+    while offset < len(message):
+        tag, offset = _varint(message, offset)
+        kind = tag & 7  # wire type: 0 varint, 1 eight bytes, 2 length and bytes, 5 four bytes
         if kind == 0:
-            value, at = _varint(message, at)
+            value, offset = _varint(message, offset)
             yield tag >> 3, value
         elif kind == 2:
-            length, at = _varint(message, at)
-            at += length
+            length, offset = _varint(message, offset)
+            offset += length
         else:
-            at += 8 if kind == 1 else 4
+            offset += 8 if kind == 1 else 4
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """Return the varint at an offset, and the offset after it."""
     value = shift = 0
     while True:
         byte = message[at]
@@ -139,6 +150,8 @@ _LINE = re.compile(rf"^\s*(?:ROOT )?%?\S+ = .*? ({'|'.join(COLLECTIVES)})(?:-sta
 
 
 def collectives(hlo: str) -> dict[str, int]:
-    """How many of each kind stand in an HLO text. One that sends several arrays counts once; one in a loop does, too,
-    however often it runs."""
-    return dict(Counter(found[1] for line in hlo.splitlines() if (found := _LINE.match(line))))
+    """Return the number of collectives in an HLO text by kind.
+
+    A collective of several arrays counts once, and so does one in a loop, however often it runs.
+    """
+    return dict(Counter(match[1] for line in hlo.splitlines() if (match := _LINE.match(line))))

@@ -1,4 +1,4 @@
-"""What a program takes, counted on its ops, and the table of its blocks: output, parameters, FLOPs and bytes."""
+"""Cost of a program, counted on its ops, and the table of its blocks: output, parameters, FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.mir.small import live
 
 HEAD = ("block", "output", "params", "FLOPs", "bytes")
-# Of the columns; with what stands between them no line is longer than 80 characters.
+# Maximum widths of the columns. With the separators, no line is longer than 80 characters.
 WIDTHS = (29, 22, 7, 7, 7)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run of a program, layers as often as they run (XLA counts a scan's body once).
+    """Cost of one run of a program. Repeated layers count as often as they run (XLA counts a scan's body once).
 
-    flops: multiply-adds × 2 of all contractions. bytes: what its ops read and write, each as if it ran alone: a bound
-    from above, as XLA fuses. workspace: scratch memory of the op that needs most.
+    Attributes:
+        flops: twice the number of multiply-adds of all contractions.
+        bytes: the bytes that ops read and write, as if each ran alone: an upper bound, since XLA fuses ops.
+        workspace: bytes of scratch memory of the op that needs most.
     """
 
     flops: int = 0
@@ -33,56 +35,78 @@ class Cost:
     workspace: int = 0
 
     def then(self, other: Cost, times: int = 1) -> Cost:
-        """This, and `times` that after it."""
+        """Return the cost of this followed by `times` runs of `other`."""
         largest = max(self.workspace, other.workspace)
         return Cost(self.flops + times * other.flops, self.bytes + times * other.bytes, largest)
 
 
 def costs(graph: Graph, times: int = 1) -> dict[Path, Cost]:
-    """The cost of each block of a MIR program of static sizes, as often as it runs: of the nodes that something
-    needs."""
-    found: dict[Path, Cost] = {}
+    """Return the cost of each block of a MIR program with static sizes; dead nodes cost nothing.
+
+    Args:
+        graph: the program or a region.
+        times: how often it runs.
+    """
+    costs_by_path: dict[Path, Cost] = {}
     for node in (graph.nodes[number] for number in sorted(live(graph))):
         op, operands = node.op, [graph.type(v) for v in node.inputs]
         parts = [part for region in op.regions() for part in costs(region, op.iterations()).items()]
         if isinstance(op, Mir):
             counts = (op.traits.flops, op.traits.bytes, op.traits.workspace)
             parts.append((node.origin.path, Cost(*(count(op, operands, node.types) for count in counts))))
-        for path, each in parts:
-            found[path] = found.get(path, Cost()).then(each, times)
-    return found
+        for path, part_cost in parts:
+            costs_by_path[path] = costs_by_path.get(path, Cost()).then(part_cost, times)
+    return costs_by_path
 
 
 def total(parts: Iterable[Cost]) -> Cost:
-    """One after the other."""
+    """Return the cost of several parts that run one after the other."""
     return functools.reduce(Cost.then, parts, Cost())
 
 
 def cost(graph: Graph) -> Cost:
-    """The cost of a MIR program of static sizes."""
+    """Return the cost of a MIR program with static sizes."""
     return total(costs(graph).values())
 
 
 @dataclass(frozen=True)
 class OutlineRow:
-    """A block, or a layer around several: numbers are those of all layers together, where it is in a region."""
+    """Row of the outline: a block, or a layer with several blocks.
+
+    Attributes:
+        path: the block path.
+        output: the types of its outputs.
+        params: the number of parameters, in a region of all its layers together.
+        cost: the cost, in a region of all its layers together; None without static sizes.
+        layers: for a repeated layer, the number of layers.
+    """
 
     path: Path
     output: str
     params: int
     cost: Cost | None
-    layers: int = 1  # over 0 where it is a layer, of which there are so many
+    layers: int = 1
 
     @property
     def numbers(self) -> tuple[str, str, str]:
-        """Parameters, FLOPs, bytes."""
+        """Return the cells for parameters, FLOPs and bytes."""
         flops, bytes_ = ("", "") if self.cost is None else map(compact, (self.cost.flops, self.cost.bytes))
         return compact(self.params), flops, bytes_
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The table of one program. `sizes` are those that FLOPs and bytes are of."""
+    """Table of the blocks of one program.
+
+    Attributes:
+        name: the name of the program.
+        inputs: its inputs.
+        outputs: types of its outputs by name.
+        rows: the rows.
+        params: the total number of parameters.
+        cost: the total cost; None without static sizes.
+        sizes: the sizes of symbolic dims for which the cost is computed.
+    """
 
     name: str
     inputs: tuple[Input, ...]
@@ -98,7 +122,7 @@ class Outline:
         return "\n".join([*map(str.rstrip, lines), str(self._table(self._label)), self._note()])
 
     def _repr_html_(self) -> str:
-        """The same for notebooks, with whole block paths."""
+        """Return the table as HTML for notebooks, with full block paths."""
         return self._table(lambda row: path_text(row.path)).html(f"{self.name}. {self._note()}")
 
     def _table(self, label: Callable[[OutlineRow], str]) -> TextTable:
@@ -109,44 +133,51 @@ class Outline:
     def _label(self, row: OutlineRow) -> str:
         if row.layers > 1:
             return f"{path_text(row.path)} × {row.layers}"
-        around = _layer(row.path)
-        return path_text(row.path) if around in ((), row.path) else f"  {path_text(row.path[len(around) :])}"
+        layer = _layer(row.path)
+        return path_text(row.path) if layer in ((), row.path) else f"  {path_text(row.path[len(layer) :])}"
 
     def _note(self) -> str:
         if self.cost is None:
             return "FLOPs and bytes are not known without sizes"
-        at = ", ".join(f"{name} {size}" for name, size in sorted(self.sizes.items()))
-        return f"FLOPs and bytes of one call{f' at {at}' if at else ''}"
+        sizes = ", ".join(f"{name} {size}" for name, size in sorted(self.sizes.items()))
+        return f"FLOPs and bytes of one call{f' at {sizes}' if sizes else ''}"
 
 
 def outline(
     name: str, blocks: Graph, mir: Graph | None, sizes: Mapping[str, int], inputs: tuple[Input, ...]
 ) -> Outline:
-    """The outline of a program with these inputs: `blocks` is its HIR, `mir` the same with sizes, without which there
-    are no FLOPs."""
-    found = {path: (row.output, row.count) for path, row in block_rows(blocks).items()}
-    count = sum(count for _, count in found.values())
-    of_blocks = {} if mir is None else costs(mir)
+    """Return the outline of a program.
+
+    Args:
+        name: the name of the program.
+        blocks: its HIR.
+        mir: its MIR with static sizes; None for an outline without costs.
+        sizes: the sizes of symbolic dims in `mir`.
+        inputs: the inputs to list.
+    """
+    block_info = {path: (row.output, row.count) for path, row in block_rows(blocks).items()}
+    count = sum(count for _, count in block_info.values())
+    block_costs = {} if mir is None else costs(mir)
     iterations = _iterations(blocks)
-    paths = list(dict.fromkeys([*found, *(path for path in of_blocks if path not in found)]))
+    paths = list(dict.fromkeys([*block_info, *(path for path in block_costs if path not in block_info)]))
     rows: list[OutlineRow] = []
-    for around, inside in _groups(paths):
-        costs_of = {p: None if mir is None else of_blocks.get(p, Cost()) for p in inside}
-        parts = [OutlineRow(p, *found.get(p, ("", 0)), each) for p, each in costs_of.items()]
-        if around:
-            of_layer = None if mir is None else total(of_blocks.get(p, Cost()) for p in inside)
-            output = next((part.output for part in reversed(parts) if part.path == around), "")
-            parts = [part for part in parts if part.path != around]
-            params = sum(found.get(p, ("", 0))[1] for p in inside)
-            rows.append(OutlineRow(around, output, params, of_layer, iterations.get(around, 1)))
+    for layer, layer_paths in _groups(paths):
+        costs_of = {p: None if mir is None else block_costs.get(p, Cost()) for p in layer_paths}
+        parts = [OutlineRow(p, *block_info.get(p, ("", 0)), block_cost) for p, block_cost in costs_of.items()]
+        if layer:
+            layer_cost = None if mir is None else total(block_costs.get(p, Cost()) for p in layer_paths)
+            output = next((part.output for part in reversed(parts) if part.path == layer), "")
+            parts = [part for part in parts if part.path != layer]
+            params = sum(block_info.get(p, ("", 0))[1] for p in layer_paths)
+            rows.append(OutlineRow(layer, output, params, layer_cost, iterations.get(layer, 1)))
         rows += parts
     outputs = dict(zip(blocks.output_names, (blocks.type(v) for v in blocks.outputs), strict=True))
-    whole = None if mir is None else total(of_blocks.values())
-    return Outline(name, inputs, outputs, tuple(rows), count, whole, dict(sizes))
+    total_cost = None if mir is None else total(block_costs.values())
+    return Outline(name, inputs, outputs, tuple(rows), count, total_cost, dict(sizes))
 
 
 def compact(number: int) -> str:
-    """At most six characters.
+    """Return a number in at most six characters; empty for 0.
 
     >>> compact(0), compact(9_999), compact(12_345), compact(8_030_261_248)
     ('', '9,999', '12.3K', '8.03G')
@@ -154,7 +185,7 @@ def compact(number: int) -> str:
     if number < 10_000:
         return f"{number:,}" if number else ""
     scaled, units = float(number), iter("KMGTPE")
-    while scaled >= 999.5:
+    while scaled >= 999.5:  # from here on, rounding to three digits gives 1000
         scaled, unit = scaled / 1000, next(units)
     return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f}{unit}"
 
@@ -163,53 +194,54 @@ def compact(number: int) -> str:
 
 
 def _iterations(graph: Graph) -> dict[Path, int]:
-    """How often each layer of a region runs."""
-    found: dict[Path, int] = {}
+    """Return the number of iterations of each repeated layer."""
+    iterations: dict[Path, int] = {}
     for node in graph.nodes:
         for region in node.op.regions():
-            found |= {_layer(n.origin.path): node.op.iterations() for n in region.nodes if _layer(n.origin.path)}
-    return found
+            iterations |= {_layer(n.origin.path): node.op.iterations() for n in region.nodes if _layer(n.origin.path)}
+    return iterations
 
 
 def _layer(path: Path) -> Path:
-    """The layer around a block: the path up to its number; () where it is in none."""
-    at = next((i for i, s in enumerate(path) if isinstance(s, int | LayerIndex)), None)
-    return () if at is None else path[: at + 1]
+    """Return the layer that contains a block: the path up to the layer's number; () if there is none."""
+    index = next((i for i, s in enumerate(path) if isinstance(s, int | LayerIndex)), None)
+    return () if index is None else path[: index + 1]
 
 
 def _groups(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path]]]:
-    """Blocks by the layer around them, in the order of the first; each that is in none by itself."""
+    """Yield each layer with its blocks, in the order of first occurrence; a block outside of layers with layer ()."""
     groups: dict[Path, list[Path]] = {}
     for path in paths:
         groups.setdefault(_layer(path) or path, []).append(path)
-    for around, inside in groups.items():
-        yield (around if _layer(around) else ()), inside
+    for layer, layer_paths in groups.items():
+        yield (layer if _layer(layer) else ()), layer_paths
 
 
 # -- printing ----------------------------------------------------------------------------------
 
 
 def _fitting(output: str) -> str:
-    """What leaves a block, as much of it as the column takes: of several values the first and how many more, of many
-    sizes the first and the last.
+    """Return a block's output types, shortened to the column width.
+
+    Of several values it has the first and the number of others, of many sizes the first and the last.
 
     >>> _fitting("f32[batch,seq,48], f32[batch,seq,24]"), _fitting("f32[batch,floordiv(height, 5) + 1,18]")
     ('f32[batch,seq,48] + 1', 'f32[batch,…,18]')
     """
     if len(output) <= WIDTHS[1]:
         return output
-    first, *others = re.split(r"(?<=\]), ", output)
-    more = f" + {len(others)}" if others else ""
+    first, *rest = re.split(r"(?<=\]), ", output)
+    more = f" + {len(rest)}" if rest else ""
     if len(first) + len(more) > WIDTHS[1]:
-        sizes = re.split(r",(?! )", first)  # within a size there is a space behind a comma
+        sizes = re.split(r",(?! )", first)  # a comma inside a size is followed by a space
         first = ",".join([sizes[0], "…", sizes[-1]]) if len(sizes) > 2 else first
     return first + more
 
 
 def _wrapped(mark: str, items: Sequence[str], width: int = 80) -> list[str]:
-    """Items with commas between them, in lines of at most `width`; none is broken, and one that is too long cut."""
-    room = width - len(mark) - 1
-    short = (item if len(item) <= room else f"{item[: room - 1]}…" for item in items)
-    text = ", ".join(item.replace(" ", "\0") for item in short)
+    """Return comma-separated items in lines of at most `width`, without a break inside an item; long items are cut."""
+    max_item_width = width - len(mark) - 1
+    short = (item if len(item) <= max_item_width else f"{item[: max_item_width - 1]}…" for item in items)
+    text = ", ".join(item.replace(" ", "\0") for item in short)  # textwrap breaks at spaces
     lines = textwrap.wrap(text, width, initial_indent=mark, subsequent_indent=" " * len(mark), break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines or [mark]]

@@ -1,9 +1,8 @@
-"""Run a MIR graph: walk the nodes and call each op's `eval`. Under `jax.jit` this traces the program.
+"""Interpreter of MIR graphs: it walks the nodes and calls each op's `eval`. Under `jax.jit` this traces the program.
 
-A region runs as the plan says: a Python loop over the body (`unroll`) or `lax.scan`. In a scan, layer parameters
-are stacked leaves that are sliced, by row number where layers share weights, and state is a carry that is updated in
-place. With `remat` a gradient keeps
-little of each iteration and computes the rest again.
+The plan decides how a region runs: as a Python loop over the body (`unroll`) or as `lax.scan`. In a scan, layer
+parameters are stacked arrays that are sliced, by row number if layers share weights, and state is a carry that is
+updated in place. With `remat`, a gradient saves few values of each iteration and recomputes the others.
 """
 
 from __future__ import annotations
@@ -35,11 +34,14 @@ DOTS: Callable[..., Any] = jax.checkpoint_policies.dots_with_no_batch_dims_savea
 
 
 def products(primitive: Any, *types: Any, **options: Any) -> Any:
-    """As `DOTS`, and what cuDNN's attention gives: jax has no public name for it, hence the beginning of its own."""
+    """Policy that saves what `DOTS` saves, and the results of cuDNN's attention.
+
+    JAX has no public name for that primitive, so its name is matched by prefix.
+    """
     return primitive.name.startswith("dot_product_attention_fwd") or DOTS(primitive, *types, **options)
 
 
-# What a gradient keeps of each iteration beside its operands, as a policy of `jax.checkpoint`.
+# Policies of `jax.checkpoint`: the values that a gradient saves in each iteration, in addition to its operands.
 REMAT: dict[str, Callable[..., Any] | None] = {
     "layer": None,
     "dots": DOTS,
@@ -50,7 +52,20 @@ REMAT: dict[str, Callable[..., Any] | None] = {
 
 @dataclass
 class Env:
-    """What leaves mean: parameters by program, inputs and state by name."""
+    """Environment of the interpreter: the arrays of leaves, and how to run.
+
+    Attributes:
+        params: parameters by program.
+        inputs: inputs by name.
+        state: state arrays by name; writes replace them.
+        scan: whether regions run under `lax.scan`.
+        remat: `none` or a name in `REMAT`.
+        choices: the chosen implementations.
+        division: the sharding; None on one device.
+        iteration: the iteration of an unrolled region, else None.
+        operands: the operands of the current region.
+        sliced: in a scan, the slices of the parameters that differ between layers.
+    """
 
     params: Mapping[Program, AnyArray]
     inputs: Mapping[str, AnyArray]
@@ -64,7 +79,7 @@ class Env:
     sliced: Mapping[Param, AnyArray] = field(default_factory=dict)
 
     def leaf(self, op: Leaf) -> AnyArray:
-        """The array a leaf stands for."""
+        """Return the array of a leaf."""
         match op:
             case Input(input=name):
                 return self.inputs[name]
@@ -81,46 +96,50 @@ class Env:
         raise TypeError(op)
 
     def gathered(self, program: Program, array: AnyArray) -> AnyArray:
-        """A parameter as it is used: from the devices that keep parts of it alone. Its gradient goes back to them: each
-        sums its own part."""
+        """Return a parameter in its compute sharding, gathered from its storage sharding.
+
+        Its gradient is reduce-scattered back to the storage sharding.
+        """
         if self.division is None:
             return array
         used, resting = self.division.used(program), self.division.resting(program)
         if used == resting:
             return array
+        # The first constraint keeps XLA from gathering earlier, and applies to the gradient.
         return lax.with_sharding_constraint(lax.with_sharding_constraint(array, resting), used)
 
     def weight(self, program: Program) -> AnyArray:
-        """The array of a program: a leaf, or a row of one."""
+        """Return the array of a program: a parameter, or a row of a stacked one."""
         if program in self.params:
             return self.params[program]
-        found = rows(self.params, (program,))
-        assert found is not None, program  # the layout is checked before
-        stack, (row,) = found
+        match = rows(self.params, (program,))
+        assert match is not None, program  # `Layout.check` has run
+        stack, (row,) = match
         return self.params[stack][row]
 
     def stacked(self, programs: tuple[Program, ...]) -> tuple[AnyArray, tuple[int, ...]]:
-        """The leaf that has the arrays of all iterations as rows, and which; no rows where it has them in turn."""
-        if (whole := Stack(programs)) in self.params:
-            return self.params[whole], ()
-        found = rows(self.params, programs)
-        assert found is not None, programs
-        return self.params[found[0]], found[1]
+        """Return the stacked parameter of all iterations and the row of each; no row numbers if rows are in order."""
+        if (stack := Stack(programs)) in self.params:
+            return self.params[stack], ()
+        match = rows(self.params, programs)
+        assert match is not None, programs
+        return self.params[match[0]], match[1]
 
 
 def interpret(graph: Graph, env: Env) -> tuple[AnyArray, ...]:
-    """The outputs of `graph`; `env.state` is updated with what it writes."""
+    """Run a graph and return its outputs; `env.state` is updated with its writes."""
     values: dict[Value, AnyArray] = {}
     for number, node in enumerate(graph.nodes):
         with jax.named_scope(path_text(bind_path(node.origin.path, env.iteration)) or graph.name):
             results = _run(graph, node, tuple(values[v] for v in node.inputs), env)
         values.update({Value(number, i): r for i, r in enumerate(results)})
-    written = {leaf.key(env.iteration): values[v] for leaf, v in graph.writes}
-    env.state.update(written)
+    writes = {leaf.key(env.iteration): values[v] for leaf, v in graph.writes}
+    env.state.update(writes)
     return tuple(values[v] for v in graph.outputs)
 
 
 def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArray, ...]:
+    """Run one node and return its results."""
     op = node.op
     if isinstance(op, Leaf):
         return (env.leaf(op),)
@@ -139,11 +158,12 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
     if isinstance(op, TopK) and op.roles and env.division is not None:
         rows = env.division.value(op.roles, operands[0].shape).spec
         run = jax.shard_map(run, mesh=env.division.mesh, in_specs=rows, out_specs=(rows, rows))
-    out = run(*operands)
-    return out if isinstance(out, tuple) else (out,)
+    results = run(*operands)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _unroll(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArray, ...]:
+    """Run repeated layers as a Python loop: the carries, then the other results of each iteration."""
     carries, shared = operands[: op.carries], operands[op.carries :]
     sides: list[tuple[AnyArray, ...]] = []
     for i in range(op.count):
@@ -158,13 +178,14 @@ def _unroll(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyAr
 
 
 def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArray, ...]:
+    """Run repeated layers under `lax.scan`, with the same results as `_unroll`."""
     shared, params = operands[op.carries :], op.body.params()
     varying = [p for p in params if p.varies]
     leaves, picks = zip(*(env.stacked(p.programs) for p in varying), strict=True) if varying else ((), ())
     keys = [read.leaf.key(None) for read in op.body.state_reads() if read.leaf.key(0) != read.leaf.key(1)]
-    every = [leaf.key(None) for leaf, _ in op.body.writes if leaf.every]
-    # Taken out of its leaf once, not in every iteration.
-    whole = {p.programs[0]: env.weight(p.programs[0]) for p in params if not p.varies}
+    companion_keys = [leaf.key(None) for leaf, _ in op.body.writes if leaf.every]
+    # Sliced from its stacked parameter once instead of in every iteration.
+    shared_weights = {p.programs[0]: env.weight(p.programs[0]) for p in params if not p.varies}
 
     def step(carry: Any, xs: Any) -> Any:
         carried, state = carry
@@ -174,7 +195,7 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
         sliced = [lax.dynamic_index_in_dim(leaf, w, keepdims=False) if pick else w for leaf, pick, w in rows]
         inner = replace(
             env,
-            params={**env.params, **whole},
+            params={**env.params, **shared_weights},
             operands=(*carried, *shared),
             sliced=dict(zip(varying, sliced, strict=True)),
             state={**env.state, **layer},
@@ -182,20 +203,20 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
         )
         out = interpret(op.body, inner)
         state = [lax.dynamic_update_index_in_dim(s, inner.state[k], i, 0) for k, s in zip(keys, state, strict=True)]
-        return (out[: op.carries], state), (out[op.carries :], [inner.state[k] for k in every])
+        return (out[: op.carries], state), (out[op.carries :], [inner.state[k] for k in companion_keys])
 
     init = (operands[: op.carries], [env.state[key] for key in keys])
-    # Layers that share weights pick their rows by number; all others are handed theirs.
+    # Layers that share weights slice their rows by number; otherwise the scan passes each layer its row.
     weights = [jnp.asarray(pick, jnp.int32) if pick else leaf for leaf, pick in zip(leaves, picks, strict=True)]
     xs = (jnp.arange(op.count, dtype=jnp.int32), weights)
-    (carries, state), (ys, beside) = lax.scan(_recomputed(step, op, env), init, xs)
-    env.state.update(zip((*keys, *every), (*state, *beside), strict=True))
+    (carries, state), (ys, companions) = lax.scan(_recomputed(step, op, env), init, xs)
+    env.state.update(zip((*keys, *companion_keys), (*state, *companions), strict=True))
     return (*carries, *(y[i] for y in ys for i in range(op.count)))
 
 
 def _recomputed(step: Callable[..., Any], op: Repeat, env: Env) -> Callable[..., Any]:
-    """One iteration, under `jax.checkpoint` if the plan says so. A body that writes state is never differentiated."""
+    """Return one iteration under `jax.checkpoint` if the plan has remat; bodies that write state have no gradient."""
     if env.remat == "none" or op.body.writes:
         return step
-    # A scan's body is compiled once, so that nothing in it can be merged with what it recomputes.
+    # XLA cannot merge recomputed values with the original ones across a scan's body, so CSE need not be prevented.
     return jax.checkpoint(step, policy=REMAT[env.remat], prevent_cse=not env.scan)

@@ -196,7 +196,7 @@ def _every(graph: Graph, stacked: bool) -> Iterator[tuple[str, int, TensorType]]
 class Layout:
     """The stored parameters of a model by name.
 
-    A parameter is identified by its program, the recipe that computes it from checkpoint weights. Names are for display.
+    A parameter is identified by its program, which computes it from checkpoint weights. Names are for display.
     """
 
     leaves: Mapping[str, Program]

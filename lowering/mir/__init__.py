@@ -1,1 +1,1 @@
-"""MIR passes: valid in, valid out. The table that they stand in is `rlx_jax/compiler/passes.py`."""
+"""MIR passes: each takes a valid graph and returns a valid graph. `rlx_jax/compiler/passes.py` lists them in order."""

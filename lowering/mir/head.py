@@ -1,6 +1,6 @@
-"""The head of a program: its last product with a weight, and what becomes of each of its numbers afterwards.
+"""The head of a program: its last product with a weight, and the elementwise ops after it.
 
-Whoever takes a loss over a large vocabulary wants the product in pieces, and the program up to there as a whole.
+A loss over a large vocabulary computes the head in chunks, and the rest of the program at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.mir.small import dce
 
-# The outputs of a program up to its head; the last where the head has one.
+# Names of the outputs of a program that ends at its head; without `bias` if the head has none.
 OPERANDS = ("hidden", "weight", "bias")
 
 
@@ -28,9 +28,10 @@ class Head:
 
     Attributes:
         product: the op, without an activation; `contract` is the axis of the weight that it sums over.
-        operands: its operands in the program. Casts of weights are left out: they are those of `dtype`.
-        dtype: what the operands are multiplied in.
-        type: of the product; `tail`, a graph of one operand, makes the output of each of its numbers alone.
+        operands: its operands in the program, weights before their cast to `dtype`.
+        dtype: the dtype in which the operands are multiplied.
+        type: the type of the product.
+        tail: the elementwise graph of one operand, the product, that computes the output.
     """
 
     product: MatMul | FusedMatMulBiasAct
@@ -41,15 +42,15 @@ class Head:
 
     @property
     def words(self) -> Any:
-        """How many logits there are: the product may be padded."""
+        """Return the number of logits per token; the product may have padding in addition."""
         return self.tail.type(self.tail.outputs[0]).shape[-1]
 
 
 def find_head(graph: Graph) -> Head:
-    """The head of a program at MIR: behind the product stand casts and functions of single numbers alone.
+    """Find the head of a MIR program: a product followed by casts and elementwise ops only.
 
     Raises:
-        GraphError: the first output is made otherwise; names the node in the way.
+        GraphError: the first output is computed in another way; names the node in question.
     """
     tail: list[int] = []
     products: list[int] = []
@@ -74,22 +75,26 @@ def find_head(graph: Graph) -> Head:
     product: Any = node.op
     activation = getattr(product, "activation", "")
     product = replace(product, activation="") if activation else product
-    made = _tail(graph, products[0], sorted(tail), activation)
-    return Head(product, operands, graph.type(node.inputs[0]).dtype, node.types[0], made)
+    tail_graph = _tail(graph, products[0], sorted(tail), activation)
+    return Head(product, operands, graph.type(node.inputs[0]).dtype, node.types[0], tail_graph)
 
 
 _LAST = "and after it stand casts and functions of single numbers"
 
 
 def _check_single(graph: Graph, node: Node) -> None:
-    """A node behind the head makes each number of one number, or leaves some out."""
+    """Check that a node after the product is elementwise and the same for all tokens, or removes padding.
+
+    Raises:
+        GraphError: it is another op.
+    """
     where = path_text(node.origin.path) or graph.name
     if isinstance(node.op, Constant):
         if any(size != 1 for size in node.op.type.shape[:-1]):
             raise GraphError(f"{where}: constant {node.op.type} differs by token; behind a head all are treated alike")
         return
     if isinstance(node.op, Shard) or (isinstance(node.op, Narrow) and node.op.axis == node.types[0].rank - 1):
-        return  # where it is, over a mesh, and fewer words than the weight has rows
+        return  # a sharding constraint, or a slice that removes the padding of the vocabulary
     traits = getattr(node.op, "traits", None)
     if not node.inputs or not (isinstance(node.op, CastTo) or getattr(traits, "numeric", "") == "elementwise"):
         raise GraphError(
@@ -99,22 +104,26 @@ def _check_single(graph: Graph, node: Node) -> None:
 
 
 def _weight(graph: Graph, node: Node, value: Value) -> Value:
-    """The parameter behind an operand, before it is cast."""
-    while isinstance((made := graph.nodes[value.node]).op, CastTo):
-        (value,) = made.inputs
-    if not isinstance(made.op, Param):
+    """Return the parameter of an operand, before its casts.
+
+    Raises:
+        GraphError: the operand is not a parameter.
+    """
+    while isinstance((producer := graph.nodes[value.node]).op, CastTo):
+        (value,) = producer.inputs
+    if not isinstance(producer.op, Param):
         raise GraphError(
-            f"{path_text(node.origin.path)}: {node.op.text()} is no head: it multiplies with {made.op.text()}, "
+            f"{path_text(node.origin.path)}: {node.op.text()} is no head: it multiplies with {producer.op.text()}, "
             "and not with a parameter"
         )
     return value
 
 
 def _tail(graph: Graph, product: int, numbers: list[int], activation: str) -> Graph:
-    """The nodes behind the product as a graph of their own; first the activation that was fused with it."""
+    """Return the nodes after the product as a separate graph, beginning with the activation fused with the product."""
     b = Builder("tail", TypeCache())
-    first = b.leaf(BodyInput(0, type=graph.nodes[product].types[0]))
-    mapped = {Value(product): b(Unary(activation), first) if activation else first}
+    product_value = b.leaf(BodyInput(0, type=graph.nodes[product].types[0]))
+    mapped = {Value(product): b(Unary(activation), product_value) if activation else product_value}
     for number in numbers:
         node = graph.nodes[number]
         with b.at(node.origin):
@@ -123,6 +132,6 @@ def _tail(graph: Graph, product: int, numbers: list[int], activation: str) -> Gr
 
 
 def up_to_head(graph: Graph, types: TypeCache) -> Graph:
-    """The program that ends at its head: outputs are the head's operands, by the names in `OPERANDS`."""
+    """Return the program up to its head: its outputs are the head's operands, with the names in `OPERANDS`."""
     operands = find_head(graph).operands
     return dce(replace(graph, outputs=operands, output_names=OPERANDS[: len(operands)]), types)

@@ -1,4 +1,4 @@
-"""Small passes of tensor ops: they remove what is dead, repeated or constant, bind sizes, and unroll a user's steps."""
+"""Small MIR passes: dead code, common subexpressions, constant folding, inputs and outputs, sizes, unrolled steps."""
 
 from __future__ import annotations
 
@@ -44,15 +44,19 @@ def _read_inputs(graph: Graph) -> Iterator[str]:
 
 
 def without_inputs(graph: Graph, names: Collection[str], types: TypeCache) -> Graph:
-    """The program without those of these inputs that it does not read, and without what is computed of them."""
-    left = unread_inputs(graph).intersection(names)
-    return replace(dce(graph, types), inputs=tuple(i for i in graph.inputs if i.input not in left)) if left else graph
+    """Return the program without those of the named inputs that it does not need, and without the nodes after them."""
+    dropped = unread_inputs(graph).intersection(names)
+    return (
+        replace(dce(graph, types), inputs=tuple(i for i in graph.inputs if i.input not in dropped))
+        if dropped
+        else graph
+    )
 
 
 def live(graph: Graph) -> set[int]:
-    """Numbers of the nodes that an output, a state write or a region with writes needs."""
+    """Return the numbers of the nodes that an output, a state write or a region with writes needs."""
     needed = {v.node for v in graph.roots()}
-    # A state leaf that is written is also read, though nothing needs what it held: its type says what is kept.
+    # Reads of a written state leaf stay even if their value is unused, because they have the type of the leaf.
     written = {leaf for leaf, _ in graph.writes}
     needed |= {i for i, n in enumerate(graph.nodes) if isinstance(n.op, StateRead) and n.op.leaf in written}
     for number in range(len(graph.nodes) - 1, -1, -1):
@@ -64,29 +68,29 @@ def live(graph: Graph) -> set[int]:
 
 
 def cse(graph: Graph, types: TypeCache) -> Graph:
-    """One node for equal ops on equal operands. Leaves are shared already; regions are never merged."""
+    """Merge equal ops on equal operands into one node. Leaves are shared already; regions are never merged."""
 
     def enter(graph: Graph) -> Rewrite:
-        known: dict[tuple[object, tuple[Value, ...]], tuple[Value, ...]] = {}
+        nodes: dict[tuple[object, tuple[Value, ...]], tuple[Value, ...]] = {}
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             if isinstance(node.op, Leaf) or node.op.regions():
                 return None
             key = (node.op, inputs)
-            if key not in known:
-                known[key] = b.add(node.op, *inputs)
-            return known[key]
+            if key not in nodes:
+                nodes[key] = b.add(node.op, *inputs)
+            return nodes[key]
 
         return fn
 
     return rewrite(graph, enter, types, "cse")
 
 
-MAX_FOLDED = 4096  # bytes: a larger result is cheaper to compute than to carry
+MAX_FOLDED = 4096  # bytes: a larger constant costs more to store in the program than to compute
 
 
 def constant_folding(graph: Graph, types: TypeCache) -> Graph:
-    """Evaluate ops whose operands are all constants, with the evaluator that runs the program."""
+    """Evaluate ops with constant operands only, by the same `eval` that runs the program."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         operands = [b.nodes[v.node].op for v in inputs]
@@ -95,29 +99,29 @@ def constant_folding(graph: Graph, types: TypeCache) -> Graph:
         if not all(t.is_static and t.nbytes <= MAX_FOLDED for t in node.types):
             return None
         with jax.ensure_compile_time_eval():
-            out = node.op.eval(*(np.asarray(op.array) for op in operands if isinstance(op, Constant)))
-        results = out if isinstance(out, tuple) else (out,)
+            values = node.op.eval(*(np.asarray(op.array) for op in operands if isinstance(op, Constant)))
+        results = values if isinstance(values, tuple) else (values,)
         return tuple(b.leaf(constant(np.asarray(r), r.dtype)) for r in results)
 
     return rewrite(graph, everywhere(fn), types, "constant_folding")
 
 
 def with_outputs(graph: Graph, names: tuple[str, ...], types: TypeCache) -> Graph:
-    """The program with these outputs, in this order.
+    """Return the program with the named outputs, in this order.
 
     Raises:
-        GraphError: it has no output of a name.
+        GraphError: the program has no output of a name.
     """
-    known = dict(zip(graph.output_names, graph.outputs, strict=True))
-    check_known(names, known, f"{graph.name}: no output", "; it has")
-    return dce(replace(graph, outputs=tuple(known[name] for name in names), output_names=names), types)
+    outputs = dict(zip(graph.output_names, graph.outputs, strict=True))
+    check_known(names, outputs, f"{graph.name}: no output", "; it has")
+    return dce(replace(graph, outputs=tuple(outputs[name] for name in names), output_names=names), types)
 
 
 def specialise(graph: Graph, binding: Mapping[str, int], types: TypeCache) -> Graph:
-    """The program for one choice of sizes.
+    """Return the program with sizes for all its symbolic dims.
 
     Raises:
-        GraphError: a symbol of the program is not bound.
+        GraphError: a symbol of the program has no size.
     """
     missing = sorted({s for i in graph.inputs for s in i.type.symbols} - set(binding))
     if missing:
@@ -125,15 +129,15 @@ def specialise(graph: Graph, binding: Mapping[str, int], types: TypeCache) -> Gr
     return bind_leaves(graph, binding, types)
 
 
-SMALL = 64  # equations of a step that is written out
-# Tokens that one turn of a loop takes: a GPU launches each turn by itself. One H200, 8 rows of 512 tokens, 1 against 8
-# tokens a turn: an Elman cell of width 1024 4.1 and 2.8 ms, a mean 5.2 and 1.7 ms, fast weights of 128 × 128 10.4 and
-# 1.9 ms. On a CPU it is no gain: 12.0 and 11.8, 0.4 and 1.0, 1.2 and 1.4 ms for smaller ones.
+SMALL = 64  # maximum number of equations of a step that is unrolled
+# Tokens per loop iteration. A GPU launches the kernels of each iteration separately. One H200, 8 rows of 512 tokens, 1
+# and 8 tokens per iteration: an Elman cell of width 1024 4.1 and 2.8 ms, a mean 5.2 and 1.7 ms, fast weights of
+# 128 × 128 10.4 and 1.9 ms. On a CPU there is no gain: 12.0 and 11.8, 0.4 and 1.0, 1.2 and 1.4 ms for smaller ones.
 TURNS = 8
 
 
 def unroll_steps(graph: Graph, types: TypeCache) -> Graph:
-    """token_scan(…) → token_scan(…, unroll=8), for steps of few equations"""
+    """Rewrite token_scan(…) → token_scan(…, unroll=8), for user-defined steps of few equations."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         op = node.op
