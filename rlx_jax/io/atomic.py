@@ -166,12 +166,12 @@ def sync(path: str) -> None:
 
 def _make_folders(directory: str) -> None:
     """Create a directory and its missing parents; they are on disk when the call returns."""
-    missing, parent = [], directory
+    missing_dirs, parent = [], directory
     while not os.path.lexists(parent):
-        missing.append(parent)
+        missing_dirs.append(parent)
         parent = os.path.dirname(parent)
     os.makedirs(directory, exist_ok=True)
-    for created in missing:
+    for created in missing_dirs:
         sync(os.path.dirname(created))
 
 

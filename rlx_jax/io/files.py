@@ -83,16 +83,16 @@ def storage_error(cause: OSError | ValueError, where: str) -> StorageError:
 
 def read_at(descriptor: int, buffer: memoryview, start: int, where: str) -> int:
     """Fill `buffer` with the bytes of a file from `start` on; return how many there are before the end of the file."""
-    done = 0
-    while done < len(buffer):
+    num_read = 0
+    while num_read < len(buffer):
         try:  # one call takes less than 2 GiB
-            count = os.preadv(descriptor, [buffer[done : done + 2**30]], start + done)
+            count = os.preadv(descriptor, [buffer[num_read : num_read + 2**30]], start + num_read)
         except OSError as cause:
             raise storage_error(cause, where) from cause
         if count == 0:
             break
-        done += count
-    return done
+        num_read += count
+    return num_read
 
 
 def read_whole(path: str, where: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes:
@@ -169,9 +169,9 @@ def _roots(root: str) -> list[str]:
     for i in range(1, len(parts) - 1):
         if parts[i] == "snapshots" and parts[i - 1].startswith("models--"):
             # Caches with shared blobs have this marker file; without it, the directory may belong to anyone.
-            shared = os.sep.join([*parts[: i - 1], "blobs"])
-            has_marker = os.path.isfile(os.path.join(shared, ".huggingface-shared-blobs"))
-            return [root, os.sep.join([*parts[:i], "blobs"]), *([shared] if has_marker else [])]
+            shared_blobs = os.sep.join([*parts[: i - 1], "blobs"])
+            has_marker = os.path.isfile(os.path.join(shared_blobs, ".huggingface-shared-blobs"))
+            return [root, os.sep.join([*parts[:i], "blobs"]), *([shared_blobs] if has_marker else [])]
     return [root]
 
 

@@ -158,8 +158,8 @@ class Folder:
         """
         content = self._object(name)
         if content is None:
-            others = [] if self.snapshot is None else [p for p in self.snapshot.files if p.endswith(f"/{name}")]
-            hint = f"; there is {listing(others, 4)}, which subfolder= may name" if others else ""
+            alternatives = [] if self.snapshot is None else [p for p in self.snapshot.files if p.endswith(f"/{name}")]
+            hint = f"; there is {listing(alternatives, 4)}, which subfolder= may name" if alternatives else ""
             if not hint and name == "config.json":
                 hint = "; a checkpoint's directory has one beside its weights, which says what model they are"
             raise MissingFileError(f"{self.where(name)}: no such file{hint}")

@@ -109,16 +109,16 @@ class Snapshot:
             nbytes = self.files[name].nbytes
             if limit is not None and nbytes is not None:
                 limits.at_most(nbytes, limit, limit_name, f"{self._where(name)}: the size in bytes")
-        missing = [name for name in bounds if not self.is_here(name)]
-        if not missing:
+        missing_names = [name for name in bounds if not self.is_here(name)]
+        if not missing_names:
             return
-        self._check_online(missing[0])
-        self._check_room(missing)
-        sizes = [self.files[name].nbytes for name in missing]
+        self._check_online(missing_names[0])
+        self._check_room(missing_names)
+        sizes = [self.files[name].nbytes for name in missing_names]
         total = None if None in sizes else sum(size or 0 for size in sizes)
-        description = missing[0] if len(missing) == 1 else f"{len(missing)} files"
+        description = missing_names[0] if len(missing_names) == 1 else f"{len(missing_names)} files"
         with _shown(self.progress, description, total) as report:
-            run_together(lambda name, stop: self._download(name, bounds[name], report, stop), missing)
+            run_together(lambda name, stop: self._download(name, bounds[name], report, stop), missing_names)
 
     def part(self, name: str, first: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes of a file from `first` on, without fetching the rest. They are not digest-checked.
@@ -158,10 +158,11 @@ class Snapshot:
 
     def is_here(self, name: str) -> bool:
         """Whether a file of the commit is in `path` with its listed length."""
-        size, listed = _size(self.path / name), self.files[name]
-        return size is not None and listed.nbytes in (None, size)
+        size, entry = _size(self.path / name), self.files[name]
+        return size is not None and entry.nbytes in (None, size)
 
     def _where(self, name: str) -> str:
+        """Return the name of a file in messages, with the model's name."""
         return quote(f"{self.name}/{name}")
 
     def _check_online(self, name: str) -> None:
@@ -172,8 +173,8 @@ class Snapshot:
         problem = (
             "is not in the cache" if size is None else f"has {size} bytes in the cache, not {self.files[name].nbytes}"
         )
-        others = [c for c in commits_with(self.path.parent.parent, name) if c != self.commit]
-        older = f", or take revision={others[0]!r}, of which the cache has it" if others else ""
+        other_commits = [c for c in commits_with(self.path.parent.parent, name) if c != self.commit]
+        older = f", or take revision={other_commits[0]!r}, of which the cache has it" if other_commits else ""
         raise HubUnreachableError(
             f"{self._where(name)} {problem} (commit {self.commit}), and {self.offline}: load it once with a "
             f"connection{older}"
@@ -182,8 +183,8 @@ class Snapshot:
     def _check_room(self, names: Sequence[str]) -> None:
         """Check that the disk of the cache has room for files. A file with the same digest in the cache needs none."""
         blobs = self.path.parent.parent / "blobs"
-        listed = [self.files[name] for name in names]
-        needed = sum(f.nbytes or 0 for f in listed if not (f.digest and _size(blobs / f.digest) == f.nbytes))
+        entries = [self.files[name] for name in names]
+        needed = sum(f.nbytes or 0 for f in entries if not (f.digest and _size(blobs / f.digest) == f.nbytes))
         with typed(self._where(names[0]), self.remote):
             free = shutil.disk_usage(next(p for p in self.path.parents if p.is_dir())).free
         if needed > free:
@@ -192,7 +193,7 @@ class Snapshot:
 
     def _download(self, name: str, bound: SizeBound, told: Callable[[int], None], stop: threading.Event) -> None:
         """Fetch a missing file and compare it with its digest."""
-        where, listed, path = self._where(name), self.files[name], self.path / name
+        where, entry, path = self._where(name), self.files[name], self.path / name
         with typed(where, self.remote):
             from huggingface_hub import hf_hub_download
 
@@ -203,15 +204,15 @@ class Snapshot:
             hf_hub_download(
                 self.name, name, revision=self.commit, cache_dir=self.remote.cache, endpoint=self.remote.endpoint,
                 token=token_to_send(self.remote.token, where), library_name="rlx_jax",
-                tqdm_class=_counter(where, listed, bound, told, stop),
+                tqdm_class=_counter(where, entry, bound, told, stop),
             )  # fmt: skip
             if not path.is_file():
                 raise IntegrityError(f"{where}: expected a file of the commit {self.commit}; the Hub sent another one")
-            digest = _file_digest(path, listed)
-            if listed.digest not in (None, digest) or not self.is_here(name):
+            digest = _file_digest(path, entry)
+            if entry.digest not in (None, digest) or not self.is_here(name):
                 _remove(path)
                 raise IntegrityError(
-                    f"{where}: what came has the digest {digest}, the commit says {listed.digest}: nothing was kept; "
+                    f"{where}: what came has the digest {digest}, the commit says {entry.digest}: nothing was kept; "
                     f"try again, and if it stays so do not trust {self.remote.server}"
                 )
 
@@ -233,11 +234,11 @@ def open_snapshot(
     """
     if revision is not None and not _is_revision(revision):
         raise RequestError(f"revision: expected a branch, a tag or a commit, got {shown(revision)}")
-    remote, wanted = Remote.here(token), revision or "main"
+    remote, target = Remote.here(token), revision or "main"
     folder = Path(remote.cache) / f"models--{name.replace('/', '--')}"
-    where = f"{quote(name)}: {beside}revision {quote(wanted)}"
+    where = f"{quote(name)}: {beside}revision {quote(target)}"
     try:
-        cached = cached_list(folder, wanted)
+        cached = cached_list(folder, target)
     except IntegrityError:  # a damaged list in the cache is fetched again
         if is_offline():
             raise
@@ -250,20 +251,20 @@ def open_snapshot(
         if cached is None:
             raise HubUnreachableError(
                 f"{where} is not in the cache {quote(remote.cache)}, and HF_HUB_OFFLINE is set: load it once without, "
-                f"or name a local directory; {revisions_text(folder, wanted)}"
+                f"or name a local directory; {revisions_text(folder, target)}"
             )
         return snapshot(*cached, "HF_HUB_OFFLINE is set")
-    if cached is not None and cached[0] == wanted and list_path(folder, wanted).is_file():  # a commit does not change
+    if cached is not None and cached[0] == target and list_path(folder, target).is_file():  # a commit does not change
         return snapshot(*cached)
     try:
-        commit, files = fetch_list(remote, name, wanted, where)
+        commit, files = fetch_list(remote, name, target, where)
     except HubUnreachableError as cause:
         if cached is None:
-            raise HubUnreachableError(f"{cause}; {revisions_text(folder, wanted)}") from cause
+            raise HubUnreachableError(f"{cause}; {revisions_text(folder, target)}") from cause
         warnings.warn(f"{cause}; opening what the cache has, commit {cached[0]}", RlxWarning, stacklevel=2)
         return snapshot(*cached, f"{remote.server} cannot be reached")
     with contextlib.suppress(OSError):  # a cache that cannot be written to still serves what it has
-        keep_list(folder, wanted, commit, files)
+        keep_list(folder, target, commit, files)
     return snapshot(commit, files)
 
 
@@ -336,6 +337,7 @@ def _counter(
             self.n, self.total, self.format_dict = initial, total, dict[str, Any]()
 
         def update(self, count: float | None = 1) -> None:
+            """Count downloaded bytes, and raise an error to abort the download."""
             if stop.is_set():
                 raise HubError(f"{where}: another file of the same call failed")
             self.n += int(count or 0)

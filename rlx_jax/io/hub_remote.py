@@ -132,7 +132,7 @@ def list_path(folder: Path, commit: str) -> Path:
 
 def keep_list(folder: Path, revision: str, commit: str, files: Mapping[str, Listed]) -> None:
     """Store in the cache the commit of a revision and the file list of the commit."""
-    rows = {name: [listed.nbytes, listed.digest] for name, listed in files.items()}
+    rows = {name: [entry.nbytes, entry.digest] for name, entry in files.items()}
     _write(list_path(folder, commit), json.dumps({"files": rows}))
     if revision != commit:
         _write(folder / "refs" / revision, commit)

@@ -77,8 +77,8 @@ def parse(
             parse_constant=hooks.constant,
         )  # fmt: skip
     except json.JSONDecodeError as cause:
-        at = start + len(text[: cause.pos].encode())
-        raise error(f"{where}: not JSON: {cause.msg.removesuffix(' at')} at byte {at}") from cause
+        offset = start + len(text[: cause.pos].encode())
+        raise error(f"{where}: not JSON: {cause.msg.removesuffix(' at')} at byte {offset}") from cause
     if _SURROGATE.search(text) and not is_text(json.dumps(value, ensure_ascii=False)):
         raise error(f"{where}: half of a surrogate pair in a name or a text")
     return value

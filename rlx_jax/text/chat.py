@@ -295,6 +295,7 @@ def _twin(given: Mapping[str, Any], template: str, control: set[str], meant: set
     replacements = dict(zip((ord(c) for c in sorted(used_chars) if not c.isspace()), unused_chars, strict=False))
 
     def disguised(text: str, whole: set[str], parts: set[str]) -> str:
+        """Replace the characters of a text, unless it is in `whole`, and except for the substrings in `parts`."""
         if text in whole:
             return text
         pieces = re.split(f"({_any_of(parts).pattern})", text)
@@ -302,6 +303,7 @@ def _twin(given: Mapping[str, Any], template: str, control: set[str], meant: set
         return "".join(pieces)
 
     def twin(value: Any, parts: set[str]) -> Any:
+        """Replace the characters of all strings and keys in a JSON value."""
         return _each(value, lambda text: disguised(text, literals, parts), lambda name: disguised(name, keys, set()))
 
     other_vars = {name: twin(value, inner_literals) for name, value in given.items() if name != "messages"}

@@ -176,8 +176,8 @@ def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[
     Raises:
         RequestError, TokenizerError, LimitError, StorageError: as `render`.
     """
-    first, second = render_each(template, [variables, twin])
-    return _text(first), second.get("text")
+    answer, twin_answer = render_each(template, [variables, twin])
+    return _text(answer), twin_answer.get("text")
 
 
 def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -195,7 +195,7 @@ def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[d
         "output_chars": MAX_RENDERED_CHARS + len(inputs),
     }
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-I", "-S", "-X", "utf8", *_worker()],
             input=json.dumps(request).encode(),
             stdout=subprocess.PIPE,
@@ -207,7 +207,7 @@ def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[d
         raise LimitError(f"the chat template: not rendered within RENDER_WAIT = {RENDER_WAIT:g} s") from cause
     except OSError as cause:
         raise StorageError(f"no process to render the chat template in: {quote(sys.executable)}: {cause}") from cause
-    return _answers(done)
+    return _answers(process)
 
 
 def _answers(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, str]]:

@@ -84,9 +84,9 @@ def check_sizes(buckets: Buckets, names: tuple[str, ...] = ("prompt", "batch")) 
     Raises:
         RequestError: one of the bucket lists in `names` is empty.
     """
-    missing = [name for name in names if not getattr(buckets, name)]
-    if missing:
-        joined = " and ".join(f"buckets.{name}" for name in missing)
+    empty_names = [name for name in names if not getattr(buckets, name)]
+    if empty_names:
+        joined = " and ".join(f"buckets.{name}" for name in empty_names)
         raise RequestError(
             f"warmup: the profile has no {joined}, so requests come in every size; set them, as in "
             'profile.replace(buckets={"prompt": [128, 512], "batch": [1, 8]})'

@@ -216,5 +216,5 @@ def check_positions(tokens: int, max_positions: int | None, what: str, prompt: i
 
 def primary(outputs: Any) -> jax.Array:
     """Return the primary output of a flow; side outputs come after it in the dictionary."""
-    first: jax.Array = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
-    return first
+    output: jax.Array = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
+    return output

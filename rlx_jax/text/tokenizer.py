@@ -188,6 +188,7 @@ class Tokenizer:
         whole_number("max_length", max_length, max(1, num_special))
 
         def within() -> list[list[int]]:
+            """Encode the texts, truncated to `max_length`."""
             # Few texts are too long, so only those are encoded again, without special tokens.
             rows = [row.ids for row in encode(texts, add_special_tokens=special)]
             long_rows = [i for i, ids in enumerate(rows) if len(ids) > max_length]

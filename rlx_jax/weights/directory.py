@@ -110,10 +110,11 @@ def headers(folder: Folder) -> dict[str, Header]:
     results: dict[str, Header] = {}
 
     def read(shard: str, stop: threading.Event) -> None:
-        where, listed = folder.where(shard), folder.listed(shard)
-        if listed is None or listed.nbytes is None:
+        """Read the header of a shard from the Hub."""
+        where, entry = folder.where(shard), folder.listed(shard)
+        if entry is None or entry.nbytes is None:
             raise IntegrityError(f"{where}: the Hub does not say how long it is, so that its header cannot be trusted")
-        results[shard] = read_header(lambda count, start, _: folder.part(shard, start, count), listed.nbytes, where)
+        results[shard] = read_header(lambda count, start, _: folder.part(shard, start, count), entry.nbytes, where)
 
     run_together(read, shards)
     if index is not None:
@@ -167,13 +168,13 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
         CheckpointFormatError: `total_size` differs; a warning unless `strict`.
     """
     index = _read_index(resolve(directory, name, links), quote(name))
-    paths, missing = {}, []
+    paths, missing_shards = {}, []
     for shard in index.shards:
         try:
             paths[shard] = resolve(directory, shard, links)
         except MissingFileError:
-            missing.append(shard)
-    _refuse_missing(index, missing)
+            missing_shards.append(shard)
+    _refuse_missing(index, missing_shards)
     with ExitStack() as stack:  # closes the files that are open if one of them, or the comparison, fails
         files = {shard: stack.enter_context(SafetensorsFile(path, name=shard)) for shard, path in paths.items()}
         _compare(index, {shard: file.tensors for shard, file in files.items()}, strict)
@@ -308,8 +309,8 @@ def _compare(index: _Index, headers: Mapping[str, Mapping[str, TensorInfo]], str
     duplicates = [f"{tensor} in {' and '.join(shards)}" for tensor, shards in owners.items() if len(shards) > 1]
     if duplicates:
         raise DuplicateWeightError(f"{index.where}: {len(duplicates)} tensors are in two shards: {listing(duplicates)}")
-    listed = frozenset().union(*index.shards.values())
-    extra = [f"{tensor} in {shards[0]}" for tensor, shards in owners.items() if tensor not in listed]
+    index_tensors = frozenset().union(*index.shards.values())
+    extra = [f"{tensor} in {shards[0]}" for tensor, shards in owners.items() if tensor not in index_tensors]
     if extra:
         problem = f"{index.where}: the shards hold {len(extra)} tensors that it does not list: {listing(extra)}"
         _complain(UnexpectedWeightError, problem, strict)

@@ -76,5 +76,5 @@ def all_finite(values: np.ndarray[Any, Any]) -> bool:
     if flat.dtype in _PATTERNS:
         unsigned, mask, limit = _PATTERNS[flat.dtype]
         bits = flat.view(unsigned)
-        return all(int((bits[at : at + _CHUNK] & unsigned(mask)).max()) < limit for at in range(0, bits.size, _CHUNK))
-    return all(bool(np.isfinite(flat[at : at + _CHUNK]).all()) for at in range(0, flat.size, _CHUNK))
+        return all(int((bits[i : i + _CHUNK] & unsigned(mask)).max()) < limit for i in range(0, bits.size, _CHUNK))
+    return all(bool(np.isfinite(flat[i : i + _CHUNK]).all()) for i in range(0, flat.size, _CHUNK))

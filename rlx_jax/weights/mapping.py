@@ -29,9 +29,11 @@ class MappingFormat:
     writes: bool = False
 
     def detect(self, weights: Any) -> bool:
+        """Whether `weights` is a mapping."""
         return isinstance(weights, Mapping)
 
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
+        """Return the source of a mapping, which supports neither `subtree` nor `verify="full"`."""
         if options.subtree:
             raise WeightError("weights: subtree= is for orbax checkpoints; a mapping holds no tree")
         if options.verify == "full":
@@ -39,6 +41,7 @@ class MappingFormat:
         return MappingSource(weights, on_nonfinite=options.on_nonfinite)
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
+        """Raise `UnsupportedError`: a mapping is not a file format."""
         raise UnsupportedError("a mapping is no file: model.weights() makes one")
 
 

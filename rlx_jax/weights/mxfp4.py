@@ -78,14 +78,14 @@ class Mxfp4Source(SourceView):
             return self.source.read(key, index)
         shape = self.spec(key).shape
         slices = (*(index or ()), *(slice(None),) * (3 - len(index or ())))
-        (first, stop, _), (experts, _, out) = slices[1].indices(shape[1]), slices
-        blocks_slice = slice(first // SIZE, -(-stop // SIZE))
+        (start, stop, _), (experts, _, out) = slices[1].indices(shape[1]), slices
+        blocks_slice = slice(start // SIZE, -(-stop // SIZE))
         blocks, scales = (self.source.read(key + end, (experts, out, blocks_slice)) for end in (BLOCKS, SCALES))
         numbers = decoded(blocks, scales)
         if not all_finite(numbers):
             raise WeightError(f"weight {quote(key)} ({self.where(key)}): holds numbers over the range of bf16")
         offset = blocks_slice.start * SIZE
-        return np.ascontiguousarray(numbers[..., first - offset : stop - offset].swapaxes(1, 2))
+        return np.ascontiguousarray(numbers[..., start - offset : stop - offset].swapaxes(1, 2))
 
 
 def unpacked(source: WeightSource) -> WeightSource:

@@ -104,5 +104,5 @@ def span(part: slice, dim: int) -> tuple[int, int, slice]:
     rows = range(dim)[part]
     if not rows:
         return 0, 0, slice(None)
-    first = min(rows[0], rows[-1])
-    return first, abs(rows[-1] - rows[0]) + 1, slice(None, None, rows.step)
+    first_row = min(rows[0], rows[-1])
+    return first_row, abs(rows[-1] - rows[0]) + 1, slice(None, None, rows.step)

@@ -57,9 +57,11 @@ class Orbax:
     writes: bool = True
 
     def detect(self, weights: Any) -> bool:
+        """Whether `weights` is a directory that Orbax wrote."""
         return isinstance(weights, str) and os.path.isdir(weights) and is_orbax(weights)
 
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
+        """Open the arrays of a checkpoint, or of `options.subtree`; warn under `verify="auto"` without a manifest."""
         path, subtree = find_item(weights, options.subtree)
 
         def read() -> OrbaxSource:
@@ -189,7 +191,7 @@ class OrbaxSource(NamedTensors[TensorType]):
         import tensorstore
 
         spans = [span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
-        rows = tuple(slice(first, first + count) for first, count, _ in spans)
+        rows = tuple(slice(start, start + count) for start, count, _ in spans)
         where = f"{self._where()}: array {quote(name)}"
         all_rows = (*rows, *(slice(0, dim) for dim in spec.shape[len(rows) :]))
         cells = zip(all_rows, self._chunks[name], strict=True)

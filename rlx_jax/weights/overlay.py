@@ -62,8 +62,8 @@ class BesideSource(SourceView):
 
 def may_lack(source: Any) -> bool:
     """Whether weights missing in a source are to be initialized: it is, or is a view of, a source marked `lacking`."""
-    marked = isinstance(source, MarkedSource) and source.mark == "lacking"
-    return marked or (hasattr(source, "source") and may_lack(source.source))
+    is_lacking = isinstance(source, MarkedSource) and source.mark == "lacking"
+    return is_lacking or (hasattr(source, "source") and may_lack(source.source))
 
 
 def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSource | None:
@@ -98,5 +98,5 @@ def with_drawn(source: WeightSource | None, drawn: Mapping[str, jax.Array]) -> W
     """Return the weights of a source, with those in `drawn` (newly initialized) added or replaced."""
     if source is None:
         return MappingSource(drawn)
-    others = {key: key for key in source.keys() if key not in drawn}
-    return BesideSource(RenamedSource(source, others), MappingSource(drawn))
+    other_keys = {key: key for key in source.keys() if key not in drawn}
+    return BesideSource(RenamedSource(source, other_keys), MappingSource(drawn))

@@ -86,7 +86,7 @@ class SafetensorsFile(Closing):
             return self._read_box(name, [0] * len(info.shape), info.shape)
         parts = (*slices, *(slice(None),) * (len(info.shape) - len(slices)))
         spans = [span(part, dim) for part, dim in zip(parts, info.shape, strict=True)]
-        box = self._read_box(name, [first for first, _, _ in spans], tuple(count for _, count, _ in spans))
+        box = self._read_box(name, [start for start, _, _ in spans], tuple(count for _, count, _ in spans))
         return np.ascontiguousarray(box[tuple(rest for _, _, rest in spans)])
 
     def close(self) -> None:
@@ -150,12 +150,12 @@ class SafetensorsFile(Closing):
 
     def _read_into(self, name: str, raw: np.ndarray[Any, Any], start: int) -> None:
         """Fill a contiguous array with the bytes of the file from `start` on."""
-        done = read_at(self._descriptor, raw.data, start, self._where)
+        num_bytes = read_at(self._descriptor, raw.data, start, self._where)
         with self._counting:
-            self.bytes_read += done
-        if done < raw.nbytes:
+            self.bytes_read += num_bytes
+        if num_bytes < raw.nbytes:
             raise SafetensorsError(
-                f"{self._where}: tensor {quote(name)}: the file ends at byte {start + done}, expected "
+                f"{self._where}: tensor {quote(name)}: the file ends at byte {start + num_bytes}, expected "
                 f"{raw.nbytes} bytes from byte {start} on; it has been cut since it was opened"
             )
 

@@ -36,6 +36,7 @@ class Safetensors:
     writes: bool = True
 
     def detect(self, weights: Any) -> bool:
+        """Whether `weights` is a directory with safetensors files, or the path of a file or an index."""
         if not isinstance(weights, str):
             return False
         if os.path.isdir(weights):
@@ -43,6 +44,7 @@ class Safetensors:
         return weights.endswith((".safetensors", INDEX_SUFFIX)) and os.path.lexists(weights)
 
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
+        """Open a file, an index or a directory; only a directory can have a manifest to verify with."""
         if options.subtree:
             raise WeightError(f"{quote(weights)}: subtree= is for orbax checkpoints; safetensors files hold no tree")
         if os.path.isdir(weights):

@@ -93,8 +93,8 @@ def _files_to_keep(target: str, whole: bool) -> tuple[list[str], list[str]]:
             f"{quote(target)} {problem}, so rlx_jax.save did not write it; remove it, or save elsewhere"
         )
     replaced = {*old.files, manifest.NAME, *(old.beside if whole else ())}
-    kept = [name for name in files_below(target) if name not in replaced]
-    return kept, [name for name in kept if name in old.beside]
+    kept_files = [name for name in files_below(target) if name not in replaced]
+    return kept_files, [name for name in kept_files if name in old.beside]
 
 
 def _read_back(directory: str, format: Format, expected: Manifest) -> None:

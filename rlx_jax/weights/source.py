@@ -98,9 +98,9 @@ def open_with(
     if isinstance(weights, str):
         _refuse(weights)
     lacks = [name for name in ("keys", "spec", "read", "has", "where") if not callable(getattr(weights, name, None))]
-    told = f", which lacks {', '.join(lacks)}" if len(lacks) < 5 else ""
+    details = f", which lacks {', '.join(lacks)}" if len(lacks) < 5 else ""
     raise WeightError(
-        f"weights: expected a path, a mapping or a WeightSource, got {quote(type(weights).__name__)}{told}"
+        f"weights: expected a path, a mapping or a WeightSource, got {quote(type(weights).__name__)}{details}"
     )
 
 
