@@ -399,6 +399,11 @@ class TypeCache:
         return result_types
 
     def _infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+        """Return the result types of an op, without the cache.
+
+        Raises:
+            RlxError: the operands do not fit, or a result has too many elements. Errors of JAX are converted.
+        """
         try:
             with as_in_jit():
                 results = op.infer(self, *operands)

@@ -133,6 +133,7 @@ def check_axes(op: str, axes: int | Sequence[int] | None, x: TensorType) -> None
 
 
 def _has_kind(dtype: np.dtype[Any], kind: str | None, dtypes: dict[str, np.dtype[Any]]) -> bool:
+    """Return whether a dtype fits the declared `kind`; `dtypes` has the dtypes of all operands by name."""
     if kind is None or kind in KINDS:
         return kind is None or bool(KINDS[kind][1](dtype))
     return bool(dtype == (dtypes[kind] if kind in dtypes else as_dtype(kind)))
@@ -156,6 +157,7 @@ def _has_shape(op: Any, shape: tuple[DimLike, ...], dims: tuple[str, ...], sizes
 
 
 def _has_size(op: Any, size: DimLike, dim: str, sizes: dict[str, Any]) -> bool:
+    """Return whether one size fits the declared `dim`; `sizes` is as in `_has_shape`."""
     if not is_static(size) and dim.endswith("!"):
         return False
     name = dim.rstrip("!?")
@@ -163,4 +165,5 @@ def _has_size(op: Any, size: DimLike, dim: str, sizes: dict[str, Any]) -> bool:
         return True
     if name.isdigit():
         return bool(size == int(name))
+    # Lower case is an attribute of the op; upper case is a letter, bound to this size at its first occurrence.
     return bool(size == (getattr(op, name) if name[0].islower() else sizes.setdefault(name, size)))

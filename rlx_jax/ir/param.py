@@ -407,7 +407,8 @@ def braced(names: list[str]) -> str:
     """
     if len(set(names)) == 1:
         return names[0]
-    # Words split at underscores too, so that `q_proj` and `k_proj` fold. The spaces added for that go again at the end.
+    # Words split at underscores too, so that `q_proj` and `k_proj` fold. The separators
+    # added for that are removed at the end.
     tokens = [re.findall(r"\w+|\W", name.replace("_", " _ ").replace(" ", "\0")) for name in names]
     columns = list(zip(*tokens, strict=False))
     varying_columns = [i for i, column in enumerate(columns) if len(set(column)) > 1]

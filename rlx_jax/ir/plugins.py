@@ -95,6 +95,7 @@ class Plugin:
 
 
 def _check_own(plugin: str, cls: Any, kind: type[Op]) -> None:
+    """Check that `cls` is an op class of the plugin itself, below `kind`, with a name that JSON can distinguish."""
     if not (isinstance(cls, type) and issubclass(cls, kind) and issubclass(cls, Mir | Hir)):
         raise PluginError(f"plugin {quote(plugin)}: expected a class below {kind.__name__}, got {shown(cls)}")
     if is_ours(cls):
@@ -128,11 +129,12 @@ def installed() -> tuple[Plugin, ...]:
 
 
 def _loaded(point: EntryPoint) -> Plugin:
+    """Import the plugin of an entry point and return it."""
     package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
     where = f"plugin {quote(point.name)}{package} ({GROUP}: {point.value})"
     try:
         plugin = point.load()
-    except Exception as error:
+    except Exception as error:  # an import runs the package's code, which may raise anything
         why = f"{type(error).__name__}: {error}"
         raise PluginError(f"{where} does not import: {why}; mend the package or uninstall it") from error
     if not isinstance(plugin, Plugin):
@@ -173,9 +175,10 @@ def known() -> Plugin:
 
 @functools.lru_cache(maxsize=8)
 def _merged(plugins: tuple[Plugin, ...]) -> Plugin:
+    """Return `plugins` as one. The cache is small: the argument only changes with `using`."""
     tables: dict[str, dict[Any, Any]] = {name: {} for name in (*TABLES, "ops")}
     providers: dict[tuple[str, Any], Plugin] = {}
-    distinct = dict.fromkeys(plugins)
+    distinct = dict.fromkeys(plugins)  # `using` may add an installed plugin again
     for plugin in distinct:
         for name, table in tables.items():
             for key, value in (plugin.op_classes() if name == "ops" else getattr(plugin, name)).items():

@@ -21,7 +21,7 @@ from rlx_jax.ir.types import TensorType
 
 @dataclass(frozen=True, eq=False)
 class Repeat(Op):
-    """Run `body` `count` times.
+    """A loop that runs `body` `count` times: repeated layers.
 
     Operands: the initial carries, then values shared by all iterations.
     Body outputs: the next carries, then side outputs.
@@ -75,9 +75,8 @@ def roll(graph: Graph, repeats: Sequence[Sequence[int]], types: TypeCache) -> tu
         The graph, and a message for each repeat that did not become a single region.
     """
     refusals: list[str] = []
-    for bounds in sorted(
-        repeats, key=lambda r: r[0], reverse=True
-    ):  # from the end, because a new region changes all later node numbers
+    # From the end, because a new region changes all later node numbers.
+    for bounds in sorted(repeats, key=lambda r: r[0], reverse=True):
         layers = layers_of(graph, bounds)
         runs, refusal = find_runs(layers)
         refusals += [refusal] if refusal else []
@@ -129,6 +128,7 @@ class _Region:
     """
 
     def __init__(self, graph: Graph, layers: list[Layer], run: Run, end: int, types: TypeCache) -> None:
+        """Analyze a run of layers. `end` is the number of the first node after it."""
         self.graph, self.start, self.period, self.count = graph, run.start, run.period, run.count
         self.layers = layers[run.start : run.stop]
         self.outside = {v for n in graph.nodes[end:] for v in n.inputs} | set(graph.roots())
@@ -174,12 +174,13 @@ class _Region:
         Unlike the first iteration, the second shows which operands are carries.
         """
         b = Builder("body", types)
-        num_carries = len(self.initial)
+        n = len(self.initial)
         carried = [b.leaf(BodyInput(i, type=self._type(r))) for i, r in enumerate(self.initial)]
-        shared = [b.leaf(BodyInput(num_carries + i, type=self._type(r))) for i, r in enumerate(self.shared)]
+        shared = [b.leaf(BodyInput(n + i, type=self._type(r))) for i, r in enumerate(self.shared)]
         results: dict[tuple[int, int], tuple[Value, ...]] = {}
 
         def operand(layer: int, ref: Ref, position: int, slot: int) -> Value:
+            """Return the value in the body of operand number `slot` of the node at `position` of `layer`."""
             source = self._source(ref)
             if ref.op is not None:
                 return b.leaf(self._leaf(layer, position, slot))
@@ -200,7 +201,7 @@ class _Region:
         outside_reads = self._read_outside()  # the final value of a carry is a result already, so no side output
         self.sides = list(dict.fromkeys(source for i, source, _ in outside_reads if not self._is_final(i, source)))
         outputs += [results[(self.period + j, at)][i] for j, at, i in self.sides]
-        path = next((num_carries.origin.path for num_carries in b.nodes if not isinstance(num_carries.op, Leaf)), ())
+        path = next((n.origin.path for n in b.nodes if not isinstance(n.op, Leaf)), ())
         return b.finish(outputs), path[: next((i for i, s in enumerate(path) if isinstance(s, LayerIndex)), 0)]
 
     def _leaf(self, layer: int, position: int, slot: int) -> Leaf:
@@ -242,6 +243,7 @@ def indexed(paths: Sequence[Path]) -> Path:
 
 
 def _segment(segments: Sequence[str | int | LayerIndex]) -> str | int | LayerIndex:
+    """Return one segment for the segments of all iterations: a `LayerIndex` if they count, else the first of them."""
     segment_0, segment_1 = segments[:2]
     if segment_0 == segment_1:
         return segment_0

@@ -39,9 +39,8 @@ def rewrite(
         op = node.op
         if isinstance(op, BodyInput) and given:
             op = BodyInput(op.index, type=given[op.index])
-        if op.regions() and len(inputs) == len(
-            node.inputs
-        ):  # otherwise an operand was dropped, and `fn` drops this node too
+        # If an operand was dropped, `fn` drops this node too.
+        if op.regions() and len(inputs) == len(node.inputs):
             operand_types = tuple(b.type(v) for v in inputs)
             op = op.with_regions(tuple(rewrite(r, enter, types, by, operand_types) for r in op.regions()))
         start = len(b.nodes)

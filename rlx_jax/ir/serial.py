@@ -95,6 +95,7 @@ def _ref(value: Value) -> list[int]:
 
 
 def _encode_node(graph: Graph, node: Node, closure: Closure | None) -> dict[str, Any]:
+    """Return a node as JSON data; see `encode_graph`."""
     op = node.op
     try:
         if isinstance(op, BodyInput):  # its type is left out: the region's operand has it
@@ -202,6 +203,7 @@ def decode_graph(data: Any, types: TypeCache, where: str = "graph", given: tuple
 
 
 def _decode_node(data: Any, nodes: list[Node], types: TypeCache, where: str, given: tuple[TensorType, ...]) -> Node:
+    """Return the node that JSON data describes; `nodes` are the nodes decoded before it. See `decode_graph`."""
     fields = object_with({"op", "inputs", "types", "origin"}, data, where)
     inputs = tuple(_value(v, nodes, f"{where}.inputs") for v in _array(fields["inputs"], f"{where}.inputs"))
     operands = tuple(nodes[v.node].types[v.index] for v in inputs)
@@ -221,6 +223,10 @@ def _decode_node(data: Any, nodes: list[Node], types: TypeCache, where: str, giv
 def _decode_op(
     data: Any, types: TypeCache, where: str, operands: tuple[TensorType, ...], given: tuple[TensorType, ...]
 ) -> Op:
+    """Return the op that JSON data describes.
+
+    `operands` are the operand types of the op, `given` the operand types of the enclosing region.
+    """
     tag, fields = _tagged(data, where)
     if tag == "BodyInput":
         index = decode(int, object_with({"index"}, fields, where)["index"], f"{where}.index")
@@ -295,6 +301,7 @@ def _plain(hint: type, data: Any, where: str) -> Any:
 
 
 def _decode_union(hints: tuple[Any, ...], data: Any, where: str) -> Any:
+    """Return the value by the first of the types `hints` that fits the data."""
     for hint in hints:
         try:
             return decode(hint, data, where)
@@ -335,6 +342,7 @@ def _decode_record(hint: Any, data: Any, where: str) -> Any:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
+    """Return the annotated types of a dataclass's fields."""
     hints = get_type_hints(cls)
     return {name: h for name, h in hints.items() if h is not ClassVar and get_origin(h) is not ClassVar}
 

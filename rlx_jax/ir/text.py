@@ -65,6 +65,7 @@ def _return(graph: Graph, mark: str) -> str:
 
 
 def _lines(graph: Graph, mark: str, indent: str) -> Iterator[str]:
+    """Return the lines of all nodes, their regions and the state writes; ids begin with `mark`."""
     outputs = {v.node for v in graph.outputs}
     tags = [_tag(n, i, mark) for i, n in enumerate(graph.nodes)]
     width = max(map(len, tags), default=0)
@@ -168,6 +169,7 @@ def block_rows(graph: Graph) -> dict[Path, Row]:
 
 
 def _collect(graph: Graph, rows: dict[Path, Row], counted: set[Program], iterations: int) -> None:
+    """Add the nodes of a graph, which runs `iterations` times, to `rows`, and their weights to `counted`."""
     for node in graph.nodes:
         for region in node.op.regions():
             _collect(region, rows, counted, node.op.iterations())
@@ -178,12 +180,10 @@ def _collect(graph: Graph, rows: dict[Path, Row], counted: set[Program], iterati
         for op in (graph.nodes[value.node].op for value in node.inputs):
             if not isinstance(op, Param):
                 continue
-            programs = tuple(dict.fromkeys(op.programs))
+            programs = tuple(dict.fromkeys(op.programs))  # several layers may share a program
             if (name := leaf_name(Stack(programs))) not in row.weights:
                 row.weights[name] = programs
-                new_programs = [program for program in programs if program not in counted]
-                row.new += new_programs
-                row.count += sum(
-                    (p.of if isinstance(p, Padded) else p).type.size for p in new_programs
-                )  # without padding
+                unseen = [program for program in programs if program not in counted]
+                row.new += unseen
+                row.count += sum((p.of if isinstance(p, Padded) else p).type.size for p in unseen)  # without padding
                 counted.update(programs)

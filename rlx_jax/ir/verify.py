@@ -52,6 +52,7 @@ def _exists(graph: Graph, value: Value) -> bool:
 
 
 def _problems(graph: Graph, level: str, types: TypeCache, top: bool = True, count: int = 1) -> Iterator[Problem]:
+    """Return all problems of a program (`top`), or of a region that runs `count` times."""
     for number, node in enumerate(graph.nodes):
         for kind, problem in _node_problems(graph, number, node, level, types, count):
             yield kind, f"%{number} {node.op.text()} ({path_text(node.origin.path) or '—'}): {problem}"
@@ -88,6 +89,7 @@ def _node_problems(
 
 
 def _reference_problem(graph: Graph, number: int, value: Value) -> Problem:
+    """Return why node `number` may not read `value`: it does not exist, closes a cycle, or comes later."""
     if not _exists(graph, value):
         return GraphError, f"refers to {value}, which does not exist"
     if value.node == number or _reaches(graph, value.node, number):
@@ -155,6 +157,7 @@ def _type_problems(graph: Graph, node: Node, types: TypeCache) -> Iterator[Probl
 
 
 def _region_problems(region: Graph, given: tuple[object, ...]) -> Iterator[Problem]:
+    """Return the problems of a region's body inputs, for the operand types `given`."""
     for node in region.nodes:
         if isinstance(node.op, BodyInput):
             if node.op.index >= len(given):

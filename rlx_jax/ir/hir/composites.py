@@ -72,7 +72,7 @@ class LlamaDecoderBlock(Hir):
         check_heads(self.heads, self.kv_heads)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        operand_by_name = dict(zip(DECODER_OPERANDS, operands, strict=False))
+        values = dict(zip(DECODER_OPERANDS, operands, strict=False))
         mask_operands = operands[14 : 14 + bool(self.mask.operand)]
         bias_by_name = dict(zip(self.biases, operands[14 + len(mask_operands) :], strict=True))
         origin = b.origin
@@ -82,21 +82,21 @@ class LlamaDecoderBlock(Hir):
 
         def norm(part: str, weights: str, x: Value) -> Value:
             with inside(part):
-                return b(RmsNorm(self.eps), x, operand_by_name[f"{weights}_g"], operand_by_name[f"{weights}_b"])
+                return b(RmsNorm(self.eps), x, values[f"{weights}_g"], values[f"{weights}_b"])
 
         def project(name: str, x: Value) -> Value:
             with inside(PROJECTIONS[name]):
                 bias_operands = (bias_by_name[f"{name}_bias"],) if f"{name}_bias" in bias_by_name else ()
-                return b(Linear(self.contract, bias=bool(bias_operands)), x, operand_by_name[name], *bias_operands)
+                return b(Linear(self.contract, bias=bool(bias_operands)), x, values[name], *bias_operands)
 
-        x, add, rope = operand_by_name["x"], Binary("add"), Rope(self.head_dim, self.head_dim)
+        x, add, rope = values["x"], Binary("add"), Rope(self.head_dim, self.head_dim)
         normed = norm("input_layernorm", "ln1", x)
         # The active value of `self_attn` enters after the norm, as it does in Hugging Face's module of that name.
         with inside("self_attn"):
             normed = b.boundary("input", normed)
         query, key, value = (project(name, normed) for name in "qkv")
         with inside("self_attn"):
-            rotated = (b(rope, heads, operand_by_name["cos"], operand_by_name["sin"]) for heads in (query, key))
+            rotated = (b(rope, heads, values["cos"], values["sin"]) for heads in (query, key))
             context = b(attention(self.heads, self.kv_heads, self.mask), *rotated, value, *mask_operands)
         x = b(add, x, project("o", context))
         normed = norm("post_attention_layernorm", "ln2", x)
@@ -268,36 +268,29 @@ class Qwen35MtpHead(Hir):
             ).of(0)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        operand_by_name = dict(zip(MTP_OPERANDS, operands, strict=True))
+        values = dict(zip(MTP_OPERANDS, operands, strict=True))
         norm, dot, add = RmsNorm(self.eps), Linear(0), Binary("add")
 
         def normed(x: Value, name: str) -> Value:
-            return b(norm, x, operand_by_name[f"{name}_w"], operand_by_name[f"{name}_b"])
+            return b(norm, x, values[f"{name}_w"], values[f"{name}_b"])
 
-        token = normed(b(Embed(), operand_by_name["embed_w"], operand_by_name["input_ids"]), "enorm")
-        x = b(dot, b(Concat(2), token, normed(operand_by_name["h_pre_norm"], "hnorm")), operand_by_name["eh_w"])
+        token = normed(b(Embed(), values["embed_w"], values["input_ids"]), "enorm")
+        x = b(dot, b(Concat(2), token, normed(values["h_pre_norm"], "hnorm")), values["eh_w"])
         attn_input = normed(x, "attn_norm")
-        heads = b(split_axis(3, 2, (self.heads, 2 * self.head_dim)), b(dot, attn_input, operand_by_name["q_gate_w"]))
+        heads = b(split_axis(3, 2, (self.heads, 2 * self.head_dim)), b(dot, attn_input, values["q_gate_w"]))
         query, gate = b.add(Split((self.head_dim, self.head_dim)), heads)
-        keys = b(split_axis(3, 2, (self.kv_heads, self.head_dim)), b(dot, attn_input, operand_by_name["k_w"]))
+        keys = b(split_axis(3, 2, (self.kv_heads, self.head_dim)), b(dot, attn_input, values["k_w"]))
+        # Norms act on single heads, so heads are separated for them, and packed again for the rotation and attention.
         rope, pack = Rope(self.head_dim, self.n_rot), merge_axes(4, 2)
         rotated = ((query, "q_norm"), (keys, "k_norm"))
-        q, k = (
-            b(rope, b(pack, normed(t, name)), operand_by_name["cos"], operand_by_name["sin"]) for t, name in rotated
-        )
-        context = b(
-            attention(self.heads, self.kv_heads, MASK_KINDS["causal"]), q, k, b(dot, attn_input, operand_by_name["v_w"])
-        )
+        q, k = (b(rope, b(pack, normed(t, name)), values["cos"], values["sin"]) for t, name in rotated)
+        context = b(attention(self.heads, self.kv_heads, MASK_KINDS["causal"]), q, k, b(dot, attn_input, values["v_w"]))
         gated = b(Binary("mul"), context, b(Unary("sigmoid"), b(pack, gate)))
-        x = b(add, x, b(dot, gated, operand_by_name["o_w"]))
+        x = b(add, x, b(dot, gated, values["o_w"]))
         ffn_input = normed(x, "post_norm")
-        inner = b(
-            GatedFfn("silu"), b(dot, ffn_input, operand_by_name["gate_w"]), b(dot, ffn_input, operand_by_name["up_w"])
-        )
-        x = b(add, x, b(dot, inner, operand_by_name["down_w"]))
-        return b(
-            dot, normed(b(LastToken(), x, operand_by_name["last_token_idx"]), "head_norm"), operand_by_name["lm_head_w"]
-        )
+        inner = b(GatedFfn("silu"), b(dot, ffn_input, values["gate_w"]), b(dot, ffn_input, values["up_w"]))
+        x = b(add, x, b(dot, inner, values["down_w"]))
+        return b(dot, normed(b(LastToken(), x, values["last_token_idx"]), "head_norm"), values["lm_head_w"])
 
     def text(self) -> str:
         return f"qwen35_mtp_head(heads={self.heads}, dim={self.head_dim}, vocab={self.mtp_vocab})"

@@ -244,9 +244,9 @@ class CausalWindow(FromNothing, Hir):
         (x,) = operands
         if self.width == 1:
             return BlockRun((b(TokenWindows(1), x),), ())
-        rows = rows_behind(b, x, self.width, start, lengths)
-        windows = b(TokenWindows(self.width), rows.rows)
-        return BlockRun((windows,), (rows.tail,), (rows.tails(b, windows),) if every else ())
+        tokens = rows_behind(b, x, self.width, start, lengths)
+        windows = b(TokenWindows(self.width), tokens.rows)
+        return BlockRun((windows,), (tokens.tail,), (tokens.tails(b, windows),) if every else ())
 
 
 @dataclass(frozen=True)
@@ -346,9 +346,9 @@ class CausalConv(FromNothing, Hir):
             w = b(merge_axes(3, 1), w)
         if taps == 1:
             return BlockRun((b(CausalConvOp(self.bias), x, w, *bias),), ())
-        rows = rows_behind(b, x, taps, start, lengths)
-        every_state = (rows.tails(b, b(TokenWindows(taps), rows.rows)),) if every else ()
-        return BlockRun((b(CausalConvOp(self.bias), rows.rows, w, *bias),), (rows.tail,), every_state)
+        tokens = rows_behind(b, x, taps, start, lengths)
+        every_state = (tokens.tails(b, b(TokenWindows(taps), tokens.rows)),) if every else ()
+        return BlockRun((b(CausalConvOp(self.bias), tokens.rows, w, *bias),), (tokens.tail,), every_state)
 
 
 @dataclass(frozen=True)

@@ -356,10 +356,10 @@ class CachedAttention(Hir):
 
     def grouped(self, b: Builder, times: int, *operands: Value) -> tuple[Value, ...]:
         """Append the block with key/value heads repeated `times` times before attention, and return its results."""
-        q, k, v, cache_k, cache_v, start, lengths, *optional_operands = operands
+        q, k, v, cache_k, cache_v, start, lengths, *optional = operands
         masks, other_operands = (
-            optional_operands[: 2 * len(self.attend.extra)],
-            optional_operands[2 * len(self.attend.extra) :],
+            optional[: 2 * len(self.attend.extra)],
+            optional[2 * len(self.attend.extra) :],
         )
         kv_heads = self.attend.kv_heads
         split = split_axis(3, 2, (kv_heads, -1))

@@ -22,7 +22,10 @@ from rlx_jax.ir.types import TensorType
 
 @dataclass(frozen=True)
 class Linear(Hir):
-    """`act(x · w [+ b])`. x `[…, in]`; w `[in, out]` (`contract=0`) or `[out, in]` (`contract=1`); b `[out]`."""
+    """Linear layer `act(x · w [+ b])`.
+
+    x `[…, in]`; w `[in, out]` (`contract=0`) or `[out, in]` (`contract=1`); b `[out]`.
+    """
 
     traits = BLOCK
     choices = {"activation": ("", *UNARY)}
@@ -99,7 +102,10 @@ class GatedFfn(Hir):
 
 @dataclass(frozen=True)
 class RmsNorm(Hir):
-    """`x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`. x `[…, H]`, γ and β `[H]`; the offset is 1 in Gemma."""
+    """RMS norm `x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`. x `[…, H]`, γ and β `[H]`.
+
+    The offset is 1 in Gemma.
+    """
 
     traits = BLOCK
     operands = RmsNormOp.operands
@@ -117,7 +123,7 @@ class RmsNorm(Hir):
 
 @dataclass(frozen=True)
 class LayerNorm(Hir):
-    """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. x `[…, H]`, γ and β `[H]`. See `LayerNormOp`."""
+    """Layer norm `(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. x `[…, H]`, γ and β `[H]`. See `LayerNormOp`."""
 
     traits = BLOCK
     operands = LayerNormOp.operands
