@@ -53,8 +53,8 @@ class Place:
         return Place(pattern, f"h{number}", path_text(node.origin.path) or "—", by, **missed)
 
     def __str__(self) -> str:
-        what = f"{self.reason}{self.detail} → {self.hint}" if self.reason else "fused"
-        return f"{self.pattern} @ {self.node} ({self.context}) — {what}"
+        outcome = f"{self.reason}{self.detail} → {self.hint}" if self.reason else "fused"
+        return f"{self.pattern} @ {self.node} ({self.context}) — {outcome}"
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,12 @@ def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
                 return None
             if keeps_f32(node.op):
                 return b.add(node.op, *(_as_given(b, v) for v in inputs))
-            before = [old.nodes[v.node].op for v in node.inputs]
+            producers = [old.nodes[v.node].op for v in node.inputs]
             if number in carried_dtypes:
-                return b.add(node.op, *_all_in(b, inputs, before, carried_dtypes[number]))
+                return b.add(node.op, *_all_in(b, inputs, producers, carried_dtypes[number]))
             if isinstance(node.op, CastTo | FullLike) and node.op.dtype == F32:
                 return b.add(replace(node.op, dtype=dtype), *inputs)  # the flow's f32 means the compute dtype
-            return _agree(b, node.op, inputs, before, dtype)
+            return _agree(b, node.op, inputs, producers, dtype)
 
         return fn
 
@@ -244,14 +244,17 @@ def carried(graph: Graph) -> dict[int, np.dtype[Any]]:
         for value in node.inputs:
             readers[value.node].append(number)
     reached_nodes = {leaf: reachable([floats[leaf]], readers.__getitem__) for leaf in writes}
-    reached = {leaf: {other for other, number in writes.items() if number in reached_nodes[leaf]} for leaf in writes}
+    successors = {
+        leaf: {reached_leaf for reached_leaf, number in writes.items() if number in reached_nodes[leaf]}
+        for leaf in writes
+    }
     dtypes: dict[int, np.dtype[Any]] = {}
-    for leaf, others in reached.items():
-        for other in others:
-            if leaf not in reachable(reached[other], reached.__getitem__):
+    for leaf, reached_leaves in successors.items():
+        for reached_leaf in reached_leaves:
+            if leaf not in reachable(successors[reached_leaf], successors.__getitem__):
                 continue  # no way back from the other leaf to this one
-            dtype = graph.nodes[floats[other]].types[0].dtype
-            ancestors = reachable([writes[other]], lambda number: [v.node for v in graph.nodes[number].inputs])
+            dtype = graph.nodes[floats[reached_leaf]].types[0].dtype
+            ancestors = reachable([writes[reached_leaf]], lambda number: [v.node for v in graph.nodes[number].inputs])
             for number in ancestors & reached_nodes[leaf] - {floats[leaf]}:
                 dtypes[number] = max(dtypes.get(number, dtype), dtype, key=lambda d: d.itemsize)
     return dtypes

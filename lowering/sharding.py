@@ -133,13 +133,15 @@ class Division:
         return names
 
     def _sharding(self, roles: Roles, shape: tuple[DimLike, ...], without: tuple[str, ...]) -> NamedSharding:
-        taken: set[str] = set()  # a mesh axis may shard only one axis of an array
+        used_names: set[str] = set()  # a mesh axis may shard only one axis of an array
         entries: list[tuple[str, ...] | None] = []
         for role, size in zip(roles, shape, strict=True):
-            free = without if role not in ("batch", "experts") else ()
-            names = self._fitting(role, size, tuple(n for n in self._over(role) if n not in taken and n not in free))
+            excluded = without if role not in ("batch", "experts") else ()
+            names = self._fitting(
+                role, size, tuple(n for n in self._over(role) if n not in used_names and n not in excluded)
+            )
             entries.append(names or None)
-            taken |= set(names)
+            used_names |= set(names)
         while entries and entries[-1] is None:  # so that equal shardings compare equal
             entries.pop()
         return NamedSharding(self.mesh, PartitionSpec(*(e[0] if e and len(e) == 1 else e for e in entries)))
@@ -152,8 +154,8 @@ class Division:
 
     def whole_leaves(self, programs: Iterable[Program]) -> tuple[str, ...]:
         """Return the names of replicated parameters with at least two axes, not counting the axis of stacked layers."""
-        names = ((p, p.parts[0] if isinstance(p, Stack) else p) for p in programs)
-        return tuple(leaf_name(p) for p, one in names if one.type.rank > 1 and self.resting(p).is_fully_replicated)
+        pairs = ((p, p.parts[0] if isinstance(p, Stack) else p) for p in programs)
+        return tuple(leaf_name(p) for p, layer in pairs if layer.type.rank > 1 and self.resting(p).is_fully_replicated)
 
 
 def on_one(t: TensorType, sharding: NamedSharding | None) -> TensorType:
@@ -179,8 +181,8 @@ def with_groups(division: Division, graph: Graph) -> Division:
         if isinstance(node.op, hir.GatedDelta | hir.SelectiveScan):
             count = node.op.value_heads if isinstance(node.op, hir.GatedDelta) else node.op.heads
             if count % division.parts("heads"):
-                what = f"{count} heads with a state"
-                raise UnsupportedError(_refusal(division, where, what, "heads", division.parts("heads")))
+                subject = f"{count} heads with a state"
+                raise UnsupportedError(_refusal(division, where, subject, "heads", division.parts("heads")))
             groups = node.op.key_heads if isinstance(node.op, hir.GatedDelta) else node.op.groups
             if groups % division.parts("groups"):
                 division = _without(division, "groups")
@@ -230,8 +232,8 @@ def check_divides(division: Division, programs: Iterable[Program]) -> None:
             parts = division.weight_parts(program, axis)
             if int(program.type.shape[axis]) % parts:
                 assert isinstance(role, str)
-                what = f"{program.type}, {program.type.shape[axis]} along axis {axis},"
-                raise UnsupportedError(_refusal(division, leaf_name(program), what, role, parts))
+                subject = f"{program.type}, {program.type.shape[axis]} along axis {axis},"
+                raise UnsupportedError(_refusal(division, leaf_name(program), subject, role, parts))
 
 
 def divide(graph: Graph, division: Division, types: TypeCache) -> Graph:

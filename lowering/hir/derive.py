@@ -37,7 +37,7 @@ from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS, TokenMask, che
 from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carried, rule_of
 
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
-# Inputs that programs have in addition to those of the flow.
+# Inputs that programs have in addition to the flow's inputs.
 ADDED = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (SEGMENTS, POSITIONS)}
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
 
@@ -99,15 +99,15 @@ def derive(
             return beside_padding(d, graph, fn)
         return fn if id(graph) not in request_levels.graphs else beside_request(d, graph, request_levels, fn)
 
-    out = rewrite(graph, enter, types, program)
+    program_graph = rewrite(graph, enter, types, program)
     if program in ("extend", "verify") and request_levels.graphs:
         # The state has all that is computed from the other inputs, so they are no inputs of these programs.
-        out = replace(out, inputs=tuple(inputs_read(out)))
+        program_graph = replace(program_graph, inputs=tuple(inputs_read(program_graph)))
     if program == "packed":
-        return replace(out, inputs=(*out.inputs, *ADDED[program]))
+        return replace(program_graph, inputs=(*program_graph.inputs, *ADDED[program]))
     if program == "padded":
-        return d.tokens.finish(out)
-    return _with_length(out, types, program) if d.behind is None else d.behind.finish(out, types)
+        return d.tokens.finish(program_graph)
+    return _with_length(program_graph, types, program) if d.behind is None else d.behind.finish(program_graph, types)
 
 
 def by_rules(d: Derivation) -> Rewrite:
@@ -268,12 +268,12 @@ def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]
     """
     if isinstance(node.op, Leaf) or node.op.regions():
         return
-    for dim, what in (("seq", "positions"), ("batch", "rows of the batch")):
+    for dim, entries in (("seq", "positions"), ("batch", "rows of the batch")):
         if not any(dim in t.symbols for t in (*operands, *node.types)):
             continue
         if reason := why_not_alone(d.types, node, operands, dim):
             raise DeriveError(
-                f"{node.op.text()} is not proved to treat {what} alone: {reason}. "
+                f"{node.op.text()} is not proved to treat {entries} alone: {reason}. "
                 f"It has no {d.program} rule; build it from token-wise ops and the attention stages"
             )
 
@@ -304,11 +304,11 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
 
         return fn
 
-    out = rewrite(graph, enter, types, "last_token_only")
-    b = Builder.resume(out, types)
+    new_graph = rewrite(graph, enter, types, "last_token_only")
+    b = Builder.resume(new_graph, types)
     # An output outside of the suffix still has all tokens.
-    outputs = [b(hir.LastToken(), v) if "seq" in out.type(v).symbols else v for v in out.outputs]
-    return b.finish(outputs, out.output_names)
+    outputs = [b(hir.LastToken(), v) if "seq" in new_graph.type(v).symbols else v for v in new_graph.outputs]
+    return b.finish(outputs, new_graph.output_names)
 
 
 def _suffix(graph: Graph, types: TypeCache) -> set[int]:

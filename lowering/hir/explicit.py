@@ -95,8 +95,8 @@ class Behind:
                 f"{POSITION_IDS}"
             )
         # The number of past tokens as a value: the last index along the cache, plus 1.
-        last = b(Narrow(0, -1, 1), b(Iota(1), b.leaf(self.past)))
-        start = b(Reshape((1, 1)), b(Binary("add"), last, b.scalar(1, last)))
+        last_index = b(Narrow(0, -1, 1), b(Iota(1), b.leaf(self.past)))
+        start = b(Reshape((1, 1)), b(Binary("add"), last_index, b.scalar(1, last_index)))
         return b(Binary("add"), start, b(Reshape((1, -1)), b(Iota(1), x)))
 
     def attention(self, b: Builder, op: hir.Attention, q: Value, k: Value, v: Value, *read: Value) -> Value:
@@ -166,10 +166,12 @@ class Behind:
 
     def _cache(self, b: Builder, name: str, new: TensorType) -> Value:
         assert self.past is not None
-        want = cache_type(new, self.past.type.shape[1], self.caches)
-        leaf = self.declared.get(name) or Input(name, type=want)
-        if leaf.type.shape != want.shape or not is_float(leaf.type.dtype):
-            raise DeriveError(f"input {name} is {leaf.type}; expected {want}: what attention reads of earlier tokens")
+        expected = cache_type(new, self.past.type.shape[1], self.caches)
+        leaf = self.declared.get(name) or Input(name, type=expected)
+        if leaf.type.shape != expected.shape or not is_float(leaf.type.dtype):
+            raise DeriveError(
+                f"input {name} is {leaf.type}; expected {expected}: what attention reads of earlier tokens"
+            )
         return self._input(b, leaf)
 
     def _mask(self, b: Builder, new: TensorType) -> tuple[Value, ...]:
@@ -191,7 +193,7 @@ def _moves(graph: Graph, node: Node) -> bool:
 
 
 def optional_inputs(graph: Graph) -> tuple[Input, ...]:
-    """Return the optional inputs that the program adds to those of the flow."""
+    """Return the optional inputs that the program adds to the flow's inputs."""
     unavailable = {i.input for i in graph.inputs} | ({MASK} if carries_state(graph) else set())
     return tuple(i for i in OPTIONAL if i.input not in unavailable)
 
@@ -214,8 +216,8 @@ def caches_of(b: Builder) -> tuple[dict[str, Value], dict[str, Value]]:
         if not slots:
             continue
         with b.at(node.origin):
-            after = b.add(hir.Carried(op, len(slots), fresh=True, ragged=False), *node.inputs)[-len(slots) :]
-        for slot, value in zip(slots, after, strict=True):
+            new_states = b.add(hir.Carried(op, len(slots), fresh=True, ragged=False), *node.inputs)[-len(slots) :]
+        for slot, value in zip(slots, new_states, strict=True):
             states[f"state.{names.count(slot.name)}.{slot.name}"] = value
             names.append(slot.name)
     return caches, states

@@ -71,10 +71,10 @@ class Brought:
 def request_of(graph: Graph) -> Brought:
     """Return the level of each node. Inputs with the dimension `seq` are tokens, all others are of the request."""
     graphs: dict[int, Levels] = {}
-    whole: set[int] = set()
+    fixed_regions: set[int] = set()
     if any("seq" not in i.type.symbols for i in graph.inputs):
-        _levels(graph, (), graphs, whole)
-    return Brought(graphs, frozenset(whole))
+        _levels(graph, (), graphs, fixed_regions)
+    return Brought(graphs, frozenset(fixed_regions))
 
 
 def _levels(graph: Graph, given: Sequence[int], graphs: dict[int, Levels], whole: set[int]) -> int:
@@ -153,7 +153,7 @@ class Cutting:
         return (b.leaf(constant(0, np.float32)),) * len(node.types) if number in self.handed_on else ()
 
     def operands(self, b: Builder, node: Node, inputs: tuple[Value, ...], keep: Keep) -> tuple[Value, ...]:
-        """Return the operands of a node that moves; `prefill` stores those of the request, `extend` reads them."""
+        """Return the operands of a node that moves; `prefill` stores values of the request, `extend` reads them."""
         if node.op.regions():
             return inputs
         values, region_operands = iter(inputs), self.handed_on

@@ -45,7 +45,7 @@ def packed_attention(types: TypeCache, b: Builder, node: Node, inputs: tuple[Val
     assert isinstance(op, hir.Attention)
     check_bias(types, op, tuple(map(b.type, inputs)))
     q, k, v, *extra = inputs
-    operands, read = dict(zip(op.extra, extra, strict=False)), extra[len(op.extra) :]
+    operands, other_operands = dict(zip(op.extra, extra, strict=False)), extra[len(op.extra) :]
     flow_keep, bias = operands.pop("keep", None), operands.pop("bias", None) if op.by_distance else None
     if operands:
         raise DeriveError(
@@ -60,8 +60,8 @@ def packed_attention(types: TypeCache, b: Builder, node: Node, inputs: tuple[Val
         keep = kept_by_both(b, keep, flow_keep)
     if op.bias_of is not None:
         positions = b.leaf(POSITIONS)
-        bias, op = b(PairBias(op.bias_of), positions, positions, *read[op.sinks :]), replace(op, bias_of=None)
-    sinks = read[: op.sinks]
+        bias, op = b(PairBias(op.bias_of), positions, positions, *other_operands[op.sinks :]), replace(op, bias_of=None)
+    sinks = other_operands[: op.sinks]
     # A bias by distance stays valid: two tokens of one sequence have the same distance in a packed row.
     masks = {"keep": keep} | ({} if bias is None else {"bias": bias})
     return b.add(replace(op, extra=tuple(masks)), q, k, v, *masks.values(), *sinks)
@@ -84,9 +84,9 @@ def check_bias(types: TypeCache, op: hir.Attention, operands: tuple[TensorType, 
         return
     pairs = PairBias(op.bias_of)
     positions = tuple(TensorType((1, symbol(name)), I32) for name in ("queries", "keys"))
-    read = operands[3 + len(op.extra) + op.sinks :]
+    bias_operands = operands[3 + len(op.extra) + op.sinks :]
     for name in ("queries", "keys"):
-        verdict = types.ask(prove, pairs, (*positions, *read), name)
+        verdict = types.ask(prove, pairs, (*positions, *bias_operands), name)
         if not verdict.token_wise:
             raise DeriveError(f"attention's bias is not proved to treat each of the {name} alone: {verdict.reason}")
 
@@ -204,7 +204,7 @@ def check_keys(op: hir.Attention, q: TensorType, k: TensorType) -> None:
 
 
 def optional_inputs(graph: Graph) -> tuple[Input, ...]:
-    """Return the optional input that the program adds to those of the flow, if any."""
+    """Return the optional input that the program adds to the flow's inputs, if any."""
     return () if any(i.input == MASK for i in graph.inputs) else (ADDED,)
 
 

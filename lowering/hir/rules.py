@@ -1,7 +1,7 @@
 """Rules that rewrite the blocks that depend on the sequence, for each derived program.
 
-`RULES` is the table of programs with a state and of `explicit`. `PACKED` and `PADDED` are those of the programs with
-another row layout.
+`RULES` is the table of programs with a state and of `explicit`. `PACKED` and `PADDED` are for the programs with another
+row layout.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     op = node.op
     assert isinstance(op, hir.Attention)
     q, k, v, *rest = inputs
-    t, read = b.type(k), rest[len(op.extra) :]
+    t, other_operands = b.type(k), rest[len(op.extra) :]
     if symbol("seq") in b.type(q).shape and "seq" not in t.symbols:
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if not op.causal:
@@ -119,7 +119,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if d.behind is not None:
-        return (d.behind.attention(b, op, q, k, v, *read),)
+        return (d.behind.attention(b, op, q, k, v, *other_operands),)
     roles = ("batch", None, "kv_heads", None)
     slots = (t.shape[0], symbol("context" if op.window is None else f"context_{op.window}"), op.kv_heads)
     (leaf_k, cache_k), (leaf_v, cache_v) = (
@@ -132,7 +132,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
         leaf, cache = d.state(b, node.origin.path, "keep", TensorType(slots[:2], b.type(keep).dtype), roles[:2])
         leaves, masks = [*leaves, leaf], [keep, cache]
     block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
-    out, *caches = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS), *masks, *read)
+    out, *caches = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS), *masks, *other_operands)
     b.writes += zip(leaves, caches, strict=True)
     return (out,)
 
@@ -155,8 +155,8 @@ def keys_kept(b: Builder, keep: Value) -> Value:
     if t.shape[0] != 1:
         return keep
     # Broadcast over the batch: the state has a row of the mask for each sequence.
-    every = b(Compare("ge"), b(Reshape((-1, 1)), b.leaf(LENGTHS)), b.leaf(constant(0, I32)))
-    return b(Where(), every, keep, b.leaf(constant(False, np.bool_)))
+    all_true = b(Compare("ge"), b(Reshape((-1, 1)), b.leaf(LENGTHS)), b.leaf(constant(0, I32)))
+    return b(Where(), all_true, keep, b.leaf(constant(False, np.bool_)))
 
 
 def check_extra(d: Derivation, op: hir.Attention) -> None:
@@ -206,13 +206,15 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
     roles = [("batch", *(s.roles or (None,) * s.type.rank)) for s in slots]
     leaves = [d.state(b, node.origin.path, s.name, s.leaf(batch), r) for s, r in zip(slots, roles, strict=True)]
     # `verify` leaves the state unchanged, and writes the states after each token to companion leaves.
-    every = d.program == "verify"
-    op = hir.Carried(block, len(slots), fresh=d.program == "prefill", every=every)
+    returns_every = d.program == "verify"
+    op = hir.Carried(block, len(slots), fresh=d.program == "prefill", every=returns_every)
     values = b.add(op, *inputs, *(value for _, value in leaves), b.leaf(LENGTH), b.leaf(LENGTHS))
-    num_results = len(values) - len(slots) * (1 + every)
-    new_states = values[num_results + len(slots) * every :]
-    b.writes += [(replace(leaf, every=every), after) for (leaf, _), after in zip(leaves, new_states, strict=True)]
-    b.writes += leaves if every else []
+    num_results = len(values) - len(slots) * (1 + returns_every)
+    new_states = values[num_results + len(slots) * returns_every :]
+    b.writes += [
+        (replace(leaf, every=returns_every), new_state) for (leaf, _), new_state in zip(leaves, new_states, strict=True)
+    ]
+    b.writes += leaves if returns_every else []
     return values[:num_results]
 
 

@@ -187,7 +187,7 @@ def _text(aval: Any) -> str:
 
 
 def _run(jaxpr: Any, arguments: Sequence[_State], dim: _Dim) -> list[_State]:
-    """Return the states of a jaxpr's outputs, from those of its arguments."""
+    """Return the states of a jaxpr's outputs, given the states of its arguments."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # closed or open; from JAX 0.11 on the two are one class
     env: dict[Any, _State] = dict(zip(jaxpr.invars, arguments, strict=True))
 
@@ -398,19 +398,19 @@ _RULES: dict[str, _Rule] = {
 
 
 def _call(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
-    """Return the results' states of a call: those of the jaxpr it calls."""
+    """Return the states of a call's results: the output states of the jaxpr that it calls."""
     return _run(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], states, dim)
 
 
 def _cond(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
-    """Return the results' states of a cond: all are mixed if the index is, else each joins those of the branches."""
+    """Return the states of a cond's results: all mixed if the index is, else the joined states of the branches."""
     branches = [_run(branch, states[1:], dim) for branch in eqn.params["branches"]]
     results = [functools.reduce(_join, options) for options in zip(*branches, strict=True)]
     return [states[0] if isinstance(states[0], _Mixed) else result for result in results]
 
 
 def _while(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
-    """Return the results' states of a while loop: all are mixed if its condition is."""
+    """Return the states of a while loop's results: all are mixed if its condition is."""
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond, body, carry = states[:num_cond], states[num_cond:][:num_body], states[num_cond + num_body :]
     carry = _settled(carry, lambda carry: _run(eqn.params["body_jaxpr"], [*body, *carry], dim))
@@ -419,7 +419,7 @@ def _while(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
 
 
 def _scan(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
-    """Return the results' states of a scan: all are mixed if it runs over the dim itself."""
+    """Return the states of a scan's results: all are mixed if it runs over the dim itself."""
     params = eqn.params
     if dim.within(params["length"]):
         return [_Mixed(f"scan runs over {dim.name!r} (length={params['length']})")] * len(eqn.outvars)
@@ -432,10 +432,10 @@ def _scan(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
 
 
 def _settled(carry: list[_State], body: Callable[[list[_State]], list[_State]]) -> list[_State]:
-    """Return the states of a loop's carry that hold before and after every step, then those of its other results."""
+    """Return the states of a loop's carry, valid before and after every step, then the states of its other results."""
     while True:  # ends: joining only moves a state from None to separate to mixed
         results = body(carry)
-        joined = [_join(before, after) for before, after in zip(carry, results, strict=False)]
+        joined = [_join(old, new) for old, new in zip(carry, results, strict=False)]
         if joined == carry:
             return carry + results[len(carry) :]
         carry = joined

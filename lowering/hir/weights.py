@@ -42,13 +42,13 @@ def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:
         The rewritten graph without unread nodes.
     """
     contract = 0 if layout == "in_out" else 1
-    free = _to_turn(graph, contract)
+    reorientable = _to_turn(graph, contract)
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, hir.Linear) or node.op.contract == contract:
             return None
         weight = b.nodes[inputs[1].node].op
-        if not isinstance(weight, Param) or not free.issuperset(weight.programs):
+        if not isinstance(weight, Param) or not reorientable.issuperset(weight.programs):
             return None
         oriented = b.leaf(param_of(map(transposed, weight.programs)))
         return b.add(replace(node.op, contract=contract), inputs[0], oriented, *inputs[2:])
@@ -58,8 +58,8 @@ def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:
 
 def param_of(programs: Iterable[Program]) -> Param:
     """Return the parameter with one of these programs for each layer."""
-    first, *others = programs
-    return Param((first, *others), type=first.type)
+    head_program, *rest = programs
+    return Param((head_program, *rest), type=head_program.type)
 
 
 def transposed(program: Program) -> Program:
@@ -220,8 +220,8 @@ def merge_linears(graph: Graph, types: TypeCache, division: Division | None = No
     stored once.
 
     Over a mesh, the fused weight interleaves the shards: each device has its shard of w₁ followed by its shard of w₂,
-    so that the split is local. Weights with different numbers of shards stay separate, and so do those of key heads
-    that are replicated over devices, as each device slices the heads that it needs.
+    so that the split is local. Weights with different numbers of shards stay separate. So do weights of key heads that
+    are replicated over devices, as each device slices the heads that it needs.
 
     Returns:
         The graph with its fusion sites. A site is missed if several products of one value stayed separate although

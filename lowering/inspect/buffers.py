@@ -155,8 +155,10 @@ def _view(graph: Graph, node: Node, in_place: bool) -> list[tuple[int, Value, in
     if offset is not None:
         return [(0, node.inputs[0], offset)]
     pairs = node.op.traits.writes if in_place else ()
-    written = ((result, node.inputs[operand]) for result, operand in pairs if operand < len(node.inputs))
-    return [(result, value, 0) for result, value in written if isinstance(graph.nodes[value.node].op, StateRead)]
+    in_place_writes = ((result, node.inputs[operand]) for result, operand in pairs if operand < len(node.inputs))
+    return [
+        (result, value, 0) for result, value in in_place_writes if isinstance(graph.nodes[value.node].op, StateRead)
+    ]
 
 
 def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True, scan: bool = False) -> list[Lifetime]:
@@ -169,21 +171,21 @@ def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True, 
         scan: as in `plan_buffers`.
     """
     end = len(graph.nodes)
-    last: dict[Value, int] = {}
+    last_uses: dict[Value, int] = {}
     for number, node in enumerate(graph.nodes):
-        last.update({_root(found, v): number for v in node.inputs})
-    last.update({_root(found, v): end for v in graph.roots()})
-    out = []
+        last_uses.update({_root(found, v): number for v in node.inputs})
+    last_uses.update({_root(found, v): end for v in graph.roots()})
+    lives = []
     for number, node in enumerate(graph.nodes):
         inner = sum(activation_bytes(region, in_place, scan) for region in node.op.regions())
         inner += sum(_sliced_bytes(region) for region in node.op.regions()) if scan else 0
         if inner:
-            out.append(Lifetime(Value(number), inner, number, number, workspace=True))
+            lives.append(Lifetime(Value(number), inner, number, number, workspace=True))
         for index, t in enumerate(node.types):
             value = Value(number, index)
             if not isinstance(node.op, Leaf) and value not in found and t.is_static:
-                out.append(Lifetime(value, t.nbytes, number, last.get(value, number)))
-    return out
+                lives.append(Lifetime(value, t.nbytes, number, last_uses.get(value, number)))
+    return lives
 
 
 def _sliced_bytes(region: Graph) -> int:
@@ -225,9 +227,9 @@ def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) ->
 def _phases(graph: Graph) -> tuple[str, ...]:
     """Return the phase of each node."""
     heavy = [i for i, n in enumerate(graph.nodes) if n.op.regions() or _contracts(n)]
-    last = heavy[-1] if heavy else len(graph.nodes)
+    last_heavy = heavy[-1] if heavy else len(graph.nodes)
     return tuple(
-        "prologue" if isinstance(n.op, Leaf) else "epilogue" if i > last else "steady"
+        "prologue" if isinstance(n.op, Leaf) else "epilogue" if i > last_heavy else "steady"
         for i, n in enumerate(graph.nodes)
     )
 

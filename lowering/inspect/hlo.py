@@ -97,7 +97,7 @@ def _path(scopes: list[str], paths: frozenset[str]) -> str:
 def _placed(
     name: str, made: Mapping[str, Instruction], inside: Mapping[str, list[str]], calls: Mapping[str, str]
 ) -> Instruction:
-    """Return an instruction with its block; without one, with that of the computation it calls."""
+    """Return an instruction with its block; without one, with the block of the computation that it calls."""
     call = made[name]
     if call.path or name not in calls:
         return call

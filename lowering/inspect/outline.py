@@ -230,18 +230,18 @@ def _fitting(output: str) -> str:
     """
     if len(output) <= WIDTHS[1]:
         return output
-    first, *rest = re.split(r"(?<=\]), ", output)
+    shown, *rest = re.split(r"(?<=\]), ", output)
     more = f" + {len(rest)}" if rest else ""
-    if len(first) + len(more) > WIDTHS[1]:
-        sizes = re.split(r",(?! )", first)  # a comma inside a size is followed by a space
-        first = ",".join([sizes[0], "…", sizes[-1]]) if len(sizes) > 2 else first
-    return first + more
+    if len(shown) + len(more) > WIDTHS[1]:
+        sizes = re.split(r",(?! )", shown)  # a comma inside a size is followed by a space
+        shown = ",".join([sizes[0], "…", sizes[-1]]) if len(sizes) > 2 else shown
+    return shown + more
 
 
 def _wrapped(mark: str, items: Sequence[str], width: int = 80) -> list[str]:
     """Return comma-separated items in lines of at most `width`, without a break inside an item; long items are cut."""
     max_item_width = width - len(mark) - 1
-    short = (item if len(item) <= max_item_width else f"{item[: max_item_width - 1]}…" for item in items)
-    text = ", ".join(item.replace(" ", "\0") for item in short)  # textwrap breaks at spaces
+    shortened = (item if len(item) <= max_item_width else f"{item[: max_item_width - 1]}…" for item in items)
+    text = ", ".join(item.replace(" ", "\0") for item in shortened)  # textwrap breaks at spaces
     lines = textwrap.wrap(text, width, initial_indent=mark, subsequent_indent=" " * len(mark), break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines or [mark]]

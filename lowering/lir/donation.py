@@ -111,16 +111,16 @@ def examine(
         lir: the program.
         compiled: its compiled form.
         after: the state that it returns, or the shapes and dtypes.
-        shardings: the sharding of each state leaf; with several devices all sizes are per device. The estimate of
-            temporaries is still that of the full program on one device.
+        shardings: the sharding of each state leaf; with several devices all sizes are per device. Only the estimate of
+            temporaries still assumes the full program on one device.
         gathered: bytes of sharded parameters that are gathered for computation, which temporaries may take in addition.
         beside: companion programs in the same compiled loop, by the prefix of their state names.
     """
     programs = {"": lir, **(beside or {})}
-    types = {start + n: t for start, one in programs.items() for n, t in state_types(one.graph, one.plan.scan).items()}
+    types = {start + n: t for start, p in programs.items() for n, t in state_types(p.graph, p.plan.scan).items()}
     shards = {name: on_one(t, shardings.get(name)) for name, t in types.items()}
     memory: Any = compiled.memory_analysis()
-    computed = {t for one in programs.values() for t in (*computed_types(one.graph), *copied_types(one.graph))}
+    computed = {t for p in programs.values() for t in (*computed_types(p.graph), *copied_types(p.graph))}
     text = compiled.as_text() or ""
     return DonationProof(
         state_bytes=sum(t.nbytes for t in shards.values()),
@@ -129,9 +129,9 @@ def examine(
         temp_limit=sum(map(temporaries, programs.values())) + gathered,
         copies=tuple(cache_copies(text, set(shards.values()) - computed)),
         changed=tuple(
-            f"{k} is read as {t} and written as {got}"
+            f"{k} is read as {t} and written as {new_type}"
             for k, t in types.items()
-            if k in after and (got := TensorType(tuple(after[k].shape), np.dtype(after[k].dtype))) != t
+            if k in after and (new_type := TensorType(tuple(after[k].shape), np.dtype(after[k].dtype))) != t
         ),
         largest=largest_result(text),
     )
@@ -221,13 +221,13 @@ def reusable_inputs(graph: Graph, names: tuple[str, ...]) -> tuple[str, ...]:
 
     The others are not donated, with a warning, because consuming them would save nothing.
     """
-    free = Counter(graph.type(v) for v in graph.outputs)
+    available = Counter(graph.type(v) for v in graph.outputs)
     reusable = []
     for i in graph.inputs:
         if i.input not in names:
             continue
-        if free[i.type]:
-            free[i.type] -= 1
+        if available[i.type]:
+            available[i.type] -= 1
             reusable.append(i.input)
         else:
             warnings.warn(

@@ -245,7 +245,7 @@ def of_rows(
         experts: the leading axes of the weights, as `einsum` subscripts.
         x: the rows.
         arrays: gate, up, down and the biases of the rows' experts.
-        result: dtype of the result, None for that of x.
+        result: dtype of the result, None for the dtype of x.
     """
     gate, up, down, *biases = arrays
     wide, narrow = ("fh", "hf") if op.contract else ("hf", "fh")
@@ -258,11 +258,11 @@ def of_rows(
 def gathered(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     """Compute the op with gathered weights for each choice, as a batch of products of one row."""
     x, gate, up, down, weights, ids, *biases = arrays
-    flat, each = ids.reshape(-1), jnp.repeat(x.reshape(-1, x.shape[-1]), ids.shape[-1], axis=0)
+    flat, choice_x = ids.reshape(-1), jnp.repeat(x.reshape(-1, x.shape[-1]), ids.shape[-1], axis=0)
     if devices > 1:
-        each = jnp.where((flat < len(gate))[:, None], each, 0)
+        choice_x = jnp.where((flat < len(gate))[:, None], choice_x, 0)
     choice_weights = [jnp.take(w, flat, axis=0, mode="clip") for w in (gate, up, down, *biases)]
-    return combined(of_rows(op, "n", "n", each, choice_weights, jnp.float32), x, weights, _mine(ids, gate, devices))
+    return combined(of_rows(op, "n", "n", choice_x, choice_weights, jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
 def blocked(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:

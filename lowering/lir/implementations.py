@@ -107,8 +107,8 @@ def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False
         )
         return jnp.where(is_written, value, cache)
 
-    written: Array = lax.fori_loop(0, turns, scatter if cache.dtype == np.float16 else select, cache)
-    return written
+    new_cache: Array = lax.fori_loop(0, turns, scatter if cache.dtype == np.float16 else select, cache)
+    return new_cache
 
 
 def in_kernels(name: str) -> Callable[..., Any]:
@@ -185,8 +185,8 @@ def choose_all(
         graph: the MIR program.
         device: the target.
         attention: the requested implementation of attention.
-        products: that of products with weights.
-        experts: that of mixtures of experts.
+        products: the requested implementation of products with weights.
+        experts: the requested implementation of mixtures of experts.
         division: the sharding, None on one device.
         kernels: whether custom kernels may be chosen; they run on one device only.
 

@@ -102,11 +102,11 @@ class Env:
         """
         if self.division is None:
             return array
-        used, resting = self.division.used(program), self.division.resting(program)
-        if used == resting:
+        compute_sharding, storage_sharding = self.division.used(program), self.division.resting(program)
+        if compute_sharding == storage_sharding:
             return array
         # The first constraint keeps XLA from gathering earlier, and applies to the gradient.
-        return lax.with_sharding_constraint(lax.with_sharding_constraint(array, resting), used)
+        return lax.with_sharding_constraint(lax.with_sharding_constraint(array, storage_sharding), compute_sharding)
 
     def weight(self, program: Program) -> AnyArray:
         """Return the array of a program: a parameter, or a row of a stacked one."""

@@ -109,11 +109,13 @@ def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
 @with_gradient_of(chunks_at_once)
 def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op in chunks, in parallel except for the states, which one kernel computes one after the other."""
-    chunk, cut, start, (tokens, dtype) = chunks_of(op, operands)
-    ready = jax.vmap(chunk.prepare)(cut)
-    before, new, last = following_states(ready, start)
-    out = jax.vmap(functools.partial(delta_given, op.factor(start.shape[-2]), dtype))(before, cut, ready, new)
-    return by_token(out, tokens).astype(dtype), last.reshape(op.begin(*operands).shape)
+    chunk, chunks, start, (tokens, dtype) = chunks_of(op, operands)
+    ready = jax.vmap(chunk.prepare)(chunks)
+    old_states, new_values, last_state = following_states(ready, start)
+    out = jax.vmap(functools.partial(delta_given, op.factor(start.shape[-2]), dtype))(
+        old_states, chunks, ready, new_values
+    )
+    return by_token(out, tokens).astype(dtype), last_state.reshape(op.begin(*operands).shape)
 
 
 def following_states(ready: Any, start: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:

@@ -251,8 +251,8 @@ def tied(params: Iterable[Param]) -> list[tuple[Program, ...]]:
     """
     group_of: dict[Program, dict[Program, None]] = {}
     for param in params:
-        first = param.programs[0]
-        group = group_of.setdefault(first, {first: None})
+        representative = param.programs[0]
+        group = group_of.setdefault(representative, {representative: None})
         for program in param.programs[1:]:
             other = group_of.get(program, {program: None})
             if other is not group:
@@ -288,4 +288,4 @@ def _free_name(program: Program, taken: Collection[str]) -> str:
         return name
     typed = f"{name} ({short_name(program.type.dtype)})"
     numbered = (f"{name} ({n})" for n in itertools.count(2))
-    return next(free for free in itertools.chain([typed], numbered) if free not in taken)
+    return next(candidate for candidate in itertools.chain([typed], numbered) if candidate not in taken)

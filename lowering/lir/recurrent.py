@@ -82,10 +82,10 @@ def fits_kernels(call: Call) -> bool:
 
 def one_token(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op over one token: its step, without a loop."""
-    like = operands[2 if isinstance(op, GatedDeltaOp) else 0]
+    reference = operands[2 if isinstance(op, GatedDeltaOp) else 0]
     tokens = [x if x.ndim < 3 else x[:, 0] for x in operands[:5]]  # all except A have the token axis
-    after, out = op.step(op.begin(*operands), *(x.astype(jnp.float32) for x in tokens))
-    return (out[:, None].astype(like.dtype), after, *((after[:, None],) if op.every else ()))
+    new_state, out = op.step(op.begin(*operands), *(x.astype(jnp.float32) for x in tokens))
+    return (out[:, None].astype(reference.dtype), new_state, *((new_state[:, None],) if op.every else ()))
 
 
 class Chunk(NamedTuple):
@@ -110,9 +110,9 @@ def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     def step(held: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
         return chunk.carry(held, part), held.astype(dtype)
 
-    last, before = lax.scan(step, start, ready, unroll=TURN)
-    out = jax.vmap(chunk.give)(before, chunks, ready)
-    return by_token(out, tokens).astype(dtype), last.reshape(op.begin(*operands).shape)
+    last_state, old_states = lax.scan(step, start, ready, unroll=TURN)
+    out = jax.vmap(chunk.give)(old_states, chunks, ready)
+    return by_token(out, tokens).astype(dtype), last_state.reshape(op.begin(*operands).shape)
 
 
 def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
@@ -123,8 +123,8 @@ def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
         ready = chunk.prepare(part)
         return chunk.carry(held, ready), chunk.give(held, part, ready).astype(dtype)
 
-    last, out = lax.scan(step, start, chunks)
-    return by_token(out, tokens), last.reshape(op.begin(*operands).shape)
+    last_state, out = lax.scan(step, start, chunks)
+    return by_token(out, tokens), last_state.reshape(op.begin(*operands).shape)
 
 
 def chunks_of(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[Chunk, Any, AnyArray, tuple[int, Any]]:
@@ -195,9 +195,9 @@ def delta_given(scale: float, dtype: Any, held: AnyArray, part: Any, ready: Any,
         new: the values V' that the chunk writes.
     """
     (q, k, *_), (_, erased, _, total, between), dot = part, ready, partial(product, dtype)
-    inside = between * dot("bgrik,bgrjk->bgrij", q, k)
+    within = between * dot("bgrik,bgrjk->bgrij", q, k)
     across = jnp.exp(total) * dot("bgrik,bgrkv->bgriv", jnp.broadcast_to(q, erased.shape), held)
-    return scale * (across + dot("bgrij,bgrjv->bgriv", inside, new))
+    return scale * (across + dot("bgrij,bgrjv->bgriv", within, new))
 
 
 def scan_chunk(dtype: Any) -> Chunk:
@@ -278,18 +278,18 @@ def unit_lower_inverse(a: AnyArray) -> AnyArray:
     """
     n = a.shape[-1]
     size = min(BLOCK, n)
-    one = jnp.eye(size, dtype=a.dtype).reshape((1,) * (a.ndim - 1) + (size, size))
+    identity = jnp.eye(size, dtype=a.dtype).reshape((1,) * (a.ndim - 1) + (size, size))
     dot = partial(jnp.einsum, "...ij,...jk->...ik", precision=lax.Precision.HIGHEST)
     power = diagonal_blocks(a, size, 0)
-    inverse, num_powers = one - power, 2
+    inverse, num_powers = identity - power, 2
     while num_powers < size:
         power = dot(power, power)
-        inverse, num_powers = dot(inverse, one + power), 2 * num_powers
+        inverse, num_powers = dot(inverse, identity + power), 2 * num_powers
     while size < n:
         upper_inv, lower_inv = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        left = -dot(dot(lower_inv, diagonal_blocks(a, size, 1)), upper_inv)
+        lower_left = -dot(dot(lower_inv, diagonal_blocks(a, size, 1)), upper_inv)
         upper = jnp.concatenate([upper_inv, jnp.zeros_like(upper_inv)], axis=-1)
-        inverse, size = jnp.concatenate([upper, jnp.concatenate([left, lower_inv], axis=-1)], axis=-2), 2 * size
+        inverse, size = jnp.concatenate([upper, jnp.concatenate([lower_left, lower_inv], axis=-1)], axis=-2), 2 * size
     return inverse[..., 0, :, :]
 
 

@@ -44,7 +44,7 @@ def _read_inputs(graph: Graph) -> Iterator[str]:
 
 
 def without_inputs(graph: Graph, names: Collection[str], types: TypeCache) -> Graph:
-    """Return the program without those of the named inputs that it does not need, and without the nodes after them."""
+    """Return the program without the named inputs that it does not need, and without the dead nodes that read them."""
     dropped = unread_inputs(graph).intersection(names)
     return (
         replace(dce(graph, types), inputs=tuple(i for i in graph.inputs if i.input not in dropped))
@@ -57,8 +57,8 @@ def live(graph: Graph) -> set[int]:
     """Return the numbers of the nodes that an output, a state write or a region with writes needs."""
     needed = {v.node for v in graph.roots()}
     # Reads of a written state leaf stay even if their value is unused, because they have the type of the leaf.
-    written = {leaf for leaf, _ in graph.writes}
-    needed |= {i for i, n in enumerate(graph.nodes) if isinstance(n.op, StateRead) and n.op.leaf in written}
+    written_leaves = {leaf for leaf, _ in graph.writes}
+    needed |= {i for i, n in enumerate(graph.nodes) if isinstance(n.op, StateRead) and n.op.leaf in written_leaves}
     for number in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[number]
         if number in needed or any(region.writes for region in node.op.regions()):
