@@ -1,0 +1,1 @@
+"""Files and the Hugging Face Hub: safe paths, strict JSON, limits, atomic writes, a cache and downloads."""

@@ -130,7 +130,7 @@ def storage_errors(target: str, kept: str) -> Iterator[None]:
 
 
 def _system_error(error: BaseException) -> BaseException:
-    """Return the error of the system in a chain of exceptions or groups, which libraries raise because of it."""
+    """Return the system's error in a chain of exceptions: libraries raise others, or groups, because of it."""
     chain: list[BaseException] = [error]
     for link in chain:
         if (isinstance(link, OSError) and link.errno is not None) or "os_error_code" in str(link):
@@ -143,7 +143,7 @@ def _system_error(error: BaseException) -> BaseException:
 def _end(text: str) -> str:
     """Return the end of a message, quoted: the system writes the reason there, after long paths.
 
-    After the reason, tensorstore may append its spec of the array and a location in its sources, which are cut.
+    After the reason, tensorstore may append its spec of the array and a location in its sources; both are cut off.
     """
     if code := re.search(r"\[os_error_code=[^\]]*\]", text):
         text = text[: code.end()]

@@ -40,7 +40,7 @@ class EntryStore:
     max_bytes: int
 
     def read(self, key: str) -> bytes | None:
-        """Return the payload of an entry, which counts as a use, or None if there is no such entry.
+        """Return the payload of an entry and mark it as used; return None if there is no such entry.
 
         Raises:
             IntegrityError: the entry is damaged, or others may have written it.
@@ -77,7 +77,7 @@ class EntryStore:
         return payload
 
     def write(self, key: str, payload: bytes) -> None:
-        """Write an entry in place of any other under its key, then remove what is over the limit.
+        """Write an entry, replacing any under its key; then remove entries until all are within the limit.
 
         Raises:
             LimitError: the payload alone is over the limit.
@@ -105,10 +105,10 @@ class EntryStore:
         return os.path.join(self.directory, f"{key}.entry")
 
     def _check_directory(self) -> None:
-        """Make the directory if it is missing, and refuse one that others can write.
+        """Create the directory if it is missing, and refuse one that other users can write to.
 
         Raises:
-            StorageError: it cannot be made, it belongs to another user, or others can write it.
+            StorageError: it cannot be created, it belongs to another user, or others can write it.
         """
         try:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
@@ -133,7 +133,7 @@ class EntryStore:
         for _, size, path in sorted(entries):
             if surplus <= 0:
                 return
-            with contextlib.suppress(OSError):  # one that cannot be removed leaves the others
+            with contextlib.suppress(OSError):  # skip an entry that cannot be removed
                 os.unlink(path)
                 surplus -= size
 

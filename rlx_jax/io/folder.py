@@ -26,8 +26,8 @@ from rlx_jax.io.hub import UNBOUND, SizeBound, Snapshot, Told, is_name, open_sna
 from rlx_jax.io.hub_remote import Listed
 from rlx_jax.io.strict_json import parse_object
 
-# The model's configuration. Transformers writes it with Python's json module, which writes the upper time step of
-# Mamba-2 as a bare Infinity. So Infinity is allowed in this file; readers of a field check its range.
+# The model's configuration. Transformers writes it with Python's json module, which writes the upper limit of Mamba-2's
+# time step as a bare Infinity. So Infinity is allowed in this file; readers of a field check its range.
 CONFIG = "config.json"
 
 
@@ -61,7 +61,10 @@ class Folder:
 
     @staticmethod
     def at(place: str | os.PathLike[str] | Folder) -> Folder:
-        """Return the folder of a path; a `Folder` unchanged. `org/name` is a model of the Hub without such a path."""
+        """Return the folder of a path; a `Folder` is returned unchanged.
+
+        If no path `org/name` exists, this name is a model of the Hub.
+        """
         if isinstance(place, Folder):
             return place
         return open_folder(place) if is_name(place) and not os.path.lexists(place) else Folder(Path(place))

@@ -254,7 +254,7 @@ def open_snapshot(
                 f"or name a local directory; {revisions_text(folder, target)}"
             )
         return snapshot(*cached, "HF_HUB_OFFLINE is set")
-    if cached is not None and cached[0] == target and list_path(folder, target).is_file():  # a commit does not change
+    if cached is not None and cached[0] == target and list_path(folder, target).is_file():  # a commit never changes
         return snapshot(*cached)
     try:
         commit, files = fetch_list(remote, name, target, where)

@@ -11,25 +11,25 @@ import os
 
 from rlx_jax.errors import LimitError
 
-# JSON header of one `.safetensors` file; the reference implementation has the same.
+# Bytes of the JSON header of one `.safetensors` file, as in the reference implementation.
 MAX_HEADER_BYTES = 100_000_000
-# Tensors of one checkpoint, all shards together.
+# Number of tensors in one checkpoint, all shards together.
 MAX_TENSORS = 200_000
-# One tensor name in UTF-8.
+# Bytes of one tensor name in UTF-8.
 MAX_NAME_BYTES = 1_024
-# `model.safetensors.index.json`.
+# Bytes of `model.safetensors.index.json`.
 MAX_INDEX_BYTES = 64 * 2**20
-# The stored file list of a commit of a model on the Hub.
+# Bytes of the cached file list of a commit of a model on the Hub.
 MAX_LISTING_BYTES = 32 * 2**20
-# `_METADATA` of an orbax checkpoint, or `rlx_manifest.json`.
+# Bytes of `_METADATA` of an Orbax checkpoint, or of `rlx_manifest.json`.
 MAX_TREE_BYTES = 64 * 2**20
-# The zarr metadata of one array of an orbax checkpoint.
+# Bytes of the zarr metadata of one array of an Orbax checkpoint.
 MAX_ARRAY_METADATA_BYTES = 64 * 2**10
-# Chunks of one array of an Orbax checkpoint, which has at least one for each device that it was saved from.
+# Number of chunks of one array of an Orbax checkpoint, which has at least one for each device that it was saved from.
 MAX_CHUNKS = 2**20
-# `config.json` and its like.
+# Bytes of `config.json` and similar files.
 MAX_CONFIG_BYTES = 4 * 2**20
-# Values in one JSON file; a Python object takes twenty times the bytes of its text.
+# Number of values in one JSON file; a Python object takes twenty times the bytes of its text.
 MAX_JSON_VALUES = 2**18
 # Nesting depth of objects and arrays in one JSON file.
 MAX_JSON_DEPTH = 64

@@ -1,4 +1,4 @@
-"""`parse`: a strict JSON parser for files of untrusted origin, which all JSON files are read with.
+"""`parse`: a strict JSON parser for files of untrusted origin, used for all JSON files.
 
 The parser of the standard library recurses as deeply as the text is nested, keeps the last of two equal names, accepts
 NaN, and raises a bare ValueError for a long number. Here each of these is an error of a documented type, and nesting

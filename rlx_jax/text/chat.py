@@ -5,9 +5,9 @@ not work as one (prompt injection), so it is encoded as plain text: before rende
 characters; afterwards, the text between markers is encoded as plain text. transformers does the same with
 `sanitize_control_tokens=True`.
 
-A template may also create a control token from message texts, by dropping characters or by joining two texts. So it
-renders a second conversation, the twin, in which the characters of message texts are replaced by meaningless ones. A
-control token that the rendered twin does not have comes from message texts, and is refused.
+A template may also create a control token from message texts, by dropping characters or by joining two texts. To detect
+this, the template also renders a twin of the conversation, in which the characters of message texts are replaced by
+meaningless ones. A control token that the rendered twin does not have comes from message texts, and is refused.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _check_message(message: Any, where: str, template: str) -> dict[str, Any]:
 
 
 def _check_content(message: Mapping[str, Any], where: str) -> None:
-    """Check that the content is a text or a list of text parts; only tool calls or reasoning may come without one."""
+    """Check that the content is a text or a list of text parts; it may be None with tool calls or reasoning."""
     content = message.get("content")
     if isinstance(content, str) or (content is None and (message.keys() & {"tool_calls", *_REASONING})):
         return
@@ -169,7 +169,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return str(value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int) and abs(value) < 2**63:  # arbitrarily long numbers would be slow to print
+    if isinstance(value, int) and abs(value) < 2**63:
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)

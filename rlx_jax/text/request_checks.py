@@ -29,7 +29,7 @@ def token_block(
         tokens: an array or nested list of ids.
         vocab_size: exclusive upper bound of ids.
         lengths: the number of valid ids of each row, each at least `low`; all by default.
-        mask: 1 for valid ids; excludes `lengths`.
+        mask: 1 for valid ids, 0 for padding; only one of `lengths` and `mask` is allowed.
         low: the least allowed length.
         what: the name of the argument in messages.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-import unicodedata  # noqa: F401  ("\N{BULLET}" imports it, which fails once no file can be opened)
+import unicodedata  # noqa: F401  (imported early: "\N{BULLET}" imports it when no file can be opened any more)
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.extend(sys.argv[1:])
 
 import jinja2
-import jinja2.debug  # noqa: F401  (jinja2 imports it when a template fails, when no file can be opened)
+import jinja2.debug  # noqa: F401  (imported early: jinja2 imports it when a template fails)
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser

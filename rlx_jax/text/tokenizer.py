@@ -409,7 +409,7 @@ def _token_name(sources: Sequence[Fields], role: str, words: Mapping[str, int]) 
             continue
         if not isinstance(content, str):
             raise ConfigError(f"{source.where}: {role}_token: expected a str or 'content', found {quote(value)}")
-        # Files of many checkpoints name `unk` or `mask` tokens that the vocabulary does not have; they are harmless.
+        # Only bos, eos and pad need an id here. Other roles are passed to chat templates as text.
         if content not in words and role in _ROLES_WITH_IDS:
             raise TokenizerError(f"{source.where}: {role}_token is {quote(content)}, which tokenizer.json lacks")
         return content

@@ -25,7 +25,7 @@ def initial_params(
 ) -> dict[str, jax.Array]:
     """Return initialized parameters by name.
 
-    Matrices are normal with standard deviation 1/√fan_in, norms 1 (less their offset), biases 0. Pure JAX:
+    Matrices are normal with standard deviation 1/√fan_in, norms 1 (minus their offset), biases 0. Pure JAX:
     `jax.eval_shape` gives the shapes alone, and `jax.jit` with `out_shardings` initializes every leaf on its devices.
 
     Args:
@@ -72,7 +72,7 @@ def _assemble(program: Program, drawn: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _draw(node: Node, place: int, t: TensorType, key: jax.Array) -> jax.Array:
-    """Initialize one weight as `node`, which reads it as operand number `place`, requires.
+    """Initialize one weight as required by `node`, which reads it as operand number `place`.
 
     Stored 64-bit types are initialized in 32 bits.
     """

@@ -70,8 +70,8 @@ class FileEntry:
 class Manifest:
     """The weights of a checkpoint by key, and its files by path within the directory.
 
-    `beside` lists companion files that were written with them, such as the config. They have no digests, so that
-    users may edit them.
+    `beside` lists the names of companion files that were written with them, such as the config. They have no digests,
+    so that users may edit them.
     """
 
     weights: Mapping[str, WeightEntry]

@@ -307,7 +307,7 @@ def _sizes(value: Any, where: str) -> tuple[int, ...]:
 
 
 def _dtype(name: Any, where: str) -> np.dtype[Any]:
-    """Return the dtype that zarr metadata name, in native byte order; zarr 2 writes NumPy names such as `<f4`."""
+    """Return the dtype named in zarr metadata, in native byte order; zarr 2 uses NumPy names such as `<f4`."""
     try:
         if not isinstance(name, str):
             raise TypeError(name)

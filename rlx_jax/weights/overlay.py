@@ -61,7 +61,7 @@ class BesideSource(SourceView):
 
 
 def may_lack(source: Any) -> bool:
-    """Whether weights missing in a source are to be initialized: it is, or is a view of, a source marked `lacking`."""
+    """Whether missing weights are to be initialized: the source, or one that it wraps, is marked `lacking`."""
     is_lacking = isinstance(source, MarkedSource) and source.mark == "lacking"
     return is_lacking or (hasattr(source, "source") and may_lack(source.source))
 

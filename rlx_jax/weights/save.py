@@ -43,7 +43,7 @@ def write_checkpoint(
 
     Args:
         beside: companion files of the weights (config, tokenizer) by path; they replace those of an earlier save. None:
-            companion files of an earlier save stay. The manifest has no digests of them, so users may edit them.
+            companion files of an earlier save stay. The manifest only has their names, so users may edit them.
         inside: a directory in `path` to which the weights are written.
     """
     writable = {row.name: row for row in formats.FORMATS if row.writes}

@@ -41,7 +41,7 @@ def open_weights(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> WeightSource:
-    """Return a source of weights. Only names, shapes and dtypes are read yet.
+    """Return a source of weights. At this point only names, shapes and dtypes are read.
 
     Args:
         weights: a mapping of checkpoint key → array, `jax.Array`, `Packed` or `jax.ShapeDtypeStruct`; the path of a

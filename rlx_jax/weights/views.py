@@ -69,8 +69,8 @@ class MarkedSource(SourceView):
     """The weights of `source`, marked for how they combine with others.
 
     `lacking`: the checkpoint may have fewer weights than its config requires; missing ones are initialized.
-    `spare`: the weights only count next to a source that has none of them. An example are the files of an adapter: a
-    checkpoint that was saved with the adapter has its own values for these weights.
+    `spare`: the weights are only used if the other source does not have all of them. An example is the weights in an
+    adapter's files: a checkpoint that was saved with the adapter has its own values for them.
     """
 
     def __init__(self, source: WeightSource, mark: Literal["lacking", "spare"]) -> None:
