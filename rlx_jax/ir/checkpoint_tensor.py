@@ -390,19 +390,21 @@ class Cut(Indexed):
 
 def part_of(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
     """Return `start` to `stop` of a program along an axis, with the contract of `rlx_jax.ir.param.sliced`."""
-    shape, what = program.type.shape, f"{program}: {start}:{stop} of {program.type} along axis {axis}"
+    shape, description = program.type.shape, f"{program}: {start}:{stop} of {program.type} along axis {axis}"
     if not (0 <= axis < len(shape) and 0 <= start < stop <= shape[axis]):
-        raise WeightShapeError(f"{what}: there is no such part")
+        raise WeightShapeError(f"{description}: there is no such part")
     if (start, stop) == (0, shape[axis]):
         return program
     part = program.box(along(shape, axis, start, stop))
     cut = next((step for step in steps(part) if isinstance(step, Cut)), None)
     if cut is not None:
         size = SCHEMES[cut.of.scheme].elements
-        raise WeightShapeError(f"{what} cuts a block of {size}; take multiples of {size}, or rows")
-    interleaved = [step for step in steps(part) if isinstance(step, Strided)]
-    if any(isinstance(inner, Sliced) for step in interleaved for inner in steps(step)):
-        raise WeightShapeError(f"{what} is a part of one of several that are stored interleaved; take all of that")
+        raise WeightShapeError(f"{description} cuts a block of {size}; take multiples of {size}, or rows")
+    strided_steps = [step for step in steps(part) if isinstance(step, Strided)]
+    if any(isinstance(inner, Sliced) for step in strided_steps for inner in steps(step)):
+        raise WeightShapeError(
+            f"{description} is a part of one of several that are stored interleaved; take all of that"
+        )
     return part
 
 

@@ -29,8 +29,8 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
         GraphError: a plugin has an extension of that name.
     """
     as_name(name, "register_hir_extension")
-    counts = [n for n in (2, 1) if callable(extension) and _takes(extension, n)]
-    if not counts:
+    arities = [n for n in (2, 1) if callable(extension) and _takes(extension, n)]
+    if not arities:
         raise PluginError(
             f"register_hir_extension: {quote(name)} is {shown(extension)}; expected a function of a graph, or of "
             "a graph and its types"
@@ -39,7 +39,7 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
         raise GraphError(f"register_hir_extension: a plugin has an extension {quote(name)}; use another name")
     _registered.pop(name, None)  # extensions run in the order of the dict, and a new registration runs last
     rewrite: Any = extension
-    _registered[name] = rewrite if counts[0] == 2 else lambda graph, types: rewrite(graph)
+    _registered[name] = rewrite if arities[0] == 2 else lambda graph, types: rewrite(graph)
 
 
 def _takes(fn: Callable[..., Any], count: int) -> bool:
@@ -60,8 +60,8 @@ def registered_hir_extensions() -> tuple[str, ...]:
 
 def _extensions() -> dict[str, HirExtension]:
     extensions = dict(known().extensions)
-    if shared := extensions.keys() & _registered.keys():
-        raise GraphError(f"a plugin and register_hir_extension both give extension {listing(sorted(shared))}")
+    if duplicates := extensions.keys() & _registered.keys():
+        raise GraphError(f"a plugin and register_hir_extension both give extension {listing(sorted(duplicates))}")
     return extensions | _registered
 
 
@@ -76,8 +76,10 @@ def apply_hir_extensions_named(graph: Graph, names: Iterable[str]) -> Graph:
     Raises:
         PluginError: a name has no extension.
     """
-    chosen = FlowExtensionPlan.only(names).names()
-    return FlowExtensionPlan.only(n for n in registered_hir_extensions() if n in chosen).apply(graph, TypeCache())
+    selected_names = FlowExtensionPlan.only(names).names()
+    return FlowExtensionPlan.only(n for n in registered_hir_extensions() if n in selected_names).apply(
+        graph, TypeCache()
+    )
 
 
 @dataclass(frozen=True)

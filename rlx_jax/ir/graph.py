@@ -70,7 +70,7 @@ class Op:
     """The declaration of the operands (`rlx_jax.ir.operands`); empty if the op does not declare them."""
 
     def declaration(self) -> str:
-        """Return `operands`, which may depend on the attributes."""
+        """Return the declaration of the operands. Ops with operands that depend on attributes override it."""
         return self.operands
 
     def check(self, *operands: TensorType) -> None:
@@ -91,8 +91,8 @@ class Op:
         """Return the op as dumps print it: its name and the attributes that differ from their default."""
         fields = getattr(self, "__dataclass_fields__", {})
         values = {name: getattr(self, name) for name in fields}
-        changed = {name: v for name, v in values.items() if not callable(v) and v != fields[name].default}
-        attributes = ", ".join(f"{name}={f'{v:g}' if isinstance(v, float) else v}" for name, v in changed.items())
+        non_defaults = {name: v for name, v in values.items() if not callable(v) and v != fields[name].default}
+        attributes = ", ".join(f"{name}={f'{v:g}' if isinstance(v, float) else v}" for name, v in non_defaults.items())
         return f"{self.name()}({attributes})" if attributes else self.name()
 
     @classmethod
@@ -120,8 +120,10 @@ class Op:
         return 1
 
     def carried(self) -> int:
-        """Return the number of carries: that many leading operands are replaced by the region's outputs for its next
-        iteration. The other operands are the same in every iteration."""
+        """Return the number of carries: the leading operands that the region's outputs replace in its next iteration.
+
+        The other operands are the same in every iteration.
+        """
         return 0
 
 

@@ -182,20 +182,20 @@ def packed_types(shape: Any, dtype: Any, scheme: object, where: str) -> tuple[Te
     >>> [str(t) for t in packed_types((4, 64), "f32", "gguf_q4_0", "doc")]
     ['f32[4,64]', 'u8[4,36]']
     """
-    packing, logical = scheme_of(scheme, where), tensor_type(shape, dtype, where)
-    if not is_float(logical.dtype):
-        raise WeightError(f"{where}: {packing.name} packs floats, got {logical}; expected a dtype such as f32")
-    if not logical.shape:
-        raise WeightShapeError(f"{where}: {packing.name} packs rows, got the scalar {logical}; store it as it is")
-    if not logical.is_static:
-        raise WeightShapeError(f"{where}: expected whole numbers as the shape of what is packed, got {logical}")
-    *rows, row_size = logical.shape
+    packing, logical_type = scheme_of(scheme, where), tensor_type(shape, dtype, where)
+    if not is_float(logical_type.dtype):
+        raise WeightError(f"{where}: {packing.name} packs floats, got {logical_type}; expected a dtype such as f32")
+    if not logical_type.shape:
+        raise WeightShapeError(f"{where}: {packing.name} packs rows, got the scalar {logical_type}; store it as it is")
+    if not logical_type.is_static:
+        raise WeightShapeError(f"{where}: expected whole numbers as the shape of what is packed, got {logical_type}")
+    *rows, row_size = logical_type.shape
     if row_size % packing.elements:
         raise WeightShapeError(
             f"{where}: {packing.name} packs blocks of {packing.elements}, expected a last axis that {packing.elements} "
-            f"divides, got {logical}; rows are not padded: store it as f16, or by a scheme of smaller blocks"
+            f"divides, got {logical_type}; rows are not padded: store it as f16, or by a scheme of smaller blocks"
         )
-    return logical, TensorType((*rows, row_size // packing.elements * packing.bytes), UINT8)
+    return logical_type, TensorType((*rows, row_size // packing.elements * packing.bytes), UINT8)
 
 
 def check_packed(value: Packed, where: str) -> None:
@@ -206,8 +206,8 @@ def check_packed(value: Packed, where: str) -> None:
         WeightShapeError: the data has more or fewer bytes than the shape needs.
         Others: as `packed_types`.
     """
-    logical, byte_type = packed_types(value.shape, value.dtype, value.scheme, where)
-    data, expected = value.data, f"{where}: the bytes of {value.scheme} {logical}: expected {byte_type}"
+    logical_type, byte_type = packed_types(value.shape, value.dtype, value.scheme, where)
+    data, expected = value.data, f"{where}: the bytes of {value.scheme} {logical_type}: expected {byte_type}"
     # A masked array is an ndarray too, but decoding would ignore its mask.
     if not isinstance(data, np.ndarray | jax.Array) or isinstance(data, np.ma.MaskedArray):
         raise WeightError(f"{expected}, got {quote(type(data).__name__)}; numpy.frombuffer makes one")

@@ -113,7 +113,7 @@ class Joined:
 
     def box(self, box: Box) -> Program:
         lengths = [part.type.shape[self.axis] for part in self.parts]
-        parts = tuple(boxed(self.parts[number], inside) for number, inside in crossed(box, self.axis, lengths))
+        parts = tuple(boxed(self.parts[number], part_box) for number, part_box in crossed(box, self.axis, lengths))
         return parts[0] if len(parts) == 1 else Joined(parts, self.axis)
 
     def join(self, *values: Any) -> Any:
@@ -238,7 +238,7 @@ class Padded(OverOne):
 
     def box(self, box: Box) -> Program:
         lengths = [part.type.shape[self.axis] for part in self.parts]
-        parts = [boxed(self.parts[number], inside) for number, inside in crossed(box, self.axis, lengths)]
+        parts = [boxed(self.parts[number], part_box) for number, part_box in crossed(box, self.axis, lengths)]
         # A box entirely inside or outside the padding needs no `Padded`.
         return parts[0] if len(parts) == 1 else Padded(parts[0], self.axis, sizes(box)[self.axis])
 

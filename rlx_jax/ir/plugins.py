@@ -80,11 +80,11 @@ class Plugin:
                 raise PluginError(f"plugin {quote(self.name)}: {table} is a mapping, got {shown(entries)}")
         for kind in ("stages", "families", "extensions"):
             for key, value in getattr(self, kind).items():
-                fits = isinstance(key, str) and key and (kind == "families" or callable(value))
-                if not fits or (kind == "families" and not callable(getattr(value, "open", None))):
-                    what = {"families": "a Family", "extensions": "a rewrite", "stages": "a stage class"}[kind]
+                is_valid = isinstance(key, str) and key and (kind == "families" or callable(value))
+                if not is_valid or (kind == "families" and not callable(getattr(value, "open", None))):
+                    expected = {"families": "a Family", "extensions": "a rewrite", "stages": "a stage class"}[kind]
                     raise PluginError(
-                        f"plugin {quote(self.name)}: {kind} maps a name to {what}, got {shown(key)}: {shown(value)}"
+                        f"plugin {quote(self.name)}: {kind} maps a name to {expected}, got {shown(key)}: {shown(value)}"
                     )
         for cls in (*self.ops, *self.derive, *self.direct):
             _check_own(self.name, cls, Hir if cls in self.direct else Op)
@@ -135,8 +135,8 @@ def _loaded(point: EntryPoint) -> Plugin:
     try:
         plugin = point.load()
     except Exception as error:  # an import runs the package's code, which may raise anything
-        why = f"{type(error).__name__}: {error}"
-        raise PluginError(f"{where} does not import: {why}; mend the package or uninstall it") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise PluginError(f"{where} does not import: {reason}; mend the package or uninstall it") from error
     if not isinstance(plugin, Plugin):
         raise PluginError(f"{where} is {shown(plugin)}; expected a rlx_jax.Plugin")
     return plugin

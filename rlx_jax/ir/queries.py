@@ -48,8 +48,8 @@ def bind_leaves(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Gra
             return (b.leaf(replace(node.op, type=node.op.type.bind(sizes))),)
         return None
 
-    out = rewrite(graph, everywhere(fn), types)
-    return replace(out, inputs=tuple(replace(i, type=i.type.bind(sizes)) for i in graph.inputs))
+    rewritten = rewrite(graph, everywhere(fn), types)
+    return replace(rewritten, inputs=tuple(replace(i, type=i.type.bind(sizes)) for i in graph.inputs))
 
 
 # -- composition ---------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def inline_into(
         raise GraphError(
             f"{graph.name}: parameter {quote(region_keys[0])} is read inside of a region: leave out params"
         )
-    mapped: dict[Value, Value] = {}
+    value_map: dict[Value, Value] = {}
     for number, node in enumerate(graph.nodes):
         op = node.op
         new_values: tuple[Value, ...]
@@ -96,9 +96,9 @@ def inline_into(
             new_values = (b.leaf(op),)
         else:
             with b.at(replace(node.origin, path=(*b.origin.path, *node.origin.path))):
-                new_values = b.add(op, *(mapped[v] for v in node.inputs))
-        mapped.update({Value(number, i): v for i, v in enumerate(new_values)})
-    return tuple(mapped[v] for v in graph.outputs)
+                new_values = b.add(op, *(value_map[v] for v in node.inputs))
+        value_map.update({Value(number, i): v for i, v in enumerate(new_values)})
+    return tuple(value_map[v] for v in graph.outputs)
 
 
 def _check_bound(graph: Graph, what: str, names: list[str], given: Mapping[str, Value]) -> None:
@@ -152,5 +152,5 @@ def promote_params_to_inputs(graph: Graph, names: Iterable[str], types: TypeCach
         new_input = new_inputs.get(node.op) if isinstance(node.op, Param) else None
         return None if new_input is None else (b.leaf(new_input),)
 
-    out = rewrite(graph, everywhere(fn), types)
-    return replace(out, inputs=(*graph.inputs, *new_inputs.values()))
+    rewritten = rewrite(graph, everywhere(fn), types)
+    return replace(rewritten, inputs=(*graph.inputs, *new_inputs.values()))

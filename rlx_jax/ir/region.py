@@ -91,13 +91,13 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
     region = _Region(graph, layers, run, end, types)
     b = Builder(graph.name, types)
     b.inputs = list(graph.inputs)
-    mapped: dict[Value, Value] = {}
+    value_map: dict[Value, Value] = {}
 
     def copy(number: int) -> None:
         node = graph.nodes[number]
         with b.at(node.origin):
-            new_values = b.append(node.op, *(mapped[v] for v in node.inputs))
-        mapped.update({Value(number, i): v for i, v in enumerate(new_values)})
+            new_values = b.append(node.op, *(value_map[v] for v in node.inputs))
+        value_map.update({Value(number, i): v for i, v in enumerate(new_values)})
 
     for number in range(start):
         copy(number)
@@ -106,14 +106,14 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
             copy(number)
     operands = []
     for ref in (*region.initial, *region.shared):
-        operands.append(b.leaf(ref.op) if ref.op is not None else mapped[Value(ref.node, ref.index)])
+        operands.append(b.leaf(ref.op) if ref.op is not None else value_map[Value(ref.node, ref.index)])
     with b.at(Origin(region.body_path, label="repeat")):
         results = b.add(Repeat(run.count, len(region.initial), region.body), *operands)
-    mapped.update({value: results[i] for value, i in region.results.items()})
+    value_map.update({value: results[i] for value, i in region.results.items()})
     for number in range(end, len(graph.nodes)):
         copy(number)
-    b.writes.extend((leaf, mapped[v]) for leaf, v in graph.writes)
-    return b.finish([mapped[v] for v in graph.outputs], graph.output_names)
+    b.writes.extend((leaf, value_map[v]) for leaf, v in graph.writes)
+    return b.finish([value_map[v] for v in graph.outputs], graph.output_names)
 
 
 # The origin of a value: the layer within the period, the position among that layer's nodes, the result.
@@ -175,8 +175,8 @@ class _Region:
         """
         b = Builder("body", types)
         n = len(self.initial)
-        carried = [b.leaf(BodyInput(i, type=self._type(r))) for i, r in enumerate(self.initial)]
-        shared = [b.leaf(BodyInput(n + i, type=self._type(r))) for i, r in enumerate(self.shared)]
+        carry_inputs = [b.leaf(BodyInput(i, type=self._type(r))) for i, r in enumerate(self.initial)]
+        shared_inputs = [b.leaf(BodyInput(n + i, type=self._type(r))) for i, r in enumerate(self.shared)]
         results: dict[tuple[int, int], tuple[Value, ...]] = {}
 
         def operand(layer: int, ref: Ref, position: int, slot: int) -> Value:
@@ -185,9 +185,9 @@ class _Region:
             if ref.op is not None:
                 return b.leaf(self._leaf(layer, position, slot))
             if source is not None:
-                return carried[self.carries[source]]
+                return carry_inputs[self.carries[source]]
             if self._is_outer(ref):
-                return shared[self._shared_at[ref]]
+                return shared_inputs[self._shared_at[ref]]
             return results[(ref.layer - self.start, ref.at)][ref.index]
 
         for j in range(self.period, 2 * self.period):
@@ -277,16 +277,16 @@ def peel_last(graph: Graph, types: TypeCache) -> Graph:
         op = node.op
         if not isinstance(op, Repeat) or op.count < 2 or op.body.writes or any(n.op.regions() for n in op.body.nodes):
             return None
-        count, shared = op.count - 1, inputs[op.carries :]
+        count, shared_inputs = op.count - 1, inputs[op.carries :]
         # A single remaining iteration needs no region.
         if count > 1:
-            leading = b.add(replace(op, count=count, body=_first_programs(op.body, count, types)), *inputs)
+            leading_results = b.add(replace(op, count=count, body=_first_programs(op.body, count, types)), *inputs)
         else:
-            leading = _iteration(b, op.body, inputs, 0)
-        carries, sides = leading[: op.carries], leading[op.carries :]
-        final = _iteration(b, op.body, (*carries, *shared), count)
-        columns = zip(range(0, len(sides), count), final[op.carries :], strict=True)
-        return (*final[: op.carries], *(v for at, side in columns for v in (*sides[at : at + count], side)))
+            leading_results = _iteration(b, op.body, inputs, 0)
+        carries, sides = leading_results[: op.carries], leading_results[op.carries :]
+        final_results = _iteration(b, op.body, (*carries, *shared_inputs), count)
+        columns = zip(range(0, len(sides), count), final_results[op.carries :], strict=True)
+        return (*final_results[: op.carries], *(v for at, side in columns for v in (*sides[at : at + count], side)))
 
     return rewrite(graph, everywhere(fn), types)
 
@@ -301,9 +301,9 @@ def unroll(graph: Graph, types: TypeCache) -> Graph:
         op = node.op
         if not isinstance(op, Repeat):
             return None
-        carries, shared, sides = inputs[: op.carries], inputs[op.carries :], []
+        carries, shared_inputs, sides = inputs[: op.carries], inputs[op.carries :], []
         for i in range(op.count):
-            results = _iteration(b, op.body, (*carries, *shared), i)
+            results = _iteration(b, op.body, (*carries, *shared_inputs), i)
             carries = results[: op.carries]
             sides.append(results[op.carries :])
         return (*carries, *(side for column in zip(*sides, strict=True) for side in column))
@@ -313,16 +313,16 @@ def unroll(graph: Graph, types: TypeCache) -> Graph:
 
 def _iteration(b: Builder, body: Graph, operands: Sequence[Value], number: int) -> tuple[Value, ...]:
     """Append the nodes of one iteration and return its outputs: the next carries, then the side outputs."""
-    mapped: dict[Value, Value] = {}
+    value_map: dict[Value, Value] = {}
     for i, node in enumerate(body.nodes):
         with b.at(replace(node.origin, path=bind_path(node.origin.path, number))):
             op = node.op
             if isinstance(op, Param):
                 op = replace(op, programs=(op.at(number),))
-            inputs = (mapped[v] for v in node.inputs)
+            inputs = (value_map[v] for v in node.inputs)
             results = (operands[op.index],) if isinstance(op, BodyInput) else b.append(op, *inputs)
-        mapped.update({Value(i, index): v for index, v in enumerate(results)})
-    return tuple(mapped[v] for v in body.outputs)
+        value_map.update({Value(i, index): v for index, v in enumerate(results)})
+    return tuple(value_map[v] for v in body.outputs)
 
 
 def _first_programs(body: Graph, count: int, types: TypeCache) -> Graph:

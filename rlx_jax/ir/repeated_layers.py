@@ -63,13 +63,13 @@ class Run:
 
 def layers_of(graph: Graph, bounds: Sequence[int]) -> list[Layer]:
     """Return the layers between consecutive bounds, which are node numbers."""
-    home: dict[int, tuple[int, int]] = {}  # node number -> (layer, position among its nodes)
+    positions: dict[int, tuple[int, int]] = {}  # node number -> (layer, position among its nodes)
     layers: list[Layer] = []
     for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         body = [i for i in range(start, end) if not isinstance(graph.nodes[i].op, Leaf)]
-        home.update({i: (number, at) for at, i in enumerate(body)})
+        positions.update({i: (number, at) for at, i in enumerate(body)})
         nodes = tuple(graph.nodes[i] for i in body)
-        refs = tuple(tuple(_ref(graph, v, home) for v in node.inputs) for node in nodes)
+        refs = tuple(tuple(_ref(graph, v, positions) for v in node.inputs) for node in nodes)
         operands = tuple(tuple(graph.type(v) for v in node.inputs) for node in nodes)
         layers.append(Layer(tuple(body), nodes, refs, operands))
     return layers
@@ -165,8 +165,8 @@ class _Stack:
         """Return why the operands of layer `number` do not correspond to those one period earlier; "" if they do."""
         # If neither layer reads a layer before the run, the result does not depend on `start`. A common value of it
         # then lets the cache answer for all starts.
-        steady = min(number - 2 * period, *(self.layers[i].reach for i in (number, number - period)))
-        return self._other_reads(number, max(start, int(steady)), period)
+        earliest = min(number - 2 * period, *(self.layers[i].reach for i in (number, number - period)))
+        return self._other_reads(number, max(start, int(earliest)), period)
 
     def difference(self, number: int, start: int, period: int) -> str:
         """Return why layer `number` ends a run from `start`."""

@@ -33,9 +33,9 @@ def rewrite(
     b = Builder(graph.name, types)
     b.inputs = list(graph.inputs)  # inputs remain in the signature even if nothing reads them
     fn = enter(graph)
-    mapped: dict[Value, Value] = {}
+    value_map: dict[Value, Value] = {}
     for number, node in enumerate(graph.nodes):
-        inputs = tuple(mapped[v] for v in node.inputs if v in mapped)
+        inputs = tuple(value_map[v] for v in node.inputs if v in value_map)
         op = node.op
         if isinstance(op, BodyInput) and given:
             op = BodyInput(op.index, type=given[op.index])
@@ -51,9 +51,9 @@ def rewrite(
         _stamp(b, start, node, by)
         if results and len(results) != len(node.types):
             raise GraphError(f"{by or 'rewrite'}: {node.op.text()} has {len(node.types)} results, got {len(results)}")
-        mapped.update({Value(number, i): v for i, v in enumerate(results)})
-    b.writes.extend((leaf, mapped[v]) for leaf, v in graph.writes)
-    return b.finish([mapped[v] for v in graph.outputs], graph.output_names)
+        value_map.update({Value(number, i): v for i, v in enumerate(results)})
+    b.writes.extend((leaf, value_map[v]) for leaf, v in graph.writes)
+    return b.finish([value_map[v] for v in graph.outputs], graph.output_names)
 
 
 def everywhere(fn: Rewrite) -> Callable[[Graph], Rewrite]:

@@ -64,18 +64,18 @@ def agreed(first: Roles, second: Roles) -> Roles:
     "kv_heads", which may happen if their numbers are equal, the result is "kv_heads". Other roles that differ become a
     `Conflict`, which matters only on a mesh that shards one of them.
     """
-    merged: list[Role] = []
+    common_roles: list[Role] = []
     for left, right in zip(first, second, strict=True):
         if {left, right} == {"embedding", "vocab"}:
-            merged.append("vocab")
+            common_roles.append("vocab")
         elif {left, right} == {"heads", "kv_heads"}:
-            merged.append("kv_heads")
+            common_roles.append("kv_heads")
         elif left == right or left is None or right is None:
-            merged.append(left or right)
+            common_roles.append(left or right)
         else:
             role_lists = [role.of if isinstance(role, Conflict) else (role,) for role in (left, right)]
-            merged.append(Conflict(tuple(dict.fromkeys(role for roles in role_lists for role in roles))))
-    return tuple(merged)
+            common_roles.append(Conflict(tuple(dict.fromkeys(role for roles in role_lists for role in roles))))
+    return tuple(common_roles)
 
 
 def roles_of_bias(out: Role) -> Roles:

@@ -99,22 +99,22 @@ def _encode_node(graph: Graph, node: Node, closure: Closure | None) -> dict[str,
     op = node.op
     try:
         if isinstance(op, BodyInput):  # its type is left out: the region's operand has it
-            encoded: Any = {"BodyInput": {"index": op.index}}
+            op_data: Any = {"BodyInput": {"index": op.index}}
         elif isinstance(op, Repeat):
             fields = {"count": op.count, "carries": op.carries, "body": encode_graph(op.body, closure)}
-            encoded = {"Repeat": fields}
+            op_data = {"Repeat": fields}
         elif isinstance(op, custom.JaxFn) and closure is not None:
-            encoded = {"JaxFn": {"fn": closure(op.fn, tuple(graph.type(v) for v in node.inputs)), "label": op.label}}
+            op_data = {"JaxFn": {"fn": closure(op.fn, tuple(graph.type(v) for v in node.inputs)), "label": op.label}}
         elif isinstance(op, TokenScan) and closure is not None:
             # The step is a function too; its digest covers what it computes.
             attributes = {f: getattr(op, f) for f in ("states", "tokens", "ragged", "every", "unroll", "precision")}
-            encoded = {"TokenScan": {"step": op.step.digest, **attributes}}
+            op_data = {"TokenScan": {"step": op.step.digest, **attributes}}
         else:
-            encoded = encode(op)
+            op_data = encode(op)
     except UnsupportedError as error:
         raise UnsupportedError(f"{path_text(node.origin.path)}: {op.text()}: {error}") from error
     return {
-        "op": encoded,
+        "op": op_data,
         "inputs": [_ref(v) for v in node.inputs],
         "types": [str(t) for t in node.types],
         "origin": _fields(node.origin),
@@ -209,15 +209,15 @@ def _decode_node(data: Any, nodes: list[Node], types: TypeCache, where: str, giv
     operands = tuple(nodes[v.node].types[v.index] for v in inputs)
     op = _decode_op(fields["op"], types, f"{where}.op", operands, given)
     try:
-        inferred = types.infer(op, operands)
+        inferred_types = types.infer(op, operands)
     except RlxError as error:
         error.args = (f"{where}: {error}",)  # keeps the class of the error
         raise
-    declared = decode(tuple[str, ...], fields["types"], f"{where}.types")
-    if declared != tuple(map(str, inferred)):
-        gives = listing(map(str, inferred))
-        raise FormatError(f"{where}.types says {listing(declared)}, {quote(op.text())} gives {gives}")
-    return Node(op, inputs, inferred, _record(Origin, fields["origin"], f"{where}.origin"))
+    declared_types = decode(tuple[str, ...], fields["types"], f"{where}.types")
+    if declared_types != tuple(map(str, inferred_types)):
+        inferred_text = listing(map(str, inferred_types))
+        raise FormatError(f"{where}.types says {listing(declared_types)}, {quote(op.text())} gives {inferred_text}")
+    return Node(op, inputs, inferred_types, _record(Origin, fields["origin"], f"{where}.origin"))
 
 
 def _decode_op(

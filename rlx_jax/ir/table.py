@@ -57,6 +57,6 @@ class TextTable:
 
     def _html_row(self, tag: str, row: Sequence[object]) -> str:
         sides = ["left" if i < self.left else "right" for i in range(len(row))]
-        cells = zip(sides, row, strict=True)
-        inside = "".join(f'<{tag} style="text-align:{side}">{html.escape(str(cell))}</{tag}>' for side, cell in cells)
-        return f"<tr>{inside}</tr>"
+        pairs = zip(sides, row, strict=True)
+        row_html = "".join(f'<{tag} style="text-align:{side}">{html.escape(str(cell))}</{tag}>' for side, cell in pairs)
+        return f"<tr>{row_html}</tr>"

@@ -99,8 +99,8 @@ def _tag(node: Node, number: int, mark: str) -> str:
 
 
 def _ref(graph: Graph, value: Value, mark: str) -> str:
-    several = len(graph.nodes[value.node].types) > 1
-    return f"{mark}{value.node}" + (f".{value.index}" if several else "")
+    has_several = len(graph.nodes[value.node].types) > 1
+    return f"{mark}{value.node}" + (f".{value.index}" if has_several else "")
 
 
 def block_paths(graph: Graph) -> set[Path]:

@@ -69,7 +69,9 @@ def as_dtype(dtype: Any, where: str = "") -> np.dtype[Any]:
         if dtype not in _BY_NAME:
             choices = f"; known are {listing(DTYPE_NAMES, len(DTYPE_NAMES))}"
             raise DTypeError(f"{where}unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME) or choices}")
-        dtype = getattr(ml_dtypes, long) if (long := _BY_NAME[dtype]).startswith(FROM_ML_DTYPES) else long
+        dtype = (
+            getattr(ml_dtypes, long_name) if (long_name := _BY_NAME[dtype]).startswith(FROM_ML_DTYPES) else long_name
+        )
     try:
         np_dtype: np.dtype[Any] = np.dtype(dtype if dtype is not None else "none")  # NumPy takes None for float64
     except TypeError as error:
@@ -154,10 +156,10 @@ def as_names(names: Any, where: str) -> tuple[str, ...]:
     """
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise GraphError(f"{where}: expected a list of names, got {shown(names)}")
-    checked = tuple(as_name(name, where) for name in names)
-    if len(set(checked)) < len(checked):
-        raise GraphError(f"{where}: a name stands twice in {listing(checked)}")
-    return checked
+    valid_names = tuple(as_name(name, where) for name in names)
+    if len(set(valid_names)) < len(valid_names):
+        raise GraphError(f"{where}: a name stands twice in {listing(valid_names)}")
+    return valid_names
 
 
 def as_dim(dim: Any, where: str) -> DimLike:

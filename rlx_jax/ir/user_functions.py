@@ -58,8 +58,8 @@ class Captured:
             GraphError: the first build traced it to the same jaxpr with other captured arrays.
         """
         text, arrays = meaning
-        recorded = self._arrays.get((what, operands, text))
-        if self.closed and recorded is not None and arrays not in recorded:
+        recorded_arrays = self._arrays.get((what, operands, text))
+        if self.closed and recorded_arrays is not None and arrays not in recorded_arrays:
             raise GraphError(changed(what, fn))
         self._arrays.setdefault((what, operands, text), set()).add(arrays)
 
@@ -80,8 +80,8 @@ def trace(fn: Callable[..., Any], operands: Sequence[TensorType]) -> tuple[Any, 
     JAX may still use cached traces of the functions that `fn` calls; see `trace_anew`.
     """
     with as_in_jit():  # a new lambda, because JAX caches the traces of functions that it has seen
-        closed, out = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*(t.spec for t in operands))  # noqa: PLW0108
-    return closed, out
+        closed_jaxpr, out = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*(t.spec for t in operands))  # noqa: PLW0108
+    return closed_jaxpr, out
 
 
 def trace_anew(fn: Callable[..., Any], operands: Sequence[TensorType]) -> Any:
@@ -214,7 +214,7 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
             earlier call consumed, or computes something else when it is traced again.
     """
     try:
-        closed, (_, y) = trace(fn, given)
+        closed_jaxpr, (_, y) = trace(fn, given)
         retraced, _ = trace(fn, given)
     except jax.errors.UnexpectedTracerError as error:
         raise GraphError(_of_another_trace(label)) from error
@@ -222,22 +222,22 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
         raise
     except Exception as error:  # whatever jax raises on shapes that do not fit
         raise GraphError(str(misfit(f"recurrent({label})", given, error))) from error
-    arrays = list(captured_arrays(closed))
+    arrays = list(captured_arrays(closed_jaxpr))
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         raise GraphError(_of_another_trace(label))
     check_captures(f"recurrent({label})", arrays)
-    effects = sorted({*(type(e).__name__ for e in closed.effects), *callbacks(closed.jaxpr)})
+    effects = sorted({*(type(e).__name__ for e in closed_jaxpr.effects), *callbacks(closed_jaxpr.jaxpr)})
     if effects:
         raise GraphError(
             f"recurrent({label}) has effects beside its results ({', '.join(effects)}): a step is a pure function of "
             "the state, the token and the parameters"
         )
-    text, captured = meaning(closed, precision=False)
+    text, captured = meaning(closed_jaxpr, precision=False)
     if (text, captured) != meaning(retraced, precision=False):
         raise GraphError(_unsteady(label))
-    results = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in closed.out_avals)
+    results = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in closed_jaxpr.out_avals)
     y_form = jax.tree.structure(y)
-    return TokenStep(label, tuple(given), text, captured, results, y_form, fn, {"default": closed})
+    return TokenStep(label, tuple(given), text, captured, results, y_form, fn, {"default": closed_jaxpr})
 
 
 def callbacks(jaxpr: Any) -> set[str]:

@@ -70,15 +70,15 @@ def _node_problems(
     graph: Graph, number: int, node: Node, level: str, types: TypeCache, count: int
 ) -> Iterator[Problem]:
     """Return the problems of one node. `count` is the number of iterations of the enclosing region."""
-    broken = [v for v in node.inputs if v.node >= number or not _exists(graph, v)]
-    yield from (_reference_problem(graph, number, v) for v in broken)
+    invalid_inputs = [v for v in node.inputs if v.node >= number or not _exists(graph, v)]
+    yield from (_reference_problem(graph, number, v) for v in invalid_inputs)
     if not node.origin.path:
         yield GraphError, "has no block path"
     if not isinstance(node.op, LEGAL[level]):
         yield GraphError, f"not legal at the {level} level"
     if isinstance(node.op, Param) and len(node.op.programs) not in (1, count):
         yield GraphError, f"{len(node.op.programs)} programs where the region runs {count} times"
-    if broken:  # types cannot be inferred from missing operands
+    if invalid_inputs:  # types cannot be inferred from missing operands
         return
     yield from _type_problems(graph, node, types)
     for region in node.op.regions():
@@ -148,12 +148,12 @@ def _state_problems(graph: Graph) -> Iterator[Problem]:
 
 def _type_problems(graph: Graph, node: Node, types: TypeCache) -> Iterator[Problem]:
     try:
-        inferred = types.infer(node.op, tuple(graph.type(v) for v in node.inputs))
+        inferred_types = types.infer(node.op, tuple(graph.type(v) for v in node.inputs))
     except RlxError as error:
         yield type(error) if isinstance(error, GraphError) else GraphError, str(error)
         return
-    if inferred != node.types:
-        yield ShapeError, f"declared {', '.join(map(str, node.types))}, inferred {', '.join(map(str, inferred))}"
+    if inferred_types != node.types:
+        yield ShapeError, f"declared {', '.join(map(str, node.types))}, inferred {', '.join(map(str, inferred_types))}"
 
 
 def _region_problems(region: Graph, given: tuple[object, ...]) -> Iterator[Problem]:

@@ -39,8 +39,8 @@ def shapes_only(source: WeightSource) -> bool:
     Such a source has a true attribute `shapes_only`. For a view without that attribute, the result is
     the underlying source's (its attribute `source`).
     """
-    viewed = getattr(source, "source", None)
-    return bool(getattr(source, "shapes_only", viewed is not None and shapes_only(viewed)))
+    underlying = getattr(source, "source", None)
+    return bool(getattr(source, "shapes_only", underlying is not None and shapes_only(underlying)))
 
 
 def as_stored(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
@@ -55,8 +55,8 @@ def as_stored(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
     if not isinstance(spec, PackedSpec):
         return Key(key, TensorType(tuple(spec.shape), np.dtype(spec.dtype)))
     decoder_of(spec.scheme, where)
-    logical, byte_type = packed_types(spec.shape, spec.dtype, spec.scheme, where)
-    return Dequantized(Key(key, byte_type), spec.scheme, logical.dtype)
+    logical_type, byte_type = packed_types(spec.shape, spec.dtype, spec.scheme, where)
+    return Dequantized(Key(key, byte_type), spec.scheme, logical_type.dtype)
 
 
 def read_from(program: Program, source: WeightSource) -> Program:

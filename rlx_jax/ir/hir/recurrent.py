@@ -190,8 +190,8 @@ class Recurrent(FromNothing, Hir):
     unroll: int | None = None
 
     def check(self, *operands: TensorType) -> None:
-        learned = sum(isinstance(slot.initial, int) for slot in self.state)
-        check_arity("recurrent", len(operands), len(self.step.given) - len(self.state) + learned)
+        num_learned = sum(isinstance(slot.initial, int) for slot in self.state)
+        check_arity("recurrent", len(operands), len(self.step.given) - len(self.state) + num_learned)
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
         """Return the slots that the user declared with the initial state."""

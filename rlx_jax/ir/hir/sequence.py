@@ -357,10 +357,7 @@ class CachedAttention(Hir):
     def grouped(self, b: Builder, times: int, *operands: Value) -> tuple[Value, ...]:
         """Append the block with key/value heads repeated `times` times before attention, and return its results."""
         q, k, v, cache_k, cache_v, start, lengths, *optional = operands
-        masks, other_operands = (
-            optional[: 2 * len(self.attend.extra)],
-            optional[2 * len(self.attend.extra) :],
-        )
+        masks, other_operands = optional[: 2 * len(self.attend.extra)], optional[2 * len(self.attend.extra) :]
         kv_heads = self.attend.kv_heads
         split = split_axis(3, 2, (kv_heads, -1))
         new_k, new_v = (in_dtype(b, b(split, x), b.type(cache_k).dtype) for x in (k, v))
@@ -431,14 +428,14 @@ class GrowingAttention(Hir):
             raise GraphError(f"growing_attention: its attention reads {', '.join(self.attend.extra)}; expected no mask")
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        q, k, v, *cached = operands[:5]
-        grown = [
+        q, k, v, *past_kv = operands[:5]
+        new_kv = [
             b(Concat(1), cached_rows, in_dtype(b, new_rows, b.type(cached_rows).dtype))
-            for cached_rows, new_rows in zip(cached, (k, v), strict=True)
+            for cached_rows, new_rows in zip(past_kv, (k, v), strict=True)
         ]
-        extra, mask_operands = self._kept(b, *operands[5 : 5 + self.keep])
-        keys, values = (in_dtype(b, x, b.type(q).dtype) for x in grown)
-        return b(replace(self.attend, extra=extra), q, keys, values, *mask_operands, *operands[5 + self.keep :]), *grown
+        extra, masks = self._kept(b, *operands[5 : 5 + self.keep])
+        keys, values = (in_dtype(b, x, b.type(q).dtype) for x in new_kv)
+        return b(replace(self.attend, extra=extra), q, keys, values, *masks, *operands[5 + self.keep :]), *new_kv
 
     def _kept(self, b: Builder, *keep: Value) -> tuple[tuple[str, ...], tuple[Value, ...]]:
         """Return the names and values of the mask operands of attention.
