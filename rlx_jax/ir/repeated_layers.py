@@ -1,8 +1,8 @@
 """Search for repeated layers: runs of layers that are the same program, so that each run may become a region.
 
-Two consecutive layers are the same program if they have the same ops on corresponding operands. Parameters may differ.
-Closures are compared by what they compute. A result of layer i in layer i + 1 corresponds to the same result of layer
-i − 1 in layer i.
+Two layers are the same program if they have the same ops on corresponding operands. Parameters may differ. Closures are
+compared by what they compute. With a period of one layer, a result of layer i that layer i + 1 reads corresponds to the
+same result of layer i − 1 that layer i reads.
 """
 
 from __future__ import annotations

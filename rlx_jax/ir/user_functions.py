@@ -4,7 +4,8 @@ A program traces the function again for every size. If the user changed a captur
 variable, the results of the model would differ between sizes. That is an error. The comparison covers the text of the
 jaxpr and the captured arrays.
 
-`TokenStep` is a function of one token and one row, which `emit.recurrent` scans over a sequence. It is traced once.
+`TokenStep` is a function of one token and one row, which `emit.recurrent` scans over a sequence. It is traced once
+for each precision of matrix products.
 """
 
 from __future__ import annotations

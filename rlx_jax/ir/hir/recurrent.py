@@ -1,6 +1,6 @@
 """Recurrent blocks: a protocol for blocks with a state along the sequence, Gated DeltaNet, Mamba-2, and custom steps.
 
-The states have a fixed size: a matrix for each head, and the last rows of the causal convolution that precedes it.
+The states of Gated DeltaNet and Mamba-2, and of the causal convolution that precedes both, have a fixed size.
 
 A block of the protocol `CarriesState` declares the slots of its state, and how it runs from an initial state. `derive`
 builds the forward program, `prefill`, `extend` and ragged rows from these two, with one rule for all such blocks. Heads
