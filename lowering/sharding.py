@@ -113,9 +113,11 @@ class Division:
 
     @property
     def _rows(self) -> tuple[str, ...]:
+        """Return the mesh axes of the batch."""
         return self.axes.get("batch", ())
 
     def _over(self, role: Role) -> tuple[str, ...]:
+        """Return the mesh axes of a role in the storage sharding."""
         # A role that is no string is a packed axis of several parts, which passes separate before they shard them.
         return self.axes.get(role, ()) if isinstance(role, str) else ()
 
@@ -133,6 +135,7 @@ class Division:
         return names
 
     def _sharding(self, roles: Roles, shape: tuple[DimLike, ...], without: tuple[str, ...]) -> NamedSharding:
+        """Return the sharding of an array; mesh axes in `without` shard only the batch and experts."""
         used_names: set[str] = set()  # a mesh axis may shard only one axis of an array
         entries: list[tuple[str, ...] | None] = []
         for role, size in zip(roles, shape, strict=True):

@@ -89,8 +89,8 @@ def derive(
         d.behind = Behind.of(graph, kv, given)
     if program == "padded":
         d.tokens = TokenMask.of(graph, given)
-    # Values that depend on the request but on no token are computed once, in prefill. A flow that reads its cache
-    # itself already separates them.
+    # Nodes that depend on the request but on no token are rewritten separately: `prefill` stores their values for
+    # `extend`, `explicit` computes them in every call.
     has_request_values = program in CACHED_PROGRAMS or program == "explicit" and not reads_cache(graph)
     request_levels, fn = request_of(graph) if has_request_values else Brought(), by_rules(d)
 
@@ -138,8 +138,8 @@ def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -
     """Return `fn` extended by the nodes of a graph that depend on the request but on no token.
 
     `fn` rewrites the nodes that depend on tokens. The other values that they read are stored in the state by `prefill`
-    and read from there by `extend`. Nodes of the request have to treat rows of the batch independently, and have no
-    token dimension.
+    and read from there by `extend`; `explicit` computes them in every call. Nodes of the request have to treat rows of
+    the batch independently, and have no token dimension.
     """
     cutting = Cutting(graph, brought.levels(graph), d.program) if brought.cuts(graph) and d.behind is None else None
     levels, is_fixed = brought.levels(graph), id(graph) in brought.whole

@@ -152,7 +152,7 @@ class Behind:
                 "lengths"
             )
         b = Builder.resume(graph, types)
-        # The order of arguments is public: the mask, caches and states in layer order, position ids.
+        # Inputs are added in this order: the mask, caches and states in layer order, position ids.
         names = (MASK, *(name for name in self.added if name not in (MASK, POSITION_IDS)), POSITION_IDS)
         b.inputs = [*graph.inputs, *(self.added[name] for name in names if name in self.added)]
         return b.finish([*graph.outputs, *self.grown.values()], [*graph.output_names, *self.grown])
@@ -160,11 +160,17 @@ class Behind:
     # -- the inputs --------------------------------------------------------------------------
 
     def _input(self, b: Builder, leaf: Input) -> Value:
+        """Return the value of an input, added to the program unless the flow declares it."""
         if leaf.input not in self.declared:
             self.added[leaf.input] = leaf
         return b.leaf(leaf)
 
     def _cache(self, b: Builder, name: str, new: TensorType) -> Value:
+        """Return the input of cached keys or values with the layout of the `new` ones.
+
+        Raises:
+            DeriveError: the flow declares an input of that name with another shape, or not of floats.
+        """
         assert self.past is not None
         expected = cache_type(new, self.past.type.shape[1], self.caches)
         leaf = self.declared.get(name) or Input(name, type=expected)

@@ -119,6 +119,7 @@ def _cuts(operands: tuple[TensorType, ...]) -> Iterator[tuple[str, tuple[int | N
 
 
 def _axis(t: TensorType, dim: str) -> int | None:
+    """Return the axis of a dim in a type, or None."""
     return next((i for i, size in enumerate(t.shape) if str(size) == dim), None)
 
 
@@ -130,6 +131,7 @@ def random_array(t: TensorType) -> np.ndarray[Any, Any]:
 
 
 def _cut(array: Any, axis: int | None, keep: slice) -> Any:
+    """Return a slice of an array along an axis; the full array if the axis is None."""
     return array if axis is None else array[(slice(None),) * axis + (keep,)]
 
 
@@ -244,7 +246,7 @@ def _both(types: TypeCache, op: Any, kinds: Sequence[TensorType], arrays: list[A
 def _piece(array: Any, kind: TensorType, length: np.ndarray[Any, Any], width: int) -> Any:
     """Return the next `width` tokens of each row; an operand without a token axis stays as it is.
 
-    Rows may end earlier than the chunk. Their padding repeats the last token, which the block has to ignore.
+    A row may have fewer valid tokens than the chunk. The block has to ignore the tokens after them.
     """
     if "seq" not in kind.symbols:
         return array

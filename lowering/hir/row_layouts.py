@@ -102,7 +102,7 @@ def kept(b: Builder, mask: Value) -> Value:
     """Return a keep mask as bools: numbers of at least ½ are True."""
     if b.type(mask).dtype == np.bool_:
         return mask
-    wide = b(CastTo(F32), mask)  # masks may be integers, which ½ is not
+    wide = b(CastTo(F32), mask)  # the threshold ½ needs a float, and masks may be integers
     return b(Compare("ge"), wide, b.scalar(0.5, wide))
 
 

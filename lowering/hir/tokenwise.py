@@ -152,9 +152,11 @@ class _Dim:
         return re.search(rf"\b{re.escape(self.name)}\b", str(value)) is not None
 
     def axes(self, aval: Any) -> list[int]:
+        """Return the axes of an array with sizes that mention the dim."""
         return [axis for axis, size in enumerate(getattr(aval, "shape", ())) if self.within(size)]
 
     def is_whole(self, aval: Any) -> bool:
+        """Return whether an array has the dim as one full axis, or does not have it."""
         return [str(aval.shape[axis]) for axis in self.axes(aval)] in ([], [self.name])
 
     def layouts(self, state: _State, size: Any) -> list[_Apart]:
@@ -334,7 +336,7 @@ def _scatter(eqn: _Equation, axis: int) -> bool:
     """Return whether every position writes at its own index into its own slice, or all write at the same index."""
     numbers, (operand_axis, indices_axis, updates_axis) = eqn.params["dimension_numbers"], eqn.axes
     if operand_axis is None or updates_axis is None:
-        return False  # positions would write to one shared array
+        return False  # positions write to one shared array, or write updates that they share: no proof
     batching, windows = list(numbers.operand_batching_dims), list(numbers.update_window_dims)
     if operand_axis in batching:
         pair = numbers.scatter_indices_batching_dims[batching.index(operand_axis)]

@@ -65,7 +65,7 @@ def row(op: MatMul | FusedMatMulBiasAct, x: AnyArray, w: AnyArray, *bias: AnyArr
 
 
 def choose_cache_write(call: Call, device: Device) -> Choice | None:
-    """`in_loop` for a write that scatters rows into a 16-bit floating-point cache on a CPU."""
+    """Choose `in_loop` for a write that scatters rows into a 16-bit floating-point cache on a CPU, else None."""
     op, (cache, *_) = call
     scatters = not (isinstance(op, CacheUpdate) and op.fresh)
     if device.kind == "cpu" and scatters and is_float(cache.dtype) and cache.dtype.itemsize == 2:
@@ -89,7 +89,7 @@ def in_loop(op: CacheUpdate | RingStep, *arrays: Array) -> Any:
 
 
 def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False) -> Array:
-    """Write rows as `write_rows` does, see there; skip the cache if no row has a slot in it."""
+    """Write rows with the arguments of `write_rows`; skip the write if no row has a slot in the cache."""
     turns = (slots < cache.shape[1]).any().astype(jnp.int32)
 
     def scatter(_: Any, cache: Array) -> Array:

@@ -105,7 +105,7 @@ class Env:
         compute_sharding, storage_sharding = self.division.used(program), self.division.resting(program)
         if compute_sharding == storage_sharding:
             return array
-        # The first constraint keeps XLA from gathering earlier, and applies to the gradient.
+        # Constraints apply to gradients too: with that to the storage sharding, each device sums its own shard only.
         return lax.with_sharding_constraint(lax.with_sharding_constraint(array, storage_sharding), compute_sharding)
 
     def weight(self, program: Program) -> AnyArray:

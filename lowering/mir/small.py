@@ -30,7 +30,7 @@ def dce(graph: Graph, types: TypeCache) -> Graph:
 
 
 def unread_inputs(graph: Graph) -> frozenset[str]:
-    """Names of the declared inputs that no output, state write or region needs."""
+    """Return the names of the declared inputs that no output, state write or region needs."""
     return frozenset(i.input for i in graph.inputs) - set(_read_inputs(graph))
 
 
