@@ -82,7 +82,7 @@ def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
 
 
 def keeps_f32(op: Op) -> bool:
-    """Return whether a block takes its operands without a cast; so does the same block with a carried state."""
+    """Return whether a block reads its operands without a cast, also inside `Carried`, which adds its state."""
     block = op.block if isinstance(op, hir.Carried) else op
     return isinstance(block, Hir) and block.traits.keeps_f32
 

@@ -149,7 +149,7 @@ class Division:
             entries.pop()
         return NamedSharding(self.mesh, PartitionSpec(*(e[0] if e and len(e) == 1 else e for e in entries)))
 
-    # -- what does not divide ----------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------
 
     def text(self) -> str:
         """Return the mesh axes with their sizes, such as `data 2 × tensor 4`."""

@@ -77,7 +77,7 @@ def derive(
     if program in ("forward", "train"):
         return graph  # `train` differs in how it runs: the plan scans its layers and may recompute them
     if program == "explicit":
-        graph = unroll(graph, types)  # every layer has inputs and outputs of its own
+        graph = unroll(graph, types)  # every layer has separate cache inputs and outputs
     check_inputs(graph, program)
     # Plugins' blocks, and then the nodes without a rule, are tried in one XLA program each: compilation dominates.
     if program in CACHED_PROGRAMS:
@@ -281,7 +281,7 @@ def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]
 def last_token_only(graph: Graph, types: TypeCache) -> Graph:
     """Gather the last token before the token-wise suffix of the graph, so that the head computes one row per sequence.
 
-    The suffix continues through the query operand of causal attention: the last query alone gives the last row.
+    The suffix continues through the query operand of causal attention: the last query alone determines the last row.
     """
     try_slices(graph, types, rule_of)
     suffix = _suffix(graph, types)
@@ -341,7 +341,7 @@ def _suffix(graph: Graph, types: TypeCache) -> set[int]:
 
 
 def has_last_query(op: Op) -> bool:
-    """Return whether the op is attention that gives the last row from the last query alone.
+    """Return whether the op is attention that computes its last row from the last query alone.
 
     That needs causal attention without a mask or bias array, because single queries are aligned with the last keys.
     """

@@ -120,7 +120,7 @@ def reads_fixed(levels: Levels, node: Node) -> bool:
     return isinstance(node.op, hir.Attention) and all(levels.get(v.node, MOVES) < MOVES for v in node.inputs[1:])
 
 
-# -- the cut -----------------------------------------------------------------------------------
+# -- separation of request values --------------------------------------------------------------
 
 
 @dataclass

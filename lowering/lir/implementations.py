@@ -74,7 +74,7 @@ def choose_cache_write(call: Call, device: Device) -> Choice | None:
 
 
 def in_loop(op: CacheUpdate | RingStep, *arrays: Array) -> Any:
-    """Evaluate a `CacheUpdate` or `RingStep` with its write in a loop of at most one turn.
+    """Evaluate a `CacheUpdate` or `RingStep` with its write in a loop of at most one iteration.
 
     XLA:CPU's pass `float-normalization-bf16` computes every bf16 op in f32, scatters and `dynamic_update_slice` too. A
     scatter of one row into a bf16 cache then widens the cache to f32 and narrows it again; of a batch of one row it
@@ -82,32 +82,32 @@ def in_loop(op: CacheUpdate | RingStep, *arrays: Array) -> Any:
     write of one row may be fused into the ops that read the cache, which also reads the old cache twice.
 
     Two properties avoid this. A bf16 cache is written by an elementwise select, which XLA computes in place and in one
-    pass. And the write is the body of a loop of at most one turn: XLA fuses nothing across the border of a loop, and a
-    loop updates its carry in place.
+    pass. And the write is the body of a loop of at most one iteration: XLA fuses nothing across the border of a loop,
+    and a loop updates its carry in place.
     """
     return op.eval(*arrays, write=write_in_loop)
 
 
 def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False) -> Array:
     """Write rows with the arguments of `write_rows`; skip the write if no row has a slot in the cache."""
-    turns = (slots < cache.shape[1]).any().astype(jnp.int32)
+    num_iterations = (slots < cache.shape[1]).any().astype(jnp.int32)
 
     def scatter(_: Any, cache: Array) -> Array:
         return write_rows(cache, slots, rows, ordered)
 
-    # The number of the row that goes to each slot, -1 for none: `[B,T]`, small, and equal for all layers.
+    # The index of the row to write to each slot, -1 for none: `[B,T]`, small, and equal for all layers.
     numbers = jnp.broadcast_to(jnp.arange(slots.shape[1], dtype=jnp.int32), slots.shape)
     sources = write_rows(jnp.full(cache.shape[:2], -1, jnp.int32), slots, numbers, ordered)
     is_written = (sources >= 0).reshape(*sources.shape, *(1,) * (cache.ndim - 2))
 
     def select(_: Any, cache: Array) -> Array:
-        # One row goes to every slot that is written: broadcast, for a gather of bf16 is slower.
+        # A single row is broadcast to all written slots, because a gather of bf16 is slower.
         value = (
             rows if rows.shape[1] == 1 else jax.vmap(lambda r, s: jnp.take(r, s, axis=0, mode="clip"))(rows, sources)
         )
         return jnp.where(is_written, value, cache)
 
-    new_cache: Array = lax.fori_loop(0, turns, scatter if cache.dtype == np.float16 else select, cache)
+    new_cache: Array = lax.fori_loop(0, num_iterations, scatter if cache.dtype == np.float16 else select, cache)
     return new_cache
 
 
