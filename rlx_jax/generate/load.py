@@ -1,4 +1,7 @@
-"""`rlx_jax.load`: a checkpoint directory, or a model of the Hub, as something to call."""
+"""`rlx_jax.load`: load a checkpoint directory, or a model of the Hub, as an object to call.
+
+The kind of the checkpoint decides which class `load` returns: `CausalLM`, `Encoder`, `VisionEncoder` or `DualEncoder`.
+"""
 
 from __future__ import annotations
 
@@ -28,60 +31,63 @@ def load(
     subfolder: str = "", dtype: Any = None, recipe: ModelRecipe | None = None,
     adapter: str | os.PathLike[str] | None = None, ignore_fields: Iterable[str] = (), **options: Any,
 ) -> Any:  # fmt: skip
-    """A Hugging Face or sentence-transformers directory as a `CausalLM`, an `Encoder`, a `VisionEncoder` or a
-    `DualEncoder`; `config.json` decides.
+    """Load a Hugging Face or sentence-transformers directory as a `CausalLM`, an `Encoder`, a `VisionEncoder` or a
+    `DualEncoder`, depending on `config.json`.
 
     Args:
-        path: a directory; or, where there is none of that name, `"org/name"`, a model of the Hub. Of it the files that
-            are read are fetched, into huggingface_hub's cache. `HF_ENDPOINT`, `HF_HOME` and
-            `HF_HUB_CACHE` say where; with `HF_HUB_OFFLINE` it is what the cache has, and nothing else.
-        revision: of a model of the Hub: a branch, a tag or a commit; `main` by default.
-        token: what the Hub is shown for it; None: `HF_TOKEN` or that of a login; False: none.
-        subfolder: the directory in it that is meant, as a pipeline of diffusers has one for each of its models.
+        path: a directory; or, where there is none of that name, `"org/name"`, a model of the Hub. Only the files that
+            are needed are downloaded, into huggingface_hub's cache. The environment variables `HF_ENDPOINT`, `HF_HOME`
+            and `HF_HUB_CACHE` set the server and the directories; with `HF_HUB_OFFLINE` only the cache is used.
+        revision: branch, tag or commit of a model of the Hub; `main` by default.
+        token: access token for the Hub. None uses `HF_TOKEN` or the token of a login, False uses none.
+        subfolder: the directory of the model within `path`, as in a pipeline of diffusers.
         dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
-        recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
-            another checkpoint of the same config, or from the config alone. The weights are those of `path`.
-        adapter: a directory with a LoRA adapter of PEFT's, which the model computes with: see `rlx_jax.lora`.
-        ignore_fields: fields of `config.json` that are refused, since they may change the computation and are not
-            handled, and that you know do not: `["router_scale"]`, of nested objects `["rope_scaling.finetuned"]`.
+        recipe: a recipe to use in place of the checkpoint's: `rlx_jax.recipe_for(path)` with hooks, or one made from
+            another checkpoint of the same config, or from the config alone. The weights are loaded from `path`.
+        adapter: a directory with a LoRA adapter of PEFT's, which the model applies: see `rlx_jax.lora`.
+        ignore_fields: fields of `config.json` to ignore. Fields that are not supported and may change the computation
+            are an error unless they are listed: `["router_scale"]`, in nested objects `["rope_scaling.finetuned"]`.
             `report().ignored_fields` names them.
-        options: `profile`, `mesh`, `strict`, `missing` and `key` of `rlx_jax.compile`: what the checkpoint has not,
-            such as the weights of new blocks of `recipe`, is an error, or drawn. Of `open_weights`: `on_nonfinite`,
-            `links`, `max_bytes`, `verify`, `subtree`. And `progress`, told how far loading and compiling are:
-            `progress("load", bytes read, bytes in all)`, `progress("download model.safetensors", bytes, bytes in all)`,
-            of shards `"download 4 files"`, and `progress("compile prefill of batch 1, seq 16", 0, 1)`, then 1 of 1; see
+        options: `profile`, `mesh`, `strict`, `missing` and `key` of `rlx_jax.compile`, where `missing` decides whether
+            weights missing from the checkpoint, such as the weights of new blocks in `recipe`, are an error or
+            initialized. From `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`. And the
+            callback `progress` for loading and compiling: `progress("load", bytes read, total bytes)`,
+            `progress("download model.safetensors", bytes, total bytes)`, for shards `"download 4 files"`, and
+            `progress("compile prefill of batch 1, seq 16", 0, 1)`, then with 1 of 1; see
             `rlx_jax.compiler.executable.Progress`.
 
     Raises:
         ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.
-        MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
-        IntegrityError: other bytes came than the commit has.
+        MissingFileError: `path` is neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
+        IntegrityError: the downloaded bytes are not the bytes of the commit.
     """
     checkpoint = open_checkpoint(
         path, "load", options, revision=revision, token=token, subfolder=subfolder,
         ignore_fields=ignore_fields, known=("dtype", "recipe", "adapter"),
     )  # fmt: skip
     check_kind(checkpoint)
-    own = checkpoint.pretrained.recipe
-    used = own if recipe is None else checkpoint.bind(recipe)
+    original = checkpoint.pretrained.recipe
+    model_recipe = original if recipe is None else checkpoint.bind(recipe)
     if adapter is not None:
-        used = lora(used, adapter=adapter)
-    compiling = checkpoint.options
+        model_recipe = lora(model_recipe, adapter=adapter)
+    compile_opts = checkpoint.options
     if dtype is not None:
-        chosen = ModelFlow.from_recipe(used).profile if compiling.profile is None else compiling.profile
-        compiling = replace(compiling, profile=computing_in(dtype, chosen))
-    kind = "encoder" if getattr(used, "hidden_only", False) else checkpoint.pretrained.kind
-    opened = KINDS[kind](checkpoint, used, compiling)
-    what = "a recipe that differs from the checkpoint's"
+        base = ModelFlow.from_recipe(model_recipe).profile if compile_opts.profile is None else compile_opts.profile
+        compile_opts = replace(compile_opts, profile=computing_in(dtype, base))
+    # A decoder without its head serves as an encoder, for embeddings.
+    kind = "encoder" if getattr(model_recipe, "hidden_only", False) else checkpoint.pretrained.kind
+    loaded_model = KINDS[kind](checkpoint, model_recipe, compile_opts)
+    # `config.json` does not describe an edited model, which therefore cannot be saved as this checkpoint.
+    edit = "a recipe that differs from the checkpoint's"
     if adapter is not None:
-        what = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
-    edited = "" if used is own or used == own else f"the model was loaded with {what}"
-    opened.loaded_from = LoadedFrom(checkpoint.root, checkpoint.inside, edited, opened.model.built)
-    return opened
+        edit = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
+    note = "" if model_recipe is original or model_recipe == original else f"the model was loaded with {edit}"
+    loaded_model.loaded_from = LoadedFrom(checkpoint.root, checkpoint.inside, note, loaded_model.model.built)
+    return loaded_model
 
 
 def check_kind(checkpoint: Checkpoint) -> None:
-    """Refuse what `load` has no class for, and warn of a task's head that it leaves out.
+    """Check that `load` has a class for a checkpoint, and warn if it leaves out the head of a task.
 
     Raises:
         UnsupportedError: a denoising model, or sentence-transformers' modules over a model that is no text encoder.
@@ -110,26 +116,26 @@ def check_kind(checkpoint: Checkpoint) -> None:
 
 
 def computing_in(dtype: Any, profile: ProfileLike | None) -> CompileProfile:
-    """A profile, or the default one, with another compute dtype.
+    """Return a profile, by default the default profile, with another compute dtype.
 
     Raises:
-        ProfileError: models do not compute in that.
+        ProfileError: models cannot compute in that dtype.
     """
-    known = "auto" if dtype == "auto" else short_name(as_dtype(dtype, "dtype: "))
-    if known not in ("auto", "f32", "bf16", "f16"):
+    dtype_name = "auto" if dtype == "auto" else short_name(as_dtype(dtype, "dtype: "))
+    if dtype_name not in ("auto", "f32", "bf16", "f16"):
         raise ProfileError(f"dtype: models compute in f32, bf16 or f16, got {shown(dtype)}")
-    chosen = CompileProfile.of(CompileProfile() if profile is None else profile)
-    return chosen.replace(precision={"compute": known})
+    base = CompileProfile.of(CompileProfile() if profile is None else profile)
+    return base.replace(precision={"compute": dtype_name})
 
 
 def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> CausalLM:
-    """A recipe of a checkpoint as a `CausalLM`, with the tokenizer and the ids that the checkpoint names.
+    """Return a recipe as a `CausalLM`, with the tokenizer and the special ids of the checkpoint.
 
     Raises:
         ConfigError: an id that ends or begins a row is not in the model's vocabulary.
     """
     folder, tokenizer, pretrained = checkpoint.folder, checkpoint.tokenizer, checkpoint.pretrained
-    if tokenizer is not None:  # it knows the files
+    if tokenizer is not None:  # it has read the ids from the same files
         eos, bos = tokenizer.eos_ids, tokenizer.bos_id
     else:
         eos, bos = configured_ids(folder, "eos"), next(iter(configured_ids(folder, "bos")), None)
@@ -144,7 +150,7 @@ def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Ca
 
 
 def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Encoder:
-    """A recipe of a checkpoint as an `Encoder`, with its tokenizer and its modules of sentence-transformers."""
+    """Return a recipe as an `Encoder`, with the tokenizer and the sentence-transformers modules of the checkpoint."""
     pretrained, tokenizer = checkpoint.pretrained, checkpoint.tokenizer
     return Encoder(
         ModelFlow.from_recipe(recipe), tokenizer=tokenizer, pipeline=checkpoint.pipeline,
@@ -154,28 +160,30 @@ def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> E
 
 
 def open_vision(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> VisionEncoder:
-    """A recipe of a checkpoint as a `VisionEncoder`, with the checkpoint's image processor."""
+    """Return a recipe as a `VisionEncoder`, with the image processor of the checkpoint."""
     return VisionEncoder(ModelFlow.from_recipe(recipe), processor=checkpoint.processor, **options.compiling())
 
 
 def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> DualEncoder:
-    """The towers of a recipe, with the checkpoint's tokenizer and image processor."""
+    """Return a recipe of two towers as a `DualEncoder`, with the tokenizer and image processor of the checkpoint."""
     return DualEncoder(
         recipe.of("text"), recipe.of("vision"), similarity=recipe.of("similarity"), tokenizer=checkpoint.tokenizer,
         processor=checkpoint.processor, padding=padding_of(recipe, checkpoint.tokenizer), **options.compiling(),
     )  # fmt: skip
 
 
-# What opens a checkpoint of each kind.
+# The loader of each kind of checkpoint.
 KINDS: dict[str, Callable[[Checkpoint, Any, OpenOptions], CausalLM | Encoder | VisionEncoder | DualEncoder]] = {
     "causal": open_causal, "encoder": open_encoder, "vision": open_vision, "dual": open_dual,
 }  # fmt: skip
 
 
 def padding_of(recipe: Any, tokenizer: Tokenizer | None) -> tuple[int, int] | None:
-    """To how many tokens a recipe's texts are padded, and with which id: the tokenizer's own, if it has one. None: to
-    any number, and padding is not read."""
-    padding: tuple[int, int] | None = getattr(recipe, "padding", None)  # plugins' encoders may know none
+    """Return the length that texts of a recipe are padded to, and the pad id, from the tokenizer if it has one.
+
+    None means that any length will do, as the model ignores padding.
+    """
+    padding: tuple[int, int] | None = getattr(recipe, "padding", None)  # encoders of plugins may not have the attribute
     if padding is not None and tokenizer is not None and tokenizer.pad_id is not None:
         return padding[0], tokenizer.pad_id
     return padding
