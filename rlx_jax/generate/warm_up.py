@@ -1,4 +1,7 @@
-"""Warm-up: every program that requests within the buckets can need is run once."""
+"""Warm-up: run every program once that requests within the buckets of the profile can need.
+
+Programs are compiled by running small requests, one for each combination of sizes and sampler methods.
+"""
 
 from __future__ import annotations
 
@@ -24,69 +27,72 @@ from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.padding import check_sizes
 from rlx_jax.text.request_checks import Ids
 
-# A sampler for each method that `Method.widened` gives.
+# A sampler for each method that `Method.widened` can return.
 KINDS = (Sampler(), Sampler(temperature=1.0), Sampler(repetition_penalty=2.0), Sampler(temperature=1.0, top_k=1))
-# A seed of more than 32 bits, whose key takes a program more.
+# A seed of more than 32 bits, since the key of a large seed needs one more program.
 HIGH = 2**32
 
 
 def warm_all(
     lm: LanguageModel, max_new_tokens: Any, samplers: Any, drafter: Drafter | None, scoring: bool, n: Any, logprobs: Any
 ) -> Buckets:
-    """Run what `CausalLM.warmup` covers; arguments as there. The buckets that requests are padded to from now on.
+    """Run every program that `CausalLM.warmup` covers; arguments as there.
+
+    Returns:
+        the buckets of the profile for later requests, with cache lengths added if it has none.
 
     Raises:
         RequestError: as there.
     """
-    given = lm.model.settings.buckets
+    buckets = lm.model.settings.buckets
     budget = whole_number("max_new_tokens", max_new_tokens, 1)
     if lm.required:
         raise RequestError(f"warmup: requests bring {listing(lm.required)}, of sizes that are not known ahead")
-    check_sizes(given)
-    chosen = KINDS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
-    if not chosen or not all(isinstance(s, Sampler) for s in chosen):
+    check_sizes(buckets)
+    kinds = KINDS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
+    if not kinds or not all(isinstance(s, Sampler) for s in kinds):
         raise RequestError("warmup: samplers are what requests will use: a Sampler or several, or None for all kinds")
     check_answers(lm, n, logprobs, None, False)
-    lm = replace(lm, buckets=replace(given, context=warm_contexts(given, budget, lm.max_positions)))
+    lm = replace(lm, buckets=replace(buckets, context=warm_contexts(buckets, budget, lm.max_positions)))
     with lm.model.programs.warm_up():
-        warm_generation(lm, chosen, drafter, logprobs)
-        warm_answers(lm, chosen[0], n or 1)
+        warm_generation(lm, kinds, drafter, logprobs)
+        warm_answers(lm, kinds[0], n or 1)
         warm_reading(lm)
         if scoring:
-            warm_scores(lm.model, given, lm.max_positions)
+            warm_scores(lm.model, buckets, lm.max_positions)
     return lm.buckets
 
 
 def warm_generation(
     lm: LanguageModel, samplers: Sequence[Sampler], drafter: Drafter | None = None, logprobs: int | None = None
 ) -> None:
-    """The programs of `generate`, with each of the samplers, also with drafts and with so many log-probabilities where
-    these are given; the buckets have contexts."""
+    """Run the programs of `generate` with each of the samplers, also with drafts and with log-probabilities if they are
+    given. The buckets of `lm` have cache lengths."""
     kinds: list[dict[str, Any]] = [{}]
     kinds += [{"drafter": drafter}] if drafter is not None else []
     kinds += [{"logprobs": logprobs}] if logprobs is not None else []
-    for (rows, length, slots, sampler), more in product(warm_requests(lm.buckets, samplers), kinds):
-        request = Request(((0,) * length,) * rows, slots - length, sampler, seed=HIGH, **more)
+    for (rows, length, slots, sampler), request_options in product(warm_requests(lm.buckets, samplers), kinds):
+        request = Request(((0,) * length,) * rows, slots - length, sampler, seed=HIGH, **request_options)
         for step, _ in enumerate(start(plan_request(lm, request))):
-            if step == 1:  # the first token, and a block of the loop
+            if step == 1:  # block 0 is the first token, and block 1 has run the loop
                 break
 
 
 def warm_answers(lm: LanguageModel, sampler: Sampler, most: int) -> None:
-    """What repeats the rows of states for up to `most` answers to a prompt."""
+    """Run the programs that repeat rows of a state, for up to `most` answers to a prompt."""
     buckets = lm.buckets
-    pairs: dict[tuple[int, int], tuple[int, int]] = {}
+    pairs_by_rows: dict[tuple[int, int], tuple[int, int]] = {}
     for prompts, answers in product(range(1, buckets.batch[-1] + 1), range(2, most + 1)):
         if prompts * answers <= buckets.batch[-1]:
-            pairs.setdefault((buckets.rows(prompts), buckets.rows(prompts * answers)), (prompts, answers))
-    for (prompts, answers), slots in product(pairs.values(), buckets.context):
-        if slots > 1:
+            pairs_by_rows.setdefault((buckets.rows(prompts), buckets.rows(prompts * answers)), (prompts, answers))
+    for (prompts, answers), slots in product(pairs_by_rows.values(), buckets.context):
+        if slots > 1:  # a prompt of one token and a new one
             start(plan_request(lm, Request(((0,),) * prompts, slots - 1, sampler, seed=HIGH, n=answers)))
 
 
 def warm_reading(lm: LanguageModel) -> None:
-    """The programs of `CausalLM.prefill` and `extend` with the logits of the last tokens, and what moves the state of a
-    conversation, which is one row, to a larger cache."""
+    """Run the programs of `CausalLM.prefill` and `extend` with the logits of the last tokens, and the programs that
+    copy the state of a conversation, which has one row, to a longer cache."""
     buckets = lm.buckets
 
     def read(block: Ids, lengths: Any, slots: int) -> DecodeState:
@@ -99,7 +105,7 @@ def warm_reading(lm: LanguageModel) -> None:
         state = read(block, np.ones(rows, int), slots)
         for more in (block, block[:, :1]):
             _, state = extend(lm, state, more, np.zeros(rows, int), "last")
-    for rows in range(1, buckets.batch[-1]):  # how many rows there are decides how an answer is cut
+    for rows in range(1, buckets.batch[-1]):  # slicing off padding rows takes a program for each number of rows
         read(np.zeros((rows, 1), np.int32), None, buckets.context[0])
     variant = Variant(outputs=lm.model.output_names[:1])
     for small, large in combinations(buckets.context, 2):
@@ -109,14 +115,15 @@ def warm_reading(lm: LanguageModel) -> None:
 
 
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:
-    """Requests that need every program between them: (rows, tokens of a prompt, slots, sampler).
+    """Yield requests that together need every program: (rows, tokens of a prompt, cache length, sampler).
 
-    Programs that read prompts do not depend on the sampler, so that the first one reads all lengths.
+    Prefill programs do not depend on the sampler, so that all prompt lengths are combined with the first one only.
     """
     chunk = buckets.largest_chunk
     for rows in buckets.batch:
         for slots in (size for size in buckets.context if size > 1):
-            # A short prompt leaves room for the loop; then one of each width, and behind a whole chunk a rest of each.
+            # A short prompt runs the loop, a prompt of each width runs `prefill`, and a full chunk with a rest of each
+            # width runs `extend`.
             lengths = {1, *(min(p, slots - 1) for p in buckets.prompt if p <= slots)}
             if chunk is not None and chunk + 1 < slots:
                 lengths |= {min(chunk + p, slots - 1) for p in buckets.prompt}
@@ -126,7 +133,7 @@ def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tup
 
 
 def warm_contexts(buckets: Buckets, new_tokens: int, max_positions: int | None) -> tuple[int, ...]:
-    """The caches of a profile, or those that each prompt bucket with so many new tokens needs."""
+    """Return the cache lengths of a profile, or else the lengths that each prompt bucket with new tokens needs."""
     if buckets.context:
         return buckets.context
     limit = max_positions or buckets.prompt[-1] + new_tokens
