@@ -1,7 +1,7 @@
-"""`rlx_jax.train.Checkpoints`: the steps of a training run in a directory, each whole or absent.
+"""`rlx_jax.train.Checkpoints`: the steps of a training run in a directory, each complete or absent.
 
-A step is written beside its place and renamed, as `rlx_jax.io.atomic` says, by process 0; arrays are written by the
-processes that hold them, with orbax. Restoring takes any other division over devices.
+A step is written to a temporary directory, which process 0 then renames (see `rlx_jax.io.atomic`). Every process writes
+its shards of the arrays, with orbax. A step can be restored with any other sharding over devices.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Checkpoints:
                 state = train(state)
                 checkpoints.save(step, state)
 
-    A step is whole or absent, whatever ends the process, and a newer one takes nothing from an older one until it is
-    whole itself. With `jax.distributed` every process makes one for the same directory, which all of them see, and
-    calls the same methods in the same order.
+    A step is complete or absent, however the process ends, and older steps stay until a newer one is complete. With
+    `jax.distributed` every process makes one object for the same directory, on a file system that all of them share,
+    and calls the same methods in the same order.
 
     Args:
-        directory: of the run; made by the first save. Its parent exists.
-        keep: how many steps stay; None keeps all. An old one goes after a newer one is whole.
+        directory: directory of the run, created by the first save; its parent has to exist.
+        keep: number of steps to keep; None keeps all. An old step is removed after a newer one is complete.
         timeout_s: how long a process waits for another before it gives up, in seconds.
 
     Raises:
-        RequestError: an argument is not what it should be.
+        RequestError: an argument is invalid. TargetExistsError: `directory` is a file.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3, *, timeout_s: float = 600.0) -> None:
@@ -78,11 +78,12 @@ class Checkpoints:
         self._closed = False
         weakref.finalize(self, _last_words, self._pending)
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------
 
     def steps(self) -> tuple[int, ...]:
-        """The numbers of the steps that are whole, the oldest first. A save in the background is not among them."""
+        """Return the numbers of the complete steps, the oldest first, without a save that runs in the background."""
         try:
+            # A step that is being replaced has its old directory under another name for a moment.
             names = {*list_directory(self._directory), *atomic.being_saved(self._directory)}
         except MissingFileError:
             return ()
@@ -90,58 +91,58 @@ class Checkpoints:
         return tuple(sorted(n for n in numbers if str(n) in names and self._is_whole(n)))
 
     def newest(self) -> int | None:
-        """The highest number of a whole step; None if there is none."""
+        """Return the highest number of a complete step; None if there is none."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     # -- saving --------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, *, overwrite: bool = False) -> None:
-        """Save a pytree as a step: values as they are now, written in the background.
+        """Save a pytree as a step. The current values are copied now, and written in the background.
 
-        It returns when the values are copied to the host: `state` may then be donated or changed. The step is there
-        when `wait`, `close` or the next `save` has returned. If that raises, the save has failed.
+        The call returns when the values are on the host: `state` may then be donated or changed. The step is complete
+        when `wait`, `close` or the next `save` returns; if that raises, the save has failed.
 
         Args:
             step: its number, from 0 on.
-            state: any pytree of arrays and numbers. Arrays over several processes are written by those that hold them;
-                what lies in one process alone is taken for the same in all, and process 0 writes it.
-            overwrite: replace the step of this number, which stays until the new one is whole.
+            state: any pytree of arrays and numbers. Each process writes its shards of arrays over several processes. An
+                array local to one process is assumed to be the same in all, and process 0 writes it.
+            overwrite: replace the step of this number, which stays until the new one is complete.
 
         Raises:
             TargetExistsError: the step exists, and `overwrite` is false or something else wrote it.
-            NoSpaceError, SaveFailedError: this save, or the one before it, failed; names the newest whole step.
+            NoSpaceError, SaveFailedError: this save, or the previous one, failed; names the newest complete step.
             RequestError, UnsupportedError: a leaf is no array, has no values, or cannot be stored.
-            SessionStateError: it was closed.
+            SessionStateError: this object was closed.
         """
         self.wait()
-        number, leaves = _step_number(step), named_leaves(state, "save: state")
+        step_number, leaves = _step_number(step), named_leaves(state, "save: state")
         arrays = {leaf.name: leaf.snapshot() for leaf in leaves}
         topic = self._topic("save")
         with ExitStack() as stack:
-            new = self._processes.first(f"{topic}/place", lambda: self._begin(stack, number, leaves, overwrite))
+            new = self._processes.first(f"{topic}/place", lambda: self._begin(stack, step_number, leaves, overwrite))
             writing = self._worker.submit(step_files.start_writing, new, arrays)
-            wait([writing])  # a failure is told to the other processes below
-            work = (topic, number, leaves, new, writing, stack.pop_all())
-            self._pending.append(self._worker.submit(self._finish, *work))
-        if writing.exception() is not None:
+            wait([writing])  # without `result()`: `_finish` reports a failure to the other processes
+            finish_args = (topic, step_number, leaves, new, writing, stack.pop_all())
+            self._pending.append(self._worker.submit(self._finish, *finish_args))
+        if writing.exception() is not None:  # raise it now, not at the next call
             self.wait()
 
     def wait(self) -> None:
         """Wait for the save in the background.
 
         Raises:
-            NoSpaceError, SaveFailedError: it failed; names the newest whole step. Said once.
-            SessionStateError: it was closed.
+            NoSpaceError, SaveFailedError: the save failed; names the newest complete step. It is raised only once.
+            SessionStateError: this object was closed.
         """
         if self._closed:
             raise SessionStateError(f"Checkpoints of {quote(self._directory)} are closed; make new ones")
         while self._pending:
-            done = self._pending.pop()
-            done.result()
+            future = self._pending.pop()
+            future.result()
 
     def close(self) -> None:
-        """Wait for the save in the background, and end its thread. A second time it does nothing.
+        """Wait for the save in the background, and end its thread. A second call does nothing.
 
         Raises:
             NoSpaceError, SaveFailedError: as `wait`.
@@ -165,17 +166,20 @@ class Checkpoints:
             error.add_note(f"and the save in the background failed: {failure}")
 
     def _begin(self, stack: ExitStack, step: int, leaves: tuple[StoredLeaf, ...], overwrite: bool) -> str:
-        """The directory to write into. When `stack` closes it becomes the step, or goes if there was an exception."""
-        target, kept = self._target(step), self._kept()
-        with atomic.storage_errors(target, kept):
+        """Create a temporary directory for a step and return its path.
+
+        When `stack` closes, the directory is renamed to the step, or removed if there was an exception.
+        """
+        target, remaining = self._target(step), self._kept()
+        with atomic.storage_errors(target, remaining):
             os.makedirs(self._directory, exist_ok=True)
-            for name in atomic.being_saved(self._directory):
+            for name in atomic.being_saved(self._directory):  # left over from a process that was killed
                 if name.isdecimal():
                     atomic.remove_abandoned(self._directory, name)
             if overwrite and os.path.lexists(target) and not self._is_whole(step):
                 raise TargetExistsError(f"{quote(target)} is no step that was saved here; remove it, or save elsewhere")
             nbytes = sum(leaf.type.nbytes for leaf in leaves)
-            new = stack.enter_context(atomic.replacing(target, overwrite, nbytes, kept))
+            new = stack.enter_context(atomic.replacing(target, overwrite, nbytes, remaining))
             os.mkdir(new)
         return new
 
@@ -183,16 +187,16 @@ class Checkpoints:
         self, topic: str, step: int, leaves: tuple[StoredLeaf, ...], new: str, writing: Future[Callable[[], None]],
         stack: ExitStack,
     ) -> None:  # fmt: skip
-        """In the background: all processes write, and then process 0 makes the step of it."""
-        target, kept = self._target(step), self._kept()
+        """Finish a save in the background: all processes write, and then process 0 completes the step."""
+        target, remaining = self._target(step), self._kept()
 
         def write() -> dict[str, dict[str, Any]]:
-            with atomic.storage_errors(target, kept):
+            with atomic.storage_errors(target, remaining):
                 writing.result()()
                 return step_files.own_files(new, self._processes.index)
 
         def commit() -> None:
-            with atomic.storage_errors(target, kept):
+            with atomic.storage_errors(target, remaining):
                 step_files.finish(new, leaves, written)
             stack.close()
             self._trim(step)
@@ -202,7 +206,7 @@ class Checkpoints:
             self._processes.first(f"{topic}/whole", commit)
 
     def _trim(self, saved: int) -> None:
-        """Remove the oldest steps, as many as are too many beside the one that was just saved."""
+        """Remove the oldest steps over the limit `keep`, but never the step that was just saved."""
         others = [step for step in self.steps() if step != saved]
         surplus = 0 if self._keep is None else max(0, len(others) + 1 - self._keep)
         for old in others[:surplus]:
@@ -211,49 +215,50 @@ class Checkpoints:
     # -- restoring -----------------------------------------------------------------------------
 
     def restore(self, like: Tree, step: int | None = None) -> Tree:
-        """The state of a step: the values that were saved, divided over devices as `like` is.
+        """Restore the state of a step: the saved values, with the shardings of `like`.
 
-        Names, shapes and dtypes of the leaves are compared with `like` first, then lengths and digests of all files,
-        which are read for that; several processes share them.
+        Names, shapes and dtypes of the leaves are checked against `like` first. Then the lengths and SHA-256 digests of
+        all files are checked; several processes share the files.
 
         Args:
-            like: the pytree to restore into: of arrays, or of `jax.ShapeDtypeStruct`s with shardings. A leaf without
-                one, and an array that was not put on a device on purpose, comes back as such an array; NumPy's arrays
-                and numbers, and Python's, as themselves.
-            step: its number; None for the newest whole one.
+            like: the pytree to restore into, of arrays, or of `jax.ShapeDtypeStruct`s with shardings. A struct without
+                sharding and an uncommitted array are restored as an uncommitted array; NumPy arrays and numbers, and
+                Python numbers, as the same types.
+            step: its number; None for the newest complete step.
 
         Returns:
-            a pytree of the structure of `like`.
+            a pytree with the structure of `like`.
 
         Raises:
-            MissingFileError: there is no whole step. StorageError: none of this number; lists the others.
-            WeightError: leaves are not those of `like`; lists them.
+            MissingFileError: there is no complete step. StorageError: none has this number; lists the others.
+            WeightError: leaves differ from `like`; lists them.
             IntegrityError, CheckpointFormatError, PathEscapeError: the step is damaged.
             LimitError: it does not fit in memory.
             SaveFailedError: the save in the background failed, see `wait`.
         """
         self.wait()
         leaves, topic = named_leaves(like, "restore: like"), self._topic("restore")
-        number = self._processes.first(f"{topic}/step", lambda: self._choose(step))
-        place, restored = self._place(number), list[Any]()
-        found = step_files.read_leaves(place)
-        stored = {name: entry.type for name, entry in found.weights.items()}
-        check_same(stored, leaves, f"step {number} in {quote(self._directory)}")
-        share = sorted(found.files)[self._processes.index :: self._processes.count]
-        self._processes.all(f"{topic}/verified", lambda: step_files.check_step(place, found, share))
-        self._processes.all(f"{topic}/restored", lambda: restored.extend(step_files.read_arrays(place, leaves)))
-        back: Tree = jax.tree.unflatten(jax.tree.structure(like), restored)
-        return back
+        step_number = self._processes.first(f"{topic}/step", lambda: self._choose(step))
+        directory, values = self._place(step_number), list[Any]()
+        step_manifest = step_files.read_leaves(directory)
+        stored_types = {name: entry.type for name, entry in step_manifest.weights.items()}
+        check_same(stored_types, leaves, f"step {step_number} in {quote(self._directory)}")
+        own_share = sorted(step_manifest.files)[self._processes.index :: self._processes.count]
+        self._processes.all(f"{topic}/verified", lambda: step_files.check_step(directory, step_manifest, own_share))
+        self._processes.all(f"{topic}/restored", lambda: values.extend(step_files.read_arrays(directory, leaves)))
+        state: Tree = jax.tree.unflatten(jax.tree.structure(like), values)
+        return state
 
     def preemption(self) -> AbstractContextManager[Stop]:
-        """While the block runs, SIGTERM ends nothing by itself; it makes the `Stop` true that the block is given.
+        """Turn SIGTERM into a flag while the block runs: it makes the `Stop` of the block true, and ends nothing
+        itself.
 
             with checkpoints.preemption() as stop:
                 while not stop.wanted: ...
 
-        Ask once in every step. With several processes it becomes true in the same step of all, soon after any of them
-        got the signal. The step in hand, its save and the end of the program must fit into what is left until SIGKILL;
-        if they do not, the step before is whole.
+        Read `wanted` once in every step. With several processes it becomes true in the same step of all, soon after any
+        of them gets the signal. The current step, its save and the end of the program have to finish before SIGKILL; if
+        they do not, the previous step is the newest complete one.
 
         Raises:
             RequestError: not in the main thread.
@@ -270,30 +275,33 @@ class Checkpoints:
         return os.path.join(self._directory, str(step))
 
     def _place(self, step: int) -> str:
-        """Where a step lies: while it is replaced, on file systems that cannot exchange, elsewhere."""
+        """Return the directory of a step.
+
+        While a step is replaced it has another name, on file systems that cannot exchange two directories atomically.
+        """
         return atomic.abandoned_old(self._target(step)) or self._target(step)
 
     def _is_whole(self, step: int) -> bool:
-        place = self._place(step)
-        return os.path.isfile(os.path.join(place, manifest.NAME)) and not os.path.islink(place)
+        directory = self._place(step)
+        return os.path.isfile(os.path.join(directory, manifest.NAME)) and not os.path.islink(directory)
 
     def _choose(self, step: int | None) -> int:
-        number, steps = None if step is None else _step_number(step), self.steps()
-        if number is None:
+        step_number, steps = None if step is None else _step_number(step), self.steps()
+        if step_number is None:
             if not steps:
                 raise MissingFileError(f"{quote(self._directory)}: no whole step in it; newest() is None then")
             return steps[-1]
-        if number not in steps:
-            whole = f"whole steps are {listing(steps)}" if steps else "there are no whole steps"
-            raise StorageError(f"{quote(self._target(number))}: not a step that was saved whole; {whole}")
-        return number
+        if step_number not in steps:
+            available = f"whole steps are {listing(steps)}" if steps else "there are no whole steps"
+            raise StorageError(f"{quote(self._target(step_number))}: not a step that was saved whole; {available}")
+        return step_number
 
     def _kept(self) -> str:
         newest = self.newest()
         return "there is no whole step yet" if newest is None else f"the newest whole step is {newest}"
 
 
-_DIGITS = 18
+_DIGITS = 18  # the most digits of a step number, which then fits an int64
 
 
 def _step_number(step: Any) -> int:
@@ -307,9 +315,9 @@ def _step_number(step: Any) -> int:
 
 
 def _last_words(pending: list[Future[None]]) -> None:
-    """At the end of the program, say what nobody has asked about."""
+    """Warn, at the end of the program, of failed saves that neither `wait` nor `close` has reported."""
     for future in pending:
         error = future.exception() if future.done() else None
         if error is not None:
-            told = f"a save in the background failed; close() would have raised: {error}"
-            warnings.warn(told, RlxWarning, stacklevel=1)
+            message = f"a save in the background failed; close() would have raised: {error}"
+            warnings.warn(message, RlxWarning, stacklevel=1)
