@@ -1,11 +1,11 @@
-"""The directory of one step: an orbax checkpoint of a flat tree, and the manifest that vouches for its files.
+"""The directory of one step: an orbax checkpoint of a flat tree, and a manifest with digests of its files.
 
 12/
-  _METADATA, manifest.ocdbt, d/…    what orbax writes; `ocdbt.process_1/…` is by process 1
-  commit_success.txt                orbax's mark of a finished checkpoint
+  _METADATA, manifest.ocdbt, d/…    files of orbax; process 1 writes `ocdbt.process_1/…`
+  commit_success.txt                orbax's marker of a complete checkpoint
   rlx_manifest.json                 the leaves, and a SHA-256 of each file: written last
 
-`StoredLeaf`: the leaves of a state by name: what is stored of each, and how it comes back.
+`StoredLeaf` is one leaf of a state: it converts the leaf to the stored array and back.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from rlx_jax.weights.manifest import FileEntry, Manifest, WeightEntry, check_len
 from rlx_jax.weights.orbax import OrbaxSource
 from rlx_jax.weights.orbax_tree import COMMITTED, read_tree
 
-_ENDING = ".process_"  # orbax: `ocdbt.process_1/` holds what process 1 wrote
+_ENDING = ".process_"  # process 1 writes into orbax's subdirectory `ocdbt.process_1/`
 
 
 def start_writing(directory: str, arrays: dict[str, Any]) -> Callable[[], None]:
-    """Copy the arrays to the host and begin to write this process's part of them.
+    """Copy the arrays to the host, and start writing this process's shards of them.
 
     Returns:
-        a function that waits until all of it is written.
+        a function that waits until everything is written.
     """
+    # Here and below, orbax is imported on first use, as the import is slow.
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -68,55 +69,57 @@ def start_writing(directory: str, arrays: dict[str, Any]) -> Callable[[], None]:
 
 
 def own_files(directory: str, process: int) -> dict[str, dict[str, Any]]:
-    """The files that one process alone wrote, which are on disk when the call returns: the fields of their entries."""
-    parts = [name for name in os.listdir(directory) if name.endswith(f"{_ENDING}{process}")]
-    for part in parts:
+    """Sync the files that one process wrote to disk, and return the fields of their manifest entries, by name."""
+    subdirectories = [name for name in os.listdir(directory) if name.endswith(f"{_ENDING}{process}")]
+    for part in subdirectories:
         sync_tree(os.path.join(directory, part))
-    names = [os.path.join(part, name) for part in parts for name in files_below(os.path.join(directory, part))]
+    names = [os.path.join(part, name) for part in subdirectories for name in files_below(os.path.join(directory, part))]
     return {name: asdict(entry) for name, entry in manifest.file_digests(directory, names).items()}
 
 
 def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[dict[str, dict[str, Any]]]) -> None:
-    """Join what the processes wrote, look at it as a reader would, and vouch for it. Process 0 does this.
+    """Merge the files of all processes, check them as a reader would, and write the manifest. Process 0 does this.
 
     Args:
+        leaves: the leaves that were saved.
         written: `own_files` of each process.
 
     Raises:
-        SaveFailedError: what was written is not what was to be written.
+        SaveFailedError: the files do not contain these leaves.
     """
     import orbax.checkpoint as ocp
     from etils import epath
 
     ocp.StandardCheckpointHandler().finalize(epath.Path(directory))
     write_synced(os.path.join(directory, COMMITTED), b"rlx_jax")
-    known = {name: FileEntry(**entry) for files in written for name, entry in files.items()}
-    rest = [name for name in files_below(directory) if name not in known]
-    files = known | manifest.file_digests(directory, rest)
-    made = Manifest({leaf.name: WeightEntry(leaf.type, None) for leaf in leaves}, files)
+    entries = {name: FileEntry(**entry) for files in written for name, entry in files.items()}
+    other_names = [name for name in files_below(directory) if name not in entries]
+    files = entries | manifest.file_digests(directory, other_names)
+    step_manifest = Manifest({leaf.name: WeightEntry(leaf.type, None) for leaf in leaves}, files)
     try:
         check_lengths(directory, files)
-        _describe(directory, made)
+        _describe(directory, step_manifest)
     except RlxError as cause:
         raise SaveFailedError(f"what was written cannot be read back, so it was not kept: {cause}") from cause
-    write_synced(os.path.join(directory, manifest.NAME), made.to_json())
+    # The manifest is written last, as it marks the step as complete.
+    write_synced(os.path.join(directory, manifest.NAME), step_manifest.to_json())
     sync(directory)
 
 
 def read_leaves(directory: str) -> Manifest:
-    """The manifest of a step.
+    """Return the manifest of a step.
 
     Raises:
-        StorageError: it has none. IntegrityError: it is damaged.
+        StorageError: there is none. IntegrityError: it is damaged.
     """
-    found = read_manifest(directory)
-    if found is None:
+    step_manifest = read_manifest(directory)
+    if step_manifest is None:
         raise StorageError(f"{quote(directory)}: no {manifest.NAME}: not a step that was saved whole")
-    return found
+    return step_manifest
 
 
 def check_step(directory: str, found: Manifest, share: Iterable[str]) -> None:
-    """Lengths of all files, the digests of those in `share`, and the metadata of all arrays.
+    """Check the lengths of all files, the digests of the files in `share`, and the metadata of all arrays.
 
     Raises:
         IntegrityError: files differ from the manifest, or arrays do.
@@ -127,17 +130,17 @@ def check_step(directory: str, found: Manifest, share: Iterable[str]) -> None:
     manifest.check_files(directory, {name: found.files[name] for name in share})
     try:
         _describe(directory, found)
-    except CheckpointFormatError as cause:  # with the right digests it is a manifest that was changed too
+    except CheckpointFormatError as cause:  # the digests match, so the manifest was changed with the files
         raise IntegrityError(f"{cause}; use another step") from cause
 
 
 def _describe(directory: str, found: Manifest) -> None:
-    """Names, shapes, dtypes and chunks, before native code may allocate what they say."""
+    """Check names, shapes, dtypes and chunks of the arrays, before native code allocates memory by them."""
     check_weights(OrbaxSource(read_tree(directory)), found.weights, quote(directory))
 
 
 def read_arrays(directory: str, like: Sequence[StoredLeaf]) -> list[Any]:
-    """The leaves of a step that was checked, each where and as `like` has it."""
+    """Return the leaves of a checked step, with the sharding and type that each has in `like`."""
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -145,31 +148,31 @@ def read_arrays(directory: str, like: Sequence[StoredLeaf]) -> list[Any]:
     limits.fits_in_memory(on_host, f"{quote(directory)}: what this process restores into its memory")
     target = {leaf.name: _target(leaf.type, leaf.sharding) for leaf in like}
     try:
-        found = ocp.StandardCheckpointHandler().restore(epath.Path(directory), args=ocp.args.StandardRestore(target))
+        arrays = ocp.StandardCheckpointHandler().restore(epath.Path(directory), args=ocp.args.StandardRestore(target))
     except Exception as cause:
         raise CheckpointFormatError(f"{quote(directory)}: orbax cannot restore it: {quote(cause)}") from cause
-    return [leaf.restored(found[leaf.name]) for leaf in like]
+    return [leaf.restored(arrays[leaf.name]) for leaf in like]
 
 
 def _target(type: TensorType, sharding: jax.sharding.Sharding | None) -> Any:
-    """What orbax is asked for: an array in a sharding, or one of NumPy."""
+    """Return the restore target for orbax: a `jax.Array` with a sharding, or a NumPy array."""
     if sharding is None:
-        return np.broadcast_to(np.zeros((), type.dtype), type.shape)  # one element, whatever the shape
+        return np.broadcast_to(np.zeros((), type.dtype), type.shape)  # takes the memory of one element
     return jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=sharding)
 
 
 def _host_bytes(leaf: StoredLeaf) -> int:
-    """What a leaf takes of this machine's memory in this process, where that is where it stays."""
+    """Return the bytes of host memory that a restored leaf takes in this process; 0 on an accelerator."""
     if leaf.sharding is None:
         return leaf.type.nbytes
     devices: set[Any] = leaf.sharding.addressable_devices
-    here = [device for device in devices if device.platform == "cpu"]
+    cpu_devices = [device for device in devices if device.platform == "cpu"]
     shard = TensorType(leaf.sharding.shard_shape(leaf.type.shape), leaf.type.dtype)
-    return shard.nbytes * len(here)
+    return shard.nbytes * len(cpu_devices)
 
 
 Numbers = bool | int | float | complex
-# The name of a state that is one leaf by itself.
+# The name of the leaf of a state that is a single array or number.
 WHOLE = "state"
 
 
@@ -182,12 +185,13 @@ class StoredLeaf:
     type: TensorType
 
     def snapshot(self) -> Any:
-        """What is to be stored: an array on devices as it is, anything else as a copy on the host.
+        """Return the array to store: an array on devices itself, and anything else as a copy on the host.
 
-        With several processes an array that lies in this one alone is taken for the same in all: process 0 stores it.
+        With several processes, an array local to this one is assumed to be the same in all; it is copied to the host,
+        and process 0 stores it.
 
         Raises:
-            RequestError: it is a shape without values.
+            RequestError: the leaf is a shape without values.
         """
         if isinstance(self.value, jax.ShapeDtypeStruct):
             raise RequestError(f"leaf {quote(self.name)} has no values, it is {shown(self.value)}; save arrays")
@@ -197,15 +201,15 @@ class StoredLeaf:
 
     @property
     def sharding(self) -> jax.sharding.Sharding | None:
-        """Where the leaf lies, or is to lie; None on the host, and for an array that was put nowhere on purpose."""
+        """Return the sharding of the leaf; None on the host, and for an uncommitted array."""
         placed = isinstance(self.value, jax.ShapeDtypeStruct) or (
             isinstance(self.value, jax.Array) and self.value.committed
         )
-        found: jax.sharding.Sharding | None = self.value.sharding if placed else None
-        return found
+        sharding: jax.sharding.Sharding | None = self.value.sharding if placed else None
+        return sharding
 
     def restored(self, stored: Any) -> Any:
-        """`stored` as the leaf of `like` is: on its devices, or of its class."""
+        """Return the stored value as the type of this leaf: an array on its devices, or a number of its class."""
         if self.sharding is not None:
             return stored
         if isinstance(self.value, jax.Array | jax.ShapeDtypeStruct):
@@ -216,28 +220,29 @@ class StoredLeaf:
 
 
 def named_leaves(tree: Any, what: str) -> tuple[StoredLeaf, ...]:
-    """The leaves of a pytree, in its order. The name of one is its path, dotted: `params.embed.weight`, `opt.0.count`.
+    """Return the leaves of a pytree, in its order, named by their dotted paths: `params.embed.weight`, `opt.0.count`.
 
     Args:
-        what: the tree, for messages.
+        what: the tree, for error messages.
 
     Raises:
-        RequestError: no leaves; one that is no array; one that is traced or was donated; two of one name.
-        UnsupportedError: a random key, an empty array, a dtype or a shape that cannot be stored.
+        RequestError: there are no leaves; a leaf is no array or number, is traced, or was donated; or two leaves have
+            the same name. UnsupportedError: a leaf is a random key or an empty array, or has a dtype, shape or name
+            that cannot be stored.
     """
-    found: dict[str, StoredLeaf] = {}
+    leaves_by_name: dict[str, StoredLeaf] = {}
     for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".") or WHOLE
         where = f"{what}: leaf {quote(name)}"
-        if name in found:
+        if name in leaves_by_name:
             raise RequestError(f"{where}: two leaves have this name when their paths are dotted; rename one")
         if not is_text(name) or len(name.encode()) > limits.MAX_NAME_BYTES:
             raise UnsupportedError(f"{where}: a name is text of at most {limits.MAX_NAME_BYTES} bytes in UTF-8")
-        found[name] = StoredLeaf(name, value, _type(value, where))
-    if not found:
+        leaves_by_name[name] = StoredLeaf(name, value, _type(value, where))
+    if not leaves_by_name:
         raise RequestError(f"{what}: a pytree without leaves: {shown(tree)}; expected arrays or numbers")
-    limits.at_most(len(found), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{what}: the number of leaves")
-    return tuple(found.values())
+    limits.at_most(len(leaves_by_name), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{what}: the number of leaves")
+    return tuple(leaves_by_name.values())
 
 
 def _type(value: Any, where: str) -> TensorType:
@@ -250,24 +255,38 @@ def _type(value: Any, where: str) -> TensorType:
         raise RequestError(f"{where}: expected an array or a number, got {shown(value)}{model}")
     array = np.asarray(value) if isinstance(value, Numbers) else value
     try:
-        found = TensorType(tuple(array.shape), as_dtype(array.dtype).newbyteorder("="))
+        tensor_type = TensorType(tuple(array.shape), as_dtype(array.dtype).newbyteorder("="))
     except (DTypeError, ShapeError) as cause:
         raise UnsupportedError(f"{where} cannot be stored: {cause}") from cause
-    if 0 in found.shape:
-        raise UnsupportedError(f"{where} has shape {list(found.shape)}, and orbax stores no empty arrays; leave it out")
-    return found
+    if 0 in tensor_type.shape:
+        raise UnsupportedError(
+            f"{where} has shape {list(tensor_type.shape)}, and orbax stores no empty arrays; leave it out"
+        )
+    return tensor_type
 
 
 def check_same(stored: Mapping[str, TensorType], like: tuple[StoredLeaf, ...], where: str) -> None:
-    """Names, shapes and dtypes are the same on both sides.
+    """Check that a step and `like` have the same names, shapes and dtypes.
 
     Raises:
         WeightError: lists every leaf that differs.
     """
-    wanted = {leaf.name: leaf.type for leaf in like}
-    wrong = [f"{name}: {found} in the step, not in `like`" for name, found in stored.items() if name not in wanted]
-    wrong += [f"{name}: {asked} in `like`, not in the step" for name, asked in wanted.items() if name not in stored]
-    differ = ((name, stored[name], asked) for name, asked in wanted.items() if stored.get(name, asked) != asked)
-    wrong += [f"{name}: {found} in the step, {asked} in `like`" for name, found, asked in differ]
-    if wrong:
-        raise WeightError(f"{where}: {len(wrong)} leaves are not those of `like`: {listing(wrong)}")
+    expected = {leaf.name: leaf.type for leaf in like}
+    differences = [
+        f"{name}: {stored_type} in the step, not in `like`"
+        for name, stored_type in stored.items()
+        if name not in expected
+    ]
+    differences += [
+        f"{name}: {like_type} in `like`, not in the step" for name, like_type in expected.items() if name not in stored
+    ]
+    mismatches = (
+        (name, stored[name], like_type)
+        for name, like_type in expected.items()
+        if stored.get(name, like_type) != like_type
+    )
+    differences += [
+        f"{name}: {stored_type} in the step, {like_type} in `like`" for name, stored_type, like_type in mismatches
+    ]
+    if differences:
+        raise WeightError(f"{where}: {len(differences)} leaves are not those of `like`: {listing(differences)}")
