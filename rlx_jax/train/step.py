@@ -1,4 +1,4 @@
-"""One step: loss and gradients, of a batch in one piece or in several, and the optimizer's update, as one program."""
+"""`TrainStep`: loss, gradients and the optimizer's update as one program, with optional gradient accumulation."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ Loss = Callable[..., jax.Array]
 
 AnyArray = Any
 
-# What decides, next to the tokens, which positions of a batch have a target. Without any of them all but the last.
+# The inputs that select, in addition to the tokens, the positions with a target. Without any of them, all positions but
+# the last of a row have one.
 TARGET_INPUTS = frozenset({"lengths", "labels", "weights"})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Metrics:
-    """Of one step, f32 scalars on the device: reading one waits for the step, holding them does not.
+    """Metrics of one step, f32 scalars on the device. Reading a value waits for the step to finish.
 
     Attributes:
         loss: the mean over the targets, before the update; 0 for a batch without targets.
-        grad_norm: √Σg² over all leaves, as the optimizer was given them.
+        grad_norm: √Σg² over the gradients of all leaves, as passed to the optimizer.
         tokens: the number of target tokens, or the sum of their weights. A batch without a target (all labels negative,
             rows of one token, all weights 0) changes neither parameters nor the optimizer's state; it counts as a step.
     """
@@ -49,7 +50,16 @@ class Metrics:
 
 @dataclass(eq=False)
 class TrainStep:
-    """`step(state, batch) → (state, metrics)`, compiled once for each choice of sizes. The state is consumed."""
+    """A training step, `step(state, batch) → (state, metrics)`, compiled once for each set of sizes.
+
+    The state is consumed (donated).
+
+    Attributes:
+        model, optimizer, loss, microbatches: as in `make_step`.
+        jitted: jitted functions by the sharding of the state.
+        programs: compiled programs by jitted function and types of the batch.
+        tree: structure of the optimizer's state, once it is known.
+    """
 
     model: CompiledModel
     optimizer: Optimizer
@@ -60,26 +70,26 @@ class TrainStep:
     tree: Any = field(default=None, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One step.
+        """Run one step, and return the new state and the metrics.
 
         Args:
-            state: of `train.init`, or of the step before; not to be used again.
-            batch: tokens `[B, S]`, or a mapping with `tokens` and what else the loss takes by name: `lengths`,
+            state: the state of `train.init` or of the previous step, which must not be used again.
+            batch: tokens `[B, S]`, or a mapping with `tokens` and other arguments of the loss by name: `lengths`,
                 `labels`, `weights`, inputs of the flow. Ids of tokens and labels are checked where the host can read
                 them; on an accelerator only with `checks.ids = "all"` in the model's profile.
 
         Raises:
-            RequestError, SessionStateError: no state, or one that was consumed, or the rows cannot be divided.
-                Else as the loss; of `losses.cross_entropy` in its docstring.
+            RequestError, SessionStateError: `state` is no state or was consumed, or the rows cannot be split into
+                microbatches. Others are raised by the loss; see `losses.cross_entropy`.
         """
         arrays = self._arrays(state, batch)
         rows, seq = arrays["tokens"].shape
         with out_of_memory(f"step of {rows} x {seq} tokens", lambda: self._memory_advice(rows)):
-            made: tuple[TrainState, Metrics] = self._program(state, arrays)(state, arrays)
-        return made
+            result: tuple[TrainState, Metrics] = self._program(state, arrays)(state, arrays)
+        return result
 
     def _memory_advice(self, rows: int) -> str:
-        """What lowers the memory of a step and is not set yet."""
+        """Return advice for an out-of-memory error: the options that save memory and are not in use."""
         settings = self.model.settings
         options = [f"make_step(…, microbatches={2 * self.microbatches})"] if rows > self.microbatches else []
         options += ["layers.remat = 'layer' in the profile"] if settings.plan.remat != "layer" else []
@@ -87,13 +97,13 @@ class TrainStep:
         return f"use {', '.join([*options, 'shorter rows'])}, or more devices with mesh="
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """Lower the step for these arguments, which may be `ShapeDtypeStruct`s."""
+        """Lower the step for these arguments, which may be `ShapeDtypeStruct`s, as `jax.jit` does."""
         named = batch if isinstance(batch, Mapping) else {"tokens": batch}
         lowered: jax.stages.Lowered = self._function(state).lower(state, named)
         return lowered
 
     def _arrays(self, state: Any, batch: Any) -> dict[str, Any]:
-        """The batch by name, checked."""
+        """Check the arguments of a step, and return the arrays of the batch by name."""
         if not isinstance(state, TrainState):
             raise RequestError(
                 "step: expected the state of train.init or of a step, and behind it a batch; got "
@@ -112,7 +122,11 @@ class TrainStep:
         return named
 
     def _check_optimizer(self, state: TrainState) -> None:
-        """The state was made by the step's own optimizer, as far as its tree tells."""
+        """Check that the state has the tree structure of this step's optimizer.
+
+        Raises:
+            RequestError: it has another, so that `train.init` got another optimizer.
+        """
         if self.tree is None:
             with promoting():
                 self.tree = jax.tree.structure(jax.eval_shape(self.optimizer.init, state.params))
@@ -123,7 +137,7 @@ class TrainStep:
             )
 
     def _program(self, state: TrainState, arrays: Arrays) -> Callable[..., Any]:
-        """Return the step for batches of these types, whose program is in the compile cache of this machine."""
+        """Return the compiled step for batches of these types, from the compile cache of this machine if it is there."""
         jitted, options = self._function(state), dict(self.model.settings.plan.compiler_options)
         types = tuple((k, a.shape, a.dtype, getattr(a, "sharding", None)) for k, a in sorted(arrays.items()))
         if (jitted, types) not in self.programs:
@@ -131,12 +145,12 @@ class TrainStep:
         return self.programs[jitted, types]
 
     def _function(self, state: Any) -> Any:
-        """The jitted step, whose new state lies on the devices as the old one does."""
-        places: Any = jax.tree.map(lambda a: getattr(a, "sharding", None), state)
-        leaves = [p for p in jax.tree.leaves(places) if len(p.device_set) > 1]
-        key = tuple(jax.tree.leaves(places)) if leaves else ()
+        """Return the jitted step, with the sharding of the given state also for the new state."""
+        shardings: Any = jax.tree.map(lambda a: getattr(a, "sharding", None), state)
+        distributed = [p for p in jax.tree.leaves(shardings) if len(p.device_set) > 1]
+        key = tuple(jax.tree.leaves(shardings)) if distributed else ()  # on one device, one function serves every state
         if key not in self.jitted:
-            options: dict[str, Any] = {"out_shardings": (places, None)} if leaves else {}
+            options: dict[str, Any] = {"out_shardings": (shardings, None)} if distributed else {}
             options["compiler_options"] = dict(self.model.settings.plan.compiler_options) or None
             self.jitted[key] = jax.jit(self._step, donate_argnums=0, **options)
         return self.jitted[key]
@@ -146,40 +160,40 @@ class TrainStep:
         squares = [jnp.square(g.astype(jnp.float32)).sum() for g in gradients.values()]
         if TARGET_INPUTS & batch.keys():
             has_targets = (_target_weights(batch) != 0).any()
-            # Momentum and weight decay would move the parameters on a gradient of zeros. A select of each array would
-            # make XLA:CPU copy the donated state.
-            now = gradients, state.params, state.optimizer
-            types = jax.eval_shape(self._update, *now)
-            params, optimizer = lax.cond(has_targets, self._update, lambda _, *old: _cast(old, types), *now)
-        else:  # there is a next token in every row
+            # Skip the update without targets: momentum and weight decay would change the parameters even with zero
+            # gradients. `cond` rather than `where`, which would make XLA:CPU copy the donated state.
+            operands = gradients, state.params, state.optimizer
+            types = jax.eval_shape(self._update, *operands)
+            params, optimizer = lax.cond(has_targets, self._update, lambda _, *old: _cast(old, types), *operands)
+        else:  # the targets are the next tokens, and every row has one
             params, optimizer = self._update(gradients, state.params, state.optimizer)
         metrics = Metrics(loss, jnp.sqrt(sum(squares, jnp.float32(0))), tokens)
         return TrainState(state.step + 1, params, optimizer), metrics
 
     def _update(self, gradients: Arrays, params: Arrays, memory: Any) -> tuple[dict[str, AnyArray], Any]:
-        """Compute the next parameters and the next state of the optimizer, whose state is `memory`."""
+        """Compute the next parameters and the next optimizer state. `memory` is the current optimizer state."""
         with promoting():
             updates, memory = self.optimizer.update(gradients, memory, params)
         return {name: _added(p, updates[name]) for name, p in params.items()}, memory
 
     def _gradients(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray], AnyArray]:
-        """Loss, gradients in the dtypes of their leaves, and the number of targets."""
+        """Return the loss, the gradients in the dtypes of their leaves, and the number of targets."""
         if self.microbatches == 1:
             loss, gradients = self._one(params, batch)
             return loss, gradients, _target_weights(batch).sum()
 
         def more(sums: Any, part: dict[str, AnyArray]) -> tuple[Any, None]:
-            of_loss, of_gradients, tokens = sums
+            loss_sum, gradient_sums, tokens = sums
             count = _target_weights(part).sum()
             loss, gradients = self._one(params, part)
-            added = {k: of_gradients[k] + count * g.astype(jnp.float32) for k, g in gradients.items()}
-            return (of_loss + count * loss, added, tokens + count), None
+            new_sums = {k: gradient_sums[k] + count * g.astype(jnp.float32) for k, g in gradients.items()}
+            return (loss_sum + count * loss, new_sums, tokens + count), None
 
         zero = jnp.float32(0)
-        none = {k: jnp.zeros_like(p, jnp.float32) for k, p in params.items()}
-        (loss, gradients, tokens), _ = lax.scan(more, (zero, none, zero), _divided(batch, self.microbatches))
-        share = 1 / jnp.where(tokens > 0, tokens, 1.0)
-        return loss * share, {k: (g * share).astype(params[k].dtype) for k, g in gradients.items()}, tokens
+        zeros = {k: jnp.zeros_like(p, jnp.float32) for k, p in params.items()}
+        (loss, gradients, tokens), _ = lax.scan(more, (zero, zeros, zero), _divided(batch, self.microbatches))
+        scale = 1 / jnp.where(tokens > 0, tokens, 1.0)  # all sums are 0 without targets
+        return loss * scale, {k: (g * scale).astype(params[k].dtype) for k, g in gradients.items()}, tokens
 
     def _one(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray]]:
         others = {k: a for k, a in batch.items() if k != "tokens"}
@@ -187,8 +201,10 @@ class TrainStep:
         def scalar(p: Arrays) -> AnyArray:
             loss = self.loss(self.model, p, batch["tokens"], **others)
             if not isinstance(loss, jax.Array) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-                found = f"shape {list(loss.shape)} {loss.dtype}" if isinstance(loss, jax.Array) else shown(loss)
-                raise RequestError(f"step: the loss is one floating number of JAX, made of the parameters; got {found}")
+                actual = f"shape {list(loss.shape)} {loss.dtype}" if isinstance(loss, jax.Array) else shown(loss)
+                raise RequestError(
+                    f"step: the loss is one floating number of JAX, made of the parameters; got {actual}"
+                )
             return loss
 
         loss, gradients = jax.value_and_grad(scalar)(params)
@@ -199,18 +215,20 @@ class TrainStep:
 def make_step(
     model: CompiledModel, optimizer: Optimizer, loss: Loss = losses.cross_entropy, microbatches: int = 1
 ) -> TrainStep:
-    """A step of training: `step(state, batch) → (state, metrics)`, one program that writes the state in place.
+    """Return a training step, `step(state, batch) → (state, metrics)`: one program that updates the state in place.
 
     Args:
-        model: compiled with `program="train"`, whose profile says what is recomputed and how layers run.
-        optimizer: any of optax's; learning rates, clipping, decay are its own.
-        loss: of a model, parameters and a batch; with options, `functools.partial(losses.cross_entropy, chunk=512)`.
-        microbatches: the batch in so many parts, one after the other. Gradients are added in f32, each part weighed by
-            its targets, so that the step is that of the whole batch. Part i has rows i, i + n, i + 2n …: of a batch
-            that is divided over devices, every device has its share of each part.
+        model: a model compiled with `program="train"`; its profile sets rematerialization and how layers run.
+        optimizer: any optimizer of optax; it includes learning rates, clipping and decay.
+        loss: a function of a model, parameters and a batch; with options for example
+            `functools.partial(losses.cross_entropy, chunk=512)`.
+        microbatches: number of microbatches that a batch is split into for gradient accumulation. Gradients are
+            accumulated in f32, weighted by the number of targets, so that the step equals one of the full batch.
+            Microbatch i has rows i, i + n, i + 2n …, so that every device has rows of each microbatch if the batch is
+            sharded.
 
     Raises:
-        RequestError, WeightError: as `train.init`, or microbatches are no number.
+        RequestError, WeightError: as `train.init`, or `microbatches` is no positive number.
     """
     check_trainable(model, optimizer)
     if not callable(loss):
@@ -220,7 +238,7 @@ def make_step(
 
 
 def _added(p: AnyArray, update: AnyArray) -> AnyArray:
-    """`p + update` in the wider of their dtypes, then rounded once."""
+    """Return `p + update`, computed in the wider of their dtypes and rounded once."""
     wide = jnp.promote_types(p.dtype, update.dtype)
     return (p.astype(wide) + update.astype(wide)).astype(p.dtype)
 
@@ -237,10 +255,10 @@ def _target_weights(batch: Arrays) -> AnyArray:
 
 
 def _divided(batch: Arrays, parts: int) -> dict[str, AnyArray]:
-    """Every array `[B, …]` as `[parts, B/parts, …]`, neighbouring rows in different parts.
+    """Split every array `[B, …]` into microbatches `[parts, B/parts, …]`, with adjacent rows in different ones.
 
     Raises:
-        RequestError: an array has another number of rows, or they cannot be divided.
+        RequestError: an array has another number of rows, or the number is no multiple of `parts`.
     """
     rows = batch["tokens"].shape[0]
     for name, array in batch.items():
