@@ -1,6 +1,6 @@
-"""Training: `init` makes a state, `make_step` the function that takes it further, `Checkpoints` keeps it.
+"""Training: `init` creates a state, `make_step` the function that updates it, and `Checkpoints` saves it.
 
-Imported when it is first used.
+`import rlx_jax` imports this package on first use only.
 """
 
 from rlx_jax.train.checkpoints import Checkpoints as Checkpoints

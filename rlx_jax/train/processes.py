@@ -1,9 +1,9 @@
-"""Messages between the processes of a run: who failed, who is done, what process 0 chose.
+"""`Processes`: messages between the processes of a run, such as results, failures, and choices of process 0.
 
-They go through the key-value store of `jax.distributed`, not through the devices: a thread in the background may
-wait for one while the run computes, and waiting ends after a stated time.
+Messages use the key-value store of `jax.distributed` rather than collectives on the devices: a background thread can
+wait for one while the run computes, and waiting has a timeout.
 
-`preemption`: SIGTERM as a wish: the run ends between two steps, all of its processes at the same one.
+`preemption` turns SIGTERM into a flag, so that a run ends between two steps, with all processes at the same step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _OPENED = itertools.count()
 
 
 class Processes:
-    """The processes of `jax.distributed`, or this one alone.
+    """The processes of `jax.distributed`, or a single process.
 
-    All of them make their `Processes` in the same order, and call its methods with the same topics: a topic is one
-    question, and is used once.
+    All processes have to create their `Processes` objects in the same order, and call their methods with the same
+    topics. A topic identifies one exchange of messages, and is used once.
 
     Args:
-        timeout_s: how long one waits for another's answer, in seconds.
+        timeout_s: how long a process waits for a message of another, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -40,16 +40,18 @@ class Processes:
 
     @property
     def index(self) -> int:
-        """The number of this process."""
+        """Return the index of this process."""
         return int(jax.process_index())
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Return the number of processes."""
         return int(jax.process_count())
 
     def first(self, topic: str, work: Callable[[], Any]) -> Any:
-        """What `work` gives in process 0, as JSON has it. The others only wait for it.
+        """Run `work` in process 0, and return its result in all processes.
+
+        The other processes wait, and get the result as JSON preserves it.
 
         Raises:
             RlxError: `work` failed; every process raises an error of the same class.
@@ -60,19 +62,19 @@ class Processes:
         return self._try(topic, work)
 
     def all(self, topic: str, work: Callable[[], Any]) -> list[Any]:
-        """What `work` gives in every process, in their order.
+        """Run `work` in every process, and return all results, by process index.
 
         Raises:
             RlxError: `work` failed in one of them; every process raises an error of the same class.
-            SaveFailedError: one did not answer in time.
+            SaveFailedError: a process did not answer in time.
         """
-        mine = self._try(topic, work)
-        heard = {other: self._hear(topic, other) for other in range(self.count) if other != self.index}
+        own_result = self._try(topic, work)
+        messages = {other: self._hear(topic, other) for other in range(self.count) if other != self.index}
         self._forget(topic)
-        return [mine if n == self.index else _opened(heard[n], n) for n in range(self.count)]
+        return [own_result if n == self.index else _opened(messages[n], n) for n in range(self.count)]
 
     def _try(self, topic: str, work: Callable[[], Any]) -> Any:
-        """The result of `work`, after the others have been told of it, or of its failure."""
+        """Run `work`, send its result or its failure to the other processes, and return the result."""
         try:
             result = work()
         except BaseException as error:
@@ -97,7 +99,10 @@ class Processes:
         return message
 
     def _forget(self, topic: str) -> None:
-        """Remove what this process told before `topic`: whoever has answered that has heard all that was before."""
+        """Delete this process's messages of topics before `topic`.
+
+        Every process has answered `topic`, so each has read all earlier messages.
+        """
         old = [key for key in self._told if not key.startswith(f"{self._prefix}/{topic}/")]
         for key in old:
             _store().key_value_delete(key)
@@ -105,34 +110,34 @@ class Processes:
 
 
 def _store() -> Any:
-    """The key-value store, by the name that orbax has for it: jax has no public one."""
+    """Return the key-value store. It comes from orbax, as jax has no public function for it."""
     from orbax.checkpoint import multihost
 
     return multihost.get_jax_distributed_client()
 
 
 def _opened(message: dict[str, Any], process: int) -> Any:
-    """The result in another process's message.
+    """Return the result in a message of another process.
 
     Raises:
-        RlxError: the message tells of a failure; of the same class, if it is one of ours.
+        RlxError: the message reports a failure. It has the same class, if that is a class of `rlx_jax.errors`.
     """
     if "error" not in message:
         return message["result"]
-    found = vars(errors).get(message["error"])
-    ours = found if isinstance(found, type) and issubclass(found, RlxError) else StorageError
-    raise ours(f"in process {process}: {message['message']}")
+    candidate = vars(errors).get(message["error"])
+    error_class = candidate if isinstance(candidate, type) and issubclass(candidate, RlxError) else StorageError
+    raise error_class(f"in process {process}: {message['message']}")
 
 
 class Stop:
-    """Whether the run is to end. Ask it once in every step, in every process; what was true stays true."""
+    """A flag that requests the end of the run. Read it once in every step of every process; true stays true."""
 
     def __init__(self) -> None:
         self._asked, self._signalled, self._wanted = 0, False, False
 
     @property
     def wanted(self) -> bool:
-        """Whether to save and end now. In several processes it becomes true in the same step of all.
+        """Return whether to save and end now. In several processes it becomes true in the same step of all.
 
         Raises:
             UnsupportedError: there are several processes, and `jax_enable_preemption_service` is off.
@@ -146,7 +151,7 @@ class Stop:
         return self.wanted
 
     def signal(self) -> None:
-        """SIGTERM has come to this process."""
+        """Record that this process got SIGTERM."""
         self._signalled = True
 
 
@@ -159,12 +164,12 @@ def _agreed(step: int) -> bool:
 
 @contextmanager
 def preemption() -> Iterator[Stop]:
-    """A `Stop` that SIGTERM sets while the block runs; afterwards SIGTERM does what it did before.
+    """Yield a `Stop` that SIGTERM sets while the block runs; afterwards the previous signal handler is restored.
 
-    In several processes `jax.distributed` listens for the signal, from its `initialize` on, and no handler is set here.
+    In several processes `jax.distributed` handles the signal, from its `initialize` on, and no handler is set here.
 
     Raises:
-        RequestError: not in the main thread, where alone Python takes signals.
+        RequestError: this is not the main thread, and Python handles signals only there.
     """
     stop = Stop()
     if jax.process_count() > 1:
@@ -172,8 +177,8 @@ def preemption() -> Iterator[Stop]:
         return
     if threading.current_thread() is not threading.main_thread():
         raise RequestError("preemption(): Python takes signals in its main thread alone; call it there")
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.signal())
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: stop.signal())
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, previous_handler if previous_handler is not None else signal.SIG_DFL)

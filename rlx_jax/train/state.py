@@ -1,4 +1,7 @@
-"""What a training run is between two steps: the number of the step, the parameters, the optimizer's state."""
+"""`TrainState`: the state of a training run between two steps, and `init`, which creates the first one.
+
+It consists of the number of steps, the parameters and the optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from rlx_jax.trace.block_selection import BlockPattern
 
 
 class Optimizer(Protocol):
-    """An optax `GradientTransformation`, or whatever has its two functions."""
+    """An optax `GradientTransformation`, or any object with its two functions."""
 
     @property
     def init(self) -> Callable[..., Any]:
@@ -39,12 +42,12 @@ class Optimizer(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """A pytree that a step consumes and gives back.
+    """The state of a training run, a pytree that a step consumes and returns.
 
     Attributes:
-        step: int32, how many steps were taken.
-        params: the model's leaves by name.
-        optimizer: what its `init` made.
+        step: int32 scalar, number of steps so far.
+        params: the model's parameters by leaf name.
+        optimizer: the optimizer's state, from its `init`.
     """
 
     step: jax.Array
@@ -53,18 +56,21 @@ class TrainState:
 
 
 def init(model: CompiledModel, optimizer: Optimizer, start: Any = None) -> TrainState:
-    """The state before the first step.
+    """Return the state before the first step.
 
-    The optimizer's state is placed as the parameters are: an array that belongs to one, by its name and shape, is
-    divided over the devices as that is; everything else is on all of them.
+    An array of the optimizer's state that belongs to a parameter, by its name and shape, has the sharding of that
+    parameter; all others are replicated.
 
     Args:
+        model: a model compiled with `program="train"`.
+        optimizer: an optax optimizer.
         start: a seed or a key of `jax.random` for random parameters (see `CompiledModel.init`); parameters by leaf
-            name; or None for those that the model was compiled with. Arrays are copied: steps consume the state.
+            name; or None for the parameters that the model was compiled with. Arrays are copied, as steps consume the
+            state.
 
     Raises:
-        WeightShapeError: parameters are not the model's. WeightError: a leaf has no gradient.
-        MissingWeightError: no parameters, and none to start from.
+        WeightShapeError: parameters do not match the model. WeightError: a leaf has no gradient.
+        MissingWeightError: `start` is None, and the model was compiled without parameters.
     """
     check_trainable(model, optimizer)
     if start is None:
@@ -81,11 +87,11 @@ def init(model: CompiledModel, optimizer: Optimizer, start: Any = None) -> Train
 
 
 def check_trainable(model: Any, optimizer: Any) -> None:
-    """The model is one whose leaves all have gradients, and the optimizer has its two functions.
+    """Check that all leaves of a model have gradients, and that the optimizer has its two functions.
 
     Raises:
-        RequestError, WeightError: they are not; names the leaf.
-        UnsupportedError: the flow's training has something that there is not.
+        RequestError: an argument is something else. WeightError: a leaf has no gradient; names it.
+        UnsupportedError: the flow has something that cannot be trained.
     """
     if not isinstance(model, CompiledModel):
         raise RequestError(
@@ -103,69 +109,79 @@ def check_trainable(model: Any, optimizer: Any) -> None:
 
 
 def optimizer_state(optimizer: Optimizer, params: Arrays) -> Any:
-    """`optimizer.init(params)`, each array made where it belongs."""
+    """Return `optimizer.init(params)`, with each array created in its sharding."""
     with promoting():
-        places = None
+        shardings = None  # on one device JAX's default is right
         if divided(params):
             shapes = jax.eval_shape(optimizer.init, params)
-            places = jax.tree_util.tree_map_with_path(lambda path, leaf: _place(path, leaf, params), shapes)
-        return from_cache(jax.jit(optimizer.init, out_shardings=places), (params,), places)[0](params)
+            shardings = jax.tree_util.tree_map_with_path(lambda path, leaf: _place(path, leaf, params), shapes)
+        return from_cache(jax.jit(optimizer.init, out_shardings=shardings), (params,), shardings)[0](params)
 
 
 def divided(params: Arrays) -> bool:
-    """Whether they lie on several devices. Traced ones, as of `jax.eval_shape`, lie on none."""
-    real = (a for a in params.values() if not isinstance(a, jax.core.Tracer))
-    return any(len(a.sharding.device_set) > 1 for a in real)
+    """Return whether parameters are on several devices. Tracers, as in `jax.eval_shape`, are on none."""
+    concrete = (a for a in params.values() if not isinstance(a, jax.core.Tracer))
+    return any(len(a.sharding.device_set) > 1 for a in concrete)
 
 
 @contextlib.contextmanager
 def promoting() -> Iterator[None]:
-    """Optimizers promote dtypes and ranks (in optax, decay to the power of an int32 count), in strict programs too."""
+    """Allow implicit promotion of dtypes and ranks, also where a program forbids it.
+
+    Optimizers need it: optax, for example, computes a decay to the power of an int32 count.
+    """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def _place(path: Any, leaf: Any, params: Arrays) -> Sharding:
-    """That of the parameter whose name the path ends with, where the shapes agree too."""
-    last = path[-1].key if path and isinstance(path[-1], jax.tree_util.DictKey) else None
-    owner = params.get(last) if isinstance(last, str) else None
-    if owner is not None and owner.shape == leaf.shape:
-        place: Sharding = owner.sharding
-        return place
+    """Return the sharding for a leaf of the optimizer's state.
+
+    It is the sharding of the parameter with the name at the end of the path, if the shapes agree too; otherwise the
+    leaf is replicated.
+    """
+    name = path[-1].key if path and isinstance(path[-1], jax.tree_util.DictKey) else None
+    param = params.get(name) if isinstance(name, str) else None
+    if param is not None and param.shape == leaf.shape:
+        sharding: Sharding = param.sharding
+        return sharding
     return everywhere(params)
 
 
 def everywhere(params: Arrays) -> Sharding:
-    """On all devices that the parameters are on."""
-    places: list[Sharding] = [a.sharding for a in params.values()]
-    named = next((p for p in places if isinstance(p, NamedSharding)), None)
-    return NamedSharding(named.mesh, PartitionSpec()) if named is not None else places[0]
+    """Return a sharding that replicates an array over the devices that hold the parameters."""
+    shardings: list[Sharding] = [a.sharding for a in params.values()]
+    mesh_sharding = next((p for p in shardings if isinstance(p, NamedSharding)), None)
+    return NamedSharding(mesh_sharding.mesh, PartitionSpec()) if mesh_sharding is not None else shardings[0]
 
 
 def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
-    """Leaf name → whether its weights' keys match one of the patterns: globs as `at` takes them, over checkpoint keys.
+    """Return, by leaf name, whether the checkpoint keys of the leaf match one of the patterns.
 
-    `optax.multi_transform({True: optimizer, False: optax.set_to_zero()}, mask)` trains those leaves alone.
+    `optax.multi_transform({True: optimizer, False: optax.set_to_zero()}, mask)` trains the matching leaves alone.
+
+    Args:
+        patterns: globs over checkpoint keys, with the syntax of `at`.
 
     Raises:
-        RequestError: a pattern matches no key, or some keys of a leaf and not the others, as where layers are stacked.
+        RequestError: a pattern matches no key, or some keys of a leaf and not the others, as happens in stacked layers.
     """
-    found, seen, every = {}, set[str](), list[str]()
+    matches, used_globs, all_keys = {}, set[str](), list[str]()
     globs = [BlockPattern(pattern, "mask") for pattern in patterns]
     if not globs:
         raise RequestError("mask: a pattern of keys is needed, such as '**.lora_{A,B}.weight'")
     for name, program in model.programs.layout.leaves.items():
-        hits = {k: [glob.text for glob in globs if glob.matches(tuple(k.split(".")))] for k in keys_of(program)}
-        others = sorted(key for key, matching in hits.items() if not matching)
-        if others and any(hits.values()):
+        globs_by_key = {k: [glob.text for glob in globs if glob.matches(tuple(k.split(".")))] for k in keys_of(program)}
+        unmatched_keys = sorted(key for key, matching in globs_by_key.items() if not matching)
+        if unmatched_keys and any(globs_by_key.values()):
             raise RequestError(
-                f"mask: leaf {quote(name)} has weights that match and others, {listing(others, 3)}, and is trained "
+                f"mask: leaf {quote(name)} has weights that match and others, {listing(unmatched_keys, 3)}, and is trained "
                 "whole: take a pattern of all, or layers.roll = 'unroll'"
             )
-        found[name] = any(hits.values())
-        seen.update(*hits.values())
-        every += hits
-    if idle := [glob.text for glob in globs if glob.text not in seen]:
-        close = did_you_mean(idle[0], every, alike=0.7) or f"; weights are {listing(every, 3)}"
-        raise RequestError(f"mask: {quote(idle[0])} matches no weight{close}")
-    return found
+        matches[name] = any(globs_by_key.values())
+        used_globs.update(*globs_by_key.values())
+        all_keys += globs_by_key
+    if unused_globs := [glob.text for glob in globs if glob.text not in used_globs]:
+        suggestion = did_you_mean(unused_globs[0], all_keys, alike=0.7) or f"; weights are {listing(all_keys, 3)}"
+        raise RequestError(f"mask: {quote(unused_globs[0])} matches no weight{suggestion}")
+    return matches
