@@ -171,16 +171,16 @@ def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
     if not globs:
         raise RequestError("mask: a pattern of keys is needed, such as '**.lora_{A,B}.weight'")
     for name, program in model.programs.layout.leaves.items():
-        globs_by_key = {k: [glob.text for glob in globs if glob.matches(tuple(k.split(".")))] for k in keys_of(program)}
-        unmatched_keys = sorted(key for key, matching in globs_by_key.items() if not matching)
-        if unmatched_keys and any(globs_by_key.values()):
+        hits = {k: [glob.text for glob in globs if glob.matches(tuple(k.split(".")))] for k in keys_of(program)}
+        misses = sorted(key for key, matching in hits.items() if not matching)
+        if misses and any(hits.values()):
             raise RequestError(
-                f"mask: leaf {quote(name)} has weights that match and others, {listing(unmatched_keys, 3)}, and is trained "
+                f"mask: leaf {quote(name)} has weights that match and others, {listing(misses, 3)}, and is trained "
                 "whole: take a pattern of all, or layers.roll = 'unroll'"
             )
-        matches[name] = any(globs_by_key.values())
-        used_globs.update(*globs_by_key.values())
-        all_keys += globs_by_key
+        matches[name] = any(hits.values())
+        used_globs.update(*hits.values())
+        all_keys += hits
     if unused_globs := [glob.text for glob in globs if glob.text not in used_globs]:
         suggestion = did_you_mean(unused_globs[0], all_keys, alike=0.7) or f"; weights are {listing(all_keys, 3)}"
         raise RequestError(f"mask: {quote(unused_globs[0])} matches no weight{suggestion}")

@@ -137,7 +137,7 @@ class TrainStep:
             )
 
     def _program(self, state: TrainState, arrays: Arrays) -> Callable[..., Any]:
-        """Return the compiled step for batches of these types, from the compile cache of this machine if it is there."""
+        """Return the compiled step for batches of these types, from the compile cache of this machine if possible."""
         jitted, options = self._function(state), dict(self.model.settings.plan.compiler_options)
         types = tuple((k, a.shape, a.dtype, getattr(a, "sharding", None)) for k, a in sorted(arrays.items()))
         if (jitted, types) not in self.programs:
