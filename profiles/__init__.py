@@ -1,4 +1,4 @@
-"""Compile profiles: what a compile may choose, as frozen tables that are read from `*.rlx.toml`."""
+"""This package defines compile profiles, the options of the compiler, as frozen tables read from `*.rlx.toml` files."""
 
 from rlx_jax.profiles.check import Options as Options
 from rlx_jax.profiles.check import Table as Table

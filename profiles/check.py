@@ -1,10 +1,9 @@
-"""One checker for every table of a profile, driven by the rows of the dataclass fields.
+"""This module checks every table of a profile, driven by the metadata of the dataclass fields.
 
 A table is a frozen dataclass that derives from `Table`. A field is a row: its type, `setting(default, …)`, and its
-entry `name: …` in the docstring of the table, which docs/profiles.md shows. Its type is one of six: another table, a
-`Literal` of strings, `bool` (or a union of those), `str`, `int` (a size, at least 1), a tuple of one of these, or
-`Options`. TOML, `replace` and the constructors all go through here, so that they accept and refuse the same things with
-the same words.
+entry `name: …` in the docstring of the table, which docs/profiles.md shows. The type is another table, a `Literal` of
+strings, `bool` (or a union of these two), `str`, `int` (a size, at least 1), a tuple of one of these, or `Options`.
+TOML, `replace` and the constructors all use this checker, so that they accept the same values with the same messages.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from rlx_jax.errors import ProfileError, UnsupportedError, did_you_mean, quote
 
 Scalar = str | bool | int | float
 
-# Characters of one string in a profile.
+# The largest number of characters in one string of a profile.
 MAX_STRING = 1024
 
-# The largest size in a profile, that of a dimension.
+# The largest size in a profile, which is the limit of a dimension.
 MAX_SIZE = 2**31 - 1
 
 _OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 _GPU = "; did you mean 'cuda' (NVIDIA) or 'rocm' (AMD)?"
 
-# Platforms that the specification names and nothing is compiled for: an `UnsupportedError`.
+# Platforms of the specification that the compiler does not support: an `UnsupportedError`.
 OTHER_PLATFORMS = ("metal", "mlx", "wgpu")
 
 
 class At(NamedTuple):
-    """Where a value stands: the text that it came from, and its dotted path there."""
+    """The location of a value, for messages: the source text, and the dotted path in it."""
 
     source: str
     path: str = ""
 
     def child(self, key: str) -> At:
-        """The place of `key` in the table that stands here."""
+        """Return the location of `key` in the table at this location."""
         return At(self.source, f"{self.path}.{key}" if self.path else key)
 
     def __str__(self) -> str:
@@ -52,16 +51,18 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting, beside its type and its documentation.
+    """The metadata of a setting, in addition to its type and its documentation.
 
     Attributes:
-        idle: why a value has nothing to act on in a model, given its `Facts`; "" where it has.
-        label: what a comparison of two programs calls it; "" where passes, ops or parameters show it.
-        resolved: the attribute of `rlx_jax.compiler.settings.Settings` that has its value with `auto` resolved; "" for
-            a setting that is used as it is written.
-        of: the programs whose comparison shows it: "" all, "train", "state" those with a state, "serves" those that
-            take requests.
-        unsupported: values that are known, and that nothing computes.
+        default: the default value.
+        idle: a function of a value and the `Facts` about a model that returns why the value has no effect; "" if it
+            has one.
+        label: the name in a comparison of two programs; "" if passes, ops or parameters show the difference.
+        resolved: the attribute of `rlx_jax.compiler.settings.Settings` with the resolved value; "" for a setting
+            without `auto`.
+        of: the programs with a comparison that shows the setting: "" all, "train", "state" programs with a state,
+            "serves" models that serve requests.
+        unsupported: values that the specification has and this package does not implement.
         zero: whether a size may be 0.
     """
 
@@ -75,14 +76,15 @@ class Setting:
 
 
 def setting(default: Any, idle: Callable[[Any, Any], str], label: str = "", resolved: str = "", **others: Any) -> Any:
-    """The field of a setting; arguments as the attributes of `Setting`."""
+    """Return the dataclass field of a setting. The arguments are the attributes of `Setting`."""
     return field(default=default, metadata={"row": Setting(default, idle, label, resolved, **others)})
 
 
 class Table:
-    """Base of the tables. Building one checks every field: a `Table` that exists is valid.
+    """The base class of tables. The constructor checks every field, so that every `Table` object is valid.
 
-    `PATH` is the table's place in a profile; `*` stands for any backend.
+    Attributes:
+        PATH: the dotted path of the table in a profile; `*` is any backend.
     """
 
     PATH: ClassVar[str] = ""
@@ -95,7 +97,7 @@ class Table:
 
 
 def rows(table: Any, path: str = "") -> Iterator[tuple[str, Setting, Any]]:
-    """Each setting of a table and the tables in it: its place, `precision.compute`, its row and its value."""
+    """List the settings of a table and its nested tables: path such as `precision.compute`, metadata, and value."""
     for f in fields(table):
         value = getattr(table, f.name)
         if isinstance(value, Table):
@@ -111,8 +113,8 @@ T = TypeVar("T", bound=Table)
 class Options(Mapping[str, Scalar]):
     """An immutable mapping of XLA option names to values, sorted by name.
 
-    Two are equal when values agree in type too: `True`, `1` and `1.0` are different options for XLA, and a
-    compiled program must not be found under the wrong one.
+    Two mappings are equal only if their values have equal types too: `True`, `1` and `1.0` are different options for
+    XLA, and each needs its own compiled program.
 
     >>> Options((("xla_a", True),)) == Options((("xla_a", 1),))
     False
@@ -142,43 +144,50 @@ class Options(Mapping[str, Scalar]):
 
 
 def _spelled(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values as text, which differs for values of different types."""
     return {name: repr(value) for name, value in options.items()}
 
 
 def _field_types(table: type[Any]) -> dict[str, Any]:
+    """Return the resolved type of each field of a dataclass, in order."""
     hints = get_type_hints(table)
     return {f.name: hints[f.name] for f in fields(table)}
 
 
-# Field name → resolved type of a `Table`, in the order of the dataclass.
+# Cached: `get_type_hints` evaluates every annotation, which is too slow for each constructor call.
 field_types: Callable[[Any], dict[str, Any]] = cache(_field_types)
 
 
 def is_table(hint: Any) -> bool:
-    """Whether a field of this type holds a nested table."""
+    """Return whether a field of this type is a nested table."""
     return isinstance(hint, type) and issubclass(hint, Table)
 
 
 def build(table: type[T], data: object, at: At) -> T:
-    """A `table` from a mapping; a missing key takes the field's default.
+    """Return a table from a mapping; missing keys have the default of the field.
+
+    Args:
+        table: the class of the table.
+        data: the mapping.
+        at: its location, for messages.
 
     Raises:
-        ProfileError: a key that is unknown, or a value of the wrong type or outside its choices.
-        UnsupportedError: a setting that is known and has no effect yet, so that it is never accepted idle.
+        ProfileError: an unknown key, or a value of the wrong type or outside of its choices.
+        UnsupportedError: a setting of the specification that is not implemented, and so must not be silently ignored.
     """
     if not isinstance(data, Mapping):
         raise ProfileError(f"{at}: expected a table, found {_described(data)}")
-    known, types = {f.name: f for f in fields(table)}, field_types(table)  # type: ignore[arg-type]
+    fields_by_name, types = {f.name: f for f in fields(table)}, field_types(table)  # type: ignore[arg-type]
     values = {}
     for key, value in data.items():
         if key not in types:
             raise _refused_key(table, key, at)
-        values[key] = _checked(_row(known[key]), types[key], value, at.child(key))
+        values[key] = _checked(_row(fields_by_name[key]), types[key], value, at.child(key))
     return table(**values)
 
 
 def _refused_key(table: type[Table], key: object, at: At) -> ProfileError | UnsupportedError:
-    """The error for a key that is no field of `table`."""
+    """Return the error for a key that is no field of a table, with a suggestion."""
     if not isinstance(key, str):
         return ProfileError(f"{at}: a key is a string, found {_described(key)}")
     if key in OTHER_PLATFORMS:
@@ -190,13 +199,17 @@ def _refused_key(table: type[Table], key: object, at: At) -> ProfileError | Unsu
 
 
 def _row(field: Any) -> Setting | None:
-    """The row of a dataclass field; a table inside another has none."""
-    found: Setting | None = field.metadata.get("row")
-    return found
+    """Return the metadata of a dataclass field; None for a nested table."""
+    row: Setting | None = field.metadata.get("row")
+    return row
 
 
 def _checked(row: Setting | None, hint: Any, value: object, at: At) -> object:
-    """`value` as the field holds it, or an error."""
+    """Return the value of a field, checked and converted.
+
+    Raises:
+        ProfileError, UnsupportedError: as `build`.
+    """
     if is_table(hint):
         return value if isinstance(value, hint) else build(hint, value, at)
     if hint is Options:
@@ -212,26 +225,30 @@ def _checked(row: Setting | None, hint: Any, value: object, at: At) -> object:
 
 
 def _items(row: Setting | None, hint: Any, value: object, at: At) -> tuple[object, ...]:
-    """An array as a tuple, each item checked as a field of type `hint`."""
+    """Return an array as a tuple, with each item checked as a field of type `hint`."""
     if not isinstance(value, (list, tuple)):
         raise ProfileError(f"{at}: expected an array, found {_described(value)}")
     return tuple(_checked(row, hint, item, At(at.source, f"{at.path}[{i}]")) for i, item in enumerate(value))
 
 
 def _suggestion(word: str, known: list[str]) -> str:
+    """Return "; did you mean …?" for a misspelled word; empty if no known word is similar."""
     # By spelling, "gpu" is nearest to "cpu".
     return _GPU if word == "gpu" and "cuda" in known else did_you_mean(word, known)
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _choices(hint: Any) -> list[str]:
+    """Return the strings of the `Literal` types in a type."""
     return [str(c) for arm in _arms(hint) if get_origin(arm) is Literal for c in get_args(arm)]
 
 
 def _accepts(hint: Any, value: object) -> bool:
+    """Return whether a string, integer or boolean is a value of a type; other values are not."""
     if type(value) is str:
         return value in _choices(hint) or (str in _arms(hint) and value != "" and _plain(value))
     if type(value) is int:
@@ -240,11 +257,12 @@ def _accepts(hint: Any, value: object) -> bool:
 
 
 def _plain(text: str) -> bool:
-    """Printable, hence one line that UTF-8 and TOML can hold."""
+    """Return whether a text is short and printable, hence one line that UTF-8 and TOML can represent."""
     return len(text) <= MAX_STRING and text.isprintable()
 
 
 def _expected(hint: Any) -> str:
+    """Return the part of a message that lists the values of a type: "expected … or …"."""
     arms = _arms(hint)
     words = [quote(c) for c in _choices(hint)]
     words += ["true", "false"] if bool in arms else []
@@ -254,19 +272,22 @@ def _expected(hint: Any) -> str:
 
 
 def _options(value: object, at: At) -> Options:
+    """Return XLA options, with names and values checked, sorted by name."""
     if not isinstance(value, Mapping):
         raise ProfileError(f"{at}: expected a table of XLA options, found {_described(value)}")
     return Options(tuple(sorted((_option_name(name, at), _option(v, at.child(name))) for name, v in value.items())))
 
 
 def _option_name(name: object, at: At) -> str:
+    """Return the name of an XLA option, checked."""
     if isinstance(name, str) and _OPTION_NAME.fullmatch(name):
         return name
     raise ProfileError(f"{at}: expected an option name of letters, digits and _, found {_described(name)}")
 
 
 def _option(value: object, at: At) -> Scalar:
-    # Exact types, here and above: a subclass (an IntEnum, a NumPy float) would not come back equal from TOML.
+    """Return the value of an XLA option, checked."""
+    # Exact types, here and above: a subclass (an IntEnum, a NumPy float) would not be equal after a round trip in TOML.
     if type(value) is bool or (type(value) is str and _plain(value)):
         return value
     if type(value) is int and -(2**63) <= value < 2**63:
@@ -280,7 +301,7 @@ def _option(value: object, at: At) -> Scalar:
 
 
 def _described(value: object) -> str:
-    """What `value` is, for a message. Never calls the repr of a foreign type, and never prints a huge integer."""
+    """Describe a value for a message, without calling the repr of a foreign type or printing a huge integer."""
     if type(value) is int and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     if type(value) is str:

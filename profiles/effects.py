@@ -1,4 +1,8 @@
-"""When a setting has nothing to act on: the conditions that rows of the schema refer to, and the warning."""
+"""This module decides which settings of a profile have no effect on a model, and warns of them.
+
+The rows of the schema refer to the conditions here. A condition takes the value of a setting and the `Facts` about a
+model, and returns the reason why the value has no effect, or "" if it has one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 from rlx_jax.errors import RlxWarning, listing
 from rlx_jax.profiles.check import Options, rows
 
-# Why a setting that needs something has no effect in a program without it.
+# The reason why a setting has no effect, by the feature that the program does not have.
 REASONS = {
     "floats": "nothing is computed in floating point",
     "float parameters": "there is no floating parameter",
@@ -27,19 +31,26 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What the settings of one flow of a model can act on; `rlx_jax.compiler.pipeline` collects it.
+    """The facts about one flow of a model that decide which settings have an effect.
+
+    `facts_of` of `rlx_jax.compiler.pipeline` collects them.
 
     Attributes:
-        has: what the program that was built first contains, names of `REASONS` and "recurrence", "window", "state".
-        programs: those that calls of the model run. caches: whether one of them has cached keys and values.
-        serves: requests of every size come in from the host, and are padded.
-        passes: the passes that run for some program of the model, but for `fusion.disable`.
-        axes: the names of the mesh's axes, None without a mesh.
-        refusals: why layers that look alike are no region. no_kernels: why the package's kernels do not run here.
+        name: the name of the flow.
+        profile: its profile.
+        target: the platform to compile for.
+        has: the features of the first template, names of `REASONS` and "recurrence", "window", "state".
+        programs: the programs that calls of the model run.
+        caches: whether one of them has cached keys and values.
+        serves: whether the model serves requests, which come from the host and are padded.
+        passes: the passes that run for some program of the model, ignoring `fusion.disable`.
+        axes: the names of the mesh's axes; None without a mesh.
+        refusals: why layers that look equal are not repeated layers.
+        no_kernels: why the package's kernels do not run; "" if they do.
     """
 
     name: str
-    profile: Any  # a CompileProfile, whose rows refer to this module
+    profile: Any  # a CompileProfile; its type would be a circular import
     target: str
     has: frozenset[str]
     programs: tuple[str, ...]
@@ -51,33 +62,36 @@ class Facts:
     no_kernels: str
 
     def runs(self) -> str:
-        """The programs, as a reason names them."""
+        """Return the list of programs, as text for a reason."""
         return f"this model runs {', '.join(self.programs)}"
 
 
-# Why a value of a setting has nothing to act on; empty if it has.
+# A condition: a function that returns why a value of a setting has no effect; "" if it has one.
 Idle = Callable[[Any, Facts], str]
 
 
 def always(value: Any, facts: Facts) -> str:
-    """It changes every program, or how every program is made."""
+    """Return "": the setting affects every program, or how every program is compiled."""
     return ""
 
 
 def needs(what: str) -> Idle:
-    """Idle in a program that does not contain `what`, a name of `REASONS`."""
+    """Return the condition of a setting that needs the feature `what`, a name of `REASONS`."""
     reason = REASONS[what]
     return lambda value, facts: "" if what in facts.has else reason
 
 
 def disabled(value: Any, facts: Facts) -> str:
-    """Switching off a pass that does not run changes nothing: named one by one, as the others may."""
+    """Return the disabled passes that would not run anyway: switching them off has no effect."""
     idle = [name for name in value if name not in facts.passes]
     return f"{listing(idle)} would not run here" if idle else ""
 
 
 def narrowed(value: Any, facts: Facts) -> str:
-    """A policy narrows floating numbers, and `custom` narrows what `precision.classes` says."""
+    """Return why a mixed precision policy narrows nothing.
+
+    There are no floating values, or the policy is `custom` and `precision.classes` is f32 for all.
+    """
     if "floats" not in facts.has:
         return REASONS["floats"]
     classes = facts.profile.precision.classes
@@ -85,100 +99,108 @@ def narrowed(value: Any, facts: Facts) -> str:
 
 
 def custom_alone(value: Any, facts: Facts) -> str:
-    """Dtypes of classes are those of the policy `custom`."""
+    """Return why dtypes of classes have no effect: only the policy `custom` reads them."""
     return "" if facts.profile.precision.mixed == "custom" else "precision.mixed is not 'custom'"
 
 
 def cached(value: Any, facts: Facts) -> str:
-    """The dtype of cached keys and values needs a cache, and attention that fills it."""
-    if not facts.caches and "explicit" not in facts.programs:  # whose cache is inputs and outputs
+    """Return why the dtype of cached keys and values has no effect: there is no cache, or no attention."""
+    if not facts.caches and "explicit" not in facts.programs:  # the cache of explicit is inputs and outputs
         return f"only prefill, extend and explicit have cached keys and values, and {facts.runs()}"
     return "" if "attention" in facts.has else REASONS["attention"]
 
 
 def stateful(value: Any, facts: Facts) -> str:
-    """What is donated is the state."""
+    """Return why donating the state has no effect: there is no state."""
     return "" if facts.caches or "state" in facts.has else f"there is no state, and {facts.runs()}"
 
 
 def donated(value: Any, facts: Facts) -> str:
-    """Only a program that donates its state is checked."""
+    """Return why strict donation has no effect: only a program that donates its state is checked."""
     return stateful(value, facts) or ("" if facts.profile.donation.state else "donation.state is false")
 
 
 def consumed(value: Any, facts: Facts) -> str:
-    """Donated inputs lend their memory on the device to outputs; requests are on the host."""
-    # Whether an output can take an input's memory depends on sizes, and is reported where they are known.
+    """Return why donating inputs has no effect: requests come from the host, with no memory on the device to reuse."""
+    # Whether an output can reuse the memory of an input depends on sizes; it is reported when they are known.
     return "requests come from the host, and nothing of theirs is on the device" if facts.serves and value else ""
 
 
 def scanned(value: Any, facts: Facts) -> str:
-    """A loop over layers needs a region; `unroll` and `auto` mean something without one. With the first reason why
-    layers that look alike are none."""
+    """Return why `scan` has no effect: no layers repeat, with the first reason why layers that look equal do not.
+
+    `unroll` and `auto` never warn: they describe a program without repeated layers too.
+    """
     if value != "scan" or "layers" in facts.has:
         return ""
     return "; ".join((REASONS["layers"], *facts.refusals[:1]))
 
 
 def remat(value: Any, facts: Facts) -> str:
-    """Activations are recomputed for gradients, a layer at a time."""
+    """Return why rematerialization has no effect: only `train` has gradients, and it recomputes repeated layers."""
     if "train" not in facts.programs:
         return f"only the program train recomputes anything, and {facts.runs()}"
     return "" if "layers" in facts.has else REASONS["layers"]
 
 
 def padded(value: Any, facts: Facts) -> str:
-    """Sizes of requests are padded to; a compiled model pads nothing, but its `on_recompile` may refuse other sizes."""
+    """Return why a list of buckets has no effect.
+
+    Only models that serve requests pad. Other models use the list only if `on_recompile` refuses sizes outside of it.
+    """
     if not facts.serves and facts.profile.buckets.on_recompile == "allow":
         return "this model pads nothing, and buckets.on_recompile allows every size"
     return ""
 
 
 def padded_cache(value: Any, facts: Facts) -> str:
-    """`buckets.context` are slots of a cache."""
+    """Return why `buckets.context` has no effect: there is no cache, or as `padded`."""
     if facts.caches or "state" in facts.has:
         return padded(value, facts)
     return f"only prefill and extend have a cache, and {facts.runs()}"
 
 
 def spared(value: Any, facts: Facts) -> str:
-    """`buckets.spare` are slots of a ring beside its window, and only layers with a window have rings."""
+    """Return why `buckets.spare` has no effect: only cached layers with an attention window have ring buffers."""
     if not facts.caches:
         return f"only prefill and extend have rings, and {facts.runs()}"
     return "" if "window" in facts.has else "no layer attends in a window"
 
 
 def recompiled(value: Any, facts: Facts) -> str:
-    """Refused is what is in no list, or compiles after warm-up, which only models that serve requests have."""
+    """Return why `buckets.on_recompile` has no effect.
+
+    It applies to sizes outside of the lists, and to compiles after warm-up, which only models that serve requests have.
+    """
     buckets = facts.profile.buckets
     lists = buckets.prompt or buckets.batch or buckets.context
     return "" if facts.serves or lists else "no list of buckets says what is foreign"
 
 
 def divided(value: Any, facts: Facts) -> str:
-    """Roles are divided over the axes of a mesh; a role that is divided over none stays whole."""
+    """Return why the axes of a role have no effect: there is no mesh, or it has none of them."""
     if facts.axes is None:
         return "there is no mesh"
     return f"the mesh has the axes {listing(facts.axes)}" if value and not set(value) & set(facts.axes) else ""
 
 
 def merged(value: Any, facts: Facts) -> str:
-    """Merging needs projections that fit together; without it every projection stays separate."""
+    """Return why fusing projections has no effect: there are none with a common input."""
     return REASONS["merged"] if value and "merged" not in facts.has else ""
 
 
 def left(value: Any, facts: Facts) -> str:
-    """The fusion passes rewrite nothing, on any backend."""
+    """Return why switching off fusion has no effect: the fusion passes rewrite nothing, on any backend."""
     return "the fusion passes leave their ops to XLA, which fuses them itself"
 
 
 def kernels(value: Any, facts: Facts) -> str:
-    """The package's kernels run experts and recurrences, where they were measured, on one device."""
+    """Return why `kernels` has no effect: the package's kernels run experts and recurrences, on some single devices."""
     return facts.no_kernels if facts.has & {"experts", "recurrence"} else "there are no experts and no recurrence"
 
 
 def generated(value: Any, facts: Facts) -> str:
-    """The loop on the device is that of `generate`."""
+    """Return why settings of the generation loop have no effect: only a `CausalLM` generates."""
     return "" if facts.serves and facts.caches else f"only a CausalLM generates, and {facts.runs()}"
 
 
@@ -186,21 +208,21 @@ def generated(value: Any, facts: Facts) -> str:
 
 
 def idle_settings(facts: Facts) -> Mapping[str, tuple[Any, str]]:
-    """The settings that were set and have nothing to act on: value and reason by place."""
-    found = {}
+    """Return the settings that differ from their default and have no effect: the value and the reason, by path."""
+    reasons = {}
     for place, row, value in rows(facts.profile):
         if value == row.default or place == "name":  # a name changes nothing
             continue
         backend = place.split(".")[1] if place.startswith("backend.") else facts.target
         if backend != facts.target:
-            found[place] = value, f"it is for {backend}, and the target is {facts.target}"
+            reasons[place] = value, f"it is for {backend}, and the target is {facts.target}"
         elif reason := row.idle(value, facts):
-            found[place] = value, reason
-    return found
+            reasons[place] = value, reason
+    return reasons
 
 
 def warn_of_idle(flows: Sequence[Facts], stacklevel: int) -> None:
-    """Warn of each setting that has nothing to act on in any program of any flow of the model."""
+    """Warn of each setting that has no effect on any program of any flow of the model."""
     first, *others = map(idle_settings, flows)
     names = ", ".join(facts.name for facts in flows)
     for place, (value, reason) in first.items():

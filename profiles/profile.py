@@ -1,4 +1,7 @@
-"""`CompileProfile` and its presets: reading, replacing and comparing the tables of `rlx_jax.profiles.schema`."""
+"""This module defines `CompileProfile`, the options of a compile, and its presets.
+
+A profile is read from TOML, changed by `replace` and compared by `diff`. Its tables are in `rlx_jax.profiles.schema`.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,20 @@ from rlx_jax.profiles.schema import (
 )
 
 _FOLDER = files("rlx_jax.profiles")
-# Presets, a file each in this folder, with what was measured.
+# The names of the presets. Each is a file in this folder, with the measurements that justify its settings.
 PRESETS = tuple(sorted(f.name.removesuffix(".rlx.toml") for f in _FOLDER.iterdir() if f.name.endswith(".rlx.toml")))
 
-# Presets of the specification whose families are not built: an `UnsupportedError`, for there is nothing to measure.
+# Presets of the specification for model families that are not implemented, so that nothing can be measured: an
+# `UnsupportedError`.
 UNMEASURED = ("llada2_diffusion", "sam2", "sam2_memory_attention", "sam3", "sam_encoder")
 
-# What `profile=` takes: a profile, the name of a preset, or the path of a file; see `CompileProfile.of`.
+# The type of `profile=`: a profile, the name of a preset, or the path of a file; see `CompileProfile.of`.
 ProfileLike = Union["CompileProfile", str, os.PathLike[str]]
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that two profiles make different: `ours` with the profile that was asked, `theirs` with the other."""
+    """A difference between two profiles: the value `ours` in the profile with the method, `theirs` in the argument."""
 
     what: str
     ours: str
@@ -50,14 +54,14 @@ class Change:
 
 @dataclass(frozen=True)
 class ProfileDiff:
-    """Two profiles beside each other.
+    """The differences between two profiles.
 
     Attributes:
-        ours, theirs: their names.
-        fields: settings that differ, by path: `precision.compute`.
-        program: what they change in a program: passes that run, its ops and dtypes, fusions, parameters as they are
-            stored, how layers and ops run, what is donated, the sizes that requests are padded to. None where no model
-            was given.
+        ours, theirs: the names of the profiles.
+        fields: the settings that differ, by path such as `precision.compute`.
+        program: the differences in the program of a model: the passes that run, its ops and dtypes, fusions, the
+            storage of parameters, how layers and ops run, donated arguments, and the sizes that requests are padded to.
+            None without a model.
     """
 
     ours: str
@@ -66,7 +70,7 @@ class ProfileDiff:
     program: tuple[Change, ...] | None = None
 
     def __bool__(self) -> bool:
-        """Whether a setting differs."""
+        """Return whether any setting differs."""
         return bool(self.fields)
 
     def __str__(self) -> str:
@@ -79,14 +83,14 @@ class ProfileDiff:
 
 
 def _lines(changes: tuple[Change, ...]) -> list[str]:
-    """A line for each change, broken at 80 columns."""
+    """Return a line for each change, wrapped at 80 columns."""
     width = min(34, max((len(change.what) for change in changes), default=0))
     rows = [(change.what, f"{change.ours} → {change.theirs}") for change in changes]
     return [str(TextTable(rows, widths=(width,), indent="  ", wrap=80))] if rows else []
 
 
 def field_changes(ours: Table, theirs: Table) -> Iterator[Change]:
-    """The settings in which two profiles differ, their names aside."""
+    """List the settings that differ between two profiles, except their names."""
     for (place, _, a), (_, _, b) in zip(rows(ours), rows(theirs), strict=True):
         if isinstance(a, Options):
             options = dict(a), dict(b)
@@ -100,7 +104,7 @@ def field_changes(ours: Table, theirs: Table) -> Iterator[Change]:
 
 
 def written(value: Any) -> str:
-    """A setting as TOML has it; `unset` for an option that is not there."""
+    """Return a setting as text similar to TOML; `unset` for a missing option."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
@@ -110,6 +114,7 @@ def written(value: Any) -> str:
 
 @cache
 def _preset(name: str) -> CompileProfile:
+    """Return a preset; see `CompileProfile.preset`."""
     if name in PRESETS:
         resource = _FOLDER.joinpath(f"{name}.rlx.toml")
         source = f"preset {quote(name)}"
@@ -122,14 +127,16 @@ def _preset(name: str) -> CompileProfile:
 
 
 def _unknown(name: str, where: str = "", nor: str = "") -> ProfileError:
-    known = ", ".join(PRESETS)
-    return ProfileError(f"{where}there is no preset {quote(name)}{nor}; there are {known}{did_you_mean(name, PRESETS)}")
+    """Return the error for a name that is no preset, with a suggestion."""
+    names = ", ".join(PRESETS)
+    return ProfileError(f"{where}there is no preset {quote(name)}{nor}; there are {names}{did_you_mean(name, PRESETS)}")
 
 
 @dataclass(frozen=True)
 class CompileProfile(Table):
-    """What a compile may choose. Every field changes the program, but for `name`, which only reports show:
-    profiles with the same settings are equal and share compiled programs.
+    """The options of a compile. Profiles with the same settings are equal and share compiled programs.
+
+    Every field changes the program, except `name`, which only reports show.
 
     >>> CompileProfile().replace(precision={"compute": "bf16"}).precision.compute
     'bf16'
@@ -150,23 +157,27 @@ class CompileProfile(Table):
 
     @classmethod
     def preset(cls, name: str) -> CompileProfile:
-        """A preset by name: one of `PRESETS`.
+        """Return a preset by its name, one of `PRESETS`.
 
         Raises:
-            ProfileError: an unknown name, with a suggestion.
-            UnsupportedError: one of `UNMEASURED`, whose family is not built.
+            ProfileError: an unknown name; the message has a suggestion.
+            UnsupportedError: one of `UNMEASURED`, for a family that is not implemented.
         """
         return _preset(str(name))
 
     @classmethod
     def of(cls, profile: ProfileLike, where: str = "") -> CompileProfile:
-        """What `profile=` means: a profile is itself, a string the preset of that name or else the file at that path.
+        """Return the profile that a `profile=` argument means.
 
-        A string is a path if it ends in `.toml` or has a separator; a bare name that is no preset's is one if a file of
-        that name is there. `where` begins the message about what is none of them.
+        A string is a path if it ends in `.toml` or has a separator. Any other string is the name of a preset, or else
+        the path of an existing file.
+
+        Args:
+            profile: a profile, which is returned unchanged, the name of a preset, or a path.
+            where: the beginning of the message of an error.
 
         Raises:
-            ProfileError: neither, with a suggestion for a name. Others: as `from_toml` and `preset`.
+            ProfileError: something else; for a name the message has a suggestion. Others as `from_toml` and `preset`.
         """
         if isinstance(profile, cls):
             return profile
@@ -179,20 +190,20 @@ class CompileProfile(Table):
             )
         if profile in PRESETS or profile in UNMEASURED:
             return _preset(profile)
-        path = profile.endswith(".toml") or os.path.basename(profile) != profile
-        if path or ("\0" not in profile and os.path.isfile(profile)):
+        is_path = profile.endswith(".toml") or os.path.basename(profile) != profile
+        if is_path or ("\0" not in profile and os.path.isfile(profile)):
             return cls.from_toml(profile)
         raise _unknown(profile, where, ", and no file of that name")
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> CompileProfile:
-        """The profile in a file. Missing keys take their defaults, a missing `name` the file's.
+        """Return the profile in a file. Missing keys have their defaults; the default of `name` is the file's name.
 
         Raises:
-            MissingFileError: no such file (never the default instead).
-            StorageError: not a regular file, or not readable.
-            ProfileError: over a limit, not UTF-8 or TOML (with line and column), or not in the schema.
-            UnsupportedError: a known setting that has no effect yet.
+            MissingFileError: there is no such file; the default profile is never used instead.
+            StorageError: it is no regular file, or not readable.
+            ProfileError: it exceeds a limit, is not UTF-8 or TOML (with line and column), or does not match the schema.
+            UnsupportedError: a setting of the specification that is not implemented.
         """
         if not isinstance(path, str | bytes | os.PathLike):
             raise ProfileError(
@@ -205,7 +216,7 @@ class CompileProfile(Table):
 
     @classmethod
     def near(cls, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto") -> CompileProfile:
-        """The profile that lies beside the weights: `<family>.rlx.toml` in their directory. Without one, the default.
+        """Return the profile `<family>.rlx.toml` in the directory of the weights, or a default if there is none.
 
         Args:
             weights: a checkpoint's directory, or a file in it.
@@ -214,7 +225,7 @@ class CompileProfile(Table):
 
         Raises:
             MissingFileError: there are no such weights.
-            ProfileError, StorageError, UnsupportedError: the file is there and wrong, as `from_toml`.
+            ProfileError, StorageError, UnsupportedError: the file exists and is invalid, as `from_toml`.
         """
         if not isinstance(family, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", family):
             raise ProfileError(f"profile near weights: family is letters, digits, _ and -, got {quote(family)}")
@@ -224,10 +235,10 @@ class CompileProfile(Table):
             raise ProfileError(
                 f"profile near weights: default is {shown(default)}; expected a profile, the name of a preset or a path"
             )
-        place = os.fspath(weights)
-        if not os.path.lexists(place):
-            raise MissingFileError(f"profile near weights: there is nothing at {quote(place)}")
-        directory = place if os.path.isdir(place) else os.path.dirname(place)
+        path = os.fspath(weights)
+        if not os.path.lexists(path):
+            raise MissingFileError(f"profile near weights: there is nothing at {quote(path)}")
+        directory = path if os.path.isdir(path) else os.path.dirname(path)
         file = os.path.join(directory, f"{family}.rlx.toml")
         if os.path.lexists(file):
             return cls.from_toml(file)
@@ -237,7 +248,7 @@ class CompileProfile(Table):
 
     @classmethod
     def from_toml_str(cls, toml: str) -> CompileProfile:
-        """The profile in a text; as `from_toml`, and a missing `name` is `custom`."""
+        """Return the profile in a TOML text, like `from_toml`; the default of `name` is `custom`."""
         source = "compile profile"
         if not isinstance(toml, str):
             raise ProfileError(f"{source}: expected a string of TOML, found {type(toml).__name__}")
@@ -246,12 +257,15 @@ class CompileProfile(Table):
         return build(cls, {"name": "custom"} | toml_text.parse(data, source), At(source))
 
     def to_toml(self) -> str:
-        """Every setting as TOML, defaults included. `from_toml_str` gives an equal profile of the same name."""
+        """Return every setting as TOML, defaults included; `from_toml_str` reads an equal profile of the same name."""
         return toml_text.dump(_as_dict(self))
 
     def replace(self, **changes: object) -> CompileProfile:
-        """A copy with other settings: each keyword is `name` or a table. A mapping is merged into the present
-        table, XLA options included; a table object (`Precision(...)`) takes its place. Checked exactly as TOML is.
+        """Return a copy with other settings, which are checked exactly as TOML is.
+
+        Args:
+            changes: `name`, or tables by name. A mapping is merged into the present table, including XLA options; a
+                table object, such as `Precision(...)`, replaces it.
 
         Raises:
             ProfileError, UnsupportedError: as `from_toml`.
@@ -259,11 +273,15 @@ class CompileProfile(Table):
         return build(CompileProfile, _merged(_as_dict(self), changes), At("CompileProfile.replace"))
 
     def diff(self, other: ProfileLike, model: Any = None) -> ProfileDiff:
-        """What changes with another profile: the settings, and with a model (`rlx_jax.compile(flow)`, weights or not)
-        what becomes of its program. Nothing is compiled.
+        """Return the changes from this profile to another one. Nothing is compiled.
+
+        Args:
+            other: the other profile, the name of a preset, or a path.
+            model: a compiled model, such as `rlx_jax.compile(flow)`, with or without weights, to compare its program
+                under both profiles; None to compare only settings.
 
         Raises:
-            ProfileError: `other` is no profile, as `of`; or one of them asks for what the model cannot be.
+            ProfileError: `other` is no profile, as `of`; or one of the profiles does not apply to the model.
         """
         theirs = CompileProfile.of(other, "diff: ")
         if model is not None and not callable(getattr(model, "compare", None)):
@@ -289,7 +307,7 @@ class CompileProfile(Table):
 
 
 def _as_dict(table: Table) -> dict[str, Any]:
-    """Nested dicts of scalars, in the order of the fields."""
+    """Return a table as nested dicts of scalars, in the order of the fields."""
     values = {key: getattr(table, key) for key in field_types(type(table))}
     return {
         k: _as_dict(v) if isinstance(v, Table) else dict(v) if isinstance(v, Options) else v for k, v in values.items()
@@ -297,6 +315,7 @@ def _as_dict(table: Table) -> dict[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dicts with changes merged in, recursively."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)

@@ -1,8 +1,8 @@
-"""The tables of a compile profile: a row for each setting.
+"""This module defines the tables of a compile profile, with a row for each setting.
 
 A row is the type of the setting, its default with the condition for its effect and its label, and its entry in the
-docstring of the table. `settings_for` of `rlx_jax.compiler.settings` resolves `auto`; whoever needs another setting
-reads it of `Settings.profile`. `python -m tests.profile_page --write` renews the table of docs/profiles.md.
+docstring of the table. `settings_for` of `rlx_jax.compiler.settings` resolves `auto`; settings without `auto` are read
+from `Settings.profile`. `python -m tests.profile_page --write` renews the table of docs/profiles.md.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ Target = Literal[
 
 @dataclass(frozen=True)
 class Fusion(Table):
-    """How blocks become tensor ops.
+    """Settings of how blocks become tensor ops.
 
-    policy: whether a block is lowered by a better rule, where there is one, or by its own expansion; same numbers
-    target: the platform or the device to compile for; `auto` is the one that JAX runs on; see [Devices](#devices)
-    assert_clean: a pattern that a pass looks for and cannot fuse is an error
+    policy: `direct` lowers a block by its optimized rule, if there is one; `fusable` by its plain expansion into tensor
+        ops. Both compute the same numbers
+    target: the platform or device to compile for; `auto` is the one that JAX runs on; see [Devices](#devices)
+    assert_clean: raise an error if a pass matches a pattern that it cannot fuse
     skip: no effect: the [fusion passes](fusion.md) leave their ops to XLA
-    disable: names of passes that do not run, from [adding a pass](adding-a-pass.md)
+    disable: names of passes that do not run; see [adding a pass](adding-a-pass.md)
     """
 
     PATH: ClassVar[str] = "fusion"
@@ -45,12 +46,12 @@ class Fusion(Table):
 
 @dataclass(frozen=True)
 class Passes(Table):
-    """Which passes run over the tensor graph.
+    """Switches of the passes over the tensor graph.
 
-    dce: dead code is removed from the tensor graph
-    cse: common subexpressions are computed once
-    constant_folding: what depends on constants alone is computed when the program is compiled
-    verbose: one line for each step on stderr: nodes and seconds
+    dce: remove dead code from the tensor graph
+    cse: compute common subexpressions once
+    constant_folding: compute values that depend only on constants at compile time
+    verbose: print one line for each pass on stderr: nodes and seconds
     """
 
     PATH: ClassVar[str] = "passes"
@@ -65,12 +66,12 @@ Float = Literal["f32", "bf16", "f16"]
 
 @dataclass(frozen=True)
 class NumericClasses(Table):
-    """The dtype of each class of ops where `precision.mixed` is `custom`.
+    """The dtype of each class of ops if `precision.mixed` is `custom`.
 
-    compute: of products, attention and JAX functions, where `mixed` is `custom`
-    reduction: of norms, softmax and reductions, where `mixed` is `custom`
-    elementwise: of arithmetic, where `mixed` is `custom`
-    movement: of what moves values, where `mixed` is `custom`
+    compute: dtype of matrix products, attention and JAX functions if `mixed` is `custom`
+    reduction: dtype of norms, softmax and reductions if `mixed` is `custom`
+    elementwise: dtype of arithmetic if `mixed` is `custom`
+    movement: dtype of ops that only move values, such as reshapes, if `mixed` is `custom`
     """
 
     PATH: ClassVar[str] = "precision.classes"
@@ -82,16 +83,20 @@ class NumericClasses(Table):
 
 @dataclass(frozen=True)
 class Precision(Table):
-    """Dtypes, of the program, its parameters and its cache. The mixed policies stand in the section Dtypes of
-    docs/profiles.md; a policy other than `none` excludes a `compute` of bf16 or f16.
+    """The dtypes of the program, its parameters and its cache.
 
-    compute: the dtype of activations; `auto` is the weights' own on GPU and TPU, f32 on the CPU
-    matmul: the precision of every matrix product, as in `jax.lax.Precision`: `default` rounds the factors of an f32
+    The section Dtypes of docs/profiles.md describes the mixed policies. A policy other than `none` cannot be combined
+    with a `compute` of bf16 or f16.
+
+    compute: dtype of activations; `auto` is the dtype of the weights on GPU and TPU, and f32 on the CPU
+    matmul: precision of every matrix product, as in `jax.lax.Precision`: `default` rounds the factors of an f32
         product to ten bits on an NVIDIA GPU (TF32) and to bf16 on a TPU; `highest` keeps f32
-    mixed: a narrow dtype for classes of ops, f32 around them; parameters and gradients stay f32
-    weights: the dtype that floating parameters are stored in, cast where the program reads them; `keep` is the one that
-        the program computes in
-    kv: the dtype of cached keys and values, cast when written and when read; `auto` is the one they are computed in
+    mixed: policy of mixed precision: a narrow dtype for classes of ops, f32 for the others; parameters and gradients
+        stay f32
+    weights: storage dtype of floating parameters, which are cast where the program reads them; `keep` stores them in
+        the dtype that the program computes in
+    kv: dtype of cached keys and values, which are cast when written and when read; `auto` is the dtype that they are
+        computed in
     """
 
     PATH: ClassVar[str] = "precision"
@@ -109,13 +114,13 @@ class Precision(Table):
 
 @dataclass(frozen=True)
 class Donation(Table):
-    """What a call writes in place.
+    """The arguments that a call donates, so that results are written in place.
 
-    state: a step writes its cache in place, and the old state is gone; `lm.extend` takes a state once in any case
-    strict: a compiled program that copies its state, or takes more temporaries than planned, is a `GraphError`; `false`
+    state: a step updates its cache in place and consumes the old state; `lm.extend` consumes its state in any case
+    strict: raise a `GraphError` if a compiled program copies its state, or takes more temporaries than planned; `false`
         runs it and warns; see [Updates in place](#updates-in-place)
-    inputs: names of inputs whose device arrays a call consumes, where an output can take their memory; `apply` consumes
-        nothing
+    inputs: names of inputs with device arrays that a call consumes if an output can reuse their memory; `apply`
+        consumes nothing
     """
 
     PATH: ClassVar[str] = "donation"
@@ -126,11 +131,12 @@ class Donation(Table):
 
 @dataclass(frozen=True)
 class Layers(Table):
-    """How layers run.
+    """Settings of how layers run.
 
-    roll: equal layers as one `lax.scan`, or one after the other; `auto` scans on TPU and in training
-    remat: what a gradient of the program `train` computes again: whole layers, all but products with weights, or all
-        but these and cuDNN's attention; `offload` keeps what `dots` keeps in the host's memory
+    roll: run repeated layers as one `lax.scan`, or one after the other; `auto` scans on TPU and in training
+    remat: activations that the gradient of the program `train` recomputes: `layer` all of a layer, `dots` all except
+        products with weights, `products` all except these and cuDNN's attention; `offload` is `dots` with the retained
+        activations in host memory
     """
 
     PATH: ClassVar[str] = "layers"
@@ -142,10 +148,10 @@ class Layers(Table):
 
 @dataclass(frozen=True)
 class AttentionTable(Table):
-    """How attention runs.
+    """Settings of how attention runs.
 
-    implementation: how attention runs: `auto` takes cuDNN where it can compute it and gains, else XLA, and the report
-        says why; `cudnn` is an error where it cannot be had; see [Attention](#attention)
+    implementation: `auto` uses cuDNN where it is possible and faster, else XLA, and the report has the reason; `cudnn`
+        is an error where it is not possible; see [Attention](#attention)
     """
 
     PATH: ClassVar[str] = "attention"
@@ -156,17 +162,19 @@ class AttentionTable(Table):
 
 @dataclass(frozen=True)
 class BucketTable(Table):
-    """Sizes that requests to a `CausalLM` or an `Encoder` are padded to, so that few programs serve all of them; see
-    docs/generation.md. Without a list, sizes are rounded up to powers of two.
+    """The sizes that requests to a `CausalLM` or an `Encoder` are padded to, so that few programs serve all requests.
 
-    prompt: tokens of a prompt or a text that requests are padded to; a longer one is read in chunks
-    batch: rows that requests are padded to
-    context: slots of the cache that requests are padded to, for a prompt and its new tokens
-    on_recompile: what a size outside of those lists, or a compile after `warmup`, is
-    programs: compiled programs that a model keeps; of more, the least recently used goes, which `report().evicted`
-        counts, and compiles when it is asked for again; on a CPU one takes some 1.5 MiB and 3 memory mappings
-    spare: slots that the cache of a layer with a window has beside the window: so many tokens may be taken back from a
-        state, as a step that checks drafts does
+    See docs/generation.md. Without a list, sizes are rounded up to powers of two.
+
+    prompt: lengths in tokens that prompts and texts are padded to; a longer prompt is processed in chunks
+    batch: numbers of rows that requests are padded to
+    context: numbers of cache slots that requests are padded to, for a prompt and its new tokens
+    on_recompile: reaction to a size outside of these lists, or to a compile after `warmup`
+    programs: number of compiled programs that a model retains; the least recently used ones are evicted, which
+        `report().evicted` counts, and compile again on demand; on a CPU a program takes about 1.5 MiB and 3 memory
+        mappings
+    spare: slots that the cache of a layer with an attention window has in addition to the window: the number of tokens
+        that can be rolled back from a state, as a step that verifies drafts does
     """
 
     PATH: ClassVar[str] = "buckets"
@@ -180,11 +188,13 @@ class BucketTable(Table):
 
 @dataclass(frozen=True)
 class Checks(Table):
-    """What calls check. A copy of 8 x 2048 ids to the host takes 0.3 ms on one H200, 0.7 ms while it runs a step, which
-    the copy does not wait for unless it computes the ids. Traced arrays have no values to check.
+    """The checks of calls.
 
-    ids: whose token ids and labels are checked before a call and before a training step: those in lists, NumPy arrays
-        and arrays of JAX on a CPU, or those on an accelerator too, which are copied to the host; see
+    A copy of 8 x 2048 ids to the host takes 0.3 ms on one H200, and 0.7 ms while it runs a step; the copy waits for the
+    step only if the step computes the ids. Traced arrays have no values to check.
+
+    ids: token ids and labels that are checked before a call and before a training step: `host` checks lists, NumPy
+        arrays and JAX arrays on a CPU; `all` also copies JAX arrays on an accelerator to the host; see
         [errors](errors.md)
     """
 
@@ -193,26 +203,28 @@ class Checks(Table):
 
 
 def _axes(*names: str) -> tuple[str, ...]:
+    """Return the field of a role, with its default mesh axes."""
     return setting(names, effects.divided, "mesh axes of roles", "sharding")  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Sharding(Table):
-    """For each role that an axis may have (`rlx_jax.ir.roles`) the axes of a mesh that it is divided over, those that
-    the mesh has: what `mesh=` means for a model. Without a mesh there is nothing to divide.
+    """The mesh axes that each role of an array axis (`rlx_jax.ir.roles`) is sharded over.
 
-    batch: the axes of a mesh that rows are divided over, and along which parameters other than experts are only kept in
-        parts; see [devices](devices.md)
-    sequence: those that the tokens of a row are divided over
-    heads: those that query heads are divided over
-    kv_heads: those that key heads are divided over
-    groups: those that what heads with a state share is divided over
-    ffn: those that the inside of feed-forward blocks is divided over
-    vocab: those that the output head is divided over
-    embedding: those that rows of tables are divided over, whose lookup then takes a collective
-    hidden: those that the other axis of matrices is divided over, where they are kept
-    experts: those that experts of a mixture are divided over
-    channel: those that norms and biases are divided over
+    Axes that the mesh of a model (`mesh=`) does not have are ignored. Without a mesh nothing is sharded.
+
+    batch: mesh axes that rows are sharded over; along these, parameters other than experts are sharded only for
+        storage; see [devices](devices.md)
+    sequence: mesh axes that the tokens of a row are sharded over
+    heads: mesh axes that query heads are sharded over
+    kv_heads: mesh axes that key and value heads are sharded over
+    groups: mesh axes that key heads, which heads with a recurrent state share, are sharded over
+    ffn: mesh axes that the inner dimension of feed-forward blocks is sharded over
+    vocab: mesh axes that the output head is sharded over
+    embedding: mesh axes that rows of embedding tables are sharded over; a lookup then takes a collective
+    hidden: mesh axes that the other axis of matrices is sharded over, for storage
+    experts: mesh axes that the experts of a mixture are sharded over
+    channel: mesh axes that norms and biases are sharded over
     """
 
     PATH: ClassVar[str] = "sharding"
@@ -231,26 +243,27 @@ class Sharding(Table):
 
 @dataclass(frozen=True)
 class Backend(Table):
-    """What holds on one platform alone.
+    """Settings that apply to one platform.
 
-    weight_layout: the orientation that weights of Linears are stored in, unless other ops read them too; `auto` is that
-        of the checkpoint
-    merge: q, k, v and gate, up as one weight and one product; `auto` merges where a checkpoint is loaded for
-        generation, and not where parameters keep their checkpoint keys
-    skip_fusion: no effect, as `fusion.skip`
+    weight_layout: orientation in which weights of Linears are stored, unless other ops read them too; `auto` is the
+        orientation in the checkpoint
+    merge: fuse the projections q, k, v and gate, up into one weight and one product each; `auto` fuses when a
+        checkpoint is loaded for generation, and not when parameters keep their checkpoint keys
+    skip_fusion: no effect, like `fusion.skip`
     unfuse_regions: no effect: chains of pointwise ops stay single ops
-    products: how a product of one row with a weight `[out, in]` runs: as any other, or as a multiplication and a sum in
-        one kernel that reads the weight once; `auto` takes `row` on `cuda`
-    experts: how a mixture of experts runs: every expert for every token, the weights of each token's experts read
-        apart, choices sorted into blocks of one expert, these one after the other, or sorted groups for
-        `jax.lax.ragged_dot`; `auto` goes by the numbers of tokens and experts, and is `looped` on the CPU
-    kernels: whether the package's own kernels, in Pallas, run experts and recurrences: where they were measured, on one
-        H100 or H200, in programs that are not trained; or nowhere
-    steps_per_dispatch: tokens of a row that one call of the generating loop gives, any number; `auto` is 4 on the CPU,
-        else 16
-    stop_early: the loop ends with its last row, and not after so many steps; `auto` says so on the CPU: where the
-        number of turns is known beforehand, a GPU's host thread prepares the next call meanwhile
-    compiler_options: options of XLA, passed as they are
+    products: implementation of a product of one row with a weight `[out, in]`: `xla` as any other product, `row` as a
+        multiplication and a sum in one kernel that reads the weight once; `auto` is `row` on `cuda`
+    experts: implementation of a mixture of experts: `dense` computes every expert for every token, `gathered` reads the
+        weights of each token's experts separately, `blocked` sorts choices into blocks of one expert, `looped` runs
+        these blocks one after the other, `ragged` sorts groups for `jax.lax.ragged_dot`; `auto` depends on the numbers
+        of tokens and experts, and is `looped` on the CPU
+    kernels: `auto` runs experts and recurrences by the package's own Pallas kernels where they were measured: on one
+        H100 or H200, in programs that are not trained; `off` never
+    steps_per_dispatch: tokens per row that one call of the generation loop produces, any number; `auto` is 4 on the
+        CPU, else 16
+    stop_early: end a call of the loop when its last row has ended, and not after a fixed number of steps; `auto` does
+        so on the CPU; with a fixed number the host thread of a GPU prepares the next call meanwhile
+    compiler_options: options of XLA, passed unchanged
     """
 
     PATH: ClassVar[str] = "backend.*"
@@ -272,7 +285,7 @@ class Backend(Table):
 
 @dataclass(frozen=True)
 class Backends(Table):
-    """One `Backend` for each platform; only the one that is compiled for is read."""
+    """One `Backend` for each platform; only the table of the target platform is read."""
 
     PATH: ClassVar[str] = "backend"
     cpu: Backend = Backend()

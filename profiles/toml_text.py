@@ -1,4 +1,4 @@
-"""Profiles as text: reading `*.rlx.toml` within limits, and writing it."""
+"""This module reads the TOML of profiles, with limits for untrusted files, and writes it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from rlx_jax.errors import MissingFileError, ProfileError, StorageError, quote
 from rlx_jax.profiles.check import Scalar
 
-# Bytes of one profile.
+# The largest size of a profile, in bytes.
 MAX_BYTES = 64 * 1024
 
-# Nested brackets of a profile. The parser recurses, so this is checked before it runs.
+# The limit of nested brackets. The parser recurses, so this is checked before it runs.
 MAX_DEPTH = 32
 
-# Dots in one key of a profile. The parser takes quadratic time in them, so this is checked before it runs.
+# The limit of dots in one key. The parser takes quadratic time in them, so this is checked before it runs.
 MAX_DOTS = 16
 
-# What decides about nesting and dots: strings and comments (skipped), brackets, dots, and what ends a key.
-# Possessive quantifiers keep this linear. A closing run of three to five quotes is TOML's rule: up to two of
-# them belong to the string. Whatever is malformed here is refused by the parser at that very place.
+# The tokens for counting nesting and dots: strings and comments (skipped), brackets, dots, and the ends of keys.
+# Possessive quantifiers keep the scan linear. In TOML three to five quotes close a string; up to two of them belong to
+# it. The parser itself refuses malformed text, at the same position.
 _TOKEN = re.compile(
     r'''"""(?:[^"\\]|\\.|""?(?!"))*+(?:"{3,5})?'''
     r"""|'''(?:[^']|''?(?!'))*+(?:'{3,5})?"""
@@ -38,7 +38,7 @@ _WHERE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)",
 
 
 def read(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a profile file, at most one more than `MAX_BYTES`.
+    """Return the bytes of a profile file, at most one more than `MAX_BYTES`, so that `parse` detects a larger file.
 
     Raises:
         MissingFileError: there is no such file.
@@ -47,7 +47,7 @@ def read(path: str | os.PathLike[str]) -> bytes:
     name = os.fspath(path)
     source = f"compile profile {quote(name)}"
     try:
-        if stat.S_ISREG(os.stat(name).st_mode):  # looked at first, because opening a pipe would block
+        if stat.S_ISREG(os.stat(name).st_mode):  # checked first, because opening a pipe would block
             with open(name, "rb") as file:
                 return file.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
@@ -55,15 +55,20 @@ def read(path: str | os.PathLike[str]) -> bytes:
     except OSError as error:
         raise StorageError(f"{source}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise StorageError(f"{source}: no path of a file: {error}") from error  # a NUL in it
+        raise StorageError(f"{source}: no path of a file: {error}") from error  # the path has a NUL
     raise StorageError(f"{source}: expected a regular file, found a directory, a pipe or a device")
 
 
 def parse(data: bytes, source: str) -> dict[str, Any]:
-    """The tables of a profile's text; `source` names it in messages.
+    """Return the tables of a profile's text as nested dicts.
+
+    Args:
+        data: the bytes of the text.
+        source: its name, for messages.
 
     Raises:
-        ProfileError: over a limit, not UTF-8, or not TOML; with the line and the column, both from 1.
+        ProfileError: the text exceeds a limit, is not UTF-8, or is not TOML; the message has the line and the column,
+            both counted from 1.
     """
     if len(data) > MAX_BYTES:
         raise ProfileError(f"{_place(data, MAX_BYTES, source)}: a profile has at most {MAX_BYTES} bytes; this has more")
@@ -76,11 +81,12 @@ def parse(data: bytes, source: str) -> dict[str, Any]:
     _check_nesting(text, source)
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # tomllib also raises ValueError for integers of thousands of digits
         raise ProfileError(_syntax_message(str(error), text, source)) from error
 
 
 def _check_nesting(text: str, source: str) -> None:
+    """Raise a `ProfileError` if the text has too many nested brackets, or too many dots in a key."""
     depth = dots = 0
     for token in _TOKEN.finditer(text):
         match token[0]:
@@ -98,30 +104,35 @@ def _check_nesting(text: str, source: str) -> None:
 
 
 def _place(text: str | bytes, offset: int, source: str) -> str:
-    """`source` with the line and the column of `text[offset]`; a column counts bytes in undecodable text."""
+    """Return `source` with the line and the column of `text[offset]`.
+
+    A column counts characters, with one replacement character for each undecodable sequence.
+    """
     before = text[:offset]
     lines = before.decode("utf-8", "replace").split("\n") if isinstance(before, bytes) else before.split("\n")
     return f"{source}, line {len(lines)}, column {len(lines[-1]) + 1}"
 
 
 def _syntax_message(message: str, text: str, source: str) -> str:
-    found = _WHERE.fullmatch(message)
-    what = found[1] if found else message
-    if found and found[2]:
-        place = f"{source}, line {found[2]}, column {found[3]}"
+    """Return the message of the TOML parser with our form of the position, and a hint for typographic quotes."""
+    match = _WHERE.fullmatch(message)
+    what = match[1] if match else message
+    if match and match[2]:
+        place = f"{source}, line {match[2]}, column {match[3]}"
     else:
-        place = _place(text, len(text), source) if found else source
-    after = text.split("\n")[int(found[2]) - 1][int(found[3]) - 1 :] if found and found[2] else ""
+        place = _place(text, len(text), source) if match else source
+    after = text.split("\n")[int(match[2]) - 1][int(match[3]) - 1 :] if match and match[2] else ""
     hint = f' at {quote(after[:1])}; strings stand in straight quotes, "…"' if after[:1] in _CURLY and after else ""
     return f"{place}: {what if len(what) <= 120 else what[:119] + '…'}{hint}"
 
 
 def dump(tables: Mapping[str, Any]) -> str:
-    """TOML of nested mappings of scalars and arrays; an empty table is left out."""
+    """Return nested mappings of scalars and arrays as TOML; empty tables are left out."""
     return "\n".join(_blocks(tables, ""))
 
 
 def _blocks(table: Mapping[str, Any], path: str) -> list[str]:
+    """Return the TOML of a table and its nested tables, one text for each header."""
     scalars = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
     blocks = []
     if scalars:
@@ -134,10 +145,11 @@ def _blocks(table: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _toml(value: Scalar | tuple[Scalar, ...]) -> str:
+    """Return a scalar or an array as TOML."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str):  # printable by the schema, so that these two are all there is to escape
+    if isinstance(value, str):  # the schema allows printable text only, so that no other character needs an escape
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return repr(value)

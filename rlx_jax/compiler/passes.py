@@ -1,8 +1,8 @@
-"""The table of passes: every rewrite of a program from HIR to MIR, in the order that they run.
+"""This module defines `PIPELINE`, the table of all rewrites of a program from HIR to MIR, in the order that they run.
 
-A row says what a pass is called, at which level its program is, what it does, and when. A new pass is a file in
-`lowering/hir/` or `lowering/mir/` and a row here. `run_passes` is the only loop: it verifies, times and counts after
-each pass, and stops after any.
+A row has the name of a pass, the level of its result, the rewrite, and the condition for it to run. A new pass is a
+file in `lowering/hir/` or `lowering/mir/` and a row here. `run_passes` is the only loop over the table. It verifies the
+graph, measures the time and counts the nodes after each pass, and can stop after any.
 """
 
 from __future__ import annotations
@@ -44,8 +44,19 @@ Kind = Literal["program", "layout", "fusion", "cleaning"]
 
 @dataclass(frozen=True)
 class Job:
-    """What a pass may know: the resolved settings, the program that is wanted, the optional inputs that calls will
-    supply, those inputs that no output of the flow reads, and for the last pass its sizes."""
+    """The information that passes may use.
+
+    Attributes:
+        settings: the resolved profile.
+        types: the cache of types that values of the graph belong to.
+        program: the program to derive.
+        last_only: compute the outputs for each row's last token only.
+        given: the optional inputs that calls will pass.
+        outputs: the names of the outputs to compute; None for all.
+        headless: end before the head; its operands are the outputs.
+        sizes: the sizes for the last pass, `specialise`; None for a template.
+        unread: the inputs that no output of the flow reads.
+    """
 
     settings: Settings
     types: TypeCache = field(repr=False)
@@ -60,15 +71,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Pass:
-    """One rewrite, valid in, valid out. `level` is that of the graph it returns.
+    """One rewrite from a valid graph to a valid graph.
 
-    run: `(graph, types)`, or `(graph, value, types)` where `when` returns a value for it.
-    when: whether it is part of a job; instead of True it may return what the rewrite goes by, a setting such as a
-        dtype, and instead of False None.
-    kind: `program` passes make the program what it was asked to be. All others change no number and can be switched
-        off by name (`fusion.disable`): those of `layout` choose how weights are stored and layers laid out, those of
-        `fusion` have a name and leave their ops to XLA (see `left_to_xla`), those of `cleaning` remove
-        (`passes.<name> = false`).
+    Attributes:
+        name: the name of the pass, also in profiles.
+        level: the level of the graph that it returns.
+        run: a function of `(graph, types)`, or of `(graph, value, types)` if `when` returns a value.
+        when: a function that returns whether the pass is part of a job. Instead of True it may return the value that
+            the rewrite needs, such as a dtype, and None instead of False.
+        kind: `program` passes are required for correctness. The others do not change results, and can be switched off
+            by name (`fusion.disable`): `layout` passes choose how weights are stored and how layers run, `fusion`
+            passes leave their ops to XLA (see `left_to_xla`), and `cleaning` passes simplify the graph (they are
+            switched off by `passes.<name> = false` too).
     """
 
     name: str
@@ -78,27 +92,27 @@ class Pass:
     kind: Kind = "program"
 
     def runs(self, job: Job) -> bool:
-        """Whether it is part of that job."""
+        """Return whether the pass is part of a job."""
         off = self.name in job.settings.off or self.kind in job.settings.without
         value = False if off and self.kind != "program" else self.when(job)
         return value is not None and value is not False
 
     def __call__(self, graph: Graph, job: Job) -> Fused:
-        """The verified result, and the places that the pass speaks of.
+        """Run the pass, and return the verified graph with the fusion sites that the pass reports.
 
         Raises:
-            GraphError: the pass left a graph that is wrong; all problems are listed.
+            GraphError: the pass returned an invalid graph; the message lists all problems.
         """
         value = self.when(job)
-        made = self.run(graph, *([] if isinstance(value, bool) else [value]), job.types)
-        made = made if isinstance(made, Fused) else Fused(made)
-        if made.graph is not graph:
-            verify(made.graph, self.level, self.name, job.types)
-        return made
+        result = self.run(graph, *([] if isinstance(value, bool) else [value]), job.types)
+        result = result if isinstance(result, Fused) else Fused(result)
+        if result.graph is not graph:  # a pass that changes nothing returns the same graph, which is verified already
+            verify(result.graph, self.level, self.name, job.types)
+        return result
 
 
-# Passes of the specification whose fused ops exist, and whose rewriting would gain no time: XLA puts what they would
-# write as one op into one kernel by itself.
+# Passes of the specification that are rows but rewrite nothing. The fused ops exist, but rewriting to them saves no
+# time: XLA fuses the same ops into one kernel by itself.
 LEFT_TO_XLA = (
     "fuse_matmul_bias_act", "fuse_residual_layer_norm", "fuse_residual_rms_norm", "fuse_swiglu",
     "mark_elementwise_regions", "unfuse_elementwise_regions",
@@ -106,17 +120,17 @@ LEFT_TO_XLA = (
 
 
 def left_to_xla(graph: Graph, types: TypeCache) -> Graph:
-    """Return the graph as it is."""
+    """Return the graph unchanged."""
     return graph
 
 
 def over_devices(job: Job) -> Any:
-    """For a model that lies over several devices, by its division."""
+    """Return the sharding rules of a model on several devices; None on one, where the pass does not run."""
     return job.settings.division
 
 
 def unless(value: Any, default: Any) -> Any:
-    """A setting that is not its default; for that, the pass does not run."""
+    """Return the value of a setting, or None, so that the pass does not run, if it is the default."""
     return None if value == default else value
 
 
@@ -125,7 +139,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("outputs", HIR, with_outputs, lambda job: job.outputs),
     Pass("expand", HIR, expand_composites),
     Pass("precision", HIR, compute_in, lambda job: unless(job.settings.compute, np.float32)),
-    # One device has all of every value.
+    # On one device, ops that only matter for sharding are removed.
     Pass("undivided", HIR, undivided, lambda job: job.settings.division is None),
     Pass("unpack", HIR, unpack, over_devices),
     Pass(
@@ -135,7 +149,7 @@ PIPELINE: tuple[Pass, ...] = (
         lambda job: job.settings.merge and job.settings,
         "layout",
     ),
-    # A few tokens' kernels are as short as their launch; a prompt's are not.
+    # For a few tokens a kernel takes as little time as its launch, so fewer kernels help; for a prompt it takes longer.
     Pass(
         "merge_ropes",
         HIR,
@@ -148,7 +162,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "pad_vocabulary", HIR, lambda g, division, types: dce(pad_vocabulary(g, division, types), types), over_devices
     ),
-    # Of the last layer, only the last row goes on.
+    # Outside of the scanned loop, the last layer can compute its output for the last token alone.
     Pass("peel_last", HIR, peel_last, lambda job: job.last_only and not job.settings.plan.scan, "layout"),
     Pass(
         "derive",
@@ -157,7 +171,7 @@ PIPELINE: tuple[Pass, ...] = (
         lambda job: job,
     ),
     Pass("lower", MIR, lower, lambda job: job.settings.profile.fusion.policy),
-    # A derived program may read what the flow does not.
+    # This runs after `derive`: a derived program may read inputs that the flow does not.
     Pass("unread_inputs", MIR, without_inputs, lambda job: unless(job.unread, frozenset())),
     Pass("pin_matmul", MIR, pin_matmul, lambda job: unless(job.settings.profile.precision.matmul, "default")),
     Pass(
@@ -171,16 +185,16 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("constant_folding", MIR, constant_folding, kind="cleaning"),
     *(Pass(name, MIR, left_to_xla, kind="fusion") for name in LEFT_TO_XLA),
     Pass("divide", MIR, divide, over_devices),
-    Pass("dce", MIR, dce, kind="cleaning"),  # it takes away what the others left unread
+    Pass("dce", MIR, dce, kind="cleaning"),  # late, because the passes before it leave unread nodes
     Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),
-    Pass("specialise", MIR, specialise, lambda job: job.sizes),  # for each choice of sizes; a template has symbols
+    Pass("specialise", MIR, specialise, lambda job: job.sizes),  # runs once per choice of sizes, on the template
 )
 
 NAMES = tuple(p.name for p in PIPELINE)
 
 
 def pass_named(name: str) -> Pass:
-    """The row of that name.
+    """Return the pass with a name.
 
     Raises:
         GraphError: there is none; the message suggests one.
@@ -192,10 +206,10 @@ def pass_named(name: str) -> Pass:
 
 
 def check_switches(settings: Settings) -> None:
-    """What the profile switches off are passes, and such as can be.
+    """Check that every name that the profile switches off is a pass, and one that is optional.
 
     Raises:
-        ProfileError: with a suggestion.
+        ProfileError: it is not; the message has a suggestion.
     """
     optional = [p.name for p in PIPELINE if p.kind != "program"]
     if fixed := sorted(name for name in settings.off if name in NAMES and name not in optional):
@@ -208,8 +222,16 @@ def check_switches(settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class Ran:
-    """What the passes made of a program. `blocks` is what was lowered, `lowered` what the first optional pass at MIR
-    was given, `graph` the result."""
+    """The result of running the passes on a program.
+
+    Attributes:
+        blocks: the HIR graph before it is lowered.
+        lowered: the graph after the last `program` pass, which the fusion report compares the final graph with.
+        graph: the final graph.
+        seconds: the time of each pass, by name.
+        nodes: the number of nodes after each pass, by name.
+        places: the fusion sites that passes report.
+    """
 
     blocks: Graph
     lowered: Graph
@@ -220,10 +242,15 @@ class Ran:
 
 
 def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
-    """Run the table on a program, to its end or until after the pass `stop`.
+    """Run the passes of `PIPELINE` on a program.
+
+    Args:
+        graph: the HIR graph of the flow.
+        job: the program and the settings.
+        stop: the name of the pass to stop after; "" for all.
 
     Raises:
-        GraphError: there is no such pass, or it is not part of this job. Errors of the passes.
+        GraphError: there is no pass `stop`, or it is not part of this job. Others as the passes.
     """
     job = replace(job, unread=unread_inputs(graph))
     rows = [p for p in PIPELINE if p.runs(job)]
@@ -238,9 +265,9 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
     places: list[Place] = []
     for p in rows:
         start = time.perf_counter()
-        made = p(graph, job)
-        graph = made.graph
-        places += made.places
+        result = p(graph, job)
+        graph = result.graph
+        places += result.places
         seconds[p.name], nodes[p.name] = time.perf_counter() - start, sum(1 for _ in graph.walk())
         blocks = graph if p.level == HIR else blocks
         lowered = graph if p.kind == "program" else lowered

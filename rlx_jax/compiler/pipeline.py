@@ -1,11 +1,11 @@
-"""The compiler on one page.
+"""This module is the compiler, from a built flow to a pure JAX function.
 
     flow ── build ──▶ HIR ── expand, precision, merge, derive ──▶ HIR of one program
          ── lower ──▶ MIR template ── passes ──▶ MIR ── specialise, plan ──▶ LIR ── interpret, jit ──▶ executable
 
-Every rewrite, from HIR to MIR with sizes, is a row of `PIPELINE` (`rlx_jax/compiler/passes.py`); the verifier runs
-after each of them. A profile is read in `settings_for` (`rlx_jax/compiler/settings.py`): passes, layout and plan get
-values. Which of its fields do nothing, their rows say (`rlx_jax/profiles/effects.py`), by what is in the program.
+Every rewrite, from HIR to MIR with sizes, is a row of `PIPELINE` (`rlx_jax/compiler/passes.py`), and the verifier runs
+after each. Only `settings_for` (`rlx_jax/compiler/settings.py`) reads a profile; passes, layout and plan get resolved
+values. The rows of the schema decide which settings have no effect on a program (`rlx_jax/profiles/effects.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,19 @@ from rlx_jax.program import Built
 
 @dataclass(frozen=True)
 class Template:
-    """One program with symbolic sizes, at every level."""
+    """A program with symbolic sizes, at every level.
+
+    Attributes:
+        built: the built flow.
+        hir: the HIR graph of the program before it is lowered.
+        mir: the MIR graph after all passes.
+        bounds: the limits of ids and sequence lengths that calls are checked against.
+        scan: whether repeated layers run as one `lax.scan`.
+        optional: the optional inputs that the derived program adds.
+        types: the cache of types of the graphs.
+        seconds, nodes: the time of each pass, and the number of nodes after it.
+        fusion: the fused and the missed patterns.
+    """
 
     built: Built
     hir: Graph
@@ -78,67 +90,69 @@ class Template:
 
     @functools.cached_property
     def state(self) -> Mapping[str, TensorType]:
-        """The arrays of its state."""
+        """Return the types of the arrays of the state, by name."""
         return state_types(self.mir, self.scan)
 
     @functools.cached_property
     def rings(self) -> Mapping[str, int]:
-        """The dimensions of its rings; see `ring_sizes`."""
+        """Return the window of each ring buffer, by the symbol of its size; see `ring_sizes`."""
         return ring_sizes(self.hir)
 
     @functools.cached_property
     def symbols(self) -> frozenset[str]:
-        """Names of the sizes that its state and inputs have."""
+        """Return the symbols in the types of the state and the inputs."""
         types = (*self.state.values(), *(i.type for i in self.mir.inputs))
         return frozenset().union(*(t.symbols for t in types))
 
     @functools.cached_property
     def unread(self) -> tuple[str, ...]:
-        """The inputs of the flow that this program does not have, in order."""
+        """Return the inputs of the flow that this program does not have, in order."""
         read = {i.input for i in self.mir.inputs}
         return tuple(i.input for i in self.built.hir.inputs if i.input not in read)
 
     @functools.cached_property
     def taken_back(self) -> tuple[tuple[str, int], ...]:
-        """See `taken_back` of the plan."""
+        """Return the state arrays that the program gives after each token; see `taken_back` of the plan."""
         return taken_back(self.mir, self.scan)
 
     @functools.cached_property
     def head(self) -> Head:
-        """The product with a weight that makes the first output; see `find_head` for what it raises."""
+        """Return the head, the product with a weight that computes the first output; raises as `find_head`."""
         return find_head(self.mir)
 
     def headless(self) -> Template:
-        """The same up to its head, whose operands are the outputs."""
+        """Return the template of the program up to its head; the operands of the head are the outputs."""
         job = Job(plain(), self.types, headless=True)
         return replace(self, mir=pass_named("up_to_head")(self.mir, job).graph)
 
     def cost(self, sizes: Mapping[str, int]) -> Cost:
-        """FLOPs, bytes and scratch memory of the program for one choice of sizes. Nothing is compiled.
+        """Return the FLOPs, bytes and scratch memory of the program for one choice of sizes, without compiling.
 
         Raises:
-            GraphError: a size is missing, or is none of the program.
+            GraphError: a size is missing, or the program has no such size.
         """
         check_known(sizes, sorted(self.symbols), f"{self.built.name}: the program has no size", "; it has")
         for name, size in sizes.items():
             as_dim(size, f"{self.built.name}: {name}")
         if missing := sorted(self.symbols.difference(sizes)):
-            whole = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))
-            raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {whole}")
+            sizes_text = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))
+            raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {sizes_text}")
         return cost(pass_named("specialise")(self.mir, Job(plain(), self.types, sizes=sizes)).graph)
 
     def outline(self, known: Mapping[str, int]) -> Outline:
-        """The table of its blocks; FLOPs and bytes are those of the sizes that are `known`, and of 1 for others."""
+        """Return the table of blocks, with FLOPs and bytes for the sizes in `known`, and 1 for other sizes."""
         sizes = {name: known.get(name, 1) for name in self.symbols}
         try:
             mir = pass_named("specialise")(self.mir, Job(plain(), TypeCache(), sizes=sizes)).graph
-        except RlxError:  # it has no such sizes, as where a window is wider than 1
+        except RlxError:  # the program cannot have these sizes, such as a context of 1 with a wider window
             mir = None
         return outline(self.built.name, self.hir, mir, sizes, self.mir.inputs)
 
 
 def derived_program(built: Built, program: str) -> str:
-    """What is derived from a flow for `program`: one that asks to be `explicit` is that in `forward` and `train`.
+    """Return the name of the program to derive from a flow for `program`.
+
+    It differs for a flow that is built for explicit decode: its `forward` and `train` derive `explicit`.
 
     Raises:
         DeriveError: such a flow has no other programs.
@@ -162,21 +176,30 @@ def make_template(
     given: frozenset[str] = frozenset(),
     outputs: tuple[str, ...] | None = None,
 ) -> Template:
-    """HIR → MIR: the table of passes.
+    """Lower a built flow to the template of a program, HIR → MIR, by the table of passes.
 
     Args:
-        given: the optional inputs that calls will supply.
-        outputs: those that are wanted, by name; None for all.
+        built: the built flow.
+        build_s: the seconds that the build took, for the report.
+        settings: the resolved profile.
+        program: the program to derive.
+        last_only: compute the outputs for each row's last token only.
+        given: the optional inputs that calls will pass.
+        outputs: the names of the outputs to compute; None for all.
+
+    Raises:
+        FusionError: the profile sets `fusion.assert_clean`, and a pattern is not fused.
+        Others as the passes.
     """
     check_switches(settings)
     job = Job(settings, built.types, derived_program(built, program), last_only, given, outputs)
-    ran = run_passes(built.hir, job)
-    check_constants(ran.graph, built.types)
-    left = [name for name in LEFT_TO_XLA if name in ran.nodes]
-    fusion = fusion_report(ran.lowered, ran.graph, ran.places, left)
+    result = run_passes(built.hir, job)
+    check_constants(result.graph, built.types)
+    left = [name for name in LEFT_TO_XLA if name in result.nodes]
+    fusion = fusion_report(result.lowered, result.graph, result.places, left)
     if settings.profile.fusion.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
-    seconds = {"build": build_s, **ran.seconds}
+    seconds = {"build": build_s, **result.seconds}
     read = without_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
     bounds = bounds_of(read, settings.max_positions or built.max_positions)
     if job.program == "explicit":
@@ -185,35 +208,37 @@ def make_template(
         bounds = packed_rows(bounds)
     adds = {"explicit": explicit.optional_inputs, "padded": row_layouts.optional_inputs}.get(job.program)
     optional = () if adds is None else adds(built.hir)
-    times = built.types, seconds, ran.nodes, fusion
-    return Template(built, ran.blocks, ran.graph, bounds, settings.plan.scan, optional, *times)
+    times = built.types, seconds, result.nodes, fusion
+    return Template(built, result.blocks, result.graph, bounds, settings.plan.scan, optional, *times)
 
 
 def text_after(built: Built, settings: Settings, program: str, level: str, after: str) -> str:
-    """The dump of a program as pass `after` leaves it.
+    """Return the dump of a program after the pass `after`.
 
     Raises:
-        GraphError: there is no such pass, it does not run for this program, or its program is at another level.
+        GraphError: there is no such pass, it does not run for this program, or its result is at another level.
     """
-    found = pass_named(after)
-    if found.level != level:
-        raise GraphError(f"pass {quote(after)} leaves a program at {found.level}: text({str(found.level)!r}, after=…)")
-    ran = run_passes(built.hir, Job(settings, built.types, derived_program(built, program)), stop=after)
-    return dump(ran.graph, level, f", after={after}")
+    last_pass = pass_named(after)
+    if last_pass.level != level:
+        raise GraphError(
+            f"pass {quote(after)} leaves a program at {last_pass.level}: text({str(last_pass.level)!r}, after=…)"
+        )
+    result = run_passes(built.hir, Job(settings, built.types, derived_program(built, program)), stop=after)
+    return dump(result.graph, level, f", after={after}")
 
 
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:
-    """MIR template → MIR with sizes → LIR."""
-    # Types of these sizes: the template's own cache would keep those of every size that was ever asked for.
+    """Specialize a template to sizes and plan it: MIR template → MIR with sizes → LIR."""
+    # A new cache of types: the template's cache would retain the types of every size ever requested.
     graph = pass_named("specialise")(template.mir, Job(settings, TypeCache(), sizes=binding)).graph
     plan = settings.plan
-    asked = plan.implementation, plan.products, plan.experts, settings.division, plan.kernels
-    choices = choose_all(graph, settings.device, *asked)
+    preferences = plan.implementation, plan.products, plan.experts, settings.division, plan.kernels
+    choices = choose_all(graph, settings.device, *preferences)
     return Lir(graph, replace(plan, donate_inputs=reusable_inputs(graph, plan.donate_inputs), choices=choices))
 
 
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:
-    """The forward program of `built` for one choice of sizes."""
+    """Return the planned forward program of a built flow for one choice of sizes."""
     profile = None if profile is None else CompileProfile.of(profile)
     settings = choose_settings(built, profile, merge=False, program="forward")
     template = make_template(built, 0.0, settings, "forward")
@@ -227,11 +252,16 @@ def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) 
 
 
 def make_function(lir: Lir, layout: Layout, division: Division | None = None) -> Function:
-    """LIR → a pure JAX function `(params, state, inputs) → (outputs, state)`, divided over devices as `division` says.
+    """Return a planned program as a pure JAX function `(params, state, inputs) → (outputs, state)`.
+
+    Args:
+        lir: the planned program.
+        layout: the parameters that hold its weights.
+        division: the sharding rules; None on one device.
 
     Raises:
-        UnsupportedError: when it is traced, and the profile asks for what only another device runs.
-        GraphError: when it is traced, and an array that a function captures has changed.
+        UnsupportedError: while tracing, if the profile requires an implementation that this device cannot run.
+        GraphError: while tracing, if an array that a function captures has changed.
     """
     names = layout.by_program()
     layout.check(lir.graph, lir.plan.scan)
@@ -248,7 +278,7 @@ def make_function(lir: Lir, layout: Layout, division: Division | None = None) ->
 
 
 def placed_state(lir: Lir, state: StateArrays, division: Division) -> StateArrays:
-    """The state where the next call wants it."""
+    """Return the state, constrained to the sharding that the next call expects."""
     leaves = given_leaves(lir.graph, lir.plan.scan)
     return {
         name: lax.with_sharding_constraint(a, division.value(leaves[name][1], a.shape)) if name in leaves else a
@@ -257,10 +287,10 @@ def placed_state(lir: Lir, state: StateArrays, division: Division) -> StateArray
 
 
 def choices_here(lir: Lir, here: Device) -> Mapping[Call, Choice]:
-    """How its ops run on this device, which need not be the one that it was planned for.
+    """Return the implementations of the ops on this device, which may differ from the planned one.
 
     Raises:
-        UnsupportedError: an implementation was asked for by name, and this device has none.
+        UnsupportedError: the profile names an implementation that this device cannot run.
     """
     choices = runnable(lir.plan.choices, here)
     idle = {c.implementation for call, c in lir.plan.choices.items() if call not in choices}
@@ -279,20 +309,25 @@ AnyArray = Any
 
 
 def head_operands(head: Head, kernel: AnyArray, bias: AnyArray = None) -> list[AnyArray]:
-    """The weights as the product takes them."""
+    """Return the weights of a head in the dtypes that its product takes: the kernel, and the bias if there is one."""
     wide = jnp.float32 if head.product.f32_result else head.dtype
     return [kernel.astype(head.dtype)] + ([] if bias is None else [bias.astype(wide)])
 
 
 def behind_product(head: Head, product: AnyArray) -> AnyArray:
-    """The first output of a program from its head's product."""
-    (made,) = interpret(head.tail, Env({}, {}, {}, operands=(product,)))
-    return made
+    """Compute the first output of a program from the product of its head."""
+    (output,) = interpret(head.tail, Env({}, {}, {}, operands=(product,)))
+    return output
 
 
 def with_hidden(run: Function, head: Head, last_only: bool) -> Function:
-    """Around a program up to its head: outputs (logits, hidden states `[B, S, H]` f32), the former of each row's last
-    token alone, `[B, 1, V]`, where `last_only`; a row's tokens are those before `lengths`."""
+    """Return a function with the outputs (logits, hidden states `[B, S, H]` f32).
+
+    Args:
+        run: the program up to its head.
+        head: the head.
+        last_only: compute the logits for each row's last token only, at `lengths - 1`: `[B, 1, V]`.
+    """
 
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         (hidden, *weights), state = run(params, state, inputs)
@@ -304,7 +339,7 @@ def with_hidden(run: Function, head: Head, last_only: bool) -> Function:
 
 
 def last_rows(hidden: AnyArray, lengths: AnyArray) -> AnyArray:
-    """`[B, S, H]` → that of the last token `[B, 1, H]`, of the first one where a row has none."""
+    """Return the hidden state of each row's last token, `[B, S, H]` → `[B, 1, H]`; the first for an empty row."""
     at = jnp.maximum(lengths - 1, 0).reshape(-1, 1, 1)
     return jnp.take_along_axis(hidden, at, axis=1, mode="clip")
 
@@ -312,8 +347,17 @@ def last_rows(hidden: AnyArray, lengths: AnyArray) -> AnyArray:
 def facts_of(
     template: Template, profile: CompileProfile, settings: Settings, programs: tuple[str, ...], serves: bool
 ) -> Facts:
-    """What the settings of a flow can act on, by its first template. What the other programs add to that one is known
-    from their names."""
+    """Return the facts about a flow that decide which settings have an effect.
+
+    They come from the flow's first template; what other programs add follows from their names.
+
+    Args:
+        template: the first template of the flow.
+        profile: the profile of the flow.
+        settings: the resolved profile.
+        programs: the programs that calls run.
+        serves: whether the model serves requests.
+    """
     passes = list(_passes(template, profile, settings, programs))
     return Facts(
         template.built.name,
@@ -323,7 +367,7 @@ def facts_of(
         programs,
         not set(CACHED_PROGRAMS).isdisjoint(programs),
         serves,
-        frozenset(p.name for p in passes if p.kind != "fusion"),  # which rewrite nothing
+        frozenset(p.name for p in passes if p.kind != "fusion"),  # fusion passes rewrite nothing
         None if settings.division is None else tuple(map(str, settings.division.mesh.axis_names)),
         template.built.refusals,
         _no_kernels(settings, programs),
@@ -333,7 +377,7 @@ def facts_of(
 def _passes(
     template: Template, profile: CompileProfile, settings: Settings, programs: tuple[str, ...]
 ) -> Iterator[Pass]:
-    """The passes that run for some program of the model, but for `fusion.disable`."""
+    """Return the passes that run for some program of the model, ignoring `fusion.disable`."""
     off = frozenset(name for name in CLEANING if not getattr(profile.passes, name))
     free = replace(settings, off=off)
     jobs = [Job(free, template.built.types, program, last) for program in programs for last in (False, True)]
@@ -341,9 +385,9 @@ def _passes(
 
 
 def _contents(template: Template) -> Iterator[str]:
-    """What is in a program, by the names that `REASONS` has for it."""
+    """List the features that a program contains, by the names in `REASONS`."""
     ops = [(node.op, node.types) for _, node in template.mir.walk()]
-    found = {
+    contains = {
         "floats": any(is_float(t.dtype) for _, types in ops for t in types),
         "float parameters": any(is_float(param.type.dtype) for param in template.hir.params()),
         "products": any(hasattr(op, "precision") for op, _ in ops),
@@ -358,11 +402,14 @@ def _contents(template: Template) -> Iterator[str]:
         "merged": any(place.by == "merge_linears" for place in template.fusion.fused),
         "state": bool(template.state),
     }
-    return (name for name, there in found.items() if there)
+    return (name for name, is_present in contains.items() if is_present)
 
 
 def _no_kernels(settings: Settings, programs: tuple[str, ...]) -> str:
-    """Why the package's kernels do not run: they were measured on one device, and have no gradient."""
+    """Return why the package's Pallas kernels do not run, "" if they do.
+
+    They run on the devices that they were measured on, one at a time, and have no gradient.
+    """
     if settings.division is not None or not settings.device.has_kernels:
         where = "a mesh" if settings.division else settings.device.name
         return f"kernels run on one H100 or H200, not on {where}"

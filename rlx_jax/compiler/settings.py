@@ -1,4 +1,7 @@
-"""What a profile means for one model: every `auto` resolved. The only place that reads a `CompileProfile`."""
+"""This module resolves a `CompileProfile` for one model: `settings_for` replaces every `auto` by a value.
+
+No other module of the compiler interprets a profile.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,33 @@ from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Pre
 from rlx_jax.profiles.check import field_types, rows
 from rlx_jax.program import Buildable, Built
 
-# How blocks become tensor ops: by the better rule of an op where there is one, or by its own expansion.
+# How blocks become tensor ops: "direct" uses the better rule of an op if there is one, "fusable" its own expansion.
 FUSION_POLICIES = ("direct", "fusable")
 
-# The passes that the profile's table `passes` switches.
+# The passes that the table `passes` of a profile switches on and off.
 CLEANING = ("cse", "constant_folding", "dce")
 
-# Tokens of a row that a call of the generating loop gives, where it is not 16: what a call costs the host hides behind
-# 16 steps of an H200, and 32 gained nothing. On a CPU a step is longer than a call, and who waits sees tokens sooner.
+# Tokens per row that one call of the generation loop produces, if it is not 16. On an H200, 16 steps hide the cost of a
+# call on the host, and 32 gain nothing. On a CPU a step takes longer than a call, and users see tokens sooner with 4.
 STEPS = {"cpu": 4}
 
 
-# The dimension of a program that each list holds the sizes of.
+# The dimension of a program that each list of `Buckets` has sizes for.
 DIMENSIONS = {"prompt": "seq", "batch": "batch", "context": "context"}
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Sizes, which are put in rising order; an empty list allows every size.
+    """The sizes that requests are padded to. The lists are sorted; an empty list allows every size.
 
-    `on_recompile` is allow, warn or error; `programs` are the compiled programs that are kept, `spare` the slots of a
-    ring beside its window. Over a mesh `share` is how many parts the rows are divided into.
-
-    `prompt` counts tokens of a prompt, `batch` rows, `context` slots of a cache.
+    Attributes:
+        prompt: tokens of a prompt.
+        batch: rows.
+        context: slots of a cache.
+        on_recompile: "allow", "warn" or "error".
+        programs: the number of compiled programs that the cache retains.
+        spare: slots of a ring buffer in addition to its window.
+        share: the number of shards of the rows on a mesh; 1 without one.
     """
 
     prompt: tuple[int, ...] = ()
@@ -58,40 +65,51 @@ class Buckets:
 
     @property
     def largest_chunk(self) -> int | None:
-        """The largest bucket for prompts that a cache holds; None without buckets."""
+        """Return the largest bucket for prompts that fits the largest cache; None without buckets."""
         return max((p for p in self.prompt if not self.context or p <= self.context[-1]), default=None)
 
     def rows(self, needed: int) -> int:
-        """Rows of the program for so many: those of the list, else as many as devices have equal parts of."""
+        """Return the rows of the program for `needed` rows: the smallest fitting bucket, else a multiple of `share`."""
         return smallest(self.batch, needed) or -(-needed // self.share) * self.share
 
     def ring(self, window: int, context: int | None, spare: int = 0) -> int:
-        """Slots of a ring of a layer that attends in a window, in a state of `context` slots, from which `spare` tokens
-        may be taken back if that is more than the profile says."""
+        """Return the slots of the ring buffer of a layer with an attention window.
+
+        Args:
+            window: the number of keys that the layer attends to.
+            context: the slots of the state; None if it has none.
+            spare: the tokens that may be rolled back; the profile's `buckets.spare` applies if it is more.
+        """
         return min(context or window, window + max(self.spare, spare))
 
     def foreign(self, binding: Mapping[str, int]) -> list[str]:
-        """The lists that a program's sizes are not in. One token a row is a decoding step, whatever `prompt` says."""
-        found = []
+        """Return the names of the lists that do not contain the sizes of a program.
+
+        One token per row is always allowed, as a decoding step, whatever is in `prompt`.
+        """
+        violated = []
         for name, dim in DIMENSIONS.items():
             sizes, size = getattr(self, name), binding.get(dim)
             if sizes and size is not None and size not in sizes and not (dim == "seq" and size == 1):
-                found.append(name)
-        return found
+                violated.append(name)
+        return violated
 
     def text(self) -> str:
-        """The lists, as a message shows them."""
+        """Return the lists that are not empty, as text for a message."""
         lists = ((name, getattr(self, name)) for name in DIMENSIONS)
         return ", ".join(f"buckets.{name} = {list(sizes)}" for name, sizes in lists if sizes)
 
 
 def smallest(sizes: Iterable[int], needed: int) -> int | None:
-    """The smallest of `sizes` that holds `needed`; None if none does."""
+    """Return the smallest of `sizes` that is at least `needed`; None if there is none."""
     return min((size for size in sizes if size >= needed), default=None)
 
 
 def bucket(size: int, step: int, limit: int | None) -> int:
-    """`size` rounded up so that few different sizes are compiled: to a power of two, from `step` on."""
+    """Round a size up to `step` times a power of two, so that few different sizes are compiled.
+
+    The result is at most `limit`, unless `size` itself is larger.
+    """
     rounded = step
     while rounded < size:
         rounded *= 2
@@ -100,7 +118,12 @@ def bucket(size: int, step: int, limit: int | None) -> int:
 
 @dataclass(frozen=True)
 class Loop:
-    """How tokens are generated: so many `steps` a call of the loop, which may end before them with its last row."""
+    """The settings of the generation loop.
+
+    Attributes:
+        steps: the number of steps in one call.
+        early: whether a call ends when every row has ended.
+    """
 
     steps: int
     early: bool
@@ -111,13 +134,25 @@ class Loop:
 
 @dataclass(frozen=True)
 class Settings:
-    """A profile, resolved for one flow, one device and one program: plain values for passes, Layout, plan and loop.
+    """A profile, resolved for one flow, one device and one program.
 
-    profile: the profile itself: a setting without `auto` is read of it. The other fields are settings whose `auto` is
-        resolved, or that hang together.
-    off: passes that do not run, by name. without: nor those of these kinds.
-    classes: the dtypes of the mixed policy `custom`. loop: see the profile's `backend` table.
-    plan: how programs run, without what hangs on a program: its `choices`, and which inputs it can reuse.
+    Attributes:
+        device: the device to compile for.
+        profile: the profile, which settings without `auto` are read from. The other attributes are resolved from it.
+        compute: the dtype of activations.
+        mixed: the mixed precision policy, or "none".
+        classes: the dtype of each class of ops, for the policy "custom".
+        stored: the dtype of floating parameters; None for the dtype that the program computes in.
+        off: the names of passes that do not run.
+        without: the kinds of passes that do not run.
+        merge: whether projections of one input are fused.
+        plan: how programs run, without the parts that depend on a program: its `choices`, and the inputs that it can
+            reuse.
+        kv: the dtype of cached keys and values; None for the dtype that they are computed in.
+        buckets: the sizes that requests are padded to.
+        loop: the settings of the generation loop.
+        division: the sharding rules of the mesh, which is no part of a profile; None on one device.
+        max_positions: the argument of a `CausalLM` or an `Encoder` that overrides the limit of the flow; None without.
     """
 
     device: Device
@@ -133,33 +168,39 @@ class Settings:
     kv: np.dtype[Any] | None
     buckets: Buckets
     loop: Loop
-    division: Division | None = None  # of a mesh, which no profile knows
-    max_positions: int | None = None  # an argument of CausalLM and Encoder, which counts before the flow's own
+    division: Division | None = None
+    max_positions: int | None = None
 
     @property
     def target(self) -> str:
-        """The platform that is compiled for."""
+        """Return the platform to compile for."""
         return self.device.kind
 
     @property
     def backend(self) -> Backend:
-        """The profile's table of that platform."""
-        found: Backend = getattr(self.profile.backend, self.target)
-        return found
+        """Return the profile's table for the platform."""
+        backend_table: Backend = getattr(self.profile.backend, self.target)
+        return backend_table
 
     @property
     def check_ids(self) -> bool:
-        """Whether ids in arrays on an accelerator are checked, too."""
+        """Return whether ids in arrays on an accelerator are checked too."""
         return self.profile.checks.ids == "all"
 
     @property
     def sharding(self) -> dict[str, tuple[str, ...]]:
-        """The mesh axes of each role."""
+        """Return the mesh axes of each role."""
         return {f.name: getattr(self.profile.sharding, f.name) for f in fields(self.profile.sharding)}
 
 
 def choose_settings(built: Built, profile: CompileProfile | None, merge: bool, program: str) -> Settings:
-    """By the profile that counts; by its plan for a module at LIR.
+    """Return the settings for a built flow: from its profile (see `choose_profile`), or for a module at LIR its plan.
+
+    Args:
+        built: the built flow.
+        profile: the profile that the caller passes, if any.
+        merge: whether projections are fused if the profile leaves it open.
+        program: the program that the model is compiled for.
 
     Raises:
         GraphError: a profile for a module at LIR.
@@ -168,23 +209,26 @@ def choose_settings(built: Built, profile: CompileProfile | None, merge: bool, p
         return settings_for(choose_profile(built, profile), built.source, built.keys_read, merge, program)
     if profile is not None:
         raise GraphError(f"{built.name}: a module at lir is planned and takes no profile; compile its into_mir()")
-    # Nothing is left to choose: it runs as its plan says.
+    # A planned module leaves nothing to choose.
     return replace(plain(target=built.plan.target), plan=replace(built.plan, choices={}, unread=()))
 
 
 def choose_profile(built: Built, profile: CompileProfile | None) -> CompileProfile:
-    """The given profile, else the flow's own, else `auto`."""
+    """Return the profile that the caller passes, else the profile of the flow, else `auto`."""
     return profile or built.profile or CompileProfile.auto()
 
 
 def settings_for(
     profile: CompileProfile, source: WeightSource | None, keys: Iterable[str], merge: bool, program: str = "forward"
 ) -> Settings:
-    """Resolve every `auto`.
+    """Resolve every `auto` of a profile.
 
     Args:
-        merge: what the caller wants where the profile leaves it open.
-        program: the program that the model is opened for. Training scans its layers and may recompute them.
+        profile: the profile.
+        source: the weights; None if there are none.
+        keys: the keys of the weights that the flow reads.
+        merge: whether projections are fused if the profile leaves it open.
+        program: the program that the model is compiled for. `train` scans its layers and may recompute them.
 
     Raises:
         ProfileError: settings that contradict each other.
@@ -227,22 +271,25 @@ def settings_for(
 
 
 def divided(settings: Settings, division: Division) -> Settings:
-    """The settings of a model that is divided over devices, which have equal rows of requests each."""
+    """Return the settings of a sharded model, in which all devices get an equal number of rows."""
     return replace(settings, division=division, buckets=replace(settings.buckets, share=division.parts("batch")))
 
 
 def differences(first: Settings, other: Settings) -> list[str]:
-    """The names of what two settings differ in: fields, or places in the profile of what is read of it as it is."""
-    both = zip(rows(first.profile), rows(other.profile), strict=True)
-    idle = ("name", *(f"backend.{name}." for name in field_types(Backends) if name != first.target))
-    places = [p for (p, row, a), (_, _, b) in both if not row.resolved and a != b and not p.startswith(idle)]
+    """Return the names of the settings that differ: paths in the profile, or attributes of `Settings`.
+
+    Tables for other backends are ignored.
+    """
+    row_pairs = zip(rows(first.profile), rows(other.profile), strict=True)
+    ignored = ("name", *(f"backend.{name}." for name in field_types(Backends) if name != first.target))
+    places = [p for (p, row, a), (_, _, b) in row_pairs if not row.resolved and a != b and not p.startswith(ignored)]
     names = (f.name for f in fields(Settings) if f.name != "profile")
     return [*places, *(name for name in names if getattr(first, name) != getattr(other, name))]
 
 
 @functools.cache
 def plain(policy: str = "direct", target: str = "cpu") -> Settings:
-    """Settings that change nothing: no pass runs but those that make a program what it is."""
+    """Return settings with which only `program` passes run, so that a graph is lowered without optimization."""
     profile = CompileProfile().replace(fusion={"policy": policy, "target": target})
     return replace(
         settings_for(profile, None, (), merge=False),
@@ -252,10 +299,10 @@ def plain(policy: str = "direct", target: str = "cpu") -> Settings:
 
 
 def supported(device: Device) -> str:
-    """The platform of a device, as profiles name it.
+    """Return the platform of a device, by its name in profiles.
 
     Raises:
-        UnsupportedError: JAX runs on one that profiles have no table for.
+        UnsupportedError: profiles have no table for the platform that JAX runs on.
     """
     known = field_types(Backends)
     if device.kind not in known:
@@ -264,10 +311,10 @@ def supported(device: Device) -> str:
 
 
 def mixed_policy(precision: Precision, target: str) -> str:
-    """The mixed policy by name, or `none`.
+    """Return the name of the mixed precision policy, or "none".
 
     Raises:
-        ProfileError: a compute dtype other than f32 beside it: one rewrites the whole program, the other parts.
+        ProfileError: a narrow compute dtype too: that would narrow the full program, and the policy only parts of it.
     """
     if precision.mixed == "none":
         return "none"
@@ -282,18 +329,21 @@ def mixed_policy(precision: Precision, target: str) -> str:
 
 
 def compute_dtype(precision: Precision, target: str, source: WeightSource | None, keys: Iterable[str]) -> np.dtype[Any]:
-    """The dtype of activations. `auto`: f32 on the CPU and with a mixed policy; elsewhere the dtype that most of
-    the weights' bytes have."""
+    """Return the dtype of activations.
+
+    `auto` is f32 on the CPU and with a mixed policy. Otherwise it is the 16-bit dtype that most bytes of the floating
+    weights have, or f32.
+    """
     f32 = np.dtype(np.float32)
     if precision.compute != "auto":
         return as_dtype(precision.compute)
     if target == "cpu" or source is None or precision.mixed != "none":
         return f32
-    held: dict[np.dtype[Any], int] = {}
+    bytes_by_dtype: dict[np.dtype[Any], int] = {}
     for spec in (source.spec(key) for key in keys):
         if is_float(spec.dtype):
-            held[spec.dtype] = held.get(spec.dtype, 0) + spec.size * spec.dtype.itemsize
-    most = max(held, key=lambda d: held[d], default=f32)
+            bytes_by_dtype[spec.dtype] = bytes_by_dtype.get(spec.dtype, 0) + spec.size * spec.dtype.itemsize
+    most = max(bytes_by_dtype, key=lambda d: bytes_by_dtype[d], default=f32)
     return most if most.itemsize == 2 else f32
 
 
@@ -301,10 +351,10 @@ def compute_dtype(precision: Precision, target: str, source: WeightSource | None
 
 
 def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
-    """Inputs that the profile names are inputs of the flow.
+    """Check that the inputs that a profile names (`donation.inputs`) are inputs of the flow.
 
     Raises:
-        ProfileError: with a suggestion.
+        ProfileError: one is not; the message has a suggestion.
     """
     known = [i.name for i in flow._inputs]
     check_known(names, known, f"donation.inputs: {flow.name} has no input", "; it has", ProfileError)
