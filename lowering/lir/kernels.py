@@ -129,7 +129,7 @@ def following_states(ready: Any, start: AnyArray) -> tuple[AnyArray, AnyArray, A
         The state before each of n chunks `[n, …, K, V]`, the values V' that each writes `[n, …, C, V]`, and the last
         state `[…, K, V]`.
     """
-    fresh, erased, written, total, _ = ready
+    fresh, erased, written, total, _ = ready  # U, W, diag(e^{G_C−G}) K and G in the formulas of `delta_chunk`
     lead, keys, dtype = fresh.shape[1:-2], erased.shape[-1], erased.dtype
     kept = jnp.exp(total[..., -1, 0])
     flat = (x.reshape(len(x), -1, *x.shape[1 + len(lead) :]) for x in (kept, fresh, erased, written))

@@ -166,6 +166,7 @@ def delta_chunk(scale: float, dtype: Any) -> Chunk:
         total = jnp.cumsum(g, axis=-2)
         between = decays(total)
         solved = unit_lower_inverse(jnp.tril(beta * between * dot("bgrik,bgrjk->bgrij", k, k), -1))
+        # U, W and diag(e^{G_C−G}) K of the formulas above.
         fresh = dot("bgrij,bgrjv->bgriv", solved, beta * v)
         erased = dot("bgrij,bgrjk->bgrik", solved, beta * jnp.exp(total) * k)
         written = jnp.exp(total[..., -1:, :] - total) * k
