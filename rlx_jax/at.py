@@ -148,8 +148,8 @@ class Scaled:
         if self.heads is None:
             product = x * factor
         else:
-            wide = x.type.shape[-1]
-            if not is_static(wide) or wide % self.heads:
+            width = x.type.shape[-1]
+            if not is_static(width) or width % self.heads:
                 raise ShapeError(f"{emit.path}: scale: {x.type} is not whole in {self.heads} heads")
             if factor.type.shape[-1:] != (self.heads,):
                 raise ShapeError(f"{emit.path}: scale: of {self.heads} heads, the factor is {factor.type}")

@@ -406,5 +406,5 @@ def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:
     folded: dict[str, str] = {}
     for k in known:
         folded.setdefault(k.casefold(), k)
-    close = [folded[k] for k in difflib.get_close_matches(name.casefold(), list(folded), n=3, cutoff=alike)]
-    return f"; did you mean {' or '.join(quote(c) for c in close)}?" if close else ""
+    matches = [folded[k] for k in difflib.get_close_matches(name.casefold(), list(folded), n=3, cutoff=alike)]
+    return f"; did you mean {' or '.join(quote(c) for c in matches)}?" if matches else ""

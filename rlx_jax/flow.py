@@ -93,9 +93,9 @@ class ModelFlow(Stages):
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
         if self._max_positions is not None:
-            what = f"{self.name}: max_positions"
-            if not is_static(as_dim(self._max_positions, what)):
-                raise ShapeError(f"{what} is {shown(self._max_positions)}; expected a number of tokens")
+            where = f"{self.name}: max_positions"
+            if not is_static(as_dim(self._max_positions, where)):
+                raise ShapeError(f"{where} is {shown(self._max_positions)}; expected a number of tokens")
 
     @staticmethod
     def new(name: str, *, max_positions: int | None = None) -> ModelFlow:
@@ -419,8 +419,8 @@ class ModelFlow(Stages):
             else:
                 with emit.builder.at(Origin((decl.name,))):
                     emit.state.inputs[decl.name] = self._default(emit, decl)
-        first = emit.state.inputs[self._inputs[0].name]
-        return emit.require(first, "the first input")
+        first_input = emit.state.inputs[self._inputs[0].name]
+        return emit.require(first_input, "the first input")
 
     def _default(self, emit: Emit, decl: InputDecl) -> FlowValue | None:
         if decl.default is None:

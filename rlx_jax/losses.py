@@ -276,8 +276,8 @@ def _gradients(head: Head, raw: AnyArray, hidden: AnyArray, operands: list[AnyAr
     )
     hidden_grad = product(narrow, operands[0], (((2,), (1 - contract,)), ((), ())))
     grouped = [a.reshape(groups, -1, *a.shape[1:]) for a in (narrow, hidden, raw)]
-    left, right = grouped[:2] if contract == 1 else grouped[1::-1]
-    weight_grad = product(left, right, (((1, 2), (1, 2)), ((0,), (0,))))
+    lhs, rhs = grouped[:2] if contract == 1 else grouped[1::-1]
+    weight_grad = product(lhs, rhs, (((1, 2), (1, 2)), ((0,), (0,))))
     return [hidden_grad.astype(hidden.dtype), weight_grad] + [
         grouped[2].astype(jnp.float32).sum((1, 2)) for _ in operands[1:]
     ]
@@ -355,11 +355,11 @@ def count_pieces(
 
 def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
     """Return `[B, S]` ids with at least one target; ids that the host can read are checked against the vocabulary."""
-    first = model.first_input
-    rows = model.template().bounds.ids.get(first)
+    input_name = model.first_input
+    rows = model.template().bounds.ids.get(input_name)
     if not isinstance(tokens, jax.Array):
         if rows is None:
-            raise GraphError(f"{model.name}: its first input {first!r} holds no token ids")
+            raise GraphError(f"{model.name}: its first input {input_name!r} holds no token ids")
         tokens = token_ids("tokens", tokens, rows)
     tokens = _shaped("tokens", tokens, None, "iu")
     if rows is not None:
@@ -378,8 +378,8 @@ def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) ->
     """
     array = value if isinstance(value, jax.Array) else as_host_array(name, value)
     if 0 in array.shape or (array.ndim != 2 if shape is None else tuple(array.shape) != tuple(shape)):
-        want = "[batch, seq]" if shape is None else f"those of tokens, {list(shape)}"
-        raise RequestError(f"{name}: sizes are {want}, got {list(array.shape)}")
+        expected = "[batch, seq]" if shape is None else f"those of tokens, {list(shape)}"
+        raise RequestError(f"{name}: sizes are {expected}, got {list(array.shape)}")
     kind = "f" if jnp.issubdtype(array.dtype, jnp.floating) else array.dtype.kind
     if kind not in kinds:
         raise DTypeError(f"{name}: expected {'numbers' if 'f' in kinds else 'integers'}, got {short_name(array.dtype)}")

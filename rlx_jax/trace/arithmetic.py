@@ -1,4 +1,4 @@
-"""Ops that act on elements, and along axes, as methods: arithmetic, comparison, casts; reductions, softmax, sorting."""
+"""The methods for elementwise ops (arithmetic, comparison, casts) and ops along axes (reductions, softmax, sorting)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rlx_jax.trace.writer import Axes, V, Writer, is_number
 
 
 class Arithmetic(Writer[V]):
-    """Arithmetic and functions of elements."""
+    """Elementwise ops, reductions, sorting and sampling."""
 
     # -- arithmetic: NumPy's broadcasting, one dtype -----------------------------------------
 
     def binary(self, kind: str, a: V | float, b: V | float) -> V:
-        """A function of two values, by its name in `BINARY`: each of them is a method too."""
+        """Return an elementwise function of two values by its name in `BINARY`; each function is a method too."""
         return self.add_node(Binary(kind), *self._pair(kind, a, b))
 
     def add(self, a: V | float, b: V | float) -> V:
-        """a + b."""
+        """Return a + b."""
         if isinstance(a, Op):
             raise GraphError(f"{self.path}: add(a, b) is the sum of two values; add_node({a.name()}, …) appends an op")
         return self.binary("add", a, b)
@@ -52,7 +52,7 @@ class Arithmetic(Writer[V]):
     bitwise_xor = of_kind(binary, "xor", "The bits that one of them alone has.")
 
     def bitwise_not(self, x: V) -> V:
-        """The bits that x does not have."""
+        """Return x with all bits inverted; for bools, `not x`."""
         dtype = self.type_of(x).dtype
         unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
         return self.bitwise_xor(x, int(jnp.iinfo(dtype).max) if unsigned else True if dtype == np.bool_ else -1)
@@ -61,7 +61,7 @@ class Arithmetic(Writer[V]):
     right_shift = of_kind(binary, "shift_right", "⌊a / 2ᵇ⌋: the sign is kept.")
 
     def _truth(self, x: V | bool) -> V | bool:
-        """Whether x is not 0."""
+        """Return whether x is not 0, as bool."""
         return bool(x) if is_number(x) else x if self.type_of(x).dtype == np.bool_ else self.ne(x, 0)  # type: ignore[arg-type]
 
     def _logical(self, kind: str, a: V | bool, b: V | bool) -> V:
@@ -72,11 +72,11 @@ class Arithmetic(Writer[V]):
     logical_xor = of_kind(_logical, "xor", "Whether one of them alone is not 0, as bool.")
 
     def logical_not(self, x: V) -> V:
-        """Whether x is 0, as bool."""
+        """Return whether x is 0, as bool."""
         return self.eq(x, 0)
 
     def compare(self, kind: str, a: V | float, b: V | float) -> V:
-        """`eq`, `ne`, `lt`, `le`, `gt` or `ge`, as bool."""
+        """Return the comparison `eq`, `ne`, `lt`, `le`, `gt` or `ge`, as bool."""
         return self.add_node(Compare(kind), *self._pair(kind, a, b))
 
     eq = of_kind(compare, "eq", "a = b, as bool.")
@@ -87,15 +87,15 @@ class Arithmetic(Writer[V]):
     ge = of_kind(compare, "ge", "a ≥ b, as bool.")
 
     def where(self, condition: V, on_true: V | float, on_false: V | float) -> V:
-        """`on_true` where `condition` is not zero, else `on_false`; each of these may be a number."""
+        """Return `on_true` where `condition` is not zero, else `on_false`; each of the two may be a number."""
         if is_number(on_true) and is_number(on_false):
-            on_true = self.constant(np.asarray([on_true, on_false])[0])  # the dtype that holds both
+            on_true = self.constant(np.asarray([on_true, on_false])[0])  # NumPy's common dtype of both numbers
         return self.add_node(Where(), condition, *self._pair("where", on_true, on_false))
 
     # -- functions of one value --------------------------------------------------------------
 
     def activation(self, kind: str, x: V) -> V:
-        """A function of one value, by its name in `UNARY`: each of them is a method too."""
+        """Return an elementwise function of one value by its name in `UNARY`; each function is a method too."""
         return self.add_node(Unary(kind), x)
 
     sigmoid = of_kind(activation, "sigmoid", "σ(x).")
@@ -150,69 +150,70 @@ class Arithmetic(Writer[V]):
     swish = silu
 
     def parametric(self, kind: str, x: V, *parameters: float) -> V:
-        """A function of one value and some numbers, by its name in `PARAMETRIC`: each of them is a method too."""
+        """Return an elementwise function with numbers as parameters, by its name in `PARAMETRIC`; each is a method
+        too."""
         for number in parameters:
             if not is_number(number):
                 raise GraphError(f"{self.path}: {kind} takes a number beside x, got {shown(number)}")
         return self.add_node(Parametric(kind, tuple(float(p) for p in parameters)), x)
 
     def elu(self, x: V, alpha: float = 1.0) -> V:
-        """x where x > 0, else α(eˣ − 1)."""
+        """Return x where x > 0, else α(eˣ − 1)."""
         return self.parametric("elu", x, alpha)
 
     def celu(self, x: V, alpha: float = 1.0) -> V:
-        """max(x, 0) + min(α(e^(x/α) − 1), 0)."""
+        """Return max(x, 0) + min(α(e^(x/α) − 1), 0)."""
         return self.parametric("celu", x, alpha)
 
     def leaky_relu(self, x: V, negative_slope: float = 0.01) -> V:
-        """x where x ≥ 0, else `negative_slope` · x."""
+        """Return x where x ≥ 0, else `negative_slope` · x."""
         return self.parametric("leaky_relu", x, negative_slope)
 
     def squareplus(self, x: V, b: float = 4.0) -> V:
-        """½(x + √(x² + b))."""
+        """Return ½(x + √(x² + b))."""
         return self.parametric("squareplus", x, b)
 
     def thresholded_relu(self, x: V, theta: float = 1.0) -> V:
-        """x where x > θ, else 0."""
+        """Return x where x > θ, else 0."""
         return self.parametric("thresholded_relu", x, theta)
 
     def shrink(self, x: V, *, lambd: float = 0.5, bias: float = 0.0) -> V:
-        """x + bias where x < −λ, x − bias where x > λ, else 0: hard shrinkage, soft where bias = λ."""
+        """Return x + bias where x < −λ, x − bias where x > λ, else 0: hard shrinkage, soft where bias = λ."""
         return self.parametric("shrink", x, lambd, bias)
 
     def prelu(self, x: V, slope: V | float) -> V:
-        """x where x ≥ 0, else slope · x; the slope broadcasts."""
+        """Return x where x ≥ 0, else slope · x; the slope broadcasts."""
         return self.where(self.lt(x, 0), self.mul(x, slope), x)
 
     def clip(self, x: V, min: V | float | None = None, max: V | float | None = None) -> V:
-        """min(max(x, `min`), `max`): bounds are numbers, values or None; the upper one wins where they cross."""
+        """Return min(max(x, `min`), `max`): bounds are numbers, values or None. The upper bound wins if they cross."""
         x = x if min is None else self.maximum(x, min)
         return x if max is None else self.minimum(x, max)
 
     def isnan(self, x: V) -> V:
-        """Whether x is no number, as bool."""
-        return self.ne(x, x)
+        """Return whether x is NaN, as bool."""
+        return self.ne(x, x)  # NaN is the only value that differs from itself
 
     def isinf(self, x: V) -> V:
-        """Whether x is infinite, as bool; `eq(x, math.inf)` asks for one of the infinities."""
+        """Return whether x is infinite, as bool; `eq(x, math.inf)` tests for one sign."""
         return self.eq(self.abs(x), math.inf)
 
     def isfinite(self, x: V) -> V:
-        """Whether x is a finite number, as bool."""
+        """Return whether x is finite, as bool."""
         return self.lt(self.abs(x), math.inf)
 
     def cast(self, x: V, dtype: Any, *, saturate: bool = False) -> V:
-        """The same values in another dtype.
+        """Return x cast to another dtype.
 
-        What a narrower float cannot hold becomes infinite, or NaN where it has no infinity (f8_e4m3); of whole numbers
-        the higher bits are dropped. With `saturate` it becomes the nearest finite number of the dtype.
+        A value out of range becomes infinite, or NaN in a dtype without infinity (f8_e4m3); integers lose their higher
+        bits. With `saturate` it becomes the nearest finite number of the dtype.
         """
         return self.add_node(CastTo(as_dtype(dtype), saturate), x)
 
     # -- along axes: reductions and their like -------------------------------------------------
 
     def reduce(self, kind: str, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """A reduction of `REDUCE` over one axis, several, or all (None): each is a method too. The dtype stays."""
+        """Return a reduction by its name in `REDUCE` over one axis, several, or all (None), in the dtype of x."""
         return self.add_node(Reduce(kind, self._axes(x, axis), keepdims), x)
 
     sum = of_kind(reduce, "sum", "The sum over `axis`.")
@@ -225,15 +226,15 @@ class Arithmetic(Writer[V]):
     logsumexp = of_kind(reduce, "logsumexp", "ln Σ eˣ over `axis`, in f32.")
 
     def var(self, x: V, axis: Axes = None, *, ddof: int = 0, keepdims: bool = False) -> V:
-        """Σ(x − mean x)² / (n − ddof) over `axis`, in f32."""
+        """Return Σ(x − mean x)² / (n − ddof) over `axis`, in f32."""
         return self.add_node(Reduce("var", self._axes(x, axis), keepdims, ddof), x)
 
     def std(self, x: V, axis: Axes = None, *, ddof: int = 0, keepdims: bool = False) -> V:
-        """√var."""
+        """Return the standard deviation √var; see `var`."""
         return self.add_node(Reduce("std", self._axes(x, axis), keepdims, ddof), x)
 
     def norm(self, x: V, ord: float = 2, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """The length of the entries over `axis` as one vector: `ord` 1 Σ|x|, 2 √Σx², ∞ max |x|, else (Σ|x|ᵖ)^(1/p)."""
+        """Return the vector norm over `axis`: Σ|x| for `ord` 1, √Σx² for 2, max |x| for ∞, else (Σ|x|ᵖ)^(1/p)."""
         if not is_number(ord) or not ord > 0:
             raise GraphError(f"{self.path}: norm: ord is a number over 0, or infinite; got {shown(ord)}")
         if ord in (1, math.inf):
@@ -243,15 +244,15 @@ class Arithmetic(Writer[V]):
         return self.sqrt(total) if ord == 2 else self.pow(total, 1 / ord)
 
     def softmax(self, x: V, axis: int = -1) -> V:
-        """Softmax along `axis`."""
+        """Return the softmax along `axis`."""
         return self.add_node(Softmax(self._axis(x, axis)), x)
 
     def log_softmax(self, x: V, axis: int = -1) -> V:
-        """The logarithm of the softmax along `axis`."""
+        """Return the logarithm of the softmax along `axis`."""
         return self.add_node(LogSoftmax(self._axis(x, axis)), x)
 
     def cumsum(self, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
-        """The running sum along `axis`: `exclusive` leaves each entry out of its own, `reverse` starts at the end."""
+        """Return the running sum along `axis`; `exclusive` omits the current entry, `reverse` starts at the end."""
         return self.add_node(Cumsum(self._axis(x, axis), exclusive, reverse), x)
 
     def _cumulative(self, kind: str, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
@@ -265,8 +266,9 @@ class Arithmetic(Writer[V]):
     def _search(self, kind: str, x: V, axis: int | None = None, *, keepdims: bool = False, last: bool = False) -> V:
         if axis is not None:
             return self.add_node(ArgReduce(kind, self._axis(x, axis), keepdims, last), x)
-        found = self.add_node(ArgReduce(kind, 0, False, last), self.add_node(Reshape((-1,)), x))
-        return self.add_node(Reshape((1,) * self.type_of(x).rank), found) if keepdims else found
+        # Without an axis, the index is into all entries in order.
+        index = self.add_node(ArgReduce(kind, 0, False, last), self.add_node(Reshape((-1,)), x))
+        return self.add_node(Reshape((1,) * self.type_of(x).rank), index) if keepdims else index
 
     argmax = of_kind(
         _search,
@@ -277,17 +279,17 @@ class Arithmetic(Writer[V]):
     argmin = of_kind(_search, "argmin", "Where the smallest entry stands; see `argmax`.")
 
     def sort(self, x: V, axis: int = -1, *, descending: bool = False) -> V:
-        """The entries along `axis` in order."""
+        """Return the entries sorted along `axis`."""
         return self.add_node(Sort(self._axis(x, axis), descending), x)
 
     def argsort(self, x: V, axis: int = -1, *, descending: bool = False) -> V:
-        """Where the entries of `sort` stood, i32; equal ones keep their order."""
+        """Return the indices, i32, that sort the entries along `axis`; equal entries keep their order."""
         return self.add_node(Sort(self._axis(x, axis), descending, indices=True), x)
 
     def top_k(self, x: V, k: int, axis: int = -1, *, largest: bool = True) -> tuple[V, V]:
-        """The k largest entries along `axis`, or the smallest, the foremost first, and where they stand (i32)."""
-        values, at = self.add_all(TopK(k, self._axis(x, axis), largest), x)
-        return values, at
+        """Return the k largest entries along `axis`, or the smallest, best first, and their indices (i32)."""
+        values, indices = self.add_all(TopK(k, self._axis(x, axis), largest), x)
+        return values, indices
 
     def sample(
         self,
@@ -298,9 +300,10 @@ class Arithmetic(Writer[V]):
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> V:
-        """A class of each row of logits `[…, V]`, i32, drawn under `seed`: a number, or an integer value of rank 0.
+        """Return a random class, i32, for each row of logits `[…, V]`; `seed` is a number or an integer value of rank
+        0.
 
-        The likeliest with a temperature of 0; `top_k` and `top_p` leave out the less likely, see `Sample`.
+        A temperature of 0 returns the most likely class. `top_k` and `top_p` exclude less likely classes; see `Sample`.
         """
-        given: Any = self.constant(seed, "i32") if is_number(seed) else seed
-        return self.add_node(Sample(float(temperature), top_k, top_p), logits, given)
+        seed_value: Any = self.constant(seed, "i32") if is_number(seed) else seed
+        return self.add_node(Sample(float(temperature), top_k, top_p), logits, seed_value)

@@ -1,4 +1,4 @@
-"""Attention, rotations and positions as methods.
+"""The methods for attention, rotary embeddings and positions.
 
 Axis letters: B batch, S queries, T keys, N query heads, K key heads, D head width, E width of a head's values.
 """
@@ -22,17 +22,20 @@ from rlx_jax.trace.parameters import WeightKey
 from rlx_jax.trace.writer import V, is_number
 
 I32 = np.dtype(np.int32)
-# Heads side by side, `[B, S, N·D]`, or along an axis of their own, `[B, S, N, D]`.
+# Layouts of heads: packed in the last axis, `[B, S, N·D]`, or along a separate axis, `[B, S, N, D]`.
 LAYOUTS = ("packed", "heads")
 
-# Keys at less than this distance; or how many before the query's own and how many behind it.
+# Keys at less than this distance; or the numbers of keys before and after the query's position.
 Window = int | tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class Rotary(Generic[V]):
-    """A rotation at given positions: the tables cos and sin `[B|1, S, n_rot/2]`, for the first `n_rot` columns of each
-    head, paired as `style` says. Made by `rotary`."""
+    """A rotation at given positions, as returned by `rotary`.
+
+    It has the tables cos and sin `[B|1, S, n_rot/2]` for the first `n_rot` columns of each head; `style` is the pairing
+    of the columns.
+    """
 
     cos: V
     sin: V
@@ -41,12 +44,12 @@ class Rotary(Generic[V]):
 
 
 class Attending(Control[V]):
-    """Attention, rotary embeddings and positions over the values `V` of whoever writes."""
+    """Attention, rotary embeddings and positions over the values `V` of a writer."""
 
     # -- positions and rotations -------------------------------------------------------------
 
     def positions(self, x: V) -> V:
-        """The absolute position of each token of x `[B, S, …]`: i32 `[1, S]`; in decoding they go on, `[B, S]`."""
+        """Return the absolute position of each token of x `[B, S, …]`: i32 `[1, S]`, or `[B, S]` after a cache."""
         return self.add_node(hir.Positions(), x)
 
     def rotary(
@@ -59,39 +62,42 @@ class Attending(Control[V]):
         style: str = "half",
         scaling: Callable[[Frequencies], Frequencies] | None = None,
     ) -> Rotary[V]:
-        """The rotation of heads of width `head_dim` at positions `[B|1, S]`, for `rope` and `attention(…, rope=)`.
+        """Return the rotation of heads of width `head_dim` at positions `[B|1, S]`, for `rope` and
+        `attention(…, rope=)`.
 
-        Inverse frequencies are θ^(−2i/R), R = `n_rot` columns of each head (all of them by default), then what
-        `scaling` makes of them: `lambda f: blocks.linear_scaling(f, 8.0)`. `style`: "half" pairs columns i and i + R/2
-        (Llama, NeoX), "interleaved" 2i and 2i + 1 (GPT-J).
+        Args:
+            theta: θ of the inverse frequencies θ^(−2i/R).
+            n_rot: R, the number of rotated columns of each head; by default all.
+            style: "half" pairs columns i and i + R/2 (Llama, NeoX), "interleaved" 2i and 2i + 1 (GPT-J).
+            scaling: a function of the frequencies, such as `lambda f: blocks.linear_scaling(f, 8.0)`.
         """
-        turned = head_dim if n_rot is None else n_rot
-        if turned < 2 or turned % 2 or turned > head_dim:
-            raise ShapeError(f"{self.path}: rotary: n_rot is even and at most head_dim {head_dim}, got {turned}")
-        found = frequencies(turned, theta)
+        columns = head_dim if n_rot is None else n_rot
+        if columns < 2 or columns % 2 or columns > head_dim:
+            raise ShapeError(f"{self.path}: rotary: n_rot is even and at most head_dim {head_dim}, got {columns}")
+        inv_freq = frequencies(columns, theta)
         if scaling is not None:
-            found = items_of(scaling(found), f"{self.path}: rotary", "as many frequencies from scaling=")
-            if len(found) != turned // 2:
-                raise ShapeError(f"{self.path}: rotary: scaling makes {len(found)} frequencies of {turned // 2}")
-        return Rotary(*self.rope_angles(positions, found), turned, style)
+            inv_freq = items_of(scaling(inv_freq), f"{self.path}: rotary", "as many frequencies from scaling=")
+            if len(inv_freq) != columns // 2:
+                raise ShapeError(f"{self.path}: rotary: scaling makes {len(inv_freq)} frequencies of {columns // 2}")
+        return Rotary(*self.rope_angles(positions, inv_freq), columns, style)
 
     def rope_angles(
         self, positions: V, inv_freq: Sequence[float], *, factor: float = 1.0, axes: Sequence[int] = ()
     ) -> tuple[V, V]:
-        """cos and sin at positions `[B|1, S]`, times `factor`: two f32 `[B|1, S, R/2]` for R/2 inverse frequencies.
+        """Return cos and sin at positions `[B|1, S]`, times `factor`: two f32 `[B|1, S, R/2]` for R/2 frequencies.
 
-        With `axes` positions are `[B|1, S, A]`, and frequency i turns by coordinate `axes[i]`
-        (`rlx_jax.blocks.axial_frequencies` gives both for widths of each coordinate).
+        With `axes`, positions are `[B|1, S, A]`, and frequency i rotates by coordinate `axes[i]`;
+        `rlx_jax.blocks.axial_frequencies` returns frequencies and axes for a width of each coordinate.
         """
-        found = items_of(inv_freq, f"{self.path}: rope_angles", "a list of inverse frequencies")
+        inv_freqs = items_of(inv_freq, f"{self.path}: rope_angles", "a list of inverse frequencies")
         coordinates = items_of(axes, f"{self.path}: rope_angles", "the coordinate of each frequency as axes")
-        cos, sin = self.add_all(hir.RopeAngles(found, factor, coordinates), positions)
+        cos, sin = self.add_all(hir.RopeAngles(inv_freqs, factor, coordinates), positions)
         return cos, sin
 
     def sinusoids(self, t: V, channels: int, *, scale: float = 1.0, max_period: float = 10000.0) -> V:
-        """`[cos(scale · t f) ‖ sin(scale · t f)]`, `f_i = max_period^(−i/half)`: times `[B]` → f32 `[B, channels]`.
+        """Return the timestep embedding `[cos(scale · t f) ‖ sin(scale · t f)]` with `f_i = max_period^(−i/half)`.
 
-        They are taken in f32 whatever the program computes in.
+        Times are `[B]` and the result is f32 `[B, channels]`. It is computed in f32 in programs of any dtype.
         """
         return self.add_node(hir.Sinusoids(channels, scale, max_period), t)
 
@@ -107,12 +113,14 @@ class Attending(Control[V]):
         style: str | None = None,
         scaling: Callable[[Frequencies], Frequencies] | None = None,
     ) -> V:
-        """Rotary embedding of heads: x `[B, S, N·D]`, or `[B, S, N, D]`.
+        """Return x `[B, S, N·D]` or `[B, S, N, D]` with the rotary embedding applied to its heads.
 
-        `at` are positions `[B|1, S]` (`theta`, `n_rot`, `style` and `scaling` as in `rotary`); or what `rotary` made;
-        or cos, with `sin` after it: these have a base and a scaling already. Tables are `[B|1, S, W]`, or `[S, W]` with
-        the row of each token of x, or `[rows, W]` with the row of each position, of which the first n_rot/2 columns
-        are read.
+        Args:
+            at: positions `[B|1, S]`, with the options of `rotary`; or the result of `rotary`; or the table cos,
+                followed by `sin`. Tables are `[B|1, S, W]`, or `[S, W]` with a row for each token of x, or `[rows, W]`
+                with a row for each position; the first n_rot/2 columns are read.
+            theta, scaling: as in `rotary`; only for positions, because tables already include them.
+            n_rot, style: as in `rotary`; not with its result.
         """
         if (isinstance(at, Rotary) or sin is not None) and (theta, scaling) != (None, None):
             raise GraphError(f"{self.path}: rope: theta and scaling make tables of positions; these tables are made")
@@ -127,16 +135,17 @@ class Attending(Control[V]):
         return self._rotated(x, at, head_dim)
 
     def _rotated(self, x: V, at: Rotary[V], head_dim: int) -> V:
+        """Return x in its layout with the rotation applied to its heads."""
         packed = self._packed("rope", x, head_dim)
         cos, sin = (self._table_of_tokens(packed, table) for table in (at.cos, at.sin))
-        done = self.add_node(hir.Rope(head_dim, at.n_rot, at.style), packed, cos, sin)
-        return done if self.type_of(x).rank == 3 else self._unpacked(done, head_dim)
+        rotated = self.add_node(hir.Rope(head_dim, at.n_rot, at.style), packed, cos, sin)
+        return rotated if self.type_of(x).rank == 3 else self._unpacked(rotated, head_dim)
 
     def _table_of_tokens(self, x: V, table: V) -> V:
         """Return a table of rotations as `[B|1, S, W]`.
 
-        A table of a known number of rows has a row for each position: the tokens after a cache read later rows. One
-        that is as long as x has the rows of these tokens, whatever their positions are.
+        A table with a static number of rows has one for each position, so that tokens after a cache read later rows. A
+        table as long as x has one row for each token of x, whatever its position is.
         """
         rows, tokens = self.type_of(table), self.type_of(x)
         if rows.rank != 2:
@@ -155,20 +164,20 @@ class Attending(Control[V]):
     ) -> V:
         """Rotate the heads of an image's tokens by column and row: x `[B, end_x·end_y·repeat_factor, N·D]`.
 
-        Interleaved pairs; the first D/2 columns of a head turn by the token's column, the others by its row, each with
-        frequencies θ^(−4c/D), c < D/4. Cells are in row-major order, `repeat_factor` tokens in each.
+        Column pairs are interleaved. The first D/2 columns of a head rotate by the token's column, the others by its
+        row, each with frequencies θ^(−4c/D), c < D/4. Cells are in row-major order with `repeat_factor` tokens each.
 
         Raises:
-            ShapeError: D is no multiple of 4, or there are not so many tokens.
+            ShapeError: D is no multiple of 4, or x has another number of tokens.
         """
         tokens = end_x * end_y * repeat_factor
-        found = self.type_of(x)
+        x_type = self.type_of(x)
         if head_dim % 4 or head_dim < 4:
             raise ShapeError(f"{self.path}: axial_rope_2d: head_dim is a multiple of 4, got {head_dim}")
-        if found.rank != 3 or not is_static(found.shape[1]) or found.shape[1] != tokens or tokens < 1:
+        if x_type.rank != 3 or not is_static(x_type.shape[1]) or x_type.shape[1] != tokens or tokens < 1:
             raise ShapeError(
                 f"{self.path}: axial_rope_2d: x is [B, {tokens}, N·{head_dim}] for {end_x} x {end_y} cells of "
-                f"{repeat_factor}, got {found}"
+                f"{repeat_factor}, got {x_type}"
             )
         cell = np.arange(tokens, dtype=np.int32) // np.int32(repeat_factor)
         inv_freq, axes = axial_frequencies((head_dim // 2, head_dim // 2), theta)
@@ -198,32 +207,33 @@ class Attending(Control[V]):
         sinks: V | WeightKey | None = None,
         layout: str = "packed",
     ) -> V:
-        """`softmax(mask(cap(scale · q kᵀ) + bias)) v` for each head, in f32: q `[B, S, N·D]`, k `[B, T, K·D]`,
-        v `[B, T, K·E]` → `[B, S, N·E]`.
+        """Return `softmax(mask(cap(scale · q kᵀ) + bias)) v` for each head, computed in f32.
 
-        Query head h reads key head h // (N/K); K follows from the widths, and so does D, which are checked where they
-        are given. What limits the keys of a query holds together; a query without any key gives zeros.
+        q is `[B, S, N·D]`, k `[B, T, K·D]`, v `[B, T, K·E]`, and the result `[B, S, N·E]`. Query head h reads key head
+        h // (N/K). K and D follow from the widths; `kv_heads` and `head_dim` only check them. A key must pass
+        causality, mask and window together; a query without any key returns zeros.
 
         Args:
-            causal: none behind the query; of more keys than queries, the queries are the last. Without it, and without
-                the name of a mask kind that says so, a query reads all keys.
-            mask: what to keep: bools, or numbers of which less than ½ drops a key. `[T]`, `[B, T]`, `[S, T]`,
+            causal: queries read no later keys; with more keys than queries, the queries are the last positions. By
+                default queries read all keys, unless `mask` names a causal mask kind.
+            mask: the keys to keep, as bools, or as numbers, where less than ½ drops a key: `[T]`, `[B, T]`, `[S, T]`,
                 `[B, S, T]` or `[B, N, S, T]`, where B, N and S may be 1.
-            bias: added to the scores: `[B, N, S, T]`, 1 on any axis, axes in front may be missing. Or a function of the
-                positions of queries `[S, 1]` and keys `[1, T]`, both i32, that gives `[N, S, T]`, written with these
-                methods: `lambda q, k: slopes * (k - q)`. That holds in every program, for cached keys too.
-            window: keys at a distance of less than so many tokens, on both sides unless causal; or a pair, how many
-                before the query's own key and how many behind it.
-            softcap: c · tanh(scores / c), before mask and bias. scale: D^(−1/2) by default.
-            sinks: `[N]`, a score of each head that takes part in the softmax and has no value: what all keys together
-                are given is less than 1. Neither scaled nor capped.
-            rope: turns q and k: what `rotary` made, or (cos, sin) for as many columns as they have, in halves.
-            layout: "heads" for q, k and v with an axis of heads, `[B, S, N, D]`; so is the result.
-            head_dim: D, which is checked. mask_value: of the form by the name of a mask kind, `mask="custom"`: see
-                `attention_kind`.
+            bias: added to the scores: `[B, N, S, T]`, 1 on any axis, and leading axes may be missing. Or a function of
+                the positions of queries `[S, 1]` and keys `[1, T]`, both i32, that returns `[N, S, T]`, written with
+                these methods: `lambda q, k: slopes * (k - q)`. A function works in every program, also for cached keys.
+            window: read keys at a distance of less than this many tokens, on both sides unless causal; or a pair, the
+                numbers of keys before and after the query's position.
+            softcap: c in c · tanh(scores / c), applied before mask and bias.
+            scale: by default D^(−1/2).
+            sinks: `[N]`, an extra score of each head that takes part in the softmax without a value, so that the
+                weights of the keys sum to less than 1. It is neither scaled nor capped.
+            rope: rotates q and k: the result of `rotary`, or (cos, sin) for as many columns as they have, in halves.
+            layout: "heads" if q, k and v have an axis of heads, `[B, S, N, D]`; so has the result.
+            mask_value: only with the name of a mask kind, such as `mask="custom"`: see `attention_kind`.
 
         Raises:
-            ShapeError, DTypeError: what does not fit, with the shapes that would. GraphError: options that contradict.
+            ShapeError, DTypeError: an operand does not fit; the message has the expected shapes.
+            GraphError: contradictory options.
         """
         self._check_form(causal, mask, mask_value)
         if isinstance(mask, hir.MaskKind | str):
@@ -232,20 +242,20 @@ class Attending(Control[V]):
                 layout=None if layout == "packed" else layout,
             )  # fmt: skip
             width, groups = self._heads(q, k, heads, head_dim, kv_heads)
-            of_kind = hir.attention(heads, groups, hir.mask_kind(mask), scale=scale, softcap=softcap)
-            return self.add_node(of_kind, q, k, v, *([] if mask_value is None else [mask_value]))
+            kind_op = hir.attention(heads, groups, hir.mask_kind(mask), scale=scale, softcap=softcap)
+            return self.add_node(kind_op, q, k, v, *([] if mask_value is None else [mask_value]))
         q, k, v = (self._laid_out(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         width, groups = self._heads(q, k, heads, head_dim, kv_heads)
         if rope is not None:
             q, k = (self._rotated(x, self._as_rotary(rope), width) for x in (q, k))
-        before, ahead = self._window(window, bool(causal))
-        extra, of_places, operands = self._beside_scores(q, k, heads, mask, bias, sinks)
+        backward, ahead = self._window(window, bool(causal))
+        operand_names, bias_body, operands = self._beside_scores(q, k, heads, mask, bias, sinks)
         op = hir.Attention(
-            heads, groups, bool(causal), before, scale, softcap, extra, ahead=ahead, bias_of=of_places,
+            heads, groups, bool(causal), backward, scale, softcap, operand_names, ahead=ahead, bias_of=bias_body,
             sinks=sinks is not None,
         )  # fmt: skip
-        done = self.add_node(op, q, k, v, *operands)
-        return done if layout == "packed" else self._unpacked(done, self.type_of(done).shape[-1] // heads)
+        result = self.add_node(op, q, k, v, *operands)
+        return result if layout == "packed" else self._unpacked(result, self.type_of(result).shape[-1] // heads)
 
     cross_attention = attention
     """`attention` over the keys of another sequence. In a model that generates, keys and values that depend on no token
@@ -264,40 +274,41 @@ class Attending(Control[V]):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> V:
-        """`attention` by the name of a mask kind: q `[B, S, N·D]`, k and v `[B, T, K·D]`.
+        """Return `attention` with a named mask kind: q `[B, S, N·D]`, k and v `[B, T, K·D]`.
 
-        `mask_value` is what some kinds read: "custom" a keep mask `[B, T]` beside causality, "keep" a keep mask alone
-        (1 keeps a key, less than ½ drops it), "bias" a floating `[B, N, S, T]` added to the scores. See `MaskKind`.
+        Some kinds read `mask_value`: "custom" a keep mask `[B, T]` in addition to causality, "keep" only a keep mask (1
+        keeps a key, less than ½ drops it), "bias" floats `[B, N, S, T]`, which are added to the scores. See `MaskKind`.
         """
         return self.attention(
             q, k, v, heads=heads, head_dim=head_dim, mask=hir.mask_kind(mask), mask_value=mask_value, scale=scale,
             softcap=softcap,
         )  # fmt: skip
 
-    # -- what attention is given -------------------------------------------------------------
+    # -- operands of attention ---------------------------------------------------------------
 
     def _check_form(self, causal: object, mask: object, mask_value: object) -> None:
-        """What goes together."""
+        """Check that `causal` is a bool, and that `mask_value` comes with the name of a mask kind."""
         if not (causal is None or isinstance(causal, bool | np.bool_)):
             raise GraphError(f"{self.path}: attention: causal is {shown(causal)}; expected True or False")
         if mask_value is not None and not isinstance(mask, hir.MaskKind | str):
-            of = "there is none" if mask is None else "this is mask="
-            raise GraphError(f"{self.path}: attention: mask_value= goes with the name of a mask kind; {of}")
+            reason = "there is none" if mask is None else "this is mask="
+            raise GraphError(f"{self.path}: attention: mask_value= goes with the name of a mask kind; {reason}")
 
     def _beside_scores(
         self, q: V, k: V, heads: int, mask: V | None, bias: V | Callable[[V, V], V] | None, sinks: V | WeightKey | None
     ) -> tuple[tuple[str, ...], Graph | None, list[V]]:
-        """What meets the scores: the names of a mask and a bias, a bias that is a function of places, and all operands
-        behind q, k and v."""
-        extra = {} if mask is None else {"keep": self._keep(mask, q, k)}
-        of_places, read = (None, ()) if not callable(bias) else self._pair_bias(bias, q, k, heads)
-        extra |= {} if bias is None or callable(bias) else {"bias": self._as_bias(bias)}
+        """Return the operands of the scores: the names of mask and bias operands, the body of a bias that is a function
+        of positions, and all operands after q, k and v."""
+        operands = {} if mask is None else {"keep": self._keep(mask, q, k)}
+        bias_body, captured = (None, ()) if not callable(bias) else self._pair_bias(bias, q, k, heads)
+        operands |= {} if bias is None or callable(bias) else {"bias": self._as_bias(bias)}
         if is_number(sinks):
             raise GraphError(f"{self.path}: attention: sinks is {sinks!r}; expected a value [N], a key, or None")
-        own = [] if sinks is None else [self.weight(sinks, ("heads",), shape=(heads,))]
-        return tuple(extra), of_places, [*extra.values(), *own, *read]
+        sink_scores = [] if sinks is None else [self.weight(sinks, ("heads",), shape=(heads,))]
+        return tuple(operands), bias_body, [*operands.values(), *sink_scores, *captured]
 
     def _refuse_beside_kind(self, **given: object) -> None:
+        """Refuse options that do not go with the name of a mask kind."""
         for name, value in given.items():
             if value is not None:
                 raise GraphError(
@@ -306,10 +317,10 @@ class Attending(Control[V]):
                 )
 
     def _heads(self, q: V, k: V, heads: int, head_dim: int | None, kv_heads: int | None) -> tuple[int, int]:
-        """Return the width of heads, and the number of key heads by the width of k."""
+        """Return the width of heads, and the number of key heads, which follows from the width of k."""
         queries, keys = self.type_of(q), self.type_of(k)
-        whole = isinstance(heads, int | np.integer) and not isinstance(heads, bool) and heads >= 1
-        if not whole or queries.rank != 3 or not is_static(queries.shape[2]) or queries.shape[2] % heads:
+        is_count = isinstance(heads, int | np.integer) and not isinstance(heads, bool) and heads >= 1
+        if not is_count or queries.rank != 3 or not is_static(queries.shape[2]) or queries.shape[2] % heads:
             raise ShapeError(f"{self.path}: attention: q is [B, S, N·D] with {shown(heads)} heads, got {queries}")
         width = int(queries.shape[2]) // int(heads)
         if head_dim not in (None, width) or keys.rank != 3 or not is_static(keys.shape[2]) or keys.shape[2] % width:
@@ -317,42 +328,44 @@ class Attending(Control[V]):
                 f"{self.path}: attention: q is [B, S, {heads}·D] and k [B, T, K·D] with D = "
                 f"{shown(width if head_dim is None else head_dim)}; got {queries} and {keys}"
             )
-        counted = int(keys.shape[2]) // width
-        if kv_heads not in (None, counted):
+        k_heads = int(keys.shape[2]) // width
+        if kv_heads not in (None, k_heads):
             raise ShapeError(
-                f"{self.path}: attention: k {keys} has {counted} heads of width {width}; kv_heads is {shown(kv_heads)}"
+                f"{self.path}: attention: k {keys} has {k_heads} heads of width {width}; kv_heads is {shown(kv_heads)}"
             )
-        return width, counted
+        return width, k_heads
 
     def _laid_out(self, x: V, layout: str, heads: int | None) -> V:
-        """Packed heads."""
+        """Return x with packed heads, after checking that it has the layout."""
         if layout not in LAYOUTS:
             raise GraphError(f"{self.path}: attention: layout is {quote(layout)}; expected {' or '.join(LAYOUTS)}")
-        found = self.type_of(x)
-        if found.rank != 3 + (layout == "heads"):
+        x_type = self.type_of(x)
+        if x_type.rank != 3 + (layout == "heads"):
             forms = "[B, S, N·D]" if layout == "packed" else "[B, S, N, D]"
-            other = f'; layout="{LAYOUTS[layout == "packed"]}" is for the other' if found.rank in (3, 4) else ""
-            raise ShapeError(f"{self.path}: attention: q, k and v are {forms}, got {found}{other}")
+            other = f'; layout="{LAYOUTS[layout == "packed"]}" is for the other' if x_type.rank in (3, 4) else ""
+            raise ShapeError(f"{self.path}: attention: q, k and v are {forms}, got {x_type}{other}")
         if layout == "packed":
             return x
-        if heads is not None and found.shape[2] != heads:
-            raise ShapeError(f"{self.path}: attention: {found} has {found.shape[2]} heads, expected {heads}")
-        return self._packed("attention", x, found.shape[3])
+        if heads is not None and x_type.shape[2] != heads:
+            raise ShapeError(f"{self.path}: attention: {x_type} has {x_type.shape[2]} heads, expected {heads}")
+        return self._packed("attention", x, x_type.shape[3])
 
     def _packed(self, op: str, x: V, head_dim: int) -> V:
-        """`[B, S, N, D]` as `[B, S, N·D]`; what has heads side by side already, as it is."""
-        found = self.type_of(x)
-        if found.rank != 4:
+        """Reshape `[B, S, N, D]` to `[B, S, N·D]`, and return packed heads as they are."""
+        x_type = self.type_of(x)
+        if x_type.rank != 4:
             return x
-        if not (is_static(found.shape[2]) and is_static(found.shape[3])) or found.shape[3] != head_dim:
-            raise ShapeError(f"{self.path}: {op}: heads are [B, S, N, {head_dim}] of known sizes, got {found}")
-        return self.reshape(x, (*self.shape(x).shape[:2], int(found.shape[2]) * int(found.shape[3])))
+        if not (is_static(x_type.shape[2]) and is_static(x_type.shape[3])) or x_type.shape[3] != head_dim:
+            raise ShapeError(f"{self.path}: {op}: heads are [B, S, N, {head_dim}] of known sizes, got {x_type}")
+        return self.reshape(x, (*self.shape(x).shape[:2], int(x_type.shape[2]) * int(x_type.shape[3])))
 
     def _unpacked(self, x: V, head_dim: int) -> V:
+        """Reshape `[B, S, N·D]` to `[B, S, N, D]`."""
         *lead, width = self.shape(x).shape
         return self.reshape(x, (*lead, int(width) // head_dim, head_dim))
 
     def _as_rotary(self, given: Any) -> Rotary[V]:
+        """Return the `rope` argument of `attention` as a Rotary; a pair (cos, sin) rotates in halves."""
         if isinstance(given, Rotary):
             return given
         tables = items_of(given, f"{self.path}: attention: rope", "what rotary made, or (cos, sin)")
@@ -364,7 +377,7 @@ class Attending(Control[V]):
         return Rotary(*tables, 2 * int(width) if is_static(width) else 0)
 
     def _window(self, window: Any, causal: bool) -> tuple[int | None, int]:
-        """Keys up to the query's own, and those behind it."""
+        """Return a window as two counts: keys up to and including the query's position, or None, and keys after it."""
         if window is None:
             return None, 0
         pair = window if isinstance(window, tuple | list) else None
@@ -385,56 +398,59 @@ class Attending(Control[V]):
         return int(pair[0]) + 1, int(pair[1])
 
     def _keep(self, mask: V, q: V, k: V) -> V:
-        """A keep mask as the op takes it, `[B|1, T]` or `[B|1, N|1, S|1, T]`."""
+        """Return a keep mask in the op's shape, `[B|1, T]` or `[B|1, N|1, S|1, T]`."""
         if is_number(mask):
             raise GraphError(f"{self.path}: attention: mask is {mask!r}; expected a value, the name of a kind, or None")
-        found, (batch, queries, _), keys = self.type_of(mask), self.type_of(q).shape, self.type_of(k).shape[1]
-        as_rows = found.rank == 2 and found.shape[0] in (1, batch)
-        as_pairs = found.rank == 2 and found.shape[0] == queries
-        fits = found.rank in (1, 3, 4) or as_rows or as_pairs
-        if not fits or found.shape[-1] != keys:
+        m_type, (batch, queries, _), keys = self.type_of(mask), self.type_of(q).shape, self.type_of(k).shape[1]
+        as_rows = m_type.rank == 2 and m_type.shape[0] in (1, batch)
+        as_pairs = m_type.rank == 2 and m_type.shape[0] == queries
+        fits = m_type.rank in (1, 3, 4) or as_rows or as_pairs
+        if not fits or m_type.shape[-1] != keys:
             sizes = f"B = {batch}, S = {queries}, T = {keys}"
             raise ShapeError(
                 f"{self.path}: attention: a mask is [T], [B, T], [S, T], [B, S, T] or [B, N, S, T] with {sizes}; "
-                f"got {found}"
+                f"got {m_type}"
             )
+        # With equal batch and sequence, `[B, T]` and `[S, T]` have the same shape, and a guess could be wrong.
         if as_rows and as_pairs and not (is_static(batch) and batch == 1):
             raise ShapeError(
-                f"{self.path}: attention: the mask {found} may be [B, T] or [S, T], as B and S are both {batch}: say "
+                f"{self.path}: attention: the mask {m_type} may be [B, T] or [S, T], as B and S are both {batch}: say "
                 "which with an axis of 1, mask[:, None] or mask[None]"
             )
-        if found.rank == 1:
+        if m_type.rank == 1:
             return self.slice(mask, (None,))
-        if found.rank == 3:
+        if m_type.rank == 3:
             return self.slice(mask, (slice(None), None))
         return self.slice(mask, (None, None)) if as_pairs and not as_rows else mask
 
     def _pair_bias(self, fn: Callable[[V, V], V], q: V, k: V, heads: int) -> tuple[Graph, tuple[V, ...]]:
-        """A bias by positions as a body, and the weights that it reads."""
-        what, rows, keys = f"{self.path}: attention: bias=", self.type_of(q), self.type_of(k)
+        """Return a bias function of positions as a traced body, and the values that it captures."""
+        where, rows, keys = f"{self.path}: attention: bias=", self.type_of(q), self.type_of(k)
         if rows.shape[1] != keys.shape[1]:
             raise ShapeError(
-                f"{what} a function of positions is for as many queries as keys, got q {rows} and k {keys}; give an "
+                f"{where} a function of positions is for as many queries as keys, got q {rows} and k {keys}; give an "
                 "array"
             )
-        places = [TensorType(shape, I32) for shape in ((symbol("queries"), 1), (1, symbol("keys")))]
+        position_types = [TensorType(shape, I32) for shape in ((symbol("queries"), 1), (1, symbol("keys")))]
         captures: dict[Value, int] = {}
-        body, alone = self._trace("bias", fn, places, captures)
-        made = [body.type(v) for v in body.outputs]
-        want = (heads, *places[0].shape[:1], *places[1].shape[1:])
-        fits = alone and is_float(made[0].dtype) and made[0].rank <= 3
-        if not fits or any(got not in (1, size) for got, size in zip(made[0].shape[::-1], want[::-1], strict=False)):
-            raise ShapeError(f"{what} the function gives floats [N, S, T], 1 on any axis, with N = {heads}; got {made}")
+        body, is_single = self._trace("bias", fn, position_types, captures)
+        types = [body.type(v) for v in body.outputs]
+        sizes = (heads, *position_types[0].shape[:1], *position_types[1].shape[1:])
+        fits = is_single and is_float(types[0].dtype) and types[0].rank <= 3
+        if not fits or any(dim not in (1, size) for dim, size in zip(types[0].shape[::-1], sizes[::-1], strict=False)):
+            raise ShapeError(
+                f"{where} the function gives floats [N, S, T], 1 on any axis, with N = {heads}; got {types}"
+            )
         for value in captures:
             if (t := self.builder.type(value)).symbols:
                 raise GraphError(
-                    f"{what} the function reads {t}, which has a size of the request: it may read positions, weights "
+                    f"{where} the function reads {t}, which has a size of the request: it may read positions, weights "
                     "and numbers; give an array"
                 )
         return body, tuple(self._values(captures))
 
     def _as_bias(self, bias: V) -> V:
-        """A bias `[B|1, N|1, S|1, T|1]`; axes of 1 in front may be missing."""
+        """Return a bias as `[B|1, N|1, S|1, T|1]`, with missing leading axes added."""
         if is_number(bias):
             raise GraphError(f"{self.path}: attention: bias is {bias!r}; expected a value, or None")
         rank = self.type_of(bias).rank

@@ -36,12 +36,12 @@ class BlockPattern:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not all(self.text.split(".")):
-            what, text = (
+            noun, text = (
                 ("path of a block", "layers.*.self_attn.o_proj")
                 if self.method == "at"
                 else ("key of a weight", "**.self_attn.o_proj.weight")
             )
-            raise GraphError(f"{self.method}: a pattern is the dotted {what}, such as {text!r}; got {shown(self.text)}")
+            raise GraphError(f"{self.method}: a pattern is the dotted {noun}, such as {text!r}; got {shown(self.text)}")
         _compiled(self.text, self.method)
 
     def matches(self, path: Path) -> bool:
@@ -113,9 +113,9 @@ class BlocksReading:
         """
         readers = readers_of(nodes)
         if (unread := sorted(self.keys - set(readers))) and not self.may_lack:
-            close = did_you_mean(unread[0], readers, alike=0.8)
-            hint = "; it belongs to another model" if self.origin and not close else ""
-            raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{close}{hint}")
+            suggestion = did_you_mean(unread[0], readers, alike=0.8)
+            hint = "; it belongs to another model" if self.origin and not suggestion else ""
+            raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{suggestion}{hint}")
         return frozenset(path for key in self.keys for path in readers.get(key, ()))
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class ProductsIn:
     pattern: BlockPattern
 
     def beside(self, parts: Sequence[str]) -> ProductsIn:
-        """Return the selector with `BlockPattern.beside` applied to its pattern."""
+        """Return the selector with its pattern adapted to the other flows."""
         return replace(self, pattern=self.pattern.beside(parts))
 
     def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
@@ -181,7 +181,7 @@ def _below(path: Path, blocks: Iterable[Path]) -> bool:
     return any(path[: len(block)] == block for block in blocks)
 
 
-# All kinds of selectors, which share `among` and `beside`.
+# All kinds of selectors, which share their methods.
 BlockSelector = BlockPattern | BlocksReading | ProductsIn
 
 

@@ -1,7 +1,7 @@
-"""Where a block begins and ends, what it is connected to, and how many heads a value has.
+"""The boundaries of blocks in a graph, the values that connect them, and the number of heads of a value.
 
-The active value that a stage takes and the one that it returns are marked in the graph: a flow with edits by path marks
-them while its stages run (`Builder.marks_blocks`), and `edit_blocks` removes the marks.
+While the stages of a flow with edits by path run (`Builder.marks_blocks`), nodes in the graph mark the active value
+that each stage takes and returns. `edit_blocks` removes the marks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlx_jax.trace.emit import Emit, FlowState, FlowValue
 
 INPUT, OUTPUT = "input", "output"
 
-# Writes a stage for an active value.
+# A function that writes a stage for an active value, and returns the next one.
 Write = Callable[[FlowValue | None], FlowValue | None]
 
 
 def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue | None:
-    """Run a stage, and mark what it takes and returns where it writes one block and nothing outside of it.
+    """Run a stage, and mark its input and output if it writes exactly one block and nothing outside of it.
 
     Args:
-        write: the stage's `emit`, for the active value.
+        write: the `emit` method of the stage, as a function of the active value.
         value: the active value before the stage.
 
     Returns:
@@ -42,31 +42,32 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
     builder = emit.builder
     if not builder.marks_blocks:
         return write(value)
-    start, before, repeating = len(builder.nodes), _copy_registers(emit.state), emit.repeating
+    start, saved_state, repeating = len(builder.nodes), _copy_registers(emit.state), emit.repeating
     active = None if value is None else emit.wrap(builder.boundary("", emit.own(value)))
     outer, emit.opened = emit.opened, (builder.origin.path, {})
     try:
-        out = write(active)
+        result = write(active)
     except MissingWeightError as error:
         block = _single(emit.opened[1])
         if emit.stand_in is None or block is None:
             raise
+        # Drop the nodes of the failed stage, but keep the mark of its input.
         builder.cut(start + (value is not None))
-        emit.state, emit.repeating = before, repeating
+        emit.state, emit.repeating = saved_state, repeating
         with builder.at(Origin(block)), emit.stage():
-            out = emit.stand_in(block, active, error)
+            result = emit.stand_in(block, active, error)
         emit.has_stand_ins = True
     finally:
         blocks, emit.opened = emit.opened[1], outer
     block = _single(blocks)
     if block is None or not _is_inside(block, builder.nodes[start:]):
-        return out
+        return result
     if value is not None:
         builder.nodes[start] = replace(builder.nodes[start], op=Boundary(INPUT), origin=Origin(block))
-    if out is None:
+    if result is None:
         return None
     with builder.at(Origin(block)):
-        return emit.wrap(builder.boundary(OUTPUT, emit.own(out)))
+        return emit.wrap(builder.boundary(OUTPUT, emit.own(result)))
 
 
 def _single(blocks: Collection[Path]) -> Path | None:
@@ -82,7 +83,7 @@ def _is_inside(block: Path, nodes: Iterable[Node]) -> bool:
 
 
 def _copy_registers(state: FlowState) -> FlowState:
-    """Return the registers as they are now, which later writes to `state` do not change."""
+    """Return a copy of the registers that later writes to `state` do not change."""
     copies: dict[str, Any] = {name: v.copy() for name, v in vars(state).items() if isinstance(v, dict | list)}
     return replace(state, **copies)
 
@@ -95,12 +96,12 @@ class Ports:
     """The values by which a block is connected to the nodes outside of it.
 
     Attributes:
-        enter: the number of the node that marks the active value; None where no stage says it.
-        leave: the number of the node that marks what the block returns, likewise.
-        read: the active value outside of the block, or, where nothing marks it, all values that the block reads from
-            outside, weights and constants aside.
-        given: what the block returns, or, where nothing marks it, its values that others read.
-        result: the value inside of the block that `given[0]` is.
+        enter: the number of the node that marks the input; None without a mark.
+        leave: the number of the node that marks the output; None without a mark.
+        read: the input outside of the block, or, without a mark, all values that the block reads from outside, except
+            weights and constants.
+        given: the output, or, without a mark, the values of the block that other nodes read.
+        result: the value inside the block that `given[0]` marks.
     """
 
     enter: int | None
@@ -111,17 +112,17 @@ class Ports:
 
     @property
     def source(self) -> Value | None:
-        """The active value outside of the block, if there is a single one."""
+        """The input outside of the block, or None if there are several."""
         return self.read[0] if len(self.read) == 1 else None
 
     @property
     def taken(self) -> Value | None:
-        """The value that the nodes of the block read as the active one."""
+        """The value that the nodes of the block read as their input: its mark, or the value itself."""
         return self.source if self.enter is None else Value(self.enter)
 
     @property
     def captured(self) -> tuple[Value, ...]:
-        """What a capture of the block gives: a stage that passes its active value on gives what it registers."""
+        """The values of a capture: the output, or, for a stage that returns its input, the values that it registers."""
         return self.given[1:] if len(self.given) > 1 and self.given[0].node == self.leave else self.given
 
 
@@ -129,7 +130,8 @@ class BlockIndex:
     """The nodes of a flow by block, and how each block is connected.
 
     Args:
-        nodes: of the flow. last: its last active value.
+        nodes: the nodes of the flow.
+        last: the last active value of the flow.
     """
 
     def __init__(self, nodes: Sequence[Node], last: Value) -> None:
@@ -144,35 +146,36 @@ class BlockIndex:
                 self.numbers.setdefault(path[:end], []).append(number)
 
     def ports(self, block: Path) -> Ports | None:
-        """Return how a block is connected, or None where no node is part of it."""
+        """Return the values that connect a block, or None if it has no nodes."""
         numbers = self.numbers.get(block, [])
         if not numbers:
             return None
         inside = set(numbers)
-        given = [
+        outputs = [
             value
             for number in numbers
             for value in (Value(number, index) for index in range(len(self.nodes[number].types)))
             if not inside.issuperset(self.readers.get(value, ()))
         ]
-        # A stage that continues a block (`Named(again=True)`) takes what the block has: a mark inside of it.
+        # A stage that continues a block (`Named(again=True)`) marks a value inside the block, which is no input of it.
         enters = [i for i in self._marks(INPUT, block) if self.nodes[i].inputs[0].node not in inside]
         leave = next(reversed(self._marks(OUTPUT, block)), None)
         read = tuple(self.nodes[i].inputs[0] for i in enters) or self._read(numbers, inside)
         enter = enters[0] if enters else None
         if leave is None:
-            given = given or [Value(numbers[-1])]
-            return Ports(enter, leave, read, tuple(given), given[0])
+            outputs = outputs or [Value(numbers[-1])]
+            return Ports(enter, leave, read, tuple(outputs), outputs[0])
         result = self.nodes[leave].inputs[0]
-        registered = [v for v in given if v.node != leave and self._unmarked(v) != self._unmarked(Value(leave))]
-        passed_on = enter is not None and self._unmarked(result) == self._unmarked(Value(enter))
-        return Ports(enter, leave, read, (Value(leave), *(registered if passed_on else ())), result)
+        registers = [v for v in outputs if v.node != leave and self._unmarked(v) != self._unmarked(Value(leave))]
+        returns_input = enter is not None and self._unmarked(result) == self._unmarked(Value(enter))
+        return Ports(enter, leave, read, (Value(leave), *(registers if returns_input else ())), result)
 
     def inner(self, block: Path) -> list[Path]:
         """Return the blocks inside of a block."""
         return [path for path in self.numbers if len(path) > len(block) and path[: len(block)] == block]
 
     def _marks(self, role: str, block: Path) -> list[int]:
+        """Return the numbers of the nodes that mark the input or the output of a block."""
         nodes = self.nodes
         return [i for i in self.numbers[block] if nodes[i].op == Boundary(role) and nodes[i].origin.path == block]
 
@@ -182,22 +185,27 @@ class BlockIndex:
         return tuple(dict.fromkeys(v for v in values if not isinstance(self.nodes[v.node].op, Param | Constant)))
 
     def _unmarked(self, value: Value) -> Value:
-        """Return the value that a chain of marks is of."""
+        """Return the value under a chain of marks."""
         while isinstance(self.nodes[value.node].op, Boundary):
             value = self.nodes[value.node].inputs[0]
         return value
 
 
-# What leaves columns where they are.
+# Ops that keep the columns of the last axis in place.
 KEEPS = (Boundary, Unary, Binary, CastTo, Standardize, hir.Rope, hir.RmsNorm, hir.LayerNorm, hir.GatedFfn)
-# Behind and before these a column is another one, or nothing reads it as one of a head.
+# Ops that end the search for heads, because columns of their operands and results do not correspond.
 ENDS = (Leaf, hir.Linear, hir.Embed, hir.FirstToken, hir.LastToken, hir.EndToken)
 
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """What is said of a value: the numbers of heads by blocks that have heads, those that a reshape cuts it into, and
-    whether an op was met that may know and cannot be asked."""
+    """The evidence for the number of heads of a value.
+
+    Attributes:
+        said: numbers of heads declared by blocks that have heads.
+        cut: numbers of heads into which reshapes split the value.
+        unread: whether the search met an op that it cannot interpret.
+    """
 
     said: frozenset[int] = frozenset()
     cut: frozenset[int] = frozenset()
@@ -205,7 +213,7 @@ class HeadCounts:
 
     @property
     def known(self) -> frozenset[int]:
-        """The numbers that it may be: a norm of groups cuts too, so that a block's word counts first."""
+        """The possible numbers of heads. Declarations come before reshapes, because a group norm reshapes too."""
         return self.said or self.cut
 
     def __or__(self, other: HeadCounts) -> HeadCounts:
@@ -216,52 +224,55 @@ UNREAD = HeadCounts(unread=True)
 
 
 class HeadsAround:
-    """The nodes of a flow, asked for the heads of their values."""
+    """Search for the number of heads of values, over the nodes of a flow."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
         self.readers: dict[Value, list[tuple[int, int]]] = {}
         for number, node in enumerate(nodes):
-            for place, value in enumerate(node.inputs):
-                self.readers.setdefault(value, []).append((number, place))
+            for position, value in enumerate(node.inputs):
+                self.readers.setdefault(value, []).append((number, position))
 
     def of(self, value: Value) -> HeadCounts:
-        """What is said of a value by what reads it and by what it was made of, as far as columns stay in place."""
+        """Return the evidence from the consumers and the producers of a value, through ops that keep columns in
+        place."""
         return self._behind(value) | self._before(value)
 
     def type(self, value: Value) -> TensorType:
-        """The type of a value."""
+        """Return the type of a value."""
         return self.nodes[value.node].types[value.index]
 
     def _behind(self, value: Value) -> HeadCounts:
-        found, todo, seen = HeadCounts(), [value], {value}
-        while todo:
-            for number, place in self.readers.get(todo.pop(), ()):
-                op, made = self.nodes[number].op, Value(number)
+        """Return the evidence from the ops that read a value, directly or through ops that keep columns."""
+        counts, pending, visited = HeadCounts(), [value], {value}
+        while pending:
+            for number, position in self.readers.get(pending.pop(), ()):
+                op, result = self.nodes[number].op, Value(number)
                 if isinstance(op, hir.Split | SplitLast):
-                    found |= self._parts(number)
+                    counts |= self._parts(number)
                     continue
-                found |= self._said(number, place)
-                if isinstance(op, KEEPS + (Reshape,)) and made not in seen:
-                    todo.append(made)
-                    seen.add(made)
-        return found
+                counts |= self._said(number, position)
+                if isinstance(op, KEEPS + (Reshape,)) and result not in visited:
+                    pending.append(result)
+                    visited.add(result)
+        return counts
 
     def _before(self, value: Value) -> HeadCounts:
-        found, todo, seen = HeadCounts(), [value], {value}
-        while todo:
-            at = todo.pop()
-            found |= self._said(at.node, None)
-            node = self.nodes[at.node]
+        """Return the evidence from the ops that compute a value, directly or through ops that keep columns."""
+        counts, pending, visited = HeadCounts(), [value], {value}
+        while pending:
+            current = pending.pop()
+            counts |= self._said(current.node, None)
+            node = self.nodes[current.node]
             if isinstance(node.op, KEEPS + (Reshape,)):
-                like = isinstance(node.op, Reshape)
-                more = {v for v in node.inputs if like or self.type(v).shape == self.type(at).shape} - seen
-                todo += more
-                seen |= more
-        return found
+                reshape = isinstance(node.op, Reshape)
+                inputs = {v for v in node.inputs if reshape or self.type(v).shape == self.type(current).shape} - visited
+                pending += inputs
+                visited |= inputs
+        return counts
 
     def _said(self, number: int, place: int | None) -> HeadCounts:
-        """By one node of its operand, or of its result."""
+        """Return the evidence of one node for its operand at `place`, or for its result if `place` is None."""
         node = self.nodes[number]
         packed = node.op.packed(place) if isinstance(node.op, Hir) else None
         if packed is not None:
@@ -272,18 +283,19 @@ class HeadsAround:
         return HeadCounts() if isinstance(node.op, KEEPS + ENDS) else UNREAD
 
     def _parts(self, number: int) -> HeadCounts:
-        """Of queries, keys and values side by side: as many as all of them have, where all heads are equally wide."""
+        """Return the number of heads of packed queries, keys and values: the sum over the parts, if all heads have one
+        width."""
         parts = [Value(number, index) for index in range(len(self.nodes[number].types))]
-        counts, wide = [self._behind(part).said for part in parts], [self.type(part).shape[-1] for part in parts]
-        if any(len(said) != 1 for said in counts) or not all(map(is_static, wide)):
+        counts, widths = [self._behind(part).said for part in parts], [self.type(part).shape[-1] for part in parts]
+        if any(len(declared) != 1 for declared in counts) or not all(map(is_static, widths)):
             return UNREAD
-        heads = [min(said) for said in counts]
-        even = all(int(w) * heads[0] == int(wide[0]) * n for w, n in zip(wide, heads, strict=True))
-        return HeadCounts(frozenset({sum(heads)})) if even else UNREAD
+        heads = [min(declared) for declared in counts]
+        equal_widths = all(int(w) * heads[0] == int(widths[0]) * n for w, n in zip(widths, heads, strict=True))
+        return HeadCounts(frozenset({sum(heads)})) if equal_widths else UNREAD
 
 
 def _heads_cut(before: TensorType, after: TensorType) -> int | None:
-    """N, of `[…, N·D]` as `[…, N, D]` or back."""
-    packed, apart = (before, after) if before.rank < after.rank else (after, before)
-    fits = apart.rank == packed.rank + 1 and apart.shape[:-2] == packed.shape[:-1] and is_static(apart.shape[-2])
-    return int(apart.shape[-2]) if fits else None
+    """Return N of a reshape from `[…, N·D]` to `[…, N, D]` or back, or None for another reshape."""
+    packed, split = (before, after) if before.rank < after.rank else (after, before)
+    fits = split.rank == packed.rank + 1 and split.shape[:-2] == packed.shape[:-1] and is_static(split.shape[-2])
+    return int(split.shape[-2]) if fits else None

@@ -1,6 +1,6 @@
-"""What programs are written with: blocks, at HIR, and the tensor ops of the topics before, at every level.
+"""`Builders`: blocks, which exist only at HIR, and by inheritance all tensor ops, which exist at every level.
 
-`Emit` and `GraphModule` are the two writers. Axis letters: B batch, S tokens, T keys, N query heads, K key heads,
+`Emit` and `GraphModule` are its two writers. Axis letters: B batch, S tokens, T keys, N query heads, K key heads,
 D head width, H hidden, F feed-forward width.
 """
 
@@ -37,18 +37,19 @@ from rlx_jax.trace.writer import Shape, V, is_number
 
 
 class Builders(Attending[V]):
-    """Blocks, products and norms over the values `V` of whoever writes, and all of `Attending`."""
+    """Blocks, products and norms over the values `V` of a writer, and all methods of `Attending`."""
 
     @contextmanager
     def _block(self, label: str) -> Iterator[None]:
-        """Several nodes that are one block: HIR only, and all of them carry its label."""
+        """Write several nodes inside this context as one block: all get its label. Only at HIR."""
         if self.level != GraphStage.HIR:
             raise GraphError(f"{label} is a HIR block; module {self.builder.name!r} is at {self.level}")
         with self.builder.at(replace(self.builder.origin, label=label)):
             yield
 
     def _weights(self, *weights: V | WeightKey | None, like: V | None = None) -> list[V]:
-        """The weights that are there, as values; those under keys are as long as the last axis of `like`."""
+        """Return the weights that are not None as values; with `like`, weights under keys have the size of its last
+        axis."""
         shape = None if like is None else self.type_of(like).shape[-1:]
         for weight in weights:
             if is_number(weight):
@@ -58,7 +59,7 @@ class Builders(Attending[V]):
     # -- products ----------------------------------------------------------------------------
 
     def mm(self, a: V, b: V) -> V:
-        """`a @ b`: `[…, M, K] × […, K, N]`."""
+        """Return the matrix product `a @ b`: `[…, M, K] × […, K, N]`."""
         return self.add_node(product(self.type_of(a), self.type_of(b)), a, b)
 
     def linear(
@@ -73,12 +74,16 @@ class Builders(Attending[V]):
         columns: DimLike | None = None,
         init: Init | None = None,
     ) -> V:
-        """`act(x · w [+ bias])`: w is `[in, out]` as a value, and `[out, in]` as a key of the checkpoint.
+        """Return `act(x · w [+ bias])` for x `[…, in]`, w `[in, out]` as a value or `[out, in]` as a key, bias `[out]`.
 
-        So `linear(x, key)` is `linear(x, param(key), transpose=True)`: with `transpose` w is `[out, in]`, without it
-        `[in, out]`, whichever it is. A square weight fits both ways. x `[…, in]`, bias `[out]`. `roles` say what the
-        axes of a weight under a key are, as it stands there; those of a bias follow. `columns`, the width of the
-        product, and `init` are needed only for a weight that no source has: see `emit.param`.
+        So `linear(x, key)` equals `linear(x, param(key), transpose=True)`.
+
+        Args:
+            transpose: w is `[out, in]` if True, `[in, out]` if False. A square weight fits both, so that its shape does
+                not reveal a wrong choice.
+            roles: roles of the axes of a weight under a key, as in the checkpoint; the roles of the bias follow.
+            columns: `out`, needed only for a weight that no source has.
+            init: initializer of a weight that no source has: see `emit.param`.
         """
         contract = self._contract(w, transpose)
         op = hir.Linear(contract, bias=bias is not None, activation=activation)
@@ -89,22 +94,22 @@ class Builders(Attending[V]):
                     "takes them"
                 )
             return self.add_node(op, x, *self._weights(w, bias))
-        wide = self.type_of(x).shape[-1:] or (None,)
+        in_sizes = self.type_of(x).shape[-1:] or (None,)
         try:
-            weight = self.weight(w, roles, shape=(columns, *wide) if contract else (*wide, columns), init=init)
+            weight = self.weight(w, roles, shape=(columns, *in_sizes) if contract else (*in_sizes, columns), init=init)
         except WeightShapeError as error:
-            how = f"linear reads it with transpose={bool(contract)}, and x is {self.type_of(x)}"
-            raise WeightShapeError(f"{error}; {how}") from error
+            reading = f"linear reads it with transpose={bool(contract)}, and x is {self.type_of(x)}"
+            raise WeightShapeError(f"{error}; {reading}") from error
         if bias is None:
             return self.add_node(op, x, weight)
         if is_number(bias):
             self._weights(bias)
-        of_bias = None if roles is None else roles_of_bias(roles[1 - contract])
-        added = self.weight(bias, of_bias, shape=(self.type_of(weight).shape[1 - contract],))
-        return self.add_node(op, x, weight, added)
+        bias_roles = None if roles is None else roles_of_bias(roles[1 - contract])
+        bias_value = self.weight(bias, bias_roles, shape=(self.type_of(weight).shape[1 - contract],))
+        return self.add_node(op, x, weight, bias_value)
 
     def _contract(self, w: V | WeightKey, transpose: bool | None) -> int:
-        """The axis of w that is summed over."""
+        """Return the axis of w that is summed over: 1 for `[out, in]`, 0 for `[in, out]`."""
         if not isinstance(transpose, bool | None):
             raise GraphError(f"{self.path}: transpose is {shown(transpose)}; expected True, False or None")
         return int(isinstance(w, str | WeightPart) if transpose is None else transpose)
@@ -119,18 +124,19 @@ class Builders(Attending[V]):
     fused_matmul_bias_act = of_kind(_biased_product, "op", "`act(x · w + bias)` as one tensor op; w as in `linear`.")
 
     def shared_linear_pair(self, x: V, w1: V | str, w2: V | str, *, transpose: bool | None = None) -> tuple[V, V]:
-        """`x · w₁` and `x · w₂`, each of its own width: `[in, out]` as values, `[out, in]` as keys; see `linear`."""
+        """Return `x · w₁` and `x · w₂`, which may differ in width; w is `[in, out]` as a value, `[out, in]` as a
+        key."""
         contracts = (self._contract(w1, transpose), self._contract(w2, transpose))
         weights = self._weights(w1, w2)
-        first, second = (self.add_node(hir.SharedLinearPair(slot, contracts), x, *weights) for slot in (0, 1))
-        return first, second
+        product1, product2 = (self.add_node(hir.SharedLinearPair(slot, contracts), x, *weights) for slot in (0, 1))
+        return product1, product2
 
     # -- norms: over the last axis -----------------------------------------------------------
 
     def rms_norm(
         self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5, *, offset: float = 0.0
     ) -> V:
-        """`x · (mean(x²) + ε)^(−1/2) [⊙ (offset + γ) [+ β]]`: γ and β `[H]`, or `[N, H]`. The offset is 1 in Gemma."""
+        """Return `x · (mean(x²) + ε)^(−1/2) [⊙ (offset + γ) [+ β]]`: γ and β `[H]` or `[N, H]`; Gemma's offset is 1."""
         if gamma is None:
             if beta is not None or offset:
                 raise GraphError(f"{self.path}: rms_norm: beta and offset go with a gamma")
@@ -139,13 +145,13 @@ class Builders(Attending[V]):
         return self.add_node(op, x, *self._weights(gamma, beta, like=x))
 
     def layer_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
-        """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`: γ and β `[H]`, either of which may be missing."""
-        there = (gamma is not None, beta is not None)
-        op = hir.LayerNorm(eps, *there) if self.level == GraphStage.HIR else LayerNormOp(eps, *there)
+        """Return `(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`: γ and β `[H]`, both optional."""
+        affine = (gamma is not None, beta is not None)
+        op = hir.LayerNorm(eps, *affine) if self.level == GraphStage.HIR else LayerNormOp(eps, *affine)
         return self.add_node(op, x, *self._weights(gamma, beta, like=x))
 
     def residual_rms_norm(self, x: V, residual: V, gamma: V | str, beta: V | str | None = None, eps: float = 1e-5) -> V:
-        """`rms_norm(x + residual)` as one block: x and residual of one type."""
+        """Return `rms_norm(x + residual)` as one block: x and residual have one type."""
         op = hir.ResidualRmsNorm(eps)
         return self.add_node(op, x, residual, *self._weights(gamma, beta, like=x))
 
@@ -160,33 +166,35 @@ class Builders(Attending[V]):
         bias: V | str | None = None,
         offset: float = 0.0,
     ) -> V:
-        """`rms_norm(x [+ bias] + residual)` as one tensor op."""
+        """Return `rms_norm(x [+ bias] + residual)` as one tensor op."""
         op = FusedResidualRmsNorm(eps, bias is not None, offset)
         return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
 
     def fused_residual_ln(
         self, x: V, residual: V, gamma: V | str, beta: V | str, eps: float = 1e-5, *, bias: V | str | None = None
     ) -> V:
-        """`layer_norm(x [+ bias] + residual)` as one tensor op."""
+        """Return `layer_norm(x [+ bias] + residual)` as one tensor op."""
         op = FusedResidualLayerNorm(eps, bias is not None)
         return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
 
     # -- feed-forward ------------------------------------------------------------------------
 
     def gated_ffn(self, *, gate: V, up: V, activation: str = "silu") -> V:
-        """`act(gate) ⊙ up`: both `[…, F]`. The middle of SwiGLU (silu) and GeGLU (gelu_tanh)."""
+        """Return `act(gate) ⊙ up` for two `[…, F]`, as in SwiGLU (silu) and GeGLU (gelu_tanh)."""
         return self.add_node(hir.GatedFfn(activation), gate, up)
 
     def swiglu_ffn(self, x: V, *, up: V | str, gate: V | str, down: V | str, transpose: bool | None = None) -> V:
-        """`(silu(x · gate) ⊙ (x · up)) · down` as one block: as values gate and up are `[H, F]` and down `[F, H]`, as
-        keys turned. See `linear`, also for `transpose`.
+        """Return `(silu(x · gate) ⊙ (x · up)) · down` as one block.
+
+        As values, gate and up are `[H, F]` and down is `[F, H]`; as keys they are transposed. `transpose` is as in
+        `linear`.
         """
-        up_turned, gate_turned, down_turned = (self._contract(w, transpose) for w in (up, gate, down))
-        op = hir.SwiGLU((up_turned, gate_turned, down_turned))
+        up_contract, gate_contract, down_contract = (self._contract(w, transpose) for w in (up, gate, down))
+        op = hir.SwiGLU((up_contract, gate_contract, down_contract))
         return self.add_node(op, x, *self._weights(up, gate, down))
 
     def fused_swiglu(self, x: V, *, gate_first: bool = True, activation: str = "silu") -> V:
-        """`act(gate) ⊙ up` of the two halves of `[…, 2F]`, as one tensor op."""
+        """Return `act(gate) ⊙ up` of the two halves of `[…, 2F]` as one tensor op."""
         return self.add_node(FusedSwiGLU(gate_first, activation), x)
 
     def route(
@@ -199,11 +207,13 @@ class Builders(Attending[V]):
         normalise: bool = True,
         scale: float = 1.0,
     ) -> tuple[V, V]:
-        """The `top_k` experts of each token: logits `[…, E]` → weights `[…, k]` f32 and ids `[…, k]` i32.
+        """Return the `top_k` experts of each token: logits `[…, E]` → weights `[…, k]` f32 and ids `[…, k]` i32.
 
-        `scores` are a `softmax` over all logits, their `sigmoid`, or the logits themselves, of which those `chosen` are
-        put through a softmax. A `bias` `[E]` is added where experts are chosen, and not to their weights. With
-        `normalise` weights are divided by their sum; in the end they are multiplied with `scale`.
+        Args:
+            bias: `[E]`, added to the scores only to choose the experts, not to compute their weights.
+            scores: `softmax` over all logits, `sigmoid`, or `chosen`: a softmax over the logits of the chosen experts.
+            normalise: divide the weights by their sum.
+            scale: factor of the weights, applied last.
         """
         op = hir.Route(top_k, scores, normalise, scale, biased=bias is not None)
         weights, ids = self.add_all(op, logits, *self._weights(bias))
@@ -223,59 +233,65 @@ class Builders(Attending[V]):
         biases: Sequence[V | WeightKey | WeightStack] | None = None,
         clamp: ClampedGate | None = None,
     ) -> V:
-        """`Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ, as one block: x `[…, H]`, weights and ids `[…, k]`.
+        """Return `Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ, as one block: x `[…, H]`, weights and ids
+        `[…, k]`.
 
-        As values gate and up are `[E, H, F]` and down `[E, F, H]`; as keys, or with `transpose`, each expert is
-        turned, as checkpoints store it. A `WeightStack` is the key of experts that are stored one by one.
-        `biases` are those of gate and up `[E, F]` and of down `[E, H]`; `clamp` another middle than `act(gate) ⊙ up`.
+        Args:
+            gate, up, down: as values `[E, H, F]`, `[E, H, F]` and `[E, F, H]`. As keys, the last two axes are
+                transposed as in checkpoints. A `WeightStack` is for experts with one key each.
+            transpose: the last two axes are transposed.
+            biases: of gate `[E, F]`, up `[E, F]` and down `[E, H]`.
+            clamp: a clamped gate in place of `act(gate) ⊙ up`.
         """
-        given = (gate, up, down)
-        keys = [isinstance(w, str | WeightPart | WeightStack) for w in given]
+        projections = (gate, up, down)
+        keys = [isinstance(w, str | WeightPart | WeightStack) for w in projections]
         if transpose is None and len(set(keys)) > 1:
             raise GraphError(f"{self.path}: experts: gate, up and down are all keys, or all values; or say transpose=")
-        wide, narrow = (("experts", *roles) for roles in (("ffn", "hidden"), ("hidden", "ffn")))
-        roles = (wide, wide, narrow) if transpose is not False else (narrow, narrow, wide)
-        operands = [self.weight(w, r if key else None) for w, r, key in zip(given, roles, keys, strict=True)]
-        what = "the biases of gate, up and down"
-        added = () if biases is None else items_of(biases, f"{self.path}: experts: biases", what)
-        if biases is not None and len(added) != 3:
-            raise GraphError(f"{self.path}: experts: biases: expected {what}, got {len(added)}")
-        beside = [self.weight(w, ("experts", role)) for w, role in zip(added, ("ffn", "ffn", "hidden"), strict=False)]
+        up_roles, down_roles = (("experts", *roles) for roles in (("ffn", "hidden"), ("hidden", "ffn")))
+        roles = (up_roles, up_roles, down_roles) if transpose is not False else (down_roles, down_roles, up_roles)
+        operands = [self.weight(w, r if key else None) for w, r, key in zip(projections, roles, keys, strict=True)]
+        expected = "the biases of gate, up and down"
+        bias_list = () if biases is None else items_of(biases, f"{self.path}: experts: biases", expected)
+        if biases is not None and len(bias_list) != 3:
+            raise GraphError(f"{self.path}: experts: biases: expected {expected}, got {len(bias_list)}")
+        added = [
+            self.weight(w, ("experts", role)) for w, role in zip(bias_list, ("ffn", "ffn", "hidden"), strict=False)
+        ]
         contract = int(keys[0] if transpose is None else transpose)
-        op = hir.Experts(activation, contract, biased=bool(beside), clamp=clamp)
-        return self.add_node(op, x, *operands, weights, ids, *beside)
+        op = hir.Experts(activation, contract, biased=bool(added), clamp=clamp)
+        return self.add_node(op, x, *operands, weights, ids, *added)
 
     # -- tokens ------------------------------------------------------------------------------
 
     def embed(self, table: V | WeightKey, ids: V, *, shape: Sequence[int] | None = None, init: Init | None = None) -> V:
-        """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`; `shape` and `init` as in `gather`."""
+        """Return `E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`; `shape` and `init` as in `gather`."""
         rows = self._table(table, ("embedding", "hidden"), shape, init)
         return self.add_node(hir.Embed(), rows, ids)
 
     def last_token(self, x: V, index: V | None = None) -> V:
-        """The last token of each row, or row `index[b]`: x `[B, S, …]` → `[B, 1, …]`."""
+        """Return the last token of each row, or token `index[b]`: x `[B, S, …]` → `[B, 1, …]`."""
         return self.add_node(hir.LastToken(), x, *([] if index is None else [index]))
 
     def first_token(self, x: V) -> V:
-        """The first token of each row: x `[B, S, H]` → `[B, H]`."""
+        """Return the first token of each row: x `[B, S, H]` → `[B, H]`."""
         return self.add_node(hir.FirstToken(), x)
 
     def split(self, x: V, sizes: int | Sequence[int], axis: int = -1) -> tuple[V, ...]:
-        """Cut `axis` into consecutive `sizes`, or into that many equal parts."""
-        at, found = self._axis(x, axis), self.type_of(x)
-        whole = found.shape[at]
+        """Split `axis` into parts of consecutive `sizes`, or, for an int, into that many equal parts."""
+        at, x_type = self._axis(x, axis), self.type_of(x)
+        axis_size = x_type.shape[at]
         if isinstance(sizes, int) and not isinstance(sizes, bool):
-            if not is_static(whole) or sizes < 1 or whole % sizes:
-                raise ShapeError(f"{self.path}: split: {sizes} equal parts do not make up axis {at} of {found}")
-            sizes = (whole // sizes,) * sizes
+            if not is_static(axis_size) or sizes < 1 or axis_size % sizes:
+                raise ShapeError(f"{self.path}: split: {sizes} equal parts do not make up axis {at} of {x_type}")
+            sizes = (axis_size // sizes,) * sizes
         parts = items_of(sizes, f"{self.path}: split", "a list of sizes, or a number of equal parts")
-        if at == found.rank - 1 and self.level == GraphStage.HIR:
+        if at == x_type.rank - 1 and self.level == GraphStage.HIR:
             return self.add_all(hir.Split(parts), x)
-        turned = x if at == found.rank - 1 else self.swapaxes(x, at, -1)
-        made = self.add_all(SplitLast(parts), turned)
-        return made if at == found.rank - 1 else tuple(self.swapaxes(part, at, -1) for part in made)
+        swapped = x if at == x_type.rank - 1 else self.swapaxes(x, at, -1)
+        results = self.add_all(SplitLast(parts), swapped)
+        return results if at == x_type.rank - 1 else tuple(self.swapaxes(part, at, -1) for part in results)
 
-    # -- whole layers, and tensor ops as blocks ----------------------------------------------
+    # -- full layers, and tensor ops as blocks  ----------------------------------------------
 
     def llama_decoder_block(
         self,
@@ -287,14 +303,14 @@ class Builders(Attending[V]):
         mask: hir.MaskKind | str = "causal",
         biases: Mapping[str, V] | None = None,
     ) -> V:
-        """One Llama layer: the 14 operands of `hir.DECODER_OPERANDS`, weights `[in, out]`, then the mask's own.
+        """Return the output of one Llama layer: the 14 operands of `hir.DECODER_OPERANDS`, weights `[in, out]`, then
+        the operands of the mask.
 
-        `biases` are those of its projections by name, `q_bias` … `down_bias` (`hir.DECODER_BIASES`), each as long as
-        its projection is wide.
+        `biases` of projections are by name, `q_bias` … `down_bias` (`hir.DECODER_BIASES`), each `[out]`.
         """
-        given = dict(biases or {})
-        op = hir.LlamaDecoderBlock(heads, head_dim, kv_heads, eps, hir.mask_kind(mask), biases=tuple(given))
-        return self.add_node(op, *self._with_tables(operands, 12), *given.values())
+        bias_values = dict(biases or {})
+        op = hir.LlamaDecoderBlock(heads, head_dim, kv_heads, eps, hir.mask_kind(mask), biases=tuple(bias_values))
+        return self.add_node(op, *self._with_tables(operands, 12), *bias_values.values())
 
     def qwen35_mtp_head(
         self,
@@ -308,12 +324,13 @@ class Builders(Attending[V]):
         mtp_vocab: int,
         eps: float = 1e-6,
     ) -> V:
-        """Return the logits `[B, 1, mtp_vocab]` of Qwen 3.5's draft head, of the 29 operands of `hir.MTP_OPERANDS`."""
+        """Return the logits `[B, 1, mtp_vocab]` of Qwen 3.5's draft head for the 29 operands of `hir.MTP_OPERANDS`."""
         op = hir.Qwen35MtpHead(heads, kv_heads, head_dim, n_rot, n_embd, n_ff, mtp_vocab, eps)
         return self.add_node(op, *self._with_tables(operands, 2))
 
     def _with_tables(self, operands: Sequence[V], at: int) -> list[V]:
-        """Return the operands of a layer with its cos and sin, at `at` and after it, as `[B|1, S, W]`."""
+        """Return the operands of a layer with its tables cos and sin, at positions `at` and `at + 1`, as
+        `[B|1, S, W]`."""
         tables = [self._table_of_tokens(operands[0], table) for table in operands[at : at + 2]]
         return [*operands[:at], *tables, *operands[at + 2 :]]
 
@@ -329,9 +346,11 @@ class Builders(Attending[V]):
         biases: tuple[V, V] | None = None,
         rope: tuple[V, V] | None = None,
     ) -> V:
-        """Bidirectional attention of hidden `[B, S, H]` with its projections as one tensor op; see
-        `rlx_jax.ops.FusedAttentionBlock`: qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, a keep mask `[B, S]`, the biases of
-        both, cos and sin `[B|1, S, D/2]`."""
+        """Return bidirectional attention over hidden `[B, S, H]`, with its projections, as one tensor op.
+
+        The operands are qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, a keep mask `[B, S]`, the biases of both projections, and
+        the tables cos and sin `[B|1, S, D/2]`; see `rlx_jax.ops.FusedAttentionBlock`.
+        """
         op = FusedAttentionBlock(heads, head_dim, biases is not None, rope is not None)
         tables = [self._table_of_tokens(hidden, table) for table in rope or ()]
         return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *tables)
@@ -347,12 +366,13 @@ class Builders(Attending[V]):
         activation: str = "gelu",
         has_bias: bool = True,
     ) -> V:
-        """BERT's layer as one tensor op: the 14 operands of `rlx_jax.ops.FusedTransformerLayer`, 10 without biases."""
+        """Return BERT's layer as one tensor op: the 14 operands of `rlx_jax.ops.FusedTransformerLayer`, 10 without
+        biases."""
         op = FusedTransformerLayer(heads, head_dim, intermediate, eps1, eps2, activation, has_bias)
         return self.add_node(op, *operands)
 
     def hir_mir(self, op: Mir, inputs: Sequence[V], shape: Shape | None = None) -> V:
-        """A tensor op in a HIR module, labelled as one."""
+        """Return the result of a tensor op in a HIR module; its node is labeled as a tensor op."""
         if not isinstance(op, Mir):
             raise GraphError(f"{self.path}: hir_mir takes a tensor op, got {shown(op)}")
         with self._block(f"mir({op.text()})"):

@@ -82,8 +82,8 @@ def check_takes(
 
 def has_no(writer: object, name: str | None) -> str:
     """Return message text about a name that `writer` does not have, with a suggestion."""
-    close = did_you_mean(name, (known for known in dir(writer) if not known.startswith("_")))
-    return f"{quote(name)}{close or '; docs/graph.md lists what it has'}"
+    suggestion = did_you_mean(name, (method for method in dir(writer) if not method.startswith("_")))
+    return f"{quote(name)}{suggestion or '; docs/graph.md lists what it has'}"
 
 
 def check_attributes(op: Op) -> None:
@@ -264,8 +264,8 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """
     form, (body, kind) = SPEC_FORMS.get(name), getattr(method, "of", (method, ()))
     full_signature = inspect.signature(body)
-    first, *parameters = full_signature.parameters.values()
-    signature = full_signature.replace(parameters=[first, *parameters[len(kind) :]])
+    self_parameter, *parameters = full_signature.parameters.values()
+    signature = full_signature.replace(parameters=[self_parameter, *parameters[len(kind) :]])
 
     @functools.wraps(method)
     def call(m: Any, *args: Any, **kwargs: Any) -> Any:
@@ -330,9 +330,9 @@ def _refusal(m: Any, name: str, signature: inspect.Signature, kwargs: Mapping[st
     plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
     spec = f", or by position {name}({SPEC_FORMS[name]})" if name in SPEC_FORMS else ""
     unknown_keyword = next((k for k in kwargs if k not in signature.parameters), None)
-    close = "" if unknown_keyword is None else did_you_mean(unknown_keyword, [p.name for p in parameters])
-    why = str(reason).rpartition("() ")[2]
-    return f"{m.path}: {name}: {why}{close}; expected {name}{plain}{spec}"
+    suggestion = "" if unknown_keyword is None else did_you_mean(unknown_keyword, [p.name for p in parameters])
+    detail = str(reason).rpartition("() ")[2]
+    return f"{m.path}: {name}: {detail}{suggestion}; expected {name}{plain}{spec}"
 
 
 # -- out_shape -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Builders under the names that only the specification has (IR 5.6, 5.2): other names, and short compositions.
+"""Builders with names that only the specification has (IR 5.6, 5.2): aliases and short compositions.
 
-The order of arguments is that of the specification: operands, then attributes. What the builders of the topics before
-take in this order too is in `rlx_jax.trace.checks`.
+Arguments are in the order of the specification: operands, then attributes. `rlx_jax.trace.checks` lists the other
+builders that accept this order too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlx_jax.trace.writer import V
 
 
 class SpecBuilders(Builders[V]):
-    """All builders: those of `Builders`, and the names of the specification."""
+    """All builders: the methods of `Builders`, and the names of the specification."""
 
     # -- other names -------------------------------------------------------------------------
 
@@ -51,10 +51,10 @@ class SpecBuilders(Builders[V]):
         shape: Sequence[int] | None = None,
         init: Init | None = None,
     ) -> V:
-        """Return rows of a table by number: `gather` for axis 0.
+        """Return rows of a table by index: `gather` for axis 0.
 
-        On a later axis the axes before it are a batch that `ids` has too: table `[B, S, E]`, ids `[B, I]` and axis 1
-        give `[B, I, E]`.
+        For a later axis, the axes before it are batch axes that `ids` has too: table `[B, S, E]`, ids `[B, I]` and axis
+        1 give `[B, I, E]`.
         """
         if axis == 0:
             return self.gather(table, ids, shape=shape, init=init)
@@ -78,8 +78,8 @@ class SpecBuilders(Builders[V]):
 
     def fused_swiglu_ffn(self, x: V, up: V, gate: V, down: V) -> V:
         """Return `(silu(x · gate) ⊙ (x · up)) · down` as tensor ops, with one product for up and gate."""
-        both = self.mm(x, self.concat([up, gate], 1))
-        return self.mm(self.fused_swiglu(both, gate_first=False), down)
+        up_and_gate = self.mm(x, self.concat([up, gate], 1))
+        return self.mm(self.fused_swiglu(up_and_gate, gate_first=False), down)
 
     def batched_dense_solve(self, a: V, b: V) -> V:
         """Return the x of `a x = b` for every row: a `[B, n, n]`, b `[B, n]` or `[B, n, k]`."""
@@ -100,7 +100,7 @@ class SpecBuilders(Builders[V]):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> V:
-        """Return `attention` with a keep mask `[B, T]` alone: it is not causal."""
+        """Return `attention` with only a keep mask `[B, T]`; it is not causal."""
         return self.attention_kind(
             q, k, v, heads=heads, head_dim=head_dim, mask="keep", mask_value=mask_value, scale=scale, softcap=softcap
         )
@@ -127,10 +127,11 @@ class SpecBuilders(Builders[V]):
         """Return the gated delta rule from `state` `[B, Hv, n, n]` f32, and the state after the last token."""
         self._check_delta(q, k, v, state_size)
         with self._block("gated_delta_net_carry"):
-            out, after = self.add_all(GatedDeltaOp(held=True), q, k, v, g, beta, state)
-        return out, after
+            out, final_state = self.add_all(GatedDeltaOp(held=True), q, k, v, g, beta, state)
+        return out, final_state
 
     def _check_delta(self, q: V, k: V, v: V, state_size: int) -> None:
+        """Check that q, k and v are `[B, S, heads, state_size]` with static heads."""
         for name, t in (("q", self.type_of(q)), ("k", self.type_of(k)), ("v", self.type_of(v))):
             if t.rank != 4 or not is_static(t.shape[2]) or not is_static(t.shape[3]) or t.shape[3] != state_size:
                 raise ShapeError(
@@ -139,8 +140,8 @@ class SpecBuilders(Builders[V]):
                 )
 
     def depthwise_conv1d_causal(self, x: V, w: V | WeightKey, left_pad: V, kernel_size: int) -> V:
-        """Return each channel convolved with its own window: x `[B, S, C]`, w `[C, 1, 1, K]`, left_pad `[B, K−1, C]`,
-        the rows before x → `[B, S, C]`. `causal_conv` carries these rows itself."""
+        """Return each channel convolved with its own window: x `[B, S, C]`, w `[C, 1, 1, K]`, left_pad `[B, K−1, C]`
+        with the preceding rows → `[B, S, C]`. `causal_conv` carries these rows itself."""
         weight = self.weight(w)
         x_type, w_type = self.type_of(x), self.type_of(weight)
         if x_type.rank != 3 or w_type.shape != (x_type.shape[2], 1, 1, kernel_size):
@@ -167,8 +168,8 @@ class SpecBuilders(Builders[V]):
         """
         ops = known().op_classes()
         if name not in ops:
-            close = did_you_mean(name, ops) or f"; known are {listing(ops) or 'none'}: see docs/plugins.md"
-            raise GraphError(f"{self.path}: custom_op: no plugin has an op {quote(name)}{close}")
+            suggestion = did_you_mean(name, ops) or f"; known are {listing(ops) or 'none'}: see docs/plugins.md"
+            raise GraphError(f"{self.path}: custom_op: no plugin has an op {quote(name)}{suggestion}")
         try:
             op = ops[name](**(attributes or {}))
         except TypeError as error:
@@ -176,7 +177,7 @@ class SpecBuilders(Builders[V]):
         return self.add_node(op, *items_of(inputs, f"{self.path}: custom_op", "a list of values"))
 
     def custom_fn(self, fwd: Callable[..., Any], *inputs: V, vjp: Callable[..., Any] | None = None) -> Any:
-        """Return `fwd(*inputs)`, with `vjp` with the gradient of `custom_vjp`: `vjp(*inputs, *outputs, *gradients)`."""
+        """Return `fwd(*inputs)`; `vjp(*inputs, *outputs, *gradients)` is an optional gradient as in `custom_vjp`."""
         return fwd(*inputs) if vjp is None else self.custom_vjp(fwd, vjp, *inputs)
 
     custom_fn_multi = custom_fn

@@ -1,7 +1,7 @@
-"""Choices, loops, gradients of one's own, and what carries a state along the sequence, as methods.
+"""The methods for branches, loops, custom gradients, and blocks that carry a state along the sequence.
 
-Bodies are functions of values: a body is traced once, and may use all methods and any value or weight of the program
-around it. A step of `recurrent` is a JAX function of one row and one token.
+A body is a function of values. It is traced once, and may use all methods and any value or weight of the program around
+it. The step of `recurrent` is a JAX function of one row and one token instead.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ Branch = Callable[..., Any]
 
 
 def wide(t: TensorType, lead: int = 0) -> TensorType:
-    """What a step is given of a value: without its `lead` first axes, floats as f32."""
+    """Return the type of a value inside a step: without its first `lead` axes, and f32 for floats."""
     return TensorType(t.shape[lead:], F32 if is_float(t.dtype) else t.dtype)
 
 
 def step_name(step: Any) -> str:
-    """What a step is called that was given no name."""
+    """Return the default name of a step function."""
     return str(getattr(step, "__name__", "step")).replace("<lambda>", "step")
 
 
 def _flat(made: Any) -> tuple[Any, ...]:
-    """One value, or a tuple or list of them."""
+    """Return one value, or a tuple or list of values, as a tuple."""
     return tuple(made) if isinstance(made, tuple | list) else (made,)
 
 
 class Control(Images[V]):
-    """Bodies that run once, some times, or not at all."""
+    """Branches, loops, custom gradients and recurrences."""
 
     def _trace(
         self, what: str, fn: Branch, given: Sequence[TensorType], captures: dict[Value, int] | None
     ) -> tuple[Graph, bool]:
-        """The body that `fn` writes when called with values of these types; whether it gives one value alone.
+        """Trace `fn` with arguments of the types `given`, and return its graph and whether it returns a single value.
 
-        `captures` are values of the program around it, by the number of the body's input; None: there may be none.
+        `captures` collects the values of the outer program that `fn` reads, with their input numbers in the body. None
+        forbids captures.
         """
         if not callable(fn):
             raise GraphError(f"{self.path}: {what} takes a function of values, got {shown(fn)}")
@@ -61,11 +62,11 @@ class Control(Images[V]):
         inner = Builder(f"the body of {what}", outer.types, outer.here)
         inner.inputs = list(outer.inputs)
         body = Body(inner, outer, len(given), captures, what)
-        before, self._bodies, self.builder = self._bodies, (*self._bodies, body), inner
+        outer_bodies, self._bodies, self.builder = self._bodies, (*self._bodies, body), inner
         try:
-            made = fn(*(self.wrap(inner.leaf(BodyInput(i, type=t))) for i, t in enumerate(given)))
-            outputs = [self.own(v) for v in _flat(made)]
-            inner.inputs = []
+            result = fn(*(self.wrap(inner.leaf(BodyInput(i, type=t))) for i, t in enumerate(given)))
+            outputs = [self.own(v) for v in _flat(result)]
+            inner.inputs = []  # inputs of the program become captures below
             graph = inner.finish(outputs)
             if graph.writes:
                 raise GraphError(f"{self.path}: {what}: a body has no state of its own; carry it")
@@ -78,20 +79,21 @@ class Control(Images[V]):
 
             graph = rewrite(in_tensor_ops(graph, outer.types), everywhere(operands), outer.types)
         finally:
-            self._bodies, self.builder = before, outer
-        return graph, not isinstance(made, tuple | list)
+            self._bodies, self.builder = outer_bodies, outer
+        return graph, not isinstance(result, tuple | list)
 
     def _values(self, captures: dict[Value, int]) -> list[V]:
-        """The values of the program that bodies read, in order."""
+        """Return the captured values in order."""
         return [self.wrap(v) for v in captures]
 
     def _made(self, results: Sequence[V], alone: bool) -> Any:
+        """Return the only result if `alone`, else all as a tuple."""
         return results[0] if alone else tuple(results)
 
     def switch(self, index: V, branches: Sequence[Branch], *operands: V) -> Any:
-        """`branches[index](*operands)`, as `lax.switch`: one branch runs; an index out of range is the nearest.
+        """Return `branches[index](*operands)`, as `lax.switch`: one branch runs, and the index is clamped to the range.
 
-        Branches give a value, or a tuple of values, of the same types.
+        All branches return a value, or a tuple of values, of the same types.
         """
         types = [self.type_of(v) for v in operands]
         captures: dict[Value, int] = {}
@@ -99,15 +101,15 @@ class Control(Images[V]):
         if not traced:
             raise GraphError(f"{self.path}: switch: there are no branches")
         results = [tuple(map(str, (graph.type(v) for v in graph.outputs))) for graph, _ in traced]
-        if len(set(results)) > 1 or len({alone for _, alone in traced}) > 1:
-            told = " and ".join(f"({', '.join(r)})" for r in dict.fromkeys(results))
-            raise ShapeError(f"{self.path}: branches give values of the same types, got {told}")
+        if len(set(results)) > 1 or len({is_single for _, is_single in traced}) > 1:
+            type_texts = " and ".join(f"({', '.join(r)})" for r in dict.fromkeys(results))
+            raise ShapeError(f"{self.path}: branches give values of the same types, got {type_texts}")
         at = self.cast(index, "i32")
-        made = self.add_all(Switch(tuple(g for g, _ in traced)), at, *operands, *self._values(captures))
-        return self._made(made, traced[0][1])
+        values = self.add_all(Switch(tuple(g for g, _ in traced)), at, *operands, *self._values(captures))
+        return self._made(values, traced[0][1])
 
     def cond(self, pred: V, true_fn: Branch, false_fn: Branch, *operands: V) -> Any:
-        """`true_fn(*operands)` where `pred`, of rank 0, is not 0, else `false_fn(*operands)`: one of them runs."""
+        """Return `true_fn(*operands)` if `pred`, of rank 0, is not 0, else `false_fn(*operands)`; only one runs."""
         if self.type_of(pred).rank:
             raise ShapeError(
                 f"{self.path}: cond: the condition is one bool or number, got {self.type_of(pred)}; where(…) "
@@ -117,24 +119,26 @@ class Control(Images[V]):
         return self.switch(truth, (false_fn, true_fn), *operands)
 
     def while_loop(self, cond_fun: Branch, body_fun: Branch, init_val: Any) -> Any:
-        """`body_fun` of a value, or of a tuple, while `cond_fun` of it gives True: `lax.while_loop`.
+        """Apply `body_fun` to a value, or a tuple, while `cond_fun` of it is True, as `lax.while_loop`; return the
+        last.
 
-        How often it runs is known when it runs, so it has no reverse-mode gradient; `scan` and `fori_loop` have.
+        The number of iterations is known only at run time, so there is no reverse-mode gradient. `scan` and `fori_loop`
+        have one.
         """
-        alone, carried = not isinstance(init_val, tuple | list), _flat(init_val)
+        is_single, carried = not isinstance(init_val, tuple | list), _flat(init_val)
         types = [self.type_of(v) for v in carried]
         captures: dict[Value, int] = {}
-        again, _ = self._trace("while_loop", lambda *c: cond_fun(self._made(c, alone)), types, captures)
-        body, _ = self._trace("while_loop", lambda *c: body_fun(self._made(c, alone)), types, captures)
+        condition, _ = self._trace("while_loop", lambda *c: cond_fun(self._made(c, is_single)), types, captures)
+        body, _ = self._trace("while_loop", lambda *c: body_fun(self._made(c, is_single)), types, captures)
         self._check_carried("while_loop", types, body)
-        made = self.add_all(While(len(types), again, body), *carried, *self._values(captures))
-        return self._made(made, alone)
+        results = self.add_all(While(len(types), condition, body), *carried, *self._values(captures))
+        return self._made(results, is_single)
 
     def _check_carried(self, what: str, types: Sequence[TensorType], body: Graph, more: int = 0) -> None:
-        """A step gives what it takes, and `more` values beside."""
-        after = [body.type(v) for v in body.outputs[: len(body.outputs) - more]]
-        if after != list(types):
-            enters, leaves = (", ".join(map(str, t)) for t in (types, after))
+        """Check that a step returns values of the types that it takes, followed by `more` other values."""
+        out_types = [body.type(v) for v in body.outputs[: len(body.outputs) - more]]
+        if out_types != list(types):
+            enters, leaves = (", ".join(map(str, t)) for t in (types, out_types))
             raise ShapeError(
                 f"{self.path}: {what}: ({enters}) enter a step, ({leaves}) leave it; it returns values of the types "
                 "that it takes"
@@ -143,71 +147,74 @@ class Control(Images[V]):
     def scan(
         self, f: Branch, init: Any, xs: Any = None, *, length: int | None = None, reverse: bool = False
     ) -> tuple[Any, Any]:
-        """`carry, y = f(carry, x)` for each entry x of the first axis of `xs`: the last carry and the ys, stacked.
+        """Run `carry, y = f(carry, x)` for each x along the first axis of `xs`, and return the last carry and stacked
+        ys.
 
-        As `lax.scan`: `init` and `xs` are values, or tuples of values, and so is what `f` takes and gives; without xs
-        it runs `length` times, and y may be None.
+        As in `lax.scan`, `init` and `xs` are values or tuples of values, and so are the arguments and results of `f`.
+        Without xs it runs `length` times. y may be None.
         """
-        carried, cut = _flat(init), () if xs is None else _flat(xs)
-        types = [self.type_of(v) for v in carried]
-        for t in (self.type_of(v) for v in cut):
+        init_values, x_values = _flat(init), () if xs is None else _flat(xs)
+        types = [self.type_of(v) for v in init_values]
+        for t in (self.type_of(v) for v in x_values):
             if not t.rank:
                 raise ShapeError(f"{self.path}: scan: what is cut has a first axis, got {t}")
-        entries = [TensorType(t.shape[1:], t.dtype) for t in (self.type_of(v) for v in cut)]
+        entries = [TensorType(t.shape[1:], t.dtype) for t in (self.type_of(v) for v in x_values)]
         shape: dict[str, bool] = {}
         stacks: list[int] = []
 
         def step(*given: V) -> tuple[Any, ...]:
-            carry, x = given[: len(carried)], given[len(carried) :]
+            carry, x = given[: len(init_values)], given[len(init_values) :]
             one_x = None if xs is None else self._made(x, not isinstance(xs, tuple | list))
-            made = f(self._made(carry, not isinstance(init, tuple | list)), one_x)
-            if not isinstance(made, tuple | list) or len(made) != 2:
-                raise GraphError(f"{self.path}: scan: f gives (carry, y), got {shown(made)}")
-            after, y = made
+            results = f(self._made(carry, not isinstance(init, tuple | list)), one_x)
+            if not isinstance(results, tuple | list) or len(results) != 2:
+                raise GraphError(f"{self.path}: scan: f gives (carry, y), got {shown(results)}")
+            next_carry, y = results
             shape.update(none=y is None, one=not isinstance(y, tuple | list))
-            more = () if y is None else _flat(y)
-            stacks.append(len(more))
-            return (*_flat(after), *more)
+            y_values = () if y is None else _flat(y)
+            stacks.append(len(y_values))
+            return (*_flat(next_carry), *y_values)
 
         captures: dict[Value, int] = {}
         body, _ = self._trace("scan", step, [*types, *entries], captures)
         self._check_carried("scan", types, body, stacks[0])
-        op = Scan(len(carried), len(cut), body, length, reverse)
-        made = self.add_all(op, *carried, *cut, *self._values(captures))
-        last = self._made(made[: len(carried)], not isinstance(init, tuple | list))
-        stacked = made[len(carried) :]
-        return last, None if shape["none"] else self._made(stacked, shape["one"])
+        op = Scan(len(init_values), len(x_values), body, length, reverse)
+        results = self.add_all(op, *init_values, *x_values, *self._values(captures))
+        last_carry = self._made(results[: len(init_values)], not isinstance(init, tuple | list))
+        stacked = results[len(init_values) :]
+        return last_carry, None if shape["none"] else self._made(stacked, shape["one"])
 
     def fori_loop(self, lower: int, upper: int, body_fun: Branch, init_val: Any) -> Any:
-        """`val = body_fun(i, val)` for i from `lower` to `upper` − 1, both ints: `lax.fori_loop`, by `scan`."""
+        """Run `val = body_fun(i, val)` for i from `lower` to `upper` − 1, both ints, as `lax.fori_loop`; uses
+        `scan`."""
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in (lower, upper)) or upper <= lower:
             raise GraphError(f"{self.path}: fori_loop: ints, the lower first; got {shown(lower)} and {shown(upper)}")
-        many = isinstance(init_val, tuple | list)
+        is_tuple = isinstance(init_val, tuple | list)
 
         def step(carry: Any, _: Any) -> tuple[Any, None]:
             i, *val = carry
-            after = body_fun(i, tuple(val) if many else val[0])
-            return (self.add(i, 1), *_flat(after)), None
+            next_val = body_fun(i, tuple(val) if is_tuple else val[0])
+            return (self.add(i, 1), *_flat(next_val)), None
 
-        (_, *last), _ = self.scan(step, (self.constant(lower, "i32"), *_flat(init_val)), length=upper - lower)
-        return self._made(last, not many)
+        (_, *last_val), _ = self.scan(step, (self.constant(lower, "i32"), *_flat(init_val)), length=upper - lower)
+        return self._made(last_val, not is_tuple)
 
     def custom_vjp(self, fun: Branch, bwd: Branch, *operands: V) -> Any:
-        """`fun(*operands)`, whose gradient is `bwd(*operands, *outputs, *gradients)`: one for each operand.
+        """Return `fun(*operands)` with a custom gradient: `bwd(*operands, *outputs, *gradients)` returns one per
+        operand.
 
-        Both read nothing beside what they are given.
+        Neither function may read other values than its arguments.
         """
         types = [self.type_of(v) for v in operands]
         for value in operands:
             if is_number(value):
                 raise GraphError(f"{self.path}: custom_vjp takes values, got {shown(value)}")
-        forward, alone = self._trace("custom_vjp", fun, types, None)
-        out = [forward.type(v) for v in forward.outputs]
-        backward, _ = self._trace("custom_vjp", bwd, [*types, *out, *out], None)
-        return self._made(self.add_all(CustomVjp(forward, backward), *operands), alone)
+        forward, is_single = self._trace("custom_vjp", fun, types, None)
+        out_types = [forward.type(v) for v in forward.outputs]
+        backward, _ = self._trace("custom_vjp", bwd, [*types, *out_types, *out_types], None)
+        return self._made(self.add_all(CustomVjp(forward, backward), *operands), is_single)
 
     def stop_gradient(self, x: V) -> V:
-        """x, which no gradient goes through."""
+        """Return x with a gradient of zero."""
         return self.activation("stop_gradient", x)
 
     # -- blocks that carry a state -------------------------------------------------------------
@@ -215,22 +222,23 @@ class Control(Images[V]):
     def recurrent(
         self, step: Callable[..., Any], x: Any, *params: Any, init: Any, unroll: int | None = None, label: str = ""
     ) -> Any:
-        """`state, y_t = step(state, x_t, *params)` for each token of each row, from `init`; every y, `[B, S, …]`.
+        """Run `state, y_t = step(state, x_t, *params)` for each token of each row, from `init`; return all y,
+        `[B, S, …]`.
 
-        The step is a JAX function of ONE row and ONE token, on arrays, and pure: it is traced once. It is given, and
-        its state is, f32 where a value is a narrower float; floating y come in the dtype of x.
+        The step is a pure JAX function on arrays of ONE row and ONE token, and is traced once. Its floating arguments
+        and its state are f32, also for narrower floats; floating y are cast to the dtype of x.
 
         Args:
             x: a value `[B, S, …]`, or a tuple, list or dict of them; the step gets `x_t` in the same form.
             params: weights by key or value, or values without batch and tokens, or pytrees of them.
             init: the state before the first token: an array or number, a value without batch (a learned start), or a
-                pytree of them. Its form and types are those of every state.
-            unroll: tokens that the loop takes in one turn; None: 1, and on GPUs 8 where the step is small.
-            label: what dumps and messages call the step; its own name otherwise.
+                pytree of them. Every state has its structure and types.
+            unroll: tokens per loop iteration; by default 1, and 8 on GPUs if the step is small.
+            label: name of the step in dumps and messages; by default the function's name.
 
         Raises:
-            GraphError: the step is not pure, gives a state of another form or type, or reads what another trace
-                computes; the message names the stage and the leaf.
+            GraphError: the step is not pure, returns a state of another structure or type, or reads a value of another
+                trace; the message names the stage and the leaf.
             ShapeError: an x is not `[B, S, …]`, or a parameter has the batch or the tokens as an axis.
         """
         name = label or step_name(step)
@@ -247,14 +255,14 @@ class Control(Images[V]):
         self._check_shared(where, "parameter", weights, xs[0])
         slots, learned = self._slots(where, starts, xs[0], len(xs) + len(weights))
         types = [self.type_of(v) for v in (*xs, *weights)]
-        given = [s.type for s in slots] + [wide(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
+        leaf_types = [s.type for s in slots] + [wide(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
         forms = (state_form, x_form, weights_form)
-        fn = _of_leaves(step, name, [s.name for s in slots], len(xs), given, forms)
+        fn = _of_leaves(step, name, [s.name for s in slots], len(xs), leaf_types, forms)
         with located(self.builder.here):
-            traced = traced_step(name, fn, given)
-        self.captured.record(where, tuple(given), (traced.text, traced.captured), step)
-        block = hir.Recurrent(traced, slots, len(xs), unroll)
-        return jax.tree.unflatten(traced.y_form, self.add_all(block, *xs, *weights, *learned))
+            step_trace = traced_step(name, fn, leaf_types)
+        self.captured.record(where, tuple(leaf_types), (step_trace.text, step_trace.captured), step)
+        block = hir.Recurrent(step_trace, slots, len(xs), unroll)
+        return jax.tree.unflatten(step_trace.y_form, self.add_all(block, *xs, *weights, *learned))
 
     def gated_delta(
         self,
@@ -294,7 +302,7 @@ class Control(Images[V]):
         return step, rate
 
     def causal_window(self, x: V, width: int) -> V:
-        """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
+        """Return the last `width` tokens up to each token, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
 
         Raises:
             GraphError: the width is no int of at least 1. ShapeError: x is not `[B, S, …]`.
@@ -302,7 +310,7 @@ class Control(Images[V]):
         return self.add_node(hir.CausalWindow(check_count(width, f"{self.path}: width")), x)
 
     def _check_tokens(self, where: str, xs: Sequence[Any]) -> None:
-        """What is read is values `[B, S, …]` of one batch and as many tokens."""
+        """Check that the x of a recurrence are values `[B, S, …]` with equal batch and tokens."""
         if not xs:
             raise GraphError(f"{where}: x is a value [B, S, …], or a tuple or dict of them; there are none")
         types = [self.type_of(v) for v in xs]
@@ -312,21 +320,24 @@ class Control(Images[V]):
             _check_static(where, "x", t, t.shape[2:])
 
     def _check_shared(self, where: str, what: str, values: Sequence[Any], x: Any) -> None:
-        """What every row and token reads has neither as an axis."""
-        lead = {str(d) for d in self.type_of(x).shape[:2] if not isinstance(d, int)}
+        """Check that values shared by all rows and tokens have no batch or token axis."""
+        x_symbols = {str(d) for d in self.type_of(x).shape[:2] if not isinstance(d, int)}
         for number, value in enumerate(values):
             t = self.type_of(value)
-            if found := sorted(lead & t.symbols):
+            if shared_symbols := sorted(x_symbols & t.symbols):
                 raise ShapeError(
                     f"{where}: {what} {number} is {t}: every row and token reads the same one; give what has "
-                    f"{' and '.join(found)} as an axis as a part of x, [B, S, …]"
+                    f"{' and '.join(shared_symbols)} as an axis as a part of x, [B, S, …]"
                 )
             _check_static(where, f"{what} {number}", t, t.shape)
 
     def _slots(
         self, where: str, starts: Sequence[Any], x: Any, first: int
     ) -> tuple[tuple[hir.StateSlot, ...], list[Any]]:
-        """The slots of a state that starts so, and the values among the starts; those are operands from `first` on."""
+        """Return the slots of a state with these initial leaves, and the leaves that are values.
+
+        The values become operands of the op, numbered from `first`.
+        """
         slots: list[hir.StateSlot] = []
         learned: list[Any] = []
         for path, start in starts:
@@ -348,18 +359,18 @@ class Control(Images[V]):
 
 
 def _check_static(where: str, what: str, t: TensorType, sizes: Sequence[Any]) -> None:
-    """A step is traced once, for arrays of one size."""
+    """Check that all sizes of an array in a step are static, because the step is traced only once."""
     if not all(map(is_static, sizes)):
         raise ShapeError(f"{where}: {what} is {t}: beside batch and tokens every size is a number")
 
 
 def _start_array(where: str, start: Any) -> Constant:
-    """An initial value of the state, floats as f32."""
+    """Return an initial value of the state as a constant; floats become f32."""
     try:
-        found = small_constant(start)
+        start_constant = small_constant(start)
     except GraphError as error:
         raise type(error)(f"{where}: {error}") from error
-    return small_constant(found.array, F32) if is_float(found.type.dtype) else found
+    return small_constant(start_constant.array, F32) if is_float(start_constant.type.dtype) else start_constant
 
 
 def _of_leaves(
@@ -368,8 +379,10 @@ def _of_leaves(
     """Return a user's `step(state, x_t, *params) -> (state, y_t)` on pytrees as a function of their leaves.
 
     Args:
-        names: of the leaves of the state. tokens: how many leaves x has. given: the types of all leaves.
-        forms: the pytrees of the state, of x and of the parameters.
+        names: names of the leaves of the state.
+        tokens: number of leaves of x.
+        given: types of all leaves.
+        forms: pytree structures of the state, of x and of the parameters.
     """
     where, n = f"recurrent({label})", len(names)
     parts = (slice(n), slice(n, n + tokens), slice(n + tokens, None))
@@ -377,31 +390,31 @@ def _of_leaves(
     def call(*arrays: Any) -> tuple[list[Any], Any]:
         state, x, params = (jax.tree.unflatten(f, arrays[part]) for f, part in zip(forms, parts, strict=True))
         try:
-            made = step(state, x, *params)
+            result = step(state, x, *params)
         except RlxError as error:
             raise GraphError(
                 f"{where} reads a value or a weight of the flow: give it as one of the parameters ({first_line(error)})"
             ) from error
-        if not isinstance(made, tuple | list) or len(made) != 2:
-            raise GraphError(f"{where}: expected the step to return a pair, (state, y_t), got {shown(made)}")
-        if not jax.tree.leaves(made[1]):
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise GraphError(f"{where}: expected the step to return a pair, (state, y_t), got {shown(result)}")
+        if not jax.tree.leaves(result[1]):
             raise GraphError(f"{where} gives no y; it returns (state, y_t)")
-        return keep(made[0]), made[1]
+        return keep(result[0]), result[1]
 
     def keep(after: Any) -> list[Any]:
-        """Return the leaves of the next state, which have the types that they had."""
+        """Return the leaves of the next state, after checking that its structure and types are unchanged."""
         form = jax.tree.structure(after)
         if form != forms[0]:
             raise GraphError(f"{where}: the state enters as {forms[0]} and leaves as {form}")
-        kept = [jnp.asarray(leaf) for leaf in jax.tree.leaves(after)]
-        for name, want, leaf in zip(names, given, kept, strict=False):
-            found = TensorType(tuple(leaf.shape), np.dtype(leaf.dtype))
-            if found != want:
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(after)]
+        for name, slot, leaf in zip(names, given, leaves, strict=False):
+            leaf_type = TensorType(tuple(leaf.shape), np.dtype(leaf.dtype))
+            if leaf_type != slot:
                 which = "the state" if name == "state" else f"leaf {name} of the state"
                 raise GraphError(
-                    f"{where}: {which} enters as {want} and leaves as {found}: a state keeps its type; cast it, or "
+                    f"{where}: {which} enters as {slot} and leaves as {leaf_type}: a state keeps its type; cast it, or "
                     "begin with an init of that type"
                 )
-        return kept
+        return leaves
 
     return call

@@ -89,6 +89,7 @@ def edit_blocks(
     captures: list[tuple[str, Path]] = []
     for edit in edits:
         change = replace(edit, blocks=edit.blocks.beside(elsewhere)) if elsewhere else edit
+        # The pattern may be for parts of a block without weights, of which only a stand-in was written.
         if (
             emit.has_stand_ins
             and isinstance(change.blocks, BlockPattern)
@@ -175,11 +176,11 @@ def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue,
 
 def _stack(emit: Emit, name: str, values: Mapping[str, FlowValue], where: str) -> FlowValue:
     """Return captured values of one type, by block path, stacked along a new first axis."""
-    (first, example), *others = values.items()
+    (ref_path, ref), *others = values.items()
     for path, value in others:
-        if value.type != example.type:
+        if value.type != ref.type:
             raise ShapeError(
-                f"{where}: at({name!r}): stacked blocks give values of one type; {first} gives {example.type}, {path} "
+                f"{where}: at({name!r}): stacked blocks give values of one type; {ref_path} gives {ref.type}, {path} "
                 f"{value.type}: capture them apart"
             )
     with emit.scope("captured"):
@@ -291,9 +292,9 @@ class _Rewriting:
             around: path of the block that is being written.
             layers: the Repeats to update the boundaries of.
         """
-        done: set[int] = set()
+        written: set[int] = set()
         for number in numbers:
-            if number in done:
+            if number in written:
                 continue
             block = next((b for b in self._matched(self.old[number].origin.path) if len(b) > len(around)), None)
             inside = [] if block is None else self.blocks[block]
@@ -303,13 +304,13 @@ class _Rewriting:
             if block is None:
                 self._copy(number, values)
                 continue
-            remaining = [n for n in numbers if n not in done]
-            before = self._needed(block, inside, [n for n in remaining if inside[0] < n < inside[-1]])
+            remaining = [n for n in numbers if n not in written]
+            independent = self._needed(block, inside, [n for n in remaining if inside[0] < n < inside[-1]])
             if not set(inside) <= set(remaining):
                 raise self._not_one(block)
-            self._write(before, around, values, ())
+            self._write(independent, around, values, ())
             self._block(block, inside, values)
-            done |= {*inside, *before}
+            written |= {*inside, *independent}
         for repeat in layers if numbers else ():
             repeat.reached(numbers[-1] + 1, len(self.new.nodes))
 
@@ -360,7 +361,7 @@ class _Rewriting:
     def _block(self, block: Path, numbers: Sequence[int], values: _Values) -> None:
         """Write one block through the wrapper of the edit."""
         emit, ports = self.emit, self._ports(block)
-        read, given = ports.taken, ports.given[0]
+        read, output = ports.taken, ports.given[0]
         path, written = values.path(block), 0
         inner_values = _Values({}, values)
         inner_repeats = [repeat for repeat in self.layers if repeat.inside(numbers)]
@@ -384,15 +385,15 @@ class _Rewriting:
             x = None if ports.source is None else emit.block_input(emit.wrap(self._now(ports.source, values)))
             check_takes(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
             if isinstance(self.edit.wrapper, ChecksBlock):
-                self.edit.wrapper.check_block(HeadsAround(self.old), read, given, path_text(path))
+                self.edit.wrapper.check_block(HeadsAround(self.old), read, output, path_text(path))
             result = self.edit.wrapper(emit, x, inner)
             if not isinstance(result, FlowValue):
                 raise GraphError(
                     f"{path_text(path)}: what changes a block returns the value that it gives, got {shown(result)}"
                 )
             values.own |= {v: new_value for v, new_value in inner_values.own.items() if v.node in set(numbers)}
-            values.own[given] = self.new.boundary(OUTPUT, emit.own(result))
-            old_type = self.old[given.node].types[given.index]
+            values.own[output] = self.new.boundary(OUTPUT, emit.own(result))
+            old_type = self.old[output.node].types[output.index]
             if result.type.shape != old_type.shape:
                 self.resized = f"{path_text(path)} gave {old_type} before it was changed, and {result.type} now"
         emit.repeating = False

@@ -145,11 +145,11 @@ class Emit(SpecBuilders[FlowValue]):
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
         """Emit a separate stage inside this context: its block paths differ from the paths of earlier stages."""
-        before, self._stage = self._stage, object()
+        outer_stage, self._stage = self._stage, object()
         try:
             yield
         finally:
-            self._stage = before
+            self._stage = outer_stage
 
     def _own_path(self, around: Path, segments: Path) -> Path:
         """Return the path with a number after its last name, if another stage uses the path already."""
@@ -157,8 +157,8 @@ class Emit(SpecBuilders[FlowValue]):
         path, number = (*around, *segments), 1
         while names and self._owners.setdefault(path, self._stage) is not self._stage:
             number += 1
-            last = names[-1]
-            path = (*around, *segments[:last], f"{segments[last]}_{number}", *segments[last + 1 :])
+            name_index = names[-1]
+            path = (*around, *segments[:name_index], f"{segments[name_index]}_{number}", *segments[name_index + 1 :])
         return path
 
     @contextlib.contextmanager
@@ -409,9 +409,9 @@ class Emit(SpecBuilders[FlowValue]):
         """Return the value of the stream `name`, which an earlier stage saved."""
         streams = self.state.streams
         if name not in streams:
-            close = did_you_mean(name, streams) or "; store_stream(name) and bind_inputs_to_streams keep one"
+            suggestion = did_you_mean(name, streams) or "; store_stream(name) and bind_inputs_to_streams keep one"
             raise GraphError(
-                f"{self.path}: there is no stream {quote(name)}; streams are {listing(streams) or 'none'}{close}"
+                f"{self.path}: there is no stream {quote(name)}; streams are {listing(streams) or 'none'}{suggestion}"
             )
         return streams[name]
 
@@ -429,6 +429,6 @@ class Emit(SpecBuilders[FlowValue]):
         """
         if value is None:
             stage_name = self.state.left_none
-            why = f"the stage {stage_name} before it returned None" if stage_name else "there is no active value"
-            raise GraphError(f"{self.path}: {stage} requires input, but {why}")
+            reason = f"the stage {stage_name} before it returned None" if stage_name else "there is no active value"
+            raise GraphError(f"{self.path}: {stage} requires input, but {reason}")
         return value

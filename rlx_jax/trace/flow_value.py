@@ -16,7 +16,7 @@ from rlx_jax.trace.writer import Axes
 
 
 def _operator(name: str, *, turned: bool = False) -> Callable[[Any, Any], FlowValue]:
-    """Return the operator that the builder `name` writes, with its operands `turned` where the value is the second."""
+    """Return the operator method for the builder `name`; with `turned`, the value is the second operand."""
 
     def write(value: Any, other: Any) -> FlowValue:
         operands = (other, value) if turned else (value, other)
@@ -33,7 +33,7 @@ class FlowValue:
     """
 
     __slots__ = ("emit", "value")
-    __array_ufunc__ = None  # NumPy arrays leave operators with a FlowValue to it
+    __array_ufunc__ = None  # `array + value` then calls the operator of FlowValue
 
     def __init__(self, emit: Builders[FlowValue], value: Value) -> None:
         self.emit, self.value = emit, value
@@ -44,7 +44,7 @@ class FlowValue:
 
     @property
     def shape(self) -> tuple[int | Dim, ...]:
-        """Sizes; a symbolic one is a `Dim`, which refuses comparison with numbers."""
+        """The sizes; a symbolic size is a `Dim`, and comparing it with a number is an error."""
         return ValueType(self.type).shape
 
     @property
@@ -56,7 +56,7 @@ class FlowValue:
         return self.type.rank
 
     def hir_id(self) -> Value:
-        """Return the value of the graph: the number of its node, and which of its results."""
+        """Return the graph value: the number of its node, and the index of the result."""
         return self.value
 
     def __repr__(self) -> str:
@@ -166,17 +166,19 @@ class DecodeBindings(NamedTuple):
 
 @dataclass
 class FlowState:
-    """Registers that one stage writes and a later one reads; `program` is what the flow is compiled to by itself.
+    """Registers that one stage writes and a later one reads.
 
-    No stage of this package reads or writes `hidden_shape`; `loaded_params` lists what `emit.load_param` returned, by
-    key and whether it was transposed.
+    Attributes:
+        program: the program that the flow compiles to by default.
+        hidden_shape: not used by stages of this package.
+        loaded_params: the results of `emit.load_param`, by key and whether it is transposed.
     """
 
     program: str = "forward"
 
     rope_cos: FlowValue | None = None
     rope_sin: FlowValue | None = None
-    rope_by_itself: str = ""  # the first stage that made its own tables, as there were none
+    rope_by_itself: str = ""  # the first stage that computed its tables itself, for lack of any
     zero_beta: FlowValue | None = None
     embed_weight: FlowValue | None = None
     hidden_shape: tuple[int | Dim, ...] | None = None
@@ -189,15 +191,15 @@ class FlowState:
     outputs: dict[str, FlowValue] = field(default_factory=dict)
     loaded_params: dict[tuple[str, bool], FlowValue] = field(default_factory=dict)
     repeats: list[list[int]] = field(default_factory=list)
-    contracts: list[Any] = field(default_factory=list)  # a `StageContract` for each stage that promises something
+    contracts: list[Any] = field(default_factory=list)  # one `StageContract` per stage that declares one
     left_none: str = ""
 
     @property
     def residual_skip(self) -> FlowValue | None:
-        """The value that ResidualSave stored: `residual`."""
+        """The value that ResidualSave saved: `residual`."""
         return self.residual
 
     @property
     def residual_shape(self) -> tuple[int | Dim, ...] | None:
-        """The shape of the value that ResidualSave stored."""
+        """The shape of the value that ResidualSave saved."""
         return None if self.residual is None else self.residual.shape

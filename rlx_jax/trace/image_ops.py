@@ -1,4 +1,4 @@
-"""Convolution, pooling, resizing and the norms of images, as methods. Features stand first: `[N, C, spatial …]`."""
+"""The methods for convolution, pooling, resizing and image norms. Channels come first: `[N, C, spatial …]`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
 
 
 class Images(Products[V]):
-    """Windows that slide, and other sizes."""
+    """Convolution, pooling, resizing and norms over channels."""
 
     def _each(self, what: str, counts: Counts, rank: int) -> tuple[int, ...]:
-        """A whole number for each spatial axis."""
-        given = items_of(counts, f"{self.path}: {what}", "ints") if isinstance(counts, Iterable) else (counts,) * rank
-        if any(isinstance(c, bool) or not isinstance(c, int | np.integer) for c in given):
+        """Return an int for each spatial axis, from one for all or from a list."""
+        values = items_of(counts, f"{self.path}: {what}", "ints") if isinstance(counts, Iterable) else (counts,) * rank
+        if any(isinstance(c, bool) or not isinstance(c, int | np.integer) for c in values):
             raise ShapeError(f"{self.path}: {what} is an int, or one for each spatial axis; got {shown(counts)}")
-        return tuple(int(c) for c in given)
+        return tuple(int(c) for c in values)
 
     def _pairs(self, padding: Padding, rank: int) -> str | tuple[tuple[int, int], ...]:
+        """Return padding as its name, or as a pair (before, after) for each spatial axis."""
         if isinstance(padding, str):
             return padding
         if not isinstance(padding, Iterable):
@@ -44,15 +45,15 @@ class Images(Products[V]):
         return tuple((int(low), int(high)) for low, high in pairs)
 
     def _channels(self, x: V, weight: V | str) -> V:
-        """A weight `[C]` beside x `[N, C, …]`."""
-        value, found = self.weight(weight), self.type_of(x)
-        if self.type_of(value).rank != 1 or found.rank < 2:
+        """Return a weight `[C]` reshaped to broadcast with x `[N, C, …]`."""
+        value, x_type = self.weight(weight), self.type_of(x)
+        if self.type_of(value).rank != 1 or x_type.rank < 2:
             raise ShapeError(f"{self.path}: a weight of channels is [C] for x [N, C, …]; "
-                             f"got {self.type_of(value)} and {found}")  # fmt: skip
-        return self.expand_dims(value, range(1, found.rank - 1)) if found.rank > 2 else value
+                             f"got {self.type_of(value)} and {x_type}")  # fmt: skip
+        return self.expand_dims(value, range(1, x_type.rank - 1)) if x_type.rank > 2 else value
 
     def _affine(self, x: V, gamma: V | str | None, beta: V | str | None) -> V:
-        """x ⊙ γ + β by channel."""
+        """Return x ⊙ γ + β by channel; γ and β may be None."""
         x = x if gamma is None else self.mul(x, self._channels(x, gamma))
         return x if beta is None else self.add(x, self._channels(x, beta))
 
@@ -69,10 +70,10 @@ class Images(Products[V]):
         rhs_dilation: Counts = 1,
         feature_group_count: int = 1,
     ) -> V:
-        """Cross-correlation over one to three spatial axes: x `[N, C, S…]`, w `[O, C/groups, K…]`, bias `[O]`.
+        """Return the cross-correlation over 1 to 3 spatial axes: x `[N, C, S…]`, w `[O, C/groups, K…]`, bias `[O]`.
 
-        As `lax.conv_general_dilated`: `rhs_dilation` is the step between entries of the window; depthwise where
-        `feature_group_count` is C.
+        The arguments are as in `lax.conv_general_dilated`: `rhs_dilation` is the step between entries of the window,
+        and with `feature_group_count` C the convolution is depthwise.
         """
         rank = self.type_of(x).rank - 2
         op = Conv(
@@ -95,9 +96,10 @@ class Images(Products[V]):
         rhs_dilation: Counts = 1,
         feature_group_count: int = 1,
     ) -> V:
-        """The transpose of `conv`: x `[N, C, S…]`, w `[C, O/groups, K…]`, bias `[O]`.
+        """Return the transposed convolution: x `[N, C, S…]`, w `[C, O/groups, K…]`, bias `[O]`.
 
-        `S' = (S − 1) · stride − before − after + dilation · (K − 1) + 1 + output_padding`: torch's and ONNX's sizes.
+        The sizes are as in torch and ONNX:
+        `S' = (S − 1) · stride − before − after + dilation · (K − 1) + 1 + output_padding`.
         """
         rank = self.type_of(x).rank - 2
         pairs: Any = self._pairs(padding, rank)
@@ -122,9 +124,9 @@ class Images(Products[V]):
         count_include_pad: bool = False,
         p: float = 2,
     ) -> V:
-        for option, given, of in (("count_include_pad", count_include_pad, "mean"), ("p", p != 2, "lp")):
-            if given and kind != of:
-                raise GraphError(f"{self.path}: {kind}_pool has no {option}; it belongs to the kind {of}")
+        for option, is_set, owner in (("count_include_pad", count_include_pad, "mean"), ("p", p != 2, "lp")):
+            if is_set and kind != owner:
+                raise GraphError(f"{self.path}: {kind}_pool has no {option}; it belongs to the kind {owner}")
         if not is_number(p):
             raise GraphError(f"{self.path}: lp_pool: p is a number, got {shown(p)}")
         rank = self.type_of(x).rank - 2
@@ -154,17 +156,18 @@ class Images(Products[V]):
     lp_pool = of_kind(_pool, "lp", "(Σ|x|ᵖ)^(1/p) of each window.")
 
     def _spatial(self, x: V) -> tuple[int, ...]:
+        """Return the spatial axes of x, of which there must be at least one."""
         rank = self.type_of(x).rank
         if rank < 3:
             raise ShapeError(f"{self.path}: expected [N, C, spatial …], got {self.type_of(x)}")
         return tuple(range(2, rank))
 
     def global_max_pool(self, x: V) -> V:
-        """The largest entry of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
+        """Return the maximum of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
         return self.max(x, self._spatial(x), keepdims=True)
 
     def global_avg_pool(self, x: V) -> V:
-        """The mean of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
+        """Return the mean of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
         return self.mean(x, self._spatial(x), keepdims=True)
 
     # -- other sizes -------------------------------------------------------------------------
@@ -184,61 +187,63 @@ class Images(Products[V]):
         roi: Sequence[tuple[float, float]] | None = None,
         extrapolation: float = 0.0,
     ) -> V:
-        """x in another shape, as `jax.image.resize`: "nearest", "linear" or "cubic".
+        """Return x resized to another shape, as `jax.image.resize`: "nearest", "linear" or "cubic".
 
-        `shape` has the size of every axis, or is None: then sizes are ⌊size · scale⌋ of `scales`, one for each axis.
-        Axes that keep their size and have the scale 1 are left alone, and may be symbols.
+        `shape` has the size of every axis. If it is None, sizes are ⌊size · scale⌋ of `scales`, one for each axis. Axes
+        that keep their size and have a scale of 1 are not resampled, and may be symbolic.
 
-        The rest are ONNX's attributes: `coordinates`, `a` (−¾ there), `exclude_outside`, `rounding` of nearest, `roi`
-        (start and end of each axis), `extrapolation`. torch's modes: nearest is asymmetric and floor, bilinear
-        half_pixel or align_corners, bicubic the same with a = −¾ and exclude_outside=False, all of them with
-        antialias=False. See `Resize` for the formulas.
+        The other arguments are ONNX's attributes: `coordinates`, `a` (−¾ in ONNX), `exclude_outside`, `rounding` for
+        nearest, `roi` (start and end of each axis), `extrapolation`. torch's modes all have antialias=False: nearest is
+        asymmetric with floor, bilinear is half_pixel or align_corners, and bicubic is the same with a = −¾ and
+        exclude_outside=False. See `Resize` for the formulas.
         """
-        found, where = self.type_of(x), f"{self.path}: resize"
+        x_type, where = self.type_of(x), f"{self.path}: resize"
         factors = None if scales is None else [float(s) for s in items_of(scales, where, "a scale for each axis")]
-        if factors is not None and (len(factors) != found.rank or not all(0 < f < 2**31 for f in factors)):
-            raise ShapeError(f"{where}: scales are {found.rank} numbers over 0, got {shown(scales)}")
+        if factors is not None and (len(factors) != x_type.rank or not all(0 < f < 2**31 for f in factors)):
+            raise ShapeError(f"{where}: scales are {x_type.rank} numbers over 0, got {shown(scales)}")
         if shape is not None:
             dims = [as_dim(d, where) for d in items_of(shape, where, "a size for each axis")]
         elif factors is not None:
             dims = [
-                d if f == 1 else int(d * f) if is_static(d) else d for d, f in zip(found.shape, factors, strict=True)
+                d if f == 1 else int(d * f) if is_static(d) else d for d, f in zip(x_type.shape, factors, strict=True)
             ]
         else:
             raise ShapeError(f"{where}: a shape, or scales")
-        if len(dims) != found.rank:
-            raise ShapeError(f"{where}: {found} has {found.rank} axes, got {len(dims)} sizes")
-        edges = None if roi is None else [(float(s), float(e)) for s, e in items_of(roi, where, "(start, end) pairs")]
-        whole = coordinates != "tf_crop_and_resize"
-        axes = [i for i, d in enumerate(dims) if d != found.shape[i] or (factors and factors[i] != 1)
-                or not (whole or edges is None or edges[i] == (0, 1))]  # fmt: skip
+        if len(dims) != x_type.rank:
+            raise ShapeError(f"{where}: {x_type} has {x_type.rank} axes, got {len(dims)} sizes")
+        regions = None if roi is None else [(float(s), float(e)) for s, e in items_of(roi, where, "(start, end) pairs")]
+        # Only this mode crops to `roi`, so that an axis of unchanged size may still be resampled.
+        reads_all = coordinates != "tf_crop_and_resize"
+        axes = [i for i, d in enumerate(dims) if d != x_type.shape[i] or (factors and factors[i] != 1)
+                or not (reads_all or regions is None or regions[i] == (0, 1))]  # fmt: skip
         for i in axes:
-            if not (is_static(dims[i]) and is_static(found.shape[i])):
-                raise ShapeError(f"{where}: axis {i} of {found} and its new size {dims[i]} must be numbers")
-        own = None if factors is None else tuple(factors[i] for i in axes)
-        crop = None if edges is None else tuple(edges[i] for i in axes)
+            if not (is_static(dims[i]) and is_static(x_type.shape[i])):
+                raise ShapeError(f"{where}: axis {i} of {x_type} and its new size {dims[i]} must be numbers")
+        axis_scales = None if factors is None else tuple(factors[i] for i in axes)
+        crop = None if regions is None else tuple(regions[i] for i in axes)
         sizes = tuple(int(dims[i]) for i in axes)
         op = Resize(
-            tuple(axes), sizes, method, coordinates, own, antialias, float(a), exclude_outside, rounding, crop,
+            tuple(axes), sizes, method, coordinates, axis_scales, antialias, float(a), exclude_outside, rounding, crop,
             float(extrapolation),
         )  # fmt: skip
         return self.add_node(op, x)
 
     def resize_nearest_2x(self, x: V) -> V:
-        """Each entry twice along the last two axes: `[N, C, H, W]` → `[N, C, 2H, 2W]`."""
+        """Return each entry twice along the last two axes: `[N, C, H, W]` → `[N, C, 2H, 2W]`."""
         return self.repeat(self.repeat(x, 2, -2), 2, -1)
 
     def grid_sample(
         self, x: V, grid: V, method: str = "linear", *, padding: str = "zeros", align_corners: bool = False
     ) -> V:
-        """x `[N, C, S…]` read at the places of `grid` `[N, O…, d]`, −1 to 1, the last axis first; see `GridSample`."""
+        """Return x `[N, C, S…]` sampled at coordinates `grid` `[N, O…, d]` in −1 … 1, last axis first; see
+        `GridSample`."""
         return self.add_node(GridSample(method, padding, align_corners), x, grid)
 
     def depth_to_space(self, x: V, block: int, mode: str = "DCR") -> V:
-        """Channels laid out as places: `[N, C·b², H, W]` → `[N, C, H·b, W·b]`.
+        """Rearrange channels into spatial blocks: `[N, C·b², H, W]` → `[N, C, H·b, W·b]`.
 
-        `mode` is the order of a channel's number: "DCR" (b, b, C), as ONNX and TensorFlow, or "CRD" (C, b, b), as
-        torch's pixel_shuffle.
+        `mode` is the order of the channel axis: "DCR" is (b, b, C), as in ONNX and TensorFlow, and "CRD" is (C, b, b),
+        as in torch's pixel_shuffle.
         """
         b, channels = self._checked_block("depth_to_space", x, block), self.type_of(x).shape[1]
         if mode not in ("DCR", "CRD"):
@@ -247,20 +252,21 @@ class Images(Products[V]):
             raise ShapeError(f"{self.path}: depth_to_space: {b}² does not divide the channels of {self.type_of(x)}")
         parts = (b, b, -1) if mode == "DCR" else (-1, b, b)
         perm = (0, 3, 4, 1, 5, 2) if mode == "DCR" else (0, 1, 4, 2, 5, 3)
-        laid = self.transpose(self.add_node(split_axis(4, 1, parts), x), perm)
-        return self.add_node(merge_axes(5, 3), self.add_node(merge_axes(6, 2), laid))
+        permuted = self.transpose(self.add_node(split_axis(4, 1, parts), x), perm)
+        return self.add_node(merge_axes(5, 3), self.add_node(merge_axes(6, 2), permuted))
 
     def space_to_depth(self, x: V, block: int) -> V:
-        """Places laid out as channels, the inverse of `depth_to_space` in the order DCR:
+        """Rearrange spatial blocks into channels, the inverse of `depth_to_space` with mode DCR:
         `[N, C, H·b, W·b]` → `[N, b²·C, H, W]`."""
-        b, found = self._checked_block("space_to_depth", x, block), self.type_of(x)
-        if any(not is_static(d) or int(str(d)) % b for d in found.shape[2:]):
-            raise ShapeError(f"{self.path}: space_to_depth: blocks of {b} do not divide height and width of {found}")
-        cut = self.add_node(split_axis(5, 4, (-1, b)), self.add_node(split_axis(4, 2, (-1, b)), x))
-        laid = self.transpose(cut, (0, 3, 5, 1, 2, 4))
-        return self.add_node(merge_axes(5, 1), self.add_node(merge_axes(6, 1), laid))
+        b, x_type = self._checked_block("space_to_depth", x, block), self.type_of(x)
+        if any(not is_static(d) or int(str(d)) % b for d in x_type.shape[2:]):
+            raise ShapeError(f"{self.path}: space_to_depth: blocks of {b} do not divide height and width of {x_type}")
+        split = self.add_node(split_axis(5, 4, (-1, b)), self.add_node(split_axis(4, 2, (-1, b)), x))
+        permuted = self.transpose(split, (0, 3, 5, 1, 2, 4))
+        return self.add_node(merge_axes(5, 1), self.add_node(merge_axes(6, 1), permuted))
 
     def _checked_block(self, what: str, x: V, block: int) -> int:
+        """Return the block size after checking it and the rank of x."""
         check_count(block, f"{self.path}: {what}: block", error=ShapeError)
         if self.type_of(x).rank != 4:
             raise ShapeError(f"{self.path}: {what}: expected [N, C, H, W], got {self.type_of(x)}")
@@ -269,29 +275,30 @@ class Images(Products[V]):
     # -- norms -------------------------------------------------------------------------------
 
     def standardize(self, x: V, axis: Axes = -1, epsilon: float = 1e-5, *, centre: bool = True) -> V:
-        """`(x − mean)(var + ε)^(−1/2)` over `axis`, in f32; without `centre` `x (mean x² + ε)^(−1/2)`."""
+        """Return `(x − mean)(var + ε)^(−1/2)` over `axis`, in f32; without `centre`, `x (mean x² + ε)^(−1/2)`."""
         return self.add_node(Standardize(self._axes(x, axis), epsilon, centre), x)
 
     def group_norm(
         self, x: V, groups: int, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5
     ) -> V:
-        """`standardize` of each of `groups` groups of channels with all that is behind them, then ⊙ γ + β by channel.
+        """Return `standardize` over each of `groups` groups of channels and all later axes, then ⊙ γ + β by channel.
 
-        x `[N, C, …]`, γ and β `[C]`.
+        x is `[N, C, …]`, γ and β are `[C]`.
         """
-        found = self.type_of(x)
-        channels = found.shape[1] if found.rank > 1 else 0
+        x_type = self.type_of(x)
+        channels = x_type.shape[1] if x_type.rank > 1 else 0
         check_count(groups, f"{self.path}: group_norm: groups", error=ShapeError)
         if not is_static(channels) or not channels or channels % groups:
-            raise ShapeError(f"{self.path}: group_norm: {groups} groups do not divide the channels of {found}")
-        rest = tuple(AxisOf(i) for i in range(2, found.rank))
-        split = self.add_node(Reshape((AxisOf(0), groups, channels // groups, *rest)), x)
-        normed = self.standardize(split, tuple(range(2, found.rank + 1)), eps)
-        back = Reshape((AxisOf(0), channels, *(AxisOf(i + 1) for i in range(2, found.rank))))
-        return self._affine(self.add_node(back, normed), gamma, beta)
+            raise ShapeError(f"{self.path}: group_norm: {groups} groups do not divide the channels of {x_type}")
+        later_axes = tuple(AxisOf(i) for i in range(2, x_type.rank))
+        split = self.add_node(Reshape((AxisOf(0), groups, channels // groups, *later_axes)), x)
+        normalized = self.standardize(split, tuple(range(2, x_type.rank + 1)), eps)
+        back = Reshape((AxisOf(0), channels, *(AxisOf(i + 1) for i in range(2, x_type.rank))))
+        return self._affine(self.add_node(back, normalized), gamma, beta)
 
     def instance_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
-        """`standardize` of each channel of each image, then ⊙ γ + β by channel: x `[N, C, S…]`, γ and β `[C]`."""
+        """Return `standardize` over each channel of each image, then ⊙ γ + β by channel: x `[N, C, S…]`, γ and β
+        `[C]`."""
         return self._affine(self.standardize(x, self._spatial(x), eps), gamma, beta)
 
     def batch_norm(
@@ -304,30 +311,32 @@ class Images(Products[V]):
         beta: V | str | None = None,
         eps: float = 1e-5,
     ) -> V:
-        """`(x − mean)(var + ε)^(−1/2) ⊙ γ + β` by channel, with given statistics: x `[N, C, …]`, all else `[C]`."""
+        """Return `(x − mean)(var + ε)^(−1/2) ⊙ γ + β` by channel with given statistics: x `[N, C, …]`, others `[C]`."""
         scale = self.rsqrt(self.add(self._channels(x, var), eps))
         return self._affine(self.mul(self.sub(x, self._channels(x, mean)), scale), gamma, beta)
 
     def layer_norm2d(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
-        """`standardize` of the channels of each place, then ⊙ γ + β by channel: x `[N, C, H, W]`, γ and β `[C]`."""
+        """Return `standardize` over the channels of each pixel, then ⊙ γ + β by channel: x `[N, C, H, W]`, γ and β
+        `[C]`."""
         return self._affine(self.standardize(x, 1, eps), gamma, beta)
 
     def local_response_norm(self, x: V, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> V:
-        """`x / (k + α/size · Σ x²)^β`, the sum over `size` channels around each: x `[N, C, S…]`.
+        """Return `x / (k + α/size · Σ x²)^β`, with the sum over `size` channels around each: x `[N, C, S…]`.
 
-        Of an even size the channel has ⌊(size − 1)/2⌋ before it and one more behind: ONNX's LRN.
+        The window has ⌊(size − 1)/2⌋ channels before each channel, and for an even size one more after it, as in ONNX's
+        LRN.
         """
-        found = self.type_of(x)
+        x_type = self.type_of(x)
         check_count(size, f"{self.path}: local_response_norm: size", error=ShapeError)
-        if found.rank < 3:
-            raise ShapeError(f"{self.path}: local_response_norm: x is [N, C, S…], got {found}")
-        before = (size - 1) // 2
+        if x_type.rank < 3:
+            raise ShapeError(f"{self.path}: local_response_norm: x is [N, C, S…], got {x_type}")
+        preceding = (size - 1) // 2
         flat = self.add_node(Reshape((AxisOf(0), 1, AxisOf(1), -1)), self.square(x))
-        op = Pool("sum", (size, 1), (1, 1), ((before, size - 1 - before), (0, 0)), (1, 1))
-        total = self.reshape(self.add_node(op, flat), found.shape)
+        op = Pool("sum", (size, 1), (1, 1), ((preceding, size - 1 - preceding), (0, 0)), (1, 1))
+        total = self.reshape(self.add_node(op, flat), x_type.shape)
         return self.div(x, self.pow(self.add(self.mul(total, alpha / size), k), beta))
 
     def lp_normalize(self, x: V, ord: float = 2, axis: Axes = -1) -> V:
-        """x divided by its `norm` over `axis`; 0 where that is 0."""
+        """Return x divided by its `norm` over `axis`, and 0 where the norm is 0."""
         length = self.norm(x, ord, axis, keepdims=True)
         return self.div(x, self.where(self.eq(length, 0), 1.0, length))

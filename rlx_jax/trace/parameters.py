@@ -200,8 +200,8 @@ def check_declared(declared: Sequence[WeightDecl], keys: Iterable[str], where: s
     key_list = list(keys) if declared else []
     for decl in declared:
         if not any(map(decl.matches, key_list)):
-            near = did_you_mean(decl.keys.text, key_list, alike=0.7)
-            raise GraphError(f"{where}: {decl} matches no weight that a stage reads{near}")
+            suggestion = did_you_mean(decl.keys.text, key_list, alike=0.7)
+            raise GraphError(f"{where}: {decl} matches no weight that a stage reads{suggestion}")
 
 
 def size_text(sizes: Sequence[int | None]) -> str:
@@ -389,8 +389,8 @@ class Parameters:
     def _without_source(self, key: str, shape: StoredShape, path: str) -> Key:
         declared = tensor_type(shape, F32, key)
         if self._absent.setdefault(key, declared) != declared:
-            before, now = list(self._absent[key].shape), list(declared.shape)
-            raise WeightShapeError(f"{path}: weight {quote(key)} is {before} elsewhere and {now} here")
+            earlier_shape, new_shape = list(self._absent[key].shape), list(declared.shape)
+            raise WeightShapeError(f"{path}: weight {quote(key)} is {earlier_shape} elsewhere and {new_shape} here")
         self.fresh[key] = None
         return Key(key, declared)
 

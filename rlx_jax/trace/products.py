@@ -1,4 +1,4 @@
-"""Sums over products, spectra, linear systems, and numbers in few bits, as methods; `mm` and `linear` are blocks."""
+"""The methods for einsum, FFTs, linear systems and quantization. `mm` and `linear` are in `builders`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from rlx_jax.trace.writer import Shape, V, is_number
 
 
 class Products(Shapes[V]):
-    """Products by named axes, and of whole numbers."""
+    """Products, transforms, linear systems and quantization."""
 
     def einsum(self, subscripts: str, *operands: V, preferred_element_type: Any = None) -> V:
-        """`jax.numpy.einsum`: sums over products by named axes. Operands have one dtype, which the result has too.
+        """Return the `jax.numpy.einsum` of operands of one dtype, in that dtype.
 
-        `preferred_element_type` is another dtype for the sums and the result.
+        `preferred_element_type` is another dtype for the accumulation and the result.
         """
         result = None if preferred_element_type is None else as_dtype(preferred_element_type)
         return self.add_node(Einsum(subscripts, result=result), *operands)
 
     def dot_general(self, lhs: V, rhs: V, dimension_numbers: Any, *, preferred_element_type: Any = None) -> V:
-        """`lax.dot_general`: `dimension_numbers` are ((contracted of lhs, of rhs), (batch of lhs, of rhs)).
+        """Return `lax.dot_general`: `dimension_numbers` are ((contracted of lhs, of rhs), (batch of lhs, of rhs)).
 
-        The axes of the result are the batch, the others of lhs, the others of rhs.
+        The axes of the result are the batch axes, the remaining axes of lhs, and the remaining axes of rhs.
         """
         try:
             (sum_l, sum_r), (batch_l, batch_r) = dimension_numbers
@@ -44,37 +44,38 @@ class Products(Shapes[V]):
                 f"{self.path}: dot_general: expected {expected}, got {shown(dimension_numbers)}"
             ) from error
         letters = iter(string.ascii_letters)
-        left = [next(letters) for _ in self.type_of(lhs).shape]
-        right = [next(letters) for _ in self.type_of(rhs).shape]
+        lhs_letters = [next(letters) for _ in self.type_of(lhs).shape]
+        rhs_letters = [next(letters) for _ in self.type_of(rhs).shape]
         for a, b in (*sums, *batch):
-            right[b] = left[a]
-        gone, front = {left[a] for a, _ in sums}, [left[a] for a, _ in batch]
-        rest = [c for c in (*left, *right) if c not in gone and c not in front]
-        out = "".join([*front, *rest])
-        terms = f"{''.join(left)},{''.join(right)}->{out}"
+            rhs_letters[b] = lhs_letters[a]
+        contracted, batch_letters = {lhs_letters[a] for a, _ in sums}, [lhs_letters[a] for a, _ in batch]
+        other_letters = [c for c in (*lhs_letters, *rhs_letters) if c not in contracted and c not in batch_letters]
+        out = "".join([*batch_letters, *other_letters])
+        terms = f"{''.join(lhs_letters)},{''.join(rhs_letters)}->{out}"
         return self.einsum(terms, lhs, rhs, preferred_element_type=preferred_element_type)
 
     def outer(self, a: V, b: V) -> V:
-        """`a[i] · b[j]` of two vectors."""
+        """Return the outer product `a[i] · b[j]` of two vectors."""
         if self.type_of(a).rank != 1 or self.type_of(b).rank != 1:
             raise ShapeError(f"{self.path}: outer: two vectors, got {self.type_of(a)} and {self.type_of(b)}")
         return self.einsum("i,j->ij", a, b)
 
     def integer_matmul(self, a: V, b: V, a_zero_point: V | None = None, b_zero_point: V | None = None) -> V:
-        """`(a − a_zero_point) @ (b − b_zero_point)` of 8-bit numbers, in i32; the zero points broadcast."""
-        left, right = self._shifted(a, a_zero_point), self._shifted(b, b_zero_point)
-        return self.add_node(product(self.type_of(left), self.type_of(right)), left, right)
+        """Return `(a − a_zero_point) @ (b − b_zero_point)` of 8-bit integers in i32; the zero points broadcast."""
+        lhs, rhs = self._shifted(a, a_zero_point), self._shifted(b, b_zero_point)
+        return self.add_node(product(self.type_of(lhs), self.type_of(rhs)), lhs, rhs)
 
     def _shifted(self, x: V, zero_point: V | None) -> V:
-        wide = self.cast(x, "i32")
-        return wide if zero_point is None else self.sub(wide, self.cast(zero_point, "i32"))
+        """Return x minus its zero point, in i32."""
+        integers = self.cast(x, "i32")
+        return integers if zero_point is None else self.sub(integers, self.cast(zero_point, "i32"))
 
     def lora_matmul(self, x: V, w: V, a: V, b: V, *, scale: float) -> V:
-        """`x · w + scale · (x · a) · b`: w `[in, out]`, a `[in, rank]`, b `[rank, out]`."""
-        low = self.add_node(product(self.type_of(x), self.type_of(a)), x, a)
-        change = self.add_node(product(self.type_of(low), self.type_of(b)), low, b)
-        whole = self.add_node(product(self.type_of(x), self.type_of(w)), x, w)
-        return self.add(whole, self.mul(change, scale))
+        """Return `x · w + scale · (x · a) · b`: w `[in, out]`, a `[in, rank]`, b `[rank, out]`."""
+        low_rank = self.add_node(product(self.type_of(x), self.type_of(a)), x, a)
+        change = self.add_node(product(self.type_of(low_rank), self.type_of(b)), low_rank, b)
+        base = self.add_node(product(self.type_of(x), self.type_of(w)), x, w)
+        return self.add(base, self.mul(change, scale))
 
     # -- spectra and systems: `jax.numpy.fft`, `jax.numpy.linalg` ----------------------------
 
@@ -87,52 +88,54 @@ class Products(Shapes[V]):
     irfft = of_kind(_transform, "irfft", "The inverse of `rfft`: n floats, 2(m − 1) of m entries unless given.")
 
     def solve(self, a: V, b: V) -> V:
-        """The x with `a x = b`: a `[..., n, n]`, b `[..., n, k]`, or `[n]` beside one matrix."""
+        """Return the x with `a x = b`: a `[..., n, n]`, b `[..., n, k]`, or b `[n]` with a single matrix."""
         return self.add_node(Solve(), a, b)
 
     def inv(self, a: V) -> V:
-        """The inverse of each matrix `[..., n, n]`; what it is multiplied with is better given to `solve`."""
-        found = self.type_of(a)
-        check_operands(self, "inv", MATRICES, [found])
-        one = self.constant(np.eye(int(str(found.shape[-1]))), found.dtype)
-        return self.solve(a, one if found.rank == 2 else self.broadcast_to(one, found.shape))
+        """Return the inverse of each matrix `[..., n, n]`. To multiply with an inverse, prefer `solve`."""
+        a_type = self.type_of(a)
+        check_operands(self, "inv", MATRICES, [a_type])
+        identity = self.constant(np.eye(int(str(a_type.shape[-1]))), a_type.dtype)
+        return self.solve(a, identity if a_type.rank == 2 else self.broadcast_to(identity, a_type.shape))
 
     def det(self, a: V) -> V:
-        """The determinant of each matrix: `[..., n, n]` → `[...]`."""
+        """Return the determinant of each matrix: `[..., n, n]` → `[...]`."""
         return self.add_node(Det(), a)
 
-    # -- numbers in few bits: quantisation by a scale and a zero point -------------------------
+    # -- quantization by a scale and a zero point ----------------------------------------------
 
     def _along(self, x: V, weight: V | float, axis: int | None, dtype: Any, block: int | None = None) -> V | float:
-        """A scale or zero point beside x: one number, one for each entry of `axis`, or one for each block of it."""
+        """Return a scale or zero point that broadcasts with x: one number, or one per entry or per block of `axis`."""
         if block is not None:
             return self._by_block(x, weight, axis, dtype, block)
         if isinstance(weight, int | float):
             return weight
-        rank, found = self.type_of(x).rank, self.type_of(weight)
-        if found.rank != (axis is not None):
-            raise ShapeError(f"{self.path}: a scale of {self.type_of(x)} has rank {int(axis is not None)}, got {found}")
-        value = weight if found.dtype == dtype else self.cast(weight, dtype)
-        at = None if axis is None else self._axis(x, axis)
-        return value if at is None else self.expand_dims(value, [i for i in range(rank) if i != at])
+        rank, w_type = self.type_of(x).rank, self.type_of(weight)
+        if w_type.rank != (axis is not None):
+            raise ShapeError(
+                f"{self.path}: a scale of {self.type_of(x)} has rank {int(axis is not None)}, got {w_type}"
+            )
+        value = weight if w_type.dtype == dtype else self.cast(weight, dtype)
+        number = None if axis is None else self._axis(x, axis)
+        return value if number is None else self.expand_dims(value, [i for i in range(rank) if i != number])
 
     def _by_block(self, x: V, weight: V | float, axis: int | None, dtype: Any, block: int) -> V:
-        """One number for each block of `axis`, as many times as it has entries; the last block may be smaller."""
-        held = self.type_of(x)
-        counts = isinstance(block, int) and not isinstance(block, bool) and block > 0
-        if isinstance(weight, int | float) or axis is None or not counts:
+        """Return one number per block of `axis`, repeated for each entry; the last block may be smaller."""
+        x_t = self.type_of(x)
+        is_count = isinstance(block, int) and not isinstance(block, bool) and block > 0
+        if isinstance(weight, int | float) or axis is None or not is_count:
             raise ShapeError(f"{self.path}: blocks of at least 1 entry need an axis, and scales as values; "
                              f"got block={shown(block)}, axis={axis}, {shown(weight)}")  # fmt: skip
-        at = self._axis(x, axis)
-        if not is_static(size := held.shape[at]):
-            raise ShapeError(f"{self.path}: the axis of blocks has a size that is a number, got axis {at} of {held}")
+        dim = self._axis(x, axis)
+        if not is_static(size := x_t.shape[dim]):
+            raise ShapeError(f"{self.path}: the axis of blocks has a size that is a number, got axis {dim} of {x_t}")
         count = -(-int(str(size)) // block)
-        if (found := self.type_of(weight)).shape != (*held.shape[:at], count, *held.shape[at + 1 :]):
-            raise ShapeError(f"{self.path}: scales of {held} by blocks of {block} have {count} entries on axis {at} "
-                             f"and its other sizes, got {found}")  # fmt: skip
-        value = weight if found.dtype == dtype else self.cast(weight, dtype)
-        many = self.repeat(value, block, at)
-        return many if count * block == size else self.narrow(many, at, 0, int(str(size)))
+        if (w_t := self.type_of(weight)).shape != (*x_t.shape[:dim], count, *x_t.shape[dim + 1 :]):
+            raise ShapeError(f"{self.path}: scales of {x_t} by blocks of {block} have {count} entries on axis {dim} "
+                             f"and its other sizes, got {w_t}")  # fmt: skip
+        value = weight if w_t.dtype == dtype else self.cast(weight, dtype)
+        repeated = self.repeat(value, block, dim)
+        return repeated if count * block == size else self.narrow(repeated, dim, 0, int(str(size)))
 
     def quantize(
         self,
@@ -144,23 +147,23 @@ class Products(Shapes[V]):
         block: int | None = None,
         dtype: Any = "i8",
     ) -> V:
-        """`saturate(round(x / scale) + zero_point)` in `dtype`, halves to even: whole numbers, or a float of 8 bits.
+        """Return `saturate(round(x / scale) + zero_point)`, halves to even, in an integer or 8-bit floating `dtype`.
 
-        `scale` and `zero_point` are numbers or of rank 0, or with an `axis` `[size of it]`. With a `block` there is one
-        for each so many entries of `axis`: they have the sizes of x, but ⌈size / block⌉ on that axis.
+        `scale` and `zero_point` are numbers or have rank 0, or with an `axis` `[size]`. With a `block` there is one for
+        each group of `block` entries along `axis`: they have the shape of x, but ⌈size / block⌉ on that axis.
         """
         target = as_dtype(dtype)
-        whole = jnp.issubdtype(target, jnp.integer)
-        if not is_float(self.type_of(x).dtype) or not (whole or target.itemsize == 1):
+        is_integer = jnp.issubdtype(target, jnp.integer)
+        if not is_float(self.type_of(x).dtype) or not (is_integer or target.itemsize == 1):
             raise DTypeError(
                 f"{self.path}: quantize: floats to whole numbers or 8 bits, got {self.type_of(x)} to "
                 f"{short_name(target)}"
             )
-        held = self.type_of(x).dtype
-        y = self.div(x, self._along(x, scale, axis, held, block))
-        y = self.round(y) if whole else y
+        x_dtype = self.type_of(x).dtype
+        y = self.div(x, self._along(x, scale, axis, x_dtype, block))
+        y = self.round(y) if is_integer else y
         if zero_point is not None:
-            y = self.add(y, self._along(x, zero_point, axis, held, block))
+            y = self.add(y, self._along(x, zero_point, axis, x_dtype, block))
         return self.cast(y, target, saturate=True)
 
     quantize_per_channel = quantize
@@ -175,32 +178,32 @@ class Products(Shapes[V]):
         block: int | None = None,
         dtype: Any = "f32",
     ) -> V:
-        """`(x − zero_point) · scale` in the floating `dtype`; see `quantize`."""
-        held = as_dtype(dtype)
-        if not is_float(held):
-            raise DTypeError(f"{self.path}: dequantize: to floats, got {short_name(held)}")
-        y = self.cast(x, held)
+        """Return `(x − zero_point) · scale` in the floating `dtype`; see `quantize`."""
+        target = as_dtype(dtype)
+        if not is_float(target):
+            raise DTypeError(f"{self.path}: dequantize: to floats, got {short_name(target)}")
+        y = self.cast(x, target)
         if zero_point is not None:
-            y = self.sub(y, self._along(x, zero_point, axis, held, block))
-        return self.mul(y, self._along(x, scale, axis, held, block))
+            y = self.sub(y, self._along(x, zero_point, axis, target, block))
+        return self.mul(y, self._along(x, scale, axis, target, block))
 
     dequantize_per_channel = dequantize
 
     def quantized_matmul(
         self, x: V, w: V, scale: V | float, zero_point: V | float | None = None, *, block: int | None = None
     ) -> V:
-        """`x @ ((w − zero_point) · scale)`, in the dtype of x: w whole numbers `[in, out]`.
+        """Return `x @ ((w − zero_point) · scale)` in the dtype of x, for integers w `[in, out]`.
 
-        Scales are one number, `[out]`, or with a `block` `[⌈in / block⌉, out]`, one for each so many rows of a column.
+        Scales are one number, `[out]`, or with a `block` `[⌈in / block⌉, out]`: one per `block` rows of each column.
         """
-        plain = isinstance(scale, int | float) or not self.type_of(scale).rank
-        axis = None if plain else 1 if block is None else 0
-        wide = self.dequantize(w, scale, zero_point, axis=axis, block=block, dtype=self.type_of(x).dtype)
-        return self.add_node(product(self.type_of(x), self.type_of(wide)), x, wide)
+        is_scalar = isinstance(scale, int | float) or not self.type_of(scale).rank
+        axis = None if is_scalar else 1 if block is None else 0
+        weights = self.dequantize(w, scale, zero_point, axis=axis, block=block, dtype=self.type_of(x).dtype)
+        return self.add_node(product(self.type_of(x), self.type_of(weights)), x, weights)
 
     def unpack_nibbles(self, x: V, shape: Shape) -> V:
-        """Numbers of 4 bits out of bytes u8, two in each, the lower half first: u8 of 0 to 15 in a `shape` twice as
-        large."""
+        """Return the 4-bit numbers in u8 bytes, two in each, the lower half first, as u8 of 0 to 15. `shape` has twice
+        the elements of x."""
         if self.type_of(x).dtype != np.uint8:
             raise DTypeError(f"{self.path}: unpack_nibbles: bytes, got {self.type_of(x)}")
         halves = self.stack([self.bitwise_and(x, 15), self.right_shift(x, 4)], -1)
@@ -216,28 +219,28 @@ class Products(Shapes[V]):
         ste: str = "identity",
         learned: bool = False,
     ) -> V:
-        """x rounded to signed numbers of `bits` bits and back, with a gradient that goes through; see `FakeQuantize`.
+        """Return x quantized to signed integers of `bits` bits and back, with a straight-through gradient.
 
-        The scale is max |x| / (2^(bits − 1) − 1) unless it is given; with an `axis` there is one for each entry of it.
-        A scale that is `learned` gets a gradient too.
+        The scale is by default max |x| / (2^(bits − 1) − 1), with an `axis` one for each entry of it. A `learned` scale
+        gets a gradient too. See `FakeQuantize`, also for the choices of `ste`.
         """
-        at = None if axis is None else self._axis(x, axis)
-        return self.add_node(FakeQuantize(bits, at, ste, learned), *([x] if scale is None else [x, scale]))
+        axis_number = None if axis is None else self._axis(x, axis)
+        return self.add_node(FakeQuantize(bits, axis_number, ste, learned), *([x] if scale is None else [x, scale]))
 
     def moving_scale(self, x: V, scale: V, *, decay: float, bits: int = 8, axis: int | None = None) -> V:
-        """The scale of `fake_quantize` as an average that moves: `decay · scale + (1 − decay) · max |x| / q`, f32.
+        """Return the scale of `fake_quantize` as a moving average: `decay · scale + (1 − decay) · max |x| / q`, f32.
 
-        q = 2^(bits − 1) − 1. A scale of 0 has seen nothing yet, and becomes that of x; none is under 1e-12. Rank 0, or
-        with an `axis` one for each entry of it. No gradient goes through.
+        q = 2^(bits − 1) − 1. A scale of 0 means no data yet, and becomes the scale of x. The result is at least 1e-12,
+        of rank 0, or with an `axis` `[size]`, and has no gradient.
         """
         if not is_number(decay) or not 0 <= decay < 1:
             raise GraphError(f"{self.path}: moving_scale: decay is from 0 to under 1, got {shown(decay)}")
         if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
             raise GraphError(f"{self.path}: moving_scale: bits are 2 to 16, got {shown(bits)}")
-        at = None if axis is None else self._axis(x, axis)
-        rest = None if at is None else tuple(i for i in range(self.type_of(x).rank) if i != at)
-        most = self.max(self.abs(self.cast(x, "f32")), rest)
-        now = self.mul(most, 1 / (2.0 ** (bits - 1) - 1))
-        before = self.cast(scale, "f32")
-        moved = self.add(self.mul(before, decay), self.mul(now, 1 - decay))
-        return self.activation("stop_gradient", self.maximum(self.where(self.eq(before, 0), now, moved), 1e-12))
+        axis_number = None if axis is None else self._axis(x, axis)
+        other_axes = None if axis_number is None else tuple(i for i in range(self.type_of(x).rank) if i != axis_number)
+        max_abs = self.max(self.abs(self.cast(x, "f32")), other_axes)
+        current = self.mul(max_abs, 1 / (2.0 ** (bits - 1) - 1))
+        previous = self.cast(scale, "f32")
+        average = self.add(self.mul(previous, decay), self.mul(current, 1 - decay))
+        return self.activation("stop_gradient", self.maximum(self.where(self.eq(previous, 0), current, average), 1e-12))

@@ -1,4 +1,4 @@
-"""Ops that move elements, as methods: axes, slices, repetition, reading and writing by index; and arrays of numbers."""
+"""The methods for ops that move elements (axes, slices, repetition, gather and scatter) and for constant arrays."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
 
 class Shapes(Arithmetic[V]):
-    """Axes and sizes."""
+    """Ops on axes, entries and sizes, and constant arrays."""
 
     def reshape(self, x: V, shape: Shape | int) -> V:
-        """Reshape to ints, one -1, or symbolic sizes of x; a product of those is -1."""
-        wanted = shape if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
+        """Reshape x to ints, at most one -1, and symbolic sizes of x; a product of symbolic sizes must be the -1."""
+        sizes = shape if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
         with located(self.builder.here):
-            dims = [-1 if not isinstance(d, Dim | str) and d == -1 else as_dim(d, "reshape") for d in wanted]
+            dims = [-1 if not isinstance(d, Dim | str) and d == -1 else as_dim(d, "reshape") for d in sizes]
             op = reshape_to(self.type_of(x), dims)
         return self.add_node(op, x)
 
     def transpose(self, x: V, perm: Sequence[int] | None = None) -> V:
-        """Permute the axes; without `perm` reverse them."""
-        found = self.type_of(x)
-        expected = f"the {found.rank} axes of {found} in their new order, as a list"
-        axes = reversed(range(found.rank)) if perm is None else items_of(perm, f"{self.path}: transpose", expected)
+        """Permute the axes of x; without `perm`, reverse them."""
+        x_type = self.type_of(x)
+        expected = f"the {x_type.rank} axes of {x_type} in their new order, as a list"
+        axes = reversed(range(x_type.rank)) if perm is None else items_of(perm, f"{self.path}: transpose", expected)
         return self.add_node(Transpose(tuple(self._axis(x, axis) for axis in axes)), x)
 
     def slice(self, x: V, key: Any) -> V:
-        """`x[key]` for ints, slices of ints, `None` and `...`; `numpy.s_[:, 1:]` spells a key.
+        """Return `x[key]` for ints, slices of ints, `None` and `...`; `numpy.s_[:, 1:]` writes a key.
 
-        A bound of a slice may be a symbolic size too, or a sum of them: `x[:, :t.shape[1]]` is what stands in front.
+        A bound of a slice may also be a symbolic size, or a sum of sizes: `x[:, :t.shape[1]]`.
         """
         keys = key if isinstance(key, tuple) else (key,)
         cuts = places_of(keys, self.type_of(x).rank, self.path)
@@ -72,6 +72,7 @@ class Shapes(Arithmetic[V]):
         return self.add_node(Slice(tuple(self._index(k) for k in keys)), x)
 
     def _index(self, key: Any) -> Any:
+        """Return one index as the op takes it: an int, None, `...`, or (start, stop, step)."""
         if hasattr(key, "indices") and all(p is None or isinstance(p, int) for p in (key.start, key.stop, key.step)):
             return key.start, key.stop, key.step
         if key is None or key is Ellipsis or (isinstance(key, int) and not isinstance(key, bool)):
@@ -82,35 +83,38 @@ class Shapes(Arithmetic[V]):
         )
 
     def _cut(self, x: V, axis: int, start: Any, stop: Any) -> V:
-        """`start:stop` of one axis, where a bound is a symbolic size."""
-        own = self.own(x)
-        op, lenders = cut_of(own, axis, start, stop, lambda dim: self._holder(own, dim), self.path)
-        return self.add_node(op, x, *(self.wrap(lender) for lender in lenders))
+        """Return `start:stop` of one axis, where a bound is a symbolic size."""
+        graph_value = self.own(x)
+        op, size_values = cut_of(graph_value, axis, start, stop, lambda dim: self._holder(graph_value, dim), self.path)
+        return self.add_node(op, x, *(self.wrap(size_value) for size_value in size_values))
 
     def shard(self, x: V, *roles: str | None) -> V:
-        """x itself, and what each of its axes is (`rlx_jax.ir.roles.ROLES`; None: nothing said): `shard(x, "batch",
-        "sequence", "heads")`. Over a mesh of devices it is divided by them; on one device it is x."""
+        """Return x with a sharding constraint by the roles of its axes: `shard(x, "batch", "sequence", "heads")`.
+
+        The roles are in `rlx_jax.ir.roles.ROLES`; None leaves an axis unconstrained. On one device this is x.
+        """
         return self.add_node(Shard(check_roles(roles, self.type_of(x), f"{self.path}: shard")), x)
 
     def narrow(self, x: V, axis: int, start: int | Dim, length: int | Dim) -> V:
-        """`length` elements of one axis from `start` on; a negative start counts from the end. Both may be symbolic."""
+        """Return `length` elements of one axis from `start`; a negative start counts from the end. Both may be
+        symbolic."""
         if isinstance(start, Dim) or isinstance(length, Dim):
             stop: Any = start + length
             return self._cut(x, self._axis(x, axis), start, stop if isinstance(stop, Dim) or stop else None)
         return self.add_node(Narrow(self._axis(x, axis), start, length), x)
 
     def concat(self, values: Sequence[V], axis: int = -1) -> V:
-        """Join values along `axis`."""
+        """Concatenate values along `axis`."""
         parts = items_of(values, f"{self.path}: concat", "a list of values, [a, b]")
         if not parts:
             raise GraphError(f"{self.path}: concat of no values")
         return self.add_node(Concat(self._axis(parts[0], axis)), *parts)
 
     def broadcast_to(self, x: V, shape: Shape) -> V:
-        """`x` repeated along axes of 1, and along new axes in front, up to `shape`: ints and symbolic sizes.
+        """Return x repeated along axes of 1, and along new leading axes, to `shape`: ints and symbolic sizes.
 
         Raises:
-            ShapeError: it does not broadcast, or neither x nor an input of the program has a size that is asked for.
+            ShapeError: x does not broadcast, or neither x nor an input of the program has a requested symbolic size.
         """
         refs: list[Value] = []
         target: list[int | SizeOf] = []
@@ -126,7 +130,7 @@ class Shapes(Arithmetic[V]):
         return self.add_node(Expand(tuple(target)), x, *(self.wrap(r) for r in refs))
 
     def _holder(self, x: Value, dim: Any) -> tuple[Value, int]:
-        """A value with an axis of a symbolic size: x, or an input of the program."""
+        """Return a value with an axis of a symbolic size, x or an input of the program, and the axis."""
         for value in (x, *(self.builder.leaf(i) for i in self.builder.inputs)):
             dims = self.builder.type(value).shape
             if dim in dims:
@@ -136,51 +140,51 @@ class Shapes(Arithmetic[V]):
     # -- axes --------------------------------------------------------------------------------
 
     def _new_axes(self, x: V, axis: int | Sequence[int], more: int) -> set[int]:
-        """Axis numbers of x with `more` axes, each once."""
+        """Return distinct, non-negative axis numbers for an array with `more` axes than x."""
         rank = self.type_of(x).rank + more
-        given = items_of(axis, self.path, "an axis") if isinstance(axis, Iterable) else (axis,)
-        for a in given:
+        axes = items_of(axis, self.path, "an axis") if isinstance(axis, Iterable) else (axis,)
+        for a in axes:
             if isinstance(a, bool) or not isinstance(a, int | np.integer) or not -rank <= a < rank:
                 raise ShapeError(f"{self.path}: an array of {rank} axes has no axis {a!r}")
-        if len({int(a) % rank for a in given}) < len(given):
-            raise ShapeError(f"{self.path}: an axis stands twice in {list(given)}")
-        return {int(a) % rank for a in given}
+        if len({int(a) % rank for a in axes}) < len(axes):
+            raise ShapeError(f"{self.path}: an axis stands twice in {list(axes)}")
+        return {int(a) % rank for a in axes}
 
     def expand_dims(self, x: V, axis: int | Sequence[int]) -> V:
-        """New axes of 1, at these places of the result."""
-        more = len(tuple(axis)) if isinstance(axis, Iterable) else 1
-        new, old = self._new_axes(x, axis, more), iter(range(self.type_of(x).rank))
-        places = range(self.type_of(x).rank + more)
-        return self.add_node(Reshape(tuple(1 if i in new else AxisOf(next(old)) for i in places)), x)
+        """Return x with new axes of 1 at these positions of the result."""
+        num_new = len(tuple(axis)) if isinstance(axis, Iterable) else 1
+        new_axes, old_axes = self._new_axes(x, axis, num_new), iter(range(self.type_of(x).rank))
+        positions = range(self.type_of(x).rank + num_new)
+        return self.add_node(Reshape(tuple(1 if i in new_axes else AxisOf(next(old_axes)) for i in positions)), x)
 
     def squeeze(self, x: V, axis: int | Sequence[int] | None = None) -> V:
-        """x without axes of 1: these, or all of them."""
-        found = self.type_of(x)
-        ones = {i for i, d in enumerate(found.shape) if is_static(d) and d == 1}
-        gone = ones if axis is None else self._new_axes(x, axis, 0)
-        if gone - ones:
-            raise ShapeError(f"{self.path}: squeeze: axis {min(gone - ones)} of {found} is not 1")
-        return self.add_node(Reshape(tuple(AxisOf(i) for i in range(found.rank) if i not in gone)), x)
+        """Return x without the axes `axis`, or without all axes, of size 1."""
+        x_type = self.type_of(x)
+        ones = {i for i, d in enumerate(x_type.shape) if is_static(d) and d == 1}
+        removed = ones if axis is None else self._new_axes(x, axis, 0)
+        if removed - ones:
+            raise ShapeError(f"{self.path}: squeeze: axis {min(removed - ones)} of {x_type} is not 1")
+        return self.add_node(Reshape(tuple(AxisOf(i) for i in range(x_type.rank) if i not in removed)), x)
 
     def swapaxes(self, x: V, axis1: int, axis2: int) -> V:
-        """x with two axes in each other's place."""
+        """Return x with two axes exchanged."""
         perm = list(range(self.type_of(x).rank))
         a, b = self._axis(x, axis1), self._axis(x, axis2)
         perm[a], perm[b] = b, a
         return self.add_node(Transpose(tuple(perm)), x)
 
     def moveaxis(self, x: V, source: int | Sequence[int], destination: int | Sequence[int]) -> V:
-        """x with axes `source` at the places `destination`; the others keep their order."""
+        """Return x with axes `source` moved to positions `destination`; the other axes keep their order."""
         rank = self.type_of(x).rank
-        froms, tos = (list(v) if isinstance(v, Iterable) else [v] for v in (source, destination))
-        if len(self._new_axes(x, froms, 0)) != len(self._new_axes(x, tos, 0)):
-            raise ShapeError(f"{self.path}: moveaxis: {len(froms)} axes and {len(tos)} places")
-        placed = {t % rank: f % rank for f, t in zip(froms, tos, strict=True)}
-        rest = iter(i for i in range(rank) if i not in placed.values())
-        return self.add_node(Transpose(tuple(placed[i] if i in placed else next(rest) for i in range(rank))), x)
+        sources, destinations = (list(v) if isinstance(v, Iterable) else [v] for v in (source, destination))
+        if len(self._new_axes(x, sources, 0)) != len(self._new_axes(x, destinations, 0)):
+            raise ShapeError(f"{self.path}: moveaxis: {len(sources)} axes and {len(destinations)} places")
+        source_of = {t % rank: f % rank for f, t in zip(sources, destinations, strict=True)}
+        rest = iter(i for i in range(rank) if i not in source_of.values())
+        return self.add_node(Transpose(tuple(source_of[i] if i in source_of else next(rest) for i in range(rank))), x)
 
     def stack(self, values: Sequence[V], axis: int = 0) -> V:
-        """Join values of one shape along a new axis."""
+        """Stack values of one shape along a new axis."""
         parts = items_of(values, f"{self.path}: stack", "a list of values, [a, b]")
         if not parts:
             raise GraphError(f"{self.path}: stack of no values")
@@ -195,16 +199,17 @@ class Shapes(Arithmetic[V]):
     # -- entries -----------------------------------------------------------------------------
 
     def _key(self, axis: int, taken: Any) -> tuple[Any, ...]:
+        """Return the index that applies `taken` to one axis."""
         return (*(slice(None),) * axis, taken)
 
     def flip(self, x: V, axis: Axes = None) -> V:
-        """x with the entries of these axes, or of all, in the opposite order."""
+        """Return x with the entries of these axes, or of all, in reverse order."""
         axes = self._axes(x, axis)
         steps = (slice(None, None, -1 if i in axes else None) for i in range(self.type_of(x).rank))
         return self.slice(x, tuple(steps)) if axes else x
 
     def roll(self, x: V, shift: int | Sequence[int], axis: int | Sequence[int]) -> V:
-        """x with the entries of `axis` moved on by `shift`, those beyond the end to the beginning."""
+        """Return x with the entries of `axis` shifted by `shift`, with wrap-around."""
         shifts = [shift] if not isinstance(shift, Iterable) else list(shift)
         axes = self._axes(x, axis)
         if len(shifts) != len(axes) or any(isinstance(n, bool) or not isinstance(n, int) for n in shifts):
@@ -218,9 +223,10 @@ class Shapes(Arithmetic[V]):
         return x
 
     def pad(self, x: V, pad_width: Any, mode: str = "constant", *, constant_values: float = 0) -> V:
-        """x with entries before and after each axis: `numpy.pad`, mode constant, edge, reflect, symmetric or wrap.
+        """Return x padded at both ends of each axis, as `numpy.pad`: mode constant, edge, reflect, symmetric or wrap.
 
-        `pad_width`: a (before, after) for each axis, one pair for all, or one number. Negative ones cut entries off.
+        `pad_width` is a pair (before, after) for each axis, one pair for all, or one number. Negative ones remove
+        entries.
         """
         rank, where = self.type_of(x).rank, f"{self.path}: pad"
         try:
@@ -237,7 +243,8 @@ class Shapes(Arithmetic[V]):
         return self.add_node(Pad(pairs, mode, float(constant_values)), x)
 
     def tile(self, x: V, reps: int | Sequence[int]) -> V:
-        """x as a whole so many times along each axis; fewer numbers are those of the last axes, more make new axes."""
+        """Return x repeated `reps` times along each axis; fewer numbers apply to the last axes, more add leading
+        axes."""
         counts = items_of(reps, f"{self.path}: tile", "a list of counts") if isinstance(reps, Iterable) else (reps,)
         rank = self.type_of(x).rank
         if len(counts) > rank:
@@ -245,24 +252,25 @@ class Shapes(Arithmetic[V]):
         return self.add_node(Tile((*(1,) * (rank - len(counts)), *counts)), x)
 
     def repeat(self, x: V, repeats: int, axis: int) -> V:
-        """Each entry of `axis` `repeats` times in a row."""
+        """Return x with each entry of `axis` repeated `repeats` times in a row."""
         at, rank = self._axis(x, axis), self.type_of(x).rank
-        wide = self.tile(self.expand_dims(x, at + 1), [repeats if i == at + 1 else 1 for i in range(rank + 1)])
-        return self.add_node(merge_axes(rank + 1, at), wide)
+        tiled = self.tile(self.expand_dims(x, at + 1), [repeats if i == at + 1 else 1 for i in range(rank + 1)])
+        return self.add_node(merge_axes(rank + 1, at), tiled)
 
     def _triangle(self, kind: str, x: V, k: V | int = 0) -> V:
+        """Return the lower (`tril`) or upper (`triu`) triangle of x, with zeros elsewhere."""
         if self.type_of(x).rank < 2:
             raise ShapeError(f"{self.path}: a triangle of {self.type_of(x)}: expected 2 axes or more")
         rows, columns = (self.add_node(Iota(self._axis(x, axis)), x) for axis in (-2, -1))
-        ahead = self.sub(self.expand_dims(columns, 0), self.expand_dims(rows, 1))
+        offset = self.sub(self.expand_dims(columns, 0), self.expand_dims(rows, 1))
         zero = False if self.type_of(x).dtype == np.bool_ else 0
-        return self.where(self.le(ahead, k) if kind == "tril" else self.ge(ahead, k), x, zero)
+        return self.where(self.le(offset, k) if kind == "tril" else self.ge(offset, k), x, zero)
 
     tril = of_kind(_triangle, "tril", "x `[…, R, C]` with 0 above diagonal `k`: a number, or an i32 value of rank 0.")
     triu = of_kind(_triangle, "triu", "x `[…, R, C]` with 0 below diagonal `k`: a number, or an i32 value of rank 0.")
 
     def repeat_heads(self, x: V, *, heads: int, times: int) -> V:
-        """Each of `heads` heads `times` times: `[…, K·D]` → `[…, K·times·D]`."""
+        """Repeat each of `heads` packed heads `times` times: `[…, K·D]` → `[…, K·times·D]`."""
         return self.add_node(RepeatHeads(heads, times), x)
 
     # -- rows by number ------------------------------------------------------------------------
@@ -270,15 +278,15 @@ class Shapes(Arithmetic[V]):
     def gather(
         self, table: V | WeightKey, ids: V, *, shape: Sequence[int] | None = None, init: Init | None = None
     ) -> V:
-        """`table[ids]`: table `[V, …]`, ids `[…]` integers in `[0, V)` → `[…ids, …]`.
+        """Return `table[ids]`: table `[V, …]`, ids `[…]` integers in `[0, V)` → `[…ids, …]`.
 
-        The table is a value, or the key of a weight; `shape` and `init` are those of a weight, needed only where no
-        source has it: see `emit.param`.
+        The table is a value, or the key of a weight. `shape` and `init` are only for a weight that no source has: see
+        `emit.param`.
         """
         return self.add_node(Gather(), self._table(table, None, shape, init), ids)
 
     def _table(self, table: V | WeightKey, roles: Roles | None, shape: Sequence[int] | None, init: Init | None) -> V:
-        """A table as a value, of a key the weight."""
+        """Return a table as a value; a key is read as a weight."""
         if not isinstance(table, str | WeightPart):
             if (shape, init) != (None, None):
                 raise GraphError(
@@ -292,54 +300,58 @@ class Shapes(Arithmetic[V]):
         return self.weight(table, roles, shape=sizes, init=init)
 
     def take_row(self, x: V, index: V) -> V:
-        """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]`, index `[B]` integers → `[B, 1, …]`."""
+        """Return `y[b, 0] = x[b, index[b]]`: x `[B, S, …]`, index `[B]` integers → `[B, 1, …]`."""
         return self.add_node(TakeRow(), x, index)
 
     # -- any axis ----------------------------------------------------------------------------
 
     def take(self, x: V, indices: V, axis: int, *, mode: str = "fill") -> V:
-        """`y[…, i…, …] = x[…, indices[i…], …]`: the axes of `indices` in the place of `axis`.
+        """Return `y[…, i…, …] = x[…, indices[i…], …]`, with the axes of `indices` in place of `axis`.
 
-        Negative indices count from the end, others out of range give NaN (whole numbers the least of their dtype). With
-        mode "wrap" all count round, with "clip" the nearest entry is read, the first for negative ones.
+        Args:
+            mode: treatment of indices out of range. With "fill", negative ones count from the end, and others give NaN
+                (for integers the minimum of the dtype). "wrap" takes indices modulo the size. "clip" reads the nearest
+                entry, which is the first for negative ones.
         """
         return self.add_node(Take(self._axis(x, axis), mode), x, indices)
 
     def take_along_axis(self, x: V, indices: V, axis: int, *, mode: str = "fill") -> V:
-        """`y[…, i, …] = x[…, indices[…, i, …], …]`, an index for every entry; `mode` "fill" or "clip", see `take`."""
+        """Return `y[…, i, …] = x[…, indices[…, i, …], …]`, an index for each entry; `mode` "fill" or "clip" as in
+        `take`."""
         return self.add_node(TakeAlongAxis(self._axis(x, axis), mode), x, indices)
 
     def gather_nd(self, x: V, indices: V, *, batch_dims: int = 0) -> V:
-        """`y[i…] = x[indices[i…, 0], indices[i…, 1], …]` behind `batch_dims` axes that both have; see `GatherNd`."""
+        """Return `y[i…] = x[indices[i…, 0], indices[i…, 1], …]` after `batch_dims` shared batch axes; see
+        `GatherNd`."""
         return self.add_node(GatherNd(batch_dims), x, indices)
 
     def scatter(self, x: V, indices: V, updates: V, axis: int, *, kind: str = "set") -> V:
-        """x with `updates` at `indices` along `axis`, which `take_along_axis` reads; kinds set, add, mul, min, max."""
+        """Return x updated at `indices` along `axis`, as in `take_along_axis`; `kind` is set, add, mul, min or max."""
         return self.add_node(Scatter(self._axis(x, axis), kind), x, indices, updates)
 
     put_along_axis = scatter
 
     def scatter_nd(self, x: V, indices: V, updates: V, *, kind: str = "set") -> V:
-        """x with `updates` at `indices`, which `gather_nd` reads; kinds set, add, mul, min, max."""
+        """Return x updated at `indices`, as in `gather_nd`; `kind` is set, add, mul, min or max."""
         return self.add_node(ScatterNd(kind), x, indices, updates)
 
     def segment_sum(self, data: V, segment_ids: V, num_segments: int) -> V:
-        """`y[s] = Σ data[i]` over the i with `segment_ids[i] = s`: `[N, …]`, `[N]` integers → `[num_segments, …]`.
+        """Return `y[s] = Σ data[i]` over all i with `segment_ids[i] = s`: `[N, …]`, ids `[N]` → `[num_segments, …]`.
 
-        Ids out of range belong to no segment, negative ones among them, as in `jax.ops.segment_sum`.
+        Ids out of range, also negative ones, belong to no segment, as in `jax.ops.segment_sum`.
         """
-        found, ids = self.type_of(data), self.type_of(segment_ids)
-        if not found.rank or ids.shape != found.shape[:1]:
-            raise ShapeError(f"{self.path}: segment_sum: data is [N, …] and ids are [N], got {found} and {ids}")
+        data_type, ids = self.type_of(data), self.type_of(segment_ids)
+        if not data_type.rank or ids.shape != data_type.shape[:1]:
+            raise ShapeError(f"{self.path}: segment_sum: data is [N, …] and ids are [N], got {data_type} and {ids}")
         row = self.zeros_like(self.slice(data, np.s_[:1]))
-        empty = self.tile(row, (num_segments, *(1,) * (found.rank - 1)))
-        if np.issubdtype(ids.dtype, np.signedinteger):  # scatter_nd counts them from the end
-            whole = self.cast(segment_ids, "i32")
-            segment_ids = self.where(self.lt(whole, 0), num_segments, whole)
+        empty = self.tile(row, (num_segments, *(1,) * (data_type.rank - 1)))
+        if np.issubdtype(ids.dtype, np.signedinteger):  # scatter_nd would count negative ids from the end
+            int_ids = self.cast(segment_ids, "i32")
+            segment_ids = self.where(self.lt(int_ids, 0), num_segments, int_ids)
         return self.scatter_nd(empty, self.expand_dims(segment_ids, -1), data, kind="add")
 
     def one_hot(self, x: V, num_classes: int, dtype: Any = "f32", *, axis: int = -1) -> V:
-        """1 where x is the index along the new `axis` of `num_classes`, else 0: no 1 where x is out of range."""
+        """Return 1 at index x of a new `axis` of size `num_classes`, and 0 elsewhere; all 0 where x is out of range."""
         if not np.issubdtype(self.type_of(x).dtype, np.integer):
             raise DTypeError(f"{self.path}: one_hot: classes are integers, got {self.type_of(x)}")
         check_count(num_classes, f"{self.path}: one_hot: num_classes", error=ShapeError)
@@ -350,7 +362,7 @@ class Shapes(Arithmetic[V]):
         return self.cast(hot, dtype)
 
     def nonzero(self, x: V) -> V:
-        """Refused: how many entries are not 0 is known when a program runs, and its shapes before."""
+        """Raise an error: the number of nonzero entries is known only at run time, but shapes are static."""
         raise UnsupportedError(
             f"{self.path}: nonzero has a shape that depends on the numbers of {self.type_of(x)}; those of a program "
             "are known before it runs: use where(condition, x, 0), or top_k of the condition with a fixed k"
@@ -359,7 +371,8 @@ class Shapes(Arithmetic[V]):
     # -- numbers -----------------------------------------------------------------------------
 
     def arange(self, start: float, stop: float | None = None, step: float = 1, *, dtype: Any = None) -> V:
-        """`start, start + step, …` below `stop`, or 0, 1, … below `start`: a constant. The size of a value: `iota`."""
+        """Return the constant `start, start + step, …` below `stop`, or 0, 1, … below `start`. For sizes of values:
+        `iota`."""
         for number in (start, stop, step):
             if number is not None and not is_number(number):
                 raise GraphError(
@@ -367,15 +380,15 @@ class Shapes(Arithmetic[V]):
                 )
         if step == 0:
             raise GraphError(f"{self.path}: arange: step is 0")
-        first, behind = (0, start) if stop is None else (start, stop)
-        return self.constant(np.arange(first, behind, step), dtype)
+        begin, end = (0, start) if stop is None else (start, stop)
+        return self.constant(np.arange(begin, end, step), dtype)
 
     def eye(self, n: int, m: int | None = None, k: int = 0, *, dtype: Any = "f32") -> V:
-        """1 on diagonal `k` of `[n, m]`, else 0: a constant."""
+        """Return a constant `[n, m]` with 1 on diagonal `k` and 0 elsewhere."""
         return self.constant(np.eye(n, m, k), dtype)
 
     def full(self, shape: Shape | int, value: float, dtype: Any = None) -> V:
-        """`value` in a shape of ints and symbolic sizes of inputs, in its own dtype or in `dtype`."""
+        """Return `value` in a shape of ints and symbolic sizes of inputs, in its own dtype or in `dtype`."""
         if not is_number(value):
             raise GraphError(f"{self.path}: full takes a number, got {shown(value)}")
         where = f"{self.path}: full"
@@ -385,19 +398,19 @@ class Shapes(Arithmetic[V]):
         return self.broadcast_to(self.constant(value, dtype), dims)
 
     def zeros(self, shape: Shape | int, dtype: Any = "f32") -> V:
-        """0 in a shape of ints and symbolic sizes of inputs."""
+        """Return zeros in a shape of ints and symbolic sizes of inputs."""
         return self.full(shape, 0, dtype)
 
     def ones(self, shape: Shape | int, dtype: Any = "f32") -> V:
-        """1 in a shape of ints and symbolic sizes of inputs."""
+        """Return ones in a shape of ints and symbolic sizes of inputs."""
         return self.full(shape, 1, dtype)
 
     def iota(self, x: V, axis: int) -> V:
-        """`0, 1, …` along one axis of x: i32 `[size]`."""
+        """Return `0, 1, …` for one axis of x: i32 `[size]`."""
         return self.add_node(Iota(self._axis(x, axis)), x)
 
     def full_like(self, x: V, value: float, dtype: Any = None) -> V:
-        """`value` in the shape of x, in its dtype or in `dtype`."""
+        """Return `value` in the shape of x, in its dtype or in `dtype`."""
         chosen = self.type_of(x).dtype if dtype is None else as_dtype(dtype)
         if not is_number(value):
             raise GraphError(f"{self.path}: full_like takes a number, got {shown(value)}")
@@ -406,9 +419,9 @@ class Shapes(Arithmetic[V]):
         return self.add_node(FullLike(float(value), chosen), x)
 
     def zeros_like(self, x: V, dtype: Any = None) -> V:
-        """0 in the shape of x."""
+        """Return zeros in the shape of x."""
         return self.full_like(x, 0.0, dtype)
 
     def ones_like(self, x: V, dtype: Any = None) -> V:
-        """1 in the shape of x."""
+        """Return ones in the shape of x."""
         return self.full_like(x, 1.0, dtype)

@@ -1,4 +1,4 @@
-"""Slices whose bounds are sizes of values: `x[:, :t.shape[1]]`."""
+"""Slices with symbolic bounds, which are sizes of other values: `x[:, :t.shape[1]]`."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from rlx_jax.ir.graph import Value
 from rlx_jax.ir.ops.shape import END, Bound, CutAxis, SizeOf
 from rlx_jax.ir.types import Dim, DimLike, symbol
 
-# A value of the program with an axis of a symbolic size, and the axis; ShapeError where there is none.
+# A function that returns a value with an axis of a symbolic size, and the axis; a ShapeError if there is none.
 SizeHolder = Callable[[DimLike], tuple[Value, int]]
 
 
 def is_cut(key: Any) -> bool:
-    """Whether one place of a key is a slice with a symbolic bound."""
+    """Return whether one entry of an index is a slice with a symbolic bound."""
     return isinstance(key, slice) and any(isinstance(bound, Dim) for bound in (key.start, key.stop))
 
 
 def places_of(keys: Sequence[Any], rank: int, where: str) -> list[tuple[int, slice]]:
-    """The slices with symbolic bounds among the places of a key, each with its axis.
+    """Return the slices with symbolic bounds in an index, each with its axis.
 
     Raises:
-        GraphError: a step beside such a bound. ShapeError: more places than axes.
+        GraphError: such a slice has a step. ShapeError: more entries than axes.
     """
-    gap = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
-    front = sum(k is not None for k in keys[:gap])
-    behind = sum(k is not None for k in keys[gap + 1 :])
-    if front + behind > rank and any(map(is_cut, keys)):
-        raise ShapeError(f"{where}: {front + behind} indices for a value of rank {rank}")
-    axes = iter([*range(front), *range(rank - behind, rank)])
-    found = []
+    ellipsis_position = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
+    leading = sum(k is not None for k in keys[:ellipsis_position])
+    trailing = sum(k is not None for k in keys[ellipsis_position + 1 :])
+    if leading + trailing > rank and any(map(is_cut, keys)):
+        raise ShapeError(f"{where}: {leading + trailing} indices for a value of rank {rank}")
+    axes = iter([*range(leading), *range(rank - trailing, rank)])
+    slices = []
     for key in keys:
         axis = next(axes, 0) if key is not None and key is not Ellipsis else 0
         if is_cut(key):
             if key.step not in (None, 1):
                 raise GraphError(f"{where}: a slice to a symbolic size has no step; got {key!r}")
-            found.append((axis, key))
-    return found
+            slices.append((axis, key))
+    return slices
 
 
 def cut_of(x: Value, axis: int, start: Any, stop: Any, holder: SizeHolder, where: str) -> tuple[CutAxis, list[Value]]:
-    """The op that takes `start:stop` of an axis of x, and the values that lend it sizes.
+    """Return the op that slices `start:stop` of an axis of x, and the other values from which it reads sizes.
 
     Raises:
-        ShapeError: no value of the program has a size that is asked for. GraphError: a bound is no size.
+        ShapeError: no value of the program has a size of a bound. GraphError: a bound is no size.
     """
-    lenders: list[Value] = []
+    size_values: list[Value] = []
 
     def size_of(dim: DimLike) -> SizeOf:
         value, at = holder(dim)
-        if value != x and value not in lenders:
-            lenders.append(value)
-        return SizeOf(lenders.index(value) + 1 if value != x else 0, at)
+        if value != x and value not in size_values:
+            size_values.append(value)
+        return SizeOf(size_values.index(value) + 1 if value != x else 0, at)
 
-    front = Bound() if start is None else _bound(start, size_of, where)
-    end = END if stop is None else _bound(stop, size_of, where)
-    return CutAxis(axis, front, end), lenders
+    start_bound = Bound() if start is None else _bound(start, size_of, where)
+    stop_bound = END if stop is None else _bound(stop, size_of, where)
+    return CutAxis(axis, start_bound, stop_bound), size_values
 
 
 def _bound(given: Any, size_of: Callable[[DimLike], SizeOf], where: str) -> Bound:
-    """One bound: a size, or a sum of sizes and numbers, each added or taken away so many times. Where all are taken
-    away it counts from the end."""
+    """Return one bound: a size, or a sum of sizes and numbers with integer factors. If all factors are negative, the
+    bound counts from the end."""
     if isinstance(given, int | np.integer) and not isinstance(given, bool):
         return Bound((), abs(int(given)), bool(given < 0))
     if not isinstance(given, Dim):
@@ -78,30 +78,30 @@ def _bound(given: Any, size_of: Callable[[DimLike], SizeOf], where: str) -> Boun
         if not terms or sum(abs(count) for name, count in terms if name) > MOST_TERMS:
             raise
     from_end = all(count < 0 for _, count in terms)
-    more, less, offset = list[SizeOf](), list[SizeOf](), 0
+    added, subtracted, offset = list[SizeOf](), list[SizeOf](), 0
     for name, count in ((name, -n if from_end else n) for name, n in terms):
         if name:
-            (more if count > 0 else less).extend([size_of(symbol(name))] * abs(count))
+            (added if count > 0 else subtracted).extend([size_of(symbol(name))] * abs(count))
         else:
             offset += count
-    return Bound(tuple(more), offset, from_end, tuple(less))
+    return Bound(tuple(added), offset, from_end, tuple(subtracted))
 
 
-# Sizes of a bound are written out; nobody writes so many.
+# Limit of the sizes in a bound, which the op lists one by one. No sensible slice has as many.
 MOST_TERMS = 64
 _TERM = re.compile(r"([+-]?) ?(?:(\d+)\*)?(\w+) ?")
 
 
 def counted_terms(dim: DimLike) -> list[tuple[str, int]]:
-    """`[("seq", 2), ("past", -1), ("", 3)]` of `2*seq - past + 3`: how often each symbol counts, and the number.
-    Nothing where the dimension is no such sum."""
-    text, at, found = str(dim), 0, list[tuple[str, int]]()
-    while at < len(text):
-        match = _TERM.match(text, at)
-        if match is None or not (match[1] or at == 0) or not (match[3].isidentifier() or match[3].isdigit()):
+    """Return the terms of a sum: `[("seq", 2), ("past", -1), ("", 3)]` for `2*seq - past + 3`, where `""` is the
+    constant. The list is empty if the dimension is no such sum."""
+    text, position, terms = str(dim), 0, list[tuple[str, int]]()
+    while position < len(text):
+        match = _TERM.match(text, position)
+        if match is None or not (match[1] or position == 0) or not (match[3].isidentifier() or match[3].isdigit()):
             return []
         sign, times = -1 if match[1] == "-" else 1, int(match[2] or 1)
-        number = match[3].isdigit()
-        found.append(("" if number else match[3], sign * times * (int(match[3]) if number else 1)))
-        at = match.end()
-    return found
+        is_constant = match[3].isdigit()
+        terms.append(("" if is_constant else match[3], sign * times * (int(match[3]) if is_constant else 1)))
+        position = match.end()
+    return terms

@@ -1,29 +1,28 @@
-"""How a method writes an op: what all topics of methods share. `Emit` writes with `FlowValue`s, `GraphModule` with
-`Value`s.
+"""`Writer`, the base class of all methods that write ops. `Emit` writes with `FlowValue`s, `GraphModule` with `Value`s.
 
-The methods are one class, cut into files by topic, each of which extends the one before it: `writer` (appending,
-constants, any JAX function) → `arithmetic` (elements, reductions) → `shapes` → `products` → `images` → `control`, which
-are the tensor ops and recurrences; → `attention` → `builders` (blocks) → `compat`, names of the specification. So a
-topic calls the earlier ones on `self`, whatever the values are, mypy holds it to their types, and an editor offers all
-of them after `emit.`. Those that are one method for one of its kinds, such as `add` and
-`max`, are `of_kind(method, kind, doc)`, which keeps their signatures. Nothing is overridden but what this file leaves
-open, and `add_all` and `_write`, by `Emit`.
+The methods form one class, split into files by topic, where each class extends the previous one: `writer` (appending,
+constants, any JAX function) → `arithmetic` (elementwise, reductions) → `shapes` → `products` → `image_ops` → `control`,
+which are the tensor ops and recurrences; → `attention` → `builders` (blocks) → `compat`, the names of the
+specification. So a topic calls earlier ones on `self` for any type of values, mypy checks the calls, and an editor
+completes all of them after `emit.`. A method that is one kind of a general one, such as `add` and `max`, is
+`of_kind(method, kind, doc)`, which keeps the signature. Subclasses override only the abstract methods of this file,
+and `Emit` also `add_all` and `_write`.
 
-The rules that hold for all tensor ops, and for the blocks of `rlx_jax.trace.builders`:
+The rules for all tensor ops, and for the blocks of `rlx_jax.trace.builders`:
 
-- Operands come first, in the order of the op's own formula; what follows the operands that a formula names is
-  keyword-only, so that two numbers, or two weights of one shape, cannot change places without a word. Where the
-  specification gives these by position, `rlx_jax.trace.checks` takes them so too; other calls are a GraphError.
-- Beside a value stands a number: `add(x, 1.0)`. It takes the dtype of the value, or is refused where it does not fit.
-- Axes may be negative, and `axis` has this name everywhere.
-- A name has one spelling. Those that only the specification has, `reshape_` and its like, are in
-  `rlx_jax.trace.compat`.
-- A weight is a value, `[in, out]` unless the call says `transpose=True`. In a stage it may also be the key of a weight,
-  which is read as the checkpoint stores it, `[out, in]` unless the call says `transpose=False`.
+- Operands come first, in the order of the op's formula. All other arguments are keyword-only, so that two numbers, or
+  two weights of one shape, cannot be confused unnoticed. Where the specification passes them by position,
+  `rlx_jax.trace.checks` accepts that form too; other calls are a GraphError.
+- A number may replace one of two operands: `add(x, 1.0)`. It gets the dtype of the other one, or is refused if it does
+  not fit.
+- Axes may be negative, and the argument is always called `axis`.
+- A method has one spelling. Names that only the specification has, such as `reshape_`, are in `rlx_jax.trace.compat`.
+- A weight is a value, `[in, out]` unless the call has `transpose=True`. In a stage it may also be the key of a weight,
+  which is laid out as in the checkpoint, `[out, in]` unless the call has `transpose=False`.
 
-Shapes are inferred; `out_shape` is optional and checked, of every method: of several results it has a shape for each,
-or one for all. All methods raise ShapeError, DTypeError or GraphError where
-operands do not fit, and GraphError for a block in a module that is not at HIR.
+Shapes are inferred. Every method takes an optional `out_shape`, which is checked: one shape for all results, or one for
+each. All methods raise ShapeError, DTypeError or GraphError if operands do not fit, and GraphError for a block in a
+module that is not at HIR.
 """
 
 from __future__ import annotations
@@ -55,10 +54,13 @@ Axes = int | Sequence[int] | None
 
 @dataclass(eq=False)
 class Body:
-    """A body of a loop or choice that is being written, `builder` inside of `outer`.
+    """The body of a loop or branch that is being written with `builder`, inside the program of `outer`.
 
-    Its first `given` inputs are what it is called with; behind them stand values of the program around it, which become
-    operands: `captures` has the number of each. Where that is None, there may be none.
+    Attributes:
+        given: number of inputs that are the arguments of the body. Later inputs are captured values of the outer
+            program, which become operands of the op.
+        captures: the input number of each captured value; None if the body must not capture any.
+        what: name of the op, for messages.
     """
 
     builder: Builder
@@ -68,7 +70,11 @@ class Body:
     what: str
 
     def number(self, value: Value) -> int:
-        """The number of the input that a value of `outer` is."""
+        """Return the number of the input for a captured value of `outer`.
+
+        Raises:
+            GraphError: the body must not capture values.
+        """
         if self.captures is None:
             raise GraphError(
                 f"{self.what}: a body reads only what it is given, and this one reads another value or weight"
@@ -76,35 +82,35 @@ class Body:
         return self.captures.setdefault(value, self.given + len(self.captures))
 
     def take(self, value: Value) -> Value:
-        """A value of `outer` as the body has it."""
+        """Return the value inside the body for a captured value of `outer`."""
         return self.builder.leaf(BodyInput(self.number(value), type=self.outer.type(value)))
 
 
 class Writer(Generic[V]):
-    """What every topic of ops is written with, over the values `V` of whoever writes."""
+    """Base class of the builders of ops, generic in the type of their values `V`."""
 
     builder: Builder
     captured: Captured
     _bodies: tuple[Body, ...] = ()
 
     def __init_subclass__(cls) -> None:
-        """Check how the methods of every topic are called, as `rlx_jax.trace.checks` describes."""
+        """Wrap the methods of every subclass in the call checks of `rlx_jax.trace.checks`."""
         super().__init_subclass__()
         check_calls(cls)
 
     @property
     def level(self) -> GraphStage:
-        """Where the program stands."""
+        """The stage of the program, such as HIR."""
         raise NotImplementedError
 
-    # -- what a writer defines ---------------------------------------------------------------
+    # -- abstract methods --------------------------------------------------------------------
 
     def own(self, value: V) -> Value:
-        """The graph value behind one of ours; anything else is a GraphError."""
+        """Return the graph value of a writer's value; anything else is a GraphError."""
         raise NotImplementedError
 
     def wrap(self, value: Value) -> V:
-        """A graph value as users get it."""
+        """Return a graph value as a value of the writer."""
         raise NotImplementedError
 
     def weight(
@@ -115,87 +121,96 @@ class Writer(Generic[V]):
         shape: Sequence[DimLike | None] | None = None,
         init: Init | None = None,
     ) -> V:
-        """A weight operand as a value; a stage takes the key of a weight too, with what `Emit.param` takes."""
+        """Return a weight operand as a value. `Emit` also takes the key of a weight, with the options of
+        `Emit.param`."""
         raise NotImplementedError
 
     def inside(self, value: Value) -> Value:
-        """A value as the body that is being written has it; one of the program around it becomes an operand."""
-        found = Value(value.node, value.index)
+        """Return a value for use in the current body; a value of an enclosing program is captured as an operand.
+
+        Raises:
+            GraphError: the value belongs to the body of another loop or branch.
+        """
+        inner_value = Value(value.node, value.index)
         if value.owner is self.builder or (value.owner is None and not self._bodies):
-            return found
-        around = [body.outer for body in self._bodies]
-        if value.owner not in around:
+            return inner_value
+        outer_builders = [body.outer for body in self._bodies]
+        if value.owner not in outer_builders:
             raise GraphError(
                 f"{self.path}: a value of the body of a loop or choice is used outside of it; let it return it"
             )
-        for body in self._bodies[around.index(value.owner) :]:
-            found = body.take(found)
-        return found
+        for body in self._bodies[outer_builders.index(value.owner) :]:
+            inner_value = body.take(inner_value)
+        return inner_value
 
     # -- appending ---------------------------------------------------------------------------
 
     @property
     def path(self) -> str:
-        """The current block path, `layers.3.self_attn`; the name of the program outside of all blocks."""
+        """The current block path, such as `layers.3.self_attn`, or the name of the program outside of all blocks."""
         return path_text(self.builder.here.path)
 
     def type_of(self, value: V) -> TensorType:
-        """The type of a value as the IR holds it."""
+        """Return the IR type of a value."""
         return self.builder.type(self.own(value))
 
     def shape(self, value: V) -> ValueType:
-        """The shape and dtype of a value. A symbolic size refuses comparison with a number."""
+        """Return the shape and dtype of a value. Comparing a symbolic size with a number is an error."""
         return ValueType(self.type_of(value))
 
     def add_all(self, op: Op, *values: V) -> tuple[V, ...]:
-        """Append any op; all of its results.
+        """Append any op and return all of its results.
 
         Raises:
-            GraphError: a HIR block below HIR. ShapeError, DTypeError, GraphError: it does not fit.
+            GraphError: a HIR block below HIR. ShapeError, DTypeError, GraphError: the operands do not fit.
         """
         if not isinstance(op, Op):
             raise GraphError(f"{self.path}: expected an op, got {type(op).__name__}")
         if self.level != GraphStage.HIR and isinstance(op, Hir):
             raise GraphError(f"{op.name()} is a HIR block; module {self.builder.name!r} is at {self.level}")
-        operands, before = [self.own(v) for v in values], len(self.builder.nodes)
+        operands, num_nodes = [self.own(v) for v in values], len(self.builder.nodes)
         with located(self.builder.here):
             try:
                 results = self._write(op, *operands)
-                self._check_elements(op, results, before)
+                self._check_elements(op, results, num_nodes)
                 return tuple(self.wrap(v) for v in results)
             except (TypeError, ValueError) as error:
-                if not isinstance(error, RlxError):
+                if not isinstance(error, RlxError):  # a built-in error may come from an attribute of a wrong type
                     check_attributes(op)
                 raise
 
     def _check_elements(self, op: Op, results: tuple[Value, ...], before: int) -> None:
-        """Nothing that is written is empty at every size; a slice of a symbolic axis may be, at some."""
-        for found in map(self.builder.type, results):
-            if any(is_static(d) and d == 0 for d in found.shape):
+        """Refuse results with a static size of 0, and remove their nodes.
+
+        A slice of a symbolic axis may still be empty at some sizes.
+        """
+        for output in map(self.builder.type, results):
+            if any(is_static(d) and d == 0 for d in output.shape):
                 del self.builder.nodes[before:]
-                raise ShapeError(f"{op.text()} gives {found}, which has no elements: every dimension is at least 1")
+                raise ShapeError(f"{op.text()} gives {output}, which has no elements: every dimension is at least 1")
 
     def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
         return self.builder.add(op, *operands)
 
     def add_node(self, op: Op, *values: V, out_shape: Shape | None = None) -> V:
-        """Append any op with one result; `out_shape` is checked against what is inferred.
+        """Append any op with one result and return it; `out_shape` is checked against the inferred shape.
 
         Raises:
             GraphError: the op has several results. GraphError, ShapeError, DTypeError: as `add_all`.
         """
-        before = len(self.builder.nodes)
+        num_nodes = len(self.builder.nodes)
         results = self.add_all(op, *values)
         if len(results) != 1:
-            del self.builder.nodes[before:]
+            del self.builder.nodes[num_nodes:]
             raise GraphError(f"{self.path}: {op.text()} has {len(results)} results: add_all gives all of them")
         of_shape(self, op.name(), results[0], out_shape)
         return results[0]
 
     def constant(self, value: Any, dtype: Any = None) -> V:
-        """A small array of the program (not a weight): at most 1 MiB, in its own dtype or in `dtype`.
+        """Return a small array as a constant of the program, not a weight: at most 1 MiB, in its own dtype or in
+        `dtype`.
 
-        64-bit numbers become 32-bit ones, as in inputs; whole Python numbers are i32, others f32.
+        64-bit numbers become 32-bit ones, as in inputs; Python ints are i32, floats f32.
 
         Raises:
             DTypeError: `dtype` cannot hold a value. GraphError: over 1 MiB.
@@ -204,24 +219,24 @@ class Writer(Generic[V]):
             return self.wrap(self.builder.leaf(small_constant(value, dtype)))
 
     def lift(self, value: Any, like: V) -> V:
-        """A number as a scalar constant in the dtype of `like`; a value as it is."""
+        """Return a number as a scalar constant in the dtype of `like`, or a value as it is."""
         if isinstance(value, Dim):
             raise GraphError(f"{self.path}: an op on values gets dimension {value}; sizes are not values")
         return self.constant(value, self.type_of(like).dtype) if is_number(value) else value
 
     def _pair(self, op: str, a: V | float, b: V | float) -> tuple[V, V]:
-        """Two operands, one of which may be a number."""
-        like: Any = b if is_number(a) else a
-        if is_number(like):
+        """Return two operands as values; one of them may be a number."""
+        reference: Any = b if is_number(a) else a
+        if is_number(reference):
             raise GraphError(f"{self.path}: {op} of {a!r} and {b!r}: one of them must be a value")
-        return self.lift(a, like), self.lift(b, like)
+        return self.lift(a, reference), self.lift(b, reference)
 
     def _axis(self, value: V, axis: int) -> int:
-        """A non-negative axis number; negative ones count from the end."""
-        found = self.type_of(value)
-        if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -found.rank <= axis < found.rank:
-            raise ShapeError(f"{self.path}: {found} has no axis {axis!r}")
-        return int(axis) % found.rank
+        """Return an axis as a non-negative number; negative ones count from the end."""
+        t = self.type_of(value)
+        if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -t.rank <= axis < t.rank:
+            raise ShapeError(f"{self.path}: {t} has no axis {axis!r}")
+        return int(axis) % t.rank
 
     def _axes(self, value: V, axes: Axes) -> tuple[int, ...]:
         chosen = range(self.type_of(value).rank) if axes is None else axes if isinstance(axes, Iterable) else (axes,)
@@ -230,10 +245,10 @@ class Writer(Generic[V]):
     # -- any JAX function --------------------------------------------------------------------
 
     def jax(self, fn: Callable[..., Any], *values: V) -> Any:
-        """Call any JAX function on values: an array gives a value, a tuple of arrays a tuple of them.
+        """Call any JAX function on values, and return a value for an array, or a tuple for a tuple of arrays.
 
-        The function is traced with symbolic sizes, so it may not branch on them, and once more for each program. What
-        it captures may not change meanwhile, and is at most 1 MiB: an error else.
+        The function is traced with symbolic sizes, so it may not branch on them, and again for each program. Captured
+        arrays must not change in between, and are at most 1 MiB; otherwise the call is an error.
         """
         if not callable(fn):
             raise GraphError(f"{self.path}: jax: expected a function and then values, got {named_kind(fn)}")
