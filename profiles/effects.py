@@ -223,10 +223,10 @@ def idle_settings(facts: Facts) -> Mapping[str, tuple[Any, str]]:
 
 def warn_of_idle(flows: Sequence[Facts], stacklevel: int) -> None:
     """Warn of each setting that has no effect on any program of any flow of the model."""
-    first, *others = map(idle_settings, flows)
+    first, *rest = map(idle_settings, flows)
     names = ", ".join(facts.name for facts in flows)
     for place, (value, reason) in first.items():
-        if all(place in idle for idle in others):
+        if all(place in idle for idle in rest):
             shown = dict(value) if isinstance(value, Options) else list(value) if isinstance(value, tuple) else value
             message = f"{names}: {place} = {shown!r} has no effect: {reason}"
             warnings.warn(message, RlxWarning, stacklevel=stacklevel + 1)

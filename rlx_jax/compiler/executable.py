@@ -281,8 +281,8 @@ def new_arguments(wanted: object, known: Iterable[object]) -> str:
     if not isinstance(wanted, SaysArguments):
         return ""
     ours = wanted.arguments()
-    others = [k.arguments() for k in known if isinstance(k, SaysArguments)]
-    nearest = max(others, key=lambda theirs: len(ours.items() & theirs.items()), default={})
+    candidates = [k.arguments() for k in known if isinstance(k, SaysArguments)]
+    nearest = max(candidates, key=lambda theirs: len(ours.items() & theirs.items()), default={})
     differ = [name for name, value in ours.items() if nearest.get(name) != value]
     if not differ:
         return ""

@@ -304,9 +304,9 @@ def supported(device: Device) -> str:
     Raises:
         UnsupportedError: profiles have no table for the platform that JAX runs on.
     """
-    known = field_types(Backends)
-    if device.kind not in known:
-        raise UnsupportedError(f"JAX runs on {quote(device.kind)}; programs are compiled for {', '.join(known)}")
+    platforms = field_types(Backends)
+    if device.kind not in platforms:
+        raise UnsupportedError(f"JAX runs on {quote(device.kind)}; programs are compiled for {', '.join(platforms)}")
     return device.kind
 
 
@@ -356,5 +356,5 @@ def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
     Raises:
         ProfileError: one is not; the message has a suggestion.
     """
-    known = [i.name for i in flow._inputs]
-    check_known(names, known, f"donation.inputs: {flow.name} has no input", "; it has", ProfileError)
+    input_names = [i.name for i in flow._inputs]
+    check_known(names, input_names, f"donation.inputs: {flow.name} has no input", "; it has", ProfileError)

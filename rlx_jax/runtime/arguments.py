@@ -109,5 +109,5 @@ def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None
         if shape != spec.shape or dtype != spec.dtype:
             got_dtype = short_name(dtype) if isinstance(dtype, np.dtype) else dtype
             sizes = "" if shape is None else list(shape)
-            wanted = f"{short_name(spec.dtype)}{list(spec.shape)}"
-            raise WeightShapeError(f"params: leaf {name!r} is {wanted}, got {got_dtype}{sizes}")
+            expected = f"{short_name(spec.dtype)}{list(spec.shape)}"
+            raise WeightShapeError(f"params: leaf {name!r} is {expected}, got {got_dtype}{sizes}")

@@ -116,8 +116,8 @@ class BlockTimes:
             blocks = [row for row in self.rows if row.program == program]
             cells = [self._cells(program or "outside of programs", blocks, "calls")]
             cells += [self._cells(f"  {r.path}", [r], f"{r.calls:,}" if r.calls else "") for r in blocks[:rows]]
-            if others := blocks[rows:]:
-                cells.append(self._cells(f"  {len(others)} others", others, ""))
+            if remaining := blocks[rows:]:
+                cells.append(self._cells(f"  {len(remaining)} others", remaining, ""))
             lines += ["", str(TextTable(cells, widths=widths, gap=""))]
         return "\n".join(lines)
 
@@ -147,6 +147,7 @@ class BlockTimes:
             raise SaveFailedError(f"flame graph {quote(os.fspath(path))}: not written: {error.strerror}") from error
 
     def _cells(self, name: str, rows: list[BlockTime], calls: str) -> tuple[str, ...]:
+        """Return a line of the table that adds up several rows: name, milliseconds, share and calls."""
         seconds = sum(row.seconds for row in rows)
         share = 100 * seconds / self.seconds if self.seconds else 0.0
         return shortened(name, WIDTH - 30), _ms(seconds), f"{share:.1f} %", calls
@@ -426,8 +427,8 @@ class _Compiled:
 
     def instructions(self) -> dict[str, Instruction]:
         """Return the instructions by name, and by the name of their kernel."""
-        others = self.key.around.beside().values() if isinstance(self.key.around, RunsOthers) else ()
-        paths = frozenset().union(*(block_paths(lir.graph) for lir in (self.executable.lir, *others)))
+        companions = self.key.around.beside().values() if isinstance(self.key.around, RunsOthers) else ()
+        paths = frozenset().union(*(block_paths(lir.graph) for lir in (self.executable.lir, *companions)))
         parsed = instructions(self.executable.call.as_text() or "", paths)
         return {kernel_name(name): instruction for name, instruction in parsed.items()} | parsed
 

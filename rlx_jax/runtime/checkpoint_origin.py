@@ -160,6 +160,7 @@ def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """
 
     def part(value: Any) -> Any:
+        """Return a value of the config with the dtype of each nested config replaced."""
         if not isinstance(value, dict):
             return value
         return {k: dtype if k in _DTYPES and isinstance(v, str | None) else part(v) for k, v in value.items()}

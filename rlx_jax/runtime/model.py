@@ -227,12 +227,15 @@ class CompiledModel:
         return self._executable(key, self.param_specs(), arrays, values).lowered
 
     def _executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
+        """Return the executable of `key`, which becomes the last one for `report` and `text`."""
         self.last = key
+        # Checked before a compile alone: for a compiled program, `_explain` finds a wrong parameter if the call fails.
         if key not in self.programs.executables:
             check_params(params, self.param_specs())
         return self.programs.executable(key, params, state, inputs)
 
     def _result(self, results: Results, key: ProgramKey) -> Any:
+        """Return the results of a program as users get them: an array or a dict, and the state if there is one."""
         outputs, state = results
         names = self._template(key.given).mir.output_names
         result = outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
@@ -346,8 +349,8 @@ class CompiledModel:
         self, given: frozenset[str] = frozenset(), outputs: tuple[str, ...] | None = None, last_only: bool = False
     ) -> ProgramKey:
         """Return the key of this program, without sizes, for these optional inputs and outputs."""
-        wanted = None if outputs is None or outputs == self.output_names else outputs
-        return ProgramKey(self.name, self.program, given, outputs=wanted, last_only=last_only)
+        names = None if outputs is None or outputs == self.output_names else outputs
+        return ProgramKey(self.name, self.program, given, outputs=names, last_only=last_only)
 
     def warm(self) -> None:
         """Compile the program now if every size is known: the flow is static, or has a binding for its symbols."""
@@ -445,8 +448,8 @@ class CompiledModel:
             DeviceOutOfMemoryError: the state does not fit.
         """
         optional = [d.name for d in self.inputs if d.optional]
-        if isinstance(given, str) or (others := [name for name in given if name not in optional]):
-            what = shown(given) if isinstance(given, str) else listing(others)
+        if isinstance(given, str) or (invalid := [name for name in given if name not in optional]):
+            what = shown(given) if isinstance(given, str) else listing(invalid)
             raise GraphError(f"init_state: given is {what}; expected names of optional inputs: {listing(optional)}")
         if unknown := [name for name in sizes if name not in self._template().symbols]:
             raise GraphError(f"init_state: {self.name} has no size {listing(unknown)}")

@@ -202,14 +202,14 @@ def one_settings(found: Mapping[str, Settings]) -> Settings:
     Raises:
         ProfileError: the settings differ; the message lists the fields.
     """
-    (name, first), *others = found.items()
-    for other, settings in others:
-        if differ := differences(first, settings):
+    (name, shared), *rest = found.items()
+    for other, settings in rest:
+        if differ := differences(shared, settings):
             raise ProfileError(
                 f"flows of one model share one profile, and {name!r} and {other!r} differ in {listing(differ)}; pass "
                 "profile="
             )
-    return first
+    return shared
 
 
 @contextlib.contextmanager

@@ -290,9 +290,9 @@ class Programs:
             self.tell(what, 0, 1)
             program = self.function(key)
             with own_mesh(self.division):
-                others = key.around.beside() if isinstance(key.around, RunsOthers) else None
+                companions = key.around.beside() if isinstance(key.around, RunsOthers) else None
                 at = self.shardings(key, inputs)
-                executable = compile_program(program.lir, program.run, params, state, inputs, at, others, key.text)
+                executable = compile_program(program.lir, program.run, params, state, inputs, at, companions, key.text)
             self.warn_of_donation(key, executable)
             executable.seconds = {"plan": program.seconds, **executable.seconds}
             self.loaded += executable.loaded
@@ -494,10 +494,10 @@ class Programs:
         in_buckets = self.warm and not buckets.foreign(sizes)
         if in_buckets and (difference := new_arguments(key.around, (k.around for k in self.executables))):
             return f"{key.flow}: {described}: {difference}", "warm up for that too"
-        ran = {k.program for k in self.executables if k.flow == key.flow}
-        if in_buckets and ran and key.program not in ran:
+        programs = {k.program for k in self.executables if k.flow == key.flow}
+        if in_buckets and programs and key.program not in programs:
             hint = ", which `logits` runs" if key.program == "forward" else ""
-            reason = f"{key.flow}: {described}: warm-up ran {listing(sorted(ran))}, not {key.program}{hint}"
+            reason = f"{key.flow}: {described}: warm-up ran {listing(sorted(programs))}, not {key.program}{hint}"
             return reason, "ask for what it ran"
         first = self.first_input(key.flow)
         reason = (

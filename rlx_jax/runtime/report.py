@@ -283,8 +283,8 @@ class Report:
             name = shortened(r.program.replace(" of ", " ").replace(",", ""), 32)
             rows.append((name, *seconds, *map(in_short, (r.flops, r.peak_bytes, r.cache_bytes))))
         lines = ["", str(TextTable(rows, ("programs", *heads), widths=(32, *WIDTHS), gap=""))]
-        if others := self.programs[PROGRAMS:]:
-            lines.append(f"{len(others)} others, {sum(r.seconds for r in others):.3f} s")
+        if remaining := self.programs[PROGRAMS:]:
+            lines.append(f"{len(remaining)} others, {sum(r.seconds for r in remaining):.3f} s")
         return lines
 
     def _on_mesh(self) -> list[tuple[str, object]]:
