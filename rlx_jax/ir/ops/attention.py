@@ -1,6 +1,6 @@
-"""Attention, rotary embeddings and the key/value cache.
+"""Ops of attention, rotary embeddings and the key/value cache.
 
-Axis letters: B batch, S new tokens, T keys seen, N query heads, K key/value heads, D head width.
+Axis letters: B batch, S new tokens, T keys, N query heads, K key/value heads, D head width, E width of a value head.
 Heads are packed head-major: head h is columns h·D … h·D+D−1.
 """
 
@@ -22,7 +22,7 @@ from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits, results_written
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
-# The operands of attention behind q, k and v, as `rlx_jax.ir.operands` reads them.
+# Declarations of attention's optional operands, which follow q, k and v, in the notation of `rlx_jax.ir.operands`.
 EXTRA = {
     "keep": "keep", "bias": "bias[B?,heads?,S?,T?]", "sinks": "sinks:float[heads]", "positions": "positions",
     "key_positions": "key_positions",
@@ -30,31 +30,36 @@ EXTRA = {
 
 
 def _scores_and_sums(op: Any, operands: Types, results: Types) -> int:
+    """Return the FLOPs of the two products: scores q kᵀ and weighted sums of values."""
     return 2 * (operands[0].size + results[0].size) * int(operands[1].shape[1])
 
 
 def _scores(op: Any, operands: Types, results: Types) -> int:
-    """Three arrays `[B,N,S,T]` in f32: XLA may keep scores, masked ones and weights."""
+    """Return the bytes of three f32 arrays `[B,N,S,T]`: XLA may keep scores, masked scores and weights."""
     q, k = operands[:2]
     return 12 * int(q.shape[0]) * int(op.heads) * int(q.shape[1]) * int(k.shape[1])
 
 
 @dataclass(frozen=True)
 class AttentionOp(Mir):
-    """`softmax(mask(cap(scale · q kᵀ))) v` for each head, in the order scale → softcap → mask, bias → softmax in f32.
+    """Grouped-query attention: `softmax(mask(cap(scale · q kᵀ))) v` for each head.
 
-    Operands: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`, then those named in `extra`, in this order:
-    `keep` `[B|1,T]` or `[B|1,N|1,S|1,T|1]` (1 keeps a key, less than ½ drops it), `bias` `[B|1,N|1,S|1,T|1]` added to
-    the scores, `sinks` `[N]`, a score of each head that takes part in the softmax and has no value (attention sinks,
-    Xiao et al. 2023, learned as in gpt-oss), neither scaled nor capped nor masked, `positions` `[B|1,S]` int32, the
-    absolute position of each query (keys stand at 0 … T−1), `key_positions` `[B,T]` int32, the absolute position of
-    each key, −1 where a slot holds none.
-    Without `positions` the queries are the last S of the T keys (bottom-right aligned), and stand where those do.
+    The order is scale → softcap → mask, bias → softmax; scores and softmax are f32. Query head h reads key head
+    h // (N/K), without repeated keys; the result is `[B,S,N·E]`. A query without any key gives zeros, except with
+    `positions`: the caller then ensures that each query has a key.
 
-    `causal` keeps keys at or before the query; `window` w keeps the last w of those, and the `ahead` keys behind it.
-    All of these, and `keep`, hold together. Query head h reads key head h // (N/K), without repeating keys: the result
-    is `[B,S,N·E]`. A row without any key gives zeros; where positions are given, whoever gives them leaves each query a
-    key.
+    Operands: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`, then the operands named in `extra`, in this order:
+
+    - `keep` `[B|1,T]` or `[B|1,N|1,S|1,T|1]`: 1 keeps a key, less than ½ drops it.
+    - `bias` `[B|1,N|1,S|1,T|1]`: added to the scores.
+    - `sinks` `[N]`: one score per head that takes part in the softmax and has no value (attention sinks, Xiao et al.
+      2023, learned as in gpt-oss). It is not scaled, capped or masked.
+    - `positions` `[B|1,S]` int32: absolute position of each query; keys are at 0 … T−1. Without it the queries are
+      aligned with the last S of the T keys (bottom-right aligned).
+    - `key_positions` `[B,T]` int32: absolute position of each key, −1 for an empty slot.
+
+    A key must pass every condition: `keep`; `causal`, at or before the query; `window` w, among the last w keys up to
+    the query, or within the `ahead` keys after it.
     """
 
     traits = replace(product_traits(_scores_and_sums), narrows=3, workspace=_scores)
@@ -87,12 +92,12 @@ class AttentionOp(Mir):
             raise ShapeError(f"attention: {self.heads} query and {self.kv_heads} key heads do not fit q {q} and k {k}")
         if v.shape[2] % self.kv_heads:
             raise ShapeError(f"attention: v {v} is not whole in {self.kv_heads} heads")
-        given = dict(zip(self.extra, extra, strict=True))
-        keep, bias = given.get("keep"), given.get("bias")
-        want = (q.shape[0], self.heads, q.shape[1], k.shape[1])
-        if keep is not None and not _is_keep(keep, want):
+        extra_types = dict(zip(self.extra, extra, strict=True))
+        keep, bias = extra_types.get("keep"), extra_types.get("bias")
+        expected = (q.shape[0], self.heads, q.shape[1], k.shape[1])
+        if keep is not None and not _is_keep(keep, expected):
             raise ShapeError(
-                f"attention: the keep mask is [B,T] for keys {k}, or {list(want)} with 1 on any axis; got {keep}"
+                f"attention: the keep mask is [B,T] for keys {k}, or {list(expected)} with 1 on any axis; got {keep}"
             ).of(3)
         if keep is not None and not (is_float(keep.dtype) or keep.dtype.kind in "biu"):
             raise DTypeError(f"attention: a keep mask holds bools or numbers, got {keep}")
@@ -106,19 +111,22 @@ class AttentionOp(Mir):
         self, q: Array, k: Array, v: Array, *rest: Array, heads_first: bool = False, start: Array | int = 0,
         total: int = 0,
     ) -> Array:  # fmt: skip
-        """Compute attention, or that of a chunk of the queries.
+        """Return the attention of all queries, or of a chunk of the queries.
 
         Args:
+            q, k, v: the packed heads.
+            rest: the operands named in `extra`.
             heads_first: transpose each operand to a layout by heads before its product.
-            start: index of the first query of q, if q holds a chunk of `total` queries.
+            start: index of the first query of q, if q is a chunk of `total` queries.
+            total: number of all queries; 0 if q has all of them.
         """
         extra = dict(zip(self.extra, rest, strict=True))
-        batch, queries, width = q.shape
-        keys, dim, groups = k.shape[1], width // self.heads, self.heads // self.kv_heads
+        batch, num_queries, width = q.shape
+        num_keys, dim, num_groups = k.shape[1], width // self.heads, self.heads // self.kv_heads
         precision = lax.Precision(self.precision)
-        q5 = q.reshape(batch, queries, self.kv_heads, groups, dim)
-        k4 = k.reshape(k.shape[0], keys, self.kv_heads, dim)
-        v4 = v.reshape(v.shape[0], keys, self.kv_heads, v.shape[2] // self.kv_heads)
+        q5 = q.reshape(batch, num_queries, self.kv_heads, num_groups, dim)
+        k4 = k.reshape(k.shape[0], num_keys, self.kv_heads, dim)
+        v4 = v.reshape(v.shape[0], num_keys, self.kv_heads, v.shape[2] // self.kv_heads)
         queries_in, keys_in = ("bkgsd", "bktd") if heads_first else ("bskgd", "btkd")
         if heads_first:
             q5, k4, v4 = q5.transpose(0, 2, 3, 1, 4), k4.transpose(0, 2, 1, 3), v4.transpose(0, 2, 1, 3)
@@ -129,32 +137,39 @@ class AttentionOp(Mir):
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if "bias" in extra:
-            scores = scores + _by_group(extra["bias"].astype(jnp.float32), groups)
-        allowed = self._allowed(queries, keys, extra, keys - (total or queries) + start)
-        # Without positions the queries are the last of the keys: more of them than keys leaves rows without any.
+            scores = scores + _by_group(extra["bias"].astype(jnp.float32), num_groups)
+        allowed = self._allowed(num_queries, num_keys, extra, num_keys - (total or num_queries) + start)
+        # Without positions the queries are aligned with the last keys; with more queries than keys some have no key.
         rows_may_be_empty = "keep" in extra or "bias" in extra
-        rows_may_be_empty |= allowed is not None and "positions" not in extra and keys != (total or queries)
+        rows_may_be_empty |= allowed is not None and "positions" not in extra and num_keys != (total or num_queries)
         sinks = extra.get("sinks")
         if sinks is not None:
-            sinks = sinks.astype(jnp.float32).reshape(1, self.kv_heads, groups, 1, 1)
+            sinks = sinks.astype(jnp.float32).reshape(1, self.kv_heads, num_groups, 1, 1)
         weights = masked_softmax(scores, allowed, rows_may_be_empty, sinks)
         out = product(f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype), v4)
         out = out.transpose(0, 3, 1, 2, 4) if heads_first else out
-        return out.reshape(batch, queries, self.heads * v4.shape[3])
+        return out.reshape(batch, num_queries, self.heads * v4.shape[3])
 
     def _allowed(self, queries: int, keys: int, extra: dict[str, Array], first: Array | int) -> Array | None:
-        """Which keys a query may read, broadcastable to `[B,K,G,S,T]`; None for all."""
+        """Return which keys each query may read, as bools broadcastable to `[B,K,G,S,T]`, or None for all keys.
+
+        Args:
+            queries, keys: numbers of queries and keys.
+            extra: the optional operands by name.
+            first: index among the keys of the first query, used without `positions`.
+        """
         allowed = None
+        # All arrays here are [B|1, S|1, T|1] until the head axes are added.
         if self.causal or self.window is not None:
             slots = extra.get("key_positions")
-            at = jnp.arange(keys, dtype=jnp.int32)[None, None, :] if slots is None else slots[:, None, :]
-            rows = extra.get("positions")
-            if rows is None:
-                last = jnp.arange(queries, dtype=jnp.int32) + first
-                rows = last[None, :] if slots is None else jnp.take(slots, last, axis=1, mode="clip")
-            distance = rows[:, :, None] - at
+            key_at = jnp.arange(keys, dtype=jnp.int32)[None, None, :] if slots is None else slots[:, None, :]
+            query_at = extra.get("positions")
+            if query_at is None:
+                aligned = jnp.arange(queries, dtype=jnp.int32) + first
+                query_at = aligned[None, :] if slots is None else jnp.take(slots, aligned, axis=1, mode="clip")
+            distance = query_at[:, :, None] - key_at
             allowed = distance >= -self.ahead
-            allowed = allowed if slots is None else allowed & (at >= 0)
+            allowed = allowed if slots is None else allowed & (key_at >= 0)  # −1 marks an empty slot
             if self.window is not None:
                 allowed = allowed & (distance < self.window)
             allowed = allowed[:, None, None]
@@ -179,14 +194,21 @@ class AttentionOp(Mir):
 
 
 def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool, sinks: Array | None = None) -> Array:
-    """Softmax over the last axis of f32 scores where `allowed`; a row without any key gives zeros. `sinks`, with 1 on
-    the last axis, are scores beside those, whose weights nobody asks for."""
-    if not rows_may_be_empty and sinks is None:
+    """Return the softmax over the last axis of f32 scores, with zeros where `allowed` is False.
+
+    Args:
+        scores: scores `[…, T]`.
+        allowed: bools broadcastable to the scores; None for all True.
+        rows_may_be_empty: a row may have no allowed key; its result is zeros.
+        sinks: scores `[…, 1]` that enter the denominator and have no weight in the result.
+    """
+    if not rows_may_be_empty and sinks is None:  # every row has a key, so a finite minimum masks without 0/0
         if allowed is not None:
             scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
         return jax.nn.softmax(scores, axis=-1)
     if allowed is not None:
         scores = jnp.where(allowed, scores, -jnp.inf)
+    # The maximum cancels in the quotient: it only prevents overflow, so it needs no gradient.
     peak = jnp.max(scores, axis=-1, keepdims=True)
     peak = peak if sinks is None else jnp.maximum(peak, sinks)
     peak = lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, jnp.zeros_like(peak)))
@@ -197,26 +219,39 @@ def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool
 
 
 def _is_keep(keep: TensorType, want: tuple[DimLike, ...]) -> bool:
-    """Whether a mask has the shape of the scores `want` `[B,N,S,T]`, or of keys `[B,T]`, or 1 on axes of them."""
+    """Return whether a mask has the shape of the scores, `want` `[B,N,S,T]`, or of keys, `[B,T]`, with 1 on any axis.
+
+    In a mask of keys only the batch axis may be 1.
+    """
     if keep.rank == 2:
         return keep.shape[1] == want[3] and keep.shape[0] in (1, want[0])
     return keep.rank == 4 and all(got in (1, size) for got, size in zip(keep.shape, want, strict=True))
 
 
 def _by_group(x: Array, groups: int) -> Array:
-    """`[B|1,N|1,S|1,T|1]` as `[B|1,K|1,G|1,S|1,T|1]`."""
+    """Split the axis of N heads into K key heads and G groups: `[B|1,N|1,S|1,T|1]` → `[B|1,K|1,G|1,S|1,T|1]`."""
     heads = (-1, groups) if x.shape[1] > 1 else (1, 1)
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Query heads are a multiple of key/value heads."""
+    """Check that the number of query heads is a multiple of the number of key/value heads.
+
+    Raises:
+        GraphError: it is not, or a number is less than 1.
+    """
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise GraphError(f"attention: {heads} query heads are not a multiple of {kv_heads} key/value heads")
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
-    """Scores are finite: a softcap of 0 would make all weights equal, a negative one changes nothing."""
+    """Check the scale and the softcap of attention scores.
+
+    A softcap of 0 would divide by zero, and a negative one is the same function as its absolute value.
+
+    Raises:
+        GraphError: the scale is not finite, or the softcap is not a finite number over 0.
+    """
     if softcap is not None and not (_is_real(softcap) and 0 < softcap < math.inf):
         raise GraphError(f"attention: softcap is a finite number over 0, or None for no cap; got {shown(softcap)}")
     if scale is not None and not (_is_real(scale) and math.isfinite(scale)):
@@ -224,17 +259,19 @@ def check_scores(scale: float | None, softcap: float | None) -> None:
 
 
 def _is_real(value: object) -> bool:
+    """Return whether a value is a real number; `True` and `False` are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class RopeTable(Mir):
-    """cos and sin of `position · inverse frequency`: positions `[P,S]` int32 → two f32 `[P,S,R/2]`.
+    """Compute cos and sin of `position · inverse frequency`: positions `[P,S]` int32 → two f32 tables `[P,S,R/2]`.
 
-    `inv_freq` are the R/2 inverse frequencies in radians a token, θ^(−2i/R) before any scaling.
-    With `axes` a token has several coordinates, positions `[P,S,A]` int32 (row and column of an image, say), and column
-    i of the tables turns by coordinate `axes[i]`.
-    `factor` multiplies both tables (YaRN's attention factor).
+    Args:
+        inv_freq: the R/2 inverse frequencies in radians per token, θ^(−2i/R) before any scaling.
+        factor: multiplies both tables (YaRN's attention factor).
+        axes: tokens have several coordinates, such as row and column in an image: positions are `[P,S,A]` int32, and
+            column i of the tables uses coordinate `axes[i]`.
     """
 
     traits = replace(TOKENS, bytes=each_once)
@@ -250,17 +287,17 @@ class RopeTable(Mir):
         (positions,) = operands
         if self.axes and len(self.axes) != len(self.inv_freq):
             raise ShapeError(f"rope_table: {len(self.axes)} axes for {len(self.inv_freq)} frequencies: one for each")
-        count = positions.shape[-1]
-        if self.axes and not (is_static(count) and 0 <= min(self.axes) <= max(self.axes) < count):
+        num_coordinates = positions.shape[-1]
+        if self.axes and not (is_static(num_coordinates) and 0 <= min(self.axes) <= max(self.axes) < num_coordinates):
             raise ShapeError(f"rope_table: axes {list(self.axes)} are not among the coordinates of {positions}")
 
     def eval(self, positions: Array) -> tuple[Array, Array]:
         columns = jnp.asarray(self.axes, jnp.int32)
-        each = jnp.take(positions, columns, axis=2, mode="clip") if self.axes else positions[..., None]
-        flat = each.reshape(-1, each.shape[-1])
+        coordinates = jnp.take(positions, columns, axis=2, mode="clip") if self.axes else positions[..., None]
+        flat = coordinates.reshape(-1, coordinates.shape[-1])
         angles = flat.astype(jnp.float32) * jnp.asarray(self.inv_freq, jnp.float32)[None, :]
         table = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1) * jnp.float32(self.factor)
-        # Reading the table through a gather makes XLA:CPU keep it; fused, every layer would take sin and cos again.
+        # The gather makes XLA:CPU materialize the table; fused, every layer would compute sin and cos again.
         rows = jnp.take(table, jnp.arange(flat.shape[0], dtype=jnp.int32), axis=0, mode="clip")
         rows = rows.reshape(*positions.shape[:2], 2 * len(self.inv_freq))
         return rows[..., : len(self.inv_freq)], rows[..., len(self.inv_freq) :]
@@ -271,9 +308,10 @@ class RopeTable(Mir):
 
 @dataclass(frozen=True)
 class SinusoidTable(Mir):
-    """`[cos(scale · t f) ‖ sin(scale · t f)]` of times t `[B]`, in f32: `[B]` → f32 `[B, channels]`.
+    """Sinusoidal embedding of times t `[B]`: `[cos(scale · t f) ‖ sin(scale · t f)]`, f32 `[B, channels]`.
 
-    `f_i = max_period^(−i/half)` for i < half = channels // 2; an odd last channel is 0. Ho et al. 2020, cosines first.
+    `f_i = max_period^(−i/half)` for i < half = channels // 2; an odd last channel is 0. As in Ho et al. 2020, but with
+    the cosines first.
     """
 
     traits = replace(TOKENS, bytes=each_once)
@@ -292,26 +330,28 @@ class SinusoidTable(Mir):
 
     def eval(self, t: Array) -> Array:
         half = self.channels // 2
-        falling = jnp.arange(half, dtype=jnp.float32) * jnp.float32(-math.log(self.max_period) / half)
-        angles = (t.astype(jnp.float32) * jnp.float32(self.scale))[:, None] * jnp.exp(falling)[None, :]
-        odd = jnp.zeros((t.shape[0], self.channels % 2), jnp.float32)
-        return jnp.concatenate([jnp.cos(angles), jnp.sin(angles), odd], axis=1)
+        log_frequencies = jnp.arange(half, dtype=jnp.float32) * jnp.float32(-math.log(self.max_period) / half)
+        angles = (t.astype(jnp.float32) * jnp.float32(self.scale))[:, None] * jnp.exp(log_frequencies)[None, :]
+        padding = jnp.zeros((t.shape[0], self.channels % 2), jnp.float32)
+        return jnp.concatenate([jnp.cos(angles), jnp.sin(angles), padding], axis=1)
 
     def text(self) -> str:
         return f"sinusoid_table({self.channels}, scale={self.scale:g})"
 
 
-# Which columns of a head a rotation pairs: (i, i + R/2), as NeoX and Llama do, or (2i, 2i + 1), as GPT-J does.
+# Pairs of columns of a head in a rotation: (i, i + R/2) in NeoX and Llama, (2i, 2i + 1) in GPT-J.
 ROPE_STYLES = ("half", "interleaved")
 
 
 @dataclass(frozen=True)
 class RopeOp(Mir):
-    """Rotate pairs (a, b) of each head's first R columns by the angle of its position: `half` pairs columns i and
-    i+R/2 (NeoX), `interleaved` 2i and 2i+1 (GPT-J), for i < R/2. Su et al. 2021.
+    """Rotary embedding (Su et al. 2021): rotate pairs of each head's first R columns by the angle of the position.
 
-    x `[B,S,N·D]`, cos and sin `[B|1,S,W]` with W = R/2 (also D/2 or R: the first R/2 columns are used);
-    columns from R on pass through. `y[a] = x[a]c[i] − x[b]s[i]`, `y[b] = x[b]c[i] + x[a]s[i]`, in f32.
+    For i < R/2, the style `half` pairs columns a = i and b = i + R/2 (NeoX), `interleaved` a = 2i and b = 2i + 1
+    (GPT-J): `y[a] = x[a]c[i] − x[b]s[i]`, `y[b] = x[b]c[i] + x[a]s[i]`, in f32. Columns from R on are unchanged.
+
+    Operands: x `[B,S,N·D]`, cos and sin `[B|1,S,W]` with W = R/2. W may be larger (D/2 or R); only the first R/2
+    columns are read.
     """
 
     traits = replace(TOKENS, narrows=1, bytes=each_once)
@@ -335,14 +375,14 @@ class RopeOp(Mir):
         half, heads = self.n_rot // 2, x.shape[-1] // self.head_dim
         wide = x.reshape(*x.shape[:-1], heads, self.head_dim).astype(jnp.float32)
         c, s = (t.astype(jnp.float32)[..., None, :half] for t in (cos, sin))
-        whole = self.n_rot == self.head_dim
-        # A gradient joins what was split, and would pad and add what was sliced.
+        rotates_all = self.n_rot == self.head_dim
+        # Split rather than slice: the gradient of a split is one concatenation, of slices a sum of padded arrays.
         if self.style == "interleaved":
-            turned, *rest = (wide,) if whole else jnp.split(wide, (self.n_rot,), axis=-1)
-            pairs = jnp.split(turned.reshape(*turned.shape[:-1], half, 2), 2, axis=-1)
-            first, second = (p.reshape(*turned.shape[:-1], half) for p in pairs)
+            rotated, *rest = (wide,) if rotates_all else jnp.split(wide, (self.n_rot,), axis=-1)
+            pairs = jnp.split(rotated.reshape(*rotated.shape[:-1], half, 2), 2, axis=-1)
+            first, second = (p.reshape(*rotated.shape[:-1], half) for p in pairs)
         else:
-            first, second, *rest = jnp.split(wide, (half,) if whole else (half, self.n_rot), axis=-1)
+            first, second, *rest = jnp.split(wide, (half,) if rotates_all else (half, self.n_rot), axis=-1)
         parts = [first * c - second * s, second * c + first * s]
         if self.style == "interleaved":
             parts = [jnp.stack(parts, axis=-1).reshape(*wide.shape[:-1], self.n_rot)]
@@ -352,12 +392,12 @@ class RopeOp(Mir):
         return f"rope(d={self.head_dim}, n_rot={self.n_rot}{', interleaved' * (self.style == 'interleaved')})"
 
 
-# A function with the arguments and the result of `write_rows`.
+# Signature of `write_rows`: (cache, slot, new, ordered) → cache. Callers of `eval` may pass another implementation.
 WriteRows = Callable[[Array, Array, Array, bool], Array]
 
 
 def write_rows(cache: Array, slot: Array, new: Array, ordered: bool = False) -> Array:
-    """Set `cache[b, slot[b, i]] = new[b, i]`; drop rows with a slot past the end.
+    """Return the cache with `cache[b, slot[b, i]] = new[b, i]`; rows with a slot past the end are dropped.
 
     The batch is an axis of a `vmap`, not an index, so that it may be sharded over several devices.
 
@@ -375,7 +415,7 @@ def write_rows(cache: Array, slot: Array, new: Array, ordered: bool = False) -> 
 
 
 def _rows_written(op: Any, operands: Types, results: Types) -> int:
-    """New rows are read and written, where the cache is updated in place."""
+    """Return the bytes of a cache update in place: the new rows are read and written, the rest is untouched."""
     return 2 * operands[1].nbytes + sum(t.nbytes for t in operands[2:])
 
 
@@ -383,9 +423,9 @@ def _rows_written(op: Any, operands: Types, results: Types) -> int:
 class CacheUpdate(Mir):
     """Write the new rows of a ragged batch into a cache: cache `[B,T,C]`, new `[B,S,C]`, start and lengths `[B]`.
 
-    Row i of batch b goes to slot `start[b] + i` if `i < lengths[b]`; padding is dropped, never clamped.
-    With `fresh` the cache is empty and every row begins at slot 0: a slice is written, zero where there is padding,
-    and nothing is scattered.
+    Row i of batch b goes to slot `start[b] + i` if `i < lengths[b]`; padding is dropped, never clamped. With `fresh`
+    the cache is empty and every row starts at slot 0, so that one slice is written instead of a scatter, with zeros
+    for padding.
     """
 
     traits = replace(STATE, bytes=_rows_written)
@@ -394,21 +434,21 @@ class CacheUpdate(Mir):
     fresh: bool = False
 
     def eval(self, cache: Array, new: Array, start: Array, lengths: Array, *, write: WriteRows = write_rows) -> Array:
-        """Return the cache with the new rows, which `write` writes."""
+        """Return the cache with the new rows; `write` is the function that writes them."""
         if self.fresh:
-            new = new[:, : cache.shape[1]]
+            new = new[:, : cache.shape[1]]  # rows past the end of the cache are padding
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
         if self.fresh:
             valid = (step < lengths[:, None]).reshape(*new.shape[:2], *(1,) * (new.ndim - 2))
             return cache.at[:, : new.shape[1]].set(jnp.where(valid, new, jnp.zeros_like(new)))
-        # Padding goes behind the last slot, each to a place of its own: XLA need not order writes to distinct places.
+        # Padding gets distinct slots past the end: with unique indices XLA does not have to order the writes.
         slot = jnp.where(step < lengths[:, None], start[:, None] + step, cache.shape[1] + step)
         return write(cache, slot, new, True)
 
 
 @dataclass(frozen=True)
 class Overwrite(Mir):
-    """Write all of an array of the state: old and new `[…]` → new, in place of old."""
+    """Replace a full array of the state: old and new `[…]` → new, written into the buffer of old."""
 
     traits = replace(STATE, bytes=results_written)
     operands = "old[…N] new:old[…N]"
@@ -418,7 +458,7 @@ class Overwrite(Mir):
 
 
 def _ring_bytes(op: Any, operands: Types, results: Types) -> int:
-    """As a cache's; where it is not read in place, old ring and new rows are copied to one array as well."""
+    """Return the bytes of a ring update: those of a cache update, and a copy of ring and new rows if not in place."""
     keys, positions, _ = results
     copied = 2 * keys.nbytes if keys.shape != operands[0].shape else 0
     return _rows_written(op, operands, results) + copied + positions.nbytes
@@ -426,15 +466,19 @@ def _ring_bytes(op: Any, operands: Types, results: Types) -> int:
 
 @dataclass(frozen=True)
 class RingStep(Mir):
-    """Read and write a ring of the last T tokens: position p stands in slot `p mod T`.
+    """Read and write a ring buffer of the last T tokens, with position p in slot `p mod T`.
 
-    ring `[B,T,K,D]`, new `[B,S,K,D]`, start and lengths `[B]` int32 (tokens before this call, and new valid ones).
-    Results: keys `[B,T+S,K,D]`, old ring then new block, which queries of the block may attend over; their absolute
-    positions `[B,T+S]` int32, −1 where a slot holds none; and the ring after the call, which keeps the last T
-    of all valid tokens. Where T is at least `window` + S − 1, or less than the window, when no token ever takes the
-    place of another, the ring after the call is given as keys (`[B,T,K,D]`): what was written over stood outside of
-    every query's window, so that a decoding step reads the cache in place, and so does one that checks S − 1 drafts.
-    Without a `window` it is T.
+    Operands: ring `[B,T,K,D]`, new `[B,S,K,D]`, start and lengths `[B]` int32 (the number of tokens before this call,
+    and of valid new ones).
+
+    Results: the keys that queries of the new block may attend to, `[B,T+S,K,D]`, old ring then new block; their
+    absolute positions `[B,T+S]` int32, −1 for an empty slot; and the ring after the call, with the last T of all valid
+    tokens.
+
+    In two cases the keys are the ring after the call, `[B,T,K,D]`, without a copy: if T is at least `window` + S − 1,
+    because the overwritten tokens are outside of every query's window; and if T is less than the window, because such
+    a ring never wraps. A decoding step and the verification of S − 1 draft tokens therefore read the cache in place.
+    The default `window` is T.
     """
 
     traits = replace(STATE, bytes=_ring_bytes, writes=((2, 0),))
@@ -443,7 +487,7 @@ class RingStep(Mir):
     window: int | None = None
 
     def in_place(self, slots: DimLike, new: DimLike) -> bool:
-        """Whether queries read the ring as it is after the call. Of symbolic sizes the general form serves."""
+        """Return whether queries can read the ring after the call; False for symbolic sizes."""
         if not (is_static(slots) and is_static(new)):
             return False
         window = int(slots) if self.window is None else self.window
@@ -452,23 +496,23 @@ class RingStep(Mir):
     def eval(
         self, ring: Array, new: Array, start: Array, lengths: Array, *, write: WriteRows = write_rows
     ) -> tuple[Array, Array, Array]:
-        """Return keys, their positions and the ring with the new rows, which `write` writes."""
+        """Return the keys, their positions and the updated ring; `write` is the function that writes rows."""
         slots = ring.shape[1]
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
-        at = start[:, None] + step
+        new_positions = start[:, None] + step
         valid = step < lengths[:, None]
-        kept = valid & (step >= lengths[:, None] - slots)
-        slot = jnp.where(kept, jnp.remainder(at, slots), slots + step)  # distinct, as in CacheUpdate
-        after = write(ring, slot, new, False)
+        is_retained = valid & (step >= lengths[:, None] - slots)
+        slot = jnp.where(is_retained, jnp.remainder(new_positions, slots), slots + step)  # distinct, as in CacheUpdate
+        new_ring = write(ring, slot, new, False)
         if self.in_place(slots, new.shape[1]):
-            return after, _ring_positions(start + lengths, slots), after
+            return new_ring, _ring_positions(start + lengths, slots), new_ring
         keys = jnp.concatenate([ring, new], axis=1)
-        positions = jnp.concatenate([_ring_positions(start, slots), jnp.where(valid, at, -1)], axis=1)
-        return keys, positions, after
+        positions = jnp.concatenate([_ring_positions(start, slots), jnp.where(valid, new_positions, -1)], axis=1)
+        return keys, positions, new_ring
 
 
 def _ring_positions(count: Array, slots: int) -> Array:
-    """The absolute position in each slot of a ring that has seen `count` `[B]` tokens: `[B,T]`, −1 if none."""
+    """Return the absolute position in each slot of a ring after `count` `[B]` tokens, `[B,T]`; −1 for an empty slot."""
     slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
     last = count[:, None] - 1
     return jnp.maximum(last - jnp.remainder(last - slot, slots), -1)

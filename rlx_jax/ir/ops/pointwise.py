@@ -1,4 +1,4 @@
-"""Ops that act on elements: functions of one value, arithmetic, comparison, selection, casts."""
+"""Elementwise ops: unary functions, arithmetic, comparison, selection, casts, and fake quantization."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ Array = jax.Array
 
 
 def _gelu(x: Array) -> Array:
-    """In f32, if x is narrower. jax.nn.gelu has erfc, which on a CPU takes three times as long as erf, for digits of
-    tiny results alone; and in bf16 it rounds between its steps."""
+    """Return exact GELU, computed in f32 if x is narrower.
+
+    `jax.nn.gelu` uses erfc, which takes three times as long as erf on a CPU and is more accurate only for tiny results;
+    in bf16 it also rounds between its steps.
+    """
     wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     return (0.5 * wide * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
@@ -79,10 +82,10 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "hard_tanh": jax.nn.hard_tanh,  # min(max(x, −1), 1)
 }
 
-# Those that take whole numbers too.
+# Unary functions that also accept integers.
 OF_NUMBERS = ("neg", "abs", "relu", "sign", "square", "stop_gradient")
 
-# Functions of one value and so many numbers, by name.
+# Functions of one value and some constants, with the number of constants, by name.
 PARAMETRIC: dict[str, tuple[Callable[..., Array], int]] = {
     "elu": (jax.nn.elu, 1),  # x where x > 0, else α(eˣ − 1)
     "celu": (jax.nn.celu, 1),  # max(x, 0) + min(α(e^(x/α) − 1), 0)
@@ -93,7 +96,7 @@ PARAMETRIC: dict[str, tuple[Callable[..., Array], int]] = {
     "shrink": (lambda x, lambd, bias: jnp.where(x < -lambd, x + bias, jnp.where(x > lambd, x - bias, 0 * x)), 2),
 }
 
-# Functions of two values, by name. Whole numbers divided by 0 give what XLA gives: no error, and no promise.
+# Functions of two values, by name. Integer division by 0 gives an unspecified value, as in XLA, and no error.
 BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": jnp.add,
     "sub": jnp.subtract,
@@ -114,7 +117,7 @@ BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "shift_right": jnp.right_shift,  # the sign is kept
 }
 
-# Those of whole numbers; the first three of bools too.
+# Binary functions of integers; the first three also accept bools.
 OF_BITS = ("and", "or", "xor", "shift_left", "shift_right")
 
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
@@ -128,28 +131,36 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def _truncated(a: Array, b: Array) -> Array:
-    """a / b towards 0."""
-    whole = jnp.issubdtype(a.dtype, jnp.integer)
-    return jax.lax.div(a, b) if whole else jnp.trunc(a / b)
+    """Return a / b rounded towards 0."""
+    is_integer = jnp.issubdtype(a.dtype, jnp.integer)
+    return jax.lax.div(a, b) if is_integer else jnp.trunc(a / b)
 
 
 def same_rank(*arrays: Array) -> tuple[Array, ...]:
-    """Give all arrays the largest rank by leading axes of 1: NumPy's rule, written out."""
+    """Return the arrays with leading axes of 1 added, so that all have the largest rank.
+
+    This is NumPy's broadcasting rule, explicitly, so that no implicit rank promotion occurs.
+    """
     rank = max(a.ndim for a in arrays)
     return tuple(jnp.expand_dims(a, tuple(range(rank - a.ndim))) for a in arrays)
 
 
 def _check_width(op: str, dtype: np.dtype[Any]) -> None:
-    held = device_dtype(dtype)
-    if held != dtype:
+    """Check that a program can hold a dtype.
+
+    Raises:
+        DTypeError: JAX would silently narrow the dtype, such as f64 to f32.
+    """
+    usable = device_dtype(dtype)
+    if usable != dtype:
         raise DTypeError(
-            f"{op}: programs hold no {short_name(dtype)}, JAX has no 64-bit numbers by default; use {short_name(held)}"
+            f"{op}: programs hold no {short_name(dtype)}, JAX has no 64-bit numbers by default; use {short_name(usable)}"
         )
 
 
 @dataclass(frozen=True)
 class Unary(Mir):
-    """`f(x)` element by element, `f` from `UNARY`."""
+    """Apply the function `kind` of `UNARY` to each element."""
 
     traits = ELEMENTWISE
     choices = {"kind": UNARY}
@@ -172,7 +183,7 @@ class Unary(Mir):
 
 @dataclass(frozen=True)
 class Parametric(Mir):
-    """`f(x; p …)` element by element: f from `PARAMETRIC`, the numbers p its `parameters`."""
+    """Apply the function `kind` of `PARAMETRIC` to each element, with the constants `parameters`."""
 
     traits = ELEMENTWISE
     choices = {"kind": PARAMETRIC}
@@ -195,7 +206,7 @@ class Parametric(Mir):
 
 @dataclass(frozen=True)
 class Binary(Mir):
-    """`a ∘ b` with NumPy broadcasting; both operands have one dtype."""
+    """Apply the function `kind` of `BINARY` with NumPy broadcasting; both operands have the same dtype."""
 
     traits = ELEMENTWISE
     choices = {"kind": BINARY}
@@ -217,7 +228,7 @@ class Binary(Mir):
         return BINARY[self.kind](*same_rank(a, b))
 
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """What is added starts at 0."""
+        """Return 0 for a bias, a weight of rank 0 or 1 that is added or subtracted."""
         return 0.0 if weight.rank < 2 and self.kind in ("add", "sub") else super().initial(place, weight)
 
     def text(self) -> str:
@@ -226,7 +237,7 @@ class Binary(Mir):
 
 @dataclass(frozen=True)
 class Compare(Mir):
-    """`a ∘ b` as bool, with NumPy broadcasting."""
+    """Compare a and b by the function `kind` of `COMPARE`, with NumPy broadcasting; the result is bool."""
 
     traits = ELEMENTWISE
     choices = {"kind": COMPARE}
@@ -243,7 +254,7 @@ class Compare(Mir):
 
 @dataclass(frozen=True)
 class Where(Mir):
-    """`on_true` where `condition` is not zero, else `on_false`; all three broadcast."""
+    """Select `on_true` where `condition` is not zero, else `on_false`; all three operands broadcast."""
 
     traits = ELEMENTWISE
     operands = "condition on_true on_false:on_true"
@@ -255,14 +266,14 @@ class Where(Mir):
 
 @dataclass(frozen=True)
 class CastTo(Mir):
-    """The same values in another dtype.
+    """Convert values to another dtype.
 
-    What a narrower float cannot hold becomes infinite, or NaN where the dtype has no infinity (f8_e4m3). With
-    `saturate` it becomes the largest finite number of the dtype, infinities too; NaN stays NaN. Between whole numbers
-    the higher bits are dropped, with `saturate` the nearest number is taken.
+    A value too large for a narrower float becomes infinite, or NaN if the dtype has no infinity (f8_e4m3). With
+    `saturate` such values and infinities become the largest finite number of the dtype; NaN remains NaN. Between
+    integers the higher bits are dropped, or with `saturate` the nearest representable number is taken.
     """
 
-    # A cast to the dtype that is there already is a view.
+    # A cast to the dtype of the operand is a view.
     traits = replace(MOVEMENT, widens=False, view=lambda op, x, out: 0 if x[0] == out[0] else None)
 
     dtype: np.dtype[Any]
@@ -281,20 +292,22 @@ class CastTo(Mir):
 
 
 def _bounds_in(dtype: np.dtype[Any], held: np.dtype[Any]) -> tuple[Array, Array]:
-    """The smallest and the largest finite number of `dtype` that is one of `held` too."""
-    info, own = (jnp.finfo(d) if is_float(d) else jnp.iinfo(d) for d in (dtype, held))
-    low, high = max(float(info.min), float(own.min)), min(float(info.max), float(own.max))
-    if not is_float(held):  # in Python's own numbers: 2³¹ − 1 is no f32
-        return jnp.asarray(max(int(info.min), int(own.min)), held), jnp.asarray(min(int(info.max), int(own.max)), held)
+    """Return the smallest and the largest finite number of `dtype` that `held` can represent, in dtype `held`."""
+    target, source = (jnp.finfo(d) if is_float(d) else jnp.iinfo(d) for d in (dtype, held))
+    low, high = max(float(target.min), float(source.min)), min(float(target.max), float(source.max))
+    if not is_float(held):  # in Python ints, because f32 cannot represent 2³¹ − 1
+        return jnp.asarray(max(int(target.min), int(source.min)), held), jnp.asarray(
+            min(int(target.max), int(source.max)), held
+        )
     top = np.asarray(high).astype(held)
-    if float(top) > high:
+    if float(top) > high:  # the conversion rounded up, past the range of `dtype`
         top = np.nextafter(top, np.asarray(0).astype(held))
     return jnp.asarray(np.asarray(low).astype(held)), jnp.asarray(top)
 
 
 @dataclass(frozen=True)
 class FullLike(Mir):
-    """`value` in the shape of the operand, as `dtype`."""
+    """Return an array filled with `value`, with the shape of the operand and dtype `dtype`."""
 
     traits = replace(ELEMENTWISE, widens=False, bytes=results_written)
 
@@ -309,24 +322,28 @@ class FullLike(Mir):
 
 
 def in_dtype(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
-    """A value in a dtype, cast where it has another."""
+    """Return a value in the given dtype, with a cast if it has another."""
     return value if b.type(value).dtype == dtype else b(CastTo(dtype), value)
 
 
-# -- numbers rounded to few bits and back -------------------------------------------------------
+# -- fake quantization ---------------------------------------------------------------------------
 
+# Straight-through estimators: gradients of the rounding, see `FakeQuantize`.
 STE = ("identity", "clipped", "tanh", "hard_tanh")
 
 
 @dataclass(frozen=True)
 class FakeQuantize(Mir):
-    """`clip(round(x/s), ±q) · s` with q = 2^(bits − 1) − 1: x rounded to a signed number of so many bits, and back.
+    """Quantize x to signed `bits`-bit numbers and back: `clip(round(x/s), ±q) · s` with q = 2^(bits − 1) − 1.
 
-    s is the second operand, of rank 0 or, with an `axis`, a number for each of its entries; without the operand it is
-    max |x| / q, of all of x or along each entry of `axis`. The gradient goes straight through the rounding, by `ste`:
-    dy (`identity`); dy where |x| ≤ q s, else 0 (`clipped`); dy (1 − tanh²(x/s)) (`tanh`); dy max(0, 1 − |x|/(q s))
-    (`hard_tanh`). s gets none, unless it is `learned` (LSQ, arXiv:1902.08153): then Σ dy ψ(x/s) over what shares it,
-    ψ(z) = round(z) − z where |z| ≤ q, else ±q.
+    The scale s is the second operand: one number, or with `axis` one for each entry of this axis. Without the operand
+    it is max |x| / q, over all of x or for each entry of `axis`.
+
+    Args:
+        ste: gradient of x, by a straight-through estimator: `identity` dy; `clipped` dy where |x| ≤ q s, else 0;
+            `tanh` dy (1 − tanh²(x/s)); `hard_tanh` dy max(0, 1 − |x|/(q s)).
+        learned: s has a gradient (LSQ, arXiv:1902.08153), Σ dy ψ(x/s) over the elements that share it, with ψ(z) =
+            round(z) − z where |z| ≤ q, else ±q. Otherwise s has none.
     """
 
     traits = ELEMENTWISE
@@ -344,39 +361,43 @@ class FakeQuantize(Mir):
             raise GraphError(f"fake_quantize: bits are 2 to 16, got {self.bits!r}")
         if self.learned and not scale:
             raise GraphError("fake_quantize: a scale that is learned has to be given")
-        want = () if self.axis is None else (x.shape[self.axis],)
-        if scale and scale[0].shape != want:
-            raise ShapeError(f"fake_quantize: the scale of {x} is {TensorType(want, x.dtype)}, got {scale[0]}")
+        scale_shape = () if self.axis is None else (x.shape[self.axis],)
+        if scale and scale[0].shape != scale_shape:
+            raise ShapeError(f"fake_quantize: the scale of {x} is {TensorType(scale_shape, x.dtype)}, got {scale[0]}")
 
     def eval(self, x: Array, scale: Array | None = None) -> Array:
-        wide, most = x.astype(jnp.float32), 2.0 ** (self.bits - 1) - 1
-        rest = tuple(i for i in range(x.ndim) if self.axis is None or i != self.axis % x.ndim)
+        wide, q_max = x.astype(jnp.float32), 2.0 ** (self.bits - 1) - 1
+        reduced_axes = tuple(i for i in range(x.ndim) if self.axis is None or i != self.axis % x.ndim)
         if scale is None:
-            s = jnp.maximum(jnp.max(jnp.abs(wide), axis=rest, keepdims=True), 1e-12) / most
+            # The lower bound avoids 0/0 where all elements are zero.
+            s = jnp.maximum(jnp.max(jnp.abs(wide), axis=reduced_axes, keepdims=True), 1e-12) / q_max
         else:
-            s = jnp.expand_dims(scale.astype(jnp.float32), rest)
-        return _rounded(self.ste, most, wide, s if self.learned else jax.lax.stop_gradient(s)).astype(x.dtype)
+            s = jnp.expand_dims(scale.astype(jnp.float32), reduced_axes)
+        return _rounded(self.ste, q_max, wide, s if self.learned else jax.lax.stop_gradient(s)).astype(x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rounded(ste: str, most: float, x: Array, s: Array) -> Array:
+    """Return `clip(round(x/s), ±most) · s`, with the gradient of `_backward`."""
     return jnp.clip(jnp.round(x / s), -most, most) * s
 
 
 def _forward(ste: str, most: float, x: Array, s: Array) -> tuple[Array, tuple[Array, Array]]:
+    """Return the value, and x and s as residuals of the gradient."""
     return _rounded(ste, most, x, s), (x, s)
 
 
 def _backward(ste: str, most: float, kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    """Return the gradients of x and s; see `FakeQuantize`."""
     x, s = kept
     slope = {
         "identity": lambda: jnp.ones_like(x), "clipped": lambda: (jnp.abs(x) <= most * s).astype(x.dtype),
         "tanh": lambda: 1 - jnp.tanh(x / s) ** 2, "hard_tanh": lambda: jnp.maximum(0.0, 1 - jnp.abs(x) / (most * s)),
     }[ste]()  # fmt: skip
     z = x / s
-    by_scale = jnp.where(jnp.abs(z) <= most, jnp.round(z) - z, jnp.sign(z) * most)
-    shared = tuple(i for i in range(x.ndim) if s.ndim == 0 or s.shape[i] == 1)
-    return dy * slope, jnp.sum(dy * by_scale, axis=shared, keepdims=s.ndim > 0).reshape(s.shape)
+    scale_slope = jnp.where(jnp.abs(z) <= most, jnp.round(z) - z, jnp.sign(z) * most)
+    shared_axes = tuple(i for i in range(x.ndim) if s.ndim == 0 or s.shape[i] == 1)
+    return dy * slope, jnp.sum(dy * scale_slope, axis=shared_axes, keepdims=s.ndim > 0).reshape(s.shape)
 
 
 _rounded.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""Ops that move elements: axes, slices, concatenation, repetition."""
+"""Ops that move elements: reshape, broadcast, transpose, slice, split, concatenate, pad and repeat."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class AxisOf:
-    """In a `Reshape` target: as long as axis `axis` of the operand."""
+    """Entry of a `Reshape` target: the size of axis `axis` of the operand."""
 
     axis: int
 
@@ -32,15 +32,15 @@ class AxisOf:
 
 
 def _whole(op: Any, operands: Types, results: Types) -> int | None:
-    """The same elements in the same order."""
+    """Return byte offset 0: the result is a view of the full operand."""
     return 0
 
 
 @dataclass(frozen=True)
 class Reshape(Mir):
-    """Reshape to `target`, whose entries are ints, axes of the operand (`AxisOf`), or one -1.
+    """Reshape to `target`, a tuple of ints, axes of the operand (`AxisOf`) and at most one -1.
 
-    A target never names a symbol, so that binding symbols needs no substitution.
+    A target never contains a symbol, so that binding symbols needs no substitution.
     """
 
     traits = replace(MOVEMENT, bytes=nothing, view=_whole)
@@ -48,11 +48,12 @@ class Reshape(Mir):
     target: tuple[int | AxisOf, ...]
 
     def _dims(self, shape: tuple[DimLike, ...]) -> tuple[DimLike, ...]:
+        """Return the target sizes for an operand of this shape, with the -1 resolved."""
         dims = [shape[t.axis] if isinstance(t, AxisOf) else t for t in self.target]
         if any(is_static(d) and d < 0 for d in dims):
-            hole = next(i for i, d in enumerate(dims) if is_static(d) and d < 0)
-            rest = math.prod(d for i, d in enumerate(dims) if i != hole)
-            dims[hole] = math.prod(shape) // rest
+            inferred = next(i for i, d in enumerate(dims) if is_static(d) and d < 0)
+            other_elements = math.prod(d for i, d in enumerate(dims) if i != inferred)
+            dims[inferred] = math.prod(shape) // other_elements
         return tuple(dims)
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -74,7 +75,7 @@ class Reshape(Mir):
 
 @dataclass(frozen=True)
 class Shard(Mir):
-    """x itself, and what its axes are (`rlx_jax.ir.roles`; None: not said): over a mesh it is divided by them."""
+    """Identity that assigns roles to the axes of x (`rlx_jax.ir.roles`; None for no role); a mesh shards x by them."""
 
     traits = replace(MOVEMENT, widens=False, bytes=nothing, view=_whole)
 
@@ -94,7 +95,7 @@ class Shard(Mir):
 
 @dataclass(frozen=True)
 class SizeOf:
-    """In an `Expand` target: as long as axis `axis` of operand number `operand`."""
+    """Entry of an `Expand` target or of a `Bound`: the size of axis `axis` of operand number `operand`."""
 
     operand: int
     axis: int
@@ -104,6 +105,11 @@ class SizeOf:
 
 
 def _check_lenders(op: str, sizes: Sequence[SizeOf], operands: Types) -> None:
+    """Check that `sizes` refer to axes that the operands have.
+
+    Raises:
+        ShapeError: an operand or an axis does not exist; the message begins with `op`.
+    """
     for size in sizes:
         if not 0 <= size.operand < len(operands):
             raise ShapeError(f"{op}: there is no operand {size.operand} of {len(operands)}")
@@ -112,9 +118,10 @@ def _check_lenders(op: str, sizes: Sequence[SizeOf], operands: Types) -> None:
 
 @dataclass(frozen=True)
 class Expand(Mir):
-    """`x` broadcast to `target` as NumPy does it. Operands: x, then values that only lend the sizes of their axes.
+    """Broadcast `x` to `target` by NumPy's rules.
 
-    A target never names a symbol, so that binding symbols needs no substitution.
+    Operands: x, then values of which only the sizes of axes are read. A target never contains a symbol, so that
+    binding symbols needs no substitution.
     """
 
     traits = replace(MOVEMENT, narrows=1, bytes=first_moved)
@@ -122,14 +129,15 @@ class Expand(Mir):
     target: tuple[int | SizeOf, ...]
 
     def _dims(self, shapes: Sequence[tuple[DimLike, ...]]) -> tuple[DimLike, ...]:
+        """Return the target sizes for operands of these shapes."""
         return tuple(shapes[t.operand][t.axis] if isinstance(t, SizeOf) else t for t in self.target)
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         x = operands[0]
         _check_lenders("expand", [size for size in self.target if isinstance(size, SizeOf)], operands)
         dims = self._dims([t.shape for t in operands])
-        fits = zip(reversed(x.shape), reversed(dims), strict=False)
-        if x.rank > len(dims) or any(not (is_static(have) and have == 1) and have != want for have, want in fits):
+        pairs = zip(reversed(x.shape), reversed(dims), strict=False)
+        if x.rank > len(dims) or any(not (is_static(old) and old == 1) and old != new for old, new in pairs):
             raise ShapeError(f"{x} cannot be broadcast to [{', '.join(map(str, dims))}]")
         return (TensorType(dims, x.dtype),)
 
@@ -141,45 +149,45 @@ class Expand(Mir):
 
 
 def reshape_to(x: TensorType, dims: Sequence[DimLike]) -> Reshape:
-    """The reshape of `x` to sizes: ints, one -1, dimensions of `x`, or a product of them (`batch·seq`).
+    """Return the reshape of `x` to `dims`: ints, at most one -1, dimensions of `x`, or a product of them (`batch·seq`).
 
     Raises:
-        ShapeError: a size that cannot be expressed, or another number of elements.
+        ShapeError: a size cannot be expressed, or the number of elements differs.
     """
     target: list[int | AxisOf] = []
-    holes = sum(is_static(d) and d == -1 for d in dims)
+    num_inferred = sum(is_static(d) and d == -1 for d in dims)
     for dim in dims:
         if is_static(dim):
             target.append(int(dim))
         elif dim in x.shape:
             target.append(AxisOf(x.shape.index(dim)))
-        elif not holes:
-            holes = 1
-            target.append(-1)  # a product such as batch·seq: what is left over
+        elif not num_inferred:
+            num_inferred = 1
+            target.append(-1)  # a product such as batch·seq: reshape infers it; the check below compares it
         else:
             raise ShapeError(f"reshape of {x} cannot express dimension {dim}")
     op = Reshape(tuple(target))
     (out,) = op.infer(TypeCache(), x)
-    if any(w != got for w, got in zip(dims, out.shape, strict=True) if not (is_static(w) and w == -1)):
+    if any(old != new for old, new in zip(dims, out.shape, strict=True) if not (is_static(old) and old == -1)):
         raise ShapeError(f"{x} cannot be reshaped to {tuple(dims)}")
     return op
 
 
 def split_axis(rank: int, axis: int, sizes: tuple[int, ...]) -> Reshape:
-    """Reshape one axis of a rank-`rank` operand into several; one size may be -1."""
+    """Return the reshape that splits one axis of a rank-`rank` operand into `sizes`, of which one may be -1."""
     axis %= rank
     return Reshape((*(AxisOf(i) for i in range(axis)), *sizes, *(AxisOf(i) for i in range(axis + 1, rank))))
 
 
 def merge_axes(rank: int, axis: int) -> Reshape:
-    """Merge axes `axis` and `axis + 1` of a rank-`rank` operand."""
+    """Return the reshape that merges axes `axis` and `axis + 1` of a rank-`rank` operand."""
     axis %= rank
     return Reshape((*(AxisOf(i) for i in range(axis)), -1, *(AxisOf(i) for i in range(axis + 2, rank))))
 
 
 @dataclass(frozen=True)
 class Transpose(Mir):
-    """Permute the axes."""
+    """Permute the axes: axis i of the result is axis `perm[i]` of the operand."""
 
     traits = MOVEMENT
 
@@ -198,7 +206,7 @@ class Transpose(Mir):
 
 
 def _leading_rows(op: Any, operands: Types, results: Types) -> int | None:
-    """Rows of the first axis lie side by side."""
+    """Return the byte offset of a slice of the first axis, or None if the slice is no contiguous view."""
     (x,) = operands
     if op.axis % x.rank or not x.is_static:
         return None
@@ -209,7 +217,7 @@ def _leading_rows(op: Any, operands: Types, results: Types) -> int | None:
 
 @dataclass(frozen=True)
 class Narrow(Mir):
-    """Elements `start … start+length-1` of one axis. A negative start counts from the end."""
+    """Select elements `start … start+length-1` of one axis; a negative start counts from the end."""
 
     traits = replace(MOVEMENT, bytes=results_moved, view=_leading_rows)
     operands = "x@axis"
@@ -242,9 +250,10 @@ class Narrow(Mir):
 
 @dataclass(frozen=True)
 class SplitLast(Mir):
-    """x `[…, N]` → its last axis in consecutive parts of these `sizes`, whose sum is N.
+    """Split the last axis of x `[…, N]` into consecutive parts of these `sizes`, which add up to N.
 
-    A `Narrow` for each part means the same; here a gradient joins the parts, and would pad and add those of each.
+    A `Narrow` for each part has the same value. The gradient of this op concatenates the gradients of the parts, where
+    separate slices would pad each gradient to the full size and add them.
     """
 
     traits = replace(MOVEMENT, bytes=each_once)
@@ -264,13 +273,13 @@ class SplitLast(Mir):
         return f"split_last({list(self.sizes)})"
 
 
-# One place of a key: (start, stop, step) stands for a slice, which could not be hashed.
+# One entry of an index: slices are (start, stop, step), because Python 3.11 cannot hash a `slice`.
 SliceKey = int | None | EllipsisType | tuple[int | None, int | None, int | None]
 
 
 @dataclass(frozen=True)
 class Slice(Mir):
-    """`x[key]` for a key of ints, slices of ints, `None` and `...`."""
+    """Index x by NumPy's basic indexing, `x[key]`; `key` has ints, slices of ints, `None` and `...`."""
 
     traits = replace(MOVEMENT, bytes=results_moved)
 
@@ -278,13 +287,13 @@ class Slice(Mir):
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        taken = [k for k in self.key if k is not None and k is not Ellipsis]
-        if len(taken) > x.rank:
-            raise ShapeError(f"slice: {len(taken)} indices for {x}")
-        gap = next((i for i, k in enumerate(self.key) if k is Ellipsis), len(self.key))
-        before = sum(k is not None for k in self.key[:gap])
-        axes = [*range(before), *range(x.rank - (len(taken) - before), x.rank)]
-        for k, axis in zip(taken, axes, strict=True):
+        indices = [k for k in self.key if k is not None and k is not Ellipsis]
+        if len(indices) > x.rank:
+            raise ShapeError(f"slice: {len(indices)} indices for {x}")
+        ellipsis_at = next((i for i, k in enumerate(self.key) if k is Ellipsis), len(self.key))
+        num_leading = sum(k is not None for k in self.key[:ellipsis_at])
+        axes = [*range(num_leading), *range(x.rank - (len(indices) - num_leading), x.rank)]
+        for k, axis in zip(indices, axes, strict=True):
             size = x.shape[axis]
             if isinstance(k, int) and is_static(size) and not -size <= k < size:  # jax would clamp it
                 raise ShapeError(f"slice: index {k} is outside axis {axis} of {x}")
@@ -303,7 +312,7 @@ class Slice(Mir):
 
 @dataclass(frozen=True)
 class Concat(Mir):
-    """Join operands along `axis`."""
+    """Concatenate the operands along `axis`."""
 
     traits = MOVEMENT
     operands = "x@axis *"
@@ -320,7 +329,7 @@ class Concat(Mir):
 
 @dataclass(frozen=True)
 class RepeatHeads(Mir):
-    """Repeat each of `heads` heads of width `head_dim` consecutively `times` times: `[…, K·D]` → `[…, K·times·D]`."""
+    """Repeat each of `heads` heads of width D `times` times, copies adjacent: `[…, K·D]` → `[…, K·times·D]`."""
 
     traits = replace(MOVEMENT, widens=False)
     operands = "x[…,W!]"
@@ -334,8 +343,8 @@ class RepeatHeads(Mir):
             raise ShapeError(f"repeat_heads: the last axis of {x} is not a multiple of {self.heads} heads")
 
     def eval(self, x: Array) -> Array:
-        split = x.reshape(*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
-        return jnp.repeat(split, self.times, axis=-2).reshape(*x.shape[:-1], x.shape[-1] * self.times)
+        by_head = x.reshape(*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
+        return jnp.repeat(by_head, self.times, axis=-2).reshape(*x.shape[:-1], x.shape[-1] * self.times)
 
 
 PAD_MODES = ("constant", "edge", "reflect", "symmetric", "wrap")
@@ -343,10 +352,10 @@ PAD_MODES = ("constant", "edge", "reflect", "symmetric", "wrap")
 
 @dataclass(frozen=True)
 class Pad(Mir):
-    """x with (before, after) entries more on each axis: `value`, or by `mode` what `numpy.pad` repeats.
+    """Pad each axis of x with (before, after) entries, with `value` or by a `mode` of `numpy.pad`.
 
-    `edge` repeats the last entry, `reflect` mirrors without it, `symmetric` with it, `wrap` goes on from the
-    other side. Negative widths cut entries off.
+    `edge` repeats the last entry, `reflect` mirrors around it, `symmetric` mirrors including it, `wrap` continues from
+    the other side. Negative widths remove entries.
     """
 
     traits = replace(MOVEMENT, widens=False)
@@ -366,13 +375,14 @@ class Pad(Mir):
     def eval(self, x: Array) -> Array:
         if self.mode == "constant":
             return jax.lax.pad(x, jnp.full((), self.value, x.dtype), [(*pair, 0) for pair in self.widths])
-        cut = tuple(slice(max(-low, 0), min(high, 0) or None) for low, high in self.widths)
-        return jnp.pad(x[cut], [(max(low, 0), max(high, 0)) for low, high in self.widths], mode=self.mode)
+        # jnp.pad rejects negative widths, so the removed entries are sliced away first.
+        kept_slices = tuple(slice(max(-low, 0), min(high, 0) or None) for low, high in self.widths)
+        return jnp.pad(x[kept_slices], [(max(low, 0), max(high, 0)) for low, high in self.widths], mode=self.mode)
 
 
 @dataclass(frozen=True)
 class Tile(Mir):
-    """x repeated so many times along each axis, as a whole: `numpy.tile`."""
+    """Repeat the full array `reps[i]` times along axis i, as `numpy.tile` does."""
 
     traits = replace(MOVEMENT, widens=False)
 
@@ -387,13 +397,15 @@ class Tile(Mir):
         return jnp.tile(x, self.reps)
 
 
-# -- parts of an axis between bounds that are sizes of values ----------------------------------
+# -- slices with bounds that depend on the sizes of other values -------------------------------
 
 
 @dataclass(frozen=True)
 class Bound:
-    """In a `CutAxis`: `offset` and all of `sizes` less those of `minus`, behind the front of the axis, or with
-    `from_end` before its end. A size that counts twice stands there twice."""
+    """Bound of a `CutAxis`: the distance `offset + Σ sizes − Σ minus` from the start of the axis, or from its end.
+
+    A size that counts twice is listed twice.
+    """
 
     sizes: tuple[SizeOf, ...] = ()
     offset: int = 0
@@ -401,15 +413,15 @@ class Bound:
     minus: tuple[SizeOf, ...] = ()
 
     def at(self, size: DimLike, shapes: Sequence[tuple[DimLike, ...]]) -> DimLike:
-        """The index on an axis of this size."""
-        more, less = (sum(shapes[s.operand][s.axis] for s in sizes) for sizes in (self.sizes, self.minus))
-        distance = more - less + self.offset
+        """Return the index on an axis of this `size`, for operands of these `shapes`."""
+        added, subtracted = (sum(shapes[s.operand][s.axis] for s in sizes) for sizes in (self.sizes, self.minus))
+        distance = added - subtracted + self.offset
         return size - distance if self.from_end else distance
 
     def __str__(self) -> str:
-        parts = [f"+{s}" for s in self.sizes] + [f"-{s}" for s in self.minus] + [f"{self.offset:+}"] * bool(self.offset)
-        sum_ = "".join(parts).removeprefix("+") or "0"
-        return f"end-({sum_})" if self.from_end else sum_
+        terms = [f"+{s}" for s in self.sizes] + [f"-{s}" for s in self.minus] + [f"{self.offset:+}"] * bool(self.offset)
+        distance = "".join(terms).removeprefix("+") or "0"
+        return f"end-({distance})" if self.from_end else distance
 
 
 END = Bound(from_end=True)
@@ -417,9 +429,10 @@ END = Bound(from_end=True)
 
 @dataclass(frozen=True)
 class CutAxis(Mir):
-    """`x[…, start:stop, …]` along one axis. Operands: x, then values that only lend the sizes of their axes.
+    """Slice one axis, `x[…, start:stop, …]`, between bounds that depend on sizes of values.
 
-    The result has `stop − start` entries, exactly: of `a + b` entries, those from `a` on are `b`. Bounds never name a
+    Operands: x, then values of which only the sizes of axes are read. The result has exactly `stop − start` entries,
+    as a symbolic size: for an axis of size `a + b`, the slice from `a` to the end has size `b`. Bounds never contain a
     symbol, so that binding symbols needs no substitution.
     """
 
@@ -430,6 +443,7 @@ class CutAxis(Mir):
     stop: Bound = END
 
     def _bounds(self, shapes: Sequence[tuple[DimLike, ...]]) -> tuple[DimLike, DimLike]:
+        """Return the start and stop indices for operands of these shapes."""
         size = shapes[0][self.axis]
         return self.start.at(size, shapes), self.stop.at(size, shapes)
 
@@ -440,8 +454,8 @@ class CutAxis(Mir):
         _check_lenders("cut", [size for bound in bounds for size in (*bound.sizes, *bound.minus)], operands)
         start, stop = self._bounds([t.shape for t in operands])
         if _is_below(start, 0) or _is_below(x.shape[self.axis], stop) or _is_below(stop - start, 1):
-            what = f"cut: {start}:{stop} along axis {self.axis} of {x}"
-            raise ShapeError(f"{what}; expected at least one entry, and none outside")
+            cut_text = f"cut: {start}:{stop} along axis {self.axis} of {x}"
+            raise ShapeError(f"{cut_text}; expected at least one entry, and none outside")
         axis = self.axis % x.rank
         return (TensorType((*x.shape[:axis], stop - start, *x.shape[axis + 1 :]), x.dtype),)
 
@@ -454,7 +468,10 @@ class CutAxis(Mir):
 
 
 def _is_below(a: DimLike, b: DimLike) -> bool:
-    """Whether a < b for every size of the symbols. What some sizes decide is asked again when they are bound."""
+    """Return whether a < b for every value of the symbols.
+
+    An inequality that only some values satisfy gives False; it is checked again when the symbols are bound.
+    """
     try:
         return bool(a < b)
     except jex.InconclusiveDimensionOperation:
