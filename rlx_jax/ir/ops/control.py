@@ -1,7 +1,8 @@
-"""Choices and loops that run as such: `lax.switch`, `lax.while_loop`, `lax.scan`; and gradients that a user wrote.
+"""Control flow as ops: `lax.switch`, `lax.while_loop`, `lax.scan`, custom gradients, and user-defined score biases.
 
-A body is a graph whose `BodyInput` i is the i-th value it is given. It is closed: what it reads of the program around
-it is an operand. It computes in the dtypes that it was written in, whatever the precision of the program.
+The bodies of these ops are graphs; `BodyInput` i of a body is its i-th argument. A body is closed: every outer value
+that it reads is an operand of the op. It computes in the dtypes with which it was traced, regardless of the program's
+precision.
 """
 
 from __future__ import annotations
@@ -21,58 +22,78 @@ from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.traits import ELEMENTWISE
 from rlx_jax.ir.types import TensorType, is_float, is_static, short_name
 
+# No operand is narrowed, because bodies have fixed dtypes.
 LOOP = replace(ELEMENTWISE, numeric="compute", narrows=0, flops=traced_flops)
 
 
 def run_body(body: Graph, operands: Sequence[Array]) -> tuple[Array, ...]:
-    """The outputs of a body; floats come in the dtypes that it was written for."""
+    """Evaluate a body and return its outputs; floating operands are cast to the dtypes of the body's inputs.
+
+    Raises:
+        GraphError: the body contains an op that has no `eval`, such as a block.
+    """
     values: dict[Value, Array] = {}
-    for number, node in enumerate(body.nodes):
+    for node_index, node in enumerate(body.nodes):
         match node.op:
             case BodyInput(index=index, type=t):
                 x = operands[index]
-                found: Any = (x.astype(t.dtype) if is_float(t.dtype) else x,)
+                results: Any = (x.astype(t.dtype) if is_float(t.dtype) else x,)
             case Constant() as leaf:
-                found = (jnp.asarray(leaf.array),)
+                results = (jnp.asarray(leaf.array),)
             case Mir() as op:
-                out = op.eval(*(values[v] for v in node.inputs))
-                found = tuple(out) if isinstance(out, tuple | list) else (out,)
+                result = op.eval(*(values[v] for v in node.inputs))
+                results = tuple(result) if isinstance(result, tuple | list) else (result,)
             case op:
                 raise GraphError(f"a body cannot run {op.text()}")
-        values.update({Value(number, i): x for i, x in enumerate(found)})
+        values.update({Value(node_index, i): x for i, x in enumerate(results)})
     return tuple(values[v] for v in body.outputs)
 
 
 def in_tensor_ops(graph: Graph, types: TypeCache) -> Graph:
-    """The same body with blocks as the ops that they stand for."""
+    """Return a body with its HIR blocks expanded to tensor ops."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         return as_values(node.op.expand(b, *inputs)) if isinstance(node.op, Hir) else None
 
+    # An expansion may contain further blocks.
     while any(isinstance(node.op, Hir) for node in graph.nodes):
         graph = rewrite(graph, everywhere(fn), types)
     return graph
 
 
 def _check_given(op: Mir, bodies: Sequence[Graph], given: Sequence[TensorType], own: int = 0) -> None:
-    """The bodies are given what they were written for, up to the dtype of floats. `own`: operands before those."""
+    """Check that operands match the inputs of the bodies in rank and dtype; any float matches any other float.
+
+    Args:
+        op: the op, for messages.
+        bodies: its bodies.
+        given: types of the values that the bodies receive.
+        own: number of operands of the op that precede these.
+
+    Raises:
+        ShapeError: a type does not match. The error of `wrong_arity`: there are too few operands.
+    """
     leaves = [node.op for body in bodies for node in body.nodes if isinstance(node.op, BodyInput)]
     needed = max((leaf.index + 1 for leaf in leaves), default=0)
     if len(given) < needed:
         raise wrong_arity(op.name(), f"{needed + own} or more", len(given) + own)
     for leaf in leaves:
-        have, want = given[leaf.index], leaf.type
-        both_floats = is_float(have.dtype) and is_float(want.dtype)
-        if have.rank != want.rank or (have.dtype != want.dtype and not both_floats):
-            raise ShapeError(f"{op.name()}: a body takes {want}, got {have}")
+        actual, expected = given[leaf.index], leaf.type
+        both_floats = is_float(actual.dtype) and is_float(expected.dtype)
+        if actual.rank != expected.rank or (actual.dtype != expected.dtype and not both_floats):
+            raise ShapeError(f"{op.name()}: a body takes {expected}, got {actual}")
 
 
 def _kept(op: Mir, before: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:
-    """What a loop carries on, as it came in: in its dtype."""
-    for place, (a, b) in enumerate(zip(before, after, strict=True)):
+    """Return the carries after an iteration, cast to their dtypes before it.
+
+    Raises:
+        ShapeError: a carry changed its shape, or its dtype other than between floats.
+    """
+    for index, (a, b) in enumerate(zip(before, after, strict=True)):
         if a.shape != b.shape or (a.dtype != b.dtype and not (is_float(a.dtype) and is_float(b.dtype))):
             raise ShapeError(
-                f"{op.name()}: value {place} enters as {short_name(a.dtype)}{list(a.shape)}, leaves as "
+                f"{op.name()}: value {index} enters as {short_name(a.dtype)}{list(a.shape)}, leaves as "
                 f"{short_name(b.dtype)}{list(b.shape)}"
             )
     return tuple(b.astype(a.dtype) for a, b in zip(before, after, strict=True))
@@ -80,10 +101,10 @@ def _kept(op: Mir, before: Sequence[Array], after: Sequence[Array]) -> tuple[Arr
 
 @dataclass(frozen=True)
 class Switch(Mir):
-    """The outputs of branch number `index`, an integer of rank 0 that is held to `0 … n − 1`.
+    """Run branch `index` and return its outputs; `index` is an integer of rank 0, clamped to `0 … n − 1`.
 
-    The other operands are what the branches are given. Branches give values of the same types. One of them runs; a
-    gradient goes through that one.
+    The other operands are the arguments of the branches. All branches return values of the same types. Only one branch
+    runs, and gradients pass through that one.
     """
 
     traits = LOOP
@@ -99,6 +120,7 @@ class Switch(Mir):
         _check_given(self, self.branches, operands[1:], own=1)
 
     def eval(self, index: Array, *given: Array) -> tuple[Array, ...]:
+        # `g=g` binds each graph at its definition; a plain closure would run the last one for every index.
         return tuple(lax.switch(index, [lambda *a, g=g: run_body(g, a) for g in self.branches], *given))
 
     def text(self) -> str:
@@ -107,10 +129,11 @@ class Switch(Mir):
 
 @dataclass(frozen=True)
 class While(Mir):
-    """`body` again and again while `cond` gives True: the first `carries` operands, then what both read beside them.
+    """Run `body` while `cond` returns True; the results are the last carries.
 
-    Both are given all operands. `cond` gives one bool of rank 0, `body` the next carries, of their types. No gradient
-    goes backwards through it (`Scan` has one): how often it runs is known when it runs.
+    The first `carries` operands are the initial carries; the others are constants of the loop. `cond` and `body`
+    receive the carries and the constants. `cond` returns one bool of rank 0, `body` the next carries, with unchanged
+    types. The op has no reverse-mode gradient, because the number of iterations is unknown in advance; `Scan` has one.
     """
 
     traits = LOOP
@@ -121,19 +144,19 @@ class While(Mir):
 
     def check(self, *operands: TensorType) -> None:
         _check_given(self, (self.cond, self.body), operands)
-        again = [self.cond.type(v) for v in self.cond.outputs]
-        if len(again) != 1 or again[0].rank or again[0].dtype != jnp.bool_:
-            raise ShapeError(f"while: the condition gives one bool of rank 0, got {', '.join(map(str, again))}")
+        results = [self.cond.type(v) for v in self.cond.outputs]
+        if len(results) != 1 or results[0].rank or results[0].dtype != jnp.bool_:
+            raise ShapeError(f"while: the condition gives one bool of rank 0, got {', '.join(map(str, results))}")
         if not 1 <= self.carries <= len(operands) or len(self.body.outputs) != self.carries:
             raise ShapeError(f"while: {self.carries} values are carried, the body gives {len(self.body.outputs)}")
 
     def eval(self, *operands: Array) -> tuple[Array, ...]:
-        rest = operands[self.carries :]
+        constants = operands[self.carries :]
 
         def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            return _kept(self, carry, run_body(self.body, (*carry, *rest)))
+            return _kept(self, carry, run_body(self.body, (*carry, *constants)))
 
-        return lax.while_loop(lambda c: run_body(self.cond, (*c, *rest))[0], step, operands[: self.carries])
+        return lax.while_loop(lambda c: run_body(self.cond, (*c, *constants))[0], step, operands[: self.carries])
 
     def text(self) -> str:
         return f"while({_size(self.cond)}, {_size(self.body)})"
@@ -141,11 +164,12 @@ class While(Mir):
 
 @dataclass(frozen=True)
 class Scan(Mir):
-    """`body` once for each entry of the first axis: the first `carries` operands, then `slices` that are cut along it.
+    """Run `body` once for each entry of the first axis of some operands.
 
-    Further operands are the same in every step. The body is given carries, entries and these; it gives the next
-    carries, then what is stacked. Results: the last carries, then the stacks. Without slices it runs `length` times;
-    `reverse` starts at the end.
+    The first `carries` operands are the initial carries, the next `slices` operands are iterated along their first
+    axis, and the others are constants of the loop. The body receives carries, entries and constants, and returns the
+    next carries, then values to stack. Results: the last carries, then the stacks. Without slices the body runs
+    `length` times; `reverse` starts at the end.
     """
 
     traits = LOOP
@@ -167,19 +191,19 @@ class Scan(Mir):
         if len(self.body.outputs) < self.carries:
             raise ShapeError(f"scan: {self.carries} values are carried, the body gives {len(self.body.outputs)}")
         entries = [TensorType(x.shape[1:], x.dtype) for x in xs]
-        rest = operands[self.carries + self.slices :]
-        _check_given(self, (self.body,), (*operands[: self.carries], *entries, *rest))
+        constants = operands[self.carries + self.slices :]
+        _check_given(self, (self.body,), (*operands[: self.carries], *entries, *constants))
 
     def eval(self, *operands: Array) -> tuple[Array, ...]:
         xs = operands[self.carries : self.carries + self.slices]
-        rest = operands[self.carries + self.slices :]
+        constants = operands[self.carries + self.slices :]
 
         def step(carry: tuple[Array, ...], x: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-            out = run_body(self.body, (*carry, *x, *rest))
+            out = run_body(self.body, (*carry, *x, *constants))
             return _kept(self, carry, out[: self.carries]), out[self.carries :]
 
-        last, stacked = lax.scan(step, operands[: self.carries], xs, length=self.length, reverse=self.reverse)
-        return (*last, *stacked)
+        last_carries, stacked = lax.scan(step, operands[: self.carries], xs, length=self.length, reverse=self.reverse)
+        return (*last_carries, *stacked)
 
     def text(self) -> str:
         notes = [f"length={self.length}"] * (self.length is not None) + ["reverse"] * self.reverse
@@ -188,10 +212,10 @@ class Scan(Mir):
 
 @dataclass(frozen=True)
 class CustomVjp(Mir):
-    """The outputs of `forward`, with the gradient of `backward`.
+    """Return the outputs of `forward`, with the custom gradient `backward`.
 
-    `backward` is given the operands, the outputs, and the gradient of each output; it gives that of each operand, of
-    its type. Gradients of whole numbers are dropped.
+    `backward` receives the operands, the outputs and the gradient of each output. It returns the gradient of each
+    operand, with the operand's type; gradients of integer operands are ignored.
     """
 
     traits = LOOP
@@ -216,11 +240,11 @@ class CustomVjp(Mir):
             return out, (*xs, *out)
 
         def backward(kept: tuple[Array, ...], gradients: tuple[Array, ...]) -> tuple[Any, ...]:
-            found = run_body(self.backward, (*kept, *gradients))
-            for place, (x, g) in enumerate(zip(operands, found, strict=True)):
+            grads = run_body(self.backward, (*kept, *gradients))
+            for index, (x, g) in enumerate(zip(operands, grads, strict=True)):
                 if x.shape != g.shape:
-                    raise ShapeError(f"custom_vjp: operand {place} is {list(x.shape)}, its gradient {list(g.shape)}")
-            return tuple(g.astype(x.dtype) if is_float(x.dtype) else None for x, g in zip(operands, found, strict=True))
+                    raise ShapeError(f"custom_vjp: operand {index} is {list(x.shape)}, its gradient {list(g.shape)}")
+            return tuple(g.astype(x.dtype) if is_float(x.dtype) else None for x, g in zip(operands, grads, strict=True))
 
         call.defvjp(forward, backward)
         return call(*operands)
@@ -230,15 +254,16 @@ class CustomVjp(Mir):
 
 
 def _size(body: Graph) -> str:
+    """Return the size of a body as text, for dumps."""
     return f"{len(body.nodes)} nodes"
 
 
 @dataclass(frozen=True)
 class PairBias(Mir):
-    """What each head adds to the scores of a query at one position and a key at another: `body` of the positions of
-    queries `[S, 1]` and of keys `[1, T]`, both int32, then of what it reads beside them, for each row.
+    """Compute a user-defined bias of attention scores from the positions of queries and keys.
 
-    Operands: positions of queries `[B|1, S]` and of keys `[B|1, T]`, then the others. Result: f32
+    For each row of the batch, `body` receives the positions of queries `[S, 1]` and of keys `[1, T]`, both int32, then
+    the other operands. Operands: positions of queries `[B|1, S]` and of keys `[B|1, T]`, then the others. Result: f32
     `[B|1, N|1, S|1, T|1]`.
     """
 
@@ -258,7 +283,7 @@ class PairBias(Mir):
             return bias.reshape((1,) * (3 - bias.ndim) + bias.shape).astype(jnp.float32)
 
         axes = tuple(None if is_static(p.shape[0]) and p.shape[0] == 1 else 0 for p in (rows, slots))
-        if axes == (None, None):
+        if axes == (None, None):  # vmap needs at least one mapped axis
             return of_row(rows[0], slots[0])[None]
         return jax.vmap(of_row, axes)(*(p if axis == 0 else p[0] for p, axis in zip((rows, slots), axes, strict=True)))
 

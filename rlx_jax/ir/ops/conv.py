@@ -1,4 +1,4 @@
-"""Convolutions: features first, `[N, C, spatial …]`, with one to three spatial axes."""
+"""Convolutions and pooling over `[N, C, spatial …]`, channels first, with one to three spatial axes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,30 @@ from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import REDUCTION, Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
+# (before, after) for each spatial axis.
 Pairs = tuple[tuple[int, int], ...]
-# No padding; as many results as ⌈size / stride⌉, what is odd in the padding behind or (SAME_LOWER) before.
+# VALID has no padding. SAME gives ⌈size / stride⌉ results; an odd entry of padding is added after the axis, or before
+# it with SAME_LOWER.
 PADDINGS = ("VALID", "SAME", "SAME_LOWER")
 
 
 def check_counts(op: str, rank: int, least: int = 1, **counts: Sequence[int]) -> None:
-    """Check that each of `counts` is a whole number of at least `least` for each spatial axis."""
-    for name, given in counts.items():
-        if len(given) != rank or any(isinstance(c, bool) or not isinstance(c, int) or c < least for c in given):
-            raise ShapeError(f"{op}: {name} is an int of at least {least} for each of {rank} axes, got {list(given)}")
+    """Check that each of `counts` has an int of at least `least` for each of `rank` spatial axes.
+
+    Raises:
+        ShapeError: one has not; the message names it.
+    """
+    for name, values in counts.items():
+        if len(values) != rank or any(isinstance(c, bool) or not isinstance(c, int) or c < least for c in values):
+            raise ShapeError(f"{op}: {name} is an int of at least {least} for each of {rank} axes, got {list(values)}")
 
 
 def check_padding(op: str, padding: str | Pairs, rank: int) -> None:
-    """A name, or (before, after) for each spatial axis."""
+    """Check that `padding` is a name of `PADDINGS`, or has (before, after) for each of `rank` spatial axes.
+
+    Raises:
+        ShapeError: it is neither.
+    """
     if isinstance(padding, str):
         if padding not in PADDINGS:
             raise ShapeError(f"{op}: padding is {padding!r}; expected pairs, or one of {', '.join(PADDINGS)}")
@@ -39,7 +49,11 @@ def check_padding(op: str, padding: str | Pairs, rank: int) -> None:
 
 
 def check_windows(op: str, x: TensorType, window: Sequence[int], dilation: Sequence[int], padding: Pairs) -> None:
-    """Check that a window fits each spatial axis of x with its padding."""
+    """Check that a window, with its dilation, fits each spatial axis of x with its padding.
+
+    Raises:
+        ShapeError: it is larger than a padded axis.
+    """
     for axis, (k, step, (low, high)) in enumerate(zip(window, dilation, padding, strict=True), 2):
         size, reach = x.shape[axis], step * (k - 1) + 1
         if is_static(size) and size + low + high < reach:
@@ -47,28 +61,38 @@ def check_windows(op: str, x: TensorType, window: Sequence[int], dilation: Seque
 
 
 def _check_images(op: str, x: TensorType, w: TensorType) -> int:
-    """The number of spatial axes."""
+    """Return the number of spatial axes of x and of the weight w.
+
+    Raises:
+        ShapeError: x and w differ in rank, or have no or more than 3 spatial axes.
+    """
     if x.rank != w.rank or not 3 <= x.rank <= 5:
         raise ShapeError(f"{op}: x is [N, C, …] and w as long, with 1 to 3 spatial axes; got {x} and {w}")
     return x.rank - 2
 
 
 def _check_groups(op: str, groups: int, x: TensorType, w: TensorType, channels: int) -> None:
+    """Check that x has `channels` channels and that `groups` divides the first axis of w.
+
+    Raises:
+        ShapeError: one of them does not hold.
+    """
     if isinstance(groups, bool) or groups < 1 or w.shape[0] % groups or x.shape[1] != channels:
         raise ShapeError(f"{op}: x {x} in {groups} groups does not fit the weight {w}").of(0, 1)
 
 
 def _flops(op: Any, operands: Types, results: Types) -> int:
+    """Return the FLOPs: one window of w for each result of a convolution, or for each operand entry of a transpose."""
     x, w = operands
     return 2 * (results[0] if isinstance(op, Conv) else x).size * math.prod(w.shape[1:])
 
 
 @dataclass(frozen=True)
 class Conv(Mir):
-    """Cross-correlation: x `[N, C, S…]`, w `[O, C/groups, K…]` → `[N, O, S'…]`, as `lax.conv_general_dilated`.
+    """Convolution (cross-correlation): x `[N, C, S…]`, w `[O, C/groups, K…]` → `[N, O, S'…]`.
 
-    Output channel o reads the C/groups channels of its group. `padding`: pairs, or a name of `PADDINGS`. `dilation` is
-    the step between entries of the window. `precision` as in `MatMul`.
+    It is `lax.conv_general_dilated`. Output channel o reads the C/groups channels of its group. `padding` has pairs, or
+    is a name of `PADDINGS`; `dilation` is the step between entries of the window; `precision` is as in `MatMul`.
     """
 
     traits = product_traits(_flops)
@@ -101,9 +125,10 @@ class Conv(Mir):
 
 @dataclass(frozen=True)
 class ConvTranspose(Mir):
-    """The transpose of `Conv` as a linear map: x `[N, C, S…]`, w `[C, O/groups, K…]` → `[N, O, S'…]`.
+    """Transposed convolution: x `[N, C, S…]`, w `[C, O/groups, K…]` → `[N, O, S'…]`.
 
-    `S' = (S − 1) · stride − before − after + dilation · (K − 1) + 1 + output_padding`: torch's and ONNX's formula.
+    It is the transpose of `Conv` as a linear map. As in torch and ONNX,
+    `S' = (S − 1) · stride − before − after + dilation · (K − 1) + 1 + output_padding`.
     """
 
     traits = product_traits(_flops)
@@ -131,13 +156,14 @@ class ConvTranspose(Mir):
                 raise ShapeError(f"conv_transpose: padding {low}, {high} leaves nothing of axis {2 + axis} of {x}")
 
     def eval(self, x: Array, w: Array) -> Array:
+        # A convolution of x, dilated by the strides, with the flipped window and input and output channels swapped.
         channels, features, *window = w.shape
         grouped = w.reshape(self.groups, channels // self.groups, features, *window).swapaxes(1, 2)
-        turned = jnp.flip(grouped.reshape(self.groups * features, channels // self.groups, *window), range(2, w.ndim))
+        kernel = jnp.flip(grouped.reshape(self.groups * features, channels // self.groups, *window), range(2, w.ndim))
         reach = [d * (k - 1) for d, k in zip(self.dilation, window, strict=True)]
         pairs = zip(reach, self.padding, self.output_padding, strict=True)
         return lax.conv_general_dilated(
-            x, turned, (1,) * len(window), [(r - low, r - high + more) for r, (low, high), more in pairs],
+            x, kernel, (1,) * len(window), [(r - low, r - high + extra) for r, (low, high), extra in pairs],
             lhs_dilation=self.strides, rhs_dilation=self.dilation, feature_group_count=self.groups,
             precision=lax.Precision(self.precision), preferred_element_type=x.dtype,
         )  # fmt: skip
@@ -153,13 +179,16 @@ POOLS = ("max", "mean", "sum", "lp", "argmax")
 
 @dataclass(frozen=True)
 class Pool(Mir):
-    """`max`, `mean`, `sum` or `lp` ((Σ|x|ᵖ)^(1/p)) over windows: x `[N, C, S…]` → `[N, C, S'…]`, sums in f32.
+    """Pool windows of x: `[N, C, S…]` → `[N, C, S'…]`, with sums in f32.
 
-    `argmax` is where the largest stands, the first of equal ones: an int32 into the flat spatial axes, as torch's.
-
-    `padding`: pairs, or a name of `PADDINGS`; what is padded is not read. A mean counts the entries that it reads, or
-    with `count_include_pad` the padding too. `ceil`: `S' = ⌈(S + padding − reach) / stride⌉ + 1` in place of ⌊…⌋, but
-    for a last window that would begin behind the input and its padding before.
+    Args:
+        kind: `max`, `mean`, `sum`, `lp` ((Σ|x|ᵖ)^(1/p)), or `argmax`: the position of the largest entry, the first of
+            equal ones, as an int32 index into the flattened spatial axes, as in torch.
+        padding: pairs, or a name of `PADDINGS`. Padded entries do not contribute.
+        ceil: `S' = ⌈(S + padding − reach) / stride⌉ + 1` instead of ⌊…⌋, without a last window that would start after
+            the input and the padding before it.
+        count_include_pad: a mean divides by the number of entries including the padding.
+        p: exponent of `lp`, at least 1.
     """
 
     traits = REDUCTION
@@ -199,7 +228,7 @@ class Pool(Mir):
             check_windows(op, x, self.window, self.dilation, self.padding)
 
     def _pairs(self, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-        """(before, after) of each axis, with what `ceil` adds behind."""
+        """Return the padding (before, after) of each axis, including the entries that `ceil` adds after it."""
         reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.window, strict=True)]
         if isinstance(self.padding, str):
             return [(int(a), int(b)) if is_static(a) and is_static(b) else (a, b)
@@ -209,64 +238,71 @@ class Pool(Mir):
         pairs = []
         for size, r, stride, (low, high) in zip(sizes, reach, self.strides, self.padding, strict=True):
             count = -(-(size + low + high - r) // stride) + 1
-            count -= (count - 1) * stride >= size + low
+            count -= (count - 1) * stride >= size + low  # a last window in the padding after the axis is dropped
             pairs.append((low, max(high, (count - 1) * stride + r - size - low)))
         return pairs
 
     def _over(self, x: Any, start: Any, fn: Callable[..., Any], pairs: list[tuple[int, int]]) -> Array:
+        """Return the reduction of every window by `fn` from `start`, with the padding `pairs`."""
         window, strides, dilation = ((1, 1, *sizes) for sizes in (self.window, self.strides, self.dilation))
         padding = [(0, 0), (0, 0), *pairs]
-        found: Array = lax.reduce_window(x, start, fn, window, strides, padding, window_dilation=dilation)
-        return found
+        reduced: Array = lax.reduce_window(x, start, fn, window, strides, padding, window_dilation=dilation)
+        return reduced
 
     def _of_shifted(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:
-        """The largest of one slice for each place in the window: JAX has no gradient of windows with gaps."""
+        """Return the maximum of dilated windows, as the maximum of one shifted slice for each entry of the window.
+
+        JAX has no gradient of `lax.reduce_window` with dilated windows.
+        """
         wide = lax.pad(x, least, [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pairs)])
-        found = None
-        for place in itertools.product(*map(range, self.window)):
-            cut = wide
+        largest = None
+        for offsets in itertools.product(*map(range, self.window)):
+            shifted = wide
             for axis, (k, d, window, stride) in enumerate(
-                zip(place, self.dilation, self.window, self.strides, strict=True), 2
+                zip(offsets, self.dilation, self.window, self.strides, strict=True), 2
             ):
-                span = wide.shape[axis] - d * (window - 1)  # where a first entry of a window may stand
-                cut = lax.slice_in_dim(cut, k * d, k * d + span, stride, axis)
-            found = cut if found is None else jnp.maximum(found, cut)
-        assert found is not None
-        return found
+                span = wide.shape[axis] - d * (window - 1)  # number of positions of a window's first entry
+                shifted = lax.slice_in_dim(shifted, k * d, k * d + span, stride, axis)
+            largest = shifted if largest is None else jnp.maximum(largest, shifted)
+        assert largest is not None
+        return largest
 
     def eval(self, x: Array) -> Array:
         pairs = self._pairs(x.shape[2:])
         least = np.asarray(-np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min, x.dtype)
         if self.kind == "max":
-            apart = any(d > 1 for d in self.dilation)
-            return self._of_shifted(x, least, pairs) if apart else self._over(x, least, lax.max, pairs)
+            is_dilated = any(d > 1 for d in self.dilation)
+            return self._of_shifted(x, least, pairs) if is_dilated else self._over(x, least, lax.max, pairs)
         if self.kind == "argmax":
             return self._places(x, least, pairs)
-        wide, none = (x.astype(jnp.float32), 0.0) if is_float(x.dtype) else (x, np.zeros((), x.dtype))
+        wide, zero = (x.astype(jnp.float32), 0.0) if is_float(x.dtype) else (x, np.zeros((), x.dtype))
         if self.kind == "lp":
             total = self._over(jnp.abs(wide) ** self.p, 0.0, lax.add, pairs)
             return (total ** (1 / self.p)).astype(x.dtype)
-        total = self._over(wide, none, lax.add, pairs)
+        total = self._over(wide, zero, lax.add, pairs)
         return (total / self._counts(x, pairs) if self.kind == "mean" else total).astype(x.dtype)
 
     def _places(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:
-        """Where the largest of each window stands. Padding is behind every place, and as small as a number can be."""
+        """Return the index of the largest entry of each window.
+
+        Padding has the lowest value and the highest index, so that an entry of x wins every comparison with it.
+        """
         sizes = x.shape[2:]
-        at = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(1, 1, *sizes), x.shape)
+        indices = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(1, 1, *sizes), x.shape)
 
         def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-            first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
-            return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+            a_wins = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+            return jnp.where(a_wins, a[0], b[0]), jnp.where(a_wins, a[1], b[1])
 
-        found: Array
-        _, found = self._over((lax.stop_gradient(x), at), (least, np.int32(2**31 - 1)), better, pairs)
-        return found
+        winners: Array
+        _, winners = self._over((lax.stop_gradient(x), indices), (least, np.int32(2**31 - 1)), better, pairs)
+        return winners
 
     def _counts(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
-        """How many entries each window has."""
+        """Return the number of entries of each window, `[1, 1, S'…]`."""
         ones = jnp.ones((1, 1, *x.shape[2:]), jnp.float32)
-        if self.count_include_pad:  # what `ceil` adds does not count
-            own = pairs if isinstance(self.padding, str) else self.padding
-            ones = jnp.pad(ones, [(0, 0), (0, 0), *own], constant_values=1)
-            pairs = [(0, high - mine) for (_, high), (_, mine) in zip(pairs, own, strict=True)]
+        if self.count_include_pad:  # the declared padding counts, the entries that `ceil` adds do not
+            declared = pairs if isinstance(self.padding, str) else self.padding
+            ones = jnp.pad(ones, [(0, 0), (0, 0), *declared], constant_values=1)
+            pairs = [(0, high - declared_high) for (_, high), (_, declared_high) in zip(pairs, declared, strict=True)]
         return self._over(ones, 0.0, lax.add, pairs)

@@ -1,4 +1,4 @@
-"""What users bring into a program: small constants, and any JAX function."""
+"""User-defined parts of a program: small constants and JAX functions, and the checks of what they capture."""
 
 from __future__ import annotations
 
@@ -23,88 +23,98 @@ Array = jax.Array
 
 
 def check_constants(graph: Graph, types: TypeCache) -> None:
-    """The constants of a program and the arrays that its functions captured, each counted once, are small.
+    """Check that constants and arrays captured by functions are small in total; equal arrays count once.
 
     Raises:
-        GraphError: together they are over `MAX_CAPTURED`; the largest are named.
+        GraphError: together they exceed `MAX_CAPTURED` bytes; the message names the largest.
     """
     sizes: dict[Any, tuple[int, str]] = {}
     for _, node in graph.walk():
-        place = f"{path_text(node.origin.path)} {node.op.text()}"
+        location = f"{path_text(node.origin.path)} {node.op.text()}"
         if isinstance(node.op, Constant):
-            sizes.setdefault(node.op.data, (len(node.op.data), place))
+            sizes.setdefault(node.op.data, (len(node.op.data), location))
         for array in types.captured.get(node.op, ()):
-            traced = isinstance(array, jax.core.Tracer)
-            sizes.setdefault(id(array) if traced else np.asarray(array).tobytes(), (array.nbytes, place))
+            is_tracer = isinstance(array, jax.core.Tracer)  # a tracer has no bytes to compare
+            sizes.setdefault(id(array) if is_tracer else np.asarray(array).tobytes(), (array.nbytes, location))
     total = sum(size for size, _ in sizes.values())
     if total > user_functions.MAX_CAPTURED:
         largest = sorted(sizes.values(), reverse=True)[:4]
-        told = f"The largest: {'; '.join(f'{place}: {size} bytes' for size, place in largest)}"
+        largest_text = f"The largest: {'; '.join(f'{location}: {size} bytes' for size, location in largest)}"
         constants = f"{total} bytes of constants in one program"
-        raise GraphError(f"{graph.name}: {constants}, {user_functions.CAPTURED_LIMIT}. {told}")
+        raise GraphError(f"{graph.name}: {constants}, {user_functions.CAPTURED_LIMIT}. {largest_text}")
 
 
 def check_captured(graph: Graph) -> None:
-    """Check that the functions of a program compute what they computed when the model was built.
+    """Check that the functions of a program compute the same as when the model was built.
 
-    This stands before the trace of a program and not in `eval`, which also runs where JAX folds constants, as tests of
-    slices do: the same function then has another jaxpr.
+    The check runs before a program is traced, not in `eval`: `eval` also runs in contexts where JAX folds constants,
+    such as the slicing checks, and there the same function has another jaxpr.
 
     Raises:
         GraphError: an array that a function captures has changed.
     """
     for _, node in graph.walk():
         if isinstance(node.op, JaxFn):
-            for operands, before in node.op.first:
-                if user_functions.meaning(user_functions.trace_anew(node.op.fn, operands), precision=False) != before:
+            for operands, recorded in node.op.first:
+                if user_functions.meaning(user_functions.trace_anew(node.op.fn, operands), precision=False) != recorded:
                     where = f"{path_text(node.origin.path)}: {node.op.text()}"
                     raise GraphError(user_functions.changed(where, node.op.fn))
 
 
 def small_constant(value: Any, dtype: Any = None) -> Constant:
-    """A constant of the program, of at most 1 MiB, in its own dtype or in `dtype`; 64-bit numbers become 32-bit ones.
+    """Return a constant of the program from a number or an array of at most 1 MiB.
+
+    Args:
+        value: a number, or an array or nested lists of numbers.
+        dtype: dtype of the constant, by default the dtype of `value`; 64-bit dtypes become their 32-bit counterparts.
 
     Raises:
-        DTypeError: the dtype cannot hold a value. GraphError: no array of numbers, or a larger one: it is a weight.
+        DTypeError: the dtype cannot hold a value.
+        GraphError: `value` has no numbers or no elements, or it is larger than 1 MiB and should be a weight.
     """
     try:
-        given = np.asarray(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: an array of JAX that is consumed
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a deleted (donated) JAX array
         raise GraphError(f"a constant is a number or an array of them: {first_line(error)}") from error
-    if not given.size:
-        raise GraphError(f"a constant of shape {list(given.shape)} has no elements; every dimension is at least 1")
-    if given.size * given.itemsize > user_functions.MAX_CAPTURED:
-        raise GraphError(f"a constant of {given.size * given.itemsize} bytes, {user_functions.CAPTURED_LIMIT}")
-    whole = given.dtype == object and all(isinstance(v, int) for v in given.flat)  # beyond 64 bits
-    if not (whole or is_float(given.dtype) or given.dtype.kind in "biuc" or is_whole(given.dtype)):
+    if not array.size:
+        raise GraphError(f"a constant of shape {list(array.shape)} has no elements; every dimension is at least 1")
+    if array.size * array.itemsize > user_functions.MAX_CAPTURED:
+        raise GraphError(f"a constant of {array.size * array.itemsize} bytes, {user_functions.CAPTURED_LIMIT}")
+    has_big_ints = array.dtype == object and all(isinstance(v, int) for v in array.flat)  # ints beyond 64 bits
+    if not (has_big_ints or is_float(array.dtype) or array.dtype.kind in "biuc" or is_whole(array.dtype)):
         raise GraphError(f"a constant is a number or an array of them, got {shown(value)}")
-    asked = given.dtype if dtype is None and not whole else as_dtype("i32" if dtype is None else dtype)
-    wanted = device_dtype(asked)
+    requested = array.dtype if dtype is None and not has_big_ints else as_dtype("i32" if dtype is None else dtype)
+    target = device_dtype(requested)
     with np.errstate(all="ignore"):
-        misfits = _misfits(given, wanted)
+        misfits = _misfits(array, target)
         if misfits.any():
-            found = given.reshape(-1)[int(np.argmax(misfits.reshape(-1)))]
-            raise DTypeError(f"a constant of {short_name(wanted)} cannot hold {found}{_way_out(asked, wanted)}")
-        return constant(given, wanted)
+            misfit = array.reshape(-1)[int(np.argmax(misfits.reshape(-1)))]
+            raise DTypeError(f"a constant of {short_name(target)} cannot hold {misfit}{_way_out(requested, target)}")
+        return constant(array, target)
 
 
 def _way_out(asked: np.dtype[Any], held: np.dtype[Any]) -> str:
-    """What to do where a number of dtype `asked` does not fit the one it is `held` in."""
+    """Return the end of the message about a number that does not fit its dtype: the reason and a remedy.
+
+    Args:
+        asked: the requested dtype.
+        held: the dtype that the program uses for it.
+    """
     if asked == held:
         return "; give it a dtype that does"
-    others = "; f32 holds large whole numbers, rounded" if held.kind in "iu" else ": scale it"
-    return f", and numbers of {short_name(asked)} are held in {short_name(held)}: programs have 32 bits{others}"
+    remedy = "; f32 holds large whole numbers, rounded" if held.kind in "iu" else ": scale it"
+    return f", and numbers of {short_name(asked)} are held in {short_name(held)}: programs have 32 bits{remedy}"
 
 
 def _misfits(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Where `given` has a value that is another one in `dtype`, roundings of floats aside."""
+    """Return a mask of the values of `given` that `dtype` cannot represent; rounding of floats is accepted."""
     if given.dtype.kind == "c":
         return (given.imag != 0) if dtype.kind != "c" else np.zeros(given.shape, bool)
     if is_float(dtype) or dtype.kind == "c":
         wide = given.astype(np.float64)
-        held = wide.astype(dtype).astype(np.complex128 if dtype.kind == "c" else np.float64)
-        return np.asarray(np.isfinite(wide) & ~np.isfinite(held))
-    info = None if dtype.kind == "b" else jax.numpy.iinfo(dtype)  # NumPy has none of 4-bit numbers
+        converted = wide.astype(dtype).astype(np.complex128 if dtype.kind == "c" else np.float64)
+        return np.asarray(np.isfinite(wide) & ~np.isfinite(converted))
+    info = None if dtype.kind == "b" else jax.numpy.iinfo(dtype)  # NumPy has no iinfo of 4-bit integers
     low, high = (0, 1) if info is None else (int(info.min), int(info.max))
     if given.dtype.kind in "biuO":
         return np.asarray(~((given >= low) & (given <= high)), bool)
@@ -113,12 +123,16 @@ def _misfits(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[An
 
 
 def traced_flops(op: Any, operands: Types, results: Types) -> int:
-    """Of the products and convolutions that an op's `eval` traces to."""
+    """Return the FLOPs of an op: of the products and convolutions in the jaxpr of its `eval`."""
     return jaxpr_flops(jax.make_jaxpr(op.eval)(*(t.spec for t in operands)).jaxpr)
 
 
 def jaxpr_flops(jaxpr: Any) -> int:
-    """A loop counts as often as a scan says, once where its condition says; of branches the dearest."""
+    """Return the FLOPs of the products and convolutions of a jaxpr.
+
+    The body of a scan counts once per iteration, the body of a while loop once (the number of iterations is unknown),
+    and of the branches of a cond the most expensive one counts.
+    """
     total = 0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -136,10 +150,13 @@ def jaxpr_flops(jaxpr: Any) -> int:
 
 @dataclass(frozen=True)
 class JaxFn(Mir):
-    """Any JAX function of the operands: `emit.jax(fn, …)`. `fn` returns an array or a tuple of arrays.
+    """Call a user-defined JAX function on the operands, see `emit.jax`; `fn` returns an array or a tuple of arrays.
 
     Attributes:
-        first: what `fn` computed when the model was built, and on which operands; see `remember`.
+        fn: the function.
+        label: name in dumps and messages, by default the name of the function.
+        precision: default precision of matrix products inside the function.
+        first: operand types and the meaning of `fn` on them when the model was built; see `remember`.
     """
 
     traits = replace(product_traits(traced_flops), widens=True, stored=False)
@@ -150,25 +167,25 @@ class JaxFn(Mir):
     first: list[tuple[Types, user_functions.Meaning]] = field(default_factory=list, compare=False, repr=False)
 
     def remember(self, operands: Types) -> Any:
-        """Keep what `fn` computes now, as every program has to; return the form of its result."""
-        closed, out = user_functions.trace(self.fn, operands)
+        """Record what `fn` computes now, for `check_captured`, and return the structure of its result."""
+        closed, result = user_functions.trace(self.fn, operands)
         self.first.append((operands, user_functions.meaning(closed, precision=False)))
-        return out
+        return result
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        closed, out = jax.make_jaxpr(self.fn, return_shape=True)(*(t.spec for t in operands))
-        flat = out if isinstance(out, tuple | list) else (out,)
-        if not flat or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in flat):
-            raise GraphError(f"{self.text()} returns {type(out).__name__}; expected an array or a tuple of arrays")
+        closed, result = jax.make_jaxpr(self.fn, return_shape=True)(*(t.spec for t in operands))
+        leaves = result if isinstance(result, tuple | list) else (result,)
+        if not leaves or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in leaves):
+            raise GraphError(f"{self.text()} returns {type(result).__name__}; expected an array or a tuple of arrays")
         types.captured[self] = tuple(user_functions.captured_arrays(closed))
         user_functions.check_captures(self.text(), types.captured[self])
         return types_of(closed.out_avals)
 
     def eval(self, *arrays: Array) -> Any:
-        pinned = jax.default_matmul_precision(self.precision) if self.precision != "default" else nullcontext()
-        with pinned:
-            out = self.fn(*arrays)
-        return tuple(jax.tree.leaves(out)) if isinstance(out, tuple | list) else out
+        precision = jax.default_matmul_precision(self.precision) if self.precision != "default" else nullcontext()
+        with precision:
+            result = self.fn(*arrays)
+        return tuple(jax.tree.leaves(result)) if isinstance(result, tuple | list) else result
 
     def text(self) -> str:
         return f"jax({self.label or getattr(self.fn, '__name__', 'fn')})"

@@ -1,4 +1,4 @@
-"""The feed-forward experts of a mixture, as one op: the plan says how they run."""
+"""The experts of a mixture of experts as one op; the Plan chooses its implementation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from rlx_jax.ir.ops.pointwise import UNARY, same_rank
 from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType
 
+# Names of the operands that every mixture has, in order; biases follow them.
 EXPERT_OPERANDS = ("x", "gate", "up", "down", "weights", "ids")
 
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """What lies between the products of an expert as gpt-oss has it: `act(α g)/α ⊙ (u + offset)`, where g is the gate,
-    at most `limit`, and u what it gates, within ±`limit`. With silu that is `g σ(α g) (u + offset)`."""
+    """Clamped gate of an expert, as in gpt-oss: `act(α g)/α ⊙ (u + offset)`; with silu this is `g σ(α g) (u + offset)`.
+
+    g is the gate, clipped to at most `limit`; u is the gated value, clipped to ±`limit`; α is `alpha`.
+    """
 
     limit: float
     alpha: float = 1.0
@@ -29,13 +32,14 @@ class ClampedGate:
 
     def __post_init__(self) -> None:
         numbers = (self.limit, self.alpha, self.offset)
-        real = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
-        if not real or self.limit <= 0 or self.alpha <= 0:
+        is_finite = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
+        if not is_finite or self.limit <= 0 or self.alpha <= 0:
             raise GraphError(
                 f"ClampedGate: limit and alpha are finite numbers over 0, offset a finite number; got {shown(numbers)}"
             )
 
 
+# Declaration of the operands, in the notation of `rlx_jax.ir.operands`; {wide} and {narrow} depend on the orientation.
 EXPERTS = (
     "x:float[…L,H] gate:x[E,{wide}] up:x[E,{wide}] down:x[E,{narrow}] weights:float[…L,K!] ids:int[…L,K!] "
     "gate_bias?biased:float[E,F] up_bias?biased:float[E,F] down_bias?biased:float[E,H]"
@@ -43,8 +47,14 @@ EXPERTS = (
 
 
 def expert_operands(contract: int) -> str:
-    """Return the operands of a mixture, as `rlx_jax.ir.operands` reads them. Gate, up and down have their last two axes
-    turned where `contract` is 0."""
+    """Return the declaration of a mixture's operands, in the notation of `rlx_jax.ir.operands`.
+
+    Args:
+        contract: 1 for experts `[E, out, in]`, 0 for experts `[E, in, out]`.
+
+    Raises:
+        ShapeError: `contract` is neither.
+    """
     if contract not in (0, 1):
         raise ShapeError(f"experts: contract is 0 for experts [E, in, out] and 1 for [E, out, in]; got {contract!r}")
     wide, narrow = ("F,H", "H,F") if contract else ("H,F", "F,H")
@@ -52,29 +62,35 @@ def expert_operands(contract: int) -> str:
 
 
 def initial_of_expert(place: int, weight: TensorType, contract: int) -> Initial:
-    """Each expert is normal over its inputs, whether it is stored alone or with the others; biases are 0."""
+    """Return the initializer of operand `place`: normal by the number of inputs of one expert; 0 for biases.
+
+    It is the same for experts that are stored separately and for a stack of experts.
+    """
     if place >= len(EXPERT_OPERANDS):
         return 0.0
     return Normal(int(weight.shape[-1 if contract else -2])) if weight.rank > 1 else 1.0
 
 
 def _flops(op: Any, operands: Types, results: Types) -> int:
-    """Of the experts that were chosen: three products for each token and choice."""
+    """Return the FLOPs of the chosen experts: three products for each token and choice."""
     gate, ids = operands[1], operands[5]
     return 6 * ids.size * int(gate.shape[1]) * int(gate.shape[2])
 
 
 def _bytes(op: Any, operands: Types, results: Types) -> int:
-    """Each operand is read once; of the experts no more than are chosen."""
+    """Return the bytes of operands and results; of the experts, at most the number of choices is read."""
     experts, ids = (*operands[1:4], *operands[6:]), operands[5]
-    chosen = min(ids.size, int(experts[0].shape[0]))
-    read = sum(t.nbytes // int(t.shape[0]) for t in experts) * chosen
+    num_chosen = min(ids.size, int(experts[0].shape[0]))
+    read = sum(t.nbytes // int(t.shape[0]) for t in experts) * num_chosen
     return read + sum(t.nbytes for t in (operands[0], *operands[4:6], *results))
 
 
 def _workspace(op: Any, operands: Types, results: Types) -> int:
-    """Gate and up of each choice, what it gives, and the weights of experts beside each other: those of each choice, or
-    where choices are sorted those of a few blocks of each expert."""
+    """Return the scratch bytes: gate, up and result of each choice, and copied weights of experts.
+
+    The copies are gathered weights for each choice, or, if choices are sorted by expert, weights for a few blocks of
+    each expert.
+    """
     x, gate, *_, ids = operands[:6]
     experts, inner, hidden = (int(n) for n in gate.shape)
     copied = 3 * min(ids.size, 3 * experts) * inner * hidden * x.dtype.itemsize
@@ -83,17 +99,18 @@ def _workspace(op: Any, operands: Types, results: Types) -> int:
 
 @dataclass(frozen=True)
 class ExpertFfn(Mir):
-    """`Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ: the experts of a mixture (Shazeer et al. 2017), none of
-    which has a capacity.
+    """Experts of a mixture without capacity limits: `Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ.
 
-    x `[…, H]`; gate and up `[E, F, H]`, down `[E, H, F]` (`contract=1`), or each `[E, in, out]` (`contract=0`); weights
-    `[…, k]` floats and ids `[…, k]` integers in `[0, E)` → `[…, H]`. Each token is computed alone. The weights enter in
-    f32, and what an expert that was not chosen would give is never seen, be it infinite. `eval` computes all experts;
-    `lowering/lir/experts.py` has ways that compute those that were chosen. `roles` are what the leading axes of x are
-    (`rlx_jax.ir.roles`), where a pass divided the program over a mesh.
+    Operands: x `[…, H]`; gate and up `[E, F, H]` and down `[E, H, F]` (`contract=1`), or each `[E, in, out]`
+    (`contract=0`); weights `[…, k]` floats and ids `[…, k]` integers in `[0, E)`; with `biased`, biases of gate and up
+    `[E, F]` and of down `[E, H]`, each added to its product. Result: `[…, H]`. `clamp` replaces `act(gate) ⊙ up`.
 
-    `biased`: behind these, biases of gate and up `[E, F]` and of down `[E, H]`, each added to its product. `clamp`:
-    another middle than `act(gate) ⊙ up`.
+    Each token is computed independently. The router weights enter in f32. The result of an expert that was not chosen
+    never contributes, even if it is infinite. `eval` computes all experts; `lowering/lir/experts.py` has
+    implementations that compute only the chosen ones. `roles` are the roles of the leading axes of x
+    (`rlx_jax.ir.roles`), set by a pass that shards the program over a mesh.
+
+    Source: Shazeer et al. 2017.
     """
 
     traits = replace(product_traits(_flops), narrows=4, bytes=_bytes, workspace=_workspace)
@@ -113,24 +130,26 @@ class ExpertFfn(Mir):
     def eval(self, x: Array, gate: Array, up: Array, down: Array, weights: Array, ids: Array, *biases: Array) -> Array:
         wide, narrow = ("efh", "ehf") if self.contract else ("ehf", "efh")
         gate_bias, up_bias, down_bias = biases or (None, None, None)
+        # A token may choose an expert twice: the weights of its choices add up to the expert's share.
         hits = ids[..., None] == jnp.arange(gate.shape[0], dtype=ids.dtype).reshape((1,) * ids.ndim + (-1,))
         share = jnp.where(hits, weights.astype(jnp.float32)[..., None], 0.0).sum(-2)
-        both = ((gate, gate_bias), (up, up_bias))
-        inner = self.gated(*(plus(self.product(f"...h,{wide}->...ef", x, w), bias) for w, bias in both))
-        each = self.product(f"...ef,{narrow}->e...h", inner, down, jnp.float32)  # a batch of products as it is
+        projections = ((gate, gate_bias), (up, up_bias))
+        inner = self.gated(*(plus(self.product(f"...h,{wide}->...ef", x, w), bias) for w, bias in projections))
+        outputs = self.product(f"...ef,{narrow}->e...h", inner, down, jnp.float32)  # a batched product by expert
         if down_bias is not None:
-            each = plus(each, down_bias.reshape(len(down), *(1,) * (x.ndim - 1), -1))
-        seen, given = (jnp.moveaxis(a, -1, 0)[..., None] for a in (hits.any(-2), share))
-        return jnp.where(seen, each * given, 0.0).sum(0).astype(x.dtype)
+            outputs = plus(outputs, down_bias.reshape(len(down), *(1,) * (x.ndim - 1), -1))
+        is_chosen, shares = (jnp.moveaxis(a, -1, 0)[..., None] for a in (hits.any(-2), share))
+        # `where`, not the product alone: 0 · inf of an expert that was not chosen would be NaN.
+        return jnp.where(is_chosen, outputs * shares, 0.0).sum(0).astype(x.dtype)
 
     def product(self, subscripts: str, a: Array, b: Array, dtype: Any = None) -> Array:
-        """One of the products, in the dtype of its operands or in `dtype`."""
+        """Return one of the products, in the dtype of its operands or in `dtype`."""
         dtype = a.dtype if dtype is None else dtype
         precision = lax.Precision(self.precision)
         return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
 
     def gated(self, gate: Array, up: Array) -> Array:
-        """What lies between the products."""
+        """Return the gated activation of the projections gate and up, with the clamp if there is one."""
         act, clamp = UNARY[self.activation], self.clamp
         if clamp is None:
             return act(gate) * up
@@ -138,7 +157,7 @@ class ExpertFfn(Mir):
         return act(clamp.alpha * gate) / clamp.alpha * (up + clamp.offset)
 
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """Each expert is normal over its inputs."""
+        """Return the initializer of operand `place`; see `initial_of_expert`."""
         return initial_of_expert(place, weight, self.contract)
 
     def text(self) -> str:
@@ -149,7 +168,7 @@ class ExpertFfn(Mir):
 
 
 def plus(made: Array, bias: Array | None) -> Array:
-    """A product with its bias, if there is one, in the product's dtype."""
+    """Return a product plus its bias, if there is one, in the product's dtype."""
     if bias is None:
         return made
     return jnp.add(*same_rank(made, bias.astype(made.dtype)))

@@ -1,4 +1,7 @@
-"""Fused ops: several ops as one node. `eval` is the composition that defines the op; fusing kernels is XLA's work."""
+"""Fused ops, which represent several ops as one node.
+
+`eval` is the composition of ops that defines the meaning; XLA decides which kernels to fuse.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class FusedMatMulBiasAct(Mir):
-    """`act(x · w + b)`: a `MatMul`, a bias `[N]` in the dtype of the product, an activation from `UNARY` ("": none)."""
+    """Matrix product with bias and activation, `act(x · w + b)`.
+
+    The product is a `MatMul`; b is `[N]` in the product's dtype; `activation` is a name in `UNARY`, or "" for none.
+    """
 
     traits = product_traits(lambda op, operands, results: MatMul.traits.flops(op.product, operands, results))
 
@@ -38,7 +44,7 @@ class FusedMatMulBiasAct(Mir):
 
     @property
     def product(self) -> MatMul:
-        """The product alone."""
+        """The op of the product without bias and activation."""
         return MatMul(self.contract, self.precision, self.f32_result)
 
     def check(self, *operands: TensorType) -> None:
@@ -48,7 +54,7 @@ class FusedMatMulBiasAct(Mir):
         return self.finish(self.product.eval(x, w), b)
 
     def finish(self, y: Array, b: Array) -> Array:
-        """The op from its product on."""
+        """Return the result from the product `y`: add the bias and apply the activation."""
         y = jnp.add(*same_rank(y, b))
         return UNARY[self.activation](y) if self.activation else y
 
@@ -59,9 +65,9 @@ class FusedMatMulBiasAct(Mir):
 
 @dataclass(frozen=True)
 class FusedSwiGLU(Mir):
-    """`act(gate) ⊙ up` from one operand `[…, 2F]` → `[…, F]` (Shazeer 2020).
+    """Gated activation of one fused operand, `act(gate) ⊙ up`: `[…, 2F]` → `[…, F]` (Shazeer 2020).
 
-    The operand is gate ‖ up, or up ‖ gate where not `gate_first`; `activation` is a name in `UNARY`.
+    The operand is gate ‖ up, or up ‖ gate without `gate_first`; `activation` is a name in `UNARY`.
     """
 
     traits = replace(ELEMENTWISE, widens=False)
@@ -78,7 +84,7 @@ class FusedSwiGLU(Mir):
             raise ShapeError(f"fused_swiglu: the last axis is two halves, of even static size; got {x}")
 
     def eval(self, x: Array) -> Array:
-        low, high = jnp.split(x, 2, axis=-1)  # a gradient joins what was split; slices it pads and adds
+        low, high = jnp.split(x, 2, axis=-1)  # the gradient of a split is a concatenation
         gate, up = (low, high) if self.gate_first else (high, low)
         return UNARY[self.activation](gate) * up
 
@@ -87,11 +93,12 @@ class FusedSwiGLU(Mir):
         return f"fused_swiglu(gate_first={str(self.gate_first).lower()}{activation})"
 
 
+# Common operands of the fused norms, in the notation of `rlx_jax.ir.operands`.
 RESIDUAL = "x:float[…L] residual:x[…L] bias?has_bias:x gamma:x"
 
 
 def _residual_sum(has_bias: bool, operands: Sequence[Array]) -> tuple[Array, ...]:
-    """x [+ bias] + residual, then the weights of the norm."""
+    """Return the sum x [+ bias] + residual, followed by the weights of the norm."""
     x, residual, *weights = operands
     if has_bias:
         x = jnp.add(*same_rank(x, weights.pop(0)))
@@ -100,7 +107,10 @@ def _residual_sum(has_bias: bool, operands: Sequence[Array]) -> tuple[Array, ...
 
 @dataclass(frozen=True)
 class FusedResidualLayerNorm(Mir):
-    """`layer_norm(x [+ bias] + residual; γ, β)`. x and residual `[…, H]`; bias (where `has_bias`), γ, β `[H]`."""
+    """LayerNorm of a residual sum, `layer_norm(x [+ bias] + residual; γ, β)`.
+
+    x and residual are `[…, H]`; bias (with `has_bias`), γ and β are `[H]`.
+    """
 
     traits = NORM
     operands = f"{RESIDUAL} beta:x"
@@ -120,7 +130,10 @@ class FusedResidualLayerNorm(Mir):
 
 @dataclass(frozen=True)
 class FusedResidualRmsNorm(Mir):
-    """`rms_norm(x [+ bias] + residual; γ[, β])`. x and residual `[…, H]`; bias (where `has_bias`), γ, β `[H]`."""
+    """RMSNorm of a residual sum, `rms_norm(x [+ bias] + residual; γ[, β])`.
+
+    x and residual are `[…, H]`; bias (with `has_bias`), γ and β are `[H]`; `offset` is added to γ.
+    """
 
     traits = NORM
     operands = f"{RESIDUAL} beta?:x"
@@ -142,7 +155,7 @@ class FusedResidualRmsNorm(Mir):
 
 @dataclass(frozen=True)
 class Step:
-    """One pointwise op of a region. Operand `i` is operand `i` of the region, or step `i − inputs` from there on."""
+    """One pointwise op of a region. Operand `i` is operand `i` of the region, or for `i ≥ inputs` step `i − inputs`."""
 
     op: Mir
     operands: tuple[int, ...]
@@ -150,7 +163,10 @@ class Step:
 
 @dataclass(frozen=True)
 class ElementwiseRegion(Mir):
-    """A chain of pointwise ops as one: step after step over `inputs` operands; the result is the last step's."""
+    """Run a chain of pointwise ops as one node: `steps` in order over `inputs` operands.
+
+    The result of the last step is the result of the op.
+    """
 
     traits = replace(ELEMENTWISE, widens=False)
 
@@ -175,28 +191,29 @@ class ElementwiseRegion(Mir):
         return f"ew_region(in={self.inputs}, steps={len(self.steps)}: {' '.join(s.op.text() for s in self.steps)})"
 
 
-# -- an encoder layer and its first half as one op ---------------------------------------------
+# -- an encoder layer, and its attention half, as one op ---------------------------------------
 
 
 def _layer_flops(op: Any, operands: Types, results: Types) -> int:
-    """Every weight matrix once for each token, and scores and sums over all keys."""
-    hidden, given = operands[0], named_operands(op, operands)
+    """Return the FLOPs: a product with every weight matrix for each token, and scores and sums over all keys."""
+    hidden, by_name = operands[0], named_operands(op, operands)
     tokens = int(hidden.shape[0]) * int(hidden.shape[1])
-    matrices = sum(2 * tokens * t.size for name, t in given.items() if name.endswith("_w"))
-    return int(matrices) + 4 * tokens * int(hidden.shape[1]) * int(op.heads) * int(op.head_dim)
+    matrix_flops = sum(2 * tokens * t.size for name, t in by_name.items() if name.endswith("_w"))
+    return int(matrix_flops) + 4 * tokens * int(hidden.shape[1]) * int(op.heads) * int(op.head_dim)
 
 
 def _product(x: Array, w: Array, b: Array | None) -> Array:
+    """Return `x · w`, plus the bias b if there is one."""
     return MatMul().eval(x, w) if b is None else FusedMatMulBiasAct().eval(x, w, b)
 
 
 @dataclass(frozen=True)
 class FusedAttentionBlock(Mir):
-    """`attn(rope(q), rope(k), v; mask) · out_w (+ out_b)` with q ‖ k ‖ v = hidden · qkv_w (+ qkv_b), bidirectional.
+    """Bidirectional attention with its projections: `attn(rope(q), rope(k), v; mask) · out_w (+ out_b)`.
 
-    Operands: hidden `[B,S,H]`, qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, mask `[B,S]` (1 keeps a key, less than ½ drops
-    it); with `has_bias` qkv_b `[3·N·D]` and out_b `[H]`; with `has_rope` cos and sin `[B|1,S,D/2]`. Always in the dtype
-    of its operands: mixed precision leaves it alone.
+    q ‖ k ‖ v = hidden · qkv_w (+ qkv_b). Operands: hidden `[B,S,H]`, qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, mask
+    `[B,S]` (1 keeps a key, less than ½ drops it); with `has_bias` qkv_b `[3·N·D]` and out_b `[H]`; with `has_rope` cos
+    and sin `[B|1,S,D/2]`. The op computes in the dtype of its operands; mixed precision does not change it.
     """
 
     traits = replace(product_traits(_layer_flops), narrows=0, pinned=False)
@@ -212,12 +229,12 @@ class FusedAttentionBlock(Mir):
 
     @property
     def width(self) -> int:
-        """Columns of all heads."""
+        """Width of all heads, N·D."""
         return self.heads * self.head_dim
 
     @property
     def qkv(self) -> int:
-        """Columns of q, k and v."""
+        """Width of the fused projection of q, k and v, 3·N·D."""
         return 3 * self.width
 
     def check(self, *operands: TensorType) -> None:
@@ -242,8 +259,9 @@ class FusedTransformerLayer(Mir):
     """BERT's post-norm layer (Devlin et al. 2018): `a = ln₁(x + attn(x))`, `y = ln₂(a + act(a·fc1 + b₁)·fc2 + b₂)`.
 
     Operands with `has_bias`: hidden `[B,S,H]`, qkv_w `[H, 3·N·D]`, qkv_b, out_w `[N·D, H]`, out_b, ln1_g, ln1_b `[H]`,
-    fc1_w `[H, F]`, fc1_b, fc2_w `[F, H]`, fc2_b, ln2_g, ln2_b `[H]`, mask `[B,S]` as in `FusedAttentionBlock`;
-    without it those ten that are no bias of a product. Always in the dtype of its operands.
+    fc1_w `[H, F]`, fc1_b, fc2_w `[F, H]`, fc2_b, ln2_g, ln2_b `[H]`, mask `[B,S]` as in `FusedAttentionBlock`. Without
+    `has_bias` the four biases of the products are absent, which leaves ten operands. The op computes in the dtype of
+    its operands.
     """
 
     traits = replace(product_traits(_layer_flops), narrows=0, pinned=False)
@@ -269,10 +287,10 @@ class FusedTransformerLayer(Mir):
         attend = FusedAttentionBlock(self.heads, self.head_dim, self.has_bias)
         biases = (a["qkv_b"], a["out_b"]) if self.has_bias else ()
         context = attend.eval(a["hidden"], a["qkv_w"], a["out_w"], a["mask"], *biases)
-        middle = FusedResidualLayerNorm(self.eps1).eval(context, a["hidden"], a["ln1_g"], a["ln1_b"])
-        inner = UNARY[self.activation](_product(middle, a["fc1_w"], a.get("fc1_b")))
+        attended = FusedResidualLayerNorm(self.eps1).eval(context, a["hidden"], a["ln1_g"], a["ln1_b"])
+        inner = UNARY[self.activation](_product(attended, a["fc1_w"], a.get("fc1_b")))
         outer = _product(inner, a["fc2_w"], a.get("fc2_b"))
-        return FusedResidualLayerNorm(self.eps2).eval(outer, middle, a["ln2_g"], a["ln2_b"])
+        return FusedResidualLayerNorm(self.eps2).eval(outer, attended, a["ln2_g"], a["ln2_b"])
 
     def text(self) -> str:
         return f"fused_layer(h={self.heads},d={self.head_dim},int={self.intermediate}{',bias' * self.has_bias})"

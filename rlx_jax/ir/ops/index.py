@@ -1,4 +1,4 @@
-"""Ops that read rows by number, and the numbers themselves."""
+"""Ops that read or write entries by index, and ops that compute indices."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlx_jax.ir.types import TensorType, is_static
 
 @dataclass(frozen=True)
 class Gather(Mir):
-    """Rows of a table: `table[ids]`, table `[V, …]`, ids `[…]` integers in `[0, V)` → `[…ids, …]`.
+    """Look up rows of a table: `table[ids]`, table `[V, …]`, ids `[…]` integers in `[0, V)` → `[…ids, …]`.
 
-    Ids are checked on the host before a model is called; here an id out of range reads the nearest row.
+    The host checks ids before it calls a model. In this op an id out of range reads the nearest row.
     """
 
     traits = replace(TOKENS, narrows=0)
@@ -34,7 +34,10 @@ class Gather(Mir):
 
 @dataclass(frozen=True)
 class TakeRow(Mir):
-    """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]` (or `[1, S, …]`, shared by all rows), index `[B]` → `[B, 1, …]`."""
+    """Select one token per row, `y[b, 0] = x[b, index[b]]`: x `[B|1, S, …]`, index `[B]` → `[B, 1, …]`.
+
+    With one row in x, all rows of the result select from it.
+    """
 
     traits = TOKENS
     operands = "x[B?,S,…] index:int[B]"
@@ -43,15 +46,15 @@ class TakeRow(Mir):
     def eval(self, x: Array, index: Array) -> Array:
         if x.shape[0] is not index.shape[0] and x.shape[0] == 1:
             return jnp.take(x[0], index, axis=0, mode="clip")[:, None]
-        if x.shape[1] == 1:  # a symbolic size is never 1 here
+        if x.shape[1] == 1:  # False for a symbolic size
             return x
-        at = index.reshape(-1, *(1,) * (x.ndim - 1))
-        return jnp.take_along_axis(x, at, axis=1, mode="clip")
+        indices = index.reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.take_along_axis(x, indices, axis=1, mode="clip")
 
 
 @dataclass(frozen=True)
 class Iota(Mir):
-    """`0, 1, …` along `axis` of the operand, as int32 of shape `[size]`."""
+    """Return `0, 1, …` for `axis` of the operand, as int32 `[size]`."""
 
     traits = replace(TOKENS, bytes=results_written)
     operands = "x@axis"
@@ -62,14 +65,15 @@ class Iota(Mir):
         return jnp.arange(x.shape[self.axis], dtype=jnp.int32)
 
 
-# What an index out of range reads, as in `jax.numpy`. `fill`: negative ones count from the end, others give NaN (the
-# least number of a whole dtype). `wrap`: all count round. `clip`: the nearest entry, and negative ones the first.
+# Treatment of indices out of range, as in `jax.numpy`. `fill`: negative indices count from the end, others give NaN
+# (the lowest number of an integer dtype). `wrap`: indices are modulo the size. `clip`: the nearest entry, so that
+# negative indices read the first.
 MODES = ("fill", "wrap", "clip")
 
 
 @dataclass(frozen=True)
 class Take(Mir):
-    """Entries of one axis: `y[…, i…, …] = x[…, indices[i…], …]`, the axes of `indices` in the place of `axis`."""
+    """Take entries of one axis: `y[…, i…, …] = x[…, indices[i…], …]`; the axes of `indices` replace `axis`."""
 
     traits = replace(TOKENS, narrows=1)
     choices = {"mode": MODES}
@@ -84,7 +88,10 @@ class Take(Mir):
 
 @dataclass(frozen=True)
 class TakeAlongAxis(Mir):
-    """`y[…, i, …] = x[…, indices[…, i, …], …]`: indices as x but for the size of `axis`; other axes may be 1."""
+    """Take entries by an index per position along `axis`: `y[…, i, …] = x[…, indices[…, i, …], …]`.
+
+    The shape of `indices` matches x except along `axis`; other axes may be 1.
+    """
 
     traits = replace(TOKENS, narrows=1)
     choices = {"mode": ("fill", "clip")}
@@ -103,7 +110,11 @@ class TakeAlongAxis(Mir):
 
 
 def _check_tuples(op: str, x: TensorType, indices: TensorType, batch_dims: int = 0) -> None:
-    """The last axis of `indices` has an index for each of the leading axes of x."""
+    """Check indices of which the last axis numbers leading axes of x, after `batch_dims` shared axes.
+
+    Raises:
+        ShapeError: the last axis is symbolic or too long, or the shared axes differ.
+    """
     depth = indices.shape[-1] if indices.rank else 0
     if not is_static(depth) or not 1 <= depth <= x.rank - batch_dims or not 0 <= batch_dims < indices.rank:
         raise ShapeError(f"{op}: the last axis of the indices numbers axes of {x} behind {batch_dims}, got {indices}")
@@ -113,9 +124,10 @@ def _check_tuples(op: str, x: TensorType, indices: TensorType, batch_dims: int =
 
 @dataclass(frozen=True)
 class GatherNd(Mir):
-    """`y[b…, i…] = x[b…, indices[b…, i…, 0], indices[b…, i…, 1], …]`: the last axis of the indices is a place in x.
+    """Gather by index tuples: `y[b…, i…] = x[b…, indices[b…, i…, 0], indices[b…, i…, 1], …]`.
 
-    The first `batch_dims` axes are shared. Negative indices count from the end; others out of range give NaN.
+    The last axis of the indices has one index for each indexed axis of x. The first `batch_dims` axes are shared.
+    Negative indices count from the end; others out of range give NaN.
     """
 
     traits = replace(TOKENS, narrows=1)
@@ -136,27 +148,33 @@ class GatherNd(Mir):
         return one(x, indices)
 
 
-# How a written value joins the one that is there.
+# Combination of a written value with the existing one.
 SCATTER: tuple[str, ...] = ("set", "add", "mul", "min", "max")
 
 
 def _check_scatter(op: str, kind: str, x: TensorType) -> None:
+    """Check that x has numbers for a sum or a product.
+
+    Raises:
+        DTypeError: x has bools.
+    """
     if kind in ("add", "mul") and x.dtype == bool:
         raise DTypeError(f"{op}: {kind} needs numbers, got {x}")
 
 
 def _write(x: Array, places: tuple[Array, ...], updates: Array, kind: str) -> Array:
+    """Return x with `updates` combined at `places`, one index array per axis; indices out of range are dropped."""
     written: Array = getattr(x.at[places], kind)(updates, mode="drop")
     return written
 
 
 @dataclass(frozen=True)
 class Scatter(Mir):
-    """x with `x[…, indices[…, i, …], …] ∘ updates[…, i, …]` along `axis`, ∘ by `kind`.
+    """Write updates along one axis: `x[…, indices[…, i, …], …] ∘= updates[…, i, …]`, with ∘ by `kind`.
 
-    The kinds are `set`, `add`, `mul`, `min` and `max`. Indices and updates have one shape, of x's rank and no longer
-    than x on the other axes. Negative indices count from the end; others out of range are dropped. What `set` writes
-    twice to one place is one of the two. `mul` has no gradient in JAX.
+    The kinds are `set`, `add`, `mul`, `min` and `max`. Indices and updates have the same shape, with the rank of x and
+    at most its size on the other axes. Negative indices count from the end; others out of range are dropped. If `set`
+    writes twice to one entry, either value may remain. `mul` has no gradient in JAX.
     """
 
     traits = replace(MOVEMENT, widens=False)
@@ -172,20 +190,23 @@ class Scatter(Mir):
         _check_scatter("scatter", self.kind, x)
         if x.rank != indices.rank:
             raise ShapeError(f"scatter: indices have the rank of {x}, got {indices}")
-        for axis, (size, own) in enumerate(zip(indices.shape, x.shape, strict=True)):
-            fits = size == own or (is_static(size) and is_static(own) and size < own)
+        for axis, (size, x_size) in enumerate(zip(indices.shape, x.shape, strict=True)):
+            fits = size == x_size or (is_static(size) and is_static(x_size) and size < x_size)
             if axis != self.axis % x.rank and not fits:
                 raise ShapeError(f"scatter: axis {axis} of the indices {indices} is longer than that of {x}")
 
     def eval(self, x: Array, indices: Array, updates: Array) -> Array:
-        places = [jax.lax.broadcasted_iota(jnp.int32, indices.shape, axis) for axis in range(x.ndim)]
-        places[self.axis] = indices.astype(jnp.int32)
-        return _write(x, tuple(places), updates, self.kind)
+        index_arrays = [jax.lax.broadcasted_iota(jnp.int32, indices.shape, axis) for axis in range(x.ndim)]
+        index_arrays[self.axis] = indices.astype(jnp.int32)
+        return _write(x, tuple(index_arrays), updates, self.kind)
 
 
 @dataclass(frozen=True)
 class ScatterNd(Mir):
-    """x with `x[indices[i…, 0], indices[i…, 1], …] ∘ updates[i…]`, ∘ by `kind` as in `Scatter`; `GatherNd` reads so."""
+    """Write updates by index tuples: `x[indices[i…, 0], indices[i…, 1], …] ∘= updates[i…]`, with ∘ as in `Scatter`.
+
+    The indices are as in `GatherNd`.
+    """
 
     traits = replace(MOVEMENT, widens=False)
     choices = {"kind": SCATTER}
@@ -197,21 +218,21 @@ class ScatterNd(Mir):
         x, indices, updates = operands
         _check_tuples("scatter_nd", x, indices)
         _check_scatter("scatter_nd", self.kind, x)
-        want = (*indices.shape[:-1], *x.shape[indices.shape[-1] :])
-        if updates.shape != want:
-            expected = TensorType(want, x.dtype)
+        expected_shape = (*indices.shape[:-1], *x.shape[indices.shape[-1] :])
+        if updates.shape != expected_shape:
+            expected = TensorType(expected_shape, x.dtype)
             raise ShapeError(f"scatter_nd: the updates of {indices} in {x} are {expected}, got {updates}")
 
     def eval(self, x: Array, indices: Array, updates: Array) -> Array:
         return _write(x, tuple(jnp.moveaxis(indices, -1, 0)), updates, self.kind)
 
 
-# -- the last tokens up to each, and what a sequence leaves of them behind its end -------------
+# -- windows of preceding tokens, and the context that a sequence leaves for the next call -----
 
 
 @dataclass(frozen=True)
 class TokenWindows(Mir):
-    """`y[b, t, j] = x[b, t + j]` for j < `width`: x `[B, S + width − 1, …]` → `[B, S, width, …]`."""
+    """Gather sliding windows of tokens: x `[B, S + width − 1, …]` → `[B, S, width, …]`, `y[b, t, j] = x[b, t + j]`."""
 
     traits = TOKENS
     operands = "x[_,_,…]"
@@ -232,9 +253,10 @@ class TokenWindows(Mir):
 
 @dataclass(frozen=True)
 class TailRows(Mir):
-    """`y[b, j] = x[b, lengths[b] + j]` for j < `count`: x `[B, S + count, …]` and lengths `[B]` in `0 … S`.
+    """Select the last `count` tokens of each row: x `[B, S + count, …]` and lengths `[B]` in `0 … S` → `[B, count, …]`.
 
-    Behind `count` tokens of the past and S new ones, of which a row has `lengths`: its last `count` tokens.
+    x has `count` tokens of preceding context, then S new tokens, of which the first `lengths[b]` are valid:
+    `y[b, j] = x[b, lengths[b] + j]`.
     """
 
     traits = TOKENS
@@ -248,22 +270,22 @@ class TailRows(Mir):
             raise ShapeError(f"tail_rows: x is [B, S + {self.count}, …], got {x}")
 
     def eval(self, x: Array, lengths: Array) -> Array:
-        if isinstance(x.shape[1], int) and x.shape[1] == self.count + 1:  # one new token, or none
-            new = (lengths > 0).reshape(-1, *(1,) * (x.ndim - 1))
-            return jnp.where(new, x[:, 1:], x[:, :-1])
+        if isinstance(x.shape[1], int) and x.shape[1] == self.count + 1:  # decoding: one new token per row, or none
+            has_new = (lengths > 0).reshape(-1, *(1,) * (x.ndim - 1))
+            return jnp.where(has_new, x[:, 1:], x[:, :-1])
         return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, self.count))(x, lengths)
 
 
-# -- numbers of the distance between two tokens ------------------------------------------------
+# -- relative positions ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RelativeBuckets(Mir):
-    """The bucket of key t seen from query s: x with S tokens along `axis` → int32 `[S, S]`.
+    """Return the bucket of the distance from query s to key t, int32 `[S, S]`, for x with S tokens along `axis`.
 
-    Half of the `buckets` are for keys up to the query's own, half for those behind it. Of each half, one half is for
-    the distances 0, 1, 2 …, one each; the rest for those up to `max_distance`, wider by a constant factor, and all
-    that are further away (Raffel et al. 2020, section 2.1; T5, MPNet).
+    Half of the `buckets` are for keys up to the query, half for keys after it. In each half, the first half of the
+    buckets is for the distances 0, 1, 2, …, one each. The others grow by a constant factor up to `max_distance`, and
+    the last one includes all larger distances (Raffel et al. 2020, section 2.1; T5, MPNet).
     """
 
     traits = replace(TOKENS, bytes=results_written)
@@ -283,15 +305,18 @@ class RelativeBuckets(Mir):
             )
 
     def eval(self, x: Array) -> Array:
-        at = jnp.arange(x.shape[self.axis], dtype=jnp.int32)
-        behind = at[:, None] - at[None, :]
-        near = jnp.minimum(jnp.abs(behind), jnp.int32(self.max_distance))
-        later = jnp.where(behind < 0, jnp.int32(self.buckets // 2), jnp.int32(0))
-        return jnp.take(jnp.asarray(self.of_distance()), near, mode="clip") + later
+        positions = jnp.arange(x.shape[self.axis], dtype=jnp.int32)
+        distance = positions[:, None] - positions[None, :]
+        clipped = jnp.minimum(jnp.abs(distance), jnp.int32(self.max_distance))
+        half_offset = jnp.where(distance < 0, jnp.int32(self.buckets // 2), jnp.int32(0))
+        return jnp.take(jnp.asarray(self.of_distance()), clipped, mode="clip") + half_offset
 
     def of_distance(self) -> npt.NDArray[np.int32]:
-        """The bucket of each distance up to `max_distance`, in f32 as the reference computes it: on the host, so that
-        no device rounds a logarithm to the other side of a border."""
+        """Return the bucket of each distance from 0 to `max_distance`, int32.
+
+        The logarithms are f32, as in the reference implementation, and computed on the host: a device could round one
+        to the other side of a bucket's border.
+        """
         half = self.buckets // 2
         exact = half // 2
         distance = np.arange(self.max_distance + 1)

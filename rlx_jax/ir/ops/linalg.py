@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""Ops of linear algebra: matrix products, einsum, Fourier transforms, linear systems and determinants."""
 
 from __future__ import annotations
 
@@ -19,34 +19,49 @@ from rlx_jax.ir.types import TensorType, is_float, is_static
 
 
 def check_product(op: str, x: TensorType, w: TensorType, contract: int) -> None:
-    """The checks of `x · w` where axis `contract` (0 or 1) of `w` is summed over."""
+    """Check the product `x · w` that contracts the last axis of x and axis `contract` of w.
+
+    Args:
+        op: name of the op, for messages.
+        x: type of x, `[…, K]`.
+        w: type of the rank-2 weight.
+        contract: 0 for w `[K, N]`, 1 for w `[N, K]`.
+
+    Raises:
+        ShapeError: the ranks or the contracted sizes do not fit.
+        DTypeError: x and w differ in dtype.
+    """
     if contract not in (0, 1):
         raise ShapeError(f"{op}: contract is 0 or 1, an axis of the weight; got {contract!r}")
     if w.rank != 2 or x.rank < 1:
         raise ShapeError(f"{op}: the weight has rank 2, got {w}, and x at least 1, got {x}").of(1)
     if x.shape[-1] != w.shape[contract]:
-        turned = f"transpose={not contract}" if op == "linear" else "transpose w"
-        other = f"; the other orientation of w fits: {turned}" if x.shape[-1] == w.shape[1 - contract] else ""
+        remedy = f"transpose={not contract}" if op == "linear" else "transpose w"
+        other = f"; the other orientation of w fits: {remedy}" if x.shape[-1] == w.shape[1 - contract] else ""
         raise ShapeError(
             f"{op}: last axis of x {x} is {x.shape[-1]}, axis {contract} of w {w} is {w.shape[contract]}{other}"
         ).of(0, 1)
     if x.dtype != w.dtype:
-        ids = op == "linear" and x.dtype.kind in "iu"
-        told = "token ids go through an embedding first, other integers are cast" if ids else "cast one of them"
-        raise DTypeError(f"{op}: x is {x}, w is {w}; {told}")
+        is_ids = op == "linear" and x.dtype.kind in "iu"
+        hint = "token ids go through an embedding first, other integers are cast" if is_ids else "cast one of them"
+        raise DTypeError(f"{op}: x is {x}, w is {w}; {hint}")
 
 
 def check_linear(op: str, operands: Types, contract: int, f32_result: bool) -> None:
-    """The checks of `x · w [+ b]`: b is as long as the product is wide, in its dtype, and never broadcast."""
+    """Check `x · w [+ b]`: b has the width and the dtype of the product, and is not broadcast.
+
+    Raises:
+        ShapeError, DTypeError: as `check_product`, or the bias has another type.
+    """
     x, w, *bias = operands
     check_product(op, x, w, contract)
-    want = TensorType((w.shape[1 - contract],), jnp.dtype("float32") if f32_result else x.dtype)
-    if bias and bias[0] != want:
-        raise ShapeError(f"{op}: the bias of x {x} and w {w} is {want}, got {bias[0]}").of(2)
+    bias_type = TensorType((w.shape[1 - contract],), jnp.dtype("float32") if f32_result else x.dtype)
+    if bias and bias[0] != bias_type:
+        raise ShapeError(f"{op}: the bias of x {x} and w {w} is {bias_type}, got {bias[0]}").of(2)
 
 
 def product_text(name: str, contract: int, precision: str, f32_result: bool) -> str:
-    """How dumps print a product: what is not at its default."""
+    """Return the text of a product in dumps: its name and the options that differ from their defaults."""
     notes = [f"contract={contract}"] if contract else []
     notes += [f"precision={precision}"] if precision != "default" else []
     notes += ["f32"] if f32_result else []
@@ -54,15 +69,16 @@ def product_text(name: str, contract: int, precision: str, f32_result: bool) -> 
 
 
 def _contraction(op: Any, operands: Types, results: Types) -> int:
+    """Return the FLOPs: a multiplication and an addition for each result and contracted entry."""
     return 2 * results[0].size * int(operands[0].shape[-1])
 
 
 @dataclass(frozen=True)
 class MatMul(Mir):
-    """`x · w` with a rank-2 `w`: x `[…, K]`; w `[K, N]` (`contract=0`) or `[N, K]` (`contract=1`) → `[…, N]`.
+    """Matrix product `x · w`: x `[…, K]`, w `[K, N]` (`contract=0`) or `[N, K]` (`contract=1`) → `[…, N]`.
 
-    The orientation is the Layout's choice. `precision` pins the algorithm of this one product
-    ("default", "high", "highest"), whatever jax's global configuration says.
+    The Layout chooses the orientation of w. `precision` ("default", "high", "highest") overrides JAX's global setting
+    for this product. With `f32_result` the result is f32, else it has the dtype of x.
     """
 
     traits = product_traits(_contraction)
@@ -86,7 +102,7 @@ class MatMul(Mir):
 
 @dataclass(frozen=True)
 class BatchMatMul(Mir):
-    """NumPy's `a @ b`: `[…, M, K] × […, K, N]`, leading axes broadcast."""
+    """Batched matrix product, NumPy's `a @ b`: `[…, M, K] × […, K, N]` → `[…, M, N]`; leading axes broadcast."""
 
     traits = product_traits(_contraction)
     operands = "a b:a"
@@ -105,15 +121,16 @@ class BatchMatMul(Mir):
 
 
 def product(a: TensorType, b: TensorType) -> MatMul | BatchMatMul:
-    """The op of `a @ b`: a `MatMul` where `b` is a matrix."""
+    """Return the op of `a @ b`: a `MatMul` if `b` is a matrix and `a` no vector, else a `BatchMatMul`."""
     return MatMul() if b.rank == 2 and a.rank > 1 else BatchMatMul()
 
 
 @dataclass(frozen=True)
 class Einsum(Mir):
-    """`jax.numpy.einsum(subscripts, *operands)`: a sum over products by named axes. Operands have one dtype.
+    """Sum of products over named axes, `jax.numpy.einsum(subscripts, *operands)`; operands have the same dtype.
 
-    `precision` as in `MatMul`; the result, and the sums, are of dtype `result` where it is given.
+    `precision` is as in `MatMul`. The result has the dtype `result`, in which sums are accumulated too; the default is
+    the dtype of the operands.
     """
 
     traits = product_traits(traced_flops)
@@ -124,8 +141,8 @@ class Einsum(Mir):
 
     def check(self, *operands: TensorType) -> None:
         if len({t.dtype for t in operands}) != 1:
-            given = ", ".join(map(str, operands)) or "none"
-            raise DTypeError(f"einsum: operands have one dtype, got {given}; cast them")
+            dtypes = ", ".join(map(str, operands)) or "none"
+            raise DTypeError(f"einsum: operands have one dtype, got {dtypes}; cast them")
         terms, _, _ = self.subscripts.partition("->")
         if terms.count(",") + 1 != len(operands):
             raise ShapeError(f"einsum: {self.subscripts!r} reads {terms.count(',') + 1} operands, got {len(operands)}")
@@ -140,18 +157,22 @@ class Einsum(Mir):
 
 TRANSFORMS = {"fft": jnp.fft.fft, "ifft": jnp.fft.ifft, "rfft": jnp.fft.rfft, "irfft": jnp.fft.irfft}
 NORMS = ("backward", "ortho", "forward")
-# What a rounded operand would spoil: it keeps its dtype, whatever the program computes in.
+# Traits of ops that lose too much accuracy with rounded operands: mixed precision does not narrow the operands.
 WHOLE = replace(REDUCTION, narrows=0)
 
 
 @dataclass(frozen=True)
 class Fft(Mir):
-    """The discrete Fourier transform along `axis`, in f32 and c64: `jax.numpy.fft`.
+    """Discrete Fourier transform along `axis`, in f32 and c64, as in `jax.numpy.fft`.
 
-    `fft`: X_k = Σ_j x_j e^(−2πi jk/n), of floats or c64, as c64; `ifft` the inverse, with 1/n. `rfft`: of floats, the
-    first ⌊n/2⌋ + 1 of X; `irfft` its inverse, n floats. `n` entries are read, zeros behind the last (None: all; of
-    `irfft` 2(m − 1) for m). `norm` says where 1/n stands: `backward` in the inverse, `forward` in the other, `ortho`
-    1/√n in both.
+    Args:
+        kind: `fft`, X_k = Σ_j x_j e^(−2πi jk/n), maps floats or c64 to c64; `ifft` is its inverse, with the factor 1/n.
+            `rfft` maps floats to the first ⌊n/2⌋ + 1 entries of X; `irfft` is its inverse, with n floats as the result.
+        n: number of entries; the axis is truncated, or padded with zeros at its end. The default is all entries, or
+            2(m − 1) for m entries of an `irfft`.
+        axis: the axis.
+        norm: factor of the transforms: `backward` has 1/n in the inverse, `forward` in the forward transform, `ortho`
+            1/√n in both.
     """
 
     traits = WHOLE
@@ -176,26 +197,26 @@ class Fft(Mir):
 
     def eval(self, x: Array) -> Array:
         wide = x.astype(jnp.float32) if is_float(x.dtype) else x
-        found: Array = TRANSFORMS[self.kind](wide, n=self.n, axis=self.axis, norm=self.norm)
-        return found
+        spectrum: Array = TRANSFORMS[self.kind](wide, n=self.n, axis=self.axis, norm=self.norm)
+        return spectrum
 
 
-# Matrices of as many rows as columns, in floats.
+# Declaration of square floating matrices.
 MATRICES = "a:float[…,N!,N!]"
 
 
 def eliminations(op: Any, operands: Types, results: Types) -> int:
-    """⅔n³ of the factors, and 2n² for each column."""
+    """Return the FLOPs of Gaussian elimination: ⅔n³ for the factors of each matrix, and 2n² for each column."""
     n = int(operands[0].shape[-1])
-    matrices, columns = operands[0].size // n**2, sum(b.size for b in operands[1:]) // n
-    return matrices * (2 * n**3 // 3) + 2 * n * n * columns
+    num_matrices, num_columns = operands[0].size // n**2, sum(b.size for b in operands[1:]) // n
+    return num_matrices * (2 * n**3 // 3) + 2 * n * n * num_columns
 
 
 @dataclass(frozen=True)
 class Solve(Mir):
-    """The x with `a x = b`, by LU factors in f32: a `[..., n, n]`, b `[..., n, k]`, or `[n]` beside one `[n, n]`.
+    """Solve `a x = b` by LU factorization in f32: a `[..., n, n]`, b `[..., n, k]`, or a `[n, n]`, b `[n]`.
 
-    A matrix without an inverse gives infinities or NaN, as `jax.numpy.linalg.solve` does.
+    A singular matrix gives infinities or NaN, as in `jax.numpy.linalg.solve`.
     """
 
     traits = replace(WHOLE, flops=eliminations)
@@ -208,17 +229,17 @@ class Solve(Mir):
             raise ShapeError(f"solve: b is [..., n, k] beside a [..., n, n], or [n] beside [n, n]; got {a} and {b}")
 
     def eval(self, a: Array, b: Array) -> Array:
-        found: Array = jnp.linalg.solve(a.astype(jnp.float32), b.astype(jnp.float32))
-        return found.astype(a.dtype)
+        solution: Array = jnp.linalg.solve(a.astype(jnp.float32), b.astype(jnp.float32))
+        return solution.astype(a.dtype)
 
 
 @dataclass(frozen=True)
 class Det(Mir):
-    """The determinant of each matrix, in f32: `[..., n, n]` → `[...]`."""
+    """Compute the determinant of each matrix in f32: `[..., n, n]` → `[...]`."""
 
     traits = replace(WHOLE, flops=eliminations)
     operands = MATRICES
 
     def eval(self, a: Array) -> Array:
-        found: Array = jnp.linalg.det(a.astype(jnp.float32))
-        return found.astype(a.dtype)
+        determinant: Array = jnp.linalg.det(a.astype(jnp.float32))
+        return determinant.astype(a.dtype)

@@ -1,4 +1,4 @@
-"""Norms."""
+"""Norms: RMSNorm, LayerNorm, and standardization without weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from rlx_jax.ir.types import TensorType
 
 
 def check_norm(op: str, x: TensorType, scales: Sequence[TensorType], first: int = 1) -> None:
-    """The checks of a norm of `x` over its last axis with weights `scales`, the operands from `first` on."""
+    """Check the weights of a norm of `x` over its last axis.
+
+    Args:
+        op: name of the op, for messages.
+        x: type of the normalised value.
+        scales: types of the weights, `[H]` or the last axes of x.
+        first: index of the first weight among the operands.
+
+    Raises:
+        ShapeError: a weight has another shape.
+    """
     for place, scale in enumerate(scales, first):
         if not 0 < scale.rank <= x.rank or scale.shape != x.shape[-scale.rank :]:
             raise ShapeError(f"{op}: x is {x}, so weights are [{x.shape[-1]}], or its last axes; got {scale}").of(place)
@@ -25,12 +35,13 @@ def check_norm(op: str, x: TensorType, scales: Sequence[TensorType], first: int 
 
 @dataclass(frozen=True)
 class RmsNormOp(Mir):
-    """`x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]` over the last axis; the statistic is taken in f32.
+    """RMSNorm over the last axis: `x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`, with the mean in f32.
 
-    γ and β are `[H]`, or as long as the last axes of x (`[N, H]`: weights for each head).
+    γ and β are `[H]`, or have the shape of the last axes of x (`[N, H]`: weights for each head).
 
-    Rounding, visible in bf16 only, is that of Hugging Face's models. Without an offset (Llama) the normalised value is
-    rounded to x's dtype before γ is applied; with one (Gemma: 1) all is in f32, offset + γ too, and rounded once.
+    Rounding follows Hugging Face's models, which matters in bf16 only. Without an offset (Llama) the normalised value
+    is rounded to the dtype of x before γ is applied. With an offset (Gemma: 1) everything is f32, offset + γ too, and
+    is rounded once.
     """
 
     traits = NORM
@@ -57,9 +68,9 @@ class RmsNormOp(Mir):
 
 @dataclass(frozen=True)
 class LayerNormOp(Mir):
-    """`(x − mean x) · (var x + ε)^(−1/2) [⊙ γ] [+ β]` over the last axis, biased two-pass variance, in f32.
+    """LayerNorm over the last axis: `(x − mean x) · (var x + ε)^(−1/2) [⊙ γ] [+ β]`, biased two-pass variance, in f32.
 
-    Operands: x, then γ if `scaled`, then β if `shifted`; `[H]`, or as long as the last axes of x.
+    Operands: x, then γ if `scaled`, then β if `shifted`. Both are `[H]`, or have the shape of the last axes of x.
     """
 
     traits = NORM
@@ -76,9 +87,9 @@ class LayerNormOp(Mir):
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         y = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
-        rest = [w.astype(jnp.float32) for w in weights]
-        y = jnp.multiply(*same_rank(y, rest[0])) if self.scaled else y
-        return (jnp.add(*same_rank(y, rest[-1])) if self.shifted else y).astype(x.dtype)
+        f32_weights = [w.astype(jnp.float32) for w in weights]
+        y = jnp.multiply(*same_rank(y, f32_weights[0])) if self.scaled else y
+        return (jnp.add(*same_rank(y, f32_weights[-1])) if self.shifted else y).astype(x.dtype)
 
     @classmethod
     def name(cls) -> str:
@@ -87,9 +98,9 @@ class LayerNormOp(Mir):
 
 @dataclass(frozen=True)
 class Standardize(Mir):
-    """`(x − mean x) · (var x + ε)^(−1/2)` over `axes`, biased two-pass variance, in f32: a norm without weights.
+    """Standardize over `axes`, a norm without weights: `(x − mean x) · (var x + ε)^(−1/2)`, biased variance, in f32.
 
-    Without `centre` the mean is not subtracted: `x · (mean(x²) + ε)^(−1/2)`.
+    The variance takes two passes. Without `centre` the mean is not subtracted: `x · (mean(x²) + ε)^(−1/2)`.
     """
 
     traits = NORM

@@ -1,4 +1,4 @@
-"""Ops that compare the entries of an axis with each other: the largest and where it stands, sorting."""
+"""Ops that order the entries of an axis: argmax and argmin, sort, top-k, and sampling from logits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ Array = jax.Array
 
 
 def _turned(x: Array) -> Array:
-    """Numbers in the opposite order."""
+    """Return x with the order of its numbers reversed."""
+    # `~` instead of `-` for integers: the lowest integer has no negative, and unsigned ones have none at all.
     return -x if is_float(x.dtype) else ~x
 
 
 @dataclass(frozen=True)
 class ArgReduce(Mir):
-    """Where the largest (argmax) or smallest (argmin) entry along `axis` stands, int32: the first, or the `last`."""
+    """Return the int32 index of the largest (argmax) or smallest (argmin) entry along `axis`.
+
+    Of equal entries it is the first, or with `last` the last.
+    """
 
     traits = replace(REDUCTION, widens=False)
 
@@ -39,15 +43,15 @@ class ArgReduce(Mir):
         find = jnp.argmax if self.kind == "argmax" else jnp.argmin
         if not self.last:
             return find(x, axis=self.axis, keepdims=self.keepdims).astype(jnp.int32)
-        behind = find(jnp.flip(x, self.axis), axis=self.axis, keepdims=self.keepdims)
-        return (x.shape[self.axis] - 1 - behind).astype(jnp.int32)
+        from_end = find(jnp.flip(x, self.axis), axis=self.axis, keepdims=self.keepdims)
+        return (x.shape[self.axis] - 1 - from_end).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
 class Sort(Mir):
-    """The entries along `axis` in ascending order, or `descending`; equal ones keep their order.
+    """Sort the entries along `axis` in ascending order, or `descending`; the sort is stable.
 
-    With `indices`: where each stood before, as int32, in place of the entries themselves.
+    With `indices` the result is the int32 index of each entry in x, instead of the entries.
     """
 
     traits = replace(REDUCTION, widens=False)
@@ -65,10 +69,10 @@ class Sort(Mir):
 
 @dataclass(frozen=True)
 class TopK(Mir):
-    """The `k` largest entries along `axis`, or the smallest, the foremost first: values, and where they stand (int32).
+    """Select the `k` largest entries along `axis`, or the smallest, best first: values and int32 indices.
 
-    Of equal entries the one that stands first comes first. `roles` are what the other axes of x are
-    (`rlx_jax.ir.roles`), where a pass divided the program over a mesh.
+    Equal entries keep their order. `roles` are the roles of the other axes of x (`rlx_jax.ir.roles`), set by a pass
+    that shards the program over a mesh.
     """
 
     traits = replace(REDUCTION, widens=False)
@@ -86,22 +90,23 @@ class TopK(Mir):
             raise ShapeError(f"top_k: k is between 1 and the size of axis {self.axis} of {x}, got {self.k}")
 
     def eval(self, x: Array) -> tuple[Array, Array]:
+        # lax.top_k works on the last axis and finds the largest entries only.
         rows = jnp.moveaxis(x, self.axis, -1)
-        found, at = jax.lax.top_k(rows if self.largest else _turned(rows), self.k)
-        values = found if self.largest else _turned(found)
-        return jnp.moveaxis(values, -1, self.axis), jnp.moveaxis(at, -1, self.axis)
+        top, indices = jax.lax.top_k(rows if self.largest else _turned(rows), self.k)
+        values = top if self.largest else _turned(top)
+        return jnp.moveaxis(values, -1, self.axis), jnp.moveaxis(indices, -1, self.axis)
 
 
-# -- drawing a class from logits ---------------------------------------------------------------
+# -- sampling from logits ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sample(Mir):
-    """One class of each row, i32: logits `[…, V]`, a seed of rank 0 (i32 or u32) → `[…]`.
+    """Sample one class for each row: logits `[…, V]`, a seed of rank 0 (i32 or u32) → i32 `[…]`.
 
-    In this order: logits / `temperature`; those below the `top_k`-th are dropped (equal ones stay); then those outside
-    of the shortest run of the likeliest whose probabilities reach `top_p`. A temperature of 0 takes the largest logit.
-    The numbers are those of `jax.random.categorical` under `jax.random.key(seed)`.
+    The steps are: divide the logits by `temperature`; drop logits below the `top_k`-th largest (ties with it remain);
+    keep the smallest set of most probable classes with a total probability of at least `top_p`. A temperature of 0
+    selects the largest logit. The samples equal `jax.random.categorical` with `jax.random.key(seed)`.
     """
 
     traits = replace(REDUCTION, narrows=0, widens=False)
@@ -126,11 +131,12 @@ class Sample(Mir):
         wide = wide / self.temperature
         ranked = jnp.sort(wide, axis=-1, descending=True)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = jax.lax.slice_in_dim(ranked, self.top_k - 1, self.top_k, axis=-1)
-            wide, ranked = (jnp.where(a < least, -jnp.inf, a) for a in (wide, ranked))
+            kth_largest = jax.lax.slice_in_dim(ranked, self.top_k - 1, self.top_k, axis=-1)
+            wide, ranked = (jnp.where(a < kth_largest, -jnp.inf, a) for a in (wide, ranked))
         if self.top_p is not None:
             mass = jax.nn.softmax(ranked, axis=-1)
-            before = jnp.cumsum(mass, axis=-1) - mass
-            last = jnp.min(jnp.where(before < self.top_p, ranked, jnp.inf), axis=-1, keepdims=True)
-            wide = jnp.where(wide < last, -jnp.inf, wide)
+            # A class remains if the more probable classes have less than `top_p`, so at least one remains.
+            mass_before = jnp.cumsum(mass, axis=-1) - mass
+            threshold = jnp.min(jnp.where(mass_before < self.top_p, ranked, jnp.inf), axis=-1, keepdims=True)
+            wide = jnp.where(wide < threshold, -jnp.inf, wide)
         return jax.random.categorical(jax.random.key(seed), wide, axis=-1).astype(jnp.int32)

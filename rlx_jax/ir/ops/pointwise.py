@@ -151,10 +151,10 @@ def _check_width(op: str, dtype: np.dtype[Any]) -> None:
     Raises:
         DTypeError: JAX would silently narrow the dtype, such as f64 to f32.
     """
-    usable = device_dtype(dtype)
-    if usable != dtype:
+    valid = device_dtype(dtype)
+    if valid != dtype:
         raise DTypeError(
-            f"{op}: programs hold no {short_name(dtype)}, JAX has no 64-bit numbers by default; use {short_name(usable)}"
+            f"{op}: programs hold no {short_name(dtype)}, JAX has no 64-bit numbers by default; use {short_name(valid)}"
         )
 
 

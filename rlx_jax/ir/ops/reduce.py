@@ -1,4 +1,4 @@
-"""Ops along an axis: reductions, softmax, running sums."""
+"""Ops along axes: reductions, softmax, and cumulative sums, products, maxima and minima."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlx_jax.ir.types import TensorType, is_float
 Array = jax.Array
 
 
+# Reductions by name.
 REDUCE: dict[str, Callable[..., Array]] = {
     "sum": jnp.sum,
     "mean": jnp.mean,
@@ -32,7 +33,7 @@ REDUCE: dict[str, Callable[..., Array]] = {
     "std": jnp.std,  # √var
 }
 
-# Running reductions, and what each gives of nothing.
+# Cumulative reductions by name, and the value of each over no entries.
 CUMULATIVE: dict[str, tuple[Callable[..., Array], float]] = {
     "sum": (jax.lax.cumsum, 0.0),
     "prod": (jax.lax.cumprod, 1.0),
@@ -41,15 +42,16 @@ CUMULATIVE: dict[str, tuple[Callable[..., Array], float]] = {
 }
 
 
+# Reductions that need floats.
 OF_FLOATS = ("mean", "logsumexp", "var", "std")
 
 
 @dataclass(frozen=True)
 class Reduce(Mir):
-    """A reduction of `REDUCE` over `axes`, in the dtype of the operand: whole numbers are not widened.
+    """Reduce `axes` by a function of `REDUCE`; the result has the dtype of the operand, so integers are not widened.
 
-    `any` and `all` give bools. Means, logsumexp, variances and deviations need floats, a sum and a product need
-    numbers; cast what is none. `ddof` is taken from the count in a variance or deviation.
+    `any` and `all` return bools. Mean, logsumexp, variance and standard deviation need floats, sum and product need
+    numbers; cast other operands first. `ddof` is subtracted from the count in a variance or standard deviation.
     """
 
     traits = REDUCTION
@@ -73,13 +75,13 @@ class Reduce(Mir):
             raise DTypeError(f"reduce_{self.kind}: needs numbers, got {operands[0]}; cast it to i32 first")
 
     def eval(self, x: Array) -> Array:
-        # jax.numpy sums small whole numbers in 32 bits, and says so in the result.
-        whole = {"dtype": x.dtype} if self.kind in ("sum", "prod") and jnp.issubdtype(x.dtype, jnp.integer) else {}
-        if self.kind in ("var", "std", "logsumexp"):  # statistics are taken in f32
-            more = {} if self.kind == "logsumexp" else {"ddof": self.ddof}
-            wide = REDUCE[self.kind](x.astype(jnp.float32), axis=self.axes, keepdims=self.keepdims, **more)
+        # jax.numpy widens small integers in sums and products to 32 bits; `dtype` keeps the operand's dtype.
+        dtype = {"dtype": x.dtype} if self.kind in ("sum", "prod") and jnp.issubdtype(x.dtype, jnp.integer) else {}
+        if self.kind in ("var", "std", "logsumexp"):  # computed in f32
+            ddof = {} if self.kind == "logsumexp" else {"ddof": self.ddof}
+            wide = REDUCE[self.kind](x.astype(jnp.float32), axis=self.axes, keepdims=self.keepdims, **ddof)
             return wide.astype(x.dtype)
-        return REDUCE[self.kind](x, axis=self.axes, keepdims=self.keepdims, **whole)
+        return REDUCE[self.kind](x, axis=self.axes, keepdims=self.keepdims, **dtype)
 
     def text(self) -> str:
         notes = [", keepdims"] * self.keepdims + ([f", ddof={self.ddof}"] if self.ddof else [])
@@ -88,7 +90,7 @@ class Reduce(Mir):
 
 @dataclass(frozen=True)
 class Softmax(Mir):
-    """`exp(x − max x) / Σ exp(x − max x)` along `axis`, in f32."""
+    """Softmax along `axis`, `exp(x − max x) / Σ exp(x − max x)`, in f32."""
 
     traits = REDUCTION
     operands = "x:float@axis"
@@ -101,7 +103,7 @@ class Softmax(Mir):
 
 @dataclass(frozen=True)
 class LogSoftmax(Mir):
-    """`x − max x − ln Σ exp(x − max x)` along `axis`, in f32."""
+    """Log-softmax along `axis`, `x − max x − ln Σ exp(x − max x)`, in f32."""
 
     traits = REDUCTION
     operands = "x:float@axis"
@@ -113,11 +115,19 @@ class LogSoftmax(Mir):
 
 
 def _running(x: Array, kind: str, axis: int, exclusive: bool, reverse: bool) -> Array:
-    """A running reduction in x's own dtype: from the last entry on if `reverse`, without each entry if `exclusive`."""
-    fn, nothing = CUMULATIVE[kind]
+    """Return the cumulative reduction `kind` of x along `axis`, in the dtype of x.
+
+    Args:
+        x: the array.
+        kind: a name in `CUMULATIVE`.
+        axis: the axis.
+        exclusive: entry i excludes x_i.
+        reverse: accumulate from the last entry.
+    """
+    fn, empty_value = CUMULATIVE[kind]
     axis %= x.ndim
-    if exclusive:  # the first entry in the order of the sum stands before them all
-        edge = jnp.full((), _least(nothing, x.dtype), x.dtype)
+    if exclusive:  # shift by one entry, with the value of an empty reduction at the edge
+        edge = jnp.full((), _least(empty_value, x.dtype), x.dtype)
         sides = (0, 1, 0) if reverse else (1, 0, 0)
         shifted = jax.lax.pad(x, edge, [sides if i == axis else (0, 0, 0) for i in range(x.ndim)])
         start = 1 if reverse else 0
@@ -126,7 +136,7 @@ def _running(x: Array, kind: str, axis: int, exclusive: bool, reverse: bool) -> 
 
 
 def _least(value: float, dtype: np.dtype[Any]) -> Any:
-    """An infinity as whole numbers have it."""
+    """Return `value`, or for an infinity and an integer dtype the lowest or highest number of the dtype."""
     if is_float(dtype) or math.isfinite(value):
         return value
     return jnp.iinfo(dtype).min if value < 0 else jnp.iinfo(dtype).max
@@ -134,10 +144,10 @@ def _least(value: float, dtype: np.dtype[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Cumulative(Mir):
-    """The running product, maximum or minimum (`prod`, `max`, `min`) of `x₀ … xᵢ` along `axis`.
+    """Cumulative product, maximum or minimum (`prod`, `max`, `min`) of `x₀ … xᵢ` along `axis`.
 
-    `reverse`: of `xᵢ … xₙ`. `exclusive`: without `xᵢ`; of nothing the product is 1, the maximum the least number of the
-    dtype (−∞ for floats), the minimum the largest. `Cumsum` has the sums.
+    `reverse` reduces `xᵢ … xₙ`. `exclusive` excludes `xᵢ`; over no entries the product is 1, the maximum the lowest
+    number of the dtype (−∞ for floats), the minimum the highest. See `Cumsum` for sums.
     """
 
     traits = REDUCTION
@@ -159,9 +169,9 @@ class Cumulative(Mir):
 
 @dataclass(frozen=True)
 class Cumsum(Mir):
-    """The running sum `x₀ + … + xᵢ` along `axis`, floats in f32.
+    """Cumulative sum `x₀ + … + xᵢ` along `axis`; floats are summed in f32.
 
-    `exclusive`: without `xᵢ`, so that the first is 0. `reverse`: `xᵢ + … + xₙ`, so that the last is the first sum.
+    `exclusive` excludes `xᵢ`, so that the first result is 0. `reverse` sums `xᵢ + … + xₙ`.
     """
 
     traits = REDUCTION

@@ -69,7 +69,7 @@ class Patches(Mir):
 
 
 def cubic(x: Array, a: float) -> Array:
-    """Return Keys' cubic convolution kernel at x: 1 at 0, 0 at other integers and for |x| ≥ 2; `a` is its slope at 1."""
+    """Return Keys' cubic kernel at x: 1 at 0, 0 at other integers and for |x| ≥ 2; `a` is its slope at 1."""
     x = jnp.abs(x)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
