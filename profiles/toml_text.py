@@ -116,14 +116,14 @@ def _place(text: str | bytes, offset: int, source: str) -> str:
 def _syntax_message(message: str, text: str, source: str) -> str:
     """Return the message of the TOML parser with our form of the position, and a hint for typographic quotes."""
     match = _WHERE.fullmatch(message)
-    what = match[1] if match else message
+    problem = match[1] if match else message
     if match and match[2]:
-        place = f"{source}, line {match[2]}, column {match[3]}"
+        position = f"{source}, line {match[2]}, column {match[3]}"
     else:
-        place = _place(text, len(text), source) if match else source
+        position = _place(text, len(text), source) if match else source
     after = text.split("\n")[int(match[2]) - 1][int(match[3]) - 1 :] if match and match[2] else ""
     hint = f' at {quote(after[:1])}; strings stand in straight quotes, "…"' if after[:1] in _CURLY and after else ""
-    return f"{place}: {what if len(what) <= 120 else what[:119] + '…'}{hint}"
+    return f"{position}: {problem if len(problem) <= 120 else problem[:119] + '…'}{hint}"
 
 
 def dump(tables: Mapping[str, Any]) -> str:

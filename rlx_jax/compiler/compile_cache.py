@@ -131,8 +131,8 @@ def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tu
         writable = False
         _warn(f"compile cache off: {error}; repair it, or set {VARIABLE} to another directory or to off")
     except Exception as error:  # an unpickled payload may fail in any way; so does a runtime that refuses it
-        what = str(error) if isinstance(error, IntegrityError) else first_line(error)
-        _warn(f"compile cache: an entry cannot be used, the program is compiled again and the entry replaced: {what}")
+        reason = str(error) if isinstance(error, IntegrityError) else first_line(error)
+        _warn(f"compile cache: an entry cannot be used, the program is compiled again and the entry replaced: {reason}")
     compiled = lowered.compile()
     if writable:
         _write(store, key, compiled)

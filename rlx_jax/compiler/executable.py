@@ -118,7 +118,7 @@ class Executable:
         return all(map(stands, arguments, self.placement))
 
     def run(self, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-        """Run the program with the arguments of the pure function; arrays on the host are copied to the device."""
+        """Run the program and return its results. Arrays on the host are copied to the device."""
         arguments = (params, state, *parted(inputs, self.consumed))
         results: Results = self.call(*on_device(arguments, self.placement))
         return results
@@ -139,8 +139,8 @@ def on_device(arrays: T, at: Sequence[Any] = ()) -> T:
     if not guarded():
         return arrays
     leaves, tree = jax.tree.flatten(arrays)
-    moved = [jax.device_put(x, at[i] if at else None) if isinstance(x, HOST) else x for i, x in enumerate(leaves)]
-    return jax.tree.unflatten(tree, moved)  # type: ignore[no-any-return]
+    copies = [jax.device_put(x, at[i] if at else None) if isinstance(x, HOST) else x for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(tree, copies)  # type: ignore[no-any-return]
 
 
 def guarded() -> bool:
@@ -158,8 +158,8 @@ def stands(argument: Any, sharding: Any) -> bool:
     """Return whether an argument can be passed to a program that was compiled for this sharding."""
     if sharding is None or not isinstance(argument, jax.Array):  # host arrays are copied to the required devices
         return True
-    placed = argument.sharding
-    return placed is sharding or not argument.committed or placed.is_equivalent_to(sharding, argument.ndim)
+    current = argument.sharding
+    return current is sharding or not argument.committed or current.is_equivalent_to(sharding, argument.ndim)
 
 
 def parted(inputs: Arrays, consumed: tuple[str, ...]) -> tuple[Arrays, ...]:
@@ -221,8 +221,8 @@ def compile_program(
     donated = ((1,) if donates_state else ()) + ((3,) if consumed else ())
     options = dict(lir.plan.compiler_options) or None
     # `keep_unused`: an array of the state that is written but not read, as in prefill, still donates its memory.
-    at = places(shardings, state, consumed)
-    jitted = jax.jit(called, donate_argnums=donated, compiler_options=options, keep_unused=donates_state, **at)
+    placements = places(shardings, state, consumed)
+    jitted = jax.jit(called, donate_argnums=donated, compiler_options=options, keep_unused=donates_state, **placements)
     start = time.perf_counter()
     arguments = (params, state, *parted(inputs, consumed))
     with without_deprecation(lir.plan.choices):
@@ -233,7 +233,7 @@ def compile_program(
         # `profile()` reads block paths from the HLO. They are not in the StableHLO, so the cache key needs them too.
         paths = "\n".join(str(node.origin.path) for _, node in lir.graph.walk())
         with out_of_memory(f"compiling {name}"):
-            compiled, loaded = compile_lowered(lowered, arguments, (options, at, paths))
+            compiled, from_cache = compile_lowered(lowered, arguments, (options, placements, paths))
     except jax.errors.JaxRuntimeError as error:
         if not any(f"{wrong} option" in str(error) for wrong in ("compile", "setting")):
             raise
@@ -245,13 +245,13 @@ def compile_program(
     placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement, loaded)
+    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement, from_cache)
 
 
 def prove(
     lir: Lir, compiled: Any, lowered: Any, shardings: Shardings | None, beside: Mapping[str, Lir], name: str
 ) -> DonationProof:
-    """Examine whether a compiled program updates its state in place.
+    """Return the proof that a compiled program updates its state in place, or its problems.
 
     The arguments are as in `compile_program`, with JAX's stages.
 

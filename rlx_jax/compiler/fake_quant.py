@@ -62,12 +62,12 @@ def insert_q_dq(module: GraphModule, record: Mapping[Value, Scale]) -> GraphModu
     def enter(inner: Graph) -> Rewrite:
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             # The record has values of the top-level graph; node numbers in a region mean other nodes.
-            chosen = {i: scales.get(Value(number, i)) for i in range(len(node.types))} if inner is graph else {}
-            if not any(chosen.values()):
+            rounding = {i: scales.get(Value(number, i)) for i in range(len(node.types))} if inner is graph else {}
+            if not any(rounding.values()):
                 return None
             results = b.append(node.op, *inputs)
             writer = GraphModule(module.name, module.stage, b)
-            return tuple(v if (s := chosen[i]) is None else _rounded(writer, v, s) for i, v in enumerate(results))
+            return tuple(v if (s := rounding[i]) is None else _rounded(writer, v, s) for i, v in enumerate(results))
 
         return fn
 
@@ -76,7 +76,7 @@ def insert_q_dq(module: GraphModule, record: Mapping[Value, Scale]) -> GraphModu
 
 
 def _rounded(m: GraphModule, value: Value, s: Scale) -> Value:
-    """Append `dequantize(quantize(value))` to the module, in the dtype of the value."""
+    """Append `dequantize(quantize(value))` to the module, and return its value, in the dtype of the original."""
     zero = s.zero_point or None  # symmetric quantization needs no zero point
     dtype = m.type_of(value).dtype
     return m.own(m.dequantize(m.quantize(value, s.scale, zero, dtype=s.dtype), s.scale, zero, dtype=dtype))

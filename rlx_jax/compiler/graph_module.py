@@ -392,9 +392,9 @@ class GraphModule(ModuleBuilder):
         keys = dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
         profile = CompileProfile().replace(fusion={"policy": self.policy})
         types, stage = self.builder.types, self.stage
-        left = self.plan.unread if self.plan else ()
+        unread_keys = self.plan.unread if self.plan else ()
         return BuiltModel(
-            self.name, graph, source, profile, types, self, tuple(keys), left, stage=stage, plan=self.plan,
+            self.name, graph, source, profile, types, self, tuple(keys), unread_keys, stage=stage, plan=self.plan,
             captured=captured or Captured(),
         )  # fmt: skip
 

@@ -120,12 +120,12 @@ def check_axes(mesh: Mesh, axes: Mapping[str, tuple[str, ...]]) -> None:
     for role, names in axes.items():
         if len(set(names)) < len(names):
             raise ProfileError(f"sharding.{role} = {listing(names)}: an axis of a mesh stands there once")
-    used = {name for names in axes.values() for name in names}
-    idle = [str(name) for name, size in mesh.shape.items() if size > 1 and name not in used]
-    if idle:
+    in_use = {name for names in axes.values() for name in names}
+    unused = [str(name) for name, size in mesh.shape.items() if size > 1 and name not in in_use]
+    if unused:
         raise ProfileError(
-            f"mesh: nothing is divided over axis {listing(idle)}; by convention axes are data, "
-            'fsdp, tensor, expert and context, and sharding = {heads = ["' + idle[0] + '"], …} in the profile maps '
+            f"mesh: nothing is divided over axis {listing(unused)}; by convention axes are data, "
+            'fsdp, tensor, expert and context, and sharding = {heads = ["' + unused[0] + '"], …} in the profile maps '
             "roles to others"
         )
 
@@ -184,8 +184,8 @@ def at_home(arrays: T, division: Division | None) -> T:
             return jax.device_put(a, division.whole)
         return freed(a)
 
-    moved: T = jax.tree.map(home, arrays)
-    return moved
+    adapted: T = jax.tree.map(home, arrays)
+    return adapted
 
 
 def in_any_mesh(function: Function, template: Template, lir: Lir, division: Division | None) -> Function:

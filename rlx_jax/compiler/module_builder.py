@@ -170,10 +170,10 @@ class ModuleBuilder(SpecBuilders[Value]):
             raise GraphError(f"{self.name}: set_outputs takes a list of values, got {type(values).__name__}: [value]")
         outputs = [self.own(v) for v in values]
         default = ("output",) if len(outputs) == 1 else tuple(f"output{i}" for i in range(len(outputs)))
-        chosen = as_names(names, f"{self.name}: set_outputs") or default
-        if len(chosen) != len(outputs):
-            raise GraphError(f"{self.name}: set_outputs: {len(outputs)} values and {len(chosen)} names")
-        self.outputs, self.output_names = outputs, chosen
+        output_names = as_names(names, f"{self.name}: set_outputs") or default
+        if len(output_names) != len(outputs):
+            raise GraphError(f"{self.name}: set_outputs: {len(outputs)} values and {len(output_names)} names")
+        self.outputs, self.output_names = outputs, output_names
 
     set_hir_outputs = set_outputs
 
@@ -203,16 +203,16 @@ def declared_param(
     """Return the op of a new parameter of the module `module`, which has `nodes` so far; see `ModuleBuilder.param`."""
     if not isinstance(name, str):
         raise GraphError(f"{module}: a weight key is a string, got {shown(name)}")
-    where = f"{module}: parameter {quote(name)}"
-    sizes = items_of(shape, where, "a list of sizes")
+    location = f"{module}: parameter {quote(name)}"
+    sizes = items_of(shape, location, "a list of sizes")
     if packed is None:
-        stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, where))
+        stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, location))
     else:
-        stored = as_stored(name, PackedSpec(sizes, dtype, packed), where)
+        stored = as_stored(name, PackedSpec(sizes, dtype, packed), location)
     declared = dict(key_kinds(stored))[name]
     for node in nodes:
         for key, kind in key_kinds(node.op.programs[0]) if isinstance(node.op, Param) else ():
             if key == name and kind != declared:
-                raise GraphError(f"{where} is {kind} and {declared}")
+                raise GraphError(f"{location} is {kind} and {declared}")
     program = cast(stored, device_dtype(stored.type.dtype))
     return Param((program,), type=program.type)

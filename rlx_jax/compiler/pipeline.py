@@ -107,8 +107,8 @@ class Template:
     @functools.cached_property
     def unread(self) -> tuple[str, ...]:
         """Return the inputs of the flow that this program does not have, in order."""
-        read = {i.input for i in self.mir.inputs}
-        return tuple(i.input for i in self.built.hir.inputs if i.input not in read)
+        input_names = {i.input for i in self.mir.inputs}
+        return tuple(i.input for i in self.built.hir.inputs if i.input not in input_names)
 
     @functools.cached_property
     def taken_back(self) -> tuple[tuple[str, int], ...]:
@@ -187,6 +187,9 @@ def make_template(
         given: the optional inputs that calls will pass.
         outputs: the names of the outputs to compute; None for all.
 
+    Returns:
+        The template, with the time and the node count of each pass.
+
     Raises:
         FusionError: the profile sets `fusion.assert_clean`, and a pattern is not fused.
         Others as the passes.
@@ -195,13 +198,13 @@ def make_template(
     job = Job(settings, built.types, derived_program(built, program), last_only, given, outputs)
     result = run_passes(built.hir, job)
     check_constants(result.graph, built.types)
-    left = [name for name in LEFT_TO_XLA if name in result.nodes]
-    fusion = fusion_report(result.lowered, result.graph, result.places, left)
+    left_passes = [name for name in LEFT_TO_XLA if name in result.nodes]
+    fusion = fusion_report(result.lowered, result.graph, result.places, left_passes)
     if settings.profile.fusion.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
     seconds = {"build": build_s, **result.seconds}
-    read = without_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
-    bounds = bounds_of(read, settings.max_positions or built.max_positions)
+    read_graph = without_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
+    bounds = bounds_of(read_graph, settings.max_positions or built.max_positions)
     if job.program == "explicit":
         bounds = behind_cache(bounds, given)
     elif job.program == "packed":
@@ -242,12 +245,12 @@ def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) 
     profile = None if profile is None else CompileProfile.of(profile)
     settings = choose_settings(built, profile, merge=False, program="forward")
     template = make_template(built, 0.0, settings, "forward")
-    used = choose_profile(built, profile)
-    if built.plan is None and used != CompileProfile.auto():
-        warn_of_idle([facts_of(template, used, settings, ("forward",), False)], 3)
+    used_profile = choose_profile(built, profile)
+    if built.plan is None and used_profile != CompileProfile.auto():
+        warn_of_idle([facts_of(template, used_profile, settings, ("forward",), False)], 3)
     lir = make_lir(template, sizes, settings)
-    read = replace(built, hir=lir.graph).params
-    unread = tuple(key for key in built.keys_read if key not in read)
+    read_keys = replace(built, hir=lir.graph).params
+    unread = tuple(key for key in built.keys_read if key not in read_keys)
     return replace(lir, plan=replace(lir.plan, unread=unread))
 
 
@@ -331,8 +334,8 @@ def with_hidden(run: Function, head: Head, last_only: bool) -> Function:
 
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         (hidden, *weights), state = run(params, state, inputs)
-        read = last_rows(hidden, inputs["lengths"]) if last_only else hidden
-        logits = behind_product(head, head.product.eval(read, *head_operands(head, *weights)))
+        rows = last_rows(hidden, inputs["lengths"]) if last_only else hidden
+        logits = behind_product(head, head.product.eval(rows, *head_operands(head, *weights)))
         return (logits, hidden.astype(jnp.float32)), state
 
     return function
@@ -340,8 +343,8 @@ def with_hidden(run: Function, head: Head, last_only: bool) -> Function:
 
 def last_rows(hidden: AnyArray, lengths: AnyArray) -> AnyArray:
     """Return the hidden state of each row's last token, `[B, S, H]` → `[B, 1, H]`; the first for an empty row."""
-    at = jnp.maximum(lengths - 1, 0).reshape(-1, 1, 1)
-    return jnp.take_along_axis(hidden, at, axis=1, mode="clip")
+    index = jnp.maximum(lengths - 1, 0).reshape(-1, 1, 1)
+    return jnp.take_along_axis(hidden, index, axis=1, mode="clip")
 
 
 def facts_of(
@@ -379,8 +382,8 @@ def _passes(
 ) -> Iterator[Pass]:
     """Return the passes that run for some program of the model, ignoring `fusion.disable`."""
     off = frozenset(name for name in CLEANING if not getattr(profile.passes, name))
-    free = replace(settings, off=off)
-    jobs = [Job(free, template.built.types, program, last) for program in programs for last in (False, True)]
+    base = replace(settings, off=off)
+    jobs = [Job(base, template.built.types, program, last_only) for program in programs for last_only in (False, True)]
     return (p for p in PIPELINE if any(p.runs(job) for job in jobs))
 
 
@@ -411,8 +414,8 @@ def _no_kernels(settings: Settings, programs: tuple[str, ...]) -> str:
     They run on the devices that they were measured on, one at a time, and have no gradient.
     """
     if settings.division is not None or not settings.device.has_kernels:
-        where = "a mesh" if settings.division else settings.device.name
-        return f"kernels run on one H100 or H200, not on {where}"
+        place = "a mesh" if settings.division else settings.device.name
+        return f"kernels run on one H100 or H200, not on {place}"
     if not has_triton():
         return f"kernels are written for Pallas' Triton backend, which jax {jax.__version__} does not have"
     return "a program that is trained has none" if set(programs) == {"train"} else ""

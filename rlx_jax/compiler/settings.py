@@ -106,14 +106,14 @@ def smallest(sizes: Iterable[int], needed: int) -> int | None:
 
 
 def bucket(size: int, step: int, limit: int | None) -> int:
-    """Round a size up to `step` times a power of two, so that few different sizes are compiled.
+    """Return a size rounded up to `step` times a power of two, so that few different sizes are compiled.
 
     The result is at most `limit`, unless `size` itself is larger.
     """
-    rounded = step
-    while rounded < size:
-        rounded *= 2
-    return rounded if limit is None else max(size, min(rounded, limit))
+    padded = step
+    while padded < size:
+        padded *= 2
+    return padded if limit is None else max(size, min(padded, limit))
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def choose_profile(built: Built, profile: CompileProfile | None) -> CompileProfi
 def settings_for(
     profile: CompileProfile, source: WeightSource | None, keys: Iterable[str], merge: bool, program: str = "forward"
 ) -> Settings:
-    """Resolve every `auto` of a profile.
+    """Return the settings of a profile, with every `auto` resolved.
 
     Args:
         profile: the profile.

@@ -166,10 +166,10 @@ def block_times(trace: Trace, found: Mapping[tuple[int, str], tuple[str, Mapping
         runs: the number of runs in the trace.
         device: the name of the device.
     """
-    where = [(kernel, _where(kernel, found)) for kernel in trace.kernels]
-    seconds = {place: ns / runs / 1e9 for place, ns in shares(trace, where).items()}
+    parts_of_kernels = [(kernel, _where(kernel, found)) for kernel in trace.kernels]
+    seconds = {place: ns / runs / 1e9 for place, ns in shares(trace, parts_of_kernels).items()}
     times: Counter[tuple[str, str, str]] = Counter()
-    for kernel, (program, path, _, _) in where:
+    for kernel, (program, path, _, _) in parts_of_kernels:
         times[program, path, kernel.instruction] += 1
     # A block counts as called as often as its most frequent instruction runs.
     calls: dict[tuple[str, str], int] = defaultdict(int)
@@ -207,22 +207,22 @@ def shares(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[Time
     """
     edges = [(kernel.start, 1, place) for kernel, place in where]
     edges += [(kernel.end, -1, place) for kernel, place in where]
-    running: Counter[TimedPart] = Counter()
-    taken: dict[TimedPart, float] = defaultdict(float)
-    at = trace.start
+    active: Counter[TimedPart] = Counter()
+    nanoseconds: dict[TimedPart, float] = defaultdict(float)
+    now = trace.start
     for moment, change, place in [*sorted(edges), (trace.end, 0, NOWHERE)]:
-        if moment > at:
-            busy = {p: n for p, n in running.items() if n and not p[3]} or {p: n for p, n in running.items() if n}
-            for p, n in (busy or {NOWHERE: 1}).items():
-                taken[p] += (moment - at) * n / max(sum(busy.values()), 1)
-            at = moment
+        if moment > now:
+            sharing = {p: n for p, n in active.items() if n and not p[3]} or {p: n for p, n in active.items() if n}
+            for p, n in (sharing or {NOWHERE: 1}).items():
+                nanoseconds[p] += (moment - now) * n / max(sum(sharing.values()), 1)
+            now = moment
         if change:
-            running[place] += change
-    return dict(taken)
+            active[place] += change
+    return dict(nanoseconds)
 
 
 def _joined(program: str, path: str, rows: list[BlockTime]) -> BlockTime:
-    """Merge several rows into one, and add up the kernels of each primitive."""
+    """Return several rows merged into one, with the kernels of each primitive added up."""
     seconds: dict[str, float] = defaultdict(float)
     for kernel in (k for row in rows for k in row.kernels):
         seconds[kernel.primitive] += kernel.seconds
@@ -304,8 +304,8 @@ def trace_of(run: Callable[[], Any]) -> Trace:
 
 def read_trace(data: Any) -> Trace:
     """Return the kernels of a `jax.profiler.ProfileData` that ran inside the annotation `MARK`."""
-    every = (event for plane in data.planes for line in plane.lines for event in line.events)
-    events = [(event, {name: value for name, value in event.stats if name is not None}) for event in every]
+    all_events = (event for plane in data.planes for line in plane.lines for event in line.events)
+    events = [(event, {name: value for name, value in event.stats if name is not None}) for event in all_events]
     start, end = next((e.start_ns, e.start_ns + e.duration_ns) for e, _ in events if e.name == MARK)
     kernels, devices = [], set()
     for event, stats in events:
@@ -409,8 +409,8 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
         instructions_by_program[kernel.program, kernel.module].add(kernel.instruction)
     compiled = list(_compiled(models))
     matches = {
-        place: (one.text, one.instructions())
-        for place, names in instructions_by_program.items() if (one := _which(compiled, place, names))
+        place: (program.text, program.instructions())
+        for place, names in instructions_by_program.items() if (program := _which(compiled, place, names))
     }  # fmt: skip
     return block_times(trace, matches, runs, running_device().name)
 

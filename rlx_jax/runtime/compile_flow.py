@@ -120,7 +120,7 @@ def compile_together(
 def open_together(
     flows: Sequence[Any], weights: Weights, options: OpenOptions, program: str
 ) -> dict[str, CompiledModel]:
-    """Compile several flows over one set of parameters, with the options as a record; see `compile_together`.
+    """Return compiled models of several flows over one set of parameters; see `compile_together`.
 
     Raises:
         DeriveError: there is no such program.
@@ -168,9 +168,9 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
         programs.initialised = tuple(model.template().built.params)
         # Initialized under their storage sharding, so that no device has to hold all of them.
         return {model.name: model.replace(params=model.init(programs.seed))}
-    chosen, runs = programs.settings.device.name, running_device()
-    if chosen not in (runs.name, runs.kind):
-        message = f"fusion.target is {chosen!r}, and JAX runs on {runs.name!r}: chosen for the one, run on the other"
+    target, runs = programs.settings.device.name, running_device()
+    if target not in (runs.name, runs.kind):
+        message = f"fusion.target is {target!r}, and JAX runs on {runs.name!r}: chosen for the one, run on the other"
         warnings.warn(f"{', '.join(models)}: {message}", RlxWarning, stacklevel=3)
     # `jax.default_device` is a context of the caller's thread, which the loading thread does not see.
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
@@ -222,17 +222,21 @@ def model_beside(model: CompiledModel, make: MakesMtp) -> CompiledModel:
     params = model.require_params("drafting")
     companion = model.programs.beside(model.name, lambda: _opened(model, params, make))
     names_by_program = model.programs.layout.by_program()
-    shared = {
+    shared_params = {
         name: params[names_by_program[p]]
         for name, p in companion.programs.layout.leaves.items()
         if p in names_by_program
     }
     (name,) = companion.programs.flows
-    return CompiledModel(companion.programs, name, params={**companion.params, **shared})
+    return CompiledModel(companion.programs, name, params={**companion.params, **shared_params})
 
 
 def _opened(model: CompiledModel, params: dict[str, Any], make: MakesMtp) -> Beside:
-    """Build and lower the companion flow of a model, and load the parameters that the model does not have."""
+    """Build and lower the companion flow of a model, and load the parameters that the model does not have.
+
+    Returns:
+        The programs of the companion, and the loaded parameters.
+    """
     base = model.programs
     if not has_data(base):
         raise MissingWeightError(
@@ -253,5 +257,5 @@ def _opened(model: CompiledModel, params: dict[str, Any], make: MakesMtp) -> Bes
     assert base.source is not None  # it has data
     # The device of the model's parameters; None if its choice was left to JAX.
     target = next((next(iter(a.devices())) for a in params.values() if isinstance(a, jax.Array) and a.committed), None)
-    loaded = load_leaves(missing, base.source, programs.resting() or target, base.tell, threading.Event())
-    return Beside(programs, loaded)
+    new_params = load_leaves(missing, base.source, programs.resting() or target, base.tell, threading.Event())
+    return Beside(programs, new_params)

@@ -303,8 +303,8 @@ def ids_in(what: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any,
         return array
     low, high = array.min(), array.max()
     if low < 0 or high >= rows:
-        at = np.argwhere((array < 0) | (array >= rows))[0]
-        raise TokenIdError(f"{what}: id {array[tuple(at)]} at {tuple(int(i) for i in at)} is not in [0, {rows})")
+        index = np.argwhere((array < 0) | (array >= rows))[0]
+        raise TokenIdError(f"{what}: id {array[tuple(index)]} at {tuple(int(i) for i in index)} is not in [0, {rows})")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -314,11 +314,11 @@ def _no_ids(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> To
     For a list it names the first item that is no id; an array has one dtype for all items.
     """
     if isinstance(value, list | tuple):
-        for at, item in np.ndenumerate(np.asarray(value, object)):
+        for index, item in np.ndenumerate(np.asarray(value, object)):
             if isinstance(item, bool | np.bool_) or not isinstance(item, int | np.integer):
-                return TokenIdError(f"{what}: a token id is an integer, got {shown(item)} at {at}")
+                return TokenIdError(f"{what}: a token id is an integer, got {shown(item)} at {index}")
             if not 0 <= item < rows:
-                return TokenIdError(f"{what}: id {number(int(item))} at {at} is not in [0, {rows})")
+                return TokenIdError(f"{what}: id {number(int(item))} at {index} is not in [0, {rows})")
     got = array.dtype if array.dtype != object else type(value).__name__
     if array.dtype.kind in "UT":
         advice = "generate, score and embed take text, and the tokenizer makes ids of it"
@@ -344,8 +344,8 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
     for name, value in values.items():
         expected, shape = declared[name], tuple(value.shape)
         if len(shape) != expected.rank:
-            one = len(shape) == expected.rank - 1 and not is_static(expected.shape[0])
-            one_row = f"; {name}[None] is a {expected.shape[0]} of one" if one else ""
+            misses_batch = len(shape) == expected.rank - 1 and not is_static(expected.shape[0])
+            one_row = f"; {name}[None] is a {expected.shape[0]} of one" if misses_batch else ""
             raise ShapeError(f"{flow}: input {name} is {expected}, got shape {list(shape)}: rank {len(shape)}{one_row}")
         for axis, (dim, size) in enumerate(zip(expected.shape, shape, strict=True)):
             if is_static(dim):

@@ -157,18 +157,18 @@ class CompiledModel:
         examined only after a failure, to name the faulty one.
         """
         executable = self._executable(key, params, state, inputs)
-        what = f"{self.name}: {key.program} of {dict(key.binding)}"
-        check_fits(executable.peak_bytes, what)
+        description = f"{self.name}: {key.program} of {dict(key.binding)}"
+        check_fits(executable.peak_bytes, description)
         try:
-            with out_of_memory(what):
+            with out_of_memory(description):
                 try:
                     return executable.run(params, state, inputs)
                 except ValueError:
                     if executable.fits(params, state, inputs):
                         raise
                 # The arguments are on other devices than those that the executable was compiled for.
-                if (at := self.programs.shardings(key, inputs)) is not None:
-                    places = (at.params, {name: at.state[name] for name in state}, at.inputs)
+                if (shardings := self.programs.shardings(key, inputs)) is not None:
+                    places = (shardings.params, {name: shardings.state[name] for name in state}, shardings.inputs)
                     return executable.run(*jax.device_put((dict(params), state, inputs), places))
                 # Without a mesh there is no required placement: jax.jit compiles once more for each.
                 return self.programs.function(key).jitted(params, state, inputs)
@@ -295,14 +295,14 @@ class CompiledModel:
         if optional := frozenset(d.name for d in decls if d.optional and named.get(d.name) is not None):
             decls = self._inputs(optional)
         unread = self._unread(optional)
-        first = next((d.name for d in self.flow._inputs[:1] if d.name in unread and not d.optional), "")
-        return decls, bind_names(decls, args, named, self.flow.name, unread, first)
+        first_unread = next((d.name for d in self.flow._inputs[:1] if d.name in unread and not d.optional), "")
+        return decls, bind_names(decls, args, named, self.flow.name, unread, first_unread)
 
     def _inputs(self, given: frozenset[str]) -> tuple[InputDecl, ...]:
         """Return the inputs of the program with the optional inputs `given`; see `inputs`."""
         template = self._template(given)
-        read = {i.input for i in template.mir.inputs}
-        flow_decls = tuple(d for d in self.flow._inputs if d.optional or d.name in read)
+        read_names = {i.input for i in template.mir.inputs}
+        flow_decls = tuple(d for d in self.flow._inputs if d.optional or d.name in read_names)
         names = {d.name for d in flow_decls}
         added = (i for i in template.mir.inputs if i.input not in names)
         optional = (InputDecl(i.input, i.type, None) for i in template.optional if i.input not in names)
@@ -419,8 +419,8 @@ class CompiledModel:
         """
         check_params(params, self.param_specs())
         traced, resting = is_traced(params.values()), self.programs.resting()
-        placed = dict(params) if traced or resting is None else jax.device_put(dict(params), resting)
-        return replace(self, params=placed, traced=traced)
+        placed_params = dict(params) if traced or resting is None else jax.device_put(dict(params), resting)
+        return replace(self, params=placed_params, traced=traced)
 
     def init(self, key: jax.Array | int) -> dict[str, jax.Array]:
         """Return random parameters: normal with standard deviation 1/√fan_in, 1 for norms, 0 for biases.

@@ -65,6 +65,9 @@ def open_programs(
         max_positions: the limit of tokens in a sequence; None for the limit of the flow.
         serves: the programs of a model that serves requests of every size; if empty, calls run `program` alone.
 
+    Returns:
+        The programs of the model, with its first template of each flow.
+
     Raises:
         GraphError: two flows have the same name, there is no flow, or flows read weights from different sources.
         ProfileError: the profiles of the flows differ.
@@ -84,7 +87,7 @@ def open_programs(
     named = {flow.name: flow if seed is None else drawing(flow) for flow in flow_list}
     if not named or len(named) < len(flow_list):
         raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in flow_list])}")
-    builds, fresh = with_lacking(named, build_flows(named, weights), seed)
+    builds, initialized = with_lacking(named, build_flows(named, weights), seed)
     builts = [built for built, _ in builds.values()]
     source = check_sources(builts, options.strict)
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
@@ -98,11 +101,13 @@ def open_programs(
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, settings, layout, captured, options.progress)
     programs.opened = merge, program
-    programs.initialised, programs.seed = fresh, seed
-    chosen = [(t, choose_profile(t.built, profile)) for t in templates.values() if t.built.plan is None]
-    if any(used != CompileProfile.auto() for _, used in chosen):
+    programs.initialised, programs.seed = initialized, seed
+    profiles = [(t, choose_profile(t.built, profile)) for t in templates.values() if t.built.plan is None]
+    if any(used_profile != CompileProfile.auto() for _, used_profile in profiles):
         programs_run = serves or (program,)
-        warn_of_idle([facts_of(t, used, settings, programs_run, bool(serves)) for t, used in chosen], 3)
+        warn_of_idle(
+            [facts_of(t, used_profile, settings, programs_run, bool(serves)) for t, used_profile in profiles], 3
+        )
     for name, flow in named.items():
         check_inputs(settings.plan.donate_inputs, flow)
         programs.builds.put((name, frozenset()), builds[name])
@@ -111,19 +116,19 @@ def open_programs(
 
 
 def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
-    """Build each flow, and measure the seconds of each build. The weights are opened once.
+    """Return each flow built, with the seconds that the build took. The weights are opened once.
 
     Flows that are bound to one source share the source of the first built flow, with its adapter.
     """
     builds: dict[str, tuple[Built, float]] = {}
-    bound = [getattr(flow, "_weights", None) for flow in named.values()]
-    shared = bound[0] is not None and all(source is bound[0] for source in bound)
+    sources = [getattr(flow, "_weights", None) for flow in named.values()]
+    one_source = sources[0] is not None and all(source is sources[0] for source in sources)
     for name, flow in named.items():
         start = time.perf_counter()
         with paused_gc():
             built = flow.build(weights)
         builds[name] = built, time.perf_counter() - start
-        weights = built.source if weights is not None or shared else None
+        weights = built.source if weights is not None or one_source else None
     return builds
 
 
@@ -140,11 +145,11 @@ def with_lacking(
     Returns:
         The built flows, and the keys of the initialized weights. If none are missing, the flows are as before.
     """
-    fresh = {} if seed is None else draw_lacking([built for built, _ in builds.values()], seed)
-    if not fresh:
+    initialized = {} if seed is None else draw_lacking([built for built, _ in builds.values()], seed)
+    if not initialized:
         return builds, ()
-    source = with_drawn(next(built.source for built, _ in builds.values()), fresh)
-    return {name: (flow.build(source), builds[name][1]) for name, flow in named.items()}, tuple(fresh)
+    source = with_drawn(next(built.source for built, _ in builds.values()), initialized)
+    return {name: (flow.build(source), builds[name][1]) for name, flow in named.items()}, tuple(initialized)
 
 
 def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Settings, Layout, dict[str, Template]]:
@@ -202,14 +207,14 @@ def one_settings(found: Mapping[str, Settings]) -> Settings:
     Raises:
         ProfileError: the settings differ; the message lists the fields.
     """
-    (name, shared), *rest = found.items()
+    (name, common), *rest = found.items()
     for other, settings in rest:
-        if differ := differences(shared, settings):
+        if differ := differences(common, settings):
             raise ProfileError(
                 f"flows of one model share one profile, and {name!r} and {other!r} differ in {listing(differ)}; pass "
                 "profile="
             )
-    return shared
+    return common
 
 
 @contextlib.contextmanager
@@ -292,14 +297,14 @@ def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
         raise GraphError(f"{name}: flows of one model read the same weights; pass weights=")
     if source is None:
         return None
-    read = {key for b in builts for key in b.keys_read}
-    left = [key for b in builts for key in b.left_keys]
-    unread = [
+    read_keys = {key for b in builts for key in b.keys_read}
+    left_keys = [key for b in builts for key in b.left_keys]
+    unread_keys = [
         key for key in source.keys()
-        if key not in read and not any(key == k or (k.endswith(".") and key.startswith(k)) for k in left)
+        if key not in read_keys and not any(key == k or (k.endswith(".") and key.startswith(k)) for k in left_keys)
     ]  # fmt: skip
-    if unread:
-        message = f"{name}: {len(unread)} weights are in the source and nothing reads them: {listing(unread)}"
+    if unread_keys:
+        message = f"{name}: {len(unread_keys)} weights are in the source and nothing reads them: {listing(unread_keys)}"
         if strict:
             raise UnexpectedWeightError(f"{message}; check the flow, or its config.json, or pass strict=False")
         warnings.warn(message, RlxWarning, stacklevel=2)
@@ -319,8 +324,8 @@ def drawn_params(programs: Programs, built: Built, key: jax.Array, what: str) ->
         LimitError, DeviceOutOfMemoryError: there is not enough memory for them.
     """
     leaves, resting = programs.layout.leaves, programs.resting()
-    at = resting or {}
-    sizes = [on_one(t, at.get(name)).nbytes for name, t in programs.layout.types().items()]
+    shardings = resting or {}
+    sizes = [on_one(t, shardings.get(name)).nbytes for name, t in programs.layout.types().items()]
     if not isinstance(key, jax.core.Tracer):
         # Values are sampled in f32 and then scaled, which takes a temporary array.
         check_space(sum(sizes) + max(sizes, default=0), what)

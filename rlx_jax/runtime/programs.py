@@ -242,8 +242,8 @@ class Programs:
 
     def any_template(self, key: ProgramKey) -> Template:
         """Return the template of a program, for all tokens or each row's last one, whichever is cached already."""
-        other = replace(key, last_only=not key.last_only)
-        return self.template(other if other in self.templates and key not in self.templates else key)
+        sibling = replace(key, last_only=not key.last_only)
+        return self.template(sibling if sibling in self.templates and key not in self.templates else key)
 
     def why_not(self, flow: str, program: str, given: frozenset[str] = frozenset()) -> str:
         """Return the reason why a program cannot be derived for calls with these inputs; empty if it can."""
@@ -286,17 +286,19 @@ class Programs:
                 warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
             if self.warm:
                 self.surprise(f"{key.text}: {self.refusal(key)[0]}")
-            what = f"compile {key.text}"
-            self.tell(what, 0, 1)
+            step = f"compile {key.text}"
+            self.tell(step, 0, 1)
             program = self.function(key)
             with own_mesh(self.division):
                 companions = key.around.beside() if isinstance(key.around, RunsOthers) else None
-                at = self.shardings(key, inputs)
-                executable = compile_program(program.lir, program.run, params, state, inputs, at, companions, key.text)
+                shardings = self.shardings(key, inputs)
+                executable = compile_program(
+                    program.lir, program.run, params, state, inputs, shardings, companions, key.text
+                )
             self.warn_of_donation(key, executable)
             executable.seconds = {"plan": program.seconds, **executable.seconds}
             self.loaded += executable.loaded
-            self.tell(what, 1, 1)
+            self.tell(step, 1, 1)
             return executable
 
         if self.warming is not None:
@@ -431,8 +433,8 @@ class Programs:
                 self.surprise(f"{name}, a function beside the programs: {reason}")
             # A new function for each entry: jax.jit drops its executable when the entry is evicted.
             jitted = jax.jit(lambda *arrays: function(*static, *arrays), out_shardings=at)
-            call, loaded = from_cache(jitted, moved, at)
-            self.loaded_small += loaded
+            call, is_cached = from_cache(jitted, moved, at)
+            self.loaded_small += is_cached
             return call
 
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
@@ -499,9 +501,9 @@ class Programs:
             hint = ", which `logits` runs" if key.program == "forward" else ""
             reason = f"{key.flow}: {described}: warm-up ran {listing(sorted(programs))}, not {key.program}{hint}"
             return reason, "ask for what it ran"
-        first = self.first_input(key.flow)
+        first_input = self.first_input(key.flow)
         reason = (
-            f"{key.flow}: input {quote(first)} with {described or 'no size'}: no {key.program} "
+            f"{key.flow}: input {quote(first_input)} with {described or 'no size'}: no {key.program} "
             f"program is compiled for that; {buckets.text() or 'warm-up was for other sizes'}"
         )
         return reason, "ask for sizes that fit"

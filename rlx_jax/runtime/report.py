@@ -300,7 +300,7 @@ class Report:
 
 
 def layers_once(told: Sequence[str]) -> list[str]:
-    """Merge lines `block: choice` of equal layers into one: `layers.*.self_attn: xla (2 of them)`."""
+    """Return lines `block: choice`, with equal layers merged into one: `layers.*.self_attn: xla (2 of them)`."""
     counts = Counter(": ".join((together(path), *rest)) for path, *rest in (line.split(": ", 1) for line in told))
     return [line if count == 1 else f"{line} ({count} of them)" for line, count in counts.items()]
 
@@ -317,13 +317,13 @@ def in_short(number: int) -> str:
 
 def over_mesh(report: Report, division: Division, layout: Layout) -> Report:
     """Return the report with the attributes that describe the mesh."""
-    placed = [division.placed(program) for program in layout.leaves.values()]
+    specs = [division.placed(program) for program in layout.leaves.values()]
     return replace(
         report,
         mesh=division.text(),
-        leaf_bytes=sum(nbytes for _, nbytes in placed),
+        leaf_bytes=sum(nbytes for _, nbytes in specs),
         # A spec such as "(-, -)" names no axis of the mesh: that parameter is replicated.
-        shardings=dict(Counter(spec for spec, _ in placed if set(spec) - set("(-, )"))),
+        shardings=dict(Counter(spec for spec, _ in specs if set(spec) - set("(-, )"))),
         whole=division.whole_leaves(layout.leaves.values()),
     )
 
@@ -355,24 +355,24 @@ def jaxpr_of(programs: Programs, template: Template, params: Arrays) -> Any:
 
 
 def programs_of(programs: Programs) -> tuple[ProgramReport, ...]:
-    """Report every program in the cache, including those of companion flows; the slowest to compile comes first."""
+    """Return a report on every program in the cache, slowest to compile first, including programs of companions."""
     caches = [(programs, len(programs.flows) > 1), *((other.programs, True) for other in programs.beside.values())]
-    reports = (report for one, named in caches for report in _own_programs(one, named))
+    reports = (report for member, named in caches for report in _own_programs(member, named))
     return tuple(sorted(reports, key=lambda r: (-r.seconds, r.program)))
 
 
 def _own_programs(programs: Programs, named: bool) -> Iterator[ProgramReport]:
-    """Report the programs of its own flows, without companions; with `named` each starts with the flow's name."""
+    """Return reports on the programs without companions; with `named` each starts with the flow's name."""
     counted: set[ProgramKey] = set()  # templates that are charged to a program already: sizes share a template
     for key, executable in programs.executables.items():
         template, seconds = programs.template(key.symbolic), executable.seconds
-        shared = {} if key.symbolic in counted else template.seconds
+        template_seconds = {} if key.symbolic in counted else template.seconds
         counted.add(key.symbolic)
         needs, memory = executable.needs, cast(Any, executable.call.memory_analysis())
         yield ProgramReport(
             f"{key.flow}: {key.text}" if named else key.text,
-            prove=shared.get("derive", 0.0) + seconds["prove"],
-            lower=sum(s for name, s in shared.items() if name != "derive") + seconds["plan"],
+            prove=template_seconds.get("derive", 0.0) + seconds["prove"],
+            lower=sum(s for name, s in template_seconds.items() if name != "derive") + seconds["plan"],
             trace=seconds["trace"],
             compile=seconds["compile"],
             flops=needs.flops,
@@ -436,10 +436,10 @@ def model_report(programs: Programs, template: Template, settings: Settings, sec
         seconds,
         nodes=template.nodes,
         parameter_bytes=sum(t.nbytes for t in programs.layout.types().values()),
-        compiles=sum(one.executables.made - one.loaded for one in caches),
-        loaded=sum(one.loaded for one in caches),
-        evicted=sum(one.executables.evicted for one in caches),
-        recompiles=sum(one.recompiles for one in caches),
+        compiles=sum(member.executables.made - member.loaded for member in caches),
+        loaded=sum(member.loaded for member in caches),
+        evicted=sum(member.executables.evicted for member in caches),
+        recompiles=sum(member.recompiles for member in caches),
         initialised=programs.initialised,
         ignored_fields=tuple(
             dict.fromkeys(name for flow in programs.flows.values() for name in getattr(flow, "_ignored_fields", ()))

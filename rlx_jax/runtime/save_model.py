@@ -90,8 +90,8 @@ def save(
     for weight in _weights(programs.layout.leaves, params, source):
         weights_by_key.setdefault(weight.key, []).append(weight)
     if target is None:
-        rounded = ([weight for weight in shares if not weight.survives()] for shares in weights_by_key.values())
-        _refuse_rounding([weights[0] for weights in rounded if weights])
+        lossy = ([weight for weight in shares if not weight.survives()] for shares in weights_by_key.values())
+        _refuse_rounding([weights[0] for weights in lossy if weights])
     weights = [_one(shares) for shares in weights_by_key.values()]
     _warn_of_nan(weights)
     entries = [w.entry(target) for w in weights]
@@ -173,7 +173,7 @@ class _Weight:
 def _weights(
     leaves: Mapping[str, Program], params: Mapping[str, Any], source: WeightSource | None
 ) -> Iterator[_Weight]:
-    """Split the parameters into the weights of the checkpoint."""
+    """Return the parameters, split into the weights of the checkpoint."""
     for name, program in leaves.items():
         array = params[name]
         if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and array.is_deleted()):
@@ -184,9 +184,9 @@ def _weights(
         reloaded = _loaded_again(program, source) if lossy else None
         parts = list(pieces(program, array if isinstance(program, Key) else np.asarray(array)))
         reloads = [None] * len(parts) if reloaded is None else [piece.values for piece in pieces(program, reloaded)]
-        for piece, loaded in zip(parts, reloads, strict=True):
-            same = loaded is not None and np.array_equal(_bits(piece.values), _bits(loaded))
-            yield _Weight(piece, piece.values, source if same else None, lossy and not same)
+        for piece, reload in zip(parts, reloads, strict=True):
+            is_unchanged = reload is not None and np.array_equal(_bits(piece.values), _bits(reload))
+            yield _Weight(piece, piece.values, source if is_unchanged else None, lossy and not is_unchanged)
 
 
 def _loaded_again(program: Program, source: WeightSource | None) -> np.ndarray[Any, Any] | None:
@@ -202,7 +202,7 @@ def _loaded_again(program: Program, source: WeightSource | None) -> np.ndarray[A
 
 
 def _one(held: list[_Weight]) -> _Weight:
-    """Combine the values that several parameters have of one key.
+    """Return one weight from the values that several parameters have of one key.
 
     Slices are joined into the full weight. For a tied weight in two parameters the one with more bits is taken.
 
@@ -218,9 +218,9 @@ def _one(held: list[_Weight]) -> _Weight:
             raise WeightError(f"weight {quote(weight.key)} is in two leaves of the model, and their values differ")
     if not is_cut:
         return widest
-    same = all(weight.original is not None for weight in held)
-    rounded = any(weight.lost or weight.original is not None for weight in held) and not same
-    return _Weight(Piece(widest.piece.key, values), values, widest.original if same else None, rounded)
+    are_unchanged = all(weight.original is not None for weight in held)
+    is_rounded = any(weight.lost or weight.original is not None for weight in held) and not are_unchanged
+    return _Weight(Piece(widest.piece.key, values), values, widest.original if are_unchanged else None, is_rounded)
 
 
 def _refuse_packed(leaves: Iterable[Program]) -> None:

@@ -72,7 +72,7 @@ class EmptyState:
     def __call__(self) -> StateArrays:
         empty = {key: jnp.zeros(t.shape, t.dtype) for key, t in self.types}
         places = {key: self.shardings[key] for key in empty if key in self.shardings}
-        return empty | {key: jax.lax.with_sharding_constraint(empty[key], at) for key, at in places.items()}
+        return empty | {key: jax.lax.with_sharding_constraint(empty[key], sharding) for key, sharding in places.items()}
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ def _solve(terms: Sequence[str], size: int, sizes: dict[str, int]) -> None:
     """Compute the one unknown symbol of a sum of terms that is `size`, and add it to `sizes`."""
     unknown = [term for term in terms if term.isidentifier() and term not in sizes]
     if len(unknown) == 1:
-        rest = (sizes[term] if term.isidentifier() else int(term) for term in terms if term != unknown[0])
-        sizes[unknown[0]] = size - sum(rest)
+        known_terms = (sizes[term] if term.isidentifier() else int(term) for term in terms if term != unknown[0])
+        sizes[unknown[0]] = size - sum(known_terms)
 
 
 def check_room(
