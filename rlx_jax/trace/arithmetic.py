@@ -55,6 +55,7 @@ class Arithmetic(Writer[V]):
         """Return x with all bits inverted; for bools, `not x`."""
         dtype = self.type_of(x).dtype
         unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+        # XOR with all bits set, which is −1 for signed integers.
         return self.bitwise_xor(x, int(jnp.iinfo(dtype).max) if unsigned else True if dtype == np.bool_ else -1)
 
     left_shift = of_kind(binary, "shift_left", "a · 2ᵇ, the higher bits dropped.")
@@ -237,7 +238,7 @@ class Arithmetic(Writer[V]):
         """Return the vector norm over `axis`: Σ|x| for `ord` 1, √Σx² for 2, max |x| for ∞, else (Σ|x|ᵖ)^(1/p)."""
         if not is_number(ord) or not ord > 0:
             raise GraphError(f"{self.path}: norm: ord is a number over 0, or infinite; got {shown(ord)}")
-        if ord in (1, math.inf):
+        if ord in (1, math.inf):  # no powers and roots, which would round
             return self.reduce("sum" if ord == 1 else "max", self.abs(x), axis, keepdims=keepdims)
         powers = self.square(x) if ord == 2 else self.pow(self.abs(x), ord)
         total = self.sum(powers, axis, keepdims=keepdims)

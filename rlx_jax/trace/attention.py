@@ -373,7 +373,7 @@ class Attending(Control[V]):
             raise GraphError(
                 f"{self.path}: attention: rope is what rotary made, or (cos, sin); got {len(tables)} values"
             )
-        width = self.type_of(tables[0]).shape[-1]
+        width = self.type_of(tables[0]).shape[-1]  # half of the rotated columns
         return Rotary(*tables, 2 * int(width) if is_static(width) else 0)
 
     def _window(self, window: Any, causal: bool) -> tuple[int | None, int]:
@@ -395,7 +395,7 @@ class Attending(Control[V]):
                 f"{self.path}: attention: window (before, behind) is {shown(window)}, and a causal query reads no key "
                 "behind its own: leave out causal=True, or write 0 for behind"
             )
-        return int(pair[0]) + 1, int(pair[1])
+        return int(pair[0]) + 1, int(pair[1])  # the op also counts the query's own key
 
     def _keep(self, mask: V, q: V, k: V) -> V:
         """Return a keep mask in the op's shape, `[B|1, T]` or `[B|1, N|1, S|1, T]`."""
@@ -431,6 +431,7 @@ class Attending(Control[V]):
                 f"{where} a function of positions is for as many queries as keys, got q {rows} and k {keys}; give an "
                 "array"
             )
+        # Separate symbols for both sizes, so that one body serves every program, also with cached keys.
         position_types = [TensorType(shape, I32) for shape in ((symbol("queries"), 1), (1, symbol("keys")))]
         captures: dict[Value, int] = {}
         body, is_single = self._trace("bias", fn, position_types, captures)

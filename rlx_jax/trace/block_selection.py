@@ -196,14 +196,16 @@ def _compiled(text: str, method: str) -> re.Pattern[str]:
         GraphError: a bracket is not closed, or a range is invalid.
     """
     parts, depth = list[str](), 0
+    # `**` comes first, so that it is not read as two `*`.
     for token in re.findall(r"(?s)\*\*|\[[^\[\].]+\]|.", text):
         if token in WILDCARDS:
             parts.append(WILDCARDS[token])
         elif len(token) > 1:
             content = token[1:-1]
+            # A glob negates a set with `!`, a regular expression with `^`. The `-` of a range stays unescaped.
             characters = re.escape(content.lstrip("!")).replace("\\-", "-")
             parts.append(f"[{'^' if content[0] == '!' else ''}{characters}]")
-        elif token == "{" or (token in ",}" and depth):
+        elif token == "{" or (token in ",}" and depth):  # outside of braces, a comma is literal
             depth += {"{": 1, "}": -1}.get(token, 0)
             parts.append({"{": "(?:", "}": ")", ",": "|"}[token])
         elif token in "[]}":

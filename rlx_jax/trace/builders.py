@@ -103,7 +103,7 @@ class Builders(Attending[V]):
         if bias is None:
             return self.add_node(op, x, weight)
         if is_number(bias):
-            self._weights(bias)
+            self._weights(bias)  # raises the error about a number
         bias_roles = None if roles is None else roles_of_bias(roles[1 - contract])
         bias_value = self.weight(bias, bias_roles, shape=(self.type_of(weight).shape[1 - contract],))
         return self.add_node(op, x, weight, bias_value)
@@ -140,6 +140,7 @@ class Builders(Attending[V]):
         if gamma is None:
             if beta is not None or offset:
                 raise GraphError(f"{self.path}: rms_norm: beta and offset go with a gamma")
+            # The block requires a γ, so that a norm without one is a tensor op.
             return self.add_node(Standardize((-1,), eps, centre=False), x)
         op = hir.RmsNorm(eps, offset)
         return self.add_node(op, x, *self._weights(gamma, beta, like=x))
@@ -147,6 +148,7 @@ class Builders(Attending[V]):
     def layer_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
         """Return `(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`: γ and β `[H]`, both optional."""
         affine = (gamma is not None, beta is not None)
+        # The block exists only at HIR, where passes look for it; lower modules write the tensor op.
         op = hir.LayerNorm(eps, *affine) if self.level == GraphStage.HIR else LayerNormOp(eps, *affine)
         return self.add_node(op, x, *self._weights(gamma, beta, like=x))
 
@@ -285,6 +287,7 @@ class Builders(Attending[V]):
                 raise ShapeError(f"{self.path}: split: {sizes} equal parts do not make up axis {at} of {x_type}")
             sizes = (axis_size // sizes,) * sizes
         parts = items_of(sizes, f"{self.path}: split", "a list of sizes, or a number of equal parts")
+        # Both ops split only the last axis, so that any other axis is swapped with it.
         if at == x_type.rank - 1 and self.level == GraphStage.HIR:
             return self.add_all(hir.Split(parts), x)
         swapped = x if at == x_type.rank - 1 else self.swapaxes(x, at, -1)

@@ -172,7 +172,7 @@ class SpecBuilders(Builders[V]):
             raise GraphError(f"{self.path}: custom_op: no plugin has an op {quote(name)}{suggestion}")
         try:
             op = ops[name](**(attributes or {}))
-        except TypeError as error:
+        except TypeError as error:  # from the constructor of the dataclass
             raise GraphError(f"{self.path}: custom_op: {name} does not take {shown(attributes)}: {error}") from error
         return self.add_node(op, *items_of(inputs, f"{self.path}: custom_op", "a list of values"))
 

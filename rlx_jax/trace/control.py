@@ -62,6 +62,7 @@ class Control(Images[V]):
         inner = Builder(f"the body of {what}", outer.types, outer.here)
         inner.inputs = list(outer.inputs)
         body = Body(inner, outer, len(given), captures, what)
+        # With the inner builder in place, all methods that `fn` calls write into the body.
         outer_bodies, self._bodies, self.builder = self._bodies, (*self._bodies, body), inner
         try:
             result = fn(*(self.wrap(inner.leaf(BodyInput(i, type=t))) for i, t in enumerate(given)))
@@ -116,7 +117,7 @@ class Control(Images[V]):
                 "chooses for each entry"
             )
         truth = pred if self.type_of(pred).dtype == np.bool_ else self.ne(pred, 0)
-        return self.switch(truth, (false_fn, true_fn), *operands)
+        return self.switch(truth, (false_fn, true_fn), *operands)  # False is index 0
 
     def while_loop(self, cond_fun: Branch, body_fun: Branch, init_val: Any) -> Any:
         """Apply `body_fun` to a value, or a tuple, while `cond_fun` of it is True, as `lax.while_loop`; return the
@@ -159,6 +160,7 @@ class Control(Images[V]):
             if not t.rank:
                 raise ShapeError(f"{self.path}: scan: what is cut has a first axis, got {t}")
         entries = [TensorType(t.shape[1:], t.dtype) for t in (self.type_of(v) for v in x_values)]
+        # The structure of y is known only once `f` is traced: `step` records it here.
         shape: dict[str, bool] = {}
         stacks: list[int] = []
 
@@ -195,6 +197,7 @@ class Control(Images[V]):
             next_val = body_fun(i, tuple(val) if is_tuple else val[0])
             return (self.add(i, 1), *_flat(next_val)), None
 
+        # A body has no access to the loop counter, so that i is part of the carry.
         (_, *last_val), _ = self.scan(step, (self.constant(lower, "i32"), *_flat(init_val)), length=upper - lower)
         return self._made(last_val, not is_tuple)
 

@@ -155,7 +155,7 @@ class GdnInputSlots(NamedTuple):
 
 class DecodeBindings(NamedTuple):
     """The inputs of explicit decode: rope rows of the new tokens, a keep mask `[B, P+S]`, and the cached keys and
-    values `[B, P, K·D]` of each layer. cos and sin are None where a later RopeTables stage computes them."""
+    values `[B, P, K·D]` of each layer. cos and sin are None if a later RopeTables stage computes them."""
 
     cos: FlowValue | None
     sin: FlowValue | None

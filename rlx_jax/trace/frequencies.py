@@ -47,8 +47,8 @@ def llama3_scaling(
 ) -> Frequencies:
     """Return frequencies scaled by Llama 3.1's rule.
 
-    With L = `original_context`, frequencies of wavelengths over L / `low_freq_factor` are divided by `factor`, those of
-    wavelengths under L / `high_freq_factor` are unchanged, and the ones in between are interpolated.
+    With L = `original_context`, frequencies of wavelengths over L / `low_freq_factor` are divided by `factor`,
+    frequencies of wavelengths under L / `high_freq_factor` are unchanged, and the ones in between are interpolated.
     """
     out = []
     for f in freqs:

@@ -251,6 +251,7 @@ class Images(Products[V]):
         if not is_static(channels) or int(str(channels)) % (b * b):
             raise ShapeError(f"{self.path}: depth_to_space: {b}² does not divide the channels of {self.type_of(x)}")
         parts = (b, b, -1) if mode == "DCR" else (-1, b, b)
+        # From [N, b, b, C, H, W], or [N, C, b, b, H, W], to [N, C, H, b, W, b].
         perm = (0, 3, 4, 1, 5, 2) if mode == "DCR" else (0, 1, 4, 2, 5, 3)
         permuted = self.transpose(self.add_node(split_axis(4, 1, parts), x), perm)
         return self.add_node(merge_axes(5, 3), self.add_node(merge_axes(6, 2), permuted))
@@ -262,7 +263,7 @@ class Images(Products[V]):
         if any(not is_static(d) or int(str(d)) % b for d in x_type.shape[2:]):
             raise ShapeError(f"{self.path}: space_to_depth: blocks of {b} do not divide height and width of {x_type}")
         split = self.add_node(split_axis(5, 4, (-1, b)), self.add_node(split_axis(4, 2, (-1, b)), x))
-        permuted = self.transpose(split, (0, 3, 5, 1, 2, 4))
+        permuted = self.transpose(split, (0, 3, 5, 1, 2, 4))  # [N, C, H, b, W, b] to [N, b, b, C, H, W]
         return self.add_node(merge_axes(5, 1), self.add_node(merge_axes(6, 1), permuted))
 
     def _checked_block(self, what: str, x: V, block: int) -> int:
@@ -331,6 +332,7 @@ class Images(Products[V]):
         if x_type.rank < 3:
             raise ShapeError(f"{self.path}: local_response_norm: x is [N, C, S…], got {x_type}")
         preceding = (size - 1) // 2
+        # Channels become a spatial axis, so that a sum pool slides over them.
         flat = self.add_node(Reshape((AxisOf(0), 1, AxisOf(1), -1)), self.square(x))
         op = Pool("sum", (size, 1), (1, 1), ((preceding, size - 1 - preceding), (0, 0)), (1, 1))
         total = self.reshape(self.add_node(op, flat), x_type.shape)

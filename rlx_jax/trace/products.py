@@ -46,6 +46,7 @@ class Products(Shapes[V]):
         letters = iter(string.ascii_letters)
         lhs_letters = [next(letters) for _ in self.type_of(lhs).shape]
         rhs_letters = [next(letters) for _ in self.type_of(rhs).shape]
+        # Axes that are contracted or batched together share a letter.
         for a, b in (*sums, *batch):
             rhs_letters[b] = lhs_letters[a]
         contracted, batch_letters = {lhs_letters[a] for a, _ in sums}, [lhs_letters[a] for a, _ in batch]
@@ -72,6 +73,7 @@ class Products(Shapes[V]):
 
     def lora_matmul(self, x: V, w: V, a: V, b: V, *, scale: float) -> V:
         """Return `x · w + scale · (x · a) · b`: w `[in, out]`, a `[in, rank]`, b `[rank, out]`."""
+        # (x · a) · b instead of x · (a · b), because the rank is small.
         low_rank = self.add_node(product(self.type_of(x), self.type_of(a)), x, a)
         change = self.add_node(product(self.type_of(low_rank), self.type_of(b)), low_rank, b)
         base = self.add_node(product(self.type_of(x), self.type_of(w)), x, w)
@@ -129,7 +131,7 @@ class Products(Shapes[V]):
         dim = self._axis(x, axis)
         if not is_static(size := x_t.shape[dim]):
             raise ShapeError(f"{self.path}: the axis of blocks has a size that is a number, got axis {dim} of {x_t}")
-        count = -(-int(str(size)) // block)
+        count = -(-int(str(size)) // block)  # rounded up: the last block may be partial
         if (w_t := self.type_of(weight)).shape != (*x_t.shape[:dim], count, *x_t.shape[dim + 1 :]):
             raise ShapeError(f"{self.path}: scales of {x_t} by blocks of {block} have {count} entries on axis {dim} "
                              f"and its other sizes, got {w_t}")  # fmt: skip
@@ -161,7 +163,7 @@ class Products(Shapes[V]):
             )
         x_dtype = self.type_of(x).dtype
         y = self.div(x, self._along(x, scale, axis, x_dtype, block))
-        y = self.round(y) if is_integer else y
+        y = self.round(y) if is_integer else y  # the cast to an 8-bit float rounds by itself
         if zero_point is not None:
             y = self.add(y, self._along(x, zero_point, axis, x_dtype, block))
         return self.cast(y, target, saturate=True)

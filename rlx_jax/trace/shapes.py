@@ -64,6 +64,7 @@ class Shapes(Arithmetic[V]):
         """
         keys = key if isinstance(key, tuple) else (key,)
         cuts = places_of(keys, self.type_of(x).rank, self.path)
+        # Each symbolic slice is an op of its own; one Slice then does the rest of the index.
         for axis, cut in cuts:
             x = self._cut(x, self._axis(x, axis), cut.start, cut.stop)
         keys = tuple(slice(None) if is_cut(k) else k for k in keys)
@@ -99,7 +100,7 @@ class Shapes(Arithmetic[V]):
         """Return `length` elements of one axis from `start`; a negative start counts from the end. Both may be
         symbolic."""
         if isinstance(start, Dim) or isinstance(length, Dim):
-            stop: Any = start + length
+            stop: Any = start + length  # 0 after a negative start is the end of the axis
             return self._cut(x, self._axis(x, axis), start, stop if isinstance(stop, Dim) or stop else None)
         return self.add_node(Narrow(self._axis(x, axis), start, length), x)
 
@@ -124,6 +125,7 @@ class Shapes(Arithmetic[V]):
                 target.append(dim)
                 continue
             value, axis = self._holder(self.own(x), dim)
+            # Operand 0 is x; other operands only supply symbolic sizes.
             if value != self.own(x) and value not in refs:
                 refs.append(value)
             target.append(SizeOf(refs.index(value) + 1 if value in refs else 0, axis))
@@ -217,6 +219,7 @@ class Shapes(Arithmetic[V]):
         for n, at in zip(shifts, axes, strict=True):
             size = self.type_of(x).shape[at]
             n = n % size if is_static(size) else n
+            # A shift of 0 would slice by -0, which is not the end.
             if n:
                 parts = [self.slice(x, self._key(at, slice(-n, None))), self.slice(x, self._key(at, slice(None, -n)))]
                 x = self.concat(parts, at)
@@ -254,6 +257,7 @@ class Shapes(Arithmetic[V]):
     def repeat(self, x: V, repeats: int, axis: int) -> V:
         """Return x with each entry of `axis` repeated `repeats` times in a row."""
         at, rank = self._axis(x, axis), self.type_of(x).rank
+        # A new axis after `axis`, tiled and merged with it, repeats each entry in place.
         tiled = self.tile(self.expand_dims(x, at + 1), [repeats if i == at + 1 else 1 for i in range(rank + 1)])
         return self.add_node(merge_axes(rank + 1, at), tiled)
 

@@ -186,7 +186,7 @@ class Writer(Generic[V]):
         """
         for output in map(self.builder.type, results):
             if any(is_static(d) and d == 0 for d in output.shape):
-                del self.builder.nodes[before:]
+                del self.builder.nodes[before:]  # a refused op leaves no node
                 raise ShapeError(f"{op.text()} gives {output}, which has no elements: every dimension is at least 1")
 
     def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
@@ -256,6 +256,7 @@ class Writer(Generic[V]):
         results = self.add_all(op, *values)
         operands = tuple(self.type_of(v) for v in values)
         out = op.remember(operands)
+        # Later builds compare with this record, because every program has to capture the same arrays.
         self.captured.record(f"{self.path}: {op.text()}", operands, op.first[0][1], fn)
         return results if isinstance(out, tuple | list) else results[0]
 
