@@ -1,4 +1,4 @@
-"""What the commands of `rlx-jax` are made of, and the options that several of them have."""
+"""`Command` and `Session`: the parts of every command of `rlx-jax`, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -28,14 +28,20 @@ from rlx_jax.text.tokenizer import Tokenizer
 
 @dataclass
 class Session:
-    """What a run of the command has: Ctrl-C, the line of progress, and what is said on stderr when it is done."""
+    """The context of a running command.
+
+    Attributes:
+        interrupt: handler of Ctrl-C.
+        status: the progress line.
+        closing: a line of figures for stderr, printed at the end.
+    """
 
     interrupt: Interrupt
     status: Status
     closing: str = ""
 
     def say(self) -> None:
-        """The figures so far, once, where somebody looks."""
+        """Print the line of figures once, if stderr is a terminal and progress is wanted."""
         if self.closing and self.status.shown:
             print(self.closing, file=sys.stderr, flush=True)
         self.closing = ""
@@ -43,8 +49,14 @@ class Session:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: `run` yields what is written to stdout, piece by piece; its docstring is the description. Ctrl-C ends
-    it between two pieces, unless it `hears` that itself."""
+    """A command of `rlx-jax`.
+
+    Attributes:
+        name, help: for `argparse`.
+        options: functions that add options to the parser.
+        run: generator of the text for stdout; its docstring is the description in the help.
+        hears: whether `run` checks for Ctrl-C itself; otherwise Ctrl-C ends it after the current part of the text.
+    """
 
     name: str
     help: str
@@ -57,7 +69,7 @@ class Command:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Which checkpoint."""
+    """Add the arguments that select a checkpoint."""
     parser.add_argument(
         "directory", metavar="DIR|ORG/NAME",
         help="a checkpoint directory: config.json, safetensors ...; or, where there is none, a model of the Hub, "
@@ -71,7 +83,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compute(parser: argparse.ArgumentParser) -> None:
-    """How it runs, and where."""
+    """Add the options for profile, dtype and devices."""
     add = parser.add_argument
     add("--profile", metavar="NAME|FILE", help="a preset, such as llama32_decode, or a *.rlx.toml file")
     add("--dtype", metavar="DTYPE", help="compute in bf16, f32 ...")
@@ -82,7 +94,12 @@ def add_compute(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, most: int | None = 64, told: str = "%(default)s") -> None:
-    """How tokens are chosen, and at most how many: what `most` is, in words, is `told`."""
+    """Add the options for sampling and for the number of new tokens.
+
+    Args:
+        most: default of `--max-new-tokens`.
+        told: the default in words, for the help.
+    """
     add = parser.add_argument
     add("--max-new-tokens", type=int, default=most, metavar="N", help=f"at most this many ({told})")
     for name, rule in OPTIONS.items():
@@ -98,12 +115,12 @@ def add_sampling(parser: argparse.ArgumentParser, most: int | None = 64, told: s
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """How results are written."""
+    """Add the option for the format of results."""
     parser.add_argument("--json", action="store_true", help="one JSON object for each result, on a line of its own")
 
 
 def device_count(text: str) -> int | str:
-    """A number, or `auto`."""
+    """Parse a number of devices, or `auto`."""
     if text == "auto":
         return text
     try:
@@ -112,24 +129,25 @@ def device_count(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"expected a number or auto, got {shown(text)}") from cause
 
 
-# -- what they mean ----------------------------------------------------------------------------
+# -- values of the options ---------------------------------------------------------------------
 
 
 def open_model(args: argparse.Namespace, session: Session, directory: str | None = None) -> Any:
-    """What the directory of a command holds, or another one, to call."""
-    own = {"revision": args.revision, "ignore_fields": args.ignore_field} if directory is None else {}
+    """Load the model of a command, or of another directory."""
+    # Revision and ignored fields belong to the command's checkpoint, not to a draft model.
+    source_options = {"revision": args.revision, "ignore_fields": args.ignore_field} if directory is None else {}
     return rlx.load(
         args.directory if directory is None else directory,
         profile=args.profile, mesh=mesh_of(args.devices, args.tensor), dtype=args.dtype, progress=session.status,
-        **own,
+        **source_options,
     )  # fmt: skip
 
 
 def language_model(args: argparse.Namespace, session: Session, directory: str | None = None) -> rlx.CausalLM:
-    """As `open_model`, of what generates.
+    """Load a language model; arguments as in `open_model`.
 
     Raises:
-        RequestError: it holds something else; the directory of the command has no tokenizer.
+        RequestError: the directory has another kind of model, or the directory of the command has no tokenizer.
     """
     lm = open_model(args, session, directory)
     if not isinstance(lm, rlx.CausalLM):
@@ -143,7 +161,7 @@ def language_model(args: argparse.Namespace, session: Session, directory: str | 
 
 
 def check_reads_texts(tokenizer: Tokenizer | None, args: argparse.Namespace) -> None:
-    """The checkpoint of a command has a tokenizer.
+    """Check that the checkpoint of a command has a tokenizer.
 
     Raises:
         RequestError: it has none.
@@ -156,18 +174,18 @@ def check_reads_texts(tokenizer: Tokenizer | None, args: argparse.Namespace) -> 
 
 
 def a_kind(model: Any) -> str:
-    """What kind of model, in a sentence."""
+    """Return the kind of a model, with an article, for messages."""
     kinds = {rlx.Encoder: "an encoder", rlx.VisionEncoder: "an encoder of images", rlx.DualEncoder: "a dual encoder"}
     return kinds.get(type(model), "a language model")
 
 
 def sampler_of(args: argparse.Namespace) -> rlx.Sampler:
-    """How to choose tokens, checked before anything is loaded."""
+    """Return the sampler of the options. Call it before loading, so that invalid options fail early."""
     return one_sampler(None, {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
 
 
 def request_of(args: argparse.Namespace, session: Session, sampler: rlx.Sampler) -> dict[str, Any]:
-    """What `stream` and `chat` are given beside the prompt."""
+    """Return the arguments for `stream` and `chat` other than the prompt."""
     source = args.speculative
     return {
         "max_new_tokens": args.max_new_tokens, "sampler": sampler, "stop": args.stop, "seed": args.seed,
@@ -177,18 +195,24 @@ def request_of(args: argparse.Namespace, session: Session, sampler: rlx.Sampler)
 
 
 def check_texts(texts: Mapping[str, Any]) -> None:
-    """What was given on the command line is text: UTF-8.
+    """Check that options of the command line are valid UTF-8.
+
+    Args:
+        texts: values by option: a string, a list of strings, or None.
 
     Raises:
-        RequestError: names the option.
+        RequestError: names the option that is not.
     """
-    for option, given in texts.items():
-        if not all(map(is_text, [given] if isinstance(given, str) else given or [])):
+    for option, value in texts.items():
+        if not all(map(is_text, [value] if isinstance(value, str) else value or [])):
             raise RequestError(f"{option}: not UTF-8")
 
 
 def text_of(data: bytes, first: int = 0) -> str:
-    """Bytes of stdin, of which `first` were read before, as text.
+    """Decode bytes of stdin.
+
+    Args:
+        first: number of bytes that were read before, for the position in the error message.
 
     Raises:
         RequestError: they are not UTF-8.
@@ -200,7 +224,7 @@ def text_of(data: bytes, first: int = 0) -> str:
 
 
 def texts_of(given: list[str], session: Session) -> list[str]:
-    """Texts of the command line; of none, the lines of stdin."""
+    """Return the texts of the command line, or the lines of stdin if there are none."""
     check_texts({"TEXT": given})
     if given:
         return given
@@ -208,59 +232,62 @@ def texts_of(given: list[str], session: Session) -> list[str]:
 
 
 def chosen_device(name: str | None, devices: int | str | None) -> Any:
-    """The `jax.Device` of `--device`; None for the one that JAX takes.
+    """Return the `jax.Device` of `--device`; None for JAX's default.
 
     Raises:
-        RequestError: there is none of that name, or `--devices` divides the model over several.
+        RequestError: there is no such device, or `--devices` is given too.
     """
     if name is None:
         return None
     if devices is not None:
         raise RequestError("--device is one device, --devices are several: give one of them")
     platform, _, number = name.partition(":")
-    known = jax.devices()
+    all_devices = jax.devices()
     try:
-        found = jax.devices(platform)
+        platform_devices = jax.devices(platform)
     except RuntimeError as cause:
-        here = {d.platform: None for d in known} | {"cpu": None}
+        platforms = {d.platform: None for d in all_devices} | {"cpu": None}
         raise RequestError(
-            f"--device {name}: JAX has no {shown(platform)} here, but {listing(here)}; "
+            f"--device {name}: JAX has no {shown(platform)} here, but {listing(platforms)}; "
             "rlx-jax doctor says what is missing"
         ) from cause
-    if number and not (number.isascii() and number.isdigit() and int(number) < len(found)):
-        raise RequestError(f"--device {name}: expected {platform}:0 to {platform}:{len(found) - 1}")
-    return found[int(number or 0)]
+    if number and not (number.isascii() and number.isdigit() and int(number) < len(platform_devices)):
+        raise RequestError(f"--device {name}: expected {platform}:0 to {platform}:{len(platform_devices) - 1}")
+    return platform_devices[int(number or 0)]
 
 
 def mesh_of(devices: int | str | None, tensor: int | None) -> Any:
-    """What `mesh=` is given: a number of devices as it is, or with `--tensor` a mesh of data × tensor.
+    """Return the argument `mesh=`: a number of devices unchanged, or with `--tensor` a mesh of data × tensor.
 
     Raises:
-        RequestError: more devices than there are, or a number that does not divide them.
+        RequestError: there are fewer devices, or `--tensor` does not divide their number.
     """
     if devices is None and tensor is not None:
         raise RequestError("--tensor is how many of --devices divide the heads; give --devices too")
     if devices is None:
         return None
-    known = jax.devices()
-    count = len(known) if isinstance(devices, str) else devices
-    if not 1 <= count <= len(known):
-        raise RequestError(f"--devices {count}: expected 1 to {len(known)}, JAX has so many ({known[0].platform})")
+    all_devices = jax.devices()
+    count = len(all_devices) if isinstance(devices, str) else devices
+    if not 1 <= count <= len(all_devices):
+        raise RequestError(
+            f"--devices {count}: expected 1 to {len(all_devices)}, JAX has so many ({all_devices[0].platform})"
+        )
     if tensor is None:
         return devices
     if tensor < 1 or count % tensor:
-        fit = ", ".join(str(t) for t in range(1, count + 1) if count % t == 0)
-        raise RequestError(f"--tensor {tensor}: expected what divides {count} devices, one of {fit}")
-    return Mesh(np.array(known[:count]).reshape(-1, tensor), ("data", "tensor"))
+        divisors = ", ".join(str(t) for t in range(1, count + 1) if count % t == 0)
+        raise RequestError(f"--tensor {tensor}: expected what divides {count} devices, one of {divisors}")
+    return Mesh(np.array(all_devices[:count]).reshape(-1, tensor), ("data", "tensor"))
 
 
 # -- results -----------------------------------------------------------------------------------
 
 
 def as_line(result: Mapping[str, Any]) -> str:
-    """A result as a line of JSON; None where a number is not known or not finite."""
-    every = codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
-    return json.dumps(_plain(dict(result)), ensure_ascii=not every, allow_nan=False) + "\n"
+    """Return a result as a line of JSON, with null for numbers that are unknown or not finite."""
+    # Escape non-ASCII characters where the encoding of stdout cannot represent them.
+    is_unicode = codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
+    return json.dumps(_plain(dict(result)), ensure_ascii=not is_unicode, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -280,18 +307,18 @@ def _plain(value: Any) -> Any:
 
 
 def table(rows: Mapping[str, Any]) -> Iterator[str]:
-    """Names and values, a line each."""
-    found = [(name, value if isinstance(value, str) else shown(value)) for name, value in rows.items()]
-    yield f"{TextTable(found, left=2)}\n"
+    """Yield a table of names and values, one per line."""
+    cells = [(name, value if isinstance(value, str) else shown(value)) for name, value in rows.items()]
+    yield f"{TextTable(cells, left=2)}\n"
 
 
 def peak_memory() -> int:
-    """The most bytes that were in use so far: of the device, or on the CPU of this process."""
+    """Return the peak memory in bytes: of the device, or on the CPU of this process."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, and in KiB on Linux
     return int(stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def peak_text() -> str:
-    """The same, to read."""
+    """Return the peak memory as text."""
     return f"peak memory {in_bytes(peak_memory())}"
