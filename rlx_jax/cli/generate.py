@@ -1,4 +1,4 @@
-"""`rlx-jax generate` and `rlx-jax chat`: text, token by token as it comes."""
+"""`rlx-jax generate` and `rlx-jax chat`: stream generated text to stdout, and print figures about it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,16 @@ from rlx_jax.runtime.report import Report
 
 @dataclass
 class Timed:
-    """The pieces of an answer as they come, and how long they took since they were asked for, template and tokens
-    included."""
+    """A streamed answer with its timing.
+
+    Times are in seconds since the start of the request; they include the chat template and tokenization.
+
+    Attributes:
+        ask: function that starts the request.
+        text: the answer so far.
+        first: time until the first text.
+        seconds: time until the end.
+    """
 
     ask: Callable[[], Iterable[str]]
     text: str = ""
@@ -52,7 +60,7 @@ class Timed:
         self.seconds = time.perf_counter() - start
 
     def figures(self, lm: rlx.CausalLM) -> dict[str, Any]:
-        """What is said of it, by name."""
+        """Return the figures about the answer, by name."""
         report: Report = lm.report()
         return {
             "seconds_to_first_text": round(self.first, 4),
@@ -63,7 +71,7 @@ class Timed:
         }
 
 
-# What JSON says of a request: its names of the figures, and those of `RequestReport`.
+# The figures of a request in JSON, with the attributes of `RequestReport` that they come from.
 REQUEST_FIGURES = {
     "prompt_tokens": "prompt_tokens", "cached_tokens": "cached_tokens", "prompt_tokens_per_second": "prompt_rate",
     "new_tokens": "new_tokens", "new_tokens_per_second": "answer_rate", "compiled": "compiled",
@@ -71,24 +79,28 @@ REQUEST_FIGURES = {
 
 
 def request_figures(report: Report) -> dict[str, Any]:
-    """Tokens of the last request, and how many a second; None where there was none, as of no new tokens."""
+    """Return the tokens of the last request, and tokens per second; None without a request, as for no new tokens."""
     if report.request is None:
         return dict.fromkeys(REQUEST_FIGURES)
     return {name: round(getattr(report.request, field), 2) for name, field in REQUEST_FIGURES.items()}
 
 
 def closing_line(timed: Timed, lm: rlx.CausalLM, most: int = 0) -> str:
-    """The same on one line of stderr; of an answer of as many tokens as it might have, that it may not be whole."""
+    """Return the figures as a line for stderr.
+
+    Args:
+        most: limit of new tokens; an answer that reaches it may be incomplete, which the line mentions.
+    """
     report = lm.report()
     parts = [f"first text after {timed.first:.2f} s"]
     if (request := report.request) is not None:
-        compiled = f", {request.compiled} programs compiled in it" if request.compiled else ""
-        cut = ", all that --max-new-tokens allows" if request.new_tokens == most else ""
-        new = f", {request.read_tokens:,} of them read" if request.cached_tokens else ""
+        compile_note = f", {request.compiled} programs compiled in it" if request.compiled else ""
+        limit_note = ", all that --max-new-tokens allows" if request.new_tokens == most else ""
+        prefill_note = f", {request.read_tokens:,} of them read" if request.cached_tokens else ""
         parts = [
-            f"prompt {request.prompt_tokens:,} tokens{new}, {request.prompt_rate:,.0f}/s",
-            f"answer {request.new_tokens:,} tokens{cut}, {request.answer_rate:,.1f}/s",
-            f"{parts[0]}{compiled}",
+            f"prompt {request.prompt_tokens:,} tokens{prefill_note}, {request.prompt_rate:,.0f}/s",
+            f"answer {request.new_tokens:,} tokens{limit_note}, {request.answer_rate:,.1f}/s",
+            f"{parts[0]}{compile_note}",
         ]
     seed = [] if report.seed is None else [f"seed {report.seed}"]
     return "; ".join([*parts, peak_text(), *seed])
@@ -120,7 +132,7 @@ def generate(args: argparse.Namespace, session: Session) -> Iterator[str]:
 
 
 def generate_options(parser: argparse.ArgumentParser) -> None:
-    """Of `generate`."""
+    """Add the options of `generate`."""
     add = parser.add_argument
     add("--prompt", required=True, metavar="TEXT", help="the text to continue; - reads it from stdin")
     add("--chat", action="store_true", help="answer it as one message, by the checkpoint's chat template")
@@ -132,7 +144,7 @@ GENERATE_OPTIONS = (generate_options, add_compute, add_json, add_model)
 GENERATE = Command("generate", "continue a prompt, or answer it", GENERATE_OPTIONS, generate)
 
 
-# Tokens of an answer in a talk, if nothing else is said.
+# Default limit of new tokens for an answer in `chat`.
 LONG = 512
 
 
@@ -141,65 +153,66 @@ LONG = 512
 
 def chat(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Talk with a model: each line of stdin is a message, answered by the checkpoint's chat template. /new begins
-    another conversation; the end of the input (Ctrl-D) ends it. Ctrl-C ends an answer, and where none is being given
-    the talk."""
+    another conversation; the end of the input (Ctrl-D) ends the chat. Ctrl-C ends an answer, or between answers the
+    chat."""
     sampler = sampler_of(args)
     check_texts({"--system": args.system or "", "--stop": args.stop})
     if args.max_new_tokens is not None:
         whole_number("--max-new-tokens", args.max_new_tokens, 1)
     lm = language_model(args, session)
-    opening = [] if args.system is None else [{"role": "system", "content": args.system}]
-    talk, read = lm.conversation(opening), 0  # tells now if there is no template
-    most = args.max_new_tokens or min(LONG, max(1, (lm.max_positions or LONG * 4) // 4))
-    request = request_of(args, session, sampler) | {"max_new_tokens": most}
+    first_messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    # Start the conversation before the first message is read, as it raises if there is no template.
+    conversation, num_read = lm.conversation(first_messages), 0
+    max_new_tokens = args.max_new_tokens or min(LONG, max(1, (lm.max_positions or LONG * 4) // 4))
+    request = request_of(args, session, sampler) | {"max_new_tokens": max_new_tokens}
     while line := _asked(session):
         timed = None
         try:
-            first, read = read, read + len(line)
-            asked = text_of(line, first).strip()
-            if asked == "/new":
-                talk = lm.conversation(opening)
-            if asked in ("", "/new"):
+            offset, num_read = num_read, num_read + len(line)
+            message = text_of(line, offset).strip()
+            if message == "/new":
+                conversation = lm.conversation(first_messages)
+            if message in ("", "/new"):
                 continue
-            timed = Timed(functools.partial(talk.stream, asked, **request))
+            timed = Timed(functools.partial(conversation.stream, message, **request))
             for piece in timed:
                 session.interrupt.check()
                 if not args.json:
                     yield piece
-        except (RlxError, KeyboardInterrupt) as left:  # who sits there says what to do; the input of a script ends
-            if not in_terminal():
+        except (RlxError, KeyboardInterrupt) as error:
+            if not in_terminal():  # a person can continue after an error, but a script should fail
                 raise
             if timed is not None and timed.text and not args.json:
                 yield "\n"
-            _say_left(session, left)
+            _say_left(session, error)
             continue
-        yield as_line({"prompt": asked, "text": timed.text, **timed.figures(lm)}) if args.json else "\n"
-        session.closing = closing_line(timed, lm, most)
+        yield as_line({"prompt": message, "text": timed.text, **timed.figures(lm)}) if args.json else "\n"
+        session.closing = closing_line(timed, lm, max_new_tokens)
         session.say()
         if in_terminal():
-            session.interrupt.forget()  # it came with the last piece
+            session.interrupt.forget()  # a Ctrl-C during the last part of an answer must not end the chat
 
 
 def _say_left(session: Session, left: BaseException) -> None:
-    """Tell why a message has no answer; the talk goes on without it."""
+    """Print why a message has no answer; the conversation continues without it."""
     session.status.clear()
     session.interrupt.forget()
     if isinstance(left, KeyboardInterrupt):
-        told = "stopped; the talk goes on as if this had not been asked"
+        message = "stopped; the talk goes on as if this had not been asked"
     else:
         more = "; /new begins another conversation" if isinstance(left, SequenceLengthError) else ""
-        told = f"{type(left).__name__}: {left}{more}"
-    print(f"rlx-jax: {told}", file=sys.stderr)
+        message = f"{type(left).__name__}: {left}{more}"
+    print(f"rlx-jax: {message}", file=sys.stderr)
 
 
 def _asked(session: Session) -> bytes:
-    """The next message; empty at the end of the input."""
+    """Read the next message; empty at the end of the input."""
     session.status.clear()
     return session.interrupt.waits(lambda: next_line("> "))
 
 
 def chat_options(parser: argparse.ArgumentParser) -> None:
-    """Of `chat`."""
+    """Add the options of `chat`."""
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     add_sampling(parser, None, f"{LONG}, or a quarter of the model's positions")
 

@@ -1,4 +1,4 @@
-"""The command's side of a terminal: Ctrl-C, one line of progress, text that must not command it, warnings."""
+"""Terminal input and output of `rlx-jax`: Ctrl-C, a progress line, output without control characters, warnings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new l
 
 
 class Interrupt:
-    """Ctrl-C, heard where the work may stop: between weights, programs and pieces of text. A second one counts at once.
+    """A handler that delays Ctrl-C until the work may stop: between weights, programs and parts of the text.
 
-    A KeyboardInterrupt at any place may come within a hook of JAX, which drops it, or cut the import of a native module
-    short, which crashes when Python ends.
+    A second Ctrl-C interrupts at once. The first one does not, as a KeyboardInterrupt at an arbitrary point may be
+    raised in a hook of JAX, which swallows it, or during the import of a native module, which then crashes at exit.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,8 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else someone wants it otherwise
+        # Keep a handler that the caller of `main` has installed.
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before = signal.signal(signal.SIGINT, self._hear)
         return self
 
@@ -47,7 +48,7 @@ class Interrupt:
         self._heard = True
 
     def waits(self, ask: Callable[[], bytes]) -> bytes:
-        """What `ask` reads of stdin. Ctrl-C counts at once while it waits."""
+        """Return the result of `ask`, which reads stdin; Ctrl-C interrupts it at once."""
         self._waiting = True
         try:
             self.check()
@@ -56,28 +57,29 @@ class Interrupt:
             self._waiting = False
 
     def forget(self) -> None:
-        """Ctrl-C was pressed for what has ended by now; the next one counts anew."""
+        """Discard an earlier Ctrl-C, as the work that it was for has ended."""
         self._heard = False
 
     def check(self) -> None:
-        """Stop here if Ctrl-C was pressed."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self._heard:
             raise KeyboardInterrupt
 
 
-# -- what is typed -----------------------------------------------------------------------------
+# -- input -------------------------------------------------------------------------------------
 
 
 def next_line(prompt: str) -> bytes:
-    """A line of stdin; empty at its end. Somebody who sits there sees the prompt. Where stdin and stdout are a terminal
-    the line can be edited: it is as long as one likes, earlier ones come back, and lines that are pasted at once are
-    one.
+    """Read a line of stdin; empty at its end.
+
+    In a terminal the prompt is shown. If stdout is a terminal too, the line can be edited: it may be of any length,
+    earlier lines can be recalled, and several lines pasted at once are one.
     """
     if in_terminal() and sys.stdout.isatty() and _editing():
         try:
             return input(prompt).encode("utf-8", "surrogateescape") + b"\n"
         except EOFError:
-            print()  # what the shell writes next begins a line
+            print()  # so that the prompt of the shell starts on a new line
             return b""
     if not in_terminal():
         return b"" if sys.stdin is None else sys.stdin.buffer.readline()
@@ -88,37 +90,38 @@ def next_line(prompt: str) -> bytes:
 
 
 def whole_input(what: str) -> bytes:
-    """All of stdin. Somebody who sits there is told what is waited for."""
+    """Read all of stdin. In a terminal, first print what input is expected: `what`."""
     if in_terminal():
         print(f"rlx-jax: {what}, and Ctrl-D at the end", file=sys.stderr)
     return b"" if sys.stdin is None else sys.stdin.buffer.read()
 
 
 def in_terminal() -> bool:
-    """Whether somebody reads and answers. (A shell's `<&-` leaves no stdin at all.)"""
+    """Return whether a person uses the command interactively. (After a shell's `<&-`, `sys.stdin` is None.)"""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 @functools.cache
 def _editing() -> bool:
-    """Whether lines can be edited here, from now on."""
+    """Turn on line editing, and return whether it is available."""
     try:
         import readline
     except ImportError:  # not in every Python
         return False
-    readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off
+    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # who reads says what is no text
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # `text_of` reports bytes that are not UTF-8
     return True
 
 
-# -- what is written ---------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------
 
 
 class Status:
-    """One line on stderr that is written over: how far loading and compiling are.
+    """A progress line on stderr for loading and compiling, which is overwritten by each update.
 
-    Text in the same terminal stands on that line once it has begun, and is not to be written over: it is `shared` then.
+    Once the output on stdout has an unfinished line in the same terminal, the progress line is not shown, as it would
+    overwrite that text; see `share`.
     """
 
     def __init__(self, interrupt: Interrupt, shown: bool) -> None:
@@ -128,16 +131,16 @@ class Status:
     def __call__(self, what: str, done: int, total: int) -> None:
         """See `rlx_jax.compiler.executable.Progress`."""
         self._interrupt.check()
-        moves = what == "load" or what.startswith("download ")
-        amount = f" {in_bytes(done)} of {in_bytes(total)}" if moves else " …" if done < total else ""
+        is_transfer = what == "load" or what.startswith("download ")
+        amount = f" {in_bytes(done)} of {in_bytes(total)}" if is_transfer else " …" if done < total else ""
         self._write(f"{what}{amount}" if done < total else "")
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         self._write("")
 
     def share(self, text: str) -> None:
-        """The terminal's line begins with what `text` ends with: nothing is shown until it is ended."""
+        """Note that `text` was written to stdout: no progress is shown after an unfinished line in a terminal."""
         self._shared = sys.stdout.isatty() and not text.endswith("\n")
 
     def _write(self, line: str) -> None:
@@ -149,33 +152,36 @@ class Status:
 
 
 def write(piece: str) -> None:
-    """A piece of text, at once. What a model writes must not command a terminal."""
+    """Write text to stdout and flush it.
+
+    In a terminal, control characters are replaced, so that the text of a model cannot control the terminal.
+    """
     try:
         sys.stdout.write(CONTROLS.sub("\ufffd", piece) if sys.stdout.isatty() else piece)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except UnicodeEncodeError as cause:
-        lost = cause.object[cause.start : cause.end]
+        unencodable = cause.object[cause.start : cause.end]
         advice = "set PYTHONIOENCODING=utf-8, or ask for --json"
-        raise StorageError(f"stdout: its encoding, {cause.encoding}, has no {shown(lost)}: {advice}") from cause
+        raise StorageError(f"stdout: its encoding, {cause.encoding}, has no {shown(unencodable)}: {advice}") from cause
     except OSError as cause:
-        leave_stdout()
+        leave_stdout()  # Python's flush at exit would fail again
         raise StorageError(f"stdout: {cause.strerror}") from cause
 
 
 def leave_stdout() -> None:
-    """What Python flushes at its end goes nowhere."""
+    """Redirect stdout to the null device, so that Python's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def warn(message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-    """A warning in one line."""
+    """Print a warning on one line; a replacement for `warnings.showwarning`."""
     print(f"rlx-jax: {category.__name__}: {message}", file=sys.stderr)
 
 
 def in_bytes(count: int) -> str:
-    """A size to read.
+    """Return a size as text.
 
     >>> in_bytes(999), in_bytes(2_471_645_608)
     ('999 B', '2.47 GB')
