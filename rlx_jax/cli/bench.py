@@ -1,4 +1,4 @@
-"""`rlx-jax bench`: how fast a checkpoint runs here."""
+"""`rlx-jax bench`: measure the speed of a checkpoint on this machine."""
 
 from __future__ import annotations
 
@@ -27,62 +27,62 @@ from rlx_jax.runtime.inputs import whole_number
 
 
 def bench(args: argparse.Namespace, session: Session) -> Iterator[str]:
-    """Measure a checkpoint on random tokens: of a language model, tokens read and generated a second, of an encoder,
-    texts and tokens a second. Programs are compiled before; of several runs the fastest counts."""
+    """Measure a checkpoint on random tokens: for a language model, tokens per second of prefill and of generation; for
+    an encoder, texts and tokens per second. Programs are compiled first; the fastest of several runs counts."""
     names = ("batch", "prompt_tokens", "new_tokens", "runs")
     batch, prompt, new, runs = (whole_number(f"--{n.replace('_', '-')}", getattr(args, n), 1) for n in names)
     model = open_model(args, session)
     if isinstance(model, rlx.CausalLM):
-        found = bench_language_model(model, batch, prompt, new, runs)
+        figures = bench_language_model(model, batch, prompt, new, runs)
     elif isinstance(model, rlx.Encoder):
-        found = bench_encoder(model, batch, prompt, runs)
+        figures = bench_encoder(model, batch, prompt, runs)
     else:
         raise RequestError(f"{quote(args.directory)} is {a_kind(model)}; bench takes language models and text encoders")
     session.status.clear()
-    result = {"model": model.model.name, "device": str(model.model.settings.device), "batch": batch, **found}
+    result = {"model": model.model.name, "device": str(model.model.settings.device), "batch": batch, **figures}
     result["peak_bytes"] = peak_memory()
     yield from [as_line(result)] if args.json else table(result)
 
 
 def best(call: Callable[[], Any], runs: int) -> float:
-    """The shortest time of so many calls, after one that compiles."""
+    """Return the shortest time of several calls in seconds, after one call that compiles."""
     call()
-    taken = []
+    times = []
     for _ in range(runs):
         start = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def random_ids(vocab_size: int, batch: int, tokens: int) -> list[list[int]]:
-    """Token ids `[batch, tokens]`, the same each time."""
-    found: list[list[int]] = np.random.default_rng(0).integers(0, vocab_size, (batch, tokens)).tolist()
-    return found
+    """Return random token ids `[batch, tokens]`, the same in every call."""
+    ids: list[list[int]] = np.random.default_rng(0).integers(0, vocab_size, (batch, tokens)).tolist()
+    return ids
 
 
 def bench_language_model(lm: rlx.CausalLM, batch: int, prompt: int, new: int, runs: int) -> dict[str, Any]:
-    """Prompts read, up to the first new token; and the time of each of `new` tokens behind it."""
+    """Measure prefill up to the first new token, and the time of each of `new` tokens after it."""
     ids, ends = random_ids(lm.vocab_size, batch, prompt), lm.eos_ids
-    lm.eos_ids = ()  # every row is to be as long as asked for
+    lm.eos_ids = ()  # so that no row ends early
     try:
-        reading = best(lambda: lm.generate(ids, max_new_tokens=1), runs)
-        whole = best(lambda: lm.generate(ids, max_new_tokens=new + 1), runs)
+        prefill_seconds = best(lambda: lm.generate(ids, max_new_tokens=1), runs)
+        total_seconds = best(lambda: lm.generate(ids, max_new_tokens=new + 1), runs)
     finally:
         lm.eos_ids = ends
-    step = max(whole - reading, 0.0) / new
+    step_seconds = max(total_seconds - prefill_seconds, 0.0) / new
     return {
         "prompt_tokens": prompt,
         "new_tokens": new,
-        "seconds_to_first_token": round(reading, 5),
-        "prompt_tokens_per_second": round(batch * prompt / reading, 1),
-        "seconds_per_token": round(step, 6),
-        "new_tokens_per_second": round(batch / step, 1) if step else None,
+        "seconds_to_first_token": round(prefill_seconds, 5),
+        "prompt_tokens_per_second": round(batch * prompt / prefill_seconds, 1),
+        "seconds_per_token": round(step_seconds, 6),
+        "new_tokens_per_second": round(batch / step_seconds, 1) if step_seconds else None,
     }
 
 
 def bench_encoder(encoder: rlx.Encoder, batch: int, tokens: int, runs: int) -> dict[str, Any]:
-    """So many texts of so many tokens, embedded."""
+    """Measure embedding `batch` texts of `tokens` tokens each."""
     ids = random_ids(encoder.vocab_size, batch, tokens)
     seconds = best(lambda: encoder.embed(ids), runs)
     return {
@@ -94,7 +94,7 @@ def bench_encoder(encoder: rlx.Encoder, batch: int, tokens: int, runs: int) -> d
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Of `bench`."""
+    """Add the options of `bench`."""
     add = parser.add_argument
     add("--batch", type=int, default=1, metavar="N", help="prompts or texts at a time (%(default)s)")
     add("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of each (%(default)s)")

@@ -1,4 +1,4 @@
-"""`rlx-jax inspect`: what a checkpoint is and what it would take, from its headers alone."""
+"""`rlx-jax inspect`: describe a checkpoint and estimate its memory, from config and headers, without its weights."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from rlx_jax.weights.mxfp4 import unpacked
 
 
 def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
-    """Write what a checkpoint is: its config as it is understood, its weights, its tokenizer; with --batch or --context
-    also what it takes in memory, and whether the device has that. Reads no weights."""
+    """Write what a checkpoint is: its config as interpreted, its weights, its tokenizer; with --batch or --context also
+    the memory that it needs, and whether the device has that much. Reads no weights."""
     root = open_folder(args.directory, args.revision, progress=session.status)
     checkpoint = Checkpoint(root, ignore_fields=args.ignore_field, headers=True)
     pretrained, source, tokenizer = checkpoint.pretrained, checkpoint.weights, checkpoint.tokenizer
     recipe: Any = pretrained.recipe
-    specs, numbers = [source.spec(key) for key in source.keys()], unpacked(source)
-    found: dict[str, Any] = {
+    specs, unpacked_weights = [source.spec(key) for key in source.keys()], unpacked(source)
+    result: dict[str, Any] = {
         "recipe": type(recipe).__name__,
         "kind": pretrained.kind,
-        "parameters": sum(numbers.spec(key).size for key in numbers.keys()),
+        "parameters": sum(unpacked_weights.spec(key).size for key in unpacked_weights.keys()),
         "tensors": len(specs),
         "weight_bytes": sum(map(stored_bytes, specs)),
         "dtypes": sorted({short_name(spec.dtype) for spec in specs}),
@@ -48,14 +48,14 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
         "config": dict(vars(recipe.config)),
         "needs": None,
     }
-    if any(given is not None for given in (args.batch, args.context, args.profile, args.dtype)):
-        found["needs"] = needs_of_batch(pretrained, args)
+    if any(value is not None for value in (args.batch, args.context, args.profile, args.dtype)):
+        result["needs"] = needs_of_batch(pretrained, args)
     session.status.clear()
-    yield from [as_line(found)] if args.json else table(to_read(found))
+    yield from [as_line(result)] if args.json else table(to_read(result))
 
 
 def to_read(found: dict[str, Any]) -> dict[str, Any]:
-    """What `inspect --json` writes, in words."""
+    """Return the result of `inspect --json` as rows of a table."""
     tokens, size = found["tokenizer_tokens"], in_bytes(found["weight_bytes"])
     rows = {
         "recipe": f"{found['recipe']}, {found['kind']}",
@@ -68,8 +68,8 @@ def to_read(found: dict[str, Any]) -> dict[str, Any]:
     needs = found["needs"]
     if needs is None:
         return rows
-    longest, most = needs["context_that_fits"], needs["batch_that_fits"]
-    other = f"a context of {longest:,}" if longest else f"a batch of {most:,}" if most else ""
+    context, batch = needs["context_that_fits"], needs["batch_that_fits"]
+    alternative = f"a context of {context:,}" if context else f"a batch of {batch:,}" if batch else ""
     rows |= {"batch": needs["batch"], "context": needs["context"]}
     rows |= {
         "parameter bytes": in_bytes(needs["parameter_bytes"]), "state bytes": in_bytes(needs["state_bytes"]),
@@ -78,18 +78,20 @@ def to_read(found: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     if needs["fits"] is not None:
         rows["bytes of the device"] = in_bytes(needs["device_bytes"])
-        rows["fits"] = "yes" if needs["fits"] else f"no; {other} would" if other else "no"
+        rows["fits"] = "yes" if needs["fits"] else f"no; {alternative} would" if alternative else "no"
     return rows
 
 
-# -- what it takes -----------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------
 
 
 def needs_of_batch(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, Any]:
-    """What `--batch` rows of `--context` tokens take, by name; whether they fit is None where the device does not say.
+    """Return the bytes that `--batch` rows of `--context` tokens take, by name, and whether they fit the device.
+
+    `fits` is None where the memory of the device is unknown.
 
     Raises:
-        RequestError: a model whose inputs are no tokens. SequenceLengthError: over its positions.
+        RequestError: the inputs of the model are not tokens. SequenceLengthError: the context is over its positions.
     """
     if pretrained.kind not in ("causal", "encoder"):
         raise RequestError(
@@ -103,15 +105,15 @@ def needs_of_batch(pretrained: Pretrained, args: argparse.Namespace) -> dict[str
     needs, memory = needs_of(model, batch, context, pretrained.max_positions), running_device().memory
     total = sum(needs.values())
     fits = None if memory is None else total <= memory
-    would = {} if fits or memory is None else fitting(model, batch, context, pretrained.max_positions, memory)
+    alternatives = {} if fits or memory is None else fitting(model, batch, context, pretrained.max_positions, memory)
     return {
         "batch": batch, "context": context, **needs, "total_bytes": total, "device_bytes": memory, "fits": fits,
-        "context_that_fits": would.get("context"), "batch_that_fits": would.get("batch"),
+        "context_that_fits": alternatives.get("context"), "batch_that_fits": alternatives.get("batch"),
     }  # fmt: skip
 
 
 def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
-    """The model as `rlx_jax.load` would open it, but for its weights: shapes are all that is read."""
+    """Return the model that `rlx_jax.load` would return, but without weights: only their shapes are used."""
     profile = args.profile if args.dtype is None else computing_in(args.dtype, args.profile)
     flow = pretrained.recipe.assemble()
     causal = pretrained.kind == "causal"
@@ -123,17 +125,21 @@ def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> Compile
 
 
 def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int | None) -> dict[str, int]:
-    """Bytes that a batch of prompts as long as the context takes, in the rows and slots that `generate` makes for it:
-    parameters as they are stored on the device, what is kept between calls (keys and values, rings of windows,
-    recurrent states), and what the larger of the programs takes beside them: activations as planned, an estimate.
-    Nothing is compiled."""
+    """Estimate the bytes that a batch of prompts as long as the context takes, with the padding of `generate`.
+
+    Nothing is compiled.
+
+    Returns:
+        bytes of the parameters as stored on the device; of the state (keys and values, ring buffers of windows,
+        recurrent states); and of the activations of the largest program, by the memory plan.
+    """
     cached, buckets, state = model.program == "prefill", model.settings.buckets, 0
     template = model.template(last_only=cached)
     sizes = {"batch": buckets.rows(batch), "seq": context}
     if cached:
         sizes["batch"], sizes["context"] = cache_sizes(buckets, batch, context, max_positions)
-        held = {**model.flow._binding, **sizes, **model.programs.ring_sizes(template, sizes["context"])}
-        state = sum(kept.bind(held).nbytes for kept in template.state.values())
+        state_sizes = {**model.flow._binding, **sizes, **model.programs.ring_sizes(template, sizes["context"])}
+        state = sum(array_type.bind(state_sizes).nbytes for array_type in template.state.values())
     lir = make_lir(template, sizes, model.settings)
     parameters = sum(t.nbytes for t in model.programs.layout.types().values())
     activations = activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan)
@@ -141,19 +147,22 @@ def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int 
 
 
 def fitting(model: CompiledModel, batch: int, context: int, longest: int | None, memory: int) -> dict[str, int]:
-    """The longest context, by halves, that would fit, or else the largest batch; by name, empty if neither does."""
-    for name, halves in (
+    """Return the longest context that would fit, found by halving, or else the largest batch.
+
+    The result is by name, `context` or `batch`; empty if neither fits.
+    """
+    for name, candidates in (
         ("context", [(batch, context >> i) for i in range(1, 30) if context >> i]),
         ("batch", [(batch >> i, context) for i in range(1, 30) if batch >> i]),
     ):
-        for rows, tokens in halves:
+        for rows, tokens in candidates:
             if sum(needs_of(model, rows, tokens, longest).values()) <= memory:
                 return {name: tokens if name == "context" else rows}
     return {}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Of `inspect`."""
+    """Add the options of `inspect`."""
     add = parser.add_argument
     add("--batch", type=int, metavar="N", help="say what so many rows take in memory (1)")
     add("--context", type=int, metavar="N", help="of so many tokens each (2048, or as many as the model has positions)")
