@@ -1,4 +1,4 @@
-"""`rlx-jax completion`: what a shell needs to complete the command, made from its parser."""
+"""`rlx-jax completion`: shell scripts that complete commands and options, generated from the argument parser."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Option:
-    """An option as a shell sees it: `--json`, its help, whether a value follows it: one of `choices`, or a file where
-    `files` says so. A number is neither."""
+    """An option of a command, for completion.
+
+    Attributes:
+        name: such as `--json`; empty for the first positional argument.
+        help: its help.
+        values: whether a value follows it.
+        choices: the possible values, if they are limited.
+        files: whether the value is a file. A number is neither a choice nor a file.
+    """
 
     name: str
     help: str
@@ -19,38 +26,38 @@ class Option:
     files: bool
 
 
-# Of each command, its help and its options.
+# Help and options of each command, by name.
 Known = dict[str, tuple[str, tuple[Option, ...]]]
 
 
 def known(parser: argparse.ArgumentParser) -> Known:
-    """The commands of a parser."""
+    """Return the commands of a parser."""
     commands = subparsers(parser)
     helps = {action.dest: str(action.help) for action in commands._choices_actions}
     return {name: (helps[name], options_of(sub)) for name, sub in commands.choices.items()}
 
 
 def subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
-    """The commands as argparse has them; `choices` are their parsers by name."""
+    """Return the `argparse` action of the commands; its `choices` are their parsers by name."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return commands
 
 
 def options_of(parser: argparse.ArgumentParser) -> tuple[Option, ...]:
-    """The long options of a command; a choice of its first argument stands for one, without a name."""
-    found = []
+    """Return the long options of a command. A positional argument with choices is an option without a name."""
+    options = []
     for action in parser._actions:
         names = [name for name in action.option_strings if name.startswith("--")]
-        said = parser._get_formatter()._expand_help(action) if action.help else ""
+        help_text = parser._get_formatter()._expand_help(action) if action.help else ""
         choices = tuple(map(str, action.choices or ()))
         if names or choices:
             files = action.nargs != 0 and not choices and action.type is None
-            found.append(Option(names[0] if names else "", said, action.nargs != 0, choices, files))
-    return tuple(found)
+            options.append(Option(names[0] if names else "", help_text, action.nargs != 0, choices, files))
+    return tuple(options)
 
 
 def bash(commands: Known) -> Iterator[str]:
-    """For `source <(rlx-jax completion bash)`."""
+    """Yield the script for bash: `source <(rlx-jax completion bash)`."""
     yield "_rlx_jax() {\n"
     yield '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"\n'
     yield "    COMPREPLY=()\n"
@@ -65,18 +72,18 @@ def bash(commands: Known) -> Iterator[str]:
     yield '    esac\n    case "${COMP_WORDS[1]}" in\n'
     for name, (_, options) in commands.items():
         flags = " ".join(option.name for option in options if option.name)
-        places = " ".join(choice for option in options if not option.name for choice in option.choices)
+        arguments = " ".join(choice for option in options if not option.name for choice in option.choices)
         yield f'        {name}) [[ "$word" == -* ]] && COMPREPLY=($(compgen -W "{flags}" -- "$word"))'
-        yield f' || COMPREPLY=($(compgen -W "{places}" -- "$word") ' if places else " || COMPREPLY=("
-        yield ") ;;\n" if places else '$(compgen -f -- "$word")) ;;\n'
+        yield f' || COMPREPLY=($(compgen -W "{arguments}" -- "$word") ' if arguments else " || COMPREPLY=("
+        yield ") ;;\n" if arguments else '$(compgen -f -- "$word")) ;;\n'
     yield "    esac\n}\ncomplete -o filenames -F _rlx_jax rlx-jax\n"
 
 
 def zsh(commands: Known) -> Iterator[str]:
-    """For a file `_rlx-jax` in a folder of `fpath`, or `source <(rlx-jax completion zsh)`."""
+    """Yield the script for zsh: a file `_rlx-jax` in a folder of `fpath`, or `source <(rlx-jax completion zsh)`."""
     yield "#compdef rlx-jax\n_rlx_jax() {\n    local -a commands\n    commands=(\n"
-    for name, (said, _) in commands.items():
-        yield f"        {_single(f'{name}:{said}')}\n"
+    for name, (help_text, _) in commands.items():
+        yield f"        {_single(f'{name}:{help_text}')}\n"
     yield "    )\n    if (( CURRENT == 2 )); then _describe command commands; return; fi\n    case $words[2] in\n"
     for name, (_, options) in commands.items():
         yield f"        {name}) shift words; (( CURRENT-- )); _arguments \\\n"
@@ -86,33 +93,33 @@ def zsh(commands: Known) -> Iterator[str]:
                 value += "_files" if option.files else "" if option.choices else " "
                 text = f"{option.name}[{_bracketed(option.help)}]{value if option.values else ''}"
                 yield f"            {_single(text)} \\\n"
-        places = " ".join(choice for option in options if not option.name for choice in option.choices)
-        yield f"            {_single(f'*:argument:({places})' if places else '*:argument:_files')} ;;\n"
+        arguments = " ".join(choice for option in options if not option.name for choice in option.choices)
+        yield f"            {_single(f'*:argument:({arguments})' if arguments else '*:argument:_files')} ;;\n"
     yield '    esac\n}\nif [ "$funcstack[1]" = "_rlx_jax" ]; then _rlx_jax "$@"; else compdef _rlx_jax rlx-jax; fi\n'
 
 
 def fish(commands: Known) -> Iterator[str]:
-    """For `rlx-jax completion fish | source`."""
-    for name, (said, options) in commands.items():
-        yield f"complete -c rlx-jax -n __fish_use_subcommand -f -a {name} -d {_single(said)}\n"
-        seen = f"-n '__fish_seen_subcommand_from {name}'"
+    """Yield the script for fish: `rlx-jax completion fish | source`."""
+    for name, (help_text, options) in commands.items():
+        yield f"complete -c rlx-jax -n __fish_use_subcommand -f -a {name} -d {_single(help_text)}\n"
+        guard = f"-n '__fish_seen_subcommand_from {name}'"
         for option in options:
-            what = f"-a {_single(' '.join(option.choices))}" if option.choices else ""
+            values = f"-a {_single(' '.join(option.choices))}" if option.choices else ""
             if option.name:
                 needs = "" if not option.values else "-r" if option.files else "-x"
-                line = f"complete -c rlx-jax {seen} -l {option.name[2:]} {needs} {what} -d {_single(option.help)}"
+                line = f"complete -c rlx-jax {guard} -l {option.name[2:]} {needs} {values} -d {_single(option.help)}"
             else:
-                line = f"complete -c rlx-jax {seen} -f {what}"
+                line = f"complete -c rlx-jax {guard} -f {values}"
             yield " ".join(line.split(" ")).replace("  ", " ") + "\n"
 
 
 def _single(text: str) -> str:
-    """A word in single quotes, of all three shells."""
+    """Return text in single quotes, with a quoting that is valid in all three shells."""
     return "'" + text.replace("\n", " ").replace("'", "’") + "'"
 
 
 def _bracketed(text: str) -> str:
-    """What may stand in the brackets of zsh's `_arguments`."""
+    """Return text without the characters that are special within the brackets of zsh's `_arguments`."""
     return text.replace("[", "(").replace("]", ")").replace(":", " -")
 
 

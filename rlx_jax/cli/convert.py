@@ -1,4 +1,4 @@
-"""`rlx-jax convert`: a checkpoint in another format or dtype."""
+"""`rlx-jax convert`: write a checkpoint in another format or dtype."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ SENTENCES = ("modules.json", "sentence_bert_config.json", "config_sentence_trans
 
 
 def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
-    """Write the checkpoint SRC into the new directory DST: the weights under the same keys, config and tokenizer beside
-    them. A narrower dtype rounds. Tensors are read one by one, as they are written; orbax takes them together."""
+    """Write the checkpoint SRC into the new directory DST: the weights under the same keys, the config and the
+    tokenizer. A narrower dtype rounds. Tensors are read one by one as they are written; orbax needs them together."""
     dtype = None if args.dtype is None else floating(args.dtype)
     if os.path.realpath(args.source) == os.path.realpath(args.target):
         raise RequestError(f"{quote(args.target)} is the checkpoint that is read; write to another directory")
     is_file = os.path.isfile(args.source)
     folder = None if is_file else open_folder(args.source, args.revision, progress=session.status)
     source = open_weights(args.source, revision=args.revision) if folder is None else open_weights(folder)
-    beside = {} if folder is None else files_beside(folder, dtype)
-    found = whole_checkpoint([], source, dtype)
-    entries = [replace(e, values=told(source, e, session, i + 1, len(found) + 1)) for i, e in enumerate(found)]
-    write_checkpoint(args.target, entries, args.format, args.overwrite, beside)
+    companion_files = {} if folder is None else files_beside(folder, dtype)
+    sources = whole_checkpoint([], source, dtype)
+    entries = [replace(e, values=told(source, e, session, i + 1, len(sources) + 1)) for i, e in enumerate(sources)]
+    write_checkpoint(args.target, entries, args.format, args.overwrite, companion_files)
     session.status.clear()
-    size, names = sum(e.type.nbytes for e in entries), sorted(beside)
+    size, names = sum(e.type.nbytes for e in entries), sorted(companion_files)
     if args.json:
         yield as_line(
             {"written": args.target, "format": args.format, "tensors": len(entries), "bytes": size, "files": names}
@@ -52,10 +52,10 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
 
 
 def floating(name: str) -> np.dtype[Any]:
-    """A floating dtype by name.
+    """Return a floating dtype by name.
 
     Raises:
-        DTypeError: it is none.
+        DTypeError: there is no floating dtype of this name.
     """
     dtype = as_dtype(name)
     if not is_float(dtype):
@@ -64,40 +64,41 @@ def floating(name: str) -> np.dtype[Any]:
 
 
 def files_beside(folder: Any, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
-    """Config and tokenizer by path; the config with the dtype that the weights get."""
-    found: dict[str, bytes] = {}
+    """Return the contents of config and tokenizer files by path; the config has the new dtype of the weights."""
+    files: dict[str, bytes] = {}
     for name in (CONFIG, *BESIDE, *SENTENCES):
-        raw = folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
-        if raw is not None:
-            found[name] = raw
-    config = folder.json(CONFIG)  # or it says that it is broken
-    if dtype is not None and CONFIG in found:
-        found[CONFIG] = json.dumps(in_dtype(config, dtype.name), indent=2).encode() + b"\n"
-    return found
+        content = folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
+        if content is not None:
+            files[name] = content
+    config = folder.json(CONFIG)  # also without a dtype, as this raises if the file is malformed
+    if dtype is not None and CONFIG in files:
+        files[CONFIG] = json.dumps(in_dtype(config, dtype.name), indent=2).encode() + b"\n"
+    return files
 
 
 def told(source: WeightSource, entry: Entry, session: Session, done: int, total: int) -> Callable[[], Any]:
-    """What gives the values of a weight: progress is told of it, and nothing becomes infinite.
+    """Return a function that reads the values of a weight, updates the progress line, and checks for overflow.
 
     Raises (when called):
-        WeightError: the dtype does not hold a value.
+        WeightError: a value overflows the dtype.
     """
 
     def values() -> Any:
         session.status("convert", done, total)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RlxNumericsWarning)  # what gets infinite is an error below
+            warnings.simplefilter("ignore", RlxNumericsWarning)  # an overflow is an error below
             array = entry.values()
+        # Values that are infinite in the source are not an overflow; read it again only if there are any.
         if is_float(array.dtype) and np.isinf(array).any() and not np.isinf(source.read(entry.key)).any():
-            held = short_name(array.dtype)
-            raise WeightError(f"weight {quote(entry.key)}: it has values that {held} does not hold; bf16 does")
+            dtype_name = short_name(array.dtype)
+            raise WeightError(f"weight {quote(entry.key)}: it has values that {dtype_name} does not hold; bf16 does")
         return array
 
     return values
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Of `convert`."""
+    """Add the options of `convert`."""
     add = parser.add_argument
     add("source", metavar="SRC", help="a directory, a .safetensors file, an orbax directory, or a model of the Hub")
     add("target", metavar="DST", help="a new directory")

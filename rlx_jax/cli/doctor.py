@@ -1,4 +1,4 @@
-"""`rlx-jax doctor`: what is installed, what JAX computes on, what is missing and how to get it."""
+"""`rlx-jax doctor`: report installed versions and devices, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def doctor(args: argparse.Namespace, session: Session) -> Iterator[str]:
         {"kind": d.device_kind, "platform": d.platform, "id": d.id, "memory_bytes": described(d).memory}
         for d in jax.devices()
     ]
-    lacking = {extra: [n for n in names if installed(n) is None] for extra, names in extras.items()}
+    missing_by_extra = {extra: [n for n in names if installed(n) is None] for extra, names in extras.items()}
     advice = [
         *accelerator_advice(),
         *(f"{name} is missing: pip install {name}" for name in base if installed(name) is None),
     ]
     if args.json:
-        yield as_line({"versions": versions, "devices": devices, "missing": lacking, "advice": advice})
+        yield as_line({"versions": versions, "devices": devices, "missing": missing_by_extra, "advice": advice})
         return
     yield from table({name: version or "missing" for name, version in versions.items()})
     yield "\n"
@@ -43,29 +43,29 @@ def doctor(args: argparse.Namespace, session: Session) -> Iterator[str]:
         memory = "memory not known" if d["memory_bytes"] is None else in_bytes(d["memory_bytes"])
         yield f"device  {d['kind']} ({d['platform']}:{d['id']}), {memory}\n"
     yield "\n"
-    for extra, names in lacking.items():
-        missing = f"missing {', '.join(names)}: pip install 'rlx-jax[{extra}]'" if names else "installed"
-        yield f"extra {extra:<8} {missing}\n"
+    for extra, names in missing_by_extra.items():
+        status = f"missing {', '.join(names)}: pip install 'rlx-jax[{extra}]'" if names else "installed"
+        yield f"extra {extra:<8} {status}\n"
     yield from (f"\n{line}\n" for line in advice)
 
 
 def requirements() -> tuple[list[str], dict[str, list[str]]]:
-    """Names of the packages that this one needs, and of those of each extra, as its metadata lists them."""
+    """Return the names of the required packages, and of the packages of each extra, from the metadata of rlx-jax."""
     try:
-        listed = importlib.metadata.requires("rlx-jax") or []
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        lines = importlib.metadata.requires("rlx-jax") or []
+    except importlib.metadata.PackageNotFoundError:  # rlx_jax is imported from a checkout, without installation
         return ["jax", "jaxlib", "numpy", "safetensors", "tokenizers"], {}
     base: list[str] = []
     extras: dict[str, list[str]] = {}
-    for line in listed:
-        found, extra = _NAME.match(line), _EXTRA.search(line)
-        if found is not None:
-            (base if extra is None else extras.setdefault(extra[1], [])).append(found[0])
+    for line in lines:
+        name_match, extra = _NAME.match(line), _EXTRA.search(line)
+        if name_match is not None:
+            (base if extra is None else extras.setdefault(extra[1], [])).append(name_match[0])
     return base, extras
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, if it is there."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -73,7 +73,7 @@ def installed(name: str) -> str | None:
 
 
 def accelerator_advice() -> list[str]:
-    """What to do where the machine has a GPU or a TPU that JAX does not see."""
+    """Return advice if the machine has a GPU or a TPU that JAX does not use; [] otherwise."""
     if any(d.platform != "cpu" for d in jax.devices()):
         return []
     if glob.glob("/dev/nvidia[0-9]*"):

@@ -1,4 +1,4 @@
-"""`rlx-jax embed` and `rlx-jax score`: vectors of texts, and how likely they are."""
+"""`rlx-jax embed` and `rlx-jax score`: embedding vectors and log-likelihoods of texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rlx_jax.generate.scoring import exp_of
 
 
 def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
-    """Write a vector for each text: numbers with spaces between them, a line each; or all into a file of NumPy."""
+    """Write a vector for each text: its numbers on a line, separated by spaces; or all vectors into a NumPy file."""
     texts = texts_of(args.text, session)
     if args.output is not None and not os.path.isdir(folder := os.path.dirname(args.output) or "."):
         raise MissingFileError(f"--output {quote(args.output)}: there is no directory {quote(folder)}")
@@ -44,9 +44,9 @@ def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
     check_reads_texts((encoder.texts if isinstance(encoder, rlx.DualEncoder) else encoder).tokenizer, args)
     start = time.perf_counter()
     vectors = np.asarray(encoder.embed(texts, **prompt))
-    took = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     session.status.clear()
-    session.closing = f"{len(texts):,} texts, {len(texts) / took:,.1f}/s, what was compiled included; {peak_text()}"
+    session.closing = f"{len(texts):,} texts, {len(texts) / seconds:,.1f}/s, what was compiled included; {peak_text()}"
     if args.output is not None:
         save_array(args.output, vectors)
         yield as_line({"output": args.output, "shape": list(vectors.shape)}) if args.json else ""
@@ -56,7 +56,7 @@ def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
 
 
 def numbers(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
-    """Each as short as float32 needs.
+    """Return the numbers of a vector as text, each with as few digits as float32 needs.
 
     >>> numbers(np.array([0.1, -2.0], np.float32))
     '0.1 -2.0'
@@ -65,7 +65,7 @@ def numbers(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
 
 
 def save_array(path: str, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
-    """A `.npy` file that `numpy.load` reads.
+    """Write a `.npy` file, which `numpy.load` reads.
 
     Raises:
         StorageError: it cannot be written.
@@ -78,12 +78,12 @@ def save_array(path: str, array: np.ndarray[tuple[int, ...], np.dtype[np.float32
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:
-    """The texts that a model reads."""
+    """Add the argument for the texts."""
     parser.add_argument("text", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
 
 
 def embed_options(parser: argparse.ArgumentParser) -> None:
-    """Of `embed`."""
+    """Add the options of `embed`."""
     parser.add_argument("--prompt-name", metavar="NAME", help="put this prompt of the checkpoint in front of each text")
     parser.add_argument("--prompt", metavar="TEXT", help='or this one; "" leaves out the default prompt')
     parser.add_argument("--output", metavar="FILE.npy", help="write all vectors into this file, [texts, width] float32")
@@ -102,26 +102,26 @@ def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
     lm = language_model(args, session)
     start = time.perf_counter()
     scores = lm.score([text if args.context is None else (args.context, text) for text in texts])
-    took = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     session.status.clear()
     tokens = sum(len(s.tokens) for s in scores)
-    session.closing = f"{tokens:,} tokens, {tokens / took:,.0f}/s, what was compiled included; {peak_text()}"
-    for text, found in zip(texts, scores, strict=True):
-        perplexity = exp_of(-found.logprob / len(found.tokens))
+    session.closing = f"{tokens:,} tokens, {tokens / seconds:,.0f}/s, what was compiled included; {peak_text()}"
+    for text, result in zip(texts, scores, strict=True):
+        perplexity = exp_of(-result.logprob / len(result.tokens))
         if args.json:
             yield as_line(
                 {
-                    "text": text, "context": args.context, "logprob": found.logprob,
-                    "perplexity": perplexity, "greedy": found.greedy, "tokens": list(found.tokens),
-                    "token_logprobs": list(found.token_logprobs),
+                    "text": text, "context": args.context, "logprob": result.logprob,
+                    "perplexity": perplexity, "greedy": result.greedy, "tokens": list(result.tokens),
+                    "token_logprobs": list(result.token_logprobs),
                 }
             )  # fmt: skip
         else:
-            yield f"{found.logprob:.4f}\t{perplexity:.4f}\t{text}\n"
+            yield f"{result.logprob:.4f}\t{perplexity:.4f}\t{text}\n"
 
 
 def score_options(parser: argparse.ArgumentParser) -> None:
-    """Of `score`."""
+    """Add the options of `score`."""
     parser.add_argument("--context", metavar="TEXT", help="what stands before each text, and is not scored itself")
 
 

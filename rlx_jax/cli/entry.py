@@ -1,7 +1,7 @@
-"""`main`: the command line is understood, a command runs, and what it gives is written.
+"""`main`: parse the command line, run a command, and write its output.
 
-Text goes to stdout as it comes; progress, figures, warnings and errors go to stderr. Exit status: 0, 1 for an error, 2
-for a command that is not understood, 130 after Ctrl-C.
+Text goes to stdout as it comes; progress, figures, warnings and errors go to stderr. The exit status is 0, 1 for an
+error, 2 for an invalid command line, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 
 
 def completion(args: argparse.Namespace, session: Session) -> Iterator[str]:
-    """Write what a shell reads to complete this command: bash: source <(rlx-jax completion bash); zsh: the same, after
-    compinit; fish: rlx-jax completion fish | source."""
+    """Write a script that completes this command in a shell. bash: source <(rlx-jax completion bash); zsh: the same,
+    after compinit; fish: rlx-jax completion fish | source."""
     yield from SHELLS[args.shell](known(parser()))
 
 
 def completion_options(parser: argparse.ArgumentParser) -> None:
-    """Of `completion`."""
+    """Add the options of `completion`."""
     parser.add_argument("shell", choices=tuple(SHELLS), help="which shell")
 
 
@@ -46,12 +46,12 @@ COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, INSPECT, CONVERT, DOCTOR, COMPL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
+    """Run the command and return the exit status."""
     args = parsed(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.isatty():
-        sys.stdout.reconfigure(errors="replace")  # for a terminal that has not all characters
+        sys.stdout.reconfigure(errors="replace")  # the encoding of a terminal may not have all characters
     try:
-        if sys.stdout is None:  # a shell's `>&-`
+        if sys.stdout is None:  # closed by a shell's `>&-`
             raise StorageError("stdout is closed, and results go there")
         with Interrupt() as interrupt, warnings.catch_warnings():
             warnings.showwarning = warn
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader has seen enough, as `head` has
+    except BrokenPipeError:  # the reader stopped early, as `head` does
         leave_stdout()
         return 128 + getattr(signal, "SIGPIPE", 13)
     except RlxError as error:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, interrupt: Interrupt) -> None:
-    """Write what a command gives, as it comes, and then its figures."""
+    """Run a command, write its text as it comes, and then print its figures."""
     status = Status(interrupt, shown=sys.stderr.isatty() and not getattr(args, "quiet", False))
     session = Session(interrupt, status)
     try:
@@ -88,9 +88,9 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> None:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was asked for; texts may stand before, between and behind options.
+    """Parse the command line; texts may appear before, between and after options.
 
-    Before Python 3.13 argparse takes texts of the first place that may have some, which is right behind the directory.
+    Before Python 3.13, argparse assigns only the texts right after the directory; the rest is added here.
     """
     top, words = parser(), sys.argv[1:] if arguments is None else arguments
     check_words(top, words)
@@ -104,33 +104,35 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check_words(top: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Leave with status 2 where the command or an option of it is unknown: argparse tells first of one that is missing,
-    as a misspelt one is, and has no suggestion."""
+    """Exit with status 2 if the command or one of its options is unknown.
+
+    argparse would first report a required option that is missing because it is misspelt, and has no suggestions.
+    """
     commands = subparsers(top).choices
     if not words or words[0].startswith("-"):
         return
     if words[0] not in commands:
-        meant = did_you_mean(words[0], commands)
-        top.error(f"there is no command {quote(words[0])}{meant or f'; there are {listing(commands)}'}")
+        suggestion = did_you_mean(words[0], commands)
+        top.error(f"there is no command {quote(words[0])}{suggestion or f'; there are {listing(commands)}'}")
     command = commands[words[0]]
     names = [name for option in options_of(command) if (name := option.name)]
     for word in words[1:] if "--" not in words else words[1 : words.index("--")]:
         name = word.partition("=")[0]
-        if name in ("-", "-h") or not is_option(word) or any(known.startswith(name) for known in names):
+        if name in ("-", "-h") or not is_option(word) or any(option_name.startswith(name) for option_name in names):
             continue
-        meant = did_you_mean(f"--{name.lstrip('-')}", names)
+        suggestion = did_you_mean(f"--{name.lstrip('-')}", names)
         command.error(
-            f"there is no option {quote(name)}{meant or '; a value that begins with - is written --option=VALUE'}"
+            f"there is no option {quote(name)}{suggestion or '; a value that begins with - is written --option=VALUE'}"
         )
 
 
 def is_option(word: str) -> bool:
-    """As argparse has it: what begins with - and is neither a number nor a text with spaces."""
+    """Return whether argparse takes a word for an option: it begins with -, and is neither a number nor has spaces."""
     return word.startswith("-") and " " not in word and re.fullmatch(r"-\d+|-\d*\.\d+", word) is None
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command understands."""
+    """Return the argument parser with all commands."""
     top = argparse.ArgumentParser("rlx-jax", description="Transformers in JAX, from checkpoints.")
     top.add_argument("--version", action="version", version=f"rlx-jax {rlx.__version__}, jax {jax.__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
