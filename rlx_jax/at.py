@@ -84,6 +84,7 @@ class SelectedBlocks(Generic[T]):
 
 
 def _numbers(by: Any) -> Constant:
+    """Return the factor of `scale` as a finite f32 constant."""
     if isinstance(by, FlowValue):
         raise GraphError("scale: a value of a flow scales inside of it: wrap(lambda emit, x, inner: inner(x) * value)")
     factor = constant(read_numbers(by, "scale"), np.float32)
@@ -139,6 +140,11 @@ class Scaled:
             )
 
     def _times(self, emit: Emit, x: FlowValue) -> FlowValue:
+        """Return x times the factor, in the type of x.
+
+        Raises:
+            ShapeError: the last axis does not split into the heads, or the factor does not broadcast to x.
+        """
         if isinstance(self.factor, str):
             factor = emit.optional_input(self.factor)
         else:

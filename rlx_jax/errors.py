@@ -1,6 +1,6 @@
 """Every exception that rlx_jax raises on purpose, and helpers to write their messages.
 
-All exceptions derive from `RlxError`, and most also from a built-in (`ValueError`, `OSError` ...), for code that does
+All exceptions derive from `RlxError`, and each also from a built-in (`ValueError`, `OSError` ...), for code that does
 not import rlx_jax. A message gives the error, its location (block path, weight key, file), the expected and the actual
 value, and what to do.
 """

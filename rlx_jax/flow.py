@@ -423,6 +423,7 @@ class ModelFlow(Stages):
         return emit.require(first_input, "the first input")
 
     def _default(self, emit: Emit, decl: InputDecl) -> FlowValue | None:
+        """Return the default value of an absent input, or None if its stages run without it."""
         if decl.default is None:
             return None
         shape = decl.type.shape

@@ -387,6 +387,7 @@ def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) ->
 
 
 def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
+    """Return lengths `[batch]` as i32, after checking that host arrays are in 0 … `seq`."""
     array = _shaped("lengths", lengths, (batch,), "iu")
     if isinstance(array, np.ndarray) and (array.min() < 0 or array.max() > seq):
         raise SequenceLengthError(f"lengths: expected 0 to {seq}, got {array.tolist()[:8]}")
@@ -394,6 +395,10 @@ def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
 
 
 def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int | None, devices: bool = False) -> Any:
+    """Return labels after checking their shape, and their ids if the host can read them.
+
+    With `devices`, ids on accelerators are read too, which waits for them.
+    """
     array = _shaped("labels", labels, shape, "iu")
     ids = None if vocab is None else host_view(array, devices)
     if ids is not None and ids.max() >= vocab:

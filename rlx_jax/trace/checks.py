@@ -273,6 +273,7 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if shape_keyword is not None:
             out_shape = kwargs.pop(shape_keyword)
             return of_shape(m, name, call(m, *args, **kwargs), out_shape)
+        # The builder's own form comes first, unless the type of an argument selects the specification's.
         reason: TypeError | None = None
         if form is None or not form.is_meant(args):
             try:

@@ -111,7 +111,8 @@ class FlowValue:
         return self.emit.slice(self, key)
 
     def reshape(self, *shape: Any) -> FlowValue:
-        """Reshape; sizes are ints, one -1, symbolic sizes by name, or dimensions of this value (`x.shape[0]`)."""
+        """Reshape the value; sizes are ints, one -1, symbolic sizes by name, or dimensions of this value
+        (`x.shape[0]`)."""
         return self.emit.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
 
     def transpose(self, *perm: int) -> FlowValue:
@@ -127,19 +128,19 @@ class FlowValue:
         return self.emit.cast(self, dtype)
 
     def sum(self, axis: Axes = None, keepdims: bool = False) -> FlowValue:
-        """Sum over `axis`."""
+        """Return the sum over `axis`."""
         return self.emit.sum(self, axis, keepdims=keepdims)
 
     def mean(self, axis: Axes = None, keepdims: bool = False) -> FlowValue:
-        """Mean over `axis`."""
+        """Return the mean over `axis`."""
         return self.emit.mean(self, axis, keepdims=keepdims)
 
     def max(self, axis: Axes = None, keepdims: bool = False) -> FlowValue:
-        """Maximum over `axis`."""
+        """Return the maximum over `axis`."""
         return self.emit.max(self, axis, keepdims=keepdims)
 
     def min(self, axis: Axes = None, keepdims: bool = False) -> FlowValue:
-        """Minimum over `axis`."""
+        """Return the minimum over `axis`."""
         return self.emit.min(self, axis, keepdims=keepdims)
 
 

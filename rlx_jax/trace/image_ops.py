@@ -124,6 +124,13 @@ class Images(Products[V]):
         count_include_pad: bool = False,
         p: float = 2,
     ) -> V:
+        """Return one kind of pooling over windows of the spatial axes: x `[N, C, S…]`.
+
+        Args:
+            ceil_mode: a last window may extend past the end.
+            count_include_pad: zeros of the padding count for the mean; only for the kind mean.
+            p: the exponent of the norm; only for the kind lp.
+        """
         for option, is_set, owner in (("count_include_pad", count_include_pad, "mean"), ("p", p != 2, "lp")):
             if is_set and kind != owner:
                 raise GraphError(f"{self.path}: {kind}_pool has no {option}; it belongs to the kind {owner}")

@@ -387,6 +387,7 @@ class Parameters:
         return stored
 
     def _without_source(self, key: str, shape: StoredShape, path: str) -> Key:
+        """Return a weight that no source has, in f32, after checking its shape against earlier uses."""
         declared = tensor_type(shape, F32, key)
         if self._absent.setdefault(key, declared) != declared:
             earlier_shape, new_shape = list(self._absent[key].shape), list(declared.shape)
