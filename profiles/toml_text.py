@@ -133,6 +133,7 @@ def dump(tables: Mapping[str, Any]) -> str:
 
 def _blocks(table: Mapping[str, Any], path: str) -> list[str]:
     """Return the TOML of a table and its nested tables, one text for each header."""
+    # Scalars come first: after the header of a nested table they would belong to that table.
     scalars = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
     blocks = []
     if scalars:

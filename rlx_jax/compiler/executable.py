@@ -242,6 +242,7 @@ def compile_program(
     start = time.perf_counter()
     proof = prove(lir, compiled, lowered, shardings, beside or {}, name) if donates_state else None
     seconds["prove"] = time.perf_counter() - start
+    # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
     placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes

@@ -96,6 +96,7 @@ def arranged(devices: list[Any], sizes: Sequence[int], program: str) -> Mesh:
     """
     if program == "train" or not sizes:
         return Mesh(np.array(devices), ("fsdp" if program == "train" else "data",))
+    # `tensor` is as large as possible: it reduces the bytes of weights that each step reads on a device.
     fit = [t for t in range(1, len(devices) + 1) if len(devices) % t == 0 and not any(size % t for size in sizes)]
     return Mesh(np.array(devices).reshape(-1, max(fit)), ("data", "tensor"))
 

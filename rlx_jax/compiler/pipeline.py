@@ -205,6 +205,7 @@ def make_template(
     seconds = {"build": build_s, **result.seconds}
     read_graph = without_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
     bounds = bounds_of(read_graph, settings.max_positions or built.max_positions)
+    # The limits of the flow assume one sequence per row that starts at position 0; these programs differ.
     if job.program == "explicit":
         bounds = behind_cache(bounds, given)
     elif job.program == "packed":

@@ -250,6 +250,7 @@ def settings_for(
         merge=merge if backend.merge == "auto" else bool(backend.merge),
         plan=Plan(
             target=device.kind,
+            # A scan compiles faster, and unrolled layers run faster: the presets have figures.
             scan=(train or target == "tpu") if roll == "auto" else roll == "scan",
             remat=profile.layers.remat if train else "none",
             implementation=profile.attention.implementation,

@@ -212,6 +212,7 @@ def shares(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[Time
     now = trace.start
     for moment, change, place in [*sorted(edges), (trace.end, 0, NOWHERE)]:
         if moment > now:
+            # Containers (`p[3]`) run for as long as the kernels inside them, so they count only without any.
             sharing = {p: n for p, n in active.items() if n and not p[3]} or {p: n for p, n in active.items() if n}
             for p, n in (sharing or {NOWHERE: 1}).items():
                 nanoseconds[p] += (moment - now) * n / max(sum(sharing.values()), 1)

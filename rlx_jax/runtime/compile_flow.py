@@ -175,6 +175,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
     # `jax.default_device` is a context of the caller's thread, which the loading thread does not see.
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     given_up = threading.Event()
+    # Reading weights and XLA's compiler both release the GIL, so that loading and compiling overlap.
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(load_params, programs, device, given_up)
         try:

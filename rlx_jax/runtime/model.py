@@ -349,6 +349,7 @@ class CompiledModel:
         self, given: frozenset[str] = frozenset(), outputs: tuple[str, ...] | None = None, last_only: bool = False
     ) -> ProgramKey:
         """Return the key of this program, without sizes, for these optional inputs and outputs."""
+        # All outputs by name and None mean the same program, and must have the same key.
         names = None if outputs is None or outputs == self.output_names else outputs
         return ProgramKey(self.name, self.program, given, outputs=names, last_only=last_only)
 

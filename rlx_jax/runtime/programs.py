@@ -459,6 +459,7 @@ class Programs:
                 for other in self.beside.values():
                     others.enter_context(other.programs.warm_up())
                 yield
+            # A program that warm-up ran and the cache evicted would compile again for a request.
             if self.warming - set(self.executables):
                 raise RequestError(
                     f"warmup: the profile's buckets need {len(self.warming)} programs, and buckets.programs = "

@@ -70,7 +70,7 @@ class ProgramReport:
         prove: seconds to derive it, with the proof that its stages take tokens one by one, and to prove that the state
             is updated in place.
         lower: seconds to build, lower, specialize and plan it. Programs that differ only in sizes share a template;
-            the first one listed carries its seconds.
+            one of them carries its seconds.
         trace, compile: seconds in JAX's tracing, and in XLA.
         flops, bytes: operations, and memory traffic, of a run.
         peak_bytes: arguments, results and temporaries together.
@@ -409,7 +409,7 @@ def report_of(
         check_counted(sizes, template.bounds, template.built.name)
         return replace(report, **asdict(cost))
     executable = programs.executables.get(last) if last else None
-    if executable is None:
+    if executable is None:  # nothing ran yet, or its program was evicted
         return report
     lir, memory = executable.lir, cast(Any, executable.call.memory_analysis())
     return replace(

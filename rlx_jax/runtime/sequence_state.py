@@ -186,6 +186,7 @@ def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dic
                 _solve(terms, int(size), sizes)
                 dim = bound(dim, sizes)
             expected = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
+            # Another number of rows is a mistake in the request; any other size means a state of another model.
             if expected != size and str(dim) == "batch":
                 raise RequestError(f"the state holds {size} rows, the inputs {expected}")
             if expected != size:
