@@ -65,9 +65,11 @@ class LayerAround:
         output = (Named("self_attn", projection, again=True),) if self.output else ()
 
         def run(stage: BlockStage, x: FlowValue) -> FlowValue:
+            """Run a stage with the checks of its contract."""
             return emit.require(run_stage(stage, emit, x), self.stage)
 
         def norm(name: str, x: FlowValue) -> FlowValue:
+            """Write the norm `name` of the spec, or return x where the spec has none."""
             key = getattr(s.norms, name)
             return x if key is None else run(s.norm(f"{self.prefix}.{key}"), x)
 
@@ -77,6 +79,7 @@ class LayerAround:
             return x
 
         def add(x: FlowValue, change: FlowValue) -> FlowValue:
+            """Add a change to the residual stream x."""
             change = change if s.residual_multiplier == 1 else change * s.residual_multiplier
             return emit.add_node(Binary("add"), x, change)
 
@@ -146,6 +149,7 @@ class LlamaDecoder(DecoderLayer):
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         s, p = self.spec, self.layer_prefix
+        # A spec with the same supported fields and defaults elsewhere: any difference is an unsupported option.
         plain = LayerSpec(**{name: getattr(s, name) for name in IN_BLOCK})
         if any(getattr(s, f.name) != getattr(plain, f.name) for f in fields(plain)) or self.kv_name or self.kv_sink:
             return super().emit(emit, value)
@@ -161,6 +165,7 @@ class LlamaDecoder(DecoderLayer):
         )  # fmt: skip
 
         def weight(name: str) -> FlowValue:
+            """Read the weight of a projection."""
             nonlocal here
             value = emit.param(here.weight(name), here.sizes(name, hidden), here.roles(name))
             if name == "gate":  # its size fixes the inner width of up and down

@@ -69,7 +69,7 @@ class EmbedScale:
         with emit.scope("embed_scale"):
             if x.type.shape[-1:] != (self.hidden_size,):
                 raise ShapeError(f"{emit.path}: EmbedScale of width {self.hidden_size}, the input is {x.type}")
-            return x * math.sqrt(self.hidden_size)
+            return x * math.sqrt(self.hidden_size)  # Python numbers take the dtype of x
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ class ZeroBeta:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         zeros = emit.zeros(self.length)
         emit.set_named(self.name, zeros)
-        if emit.state.zero_beta is None:
+        if emit.state.zero_beta is None:  # norms use the first; later ones are available by name
             emit.state.zero_beta = zeros
         return value
 

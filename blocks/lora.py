@@ -118,17 +118,18 @@ class LoraLinear:
         product = emit.builder.nodes[number]
         op = product.op
         assert isinstance(op, hir.Linear)
+        # A later node of the block, such as a bias, would not see the adapter's product.
         if emit.own(y).node != number:
             raise GraphError(f"{emit.path}: lora changes a block that is one product, and this has more behind it")
         axis_order = 1 if op.contract else -1
         # A pass splits an axis with several roles (fused q, k and v) in W only, so A and B get no role there.
         roles = emit.parameters.roles.get(adapter.key, (None, None))[::axis_order]
         out_role, in_role = (None if isinstance(role, Parts | Conflict) else role for role in roles)
-        out, wide = shape[::axis_order]
+        out_features, in_features = shape[::axis_order]
         rows = adapter.b if part is None else replace(part, key=adapter.b, axis=0)
         try:
-            a = emit.param(adapter.a, (self.rank, wide), (None, in_role), A_INIT)
-            b = emit.param(rows, (out, self.rank), (out_role, None), "zeros")
+            a = emit.param(adapter.a, (self.rank, in_features), (None, in_role), A_INIT)
+            b = emit.param(rows, (out_features, self.rank), (out_role, None), "zeros")
         except MissingWeightError as error:
             raise MissingWeightError(
                 f"{emit.path}: lora: the weights {quote(adapter.a)} and lora_B of a new adapter are in no checkpoint: "
@@ -156,18 +157,18 @@ class LoraLinear:
         nodes = emit.builder.nodes
         numbers = [n for n in range(start, len(nodes)) if isinstance(nodes[n].op, hir.Linear)]
         weights = [nodes[nodes[n].inputs[1].node].op for n in numbers]
-        stored = [(op, k) for op in weights if isinstance(op, Param) for k in stored_keys(op.programs[0])]
-        if any(k.key.endswith(".lora_A.weight") for _, k in stored):
+        stored_weights = [(op, k) for op in weights if isinstance(op, Param) for k in stored_keys(op.programs[0])]
+        if any(k.key.endswith(".lora_A.weight") for _, k in stored_weights):
             raise GraphError(
                 f"{emit.path}: this product has an adapter already, and several of one product are not built: "
                 "merge the first, rlx_jax.merge_lora"
             )
-        if len(numbers) != 1 or len(stored) != 1:
+        if len(numbers) != 1 or len(stored_weights) != 1:
             raise GraphError(
                 f"{emit.path}: lora changes a block that is one product with one stored weight, and this has "
                 f"{len(numbers)} products: select such as 'layers.*.self_attn.{{q,v}}_proj'"
             )
-        (number,), ((weight, key),) = numbers, stored
+        (number,), ((weight, key),) = numbers, stored_weights
         op, part = nodes[number].op, part_read(weight.programs[0])
         assert isinstance(op, hir.Linear)
         has_all_inputs = key.type.shape == weight.type.shape or (part is not None and part.axis == 1 - op.contract)

@@ -280,6 +280,7 @@ class Mamba2Mixer:
             values, b, c = emit.split(convolved, s.widths)
             step, rate = _time_steps(emit, self.prefix, t, s.heads, *s.time_step_limit)
             out = emit.add_node(hir.SelectiveScan(s.heads, s.groups), values, step, rate, b, c)
+            # D is one number per head, so the skip connection needs the heads as an axis.
             skip = emit.param(f"{self.prefix}.D", (s.heads,), ("heads",)).reshape(s.heads, 1)
             out = out + (values.reshape(*values.shape[:-1], s.heads, s.head_dim) * skip).reshape(values.shape)
             gated = out * emit.add_node(Unary("silu"), z)

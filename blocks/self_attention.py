@@ -215,10 +215,11 @@ class SelfAttention:
             return ""
         width = self._width(emit, x.type)
         text = f"; {columns} columns for {self.heads} query and {self.key_heads} key heads of {width}"
+        # The hint is for separate k and v weights with kv_heads unset; elsewhere the width does not tell the mistake.
         if self.kv_heads is not None or isinstance(self.qkv, str) or key not in self.qkv[1:] or emit.weights is None:
             return text
-        stored = emit.weights.spec(stored_key(key)).shape[0 if self.transpose else -1]
-        kv, rest = divmod(stored // (key.count if isinstance(key, WeightPart) else 1), width)
+        stored_width = emit.weights.spec(stored_key(key)).shape[0 if self.transpose else -1]
+        kv, rest = divmod(stored_width // (key.count if isinstance(key, WeightPart) else 1), width)
         return text if rest or not kv or self.heads % kv else f"{text}; of fewer key heads say so: kv_heads={kv}"
 
     def _mask(self, emit: Emit) -> FlowValue | None:
@@ -251,7 +252,7 @@ class SelfAttention:
             cos, sin = (emit.named(register) for register in registers(self.rope))
         elif emit.state.rope_cos is not None and emit.state.rope_sin is not None:
             cos, sin = emit.state.rope_cos, emit.state.rope_sin
-            check_tables(emit, cos, width)
+            check_tables(emit, cos, width)  # named tables are the user's choice; unnamed ones are checked
         else:
             raise GraphError(f'{emit.path}: SelfAttention: rope="" reads a RopeTables stage, and none ran before')
         return Rotary(cos, sin, width if self.n_rot is None else self.n_rot, self.rope_style)

@@ -70,13 +70,14 @@ class VisionEmbed:
         rows, hidden = self.grid[0] * self.grid[1] + num_cls, self.hidden_size
         with emit.scope("embeddings"):
             table = self._tokens(emit, self.position_key, rows, hidden)
+            # Only the rows of patches depend on the image size; the row of the class token is never resampled.
             positions = GridPositions(self.grid, self.patch, self.antialias)
             patches = self._patches(emit, images) + emit.add_node(positions, table[0, num_cls:], images)
             prefix_tokens = []
             if self.cls_key is not None:
                 token = self._tokens(emit, self.cls_key, hidden)
                 prefix_tokens.append(token + table[:, :1])
-            if self.registers_key is not None:
+            if self.registers_key is not None:  # registers have no positions
                 prefix_tokens.append(self._tokens(emit, self.registers_key, 1, self.registers, hidden))
             batch = images.shape[0]
             prefix_rows = [emit.broadcast_to(x, (batch, x.shape[1], hidden)) for x in prefix_tokens]
@@ -86,7 +87,7 @@ class VisionEmbed:
         """Return the projected patches, `[B, (h//P)·(w//Q), H]`."""
         with emit.scope("patch"):
             shape: tuple[int, ...] = (self.hidden_size, int(images.type.shape[1]), *self.patch)
-            if self.flat_patch:
+            if self.flat_patch:  # checkpoints with the patch projection as a linear layer
                 shape = (self.hidden_size, math.prod(shape[1:]))
             weight = emit.param(self.patch_weight, shape, ("hidden", *(None,) * (len(shape) - 1)))
             bias = None if self.patch_bias is None else emit.param(self.patch_bias, (self.hidden_size,))

@@ -147,6 +147,7 @@ class AttentionOp(Mir):
             sinks = sinks.astype(jnp.float32).reshape(1, self.kv_heads, num_groups, 1, 1)
         weights = masked_softmax(scores, allowed, rows_may_be_empty, sinks)
         out = product(f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype), v4)
+        # [B,S,K,G,E] in both layouts, so that a reshape packs the heads of a token.
         out = out.transpose(0, 3, 1, 2, 4) if heads_first else out
         return out.reshape(batch, num_queries, self.heads * v4.shape[3])
 
@@ -373,20 +374,20 @@ class RopeOp(Mir):
 
     def eval(self, x: Array, cos: Array, sin: Array) -> Array:
         half, heads = self.n_rot // 2, x.shape[-1] // self.head_dim
-        wide = x.reshape(*x.shape[:-1], heads, self.head_dim).astype(jnp.float32)
+        x_f32 = x.reshape(*x.shape[:-1], heads, self.head_dim).astype(jnp.float32)
         c, s = (t.astype(jnp.float32)[..., None, :half] for t in (cos, sin))
         rotates_all = self.n_rot == self.head_dim
         # Split rather than slice: the gradient of a split is one concatenation, of slices a sum of padded arrays.
         if self.style == "interleaved":
-            rotated, *rest = (wide,) if rotates_all else jnp.split(wide, (self.n_rot,), axis=-1)
+            rotated, *unrotated = (x_f32,) if rotates_all else jnp.split(x_f32, (self.n_rot,), axis=-1)
             pairs = jnp.split(rotated.reshape(*rotated.shape[:-1], half, 2), 2, axis=-1)
             first, second = (p.reshape(*rotated.shape[:-1], half) for p in pairs)
         else:
-            first, second, *rest = jnp.split(wide, (half,) if rotates_all else (half, self.n_rot), axis=-1)
+            first, second, *unrotated = jnp.split(x_f32, (half,) if rotates_all else (half, self.n_rot), axis=-1)
         parts = [first * c - second * s, second * c + first * s]
         if self.style == "interleaved":
-            parts = [jnp.stack(parts, axis=-1).reshape(*wide.shape[:-1], self.n_rot)]
-        return jnp.concatenate([*parts, *rest], axis=-1).reshape(x.shape).astype(x.dtype)
+            parts = [jnp.stack(parts, axis=-1).reshape(*x_f32.shape[:-1], self.n_rot)]
+        return jnp.concatenate([*parts, *unrotated], axis=-1).reshape(x.shape).astype(x.dtype)
 
     def text(self) -> str:
         return f"rope(d={self.head_dim}, n_rot={self.n_rot}{', interleaved' * (self.style == 'interleaved')})"
@@ -514,5 +515,5 @@ class RingStep(Mir):
 def _ring_positions(count: Array, slots: int) -> Array:
     """Return the absolute position in each slot of a ring after `count` `[B]` tokens, `[B,T]`; −1 for an empty slot."""
     slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
-    last = count[:, None] - 1
-    return jnp.maximum(last - jnp.remainder(last - slot, slots), -1)
+    last_position = count[:, None] - 1
+    return jnp.maximum(last_position - jnp.remainder(last_position - slot, slots), -1)

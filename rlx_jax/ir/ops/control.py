@@ -244,6 +244,7 @@ class CustomVjp(Mir):
             for index, (x, g) in enumerate(zip(operands, grads, strict=True)):
                 if x.shape != g.shape:
                     raise ShapeError(f"custom_vjp: operand {index} is {list(x.shape)}, its gradient {list(g.shape)}")
+            # None, because JAX accepts no gradient array for an integer operand.
             return tuple(g.astype(x.dtype) if is_float(x.dtype) else None for x, g in zip(operands, grads, strict=True))
 
         call.defvjp(forward, backward)

@@ -254,14 +254,14 @@ class Pool(Mir):
 
         JAX has no gradient of `lax.reduce_window` with dilated windows.
         """
-        wide = lax.pad(x, least, [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pairs)])
+        padded = lax.pad(x, least, [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pairs)])
         largest = None
         for offsets in itertools.product(*map(range, self.window)):
-            shifted = wide
+            shifted = padded
             for axis, (k, d, window, stride) in enumerate(
                 zip(offsets, self.dilation, self.window, self.strides, strict=True), 2
             ):
-                span = wide.shape[axis] - d * (window - 1)  # number of positions of a window's first entry
+                span = padded.shape[axis] - d * (window - 1)  # number of positions of a window's first entry
                 shifted = lax.slice_in_dim(shifted, k * d, k * d + span, stride, axis)
             largest = shifted if largest is None else jnp.maximum(largest, shifted)
         assert largest is not None
@@ -275,11 +275,11 @@ class Pool(Mir):
             return self._of_shifted(x, least, pairs) if is_dilated else self._over(x, least, lax.max, pairs)
         if self.kind == "argmax":
             return self._places(x, least, pairs)
-        wide, zero = (x.astype(jnp.float32), 0.0) if is_float(x.dtype) else (x, np.zeros((), x.dtype))
+        values, zero = (x.astype(jnp.float32), 0.0) if is_float(x.dtype) else (x, np.zeros((), x.dtype))
         if self.kind == "lp":
-            total = self._over(jnp.abs(wide) ** self.p, 0.0, lax.add, pairs)
+            total = self._over(jnp.abs(values) ** self.p, 0.0, lax.add, pairs)
             return (total ** (1 / self.p)).astype(x.dtype)
-        total = self._over(wide, zero, lax.add, pairs)
+        total = self._over(values, zero, lax.add, pairs)
         return (total / self._counts(x, pairs) if self.kind == "mean" else total).astype(x.dtype)
 
     def _places(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:

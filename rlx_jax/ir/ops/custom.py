@@ -57,8 +57,8 @@ def check_captured(graph: Graph) -> None:
         if isinstance(node.op, JaxFn):
             for operands, recorded in node.op.first:
                 if user_functions.meaning(user_functions.trace_anew(node.op.fn, operands), precision=False) != recorded:
-                    where = f"{path_text(node.origin.path)}: {node.op.text()}"
-                    raise GraphError(user_functions.changed(where, node.op.fn))
+                    location = f"{path_text(node.origin.path)}: {node.op.text()}"
+                    raise GraphError(user_functions.changed(location, node.op.fn))
 
 
 def small_constant(value: Any, dtype: Any = None) -> Constant:
@@ -111,15 +111,15 @@ def _misfits(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[An
     if given.dtype.kind == "c":
         return (given.imag != 0) if dtype.kind != "c" else np.zeros(given.shape, bool)
     if is_float(dtype) or dtype.kind == "c":
-        wide = given.astype(np.float64)
-        converted = wide.astype(dtype).astype(np.complex128 if dtype.kind == "c" else np.float64)
-        return np.asarray(np.isfinite(wide) & ~np.isfinite(converted))
+        exact = given.astype(np.float64)
+        converted = exact.astype(dtype).astype(np.complex128 if dtype.kind == "c" else np.float64)
+        return np.asarray(np.isfinite(exact) & ~np.isfinite(converted))
     info = None if dtype.kind == "b" else jax.numpy.iinfo(dtype)  # NumPy has no iinfo of 4-bit integers
     low, high = (0, 1) if info is None else (int(info.min), int(info.max))
     if given.dtype.kind in "biuO":
         return np.asarray(~((given >= low) & (given <= high)), bool)
-    wide = given.astype(np.float64)
-    return np.asarray(~((wide >= low) & (wide <= high) & (wide == np.trunc(wide))))
+    exact = given.astype(np.float64)
+    return np.asarray(~((exact >= low) & (exact <= high) & (exact == np.trunc(exact))))
 
 
 def traced_flops(op: Any, operands: Types, results: Types) -> int:

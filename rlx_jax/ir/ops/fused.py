@@ -176,7 +176,7 @@ class ElementwiseRegion(Mir):
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         if len(operands) != self.inputs:
             raise wrong_arity("ew_region", str(self.inputs), len(operands))
-        values = list(operands)
+        values = list(operands)  # the operands of the region, then the results of its steps
         for step in self.steps:
             values += types.infer(step.op, tuple(values[i] for i in step.operands))
         return (values[-1],)
@@ -280,6 +280,7 @@ class FusedTransformerLayer(Mir):
         "fc1_w[H,intermediate] fc1_b?has_bias[intermediate] fc2_w[intermediate,H] fc2_b?has_bias[H] ln2_g[H] ln2_b[H] "
         "mask[B,S]"
     )
+    # Sizes in the declaration of the operands above.
     qkv, width = FusedAttentionBlock.qkv, FusedAttentionBlock.width
 
     def eval(self, *arrays: Array) -> Array:

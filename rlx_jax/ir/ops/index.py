@@ -321,5 +321,5 @@ class RelativeBuckets(Mir):
         exact = half // 2
         distance = np.arange(self.max_distance + 1)
         ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
-        wide = exact + ratio / np.float32(math.log(self.max_distance / exact)) * np.float32(half - exact)
-        return np.where(distance < exact, distance, np.minimum(wide.astype(np.int64), half - 1)).astype(np.int32)
+        log_buckets = exact + ratio / np.float32(math.log(self.max_distance / exact)) * np.float32(half - exact)
+        return np.where(distance < exact, distance, np.minimum(log_buckets.astype(np.int64), half - 1)).astype(np.int32)

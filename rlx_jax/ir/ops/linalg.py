@@ -34,7 +34,7 @@ def check_product(op: str, x: TensorType, w: TensorType, contract: int) -> None:
     if contract not in (0, 1):
         raise ShapeError(f"{op}: contract is 0 or 1, an axis of the weight; got {contract!r}")
     if w.rank != 2 or x.rank < 1:
-        raise ShapeError(f"{op}: the weight has rank 2, got {w}, and x at least 1, got {x}").of(1)
+        raise ShapeError(f"{op}: the weight has rank 2, got {w}, and x at least 1, got {x}").of(1)  # operand 1 is w
     if x.shape[-1] != w.shape[contract]:
         remedy = f"transpose={not contract}" if op == "linear" else "transpose w"
         other = f"; the other orientation of w fits: {remedy}" if x.shape[-1] == w.shape[1 - contract] else ""
@@ -115,7 +115,7 @@ class BatchMatMul(Mir):
             raise ShapeError(f"matmul: the inner axes of {a} and {b} differ")
 
     def eval(self, a: Array, b: Array) -> Array:
-        if min(a.ndim, b.ndim) > 1:
+        if min(a.ndim, b.ndim) > 1:  # a vector has its own rule in matmul, and no batch axes
             a, b = same_rank(a, b)
         return jnp.matmul(a, b, precision=lax.Precision(self.precision))
 
@@ -196,8 +196,8 @@ class Fft(Mir):
             raise ShapeError(f"irfft: of one entry nothing is left; give n=, for {x}")
 
     def eval(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32) if is_float(x.dtype) else x
-        spectrum: Array = TRANSFORMS[self.kind](wide, n=self.n, axis=self.axis, norm=self.norm)
+        values = x.astype(jnp.float32) if is_float(x.dtype) else x
+        spectrum: Array = TRANSFORMS[self.kind](values, n=self.n, axis=self.axis, norm=self.norm)
         return spectrum
 
 

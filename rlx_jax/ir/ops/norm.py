@@ -54,9 +54,9 @@ class RmsNormOp(Mir):
         check_norm("rms_norm", operands[0], operands[1:])
 
     def eval(self, x: Array, gamma: Array, beta: Array | None = None) -> Array:
-        wide = x.astype(jnp.float32)
-        normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        if self.offset:
+        x_f32 = x.astype(jnp.float32)
+        normed = x_f32 * lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + self.eps)
+        if self.offset:  # f32 weights make the product below f32, which is then rounded once
             gamma = gamma.astype(jnp.float32) + self.offset
         y = jnp.multiply(*same_rank(normed.astype(gamma.dtype), gamma)).astype(x.dtype)
         return y if beta is None else jnp.add(*same_rank(y, beta))
@@ -84,8 +84,9 @@ class LayerNormOp(Mir):
         check_norm("layer_norm", operands[0], operands[1:])
 
     def eval(self, x: Array, *weights: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        x_f32 = x.astype(jnp.float32)
+        centred = x_f32 - jnp.mean(x_f32, axis=-1, keepdims=True)
+        # Two passes: E[x²] − E[x]² would lose digits where the mean is large.
         y = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
         f32_weights = [w.astype(jnp.float32) for w in weights]
         y = jnp.multiply(*same_rank(y, f32_weights[0])) if self.scaled else y
@@ -118,8 +119,8 @@ class Standardize(Mir):
             raise GraphError(f"standardize: epsilon is a number of at least 0, got {self.eps}")
 
     def eval(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32)
+        x_f32 = x.astype(jnp.float32)
         if self.centre:
-            wide = wide - jnp.mean(wide, axis=self.axes, keepdims=True)
-        scale = lax.rsqrt(jnp.mean(wide * wide, axis=self.axes, keepdims=True) + self.eps)
-        return (wide * scale).astype(x.dtype)
+            x_f32 = x_f32 - jnp.mean(x_f32, axis=self.axes, keepdims=True)
+        scale = lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=self.axes, keepdims=True) + self.eps)
+        return (x_f32 * scale).astype(x.dtype)

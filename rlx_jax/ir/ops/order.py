@@ -125,18 +125,18 @@ class Sample(Mir):
             raise GraphError(f"sample: top_p is over 0 and at most 1, or None; got {self.top_p!r}")
 
     def eval(self, logits: Array, seed: Array) -> Array:
-        wide = logits.astype(jnp.float32)
+        scaled = logits.astype(jnp.float32)
         if self.temperature == 0:
-            return jnp.argmax(wide, axis=-1).astype(jnp.int32)
-        wide = wide / self.temperature
-        ranked = jnp.sort(wide, axis=-1, descending=True)
+            return jnp.argmax(scaled, axis=-1).astype(jnp.int32)
+        scaled = scaled / self.temperature
+        ranked = jnp.sort(scaled, axis=-1, descending=True)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             kth_largest = jax.lax.slice_in_dim(ranked, self.top_k - 1, self.top_k, axis=-1)
-            wide, ranked = (jnp.where(a < kth_largest, -jnp.inf, a) for a in (wide, ranked))
+            scaled, ranked = (jnp.where(a < kth_largest, -jnp.inf, a) for a in (scaled, ranked))
         if self.top_p is not None:
             mass = jax.nn.softmax(ranked, axis=-1)
             # A class remains if the more probable classes have less than `top_p`, so at least one remains.
             mass_before = jnp.cumsum(mass, axis=-1) - mass
             threshold = jnp.min(jnp.where(mass_before < self.top_p, ranked, jnp.inf), axis=-1, keepdims=True)
-            wide = jnp.where(wide < threshold, -jnp.inf, wide)
-        return jax.random.categorical(jax.random.key(seed), wide, axis=-1).astype(jnp.int32)
+            scaled = jnp.where(scaled < threshold, -jnp.inf, scaled)
+        return jax.random.categorical(jax.random.key(seed), scaled, axis=-1).astype(jnp.int32)

@@ -26,8 +26,8 @@ def _gelu(x: Array) -> Array:
     `jax.nn.gelu` uses erfc, which takes three times as long as erf on a CPU and is more accurate only for tiny results;
     in bf16 it also rounds between its steps.
     """
-    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-    return (0.5 * wide * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+    x_f32 = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    return (0.5 * x_f32 * (1.0 + jax.lax.erf(x_f32 * math.sqrt(0.5)))).astype(x.dtype)
 
 
 # Functions of one value, by name.
@@ -366,14 +366,14 @@ class FakeQuantize(Mir):
             raise ShapeError(f"fake_quantize: the scale of {x} is {TensorType(scale_shape, x.dtype)}, got {scale[0]}")
 
     def eval(self, x: Array, scale: Array | None = None) -> Array:
-        wide, q_max = x.astype(jnp.float32), 2.0 ** (self.bits - 1) - 1
+        x_f32, q_max = x.astype(jnp.float32), 2.0 ** (self.bits - 1) - 1
         reduced_axes = tuple(i for i in range(x.ndim) if self.axis is None or i != self.axis % x.ndim)
         if scale is None:
             # The lower bound avoids 0/0 where all elements are zero.
-            s = jnp.maximum(jnp.max(jnp.abs(wide), axis=reduced_axes, keepdims=True), 1e-12) / q_max
+            s = jnp.maximum(jnp.max(jnp.abs(x_f32), axis=reduced_axes, keepdims=True), 1e-12) / q_max
         else:
             s = jnp.expand_dims(scale.astype(jnp.float32), reduced_axes)
-        return _rounded(self.ste, q_max, wide, s if self.learned else jax.lax.stop_gradient(s)).astype(x.dtype)
+        return _rounded(self.ste, q_max, x_f32, s if self.learned else jax.lax.stop_gradient(s)).astype(x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -59,6 +59,7 @@ def _over_tokens(step: Any, state: Array, operands: Sequence[Array], every: bool
         return new_state, (out.astype(dtype), new_state) if every else (out.astype(dtype),)
 
     last_state, stacked = lax.scan(one, state, tuple(jnp.moveaxis(x, 1, 0).astype(jnp.float32) for x in operands))
+    # The scan has time first, as it stacks its results.
     out, *states = (jnp.moveaxis(x, 0, 1) for x in stacked)
     return (out, last_state, *states)
 
@@ -86,7 +87,7 @@ def _chunked(v: TensorType, inner: int, state: TensorType, kept: int, states: in
         The bytes; for a single token, which needs no chunks, the bytes of two states.
     """
     batch, tokens, heads, width = map(int, v.shape)
-    if tokens == 1:
+    if tokens == 1:  # one step without chunks
         return 2 * state.nbytes
     chunks = -(-tokens // CHUNK)
     rows = kept * (CHUNK + inner + width)
@@ -271,8 +272,8 @@ def _workspace(op: Any, operands: Types, results: Types) -> int:
     batch, tokens = operands[op.states].shape[:2]
     time_first = sum(t.nbytes for t in (*operands[op.states : op.states + op.tokens], *results))
     step_bytes = _computed(op.step.jaxpr)
-    wide = sum(4 * t.size for t in operands if is_float(t.dtype) and t.dtype.itemsize < 4)
-    return (time_first if int(tokens) > 1 else 0) + 2 * int(batch) * step_bytes + wide
+    f32_copies = sum(4 * t.size for t in operands if is_float(t.dtype) and t.dtype.itemsize < 4)
+    return (time_first if int(tokens) > 1 else 0) + 2 * int(batch) * step_bytes + f32_copies
 
 
 def _computed(jaxpr: Any) -> int:

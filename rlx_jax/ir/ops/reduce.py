@@ -79,8 +79,8 @@ class Reduce(Mir):
         dtype = {"dtype": x.dtype} if self.kind in ("sum", "prod") and jnp.issubdtype(x.dtype, jnp.integer) else {}
         if self.kind in ("var", "std", "logsumexp"):  # computed in f32
             ddof = {} if self.kind == "logsumexp" else {"ddof": self.ddof}
-            wide = REDUCE[self.kind](x.astype(jnp.float32), axis=self.axes, keepdims=self.keepdims, **ddof)
-            return wide.astype(x.dtype)
+            result = REDUCE[self.kind](x.astype(jnp.float32), axis=self.axes, keepdims=self.keepdims, **ddof)
+            return result.astype(x.dtype)
         return REDUCE[self.kind](x, axis=self.axes, keepdims=self.keepdims, **dtype)
 
     def text(self) -> str:
@@ -182,8 +182,8 @@ class Cumsum(Mir):
     reverse: bool = False
 
     def eval(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        return _running(wide, "sum", self.axis, self.exclusive, self.reverse).astype(x.dtype)
+        values = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return _running(values, "sum", self.axis, self.exclusive, self.reverse).astype(x.dtype)
 
     def text(self) -> str:
         notes = [",excl"] * self.exclusive + [",reverse"] * self.reverse

@@ -233,6 +233,7 @@ class Narrow(Mir):
             start = self.start if self.start >= 0 else size + self.start
             if start < 0 or self.length < 0 or start + self.length > size:
                 raise ShapeError(f"narrow: {self.start} … +{self.length} is outside axis {self.axis} of {x}")
+        # On a symbolic axis, the last index that is read must exist for every size.
         elif not _is_below((self.start + self.length if self.start >= 0 else -self.start) - 1, size):
             raise ShapeError(
                 f"narrow: {self.start} … +{self.length} of axis {self.axis} of {x}, which may have fewer entries: "
@@ -295,7 +296,7 @@ class Slice(Mir):
         axes = [*range(num_leading), *range(x.rank - (len(indices) - num_leading), x.rank)]
         for k, axis in zip(indices, axes, strict=True):
             size = x.shape[axis]
-            if isinstance(k, int) and is_static(size) and not -size <= k < size:  # jax would clamp it
+            if isinstance(k, int) and is_static(size) and not -size <= k < size:  # JAX would silently clamp it
                 raise ShapeError(f"slice: index {k} is outside axis {axis} of {x}")
 
     def eval(self, x: Array) -> Array:

@@ -135,9 +135,11 @@ class GridPositions(Mir):
     def eval(self, table: Array, images: Array) -> Array:
         (height, width), hidden = self.grid, table.shape[1]
         rows, columns = images.shape[2] // self.patch[0], images.shape[3] // self.patch[1]
+        # The general case would give the same numbers, up to rounding: the matrices are identities.
         if is_static(rows) and is_static(columns) and (rows, columns) == self.grid:
             return table[None]
         row_matrix, column_matrix = resampling(rows, height, self.antialias), resampling(columns, width, self.antialias)
+        # Devices may otherwise use a faster product with fewer bits.
         exact: dict[str, Any] = {"precision": lax.Precision.HIGHEST}
         resampled = jnp.einsum(
             "rg,gkh->rkh", row_matrix, table.astype(jnp.float32).reshape(height, width, hidden), **exact
@@ -311,7 +313,7 @@ class GridSample(Mir):
             raise ShapeError(f"grid_sample: x is [N, C, S…] and grid [N, O…, d] with d of 1 to 3; got {x} and {grid}")
 
     def eval(self, x: Array, grid: Array) -> Array:
-        wide, coordinates = x.astype(jnp.float32), grid.astype(jnp.float32)
+        x_f32, coordinates = x.astype(jnp.float32), grid.astype(jnp.float32)
         sizes = x.shape[2:]
         pixels = [self._unscaled(coordinates[..., len(sizes) - 1 - i], n) for i, n in enumerate(sizes)]
         if self.method != "cubic":  # cubic pads each of its taps separately, in `_read`
@@ -319,7 +321,7 @@ class GridSample(Mir):
         total: Any = 0.0
         for corner in itertools.product(*(self._corners(p) for p in pixels)):
             weight = math.prod(w for _, w in corner)
-            total = total + self._read(wide, [k for k, _ in corner], sizes) * jnp.expand_dims(weight, 1)
+            total = total + self._read(x_f32, [k for k, _ in corner], sizes) * jnp.expand_dims(weight, 1)
         return jnp.asarray(total, jnp.float32).astype(x.dtype)
 
     def _unscaled(self, g: Array, n: int) -> Array:
