@@ -47,8 +47,8 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
             {"written": args.target, "format": args.format, "tensors": len(entries), "bytes": size, "files": names}
         )
     else:
-        more = f", and {', '.join(names)}" if names else ""
-        yield f"{args.target}: {len(entries)} tensors, {in_bytes(size)}, as {args.format}{more}\n"
+        suffix = f", and {', '.join(names)}" if names else ""
+        yield f"{args.target}: {len(entries)} tensors, {in_bytes(size)}, as {args.format}{suffix}\n"
 
 
 def floating(name: str) -> np.dtype[Any]:

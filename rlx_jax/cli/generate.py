@@ -200,8 +200,8 @@ def _say_left(session: Session, left: BaseException) -> None:
     if isinstance(left, KeyboardInterrupt):
         message = "stopped; the talk goes on as if this had not been asked"
     else:
-        more = "; /new begins another conversation" if isinstance(left, SequenceLengthError) else ""
-        message = f"{type(left).__name__}: {left}{more}"
+        hint = "; /new begins another conversation" if isinstance(left, SequenceLengthError) else ""
+        message = f"{type(left).__name__}: {left}{hint}"
     print(f"rlx-jax: {message}", file=sys.stderr)
 
 

@@ -465,8 +465,8 @@ class CausalLM(OpenedModel):
         return request, new
 
     def _drafter(self, speculative: Any, draft_tokens: int) -> Drafter | None:
-        other = speculative._lm if isinstance(speculative, CausalLM) else speculative
-        return drafter_of(other, draft_tokens, self._lm)
+        source = speculative._lm if isinstance(speculative, CausalLM) else speculative
+        return drafter_of(source, draft_tokens, self._lm)
 
     def report(self, **sizes: int) -> Report:
         """Report the cost of compiling, and the needs of the program that ran last: forward, prefill or extend.

@@ -171,19 +171,19 @@ class Conversation:
         self._number += 1
         model, request, text = self.talker._lm.model, taken.request, self._text
         self._text = None  # a request that fails may have consumed the state
-        before, reason, kept = continued(model, text, taken.ids)
+        before, reason, backup = continued(model, text, taken.ids)
         if text is not None and request.drafter is not None and request.drafter.hidden:
-            before = kept = None
+            before = backup = None
             reason = "the module for drafts reads hidden states of all tokens, which no state has"
         leaves, turn_number = self._leaves(taken), self._number
         mark = self._mark(taken, 0 if before is None else before.lengths[0], leaves)
         # A retained copy may be incomplete: an array joins `leaves` when the text outgrows its sliding window.
-        needs_copy = kept is None or not set(leaves) <= set(kept.arrays)
+        needs_copy = backup is None or not set(leaves) <= set(backup.arrays)
         if mark is None and needs_copy and leaves and before is not None:
-            kept = KeptArrays(before.lengths[0], copied({name: before.arrays[name] for name in leaves}))
+            backup = KeptArrays(before.lengths[0], copied({name: before.arrays[name] for name in leaves}))
 
         def ended(generation: Generation) -> None:
-            copy = kept
+            copy = backup
             if mark is not None:  # a request that failed early may not have reached it
                 copy = None if generation.marked is None else KeptArrays(mark.at, generation.marked)
             if self._number == turn_number:  # otherwise a later turn has begun, and this state is outdated
@@ -298,8 +298,8 @@ class TextState:
 
     def copy(self) -> TextState:
         """Return a copy with new arrays."""
-        kept = self.kept and KeptArrays(self.kept.at, copied(self.kept.arrays))
-        return TextState(self.ids, copied(self.arrays), self.slots, kept)
+        backup = self.kept and KeptArrays(self.kept.at, copied(self.kept.arrays))
+        return TextState(self.ids, copied(self.arrays), self.slots, backup)
 
 
 def copied(arrays: StateArrays) -> StateArrays:
@@ -323,7 +323,7 @@ def continued(
     start = wanted = min(shared, len(ids) - 1)
     if start == 0:
         return None, f"the text differs from its first token on, and all {total} tokens held were dropped", None
-    arrays, why, kept = text.arrays, "", text.kept
+    arrays, why, backup = text.arrays, "", text.kept
     if start < total and not can_cut(model, text, start):
         if (
             text.kept is None
@@ -343,7 +343,7 @@ def continued(
     if shared < min(total, len(ids)):
         why = f"the text differs at token {shared} of {total} that were held" + (f"; {why}" if why else "")
     before = Before(arrays, (0,), (start,), text.slots, consumed=True)
-    return before, why, kept if kept is not None and kept.at <= start else None
+    return before, why, backup if backup is not None and backup.at <= start else None
 
 
 def can_cut(model: CompiledModel, text: TextState, at: int, besides: Collection[str] = ()) -> bool:

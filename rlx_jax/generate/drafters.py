@@ -107,8 +107,8 @@ class DraftModel(ProgramDrafter):
         variant = Variant(outputs=self.unbound.output_names[:1], spare=self.tokens)
         readers = bind_readers(self.unbound, sizes.widths, sizes.state, variant)
         parts = [PromptPart(width, width) for width in sizes.widths]
-        *_, last = prompt_blocks(readers, parts, prompts, sizes.batch, {})
-        return None, last.state
+        *_, last_block = prompt_blocks(readers, parts, prompts, sizes.batch, {})
+        return None, last_block.state
 
     def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
         """Propose drafts one by one.
@@ -138,8 +138,8 @@ class DraftModel(ProgramDrafter):
         before, after = own.kept
         state = own.state | {LENGTH: turn.held + judged.count}  # truncates arrays with a position axis
         for name, axis in self.carried:
-            every = jnp.moveaxis(after[name], 0, axis + 1)
-            state[name] = after_tokens(before[name], every, judged.count, axis)
+            states = jnp.moveaxis(after[name], 0, axis + 1)
+            state[name] = after_tokens(before[name], states, judged.count, axis)
         return replace(own, kept=None, state=state)
 
 
@@ -179,8 +179,8 @@ class MtpModule(ProgramDrafter):
             reader_inputs = {self.ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - offset, 0, width)}
             _, state = reader(reader_inputs, state)
             offset += width
-        kept = programs.call(first_pair, hidden, lengths, first, static=(self.tokens + 1,), at=programs.whole)
-        return kept, state
+        initial_pairs = programs.call(first_pair, hidden, lengths, first, static=(self.tokens + 1,), at=programs.whole)
+        return initial_pairs, state
 
     def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
         """Propose the first draft from the model's hidden states, and each other draft from the previous one."""

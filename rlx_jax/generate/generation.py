@@ -102,9 +102,9 @@ class NewTokens:
         """
         answers = n or 1
         names = [f"prompts[{i // answers}]{'' if n is None else f' (answer {i % n})'}" for i in self.failed]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        suffix = f" and {len(names) - 8} more" if len(names) > 8 else ""
         return NumericsError(
-            f"the logits, after logit_bias if any, are not finite of {', '.join(names[:8])}{more}, first behind "
+            f"the logits, after logit_bias if any, are not finite of {', '.join(names[:8])}{suffix}, first behind "
             f"{min(self.failed.values())} new tokens; `outputs` of this error has what came before, and the other "
             "answers whole",
             self.failed,
@@ -291,7 +291,7 @@ def start(plan: RequestPlan) -> Generation:
     state: StateArrays = {} if before is None else state_behind(plan.readers[0], before)
     live = np.arange(sizes.batch) < len(request.rows) * n
     rows = start_rows(plan, live)
-    first: AnyArray = np.full((sizes.batch, 1), STOPPED, np.int32)
+    first_ids: AnyArray = np.full((sizes.batch, 1), STOPPED, np.int32)
     log_probs, marked, hidden = None, None, []
     suffixes = [prompt[count:] for prompt, count in zip(request.rows, prefix_lens, strict=True)]
     inputs = request.inputs.padded(plan.read) if request.inputs.arrays else {}
@@ -306,18 +306,18 @@ def start(plan: RequestPlan) -> Generation:
             prompt_of_row = fork_of(sizes.batch, n, len(request.rows))
             logits = programs.call(fork_rows, logits, prompt_of_row, static=(0,), at=programs.whole)
             ends_now = ends_now[prompt_of_row] & live
-        arguments = (logits, rows, ends_now, first, knobs, ends, log_probs)
-        first, rows, log_probs = programs.call(FirstTokens(plan.method, plan.top), *arguments, at=programs.whole)
+        arguments = (logits, rows, ends_now, first_ids, knobs, ends, log_probs)
+        first_ids, rows, log_probs = programs.call(FirstTokens(plan.method, plan.top), *arguments, at=programs.whole)
     if n > 1:
         state = moved_state(loop, state, fork_of(sizes.batch, n, len(request.rows)))
     operands = {"rows": rows, "knobs": knobs, "ends": ends}
     if (drafter := request.drafter) is not None:
-        kept, draft_state = drafter.start(programs, sizes, request.rows, first, tuple(hidden))
+        drafter_arrays, draft_state = drafter.start(programs, sizes, request.rows, first_ids, tuple(hidden))
         state |= {OWN + name: array for name, array in draft_state.items()}
-        operands |= {"params": drafter.params(), "kept": kept, "counts": np.zeros(3, np.int32)}
+        operands |= {"params": drafter.params(), "kept": drafter_arrays, "counts": np.zeros(3, np.int32)}
     return Generation(
-        loop, len(request.rows) * n, request.budget, programs.settings.loop.steps, operands, state, first, sizes.slots,
-        told=log_probs, marked=marked,
+        loop, len(request.rows) * n, request.budget, programs.settings.loop.steps, operands, state, first_ids,
+        sizes.slots, told=log_probs, marked=marked,
     )  # fmt: skip
 
 

@@ -147,8 +147,8 @@ class CaptureAxes:
         """Return the axes of a capture of type `value`, in a flow with ids of type `ids`, `[batch, seq]`."""
         symbols = [None if is_static(size) else str(size) for size in value.shape]
         batch, seq = (tuple(axis for axis, symbol in enumerate(symbols) if symbol == str(dim)) for dim in ids.shape)
-        others = (symbol for axis, symbol in enumerate(symbols) if axis not in (*batch, *seq))
-        return CaptureAxes(batch[0] if batch else None, seq, len(batch) < 2 and not any(others))
+        other_symbols = (symbol for axis, symbol in enumerate(symbols) if axis not in (*batch, *seq))
+        return CaptureAxes(batch[0] if batch else None, seq, len(batch) < 2 and not any(other_symbols))
 
 
 def trim_padding(axes: CaptureAxes, rows: int, tokens: int, array: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -234,9 +234,11 @@ def run(
         beside: the other inputs of the request, for their sizes.
         arrays: the other inputs, padded to the rows of `block`.
     """
-    first = model.first_input
-    sizes = {**beside.sizes, **bind_sizes({first: ids}, {first: block}, model.name)}
+    ids_input = model.first_input
+    sizes = {**beside.sizes, **bind_sizes({ids_input: ids}, {ids_input: block}, model.name)}
     program = model.bound(sizes, variant=Variant(last_only=False, outputs=names, given=beside.given))
     used_inputs = {i.input for i in model.programs.template(program.key.symbolic).mir.inputs}
-    values, _ = program({name: value for name, value in {first: block, **arrays}.items() if name in used_inputs}, {})
+    values, _ = program(
+        {name: value for name, value in {ids_input: block, **arrays}.items() if name in used_inputs}, {}
+    )
     return dict(zip(names, values, strict=True))

@@ -121,8 +121,8 @@ def request_inputs(
     if not passed:
         return NONE
     types = {name: known[name].type for name in passed}
-    given = frozenset(name for name in passed if known[name].optional)
-    ids = model.programs.template(model.key(given)).bounds.ids
+    optional_names = frozenset(name for name in passed if known[name].optional)
+    ids = model.programs.template(model.key(optional_names)).bounds.ids
     arrays = {
         name: host_value(name, value, types[name], ids.get(name), model.settings.check_ids)
         for name, value in passed.items()
@@ -132,7 +132,7 @@ def request_inputs(
         if arrays[name].ndim > axis and arrays[name].shape[axis] != rows:
             raise RequestError(f"input {name} has {arrays[name].shape[axis]} rows, the request {rows}")
     sizes = bind_sizes(types, arrays, model.name)
-    return RequestInputs(arrays, {n: size for n, size in sizes.items() if n != "batch"}, given, axes)
+    return RequestInputs(arrays, {n: size for n, size in sizes.items() if n != "batch"}, optional_names, axes)
 
 
 class TurnOptions(Sampling, total=False):

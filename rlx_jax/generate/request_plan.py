@@ -200,9 +200,9 @@ def parts_of(
     """Return the chunks from token `start` to `end`, with a boundary at the mark if it is between them."""
     boundaries = [start, *([mark.at] if mark is not None and start < mark.at < end else []), end]
     parts = []
-    for first, last in zip(boundaries, boundaries[1:], strict=False):
-        *chunks, rest = read_widths(buckets, last - first, limit)
-        parts += [*(PromptPart(width, width) for width in chunks), PromptPart(rest, last - first - sum(chunks))]
+    for begin, stop in zip(boundaries, boundaries[1:], strict=False):
+        *chunks, rest = read_widths(buckets, stop - begin, limit)
+        parts += [*(PromptPart(width, width) for width in chunks), PromptPart(rest, stop - begin - sum(chunks))]
     return tuple(parts)
 
 
@@ -217,9 +217,9 @@ def reader_keys(
     The first one is `prefill`, and the others are `extend`; with a state to continue (`behind`) all are `extend`.
     """
     blocks = [{**sizes, "seq": width} for width in widths]
-    first = [model.as_program("prefill").sized(blocks.pop(0), variant)] if blocks and not behind else []
+    prefill_keys = [model.as_program("prefill").sized(blocks.pop(0), variant)] if blocks and not behind else []
     extend = model.as_program("extend")
-    return (*first, *(extend.sized(block, variant) for block in blocks))
+    return (*prefill_keys, *(extend.sized(block, variant) for block in blocks))
 
 
 def bind_readers(

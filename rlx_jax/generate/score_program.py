@@ -173,10 +173,10 @@ class TextPlace:
 def places_in(block: Block, texts: Sequence[SharedTokens]) -> Iterator[TextPlace]:
     """Yield the location of every text of a block; the texts of a row follow each other."""
     for row, numbers in enumerate(block.texts):
-        first = other = 0
+        column = other_column = 0
         for text in numbers:
-            yield TextPlace(text, row, first, other)
-            first, other = first + len(texts[text].read), other + len(texts[text].ends) - 1
+            yield TextPlace(text, row, column, other_column)
+            column, other_column = column + len(texts[text].read), other_column + len(texts[text].ends) - 1
 
 
 def forms_for(
@@ -204,13 +204,13 @@ def shared_sizes(
 
     The former are for texts of over `SHARED` tokens; None where the model has fewer positions.
     """
-    wide, most, costs = None, MOST, costs_on(target)
+    wide_sizes, max_shared, costs = None, MOST, costs_on(target)
     if max_positions is None or max_positions > SHARED:
-        wide = score_sizes(target, Buckets(share=share), max_positions, longest, above=SHARED)
-        most = MOST - len(wide.blocks)
+        wide_sizes = score_sizes(target, Buckets(share=share), max_positions, longest, above=SHARED)
+        max_shared = MOST - len(wide_sizes.blocks)
     # Even for a model of few positions, a row has room for all alternative ends of a text.
     widest = min(max(max_positions or SHARED, MOST_OTHERS * costs.slot), SHARED)
-    return wide, sizes_for(costs, widest, share=share, most=most)
+    return wide_sizes, sizes_for(costs, widest, share=share, most=max_shared)
 
 
 # Tokens per chunk of logits, on each device; an unknown target is treated as a GPU. Every chunk loads the weight of the

@@ -129,8 +129,8 @@ def score_all(
         failures = [
             f"{name} (first behind {offset:,} token{'s'[: offset > 1]})" for name, offset in first_by_name.items()
         ]
-        more = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
-        message = f"logits are not finite of {', '.join(failures[:8])}{more}"
+        suffix = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
+        message = f"logits are not finite of {', '.join(failures[:8])}{suffix}"
         raise NumericsError(f"{what}: {message}; `outputs` of this error has the other scores", failed, scores)
     return [score for score in scores if score is not None]
 

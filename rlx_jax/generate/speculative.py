@@ -306,17 +306,17 @@ class VerifyLoop(Choosing):
             # Choose the token as plain decoding does, random draw included, and accept a draft that equals it. This is
             # the rule below for a draft distribution with all its mass on the draft.
             chosen = choose(self.method, knobs, adjusted_logits, keys).reshape(batch, width)
-            kept = is_draft & (chosen == ids)
+            is_kept = is_draft & (chosen == ids)
         else:
             target_logits = sharpened(self.method, knobs, adjusted_logits).reshape(logits.shape)
-            chosen, kept = weighed(target_logits, ids, is_draft, drafts.logits, keys)
+            chosen, is_kept = weighed(target_logits, ids, is_draft, drafts.logits, keys)
         fine = self.finite(flat, adjusted_logits, chosen.reshape(-1)).reshape(batch, width)
         numbers = 1 + jnp.arange(width, dtype=jnp.int32)[None]
         ended = ends[chosen] | (numbers >= rows.left[:, None]) | ~fine
         # A row takes a token if it accepted all drafts before it and none of them ended the row.
-        accepted = jnp.cumprod((kept & ~ended).astype(jnp.int32), axis=1)
+        accepted = jnp.cumprod((is_kept & ~ended).astype(jnp.int32), axis=1)
         now = rows.running[:, None] & jnp.pad(accepted[:, :-1], ((0, 0), (1, 0)), constant_values=1).astype(bool)
-        return Judged(chosen, now, fine, kept & now & fine, now.sum(axis=1, dtype=jnp.int32))
+        return Judged(chosen, now, fine, is_kept & now & fine, now.sum(axis=1, dtype=jnp.int32))
 
     def seen_by(self, rows: Rows, drafts: Drafts) -> Array:
         """Return the tokens seen before each of the k + 1 tokens, `[B, k + 1, V]` bool, for the repetition penalty;
@@ -384,11 +384,11 @@ def weighed(wanted: Array, ids: Array, here: Array, drawn: Array, keys: Array) -
     q = jnp.pad(jax.nn.softmax(drawn, axis=-1), ((0, 0), (0, 1), (0, 0)))
     at_p, at_q = (jnp.take_along_axis(x, ids[..., None], axis=-1, mode="clip")[..., 0] for x in (p, q))
     uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, LUCK)))(keys).reshape(shape)
-    kept = here & (uniform * at_q < at_p)
+    is_kept = here & (uniform * at_q < at_p)
     rest = jnp.maximum(p - q, 0.0)
     has_rest = here & (rest.sum(axis=-1) > 0)  # otherwise p and q are equal up to rounding, and p serves as well
     replacement = draw(jnp.where(has_rest[..., None], jnp.log(rest), wanted).reshape(-1, wanted.shape[-1]), keys)
-    return jnp.where(kept, ids, replacement.reshape(shape)), kept
+    return jnp.where(is_kept, ids, replacement.reshape(shape)), is_kept
 
 
 # Constants folded into the key of a token: for accepting its draft, and for sampling the draft. The key itself is for

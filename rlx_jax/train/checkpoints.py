@@ -207,9 +207,9 @@ class Checkpoints:
 
     def _trim(self, saved: int) -> None:
         """Remove the oldest steps over the limit `keep`, but never the step that was just saved."""
-        others = [step for step in self.steps() if step != saved]
-        surplus = 0 if self._keep is None else max(0, len(others) + 1 - self._keep)
-        for old in others[:surplus]:
+        other_steps = [step for step in self.steps() if step != saved]
+        surplus = 0 if self._keep is None else max(0, len(other_steps) + 1 - self._keep)
+        for old in other_steps[:surplus]:
             atomic.remove(self._target(old), f"step {saved} is whole, and this old one could not be removed")
 
     # -- restoring -----------------------------------------------------------------------------

@@ -196,10 +196,10 @@ class TrainStep:
         return loss * scale, {k: (g * scale).astype(params[k].dtype) for k, g in gradients.items()}, tokens
 
     def _one(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray]]:
-        others = {k: a for k, a in batch.items() if k != "tokens"}
+        loss_inputs = {k: a for k, a in batch.items() if k != "tokens"}
 
         def scalar(p: Arrays) -> AnyArray:
-            loss = self.loss(self.model, p, batch["tokens"], **others)
+            loss = self.loss(self.model, p, batch["tokens"], **loss_inputs)
             if not isinstance(loss, jax.Array) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
                 actual = f"shape {list(loss.shape)} {loss.dtype}" if isinstance(loss, jax.Array) else shown(loss)
                 raise RequestError(
