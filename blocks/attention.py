@@ -298,7 +298,7 @@ def _bind_past(emit: Emit, x: FlowValue, layers: int) -> list[tuple[FlowValue, .
     Raises:
         ShapeError: an input is not of floats `[B, P, K·D]`, has another batch than `x`, or another P than layer 0.
     """
-    first = emit.flow_input("past_k_0").type
+    first_type = emit.flow_input("past_k_0").type
     for name in (f"past_{kind}_{i}" for i in range(layers) for kind in "kv"):
         past = emit.flow_input(name)
         if past.ndim != 3 or not is_float(past.dtype) or past.type.shape[0] != x.type.shape[0]:
@@ -306,9 +306,9 @@ def _bind_past(emit: Emit, x: FlowValue, layers: int) -> list[tuple[FlowValue, .
                 f"{emit.path}: input {name} is {past.type}; expected floats [{x.type.shape[0]}, P, K·D]: keys or "
                 "values of P earlier tokens"
             )
-        if past.type.shape[1] != first.shape[1]:
+        if past.type.shape[1] != first_type.shape[1]:
             raise ShapeError(
-                f"{emit.path}: input {name} is {past.type}, past_k_0 is {first}: "
+                f"{emit.path}: input {name} is {past.type}, past_k_0 is {first_type}: "
                 "expected as many cached tokens in every layer"
             )
     return [tuple(emit.flow_input(f"past_{kind}_{i}") for i in range(layers)) for kind in "kv"]

@@ -128,7 +128,7 @@ class StageContract:
 
 
 class BlockStage(Protocol):
-    """Interface of every stage: write HIR and return the next active value, or None for a stage that returns none."""
+    """Interface of every stage: write HIR and return the next active value, or None to have no active value."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None: ...
 

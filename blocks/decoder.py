@@ -165,10 +165,10 @@ class LlamaDecoder(DecoderLayer):
         )  # fmt: skip
 
         def weight(name: str) -> FlowValue:
-            """Read the weight of a projection."""
+            """Read the weight of projection `name`; gate precedes up and down, which get its inner width."""
             nonlocal here
             value = emit.param(here.weight(name), here.sizes(name, hidden), here.roles(name))
-            if name == "gate":  # its size fixes the inner width of up and down
+            if name == "gate":
                 here = replace(here, intermediate_size=int(value.type.shape[0]))
             return value
 

@@ -35,7 +35,7 @@ class Embed:
     Args:
         weight_key: the table E, `[V, H]`, as stored.
         shape, init: needed only for a table that no source has, see `emit.param`. GatherAdd, LmHead and other stages
-            with these fields treat them alike.
+            with these fields treat them the same way.
     """
 
     weight_key: str = "model.embed_tokens.weight"

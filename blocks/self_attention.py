@@ -40,7 +40,7 @@ class SelfAttention:
         kv_heads: K, by default N. It is never derived from the weights.
         head_dim: D, by default H / N.
         causal: each token attends to itself and earlier tokens only.
-        window: as in `emit.attention`: a distance, or (distance to earlier tokens, distance to later tokens).
+        window: as in `emit.attention`: keys at less than this distance, or (number of keys before, number after).
         mask_input: name of an input with a keep mask, as `mask` of `emit.attention`; the input may be absent. By
             default the mask of an earlier `AttnMask` stage applies, if there is one.
         sinks: key of one score per head, `[N]`, that takes part in the softmax, as in `emit.attention`.

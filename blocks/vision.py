@@ -194,7 +194,7 @@ class VisionSwiGluFfn:
         return inner_shape(emit, hidden, f"{self.layer_prefix}.mlp.fc11.weight")
 
 
-# -- whole layers ------------------------------------------------------------------------------
+# -- complete layers ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

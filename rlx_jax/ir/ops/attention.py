@@ -248,7 +248,7 @@ def check_heads(heads: int, kv_heads: int) -> None:
 def check_scores(scale: float | None, softcap: float | None) -> None:
     """Check the scale and the softcap of attention scores.
 
-    A softcap of 0 would divide by zero, and a negative one is the same function as its absolute value.
+    A softcap of 0 would divide by zero; a negative one would equal its absolute value, so it is likely a mistake.
 
     Raises:
         GraphError: the scale is not finite, or the softcap is not a finite number over 0.

@@ -56,7 +56,7 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "trunc": jnp.trunc,  # towards 0
     "sign": jnp.sign,  # −1, 0 or 1
     "square": jnp.square,
-    "stop_gradient": jax.lax.stop_gradient,  # x, which no gradient goes through
+    "stop_gradient": jax.lax.stop_gradient,  # x, with a gradient of 0
     "reciprocal": jnp.reciprocal,  # 1/x
     "cbrt": jnp.cbrt,  # ∛x
     "expm1": jnp.expm1,  # eˣ − 1
