@@ -24,8 +24,7 @@ from rlx_jax.io import limits
 
 @dataclass(frozen=True)
 class Cudnn:
-    """Limits of cuDNN's attention: dtypes by their short names, and head widths up to `width`, multiples of
-    `multiple`."""
+    """Limits of cuDNN's attention: short names of dtypes, and head widths up to `width` in steps of `multiple`."""
 
     dtypes: tuple[str, ...] = ("bf16", "f16")
     width: int = 128

@@ -85,8 +85,10 @@ class LMEval(TemplateLM):  # type: ignore[misc]
         return str(self.lm.model.name)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
-        """Return the ids of a text. With `add_special_tokens` None, special tokens are added unless the text starts
-        with the prefix token."""
+        """Return the ids of a text.
+
+        With `add_special_tokens` None, special tokens are added unless the text starts with the prefix token.
+        """
         if add_special_tokens is None:
             prefix = self.texts.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not string.startswith(prefix)

@@ -177,8 +177,7 @@ class Stages:
     def layer_norm(
         self, gamma: str | None = None, beta: str | None = None, eps: float = 1e-5, *, init: Init | None = None
     ) -> Self:
-        """Append LayerNorm with weights `gamma` and `beta` `[H]`, each of which may be None. `init` is the initializer
-        of a missing γ."""
+        """Append LayerNorm with optional weights `gamma` and `beta` `[H]`; `init` is the initializer of a missing γ."""
         return self.stage(blocks.LayerNorm(gamma, beta, eps, init))
 
     def rms_norm(self, key: str, eps: float = 1e-5, *, init: Init | None = None) -> Self:

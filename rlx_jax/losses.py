@@ -171,8 +171,7 @@ class InPieces:
 def _loss(
     how: InPieces, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray
 ) -> AnyArray:
-    """Return Σ weight · nll for hidden `[B, S, H]`; the kernel is laid out as in the head's product, in the dtype of
-    its parameter."""
+    """Return Σ weight · nll for hidden `[B, S, H]`; the kernel has the layout and dtype of the head's parameter."""
     operands = head_operands(how.head, kernel, bias)
 
     def piece(total: AnyArray, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[AnyArray, None]:
@@ -226,8 +225,10 @@ _loss.defvjp(_forward, _backward)
 
 
 def split_tokens(how: InPieces, *arrays: AnyArray) -> tuple[AnyArray, ...]:
-    """Split `[B, S, …]` into chunks `[n, B, S/n, …]`, padded with zeros. The batch stays an axis, because it may be
-    sharded over devices."""
+    """Split `[B, S, …]` into chunks `[n, B, S/n, …]`, padded with zeros.
+
+    The batch stays an axis, because it may be sharded over devices.
+    """
 
     def split(x: AnyArray) -> AnyArray:
         padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % how.pieces), *[(0, 0)] * (x.ndim - 2)))
@@ -344,8 +345,7 @@ def _in_pieces(
 def count_pieces(
     shape: tuple[int, ...], chunk: int | None, vocab: Any, division: Division | None, room: int = PIECE_BYTES
 ) -> int:
-    """Return the number of chunks of the sequence; by default the f32 logits of one chunk take at most `room` bytes on
-    a device."""
+    """Return the number of chunks; by default the f32 logits of one chunk take at most `room` bytes on a device."""
     batch, seq = shape
     if chunk is None:
         share = 1 if division is None else division.row_parts(batch) * division.parts("vocab")

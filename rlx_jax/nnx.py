@@ -1,5 +1,4 @@
-"""A flow as a Flax module: `rlx_jax.nnx.FlowModule(flow, weights)` trains, splits, merges and is saved like any `nnx`
-module.
+"""A flow as a Flax module: `rlx_jax.nnx.FlowModule(flow, weights)`, to train, split, merge and save as in `nnx`.
 
 It is the only module that imports flax; `import rlx_jax` does not.
 """
@@ -55,18 +54,15 @@ class FlowModule(nnx.Module):
         self.params = nnx.data({name: variable(array) for name, array in params.items()})
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return `.apply` with these parameters for inputs by position or name: one output, or a dict by output
-        name."""
+        """Return the output for inputs by position or name; several outputs are a dict by output name."""
         return self.compiled.apply(self.arrays(), *inputs, **named)
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Return the parameters as plain arrays by parameter name, as `.apply` and `CompiledModel.replace` take
-        them."""
+        """Return the parameters as plain arrays by name, as for `.apply` and `CompiledModel.replace`."""
         return {name: v.get_value() for name, v in self.params.items()}
 
     def to_model(self) -> CompiledModel:
-        """Return the compiled model with these parameters, to call, to save, or to read `.weights()` by checkpoint
-        key."""
+        """Return the compiled model with these parameters: to call, to save, or to read `.weights()`."""
         return self.compiled.replace(params=self.arrays())
 
 

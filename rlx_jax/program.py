@@ -1,5 +1,4 @@
-"""The records that `build` makes of a flow, which the compiler reads: `InputDecl`, `Built` and the protocol
-`Buildable`."""
+"""The records through which the compiler reads a flow: `InputDecl`, `Built` and the protocol `Buildable`."""
 
 from __future__ import annotations
 

@@ -151,8 +151,7 @@ class Arithmetic(Writer[V]):
     swish = silu
 
     def parametric(self, kind: str, x: V, *parameters: float) -> V:
-        """Return an elementwise function with numbers as parameters, by its name in `PARAMETRIC`; each is a method
-        too."""
+        """Return an elementwise function with numeric parameters by its name in `PARAMETRIC`; each is a method too."""
         for number in parameters:
             if not is_number(number):
                 raise GraphError(f"{self.path}: {kind} takes a number beside x, got {shown(number)}")

@@ -234,8 +234,7 @@ class HeadsAround:
                 self.readers.setdefault(value, []).append((number, position))
 
     def of(self, value: Value) -> HeadCounts:
-        """Return the evidence from the consumers and the producers of a value, through ops that keep columns in
-        place."""
+        """Return the evidence from consumers and producers of a value, through ops that keep columns."""
         return self._behind(value) | self._before(value)
 
     def type(self, value: Value) -> TensorType:
@@ -283,8 +282,7 @@ class HeadsAround:
         return HeadCounts() if isinstance(node.op, KEEPS + ENDS) else UNREAD
 
     def _parts(self, number: int) -> HeadCounts:
-        """Return the number of heads of packed queries, keys and values: the sum over the parts, if all heads have one
-        width."""
+        """Return the heads of packed queries, keys and values: the sum of the parts, if all heads are equally wide."""
         parts = [Value(number, index) for index in range(len(self.nodes[number].types))]
         counts, widths = [self._behind(part).said for part in parts], [self.type(part).shape[-1] for part in parts]
         if any(len(declared) != 1 for declared in counts) or not all(map(is_static, widths)):

@@ -48,8 +48,7 @@ class Builders(Attending[V]):
             yield
 
     def _weights(self, *weights: V | WeightKey | None, like: V | None = None) -> list[V]:
-        """Return the weights that are not None as values; with `like`, weights under keys have the size of its last
-        axis."""
+        """Return the weights that are not None as values; with `like`, keys are weights as long as its last axis."""
         shape = None if like is None else self.type_of(like).shape[-1:]
         for weight in weights:
             if is_number(weight):
@@ -124,8 +123,7 @@ class Builders(Attending[V]):
     fused_matmul_bias_act = of_kind(_biased_product, "op", "`act(x · w + bias)` as one tensor op; w as in `linear`.")
 
     def shared_linear_pair(self, x: V, w1: V | str, w2: V | str, *, transpose: bool | None = None) -> tuple[V, V]:
-        """Return `x · w₁` and `x · w₂`, which may differ in width; w is `[in, out]` as a value, `[out, in]` as a
-        key."""
+        """Return `x · w₁` and `x · w₂`, which may differ in width; the weights are as in `linear`."""
         contracts = (self._contract(w1, transpose), self._contract(w2, transpose))
         weights = self._weights(w1, w2)
         product1, product2 = (self.add_node(hir.SharedLinearPair(slot, contracts), x, *weights) for slot in (0, 1))
@@ -332,8 +330,7 @@ class Builders(Attending[V]):
         return self.add_node(op, *self._with_tables(operands, 2))
 
     def _with_tables(self, operands: Sequence[V], at: int) -> list[V]:
-        """Return the operands of a layer with its tables cos and sin, at positions `at` and `at + 1`, as
-        `[B|1, S, W]`."""
+        """Return a layer's operands with the tables cos and sin, at index `at` and after it, as `[B|1, S, W]`."""
         tables = [self._table_of_tokens(operands[0], table) for table in operands[at : at + 2]]
         return [*operands[:at], *tables, *operands[at + 2 :]]
 
@@ -369,8 +366,7 @@ class Builders(Attending[V]):
         activation: str = "gelu",
         has_bias: bool = True,
     ) -> V:
-        """Return BERT's layer as one tensor op: the 14 operands of `rlx_jax.ops.FusedTransformerLayer`, 10 without
-        biases."""
+        """Return BERT's layer as one tensor op of the 14 operands of `FusedTransformerLayer`, 10 without biases."""
         op = FusedTransformerLayer(heads, head_dim, intermediate, eps1, eps2, activation, has_bias)
         return self.add_node(op, *operands)
 

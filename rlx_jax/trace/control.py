@@ -186,8 +186,7 @@ class Control(Images[V]):
         return last_carry, None if shape["none"] else self._made(stacked, shape["one"])
 
     def fori_loop(self, lower: int, upper: int, body_fun: Branch, init_val: Any) -> Any:
-        """Run `val = body_fun(i, val)` for i from `lower` to `upper` − 1, both ints, as `lax.fori_loop`; uses
-        `scan`."""
+        """Run `val = body_fun(i, val)` for i in `lower` … `upper` − 1, both ints, as `lax.fori_loop`, by `scan`."""
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in (lower, upper)) or upper <= lower:
             raise GraphError(f"{self.path}: fori_loop: ints, the lower first; got {shown(lower)} and {shown(upper)}")
         is_tuple = isinstance(init_val, tuple | list)

@@ -298,8 +298,7 @@ class Emit(SpecBuilders[FlowValue]):
             self.parameters.say_roles(stored.key, roles, stored.type, self.path)
 
     def load_param(self, key: str, transpose: bool = False) -> FlowValue:
-        """Return `param(key)`, with `transpose` transposed in the program; the parameter itself is the same either
-        way."""
+        """Return `param(key)`, transposed in the program with `transpose`; the parameter itself is the same."""
         value = self.param(key)
         loaded = value.transpose() if transpose else value
         # Only a record: repeated layers that shared a cached value would not become one region.

@@ -111,8 +111,7 @@ class FlowValue:
         return self.emit.slice(self, key)
 
     def reshape(self, *shape: Any) -> FlowValue:
-        """Reshape the value; sizes are ints, one -1, symbolic sizes by name, or dimensions of this value
-        (`x.shape[0]`)."""
+        """Reshape the value; sizes are ints, one -1, names of symbolic sizes, or sizes of it (`x.shape[0]`)."""
         return self.emit.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
 
     def transpose(self, *perm: int) -> FlowValue:

@@ -242,8 +242,7 @@ class Images(Products[V]):
     def grid_sample(
         self, x: V, grid: V, method: str = "linear", *, padding: str = "zeros", align_corners: bool = False
     ) -> V:
-        """Return x `[N, C, S…]` sampled at coordinates `grid` `[N, O…, d]` in −1 … 1, last axis first; see
-        `GridSample`."""
+        """Return x `[N, C, S…]` sampled at `grid` `[N, O…, d]` in −1 … 1, last axis first; see `GridSample`."""
         return self.add_node(GridSample(method, padding, align_corners), x, grid)
 
     def depth_to_space(self, x: V, block: int, mode: str = "DCR") -> V:
@@ -305,8 +304,7 @@ class Images(Products[V]):
         return self._affine(self.add_node(back, normalized), gamma, beta)
 
     def instance_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
-        """Return `standardize` over each channel of each image, then ⊙ γ + β by channel: x `[N, C, S…]`, γ and β
-        `[C]`."""
+        """Return `standardize` over each channel of each image, ⊙ γ + β by channel: x `[N, C, S…]`, γ and β `[C]`."""
         return self._affine(self.standardize(x, self._spatial(x), eps), gamma, beta)
 
     def batch_norm(
@@ -324,8 +322,7 @@ class Images(Products[V]):
         return self._affine(self.mul(self.sub(x, self._channels(x, mean)), scale), gamma, beta)
 
     def layer_norm2d(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
-        """Return `standardize` over the channels of each pixel, then ⊙ γ + β by channel: x `[N, C, H, W]`, γ and β
-        `[C]`."""
+        """Return `standardize` over the channels of a pixel, ⊙ γ + β by channel: x `[N, C, H, W]`, γ and β `[C]`."""
         return self._affine(self.standardize(x, 1, eps), gamma, beta)
 
     def local_response_norm(self, x: V, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> V:

@@ -204,8 +204,10 @@ class Products(Shapes[V]):
         return self.add_node(product(self.type_of(x), self.type_of(weights)), x, weights)
 
     def unpack_nibbles(self, x: V, shape: Shape) -> V:
-        """Return the 4-bit numbers in u8 bytes, two in each, the lower half first, as u8 of 0 to 15. `shape` has twice
-        the elements of x."""
+        """Return the 4-bit numbers in u8 bytes as u8 of 0 to 15.
+
+        Each byte has two of them, the lower half first, so that `shape` has twice the elements of x.
+        """
         if self.type_of(x).dtype != np.uint8:
             raise DTypeError(f"{self.path}: unpack_nibbles: bytes, got {self.type_of(x)}")
         halves = self.stack([self.bitwise_and(x, 15), self.right_shift(x, 4)], -1)

@@ -97,7 +97,7 @@ class Shapes(Arithmetic[V]):
         return self.add_node(Shard(check_roles(roles, self.type_of(x), f"{self.path}: shard")), x)
 
     def narrow(self, x: V, axis: int, start: int | Dim, length: int | Dim) -> V:
-        """Return `length` elements of one axis from `start`; a negative start counts from the end. Both may be
+        """Return `length` elements of an axis from `start`, which counts from the end if negative; both may be
         symbolic."""
         if isinstance(start, Dim) or isinstance(length, Dim):
             stop: Any = start + length  # 0 after a negative start is the end of the axis
@@ -246,8 +246,7 @@ class Shapes(Arithmetic[V]):
         return self.add_node(Pad(pairs, mode, float(constant_values)), x)
 
     def tile(self, x: V, reps: int | Sequence[int]) -> V:
-        """Return x repeated `reps` times along each axis; fewer numbers apply to the last axes, more add leading
-        axes."""
+        """Return x tiled `reps` times along each axis; fewer numbers are for the last axes, more add leading axes."""
         counts = items_of(reps, f"{self.path}: tile", "a list of counts") if isinstance(reps, Iterable) else (reps,)
         rank = self.type_of(x).rank
         if len(counts) > rank:
@@ -320,13 +319,11 @@ class Shapes(Arithmetic[V]):
         return self.add_node(Take(self._axis(x, axis), mode), x, indices)
 
     def take_along_axis(self, x: V, indices: V, axis: int, *, mode: str = "fill") -> V:
-        """Return `y[…, i, …] = x[…, indices[…, i, …], …]`, an index for each entry; `mode` "fill" or "clip" as in
-        `take`."""
+        """Return `y[…, i, …] = x[…, indices[…, i, …], …]`, an index per entry; `mode` as in `take`, without "wrap"."""
         return self.add_node(TakeAlongAxis(self._axis(x, axis), mode), x, indices)
 
     def gather_nd(self, x: V, indices: V, *, batch_dims: int = 0) -> V:
-        """Return `y[i…] = x[indices[i…, 0], indices[i…, 1], …]` after `batch_dims` shared batch axes; see
-        `GatherNd`."""
+        """Return `y[i…] = x[indices[i…, 0], indices[i…, 1], …]` after `batch_dims` batch axes; see `GatherNd`."""
         return self.add_node(GatherNd(batch_dims), x, indices)
 
     def scatter(self, x: V, indices: V, updates: V, axis: int, *, kind: str = "set") -> V:
@@ -375,8 +372,8 @@ class Shapes(Arithmetic[V]):
     # -- numbers -----------------------------------------------------------------------------
 
     def arange(self, start: float, stop: float | None = None, step: float = 1, *, dtype: Any = None) -> V:
-        """Return the constant `start, start + step, …` below `stop`, or 0, 1, … below `start`. For sizes of values:
-        `iota`."""
+        """Return the constant `start, start + step, …` below `stop`, or 0, 1, … below `start`; `iota` is for sizes of
+        values."""
         for number in (start, stop, step):
             if number is not None and not is_number(number):
                 raise GraphError(

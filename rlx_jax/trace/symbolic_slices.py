@@ -64,8 +64,10 @@ def cut_of(x: Value, axis: int, start: Any, stop: Any, holder: SizeHolder, where
 
 
 def _bound(given: Any, size_of: Callable[[DimLike], SizeOf], where: str) -> Bound:
-    """Return one bound: a size, or a sum of sizes and numbers with integer factors. If all factors are negative, the
-    bound counts from the end."""
+    """Return one bound: a size, or a sum of sizes and numbers with integer factors.
+
+    If all factors are negative, the bound counts from the end.
+    """
     if isinstance(given, int | np.integer) and not isinstance(given, bool):
         return Bound((), abs(int(given)), bool(given < 0))
     if not isinstance(given, Dim):

@@ -121,8 +121,7 @@ class Writer(Generic[V]):
         shape: Sequence[DimLike | None] | None = None,
         init: Init | None = None,
     ) -> V:
-        """Return a weight operand as a value. `Emit` also takes the key of a weight, with the options of
-        `Emit.param`."""
+        """Return a weight operand as a value; `Emit` also takes a key, with the options of `Emit.param`."""
         raise NotImplementedError
 
     def inside(self, value: Value) -> Value:
