@@ -161,6 +161,6 @@ class Scaled:
                 raise ShapeError(f"{emit.path}: scale: of {self.heads} heads, the factor is {factor.type}")
             split = x.reshape(*x.shape[:-1], self.heads, -1) * factor.reshape(*factor.shape, 1)
             product = split.reshape(x.shape)
-        if product.type != x.type:  # a factor may broadcast to x, and must not broadcast x
+        if product.type != x.type:  # the factor may broadcast, but must not change the shape of x
             raise ShapeError(f"{emit.path}: scale: {factor.type} times {x.type} is {product.type}; expected {x.type}")
         return product

@@ -87,7 +87,7 @@ class ModelFlow(Stages):
     _max_positions: int | None = None  # tokens of the longest sequence; a table of positions may allow fewer
     _no_training: str = ""  # the reason why the model cannot be trained as published; empty if it can
     _elsewhere: tuple[str, ...] = ()  # parts of the model in other flows, by the first segment of their block paths
-    _ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # config fields that the caller chose to ignore
+    _ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # config fields to ignore, as requested
     _mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -203,8 +203,8 @@ class ModelFlow(Stages):
         dim_names = {s for i in self._inputs for s in i.type.symbols}
         # An explicit program gets its cache inputs during compilation, so no declared input has this dimension.
         dim_names |= {"past"} if self._program == "explicit" else set()
-        known_sizes = {name: size for name, size in sizes.items() if size is not None}
-        for name, size in known_sizes.items():
+        bound_sizes = {name: size for name, size in sizes.items() if size is not None}
+        for name, size in bound_sizes.items():
             if name not in dim_names:
                 raise GraphError(
                     f"{self.name}: bind: no input has a dimension {quote(name)}{did_you_mean(name, dim_names)}"
@@ -212,7 +212,7 @@ class ModelFlow(Stages):
             if isinstance(size, str):
                 raise ShapeError(f"{self.name}: bind: {name}: expected a number, got {quote(size)}")
             as_dim(size, f"{self.name}: bind: {name}")
-        return replace(self, _binding={**self._binding, **known_sizes})
+        return replace(self, _binding={**self._binding, **bound_sizes})
 
     def stage(self, *stages: BlockStage) -> ModelFlow:
         """Append stages."""
