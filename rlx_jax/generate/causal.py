@@ -62,6 +62,8 @@ PromptLike = TypeVar("PromptLike", str, list[str], list[int], list[list[int]])
 class CausalLM(OpenedModel):
     """A causal language model: `flow` maps token ids `[batch, seq]` to logits `[batch, seq, vocab]`.
 
+    It generates text, scores it, and exposes the key/value cache; `rlx_jax.load` returns one for a checkpoint.
+
     Args:
         flow: a `ModelFlow` with the ids as first input, or a recipe; or a compiled model, to share its programs.
         weights: as in `rlx_jax.compile`; so are the options `profile`, `mesh`, `strict`, `missing` and `key`.
@@ -183,7 +185,7 @@ class CausalLM(OpenedModel):
         return capture(self._lm, prompts, inputs)
 
     def _warn_of_captures(self, stacklevel: int = 4) -> None:
-        """Warn that requests return no captures, once."""
+        """Warn once that requests return no captures."""
         if self._captures:
             message = f"nothing is returned of what the flow captures, {listing(self._captures, 4)}"
             warnings.warn(f"{message}: lm.capture(prompts) returns it", RlxWarning, stacklevel=stacklevel)
@@ -210,7 +212,7 @@ class CausalLM(OpenedModel):
         seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Any:  # fmt: skip
-        """Continue prompts: strings give strings, id lists give id lists, one gives one; new tokens only.
+        """Continue prompts, and return the new tokens: text for strings, ids for ids, and one answer for one prompt.
 
         Args:
             prompts: a string, a list of strings, an id list, or a list of id lists; rows may differ in length. An empty
@@ -322,6 +324,7 @@ class CausalLM(OpenedModel):
         return perplexity_of(windows, self._scored(windows, "perplexity"))
 
     def _scored(self, items: Sequence[ScoredTokens], what: str) -> list[Score]:
+        """Score items, and remember the report for `report()`."""
         scores, self._last = scores_of(self._lm, items, what)
         return scores
 
@@ -438,6 +441,7 @@ class CausalLM(OpenedModel):
 
     @property
     def _lm(self) -> LanguageModel:
+        """Return what requests need to know of the model; made anew, as `eos_ids` and the buckets may change."""
         return LanguageModel(
             self.model, self.vocab_size, self.tokenizer, self.max_positions, self.buckets, self.bos_id, self._eos_ids,
             self._inputs,
@@ -465,6 +469,7 @@ class CausalLM(OpenedModel):
         return request, new
 
     def _drafter(self, speculative: Any, draft_tokens: int) -> Drafter | None:
+        """Return the drafter of a request; see `drafter_of`."""
         source = speculative._lm if isinstance(speculative, CausalLM) else speculative
         return drafter_of(source, draft_tokens, self._lm)
 
@@ -475,7 +480,7 @@ class CausalLM(OpenedModel):
         """
         if sizes:
             return self.model.report(**sizes)
-        programs = ("forward", *CACHED_PROGRAMS)  # a model that was compiled before may have run others
+        programs = ("forward", *CACHED_PROGRAMS)  # a compiled model passed by the user may have run other programs
         executables = self.model.programs.executables
         used_keys = [key for key in executables if key.flow == self.model.name and key.program in programs]
         model = replace(self.model, program=used_keys[-1].program, last=used_keys[-1]) if used_keys else self.model

@@ -122,6 +122,7 @@ class Conversation:
     # -- a turn ------------------------------------------------------------------------------
 
     def _pieces(self, taken: TurnTaken) -> Iterator[str]:
+        """Run a turn and yield its reply as it grows; append it to the messages at the end."""
         reply = ""
         for piece in pieces(self.talker._lm, self._begun(taken), taken.new):
             reply += piece
@@ -143,6 +144,7 @@ class Conversation:
         return TurnTaken(messages, request, new, self._number)
 
     def _rendered(self, messages: list[dict[str, Any]], reply: bool = True) -> list[int]:
+        """Return messages as ids by the chat template, with the beginning of a reply or without."""
         ids: list[int] = self.talker.apply_chat_template(messages, add_generation_prompt=reply, **self.options)
         return ids
 
@@ -210,10 +212,12 @@ class Conversation:
         return Mark(position, leaves) if start < position else None
 
     def _ended(self, taken: TurnTaken, reply: str) -> None:
+        """Append the messages of a turn and its reply."""
         self._check_current(taken.number + 1)
         self.messages = [*taken.messages, {"role": "assistant", "content": reply}]
 
     def _check_current(self, turn: int) -> None:
+        """Check that no other turn has begun since turn number `turn`."""
         if self._number != turn:
             raise SessionStateError(
                 "conversation: another turn has begun since; read a stream to its end before the next message, or "
@@ -410,4 +414,5 @@ def windows(model: CompiledModel) -> dict[str, int]:
 
 
 def _template(model: CompiledModel) -> Template:
+    """Return the template of `extend`, for the symbolic types of the state."""
     return model.programs.any_template(model.as_program("extend").key(outputs=model.output_names[:1]))

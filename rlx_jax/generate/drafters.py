@@ -94,7 +94,7 @@ class DraftModel(ProgramDrafter):
     carried: tuple[tuple[str, int], ...] = ()
 
     def bound(self, sizes: Mapping[str, int]) -> DraftModel:
-        """See `Drafter`."""
+        """Return the drafter with the program `extend` for one token, and without parameters; see `Drafter`."""
         model, logits = self.unbound, self.unbound.output_names[:1]
         key = model.as_program("extend").sized({**sizes, "seq": 1}, Variant(outputs=logits, spare=self.tokens))
         back = self.programs.template(model.as_program("verify").key(outputs=logits)).taken_back
@@ -160,7 +160,7 @@ class MtpModule(ProgramDrafter):
     hidden: ClassVar[bool] = True
 
     def bound(self, sizes: Mapping[str, int]) -> MtpModule:
-        """See `Drafter`."""
+        """Return the drafter with its two programs, and without parameters; see `Drafter`."""
         extend = self.unbound.as_program("extend")
         keys = tuple(extend.sized({**sizes, "seq": seq}) for seq in (self.tokens + 1, 1))
         return replace(self, model=None, keys=keys)
@@ -289,6 +289,7 @@ def check_module(module: CompiledModel, model: CompiledModel) -> None:
 
 
 def _told(types: Mapping[str, Any]) -> str:
+    """Return names and types as text, for error messages."""
     return ", ".join(f"{name} {t}" for name, t in types.items())
 
 

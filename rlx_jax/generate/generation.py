@@ -169,7 +169,7 @@ class Generation:
                 self.speculated = Speculated(*counts.tolist())
             self.seen = tokens
             if self.blocks is not None:
-                self.blocks.append(block.copy())  # the device's own buffer is larger
+                self.blocks.append(block.copy())  # a copy, as the array may be a view that keeps a larger buffer alive
             yield block[: self.count]
             if is_last or not jax.device_get(rows.running).any():
                 return
@@ -194,6 +194,7 @@ class Generation:
         return ids
 
     def _advance(self) -> None:
+        """Dispatch the program for the next block, without waiting for it."""
         (self.tokens, self.inputs["rows"], *extras), self.state = self.decode(self.inputs, self.state)
         if self.told is not None:
             (self.told,) = extras

@@ -239,7 +239,7 @@ class ScoreTokens:
     pieces: InPieces | None
 
     def arguments(self) -> Mapping[str, str]:
-        """See `rlx_jax.compiler.executable.SaysArguments`."""
+        """Return the options of `warmup` it is compiled for; see `rlx_jax.compiler.executable.SaysArguments`."""
         return {"scoring": "True"}
 
     def __call__(self, forward: Function) -> Function:
@@ -435,6 +435,7 @@ def pair_ids(lm: LanguageModel, context: Any, continuation: Any, what: str) -> S
 
 
 def _read(lm: LanguageModel, item: Any, what: str) -> ScoredTokens:
+    """Return the tokens of one item to score: a text, ids or a pair."""
     if _is_pair(item):
         context, continuation = item
         return pair_ids(lm, context, continuation, what)

@@ -234,17 +234,17 @@ class VerifyLoop(Choosing):
     carried: tuple[tuple[str, int], ...] = ()
 
     def arguments(self) -> Mapping[str, str]:
-        """See `rlx_jax.compiler.executable.SaysArguments`."""
+        """Return the options of `warmup` it is compiled for; see `rlx_jax.compiler.executable.SaysArguments`."""
         drafts = {"speculative": self.drafter.asked, "draft_tokens": str(self.drafter.tokens)}
         return {"samplers": self.method.text, **drafts}
 
     def beside(self) -> Mapping[str, Lir]:
-        """See `rlx_jax.compiler.executable.RunsOthers`."""
+        """Return the companion program of the drafter, if it has one; see `rlx_jax.compiler.executable.RunsOthers`."""
         lir = self.drafter.lir()
         return {} if lir is None else {OWN: lir}
 
     def divided(self) -> Shardings | None:
-        """See `rlx_jax.compiler.executable.RunsOthers`."""
+        """Return the shardings of the drafter's data; see `rlx_jax.compiler.executable.RunsOthers`."""
         # The drafter's parameters are an input of the loop, and its state a part of the loop's state.
         shardings = None if self.drafter.lir() is None else self.drafter.shardings()
         if shardings is None:

@@ -268,10 +268,12 @@ class Checkpoints:
     # -- names ---------------------------------------------------------------------------------
 
     def _topic(self, what: str) -> str:
+        """Return a new topic for messages, the same in every process, as all call the same methods in order."""
         self._operations += 1
         return f"{what}-{self._operations}"
 
     def _target(self, step: int) -> str:
+        """Return the final path of a step."""
         return os.path.join(self._directory, str(step))
 
     def _place(self, step: int) -> str:
@@ -282,10 +284,12 @@ class Checkpoints:
         return atomic.abandoned_old(self._target(step)) or self._target(step)
 
     def _is_whole(self, step: int) -> bool:
+        """Return whether a step is complete: it has the manifest, which is written last."""
         directory = self._place(step)
         return os.path.isfile(os.path.join(directory, manifest.NAME)) and not os.path.islink(directory)
 
     def _choose(self, step: int | None) -> int:
+        """Return the number of the step to restore."""
         step_number, steps = None if step is None else _step_number(step), self.steps()
         if step_number is None:
             if not steps:
@@ -297,6 +301,7 @@ class Checkpoints:
         return step_number
 
     def _kept(self) -> str:
+        """Return in words which step remains if a save fails, for error messages."""
         newest = self.newest()
         return "there is no whole step yet" if newest is None else f"the newest whole step is {newest}"
 
@@ -305,6 +310,7 @@ _DIGITS = 18  # the most digits of a step number, which then fits an int64
 
 
 def _step_number(step: Any) -> int:
+    """Check the number of a step, and return it as int."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:

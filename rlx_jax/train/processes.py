@@ -84,15 +84,21 @@ class Processes:
         return result
 
     def _tell(self, topic: str, message: dict[str, Any]) -> None:
+        """Send a message of this process to all others."""
         if self.count > 1:
             key = f"{self._prefix}/{topic}/{self.index}"
             _store().key_value_set(key, json.dumps(message))
             self._told.append(key)
 
     def _hear(self, topic: str, process: int) -> dict[str, Any]:
+        """Wait for the message of another process.
+
+        Raises:
+            SaveFailedError: it does not come before the timeout.
+        """
         try:
             text = _store().blocking_key_value_get(f"{self._prefix}/{topic}/{process}", int(self._timeout_s * 1000))
-        except Exception as cause:  # the library's own classes are not public
+        except Exception as cause:  # jaxlib's error classes are not public
             problem = f"process {process} of {self.count} did not answer within {self._timeout_s:g} s"
             raise SaveFailedError(f"{problem}, asked about {topic!r}; has it died? {quote(cause)}") from cause
         message: dict[str, Any] = json.loads(text)
@@ -156,6 +162,7 @@ class Stop:
 
 
 def _agreed(step: int) -> bool:
+    """Return whether jax has chosen this step as the common one to stop at."""
     try:
         return bool(multihost_utils.reached_preemption_sync_point(step))
     except RuntimeError as cause:
