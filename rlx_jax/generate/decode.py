@@ -174,7 +174,7 @@ class FirstTokens(Choosing):
     top: int | None = None
 
     def arguments(self) -> Mapping[str, str]:
-        """Return the options of `warmup` it is compiled for; see `rlx_jax.compiler.executable.SaysArguments`."""
+        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.SaysArguments`."""
         return {"samplers": self.method.text, "logprobs": str(self.top)}
 
     def __call__(

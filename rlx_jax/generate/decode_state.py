@@ -168,7 +168,7 @@ def fork_rows(axis: int, array: jax.Array, rows: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class LeafMove:
-    """How to copy one array of a state to other rows and another cache length.
+    """A description of how one array of a state is copied to other rows and another cache length.
 
     Attributes:
         name: the array.

@@ -1,4 +1,4 @@
-"""How texts are packed into calls for scoring, and the program that scores them.
+"""`ScoreForm` and `score_program`: texts are packed into calls for scoring, and a program scores them.
 
 Texts are packed into rows of few sizes, at most eight for all texts. A row has one text where the flow has no program
 for several. The program computes hidden states up to the head, and then the logits of one chunk of tokens at a time, so
@@ -239,7 +239,7 @@ class ScoreTokens:
     pieces: InPieces | None
 
     def arguments(self) -> Mapping[str, str]:
-        """Return the options of `warmup` it is compiled for; see `rlx_jax.compiler.executable.SaysArguments`."""
+        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.SaysArguments`."""
         return {"scoring": "True"}
 
     def __call__(self, forward: Function) -> Function:

@@ -234,7 +234,7 @@ class VerifyLoop(Choosing):
     carried: tuple[tuple[str, int], ...] = ()
 
     def arguments(self) -> Mapping[str, str]:
-        """Return the options of `warmup` it is compiled for; see `rlx_jax.compiler.executable.SaysArguments`."""
+        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.SaysArguments`."""
         drafts = {"speculative": self.drafter.asked, "draft_tokens": str(self.drafter.tokens)}
         return {"samplers": self.method.text, **drafts}
 

@@ -86,7 +86,7 @@ def warm_answers(lm: LanguageModel, sampler: Sampler, most: int) -> None:
         if prompts * answers <= buckets.batch[-1]:
             pairs_by_rows.setdefault((buckets.rows(prompts), buckets.rows(prompts * answers)), (prompts, answers))
     for (prompts, answers), slots in product(pairs_by_rows.values(), buckets.context):
-        if slots > 1:  # a prompt of one token and a new one
+        if slots > 1:  # room for a prompt of one token and a new token
             start(plan_request(lm, Request(((0,),) * prompts, slots - 1, sampler, seed=HIGH, n=answers)))
 
 
