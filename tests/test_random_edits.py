@@ -254,8 +254,13 @@ def test_random_edits_of_a_random_flow(seed: int) -> None:
     check_random_flow(seed, deep=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(QUICK, QUICK + 2), pytest.param(range(FLOWS), marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(QUICK, QUICK + 2), marks=pytest.mark.slow),
+        pytest.param(range(FLOWS), marks=pytest.mark.soak),
+    ],
+)
 def test_random_edits_in_all_programs(seeds: range) -> None:
     for seed in seeds:
         check_random_flow(seed, deep=True)
