@@ -45,6 +45,7 @@ soak: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	$(PY) .ci/words.py
 
 types: $(VENV)/.installed-dev
 	$(PY) -m mypy
