@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz.hunt import FIRST, WITHIN, caught
 from tests.fuzz.planted import FAULTS, PASS_FAULTS, Fault, plant
 
-IDLE = Fault("nothing", PASS_FAULTS[0].owner, "cse", "known[key] = b.add", "known[key] = b.add")
+IDLE = Fault("nothing", PASS_FAULTS[0].owner, "cse", "nodes[key] = b.add", "nodes[key] = b.add")
 
 
 @pytest.mark.slow
