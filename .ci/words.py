@@ -3,8 +3,8 @@
     python .ci/words.py           the table; exit status 1 if a word is over the limit
     python .ci/words.py --all     the table with the files that use each word most
 
-An engineer who knows JAX and Hugging Face meets these words as terms in no other documentation; five well-written
-packages use each of them at most 0.3 times per 1,000 words.
+In older texts of this project these words had a meaning of their own, which a reader who knows JAX and Hugging Face
+would have had to learn.
 """
 
 from __future__ import annotations

