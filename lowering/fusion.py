@@ -26,7 +26,7 @@ from rlx_jax.lowering.mir.small import live
 
 
 @dataclass(frozen=True)
-class Place:
+class FusionSite:
     """Fusion site: a match of a pass's pattern in the program.
 
     Attributes:
@@ -48,9 +48,9 @@ class Place:
     hint: str = ""
 
     @staticmethod
-    def of(pattern: str, by: str, number: int, node: Node, **missed: str) -> Place:
+    def of(pattern: str, by: str, number: int, node: Node, **missed: str) -> FusionSite:
         """Return the site at node `number` of the HIR graph after the pass, with the block path of `node`."""
-        return Place(pattern, f"h{number}", path_text(node.origin.path) or "—", by, **missed)
+        return FusionSite(pattern, f"h{number}", path_text(node.origin.path) or "—", by, **missed)
 
     def __str__(self) -> str:
         outcome = f"{self.reason}{self.detail} → {self.hint}" if self.reason else "fused"
@@ -62,7 +62,7 @@ class Fused:
     """Result of a fusion pass: the rewritten graph and its fusion sites."""
 
     graph: Graph
-    places: tuple[Place, ...] = ()
+    places: tuple[FusionSite, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,16 @@ class FusionReport:
     fused_residual_ln: int
     fused_residual_rms_norm: int
     elementwise_region: int
-    places: tuple[Place, ...] = ()
+    places: tuple[FusionSite, ...] = ()
     left_to_xla: tuple[str, ...] = ()
 
     @property
-    def fused(self) -> tuple[Place, ...]:
+    def fused(self) -> tuple[FusionSite, ...]:
         """Return the sites that passes fused. Fused ops written by the lowering policy are not among them."""
         return tuple(place for place in self.places if not place.reason)
 
     @property
-    def missed(self) -> tuple[Place, ...]:
+    def missed(self) -> tuple[FusionSite, ...]:
         """Return the sites that passes could not fuse."""
         return tuple(place for place in self.places if place.reason)
 
@@ -130,7 +130,9 @@ class FusionReport:
         return "\n".join(lines)
 
 
-def fusion_report(before: Graph, after: Graph, places: tuple[Place, ...], left: Sequence[str] = ()) -> FusionReport:
+def fusion_report(
+    before: Graph, after: Graph, places: tuple[FusionSite, ...], left: Sequence[str] = ()
+) -> FusionReport:
     """Return the report of a MIR program.
 
     Args:

@@ -30,7 +30,7 @@ from rlx_jax.ir.types import DimLike, TensorType, is_static
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class ModelSharding:
     """Sharding rules of a model on a mesh.
 
     Attributes:
@@ -166,14 +166,14 @@ def on_one(t: TensorType, sharding: NamedSharding | None) -> TensorType:
     return t if sharding is None else TensorType(sharding.shard_shape(t.spec.shape), t.dtype)
 
 
-def with_groups(division: Division, graph: Graph) -> Division:
+def with_groups(model_sharding: ModelSharding, graph: Graph) -> ModelSharding:
     """Return the sharding rules adapted to the attention and recurrent heads of a flow.
 
     Key heads are replicated if their number of shards is a multiple of the number of key heads. Groups shared by heads
     with a state are replicated if they do not divide evenly.
 
     Args:
-        division: the rules.
+        model_sharding: the rules.
         graph: the flow's HIR with composites expanded.
 
     Raises:
@@ -183,28 +183,28 @@ def with_groups(division: Division, graph: Graph) -> Division:
         where = path_text(node.origin.path)
         if isinstance(node.op, hir.GatedDelta | hir.SelectiveScan):
             count = node.op.value_heads if isinstance(node.op, hir.GatedDelta) else node.op.heads
-            if count % division.parts("heads"):
+            if count % model_sharding.parts("heads"):
                 subject = f"{count} heads with a state"
-                raise UnsupportedError(_refusal(division, where, subject, "heads", division.parts("heads")))
+                raise UnsupportedError(_refusal(model_sharding, where, subject, "heads", model_sharding.parts("heads")))
             groups = node.op.key_heads if isinstance(node.op, hir.GatedDelta) else node.op.groups
-            if groups % division.parts("groups"):
-                division = _without(division, "groups")
+            if groups % model_sharding.parts("groups"):
+                model_sharding = _without(model_sharding, "groups")
         if not isinstance(node.op, hir.Attention | hir.GrowingAttention):
             continue
         heads, kv_heads = heads_of(node.op)
-        n, kv = division.parts("heads"), division.parts("kv_heads")
+        n, kv = model_sharding.parts("heads"), model_sharding.parts("kv_heads")
         if heads % n:
-            raise UnsupportedError(_refusal(division, where, f"{heads} query heads", "heads", n))
+            raise UnsupportedError(_refusal(model_sharding, where, f"{heads} query heads", "heads", n))
         if kv_heads % kv and (kv % kv_heads or kv != n):
-            raise UnsupportedError(_refusal(division, where, f"{kv_heads} key heads", "kv_heads", kv))
+            raise UnsupportedError(_refusal(model_sharding, where, f"{kv_heads} key heads", "kv_heads", kv))
         if kv_heads % kv:
-            division = _without(division, "kv_heads")
-    return division
+            model_sharding = _without(model_sharding, "kv_heads")
+    return model_sharding
 
 
-def _without(division: Division, role: str) -> Division:
+def _without(model_sharding: ModelSharding, role: str) -> ModelSharding:
     """Return the sharding rules with axes of that role replicated."""
-    return replace(division, axes={name: over for name, over in division.axes.items() if name != role})
+    return replace(model_sharding, axes={name: over for name, over in model_sharding.axes.items() if name != role})
 
 
 def heads_of(op: hir.Attention | hir.GrowingAttention) -> tuple[int, int]:
@@ -213,16 +213,16 @@ def heads_of(op: hir.Attention | hir.GrowingAttention) -> tuple[int, int]:
     return attend.heads, attend.kv_heads
 
 
-def _refusal(division: Division, where: str, what: str, role: str, parts: int) -> str:
+def _refusal(model_sharding: ModelSharding, where: str, what: str, role: str, parts: int) -> str:
     """Return the message of an error about a size that does not divide."""
-    axes = listing(division.axes[role])
+    axes = listing(model_sharding.axes[role])
     return (
         f"{where}: {what} cannot be divided over {parts} devices ({role} over mesh axis {axes}); use a mesh in which "
         f"that divides them, or sharding = {{{role} = []}} in the profile"
     )
 
 
-def check_divides(division: Division, programs: Iterable[Program]) -> None:
+def check_divides(model_sharding: ModelSharding, programs: Iterable[Program]) -> None:
     """Check that every sharded axis of the compute shardings divides evenly.
 
     (An axis that is sharded in storage only is replicated instead; the report lists such parameters.)
@@ -231,15 +231,15 @@ def check_divides(division: Division, programs: Iterable[Program]) -> None:
         UnsupportedError: an axis does not divide; names the parameter.
     """
     for program in programs:
-        for axis, role in enumerate(of_program(program, division.roles)):
-            parts = division.weight_parts(program, axis)
+        for axis, role in enumerate(of_program(program, model_sharding.roles)):
+            parts = model_sharding.weight_parts(program, axis)
             if int(program.type.shape[axis]) % parts:
                 assert isinstance(role, str)
                 subject = f"{program.type}, {program.type.shape[axis]} along axis {axis},"
-                raise UnsupportedError(_refusal(division, leaf_name(program), subject, role, parts))
+                raise UnsupportedError(_refusal(model_sharding, leaf_name(program), subject, role, parts))
 
 
-def divide(graph: Graph, division: Division, types: TypeCache) -> Graph:
+def divide(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Graph:
     """Rewrite x · w → shard(x · w), and likewise embeddings and experts: add sharding constraints to results.
 
     The last axis of the result has the role of the output axis of w. The hidden width between blocks is replicated, so
@@ -264,7 +264,7 @@ def divide(graph: Graph, division: Division, types: TypeCache) -> Graph:
             return None
         product = b(node.op, *inputs)
         *lead, _ = of_dims(b.type(product))
-        return (b(Shard((*lead, _last(node, of_program(param.programs[0], division.roles)))), product),)
+        return (b(Shard((*lead, _last(node, of_program(param.programs[0], model_sharding.roles)))), product),)
 
     return rewrite(graph, everywhere(fn), types, "divide")
 

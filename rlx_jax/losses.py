@@ -37,7 +37,7 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import is_static, short_name, symbols_of
 from rlx_jax.lowering.mir.head import Head
-from rlx_jax.lowering.sharding import Division
+from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.runtime.inputs import as_host_array, check_ids, host_view, token_ids, whole_number
 from rlx_jax.runtime.model import CompiledModel
 
@@ -149,22 +149,22 @@ class InPieces:
         pieces: number of chunks that the sequence is split into.
         vocab: number of vocabulary entries; later columns of the logits are padding.
         z_loss: coefficient of lse².
-        division: sharding of the model, if it runs on several devices.
+        model_sharding: sharding of the model, if it runs on several devices.
     """
 
     head: Head
     pieces: int
     vocab: int
     z_loss: float
-    division: Division | None = None
+    model_sharding: ModelSharding | None = None
 
     def apart(self, sums: AnyArray) -> AnyArray:
         """Constrain sums `[g, …]` over groups of rows to the devices that hold the rows of each group."""
-        if self.division is None:
+        if self.model_sharding is None:
             return sums
         weight_roles = ("vocab", None) if self.head.product.contract == 1 else (None, "vocab")
         roles = ("batch", *(("vocab",) if sums.ndim == 2 else weight_roles))
-        return lax.with_sharding_constraint(sums, self.division.value(roles, sums.shape))
+        return lax.with_sharding_constraint(sums, self.model_sharding.value(roles, sums.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -190,7 +190,7 @@ def _forward(
     operands = head_operands(how.head, kernel, bias)
     # Each group of rows is on its own devices. Summing the gradient of the weight per group over all chunks, and then
     # once over the groups, needs one all-reduce in place of one per chunk.
-    groups = 1 if how.division is None else how.division.row_parts(hidden.shape[0])
+    groups = 1 if how.model_sharding is None else how.model_sharding.row_parts(hidden.shape[0])
     zeros = [how.apart(jnp.zeros((groups, *a.shape), jnp.float32)) for a in operands]
 
     def piece(sums: Any, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
@@ -330,7 +330,7 @@ def _in_pieces(
     model: CompiledModel, shape: tuple[int, ...], chunk: int | None, vocab: int | None, z_loss: float
 ) -> InPieces:
     """Check arguments of `cross_entropy` for tokens of shape `[B, S]`, and return the configuration of the loss."""
-    head, division = model.template().head, model.programs.division
+    head, model_sharding = model.template().head, model.programs.model_sharding
     rows = int(head.words)
     if vocab is not None:
         if isinstance(vocab, bool) or not isinstance(vocab, int | np.integer) or not 1 <= vocab <= rows:
@@ -338,17 +338,17 @@ def _in_pieces(
         rows = int(vocab)
     if isinstance(z_loss, bool) or not isinstance(z_loss, int | float) or not 0 <= z_loss < math.inf:
         raise RequestError(f"cross_entropy: z_loss is a finite number, 0 or more, got {shown(z_loss)}")
-    pieces = count_pieces(shape, chunk, head.type.shape[-1], division)
-    return InPieces(head, pieces, rows, float(z_loss), division)
+    pieces = count_pieces(shape, chunk, head.type.shape[-1], model_sharding)
+    return InPieces(head, pieces, rows, float(z_loss), model_sharding)
 
 
 def count_pieces(
-    shape: tuple[int, ...], chunk: int | None, vocab: Any, division: Division | None, room: int = PIECE_BYTES
+    shape: tuple[int, ...], chunk: int | None, vocab: Any, model_sharding: ModelSharding | None, room: int = PIECE_BYTES
 ) -> int:
     """Return the number of chunks; by default the f32 logits of one chunk take at most `room` bytes on a device."""
     batch, seq = shape
     if chunk is None:
-        share = 1 if division is None else division.row_parts(batch) * division.parts("vocab")
+        share = 1 if model_sharding is None else model_sharding.row_parts(batch) * model_sharding.parts("vocab")
         chunk = max(1, share * room // (4 * batch * int(vocab)))
     return math.ceil(seq / whole_number("cross_entropy: chunk", chunk, 1))
 

@@ -18,7 +18,7 @@ import rlx_jax as rlx
 from rlx_jax.compiler.executable import compile_program
 from rlx_jax.errors import DonationWarning, GraphError
 from rlx_jax.generate.decode import DecodeLoop, new_rows
-from rlx_jax.generate.sampler import Method, Sampler
+from rlx_jax.generate.sampler import Sampler, SamplingSteps
 from rlx_jax.ir.ops.attention import CacheUpdate, write_rows
 from rlx_jax.lowering.lir import donation
 from rlx_jax.lowering.lir.implementations import write_in_loop
@@ -63,7 +63,7 @@ def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
 
 def decode_step(model: Any, batch: int, context: int) -> Any:
     """Compile the loop that generates with a vocabulary of 61 tokens, as `generate` does; nothing runs."""
-    loop = DecodeLoop(Method(), "input_ids", steps=4, early=True)
+    loop = DecodeLoop(SamplingSteps(), "input_ids", steps=4, early=True)
     key = model.bound({"batch": batch, "context": context, "seq": 1}, loop).key
     state = jax.eval_shape(partial(model.init_state, batch, context)).arrays()
     rows = jax.eval_shape(

@@ -16,7 +16,7 @@ from rlx_jax.device import named_device
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.experts import block_rows, choose_apart, sorted_blocks
-from rlx_jax.lowering.sharding import Division
+from rlx_jax.lowering.sharding import ModelSharding
 from tests.divided import mesh
 from tests.oracles.comparing import assert_close
 
@@ -156,8 +156,8 @@ def test_the_choice_is_of_what_a_device_has(rows: int, device: str, chosen: str)
     """Its experts, and the tokens that are brought to it: over `data` 2 and `expert` 4 half of all."""
     op = ExpertFfn(roles=("batch", None))
     axes = {"batch": ("data", "expert"), "experts": ("expert",)}
-    division = Division(Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "expert")), axes, {})
+    model_sharding = ModelSharding(Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "expert")), axes, {})
     shapes = {"x": (8, rows, H), "gate": (64, F, H), "up": (64, F, H), "down": (64, H, F)}
     shapes |= {"weights": (8, rows, 4), "ids": (8, rows, 4)}
     types = [TensorType(s, np.dtype(np.int32 if n == "ids" else np.float32)) for n, s in shapes.items()]
-    assert str(choose_apart((op, tuple(types)), named_device(device), division)).startswith(chosen)
+    assert str(choose_apart((op, tuple(types)), named_device(device), model_sharding)).startswith(chosen)

@@ -172,10 +172,10 @@ def test_collectives(family: str, kinds: str, devices: int) -> None:
     chosen = profile(buckets={"context": [SLOTS]})
     ours = rlx.CausalLM(recipe(family), weights(family), profile=chosen, mesh=mesh(kinds, devices))
     ours.generate([[1, 2, 3]] * 4, max_new_tokens=4)
-    division = ours.model.programs.division
-    assert division is not None
+    model_sharding = ours.model.programs.model_sharding
+    assert model_sharding is not None
     leaves = ours.model.programs.layout.leaves.values()
-    gathered = [p for p in leaves if division.resting(p) != division.used(p)]
+    gathered = [p for p in leaves if model_sharding.resting(p) != model_sharding.used(p)]
     rows = {"fsdp": 1, "data tensor": 2}[kinds]
     for program in ("prefill", "extend"):
         found = sent(ours, program)

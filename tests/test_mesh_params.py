@@ -42,10 +42,10 @@ def plain() -> np.ndarray:
 
 def check_resting(model: rlx.CompiledModel, params: Any) -> None:
     """Each leaf is where its division says."""
-    division = model.programs.division
-    assert division is not None and set(params) == set(model.programs.layout.leaves)
+    model_sharding = model.programs.model_sharding
+    assert model_sharding is not None and set(params) == set(model.programs.layout.leaves)
     for name, program in model.programs.layout.leaves.items():
-        assert params[name].sharding.is_equivalent_to(division.resting(program), params[name].ndim), name
+        assert params[name].sharding.is_equivalent_to(model_sharding.resting(program), params[name].ndim), name
 
 
 TRAINED = [

@@ -21,10 +21,10 @@ from rlx_jax.ir.ops.shape import Narrow, Shard
 from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, padded, sliced
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import of_dims, of_program
-from rlx_jax.lowering.fusion import Fused, Place
+from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.lir.plan import tied
 from rlx_jax.lowering.mir.small import dce, live
-from rlx_jax.lowering.sharding import Division
+from rlx_jax.lowering.sharding import ModelSharding
 
 
 def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:
@@ -84,7 +84,7 @@ def _to_turn(graph: Graph, contract: int) -> set[Program]:
 PADDED = ("vocab", "embedding")
 
 
-def pad_vocabulary(graph: Graph, division: Division, types: TypeCache) -> Graph:
+def pad_vocabulary(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Graph:
     """Rewrite linear(x, w) → narrow(linear(x, w ‖ 0)) if the number of shards does not divide the rows of w.
 
     An embedding table is padded without a narrow, because no id looks up a row past its end.
@@ -92,8 +92,8 @@ def pad_vocabulary(graph: Graph, division: Division, types: TypeCache) -> Graph:
 
     def wanted(program: Program) -> tuple[int, int] | None:
         """Return the axis to pad and its new size, or None."""
-        for axis, role in enumerate(of_program(program, division.roles)):
-            size, parts = int(program.type.shape[axis]), division.weight_parts(program, axis)
+        for axis, role in enumerate(of_program(program, model_sharding.roles)):
+            size, parts = int(program.type.shape[axis]), model_sharding.weight_parts(program, axis)
             if role in PADDED and size % parts:
                 return axis, -(-size // parts) * parts
         return None
@@ -126,7 +126,7 @@ def pad_vocabulary(graph: Graph, division: Division, types: TypeCache) -> Graph:
     return rewrite(graph, enter, types, "pad_vocabulary")
 
 
-def unpack(graph: Graph, division: Division, types: TypeCache) -> Graph:
+def unpack(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Graph:
     """Rewrite split(linear(x, w)) → linear(x, w₀), linear(x, w₁) … if the parts of w are sharded over devices.
 
     A graph in which another node reads such a product stays as it is, because the weight would be stored twice.
@@ -139,7 +139,7 @@ def unpack(graph: Graph, division: Division, types: TypeCache) -> Graph:
             values: list[Value] = []
             start = 0
             for place, size in enumerate(node.op.sizes):
-                result = columns(b, inputs[0], start, start + size, place, division)
+                result = columns(b, inputs[0], start, start + size, place, model_sharding)
                 if result is None:
                     return None
                 part, role = result
@@ -153,13 +153,15 @@ def unpack(graph: Graph, division: Division, types: TypeCache) -> Graph:
 
     unpacked = dce(rewrite(graph, enter, types, "unpack"), types)
     # A checkpoint key in both sets is read packed and in parts.
-    packed_keys = {key for program in _read(unpacked) if is_packed(program, division) for key in keys_of(program)}
-    separate_keys = {key for program in _read(unpacked) if not is_packed(program, division) for key in keys_of(program)}
+    packed_keys = {key for program in _read(unpacked) if is_packed(program, model_sharding) for key in keys_of(program)}
+    separate_keys = {
+        key for program in _read(unpacked) if not is_packed(program, model_sharding) for key in keys_of(program)
+    }
     return graph if packed_keys & separate_keys else unpacked
 
 
 def columns(
-    b: Builder, value: Value, start: int, stop: int, place: int, division: Division
+    b: Builder, value: Value, start: int, stop: int, place: int, model_sharding: ModelSharding
 ) -> tuple[Value, Role] | None:
     """Compute columns `start` to `stop` of a value, its part number `place`, separately.
 
@@ -168,7 +170,7 @@ def columns(
     """
     node = b.nodes[value.node]
     if isinstance(node.op, Shard | Unary | CastTo):
-        result = columns(b, node.inputs[0], start, stop, place, division)
+        result = columns(b, node.inputs[0], start, stop, place, model_sharding)
         if result is None or isinstance(node.op, Shard):
             return result
         with b.at(node.origin):
@@ -176,27 +178,27 @@ def columns(
     if not isinstance(node.op, hir.Linear | hir.CausalConv):
         return None
     params = [op for v in node.inputs[1:] if isinstance(op := b.nodes[v.node].op, Param)]
-    if len(params) < len(node.inputs) - 1 or not all(is_packed(p.programs[0], division) for p in params):
+    if len(params) < len(node.inputs) - 1 or not all(is_packed(p.programs[0], model_sharding) for p in params):
         return None
     output_axis = 1 - node.op.contract if isinstance(node.op, hir.Linear) else 0
     axes = [output_axis, *[0] * (len(params) - 1)]
     slices = ((sliced(p, axis, start, stop) for p in param.programs) for param, axis in zip(params, axes, strict=True))
     parts = [param_of(programs) for programs in slices]
-    role = of_program(parts[0].programs[0], division.roles)[output_axis]
+    role = of_program(parts[0].programs[0], model_sharding.roles)[output_axis]
     if isinstance(node.op, hir.Linear):
         with b.at(node.origin):
             return b(node.op, node.inputs[0], *map(b.leaf, parts)), role
-    result = columns(b, node.inputs[0], start, stop, place, division)
+    result = columns(b, node.inputs[0], start, stop, place, model_sharding)
     if result is None or not (role is None or isinstance(role, str)):
         return None
     with b.at(replace(node.origin, path=(*node.origin.path, place))):  # its own path, so that its state is separate
         return b(replace(node.op, role=role), result[0], *map(b.leaf, parts)), role
 
 
-def is_packed(program: Program, division: Division) -> bool:
+def is_packed(program: Program, model_sharding: ModelSharding) -> bool:
     """Return whether an axis of a parameter packs several parts, one of which is sharded over devices."""
-    axes = (role for role in of_program(program, division.roles) if isinstance(role, Parts))
-    return any(division.parts(role) > 1 for axis in axes for _, role in axis.of)
+    axes = (role for role in of_program(program, model_sharding.roles) if isinstance(role, Parts))
+    return any(model_sharding.parts(role) > 1 for axis in axes for _, role in axis.of)
 
 
 def _read(graph: Graph) -> list[Program]:
@@ -212,7 +214,7 @@ Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...
 ADVICE = "a Linear with the same bias, orientation and no activation"
 
 
-def merge_linears(graph: Graph, types: TypeCache, division: Division | None = None) -> Fused:
+def merge_linears(graph: Graph, types: TypeCache, model_sharding: ModelSharding | None = None) -> Fused:
     """Rewrite linear(x, w₁), linear(x, w₂) → split(linear(x, [w₁ ‖ w₂])).
 
     Linears are fused only if they agree in their biases and nothing else in the program reads their weights. Layers
@@ -228,8 +230,8 @@ def merge_linears(graph: Graph, types: TypeCache, division: Division | None = No
         nothing else reads their weights.
     """
     uses = _uses(graph)
-    find = functools.partial(_groups, uses, division)
-    fused = _at_once(graph, types, "merge_linears", find, functools.partial(_merge, division))
+    find = functools.partial(_groups, uses, model_sharding)
+    fused = _at_once(graph, types, "merge_linears", find, functools.partial(_merge, model_sharding))
     places = _merged(fused, hir.Linear, "shared_input_matmul", "merge_linears")
     return Fused(fused, (*places, *_missed(fused, _uses(fused))))
 
@@ -245,7 +247,7 @@ def _alone(op: Op, uses: Counter[Program]) -> bool:
     return isinstance(op, Param) and all(uses[program] == 1 for program in op.programs)
 
 
-def _missed(graph: Graph, uses: Counter[Program]) -> Iterator[Place]:
+def _missed(graph: Graph, uses: Counter[Program]) -> Iterator[FusionSite]:
     """Yield one missed fusion site for each value that has several separate products."""
     groups: dict[object, list[int]] = defaultdict(list)
     for number in sorted(live(graph)):
@@ -256,14 +258,14 @@ def _missed(graph: Graph, uses: Counter[Program]) -> Iterator[Place]:
             if all(_alone(graph.nodes[v.node].op, uses) for v in node.inputs[1:]):
                 groups[node.inputs[0], node.op.f32_result].append(number)
     for first, *rest in groups.values():
-        place = functools.partial(Place.of, "shared_input_matmul", "merge_linears", first, graph.nodes[first])
+        place = functools.partial(FusionSite.of, "shared_input_matmul", "merge_linears", first, graph.nodes[first])
         if len(rest) == 1:
             yield place(reason="NotFused", hint=f"make both {ADVICE}")
         elif rest:
             yield place(reason="SharedMatmulCount", detail=f"{{{1 + len(rest)}}}", hint=f"make all {ADVICE}")
 
 
-def _groups(uses: Counter[Program], division: Division | None, graph: Graph) -> list[list[int]]:
+def _groups(uses: Counter[Program], model_sharding: ModelSharding | None, graph: Graph) -> list[list[int]]:
     """Return the node numbers of Linears that can be fused, in order."""
     groups: dict[object, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
@@ -274,10 +276,10 @@ def _groups(uses: Counter[Program], division: Division | None, graph: Graph) -> 
             iterations = tuple(len(op.programs) for op in operands if isinstance(op, Param))
             weight = operands[0]
             assert isinstance(weight, Param)
-            shards = tuple(_parts(division, weight.programs[0], axis) for axis in (0, 1))
+            shards = tuple(_parts(model_sharding, weight.programs[0], axis) for axis in (0, 1))
             if any(int(size) % n for size, n in zip(weight.type.shape, shards, strict=True)):
                 continue  # `check_divides` reports it with the parameter's name
-            if division is not None and division.repeats(weight.programs[0], 1 - node.op.contract):
+            if model_sharding is not None and model_sharding.repeats(weight.programs[0], 1 - node.op.contract):
                 continue
             groups[(node.inputs[0], node.op, iterations, shards)].append(number)
     return [group for group in groups.values() if len(group) > 1 and _one_place_each(graph, group)]
@@ -292,13 +294,13 @@ def _one_place_each(graph: Graph, group: list[int]) -> bool:
     return True
 
 
-def _parts(division: Division | None, program: Program, axis: int) -> int:
+def _parts(model_sharding: ModelSharding | None, program: Program, axis: int) -> int:
     """Return the number of shards of a parameter along an axis in its products."""
-    return 1 if division is None else division.weight_parts(program, axis)
+    return 1 if model_sharding is None else model_sharding.weight_parts(program, axis)
 
 
 def _merge(
-    division: Division | None, b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]
+    model_sharding: ModelSharding | None, b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]
 ) -> tuple[Value, ...]:
     """Return the results of a group of Linears, split from one product with their concatenated weights."""
     nodes = [graph.nodes[number] for number in group]
@@ -306,7 +308,7 @@ def _merge(
     assert isinstance(op, hir.Linear)
     axis = 0 if op.contract == 1 else 1
     sizes = tuple(int(graph.type(n.inputs[1]).shape[axis]) for n in nodes)
-    shards = _parts(division, _param(graph, nodes[0].inputs[1]).programs[0], axis)
+    shards = _parts(model_sharding, _param(graph, nodes[0].inputs[1]).programs[0], axis)
     weights = [_concat([_param(graph, n.inputs[1]) for n in nodes], axis, shards)]
     if op.bias:
         weights.append(_concat([_param(graph, n.inputs[2]) for n in nodes], 0, shards))
@@ -363,12 +365,12 @@ def _rotate(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...
     return b.add(hir.Split(parts, shards), b(graph.nodes[group[0]].op, operand, *inputs[1:]))
 
 
-def _merged(graph: Graph, kind: type[Op], pattern: str, by: str) -> Iterator[Place]:
+def _merged(graph: Graph, kind: type[Op], pattern: str, by: str) -> Iterator[FusionSite]:
     """Yield the fusion sites of a pass: each Split of a node of that kind that the pass wrote."""
     for number, node in enumerate(graph.nodes):
         if node.origin.by == by and isinstance(node.op, hir.Split):
             if isinstance(graph.nodes[node.inputs[0].node].op, kind):
-                yield Place.of(pattern, by, number, node)
+                yield FusionSite.of(pattern, by, number, node)
         for region in node.op.regions():
             yield from _merged(region, kind, pattern, by)
 

@@ -36,7 +36,7 @@ from rlx_jax.device import Device
 from rlx_jax.ir.ops.experts import ExpertFfn, plus
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.plan import Call, Choice
-from rlx_jax.lowering.sharding import Division, on_one
+from rlx_jax.lowering.sharding import ModelSharding, on_one
 
 AnyArray = Any
 
@@ -52,7 +52,7 @@ WORK = 200.0
 
 
 def choose_experts(
-    call: Call, device: Device, wanted: str, division: Division | None = None, kernels: bool = False
+    call: Call, device: Device, wanted: str, model_sharding: ModelSharding | None = None, kernels: bool = False
 ) -> Choice:
     """Choose the implementation of a mixture.
 
@@ -60,27 +60,27 @@ def choose_experts(
         call: the op and the types of its operands, with static sizes.
         device: the target.
         wanted: `auto` or the name of an implementation.
-        division: the sharding; if experts are sharded, the choice is for the experts and tokens of one device.
+        model_sharding: the sharding; if experts are sharded, the choice is for the experts and tokens of one device.
         kernels: whether `auto` may choose custom kernels.
     """
     if wanted != "auto":
         return Choice("xla", "dense, as asked for") if wanted == "dense" else Choice(wanted, "asked for")
-    return choose(call, device, kernels) if division is None else choose_apart(call, device, division)
+    return choose(call, device, kernels) if model_sharding is None else choose_apart(call, device, model_sharding)
 
 
-def choose_apart(call: Call, device: Device, division: Division) -> Choice:
+def choose_apart(call: Call, device: Device, model_sharding: ModelSharding) -> Choice:
     """Choose as `choose` does, for the experts of one device if experts are sharded."""
     op, operands = call
     assert isinstance(op, ExpertFfn)
-    shardings = apart_of(op, division, operands)
+    shardings = apart_of(op, model_sharding, operands)
     if not shardings.own:
         return choose(call, device)
     experts = int(operands[1].shape[0])
     # Tokens are gathered along the mesh axes of experts, and stay sharded along the others.
     row_axes = (tuple(n for n in _axes([entry]) if n not in shardings.own) for entry in shardings.rows)
-    row_sharding = NamedSharding(division.mesh, PartitionSpec(*(names or None for names in row_axes)))
+    row_sharding = NamedSharding(model_sharding.mesh, PartitionSpec(*(names or None for names in row_axes)))
     x, weights, ids = (on_one(operands[place], row_sharding) for place in (0, 4, 5))
-    expert_sharding = NamedSharding(division.mesh, PartitionSpec(shardings.wide[0]))
+    expert_sharding = NamedSharding(model_sharding.mesh, PartitionSpec(shardings.wide[0]))
     gate, up, down, *biases = (on_one(t, expert_sharding) for t in (*operands[1:4], *operands[6:]))
     choice = choose((op, (x, gate, up, down, weights, ids, *biases)), device)
     return replace(choice, reason=f"{gate.shape[0]} of {experts} experts on each device: {choice.reason}")
@@ -140,18 +140,20 @@ class Apart:
     summed: tuple[str, ...]
 
 
-def apart_of(op: ExpertFfn, division: Division, operands: Sequence[Any]) -> Apart:
+def apart_of(op: ExpertFfn, model_sharding: ModelSharding, operands: Sequence[Any]) -> Apart:
     """Return the shardings of a mixture with the given operands, which may be types or arrays."""
     x, gate, _, down, _, ids, *biases = operands
-    rows, choices = (division.value((*op.roles, None), a.shape).spec for a in (x, ids))
-    wide = division.value(("experts", "ffn", None) if op.contract else ("experts", None, "ffn"), gate.shape).spec
-    narrow = division.value(("experts", None, "ffn") if op.contract else ("experts", "ffn", None), down.shape).spec
+    rows, choices = (model_sharding.value((*op.roles, None), a.shape).spec for a in (x, ids))
+    wide = model_sharding.value(("experts", "ffn", None) if op.contract else ("experts", None, "ffn"), gate.shape).spec
+    narrow = model_sharding.value(
+        ("experts", None, "ffn") if op.contract else ("experts", "ffn", None), down.shape
+    ).spec
     expert_axes = _axes(wide[:1])
     sharded_rows = ((axis, tuple(n for n in _axes([entry]) if n in expert_axes)) for axis, entry in enumerate(rows))
     gathered = tuple((axis, names) for axis, names in sharded_rows if names)
     gathered_axes = {name for _, names in gathered for name in names}
     bias_roles = zip(("ffn", "ffn", None), biases, strict=False)
-    bias_specs = tuple(division.value(("experts", role), bias.shape).spec for role, bias in bias_roles)
+    bias_specs = tuple(model_sharding.value(("experts", role), bias.shape).spec for role, bias in bias_roles)
     return Apart(
         rows,
         choices,
@@ -165,7 +167,7 @@ def apart_of(op: ExpertFfn, division: Division, operands: Sequence[Any]) -> Apar
 
 
 def over_devices(
-    op: ExpertFfn, run: Callable[..., AnyArray], division: Division, arrays: tuple[AnyArray, ...]
+    op: ExpertFfn, run: Callable[..., AnyArray], model_sharding: ModelSharding, arrays: tuple[AnyArray, ...]
 ) -> AnyArray:
     """Compute the op over a mesh: each device runs its own experts, or its shard of each expert.
 
@@ -177,11 +179,11 @@ def over_devices(
     Args:
         op: the mixture.
         run: the implementation on one device.
-        division: the sharding.
+        model_sharding: the sharding.
         arrays: the operands as in `ExpertFfn`.
     """
-    shardings = apart_of(op, division, arrays)
-    devices = math.prod(division.mesh.shape[name] for name in shardings.own)
+    shardings = apart_of(op, model_sharding, arrays)
+    devices = math.prod(model_sharding.mesh.shape[name] for name in shardings.own)
     specs = (
         shardings.rows,
         shardings.wide,
@@ -217,7 +219,7 @@ def over_devices(
             result = lax.psum_scatter(result, names, scatter_dimension=axis, tiled=True)
         return lax.psum(result, shardings.summed) if shardings.summed else result
 
-    sharded_op = jax.shard_map(here, mesh=division.mesh, in_specs=specs, out_specs=shardings.rows)
+    sharded_op = jax.shard_map(here, mesh=model_sharding.mesh, in_specs=specs, out_specs=shardings.rows)
     return sharded_op(*arrays)
 
 

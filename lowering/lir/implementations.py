@@ -29,7 +29,7 @@ from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, loop
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOSEN, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
 from rlx_jax.lowering.lir.recurrent import chunk_by_chunk, chunks_at_once, one_token
-from rlx_jax.lowering.sharding import Division
+from rlx_jax.lowering.sharding import ModelSharding
 
 AnyArray = Any
 
@@ -177,7 +177,13 @@ def without_deprecation(choices: Mapping[Call, Choice]) -> Iterator[None]:
 
 
 def choose_all(
-    graph: Graph, device: Device, attention: str, products: str, experts: str, division: Division | None, kernels: bool
+    graph: Graph,
+    device: Device,
+    attention: str,
+    products: str,
+    experts: str,
+    model_sharding: ModelSharding | None,
+    kernels: bool,
 ) -> dict[Call, Choice]:
     """Choose implementations for a program with static sizes.
 
@@ -187,7 +193,7 @@ def choose_all(
         attention: the requested implementation of attention.
         products: the requested implementation of products with weights.
         experts: the requested implementation of mixtures of experts.
-        division: the sharding, None on one device.
+        model_sharding: the sharding, None on one device.
         kernels: whether custom kernels may be chosen; they run on one device only.
 
     Returns:
@@ -197,13 +203,13 @@ def choose_all(
     Raises:
         UnsupportedError: an attention cannot run by the requested implementation; names its block and the reason.
     """
-    use_kernels = kernels and division is None and has_kernels(device)
+    use_kernels = kernels and model_sharding is None and has_kernels(device)
     rules: dict[type[Mir], Callable[[Call], Choice | None]] = {
         AttentionOp: lambda call: choose_attention(call, device, attention),
         **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
         **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, use_kernels)),
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),
-        ExpertFfn: lambda call: choose_experts(call, device, experts, division, use_kernels),
+        ExpertFfn: lambda call: choose_experts(call, device, experts, model_sharding, use_kernels),
     }
     choices: dict[Call, Choice] = {}
     for inner, node in graph.walk():

@@ -26,7 +26,7 @@ from rlx_jax.ir.region import Repeat
 from rlx_jax.lowering.lir.experts import over_devices
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.plan import CHOSEN, Call, Choice, call_of, rows
-from rlx_jax.lowering.sharding import Division
+from rlx_jax.lowering.sharding import ModelSharding
 
 AnyArray = Any
 
@@ -61,7 +61,7 @@ class Env:
         scan: whether regions run under `lax.scan`.
         remat: `none` or a name in `REMAT`.
         choices: the chosen implementations.
-        division: the sharding; None on one device.
+        model_sharding: the sharding; None on one device.
         iteration: the iteration of an unrolled region, else None.
         operands: the operands of the current region.
         sliced: in a scan, the slices of the parameters that differ between layers.
@@ -73,7 +73,7 @@ class Env:
     scan: bool = False
     remat: str = "none"
     choices: Mapping[Call, Choice] = field(default_factory=dict)
-    division: Division | None = None
+    model_sharding: ModelSharding | None = None
     iteration: int | None = None
     operands: tuple[AnyArray, ...] = ()
     sliced: Mapping[Param, AnyArray] = field(default_factory=dict)
@@ -100,9 +100,9 @@ class Env:
 
         Its gradient is reduce-scattered back to the storage sharding.
         """
-        if self.division is None:
+        if self.model_sharding is None:
             return array
-        compute_sharding, storage_sharding = self.division.used(program), self.division.resting(program)
+        compute_sharding, storage_sharding = self.model_sharding.used(program), self.model_sharding.resting(program)
         if compute_sharding == storage_sharding:
             return array
         # Constraints apply to gradients too: with that to the storage sharding, each device sums its own shard only.
@@ -146,18 +146,18 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
     if isinstance(op, Repeat):
         return _scan(op, operands, env) if env.scan else _unroll(op, operands, env)
     assert isinstance(op, Mir), op
-    if isinstance(op, Shard) and env.division is not None:
+    if isinstance(op, Shard) and env.model_sharding is not None:
         (x,) = operands
-        return (lax.with_sharding_constraint(x, env.division.value(op.roles, x.shape)),)
+        return (lax.with_sharding_constraint(x, env.model_sharding.value(op.roles, x.shape)),)
     choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOSEN) else None
     run = op.eval
     if choice is not None and choice.implementation != "xla":
         run = functools.partial(IMPLEMENTATIONS[choice.implementation], op)
-    if isinstance(op, ExpertFfn) and op.roles and env.division is not None:
-        return (over_devices(op, run, env.division, operands),)
-    if isinstance(op, TopK) and op.roles and env.division is not None:
-        rows = env.division.value(op.roles, operands[0].shape).spec
-        run = jax.shard_map(run, mesh=env.division.mesh, in_specs=rows, out_specs=(rows, rows))
+    if isinstance(op, ExpertFfn) and op.roles and env.model_sharding is not None:
+        return (over_devices(op, run, env.model_sharding, operands),)
+    if isinstance(op, TopK) and op.roles and env.model_sharding is not None:
+        rows = env.model_sharding.value(op.roles, operands[0].shape).spec
+        run = jax.shard_map(run, mesh=env.model_sharding.mesh, in_specs=rows, out_specs=(rows, rows))
     results = run(*operands)
     return results if isinstance(results, tuple) else (results,)
 

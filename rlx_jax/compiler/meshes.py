@@ -1,4 +1,4 @@
-"""This module turns the `mesh=` argument of a model into a `Division`, the sharding rules of its values.
+"""This module turns the `mesh=` argument of a model into a `ModelSharding`, the sharding rules of its values.
 
 It also adapts arrays and functions to meshes that the caller uses.
 """
@@ -25,13 +25,13 @@ from rlx_jax.ir.roles import agreed, of_dims
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.plan import Lir, given_leaves
 from rlx_jax.lowering.lower import expand_composites
-from rlx_jax.lowering.sharding import Division, heads_of, with_groups
+from rlx_jax.lowering.sharding import ModelSharding, heads_of, with_groups
 from rlx_jax.program import Built
 
 
 def divide_model(
     mesh: Any, builds: Sequence[Built], settings: Settings, program: str, serves: tuple[str, ...]
-) -> Division | None:
+) -> ModelSharding | None:
     """Return the sharding rules of the flows of a model, None without a mesh.
 
     For a number of devices the axes are chosen here. In training, all devices shard the parameters and the batch
@@ -62,11 +62,13 @@ def divide_model(
     axes = {role: tuple(n for n in names if mesh.shape.get(n, 1) > 1) for role, names in settings.sharding.items()}
     check_axes(mesh, axes)
     # The caller's mesh may have explicit axes; inside the program XLA propagates the shardings of the roles.
-    division = Division(auto_axes(mesh), {role: names for role, names in axes.items() if names}, all_roles(builds))
-    check_conflicts(division, builds[0].name)
+    model_sharding = ModelSharding(
+        auto_axes(mesh), {role: names for role, names in axes.items() if names}, all_roles(builds)
+    )
+    check_conflicts(model_sharding, builds[0].name)
     for graph in graphs:
-        division = with_groups(division, graph)
-    return division
+        model_sharding = with_groups(model_sharding, graph)
+    return model_sharding
 
 
 def chosen_devices(mesh: Any) -> list[Any]:
@@ -140,17 +142,17 @@ def all_roles(builds: Sequence[Built]) -> dict[str, Roles]:
     return roles_by_key
 
 
-def check_conflicts(division: Division, name: str) -> None:
+def check_conflicts(model_sharding: ModelSharding, name: str) -> None:
     """Check that no axis of a weight is sharded by a role that only some uses of the weight give it.
 
     Raises:
         GraphError: one is; the message has the weight, the roles and the axes of the mesh.
     """
-    for key, roles in division.roles.items():
+    for key, roles in model_sharding.roles.items():
         for role in (r for r in roles if isinstance(r, Conflict)):
-            if divided := [r for r in role.names if division.parts(r) > 1]:
+            if divided := [r for r in role.names if model_sharding.parts(r) > 1]:
                 raise GraphError(
-                    f"{name}: weight {quote(key)}: an axis is {role}, and the mesh {division.text()} divides "
+                    f"{name}: weight {quote(key)}: an axis is {role}, and the mesh {model_sharding.text()} divides "
                     f"{listing(divided)}; use a mesh that does not, or sharding = {{{divided[0]} = []}} in the profile"
                 )
 
@@ -159,49 +161,49 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def own_mesh(division: Division | None) -> Iterator[None]:
+def own_mesh(model_sharding: ModelSharding | None) -> Iterator[None]:
     """Replace a mesh that the caller has set (`jax.set_mesh`) by the model's, so that it does not affect tracing."""
-    if division is None or jax.sharding.get_abstract_mesh().empty:
+    if model_sharding is None or jax.sharding.get_abstract_mesh().empty:
         yield
         return
-    with jax.set_mesh(division.mesh):
+    with jax.set_mesh(model_sharding.mesh):
         yield
 
 
-def at_home(arrays: T, division: Division | None) -> T:
+def at_home(arrays: T, model_sharding: ModelSharding | None) -> T:
     """Return the arrays in a form that a sharded model accepts.
 
     Arrays on the devices of the model keep their sharding, with explicit mesh axes converted. Arrays that were put on
     other devices are replicated over the model's. Tracers and uncommitted arrays are returned unchanged.
     """
-    if division is None:
+    if model_sharding is None:
         return arrays
-    model_devices = set(division.mesh.devices.flat)
+    model_devices = set(model_sharding.mesh.devices.flat)
 
     def home(a: Any) -> Any:
         if not isinstance(a, jax.Array) or isinstance(a, jax.core.Tracer) or not a.committed:
             return a
         if a.sharding.device_set != model_devices:
-            return jax.device_put(a, division.whole)
+            return jax.device_put(a, model_sharding.whole)
         return freed(a)
 
     adapted: T = jax.tree.map(home, arrays)
     return adapted
 
 
-def in_any_mesh(function: Function, template: Template, lir: Lir, division: Division | None) -> Function:
+def in_any_mesh(function: Function, template: Template, lir: Lir, model_sharding: ModelSharding | None) -> Function:
     """Return a pure function that can also be traced under a mesh with explicit axes.
 
     Inside the function the axes are automatic; its results have the shardings of the roles of their axes.
     """
-    if division is None:
+    if model_sharding is None:
         return function
     leaves = given_leaves(lir.graph, lir.plan.scan)
     outputs = tuple(
-        division.value(of_dims(template.mir.type(symbolic)), lir.graph.type(bound).shape).spec
+        model_sharding.value(of_dims(template.mir.type(symbolic)), lir.graph.type(bound).shape).spec
         for symbolic, bound in zip(template.mir.outputs, lir.graph.outputs, strict=True)
     )
-    written = {name: division.value(roles, t.shape).spec for name, (t, roles) in leaves.items()}
+    written = {name: model_sharding.value(roles, t.shape).spec for name, (t, roles) in leaves.items()}
 
     def anywhere(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         tracers = (a for a in jax.tree.leaves((params, state, inputs)) if isinstance(a, jax.core.Tracer))

@@ -20,7 +20,7 @@ from rlx_jax.errors import GraphError, ProfileError, check_known, did_you_mean, 
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.fusion import Fused, Place
+from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lower import expand_composites, lower
@@ -126,7 +126,7 @@ def left_to_xla(graph: Graph, types: TypeCache) -> Graph:
 
 def over_devices(job: Job) -> Any:
     """Return the sharding rules of a model on several devices; None on one, where the pass does not run."""
-    return job.settings.division
+    return job.settings.model_sharding
 
 
 def unless(value: Any, default: Any) -> Any:
@@ -140,12 +140,12 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("expand", HIR, expand_composites),
     Pass("precision", HIR, compute_in, lambda job: unless(job.settings.compute, np.float32)),
     # On one device, ops that only matter for sharding are removed.
-    Pass("undivided", HIR, undivided, lambda job: job.settings.division is None),
+    Pass("undivided", HIR, undivided, lambda job: job.settings.model_sharding is None),
     Pass("unpack", HIR, unpack, over_devices),
     Pass(
         "merge_linears",
         HIR,
-        lambda graph, settings, types: merge_linears(graph, types, settings.division),
+        lambda graph, settings, types: merge_linears(graph, types, settings.model_sharding),
         lambda job: job.settings.merge and job.settings,
         "layout",
     ),
@@ -160,7 +160,10 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("orient", HIR, orient, lambda job: unless(job.settings.backend.weight_layout, "auto"), "layout"),
     Pass("store", HIR, store_in, lambda job: job.settings.stored),
     Pass(
-        "pad_vocabulary", HIR, lambda g, division, types: dce(pad_vocabulary(g, division, types), types), over_devices
+        "pad_vocabulary",
+        HIR,
+        lambda g, model_sharding, types: dce(pad_vocabulary(g, model_sharding, types), types),
+        over_devices,
     ),
     # Outside of the scanned loop, the last layer can compute its output for the last token alone.
     Pass("peel_last", HIR, peel_last, lambda job: job.last_only and not job.settings.plan.scan, "layout"),
@@ -238,7 +241,7 @@ class Ran:
     graph: Graph
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
-    places: tuple[Place, ...]
+    places: tuple[FusionSite, ...]
 
 
 def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
@@ -262,7 +265,7 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
     blocks = lowered = graph
     seconds: dict[str, float] = {}
     nodes: dict[str, int] = {}
-    places: list[Place] = []
+    places: list[FusionSite] = []
     for p in rows:
         start = time.perf_counter()
         result = p(graph, job)

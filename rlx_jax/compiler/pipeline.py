@@ -55,7 +55,7 @@ from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, given_leaves, state_types, taken_back
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.lowering.mir.small import without_inputs
-from rlx_jax.lowering.sharding import Division
+from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.profiles.effects import Facts, warn_of_idle
 from rlx_jax.program import Built
@@ -236,7 +236,7 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     # A new cache of types: the template's cache would retain the types of every size ever requested.
     graph = pass_named("specialise")(template.mir, Job(settings, TypeCache(), sizes=binding)).graph
     plan = settings.plan
-    preferences = plan.implementation, plan.products, plan.experts, settings.division, plan.kernels
+    preferences = plan.implementation, plan.products, plan.experts, settings.model_sharding, plan.kernels
     choices = choose_all(graph, settings.device, *preferences)
     return Lir(graph, replace(plan, donate_inputs=reusable_inputs(graph, plan.donate_inputs), choices=choices))
 
@@ -255,13 +255,13 @@ def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) 
     return replace(lir, plan=replace(lir.plan, unread=unread))
 
 
-def make_function(lir: Lir, layout: Layout, division: Division | None = None) -> Function:
+def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None = None) -> Function:
     """Return a planned program as a pure JAX function `(params, state, inputs) → (outputs, state)`.
 
     Args:
         lir: the planned program.
         layout: the parameters that hold its weights.
-        division: the sharding rules; None on one device.
+        model_sharding: the sharding rules; None on one device.
 
     Raises:
         UnsupportedError: while tracing, if the profile requires an implementation that this device cannot run.
@@ -274,18 +274,18 @@ def make_function(lir: Lir, layout: Layout, division: Division | None = None) ->
         check_captured(lir.graph)
         leaves = {program: params[name] for program, name in names.items()}
         choices = choices_here(lir, running_device())
-        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, choices, division)
+        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, choices, model_sharding)
         outputs = interpret(lir.graph, env)
-        return outputs, env.state if division is None else placed_state(lir, env.state, division)
+        return outputs, env.state if model_sharding is None else placed_state(lir, env.state, model_sharding)
 
     return function
 
 
-def placed_state(lir: Lir, state: StateArrays, division: Division) -> StateArrays:
+def placed_state(lir: Lir, state: StateArrays, model_sharding: ModelSharding) -> StateArrays:
     """Return the state, constrained to the sharding that the next call expects."""
     leaves = given_leaves(lir.graph, lir.plan.scan)
     return {
-        name: lax.with_sharding_constraint(a, division.value(leaves[name][1], a.shape)) if name in leaves else a
+        name: lax.with_sharding_constraint(a, model_sharding.value(leaves[name][1], a.shape)) if name in leaves else a
         for name, a in state.items()
     }
 
@@ -372,7 +372,7 @@ def facts_of(
         not set(CACHED_PROGRAMS).isdisjoint(programs),
         serves,
         frozenset(p.name for p in passes if p.kind != "fusion"),  # fusion passes rewrite nothing
-        None if settings.division is None else tuple(map(str, settings.division.mesh.axis_names)),
+        None if settings.model_sharding is None else tuple(map(str, settings.model_sharding.mesh.axis_names)),
         template.built.refusals,
         _no_kernels(settings, programs),
     )
@@ -414,8 +414,8 @@ def _no_kernels(settings: Settings, programs: tuple[str, ...]) -> str:
 
     They run on the devices that they were measured on, one at a time, and have no gradient.
     """
-    if settings.division is not None or not settings.device.has_kernels:
-        place = "a mesh" if settings.division else settings.device.name
+    if settings.model_sharding is not None or not settings.device.has_kernels:
+        place = "a mesh" if settings.model_sharding else settings.device.name
         return f"kernels run on one H100 or H200, not on {place}"
     if not has_triton():
         return f"kernels are written for Pallas' Triton backend, which jax {jax.__version__} does not have"

@@ -17,7 +17,7 @@ from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_kno
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Plan
-from rlx_jax.lowering.sharding import Division
+from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Precision
 from rlx_jax.profiles.check import field_types, rows
 from rlx_jax.program import Buildable, Built
@@ -151,7 +151,7 @@ class Settings:
         kv: the dtype of cached keys and values; None for the dtype that they are computed in.
         buckets: the sizes that requests are padded to.
         loop: the settings of the generation loop.
-        division: the sharding rules of the mesh, which is no part of a profile; None on one device.
+        model_sharding: the sharding rules of the mesh, which is no part of a profile; None on one device.
         max_positions: the argument of a `CausalLM` or an `Encoder` that overrides the limit of the flow; None without.
     """
 
@@ -168,7 +168,7 @@ class Settings:
     kv: np.dtype[Any] | None
     buckets: Buckets
     loop: Loop
-    division: Division | None = None
+    model_sharding: ModelSharding | None = None
     max_positions: int | None = None
 
     @property
@@ -271,9 +271,11 @@ def settings_for(
     )
 
 
-def divided(settings: Settings, division: Division) -> Settings:
+def divided(settings: Settings, model_sharding: ModelSharding) -> Settings:
     """Return the settings of a sharded model, in which all devices get an equal number of rows."""
-    return replace(settings, division=division, buckets=replace(settings.buckets, share=division.parts("batch")))
+    return replace(
+        settings, model_sharding=model_sharding, buckets=replace(settings.buckets, share=model_sharding.parts("batch"))
+    )
 
 
 def differences(first: Settings, other: Settings) -> list[str]:

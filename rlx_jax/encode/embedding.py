@@ -91,7 +91,7 @@ class PackedForm:
     def lanes(self, block: Block) -> int:
         """Return the number of threads that may make this call at the same time as others."""
         # With sharding, collectives must be enqueued in the same order on all devices.
-        if self.model.programs.division is not None:
+        if self.model.programs.model_sharding is not None:
             return 1
         lanes = LANES.get(self.model.settings.target, 1)
         # The first call compiles, and must do so in the caller's thread: JAX's context settings are per thread.

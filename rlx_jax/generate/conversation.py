@@ -3,7 +3,7 @@
 A turn renders all messages with the chat template, as `CausalLM.chat` does, so that the replies are the same. The state
 already has the common prefix of this text and the previous one, and prefill starts after it.
 
-`TextState` is what remains on the device between two turns: the tokens of the text and the state after them.
+`CachedText` is what remains on the device between two turns: the tokens of the text and the state after them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggests
 from rlx_jax.generate.generation import Generation, NewTokens, answered, pieces
-from rlx_jax.generate.request import Before, Mark, Request, StopLike, TurnOptions, common
+from rlx_jax.generate.request import PrefixState, Request, SnapshotPoint, StopLike, TurnOptions, common
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.speculative import OWN
 from rlx_jax.ir.plugins import derive_rule
@@ -70,7 +70,7 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
     max_len: int | None = None
     keep_copy: bool = True
-    _text: TextState | None = field(default=None, repr=False)
+    _text: CachedText | None = field(default=None, repr=False)
     _number: int = field(default=0, repr=False)
 
     @suggests(*TurnOptions.__annotations__)
@@ -199,7 +199,7 @@ class Conversation:
             return ()
         return kept_at_mark(self.talker._lm.model, len(taken.ids) + taken.request.budget)
 
-    def _mark(self, taken: TurnTaken, start: int, leaves: tuple[str, ...]) -> Mark | None:
+    def _mark(self, taken: TurnTaken, start: int, leaves: tuple[str, ...]) -> SnapshotPoint | None:
         """Return the position at which to copy the arrays: after the messages, before the beginning of the reply.
 
         Some templates render the replies of earlier turns differently from how they were generated, so that the next
@@ -209,7 +209,7 @@ class Conversation:
         if not leaves:
             return None
         position = min(common(self._rendered(taken.messages, reply=False), taken.ids), len(taken.ids) - 1)
-        return Mark(position, leaves) if start < position else None
+        return SnapshotPoint(position, leaves) if start < position else None
 
     def _ended(self, taken: TurnTaken, reply: str) -> None:
         """Append the messages of a turn and its reply."""
@@ -285,7 +285,7 @@ class KeptArrays:
 
 
 @dataclass(frozen=True)
-class TextState:
+class CachedText:
     """The tokens of one row, and the state after them.
 
     Attributes:
@@ -300,10 +300,10 @@ class TextState:
     slots: int
     kept: KeptArrays | None = None
 
-    def copy(self) -> TextState:
+    def copy(self) -> CachedText:
         """Return a copy with new arrays."""
         backup = self.kept and KeptArrays(self.kept.at, copied(self.kept.arrays))
-        return TextState(self.ids, copied(self.arrays), self.slots, backup)
+        return CachedText(self.ids, copied(self.arrays), self.slots, backup)
 
 
 def copied(arrays: StateArrays) -> StateArrays:
@@ -312,8 +312,8 @@ def copied(arrays: StateArrays) -> StateArrays:
 
 
 def continued(
-    model: CompiledModel, text: TextState | None, ids: Sequence[int]
-) -> tuple[Before | None, str, KeptArrays | None]:
+    model: CompiledModel, text: CachedText | None, ids: Sequence[int]
+) -> tuple[PrefixState | None, str, KeptArrays | None]:
     """Find the longest prefix of `ids` that the state of the previous text has.
 
     Returns:
@@ -346,11 +346,11 @@ def continued(
         why = f"its state was kept at token {start}, and cannot be taken back to another"
     if shared < min(total, len(ids)):
         why = f"the text differs at token {shared} of {total} that were held" + (f"; {why}" if why else "")
-    before = Before(arrays, (0,), (start,), text.slots, consumed=True)
+    before = PrefixState(arrays, (0,), (start,), text.slots, consumed=True)
     return before, why, backup if backup is not None and backup.at <= start else None
 
 
-def can_cut(model: CompiledModel, text: TextState, at: int, besides: Collection[str] = ()) -> bool:
+def can_cut(model: CompiledModel, text: CachedText, at: int, besides: Collection[str] = ()) -> bool:
     """Return whether the state can be truncated to `at` tokens by setting its length alone.
 
     Args:
@@ -379,7 +379,7 @@ def kept_at_mark(model: CompiledModel, tokens: int) -> tuple[str, ...]:
     return tuple(name for name in uncut(model) if name not in rings or tokens > rings[name])
 
 
-def after(generation: Generation, ids: Sequence[int], kept: KeptArrays | None) -> TextState | None:
+def after(generation: Generation, ids: Sequence[int], kept: KeptArrays | None) -> CachedText | None:
     """Return the text of a request of one row that has run or was abandoned; None if its state is gone, as after an
     interrupted call, which has donated it."""
     arrays = {name: array for name, array in generation.state.items() if not name.startswith(OWN)}
@@ -388,7 +388,7 @@ def after(generation: Generation, ids: Sequence[int], kept: KeptArrays | None) -
     length = int(jax.device_get(arrays[LENGTH])[0])
     all_ids = (*ids, *generation.chosen(0))
     assert len(ids) <= length <= len(all_ids)  # otherwise some tokens of the state are unknown
-    return TextState(all_ids[:length], arrays, generation.slots, kept)
+    return CachedText(all_ids[:length], arrays, generation.slots, kept)
 
 
 # -- which arrays ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, finite_rows
+from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, adjusted, choose, finite_rows
 from rlx_jax.lowering.inspect.hlo import SAMPLER
 
 Array = jax.Array
@@ -48,7 +48,7 @@ class Sizes:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rows:
+class RequestRows:
     """The rows of a request on the device, between two programs.
 
     Attributes:
@@ -97,7 +97,7 @@ def no_log_probs(batch: int, steps: int, k: int) -> LogProbs:
     return LogProbs(jnp.zeros((batch, steps), jnp.float32), zeros.astype(jnp.int32), zeros)
 
 
-def new_rows(draws: bool, key: Array, running: Array, budget: Array, seen: Array) -> Rows:
+def new_rows(draws: bool, key: Array, running: Array, budget: Array, seen: Array) -> RequestRows:
     """Return the rows of a new request.
 
     The key of row i is fold_in(key, i), which does not depend on the other rows.
@@ -107,21 +107,21 @@ def new_rows(draws: bool, key: Array, running: Array, budget: Array, seen: Array
         key: key of the seed.
         running: `[B]` bool.
         budget: `[]` int32, number of new tokens of each row, at most.
-        seen: as in `Rows`.
+        seen: as in `RequestRows`.
     """
     batch = running.shape[0]
     indices = jnp.arange(batch, dtype=jnp.int32)
     no_keys = jnp.zeros((batch, 0), jnp.uint32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices) if draws else no_keys
     zeros = jnp.zeros(batch, jnp.int32)
-    return Rows(ids=zeros, running=running, left=zeros + budget, new=zeros, seen=seen, keys=keys)
+    return RequestRows(ids=zeros, running=running, left=zeros + budget, new=zeros, seen=seen, keys=keys)
 
 
 @dataclass(frozen=True)
 class Choosing:
     """Base class of the programs that choose tokens."""
 
-    method: Method
+    method: SamplingSteps
 
     def finite(self, logits: Array, ready: Array, chosen: Array) -> Array:
         """Return in which rows logits are finite, `[N]` bool.
@@ -136,7 +136,9 @@ class Choosing:
             fine &= finite_rows(logits)
         return fine
 
-    def next(self, logits: Array, rows: Rows, knobs: Knobs, ends: Array, now: Array) -> tuple[Array, Rows]:
+    def next(
+        self, logits: Array, rows: RequestRows, knobs: SamplerValues, ends: Array, now: Array
+    ) -> tuple[Array, RequestRows]:
         """Choose a token for some rows: logits `[B, V]` → the tokens `[B]` int32, and the updated rows.
 
         Args:
@@ -178,9 +180,9 @@ class FirstTokens(Choosing):
         return {"samplers": self.method.text, "logprobs": str(self.top)}
 
     def __call__(
-        self, logits: Array, rows: Rows, now: Array, first: Array, knobs: Knobs, ends: Array,
+        self, logits: Array, rows: RequestRows, now: Array, first: Array, knobs: SamplerValues, ends: Array,
         told: LogProbs | None = None,
-    ) -> tuple[Array, Rows, LogProbs | None]:  # fmt: skip
+    ) -> tuple[Array, RequestRows, LogProbs | None]:  # fmt: skip
         tokens, rows = self.next(logits[:, 0], rows, knobs, ends, now)
         first = jnp.where(now[:, None], tokens[:, None], first)
         if self.top is None:

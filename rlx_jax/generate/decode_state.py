@@ -220,7 +220,7 @@ def move_leaf(leaf: LeafMove, array: jax.Array, rows: jax.Array, held: jax.Array
 def moved_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: Ids | None = None) -> StateArrays:
     """Copy rows of a state of the same flow to the sizes of `program`, in new arrays; see `move_state`."""
     programs, sizes = program.model.programs, dict(program.key.binding)
-    template, mesh_sharding = programs.template(program.key.symbolic), programs.division
+    template, mesh_sharding = programs.template(program.key.symbolic), programs.model_sharding
     types = {name: t for name, t in template.state.items() if name != LENGTH}
     moves = tuple(m for name, t in types.items() if (m := _move(name, t, sizes, state[name].shape)) is not None)
     shardings = None if mesh_sharding is None else state_shardings(template, sizes, mesh_sharding)

@@ -29,7 +29,15 @@ from rlx_jax.errors import GraphError, RequestError, UnsupportedError, did_you_m
 from rlx_jax.generate.decode import Array, Sizes
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_plan import PromptPart, bind_readers, prompt_blocks
-from rlx_jax.generate.speculative import Drafter, Drafts, Judged, Own, Turn, after_tokens, choose_draft
+from rlx_jax.generate.speculative import (
+    Drafter,
+    DrafterState,
+    Drafts,
+    DraftStep,
+    VerifiedTokens,
+    after_tokens,
+    choose_draft,
+)
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.program import Buildable, Built, MakesMtp
 from rlx_jax.runtime.compile_flow import model_beside
@@ -110,7 +118,7 @@ class DraftModel(ProgramDrafter):
         *_, last_block = prompt_blocks(readers, parts, prompts, sizes.batch, {})
         return None, last_block.state
 
-    def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
+    def propose(self, own: DrafterState, turn: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose drafts one by one.
 
         The model also reads the last draft, so that its state has it in case the draft is accepted.
@@ -133,7 +141,7 @@ class DraftModel(ProgramDrafter):
         before = {name: own.state[name] for name, _ in self.carried}
         return Drafts.of_steps(count, *steps), replace(own, kept=(before, carried), state=state)
 
-    def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
+    def accept(self, own: DrafterState, turn: DraftStep, judged: VerifiedTokens) -> DrafterState:
         """Reset the state to the accepted tokens."""
         before, after = own.kept
         state = own.state | {LENGTH: turn.held + judged.count}  # truncates arrays with a position axis
@@ -182,7 +190,7 @@ class MtpModule(ProgramDrafter):
         initial_pairs = programs.call(first_pair, hidden, lengths, first, static=(self.tokens + 1,), at=programs.whole)
         return initial_pairs, state
 
-    def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
+    def propose(self, own: DrafterState, turn: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose the first draft from the model's hidden states, and each other draft from the previous one."""
         run_pairs, run_draft = (self.programs.function(key).run for key in self.keys)
         rows, room = turn.rows, turn.room
@@ -213,7 +221,7 @@ class MtpModule(ProgramDrafter):
         )
         return Drafts.of_steps(self.tokens, *steps), replace(own, state=state | {LENGTH: length})
 
-    def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
+    def accept(self, own: DrafterState, turn: DraftStep, judged: VerifiedTokens) -> DrafterState:
         """Pair each accepted token with the model's hidden state for it."""
         assert judged.hidden is not None  # since `MtpModule.hidden` is true
         hidden = jnp.where(judged.now[..., None], judged.hidden, 0.0)
@@ -332,7 +340,7 @@ class PromptLookup:
     def shardings(self) -> None:
         """Return None, as it has nothing to shard."""
 
-    def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
+    def propose(self, own: DrafterState, turn: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose the tokens that follow the match of `find_place`; see `Drafter`."""
         tokens, last_index = own.kept, turn.held
         match_index, has_match = find_place(tokens, last_index)
@@ -341,7 +349,7 @@ class PromptLookup:
         ids = jnp.take_along_axis(tokens, match_index[:, None] + 1 + steps, axis=1, mode="clip")
         return Drafts(ids, jnp.where(has_match, self.tokens, 0)), own
 
-    def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
+    def accept(self, own: DrafterState, turn: DraftStep, judged: VerifiedTokens) -> DrafterState:
         """Append the accepted tokens to the text."""
         tokens = own.kept
         columns = turn.held[:, None] + 1 + jnp.arange(judged.now.shape[1], dtype=jnp.int32)[None]
@@ -444,7 +452,7 @@ def check_draft_model(draft: LanguageModel, lm: LanguageModel) -> None:
         raise RequestError(
             f"{prefix}: it knows {draft.max_positions} positions, and the buckets of {lm.model.name} go up to {largest}"
         )
-    sharding, draft_sharding = (model.programs.division for model in (lm.model, draft.model))
+    sharding, draft_sharding = (model.programs.model_sharding for model in (lm.model, draft.model))
     if (sharding and sharding.mesh) != (draft_sharding and draft_sharding.mesh):
         meshes = " and ".join(
             "one device" if d is None else f"a mesh of {d.text()}" for d in (draft_sharding, sharding)

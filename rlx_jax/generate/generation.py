@@ -16,9 +16,9 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
-from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, Rows, new_rows
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, RequestRows, new_rows
 from rlx_jax.generate.decode_state import fits, fork_of, fork_rows, moved_state
-from rlx_jax.generate.request import Before, LanguageModel, Request, settled, stopped_at
+from rlx_jax.generate.request import LanguageModel, PrefixState, Request, settled, stopped_at
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.speculative import OWN
 from rlx_jax.runtime.inputs import random_key
@@ -322,7 +322,7 @@ def start(plan: RequestPlan) -> Generation:
     )  # fmt: skip
 
 
-def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> Rows:
+def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
     """Return the rows of a request before their first new token.
 
     Args:
@@ -334,20 +334,20 @@ def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> Rows:
         for row in np.flatnonzero(live):
             seen[row, list(request.rows[row // (request.n or 1)])] = True
     arguments = (random_key("seed", request.seed), live, np.int32(request.budget), seen)
-    rows: Rows = programs.call(new_rows, *arguments, static=(plan.method.draws,), at=programs.whole)
+    rows: RequestRows = programs.call(new_rows, *arguments, static=(plan.method.draws,), at=programs.whole)
     return rows
 
 
-def read_shared(plan: RequestPlan) -> Before:
+def read_shared(plan: RequestPlan) -> PrefixState:
     """Prefill the common prefix of all prompts once, and return it as prefix of each."""
     request = plan.request
     prompt = [request.rows[0][: request.shared]]
     *_, last_block = prompt_blocks(plan.shared_readers, plan.shared, prompt, plan.alone, {})
     num_prompts = len(request.rows)
-    return Before(last_block.state, (0,) * num_prompts, (request.shared,) * num_prompts, plan.sizes.slots)
+    return PrefixState(last_block.state, (0,) * num_prompts, (request.shared,) * num_prompts, plan.sizes.slots)
 
 
-def state_behind(reader: BoundProgram, before: Before) -> StateArrays:
+def state_behind(reader: BoundProgram, before: PrefixState) -> StateArrays:
     """Return the state for the prefill programs of the rest of the prompts; padding rows are empty.
 
     Raises:
@@ -360,7 +360,7 @@ def state_behind(reader: BoundProgram, before: Before) -> StateArrays:
     # A state that the request owns, of the right sizes and row order, is used without a copy.
     if not before.consumed or not fits(reader, before.arrays) or before.rows != tuple(range(len(before.rows))):
         return moved_state(reader, before.arrays, rows, lengths)
-    mesh_sharding = model.programs.division
+    mesh_sharding = model.programs.model_sharding
     template = model.programs.template(reader.key.symbolic)
     length_sharding = None if mesh_sharding is None else state_shardings(template, sizes, mesh_sharding)[LENGTH]
     return {**before.arrays, LENGTH: jax.device_put(lengths, length_sharding)}

@@ -21,7 +21,7 @@ from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
-from rlx_jax.runtime.checkpoint_origin import LoadedFrom
+from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
 from rlx_jax.text.tokenizer import Tokenizer, configured_ids
 from rlx_jax.weights.format import OpenOptions
 
@@ -82,7 +82,7 @@ def load(
     if adapter is not None:
         edit = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
     note = "" if model_recipe is original or model_recipe == original else f"the model was loaded with {edit}"
-    loaded_model.loaded_from = LoadedFrom(checkpoint.root, checkpoint.inside, note, loaded_model.model.built)
+    loaded_model.loaded_from = CheckpointOrigin(checkpoint.root, checkpoint.inside, note, loaded_model.model.built)
     return loaded_model
 
 

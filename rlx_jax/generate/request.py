@@ -239,7 +239,7 @@ class LanguageModel:
 
 
 @dataclass(frozen=True, eq=False)
-class Before:
+class PrefixState:
     """The prefix of a request: a state with the first tokens of its prompts, which skip prefill.
 
     Attributes:
@@ -258,7 +258,7 @@ class Before:
     consumed: bool = False
 
 
-class Mark(NamedTuple):
+class SnapshotPoint(NamedTuple):
     """A position in a prompt, after `at` tokens, and the names of the state arrays to copy there.
 
     `CausalLM.conversation` marks the end of the messages, to return to it if the reply is rendered differently later.
@@ -302,9 +302,9 @@ class Request:
     drafter: Drafter | None = None
     n: int | None = None
     logprobs: int | None = None
-    before: Before | None = None
+    before: PrefixState | None = None
     shared: int = 0
-    mark: Mark | None = None
+    mark: SnapshotPoint | None = None
     room: int = 0
     ended: Callable[[Any], None] | None = None
     reread: str = ""
@@ -330,7 +330,7 @@ def check_request(
     """
     check_answers(lm, n, logprobs, sampler, drafter is not None)
     budget = whole_number("max_new_tokens", max_new_tokens, 0)
-    before: Before | None = None
+    before: PrefixState | None = None
     if state is None:
         rows, checked_inputs = lm.rows(prompts), NONE
     else:
@@ -420,7 +420,7 @@ def check_together(state: bool, share_prefix: Any, inputs: Any, drafter: Drafter
 # -- a request that continues a state ----------------------------------------------------------
 
 
-def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[list[int]], Before, RequestInputs]:
+def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[list[int]], PrefixState, RequestInputs]:
     """Join a state and the prompts that continue it.
 
     Returns:
@@ -451,7 +451,7 @@ def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[l
     rows = tuple(range(len(new))) if len(cache.lengths) > 1 else (0,) * len(new)
     state_ids = cache.ids
     sizes = {name: size for name, size in cache.sizes.items() if name not in ("batch", "context")}
-    before = Before(arrays, rows, tuple(len(state_ids[row]) for row in rows), cache.sizes["context"])
+    before = PrefixState(arrays, rows, tuple(len(state_ids[row]) for row in rows), cache.sizes["context"])
     full = [state_ids[row] + ids for row, ids in zip(rows, new, strict=True)]
     return full, before, RequestInputs(sizes=sizes, given=cache.given)
 

@@ -13,8 +13,8 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode import DecodeLoop, Sizes
-from rlx_jax.generate.request import LanguageModel, Mark, Request
-from rlx_jax.generate.sampler import Knobs, Method
+from rlx_jax.generate.request import LanguageModel, Request, SnapshotPoint
+from rlx_jax.generate.sampler import SamplerValues, SamplingSteps
 from rlx_jax.generate.speculative import VerifyLoop
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import ProgramKey, Variant
@@ -55,8 +55,8 @@ class RequestPlan:
     """
 
     request: Request
-    method: Method
-    knobs: Knobs
+    method: SamplingSteps
+    knobs: SamplerValues
     top: int | None
     ends: np.ndarray[Any, Any]
     sizes: Sizes
@@ -106,7 +106,7 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
 
 
 def plan_keys(
-    lm: LanguageModel, request: Request, method: Method, top: int | None, sizes: Sizes, rows: tuple[int, int],
+    lm: LanguageModel, request: Request, method: SamplingSteps, top: int | None, sizes: Sizes, rows: tuple[int, int],
     parts: tuple[tuple[PromptPart, ...], tuple[PromptPart, ...]],
 ) -> PlanKeys:  # fmt: skip
     """Return the programs of a request, cached by sizes, method and inputs for requests without drafts.
@@ -195,7 +195,7 @@ def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int |
 
 
 def parts_of(
-    buckets: Buckets, limit: int | None, start: int, end: int, mark: Mark | None = None
+    buckets: Buckets, limit: int | None, start: int, end: int, mark: SnapshotPoint | None = None
 ) -> tuple[PromptPart, ...]:
     """Return the chunks from token `start` to `end`, with a boundary at the mark if it is between them."""
     boundaries = [start, *([mark.at] if mark is not None and start < mark.at < end else []), end]

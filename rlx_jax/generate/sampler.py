@@ -1,7 +1,8 @@
 """`Sampler`: how the next token is chosen.
 
-A `Sampler` has the options of the user. A `Method` is which of its filters are on, and so part of the compiled program.
-The values of the options are operands of the program (`Knobs`), so that another temperature compiles nothing.
+A `Sampler` has the options of the user. A `SamplingSteps` is which of its filters are on, and so part of the compiled
+program. The values of the options are operands of the program (`SamplerValues`), so that another temperature compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -172,10 +173,10 @@ class Sampler:
             return Sampler(**values)
         return Sampler(**{n: value for n, value in values.items() if n != "temperature" and not OPTIONS[n].draws})
 
-    def method(self, vocab_size: int) -> Method:
+    def method(self, vocab_size: int) -> SamplingSteps:
         """Return which of the filters have an effect for a vocabulary of this size."""
         draws = self.temperature > 0
-        return Method(
+        return SamplingSteps(
             draws=draws,
             penalised=self.repetition_penalty != 1.0,
             biased=bool(self.logit_bias),
@@ -184,7 +185,7 @@ class Sampler:
             min_p=draws and bool(self.min_p),
         )
 
-    def knobs(self, vocab_size: int, biased: bool = False) -> Knobs:
+    def knobs(self, vocab_size: int, biased: bool = False) -> SamplerValues:
         """Return the values of the sampler as operands of a program.
 
         Args:
@@ -206,7 +207,7 @@ class Sampler:
             bias[i] = value
         if bias.size and np.isneginf(bias).all():
             raise RequestError("logit_bias bans every token")
-        return Knobs(
+        return SamplerValues(
             temperature=np.float32(self.temperature),
             top_k=np.int32(min(self.top_k or vocab_size, vocab_size)),
             # Off is 2, not 1: a cumulative sum of probabilities may round to 1 before the last token.
@@ -256,7 +257,7 @@ def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
 
 
 @dataclass(frozen=True)
-class Method:
+class SamplingSteps:
     """The steps of choosing a token that a program is compiled with; all off is greedy."""
 
     draws: bool = False
@@ -275,18 +276,18 @@ class Method:
         filters = self.top_k or self.top_p or self.min_p or self.penalised or self.biased
         return f"those that draw, with top_k, top_p, min_p, {logits}" if filters else "those that draw, without filters"
 
-    def widened(self) -> Method:
+    def widened(self) -> SamplingSteps:
         """Return one of four methods that chooses the same tokens, so that few programs serve every sampler."""
         logits = self.penalised or self.biased
         filters = logits or self.top_k or self.top_p or self.min_p
         if self.draws and filters:
-            return Method(True, True, True, True, True, True)
-        return Method(draws=self.draws, penalised=logits, biased=logits)
+            return SamplingSteps(True, True, True, True, True, True)
+        return SamplingSteps(draws=self.draws, penalised=logits, biased=logits)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Knobs:
+class SamplerValues:
     """The values of a sampler as operands: float32 scalars (`top_k` int32), and `bias` `[V]` float32, or `[0]` without
     a bias."""
 
@@ -298,7 +299,7 @@ class Knobs:
     bias: Any
 
 
-def adjusted(method: Method, knobs: Knobs, logits: Array, seen: Array) -> Array:
+def adjusted(method: SamplingSteps, knobs: SamplerValues, logits: Array, seen: Array) -> Array:
     """Return the logits `[B, V]` float32 with bias and penalty, clipped to the largest float32 number.
 
     Args:
@@ -311,7 +312,7 @@ def adjusted(method: Method, knobs: Knobs, logits: Array, seen: Array) -> Array:
     return jnp.minimum(logits, LARGEST) if method.biased or method.penalised else logits
 
 
-def choose(method: Method, knobs: Knobs, logits: Array, keys: Array) -> Array:
+def choose(method: SamplingSteps, knobs: SamplerValues, logits: Array, keys: Array) -> Array:
     """Choose one token for each row: `adjusted` logits `[B, V]` float32 → ids `[B]` int32.
 
     Args:
@@ -323,7 +324,7 @@ def choose(method: Method, knobs: Knobs, logits: Array, keys: Array) -> Array:
     return draw(sharpened(method, knobs, logits), keys)
 
 
-def sharpened(method: Method, knobs: Knobs, logits: Array) -> Array:
+def sharpened(method: SamplingSteps, knobs: SamplerValues, logits: Array) -> Array:
     """Return the logits of the distribution that a token is sampled from: `adjusted` logits `[N, V]`, divided by the
     temperature, and −inf for tokens that a filter excludes."""
     # Subtract the maximum first, so that the quotient is at most 0 and no small temperature makes it overflow.
@@ -337,7 +338,7 @@ def draw(logits: Array, keys: Array) -> Array:
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 
-def keep_likely(method: Method, knobs: Knobs, logits: Array) -> Array:
+def keep_likely(method: SamplingSteps, knobs: SamplerValues, logits: Array) -> Array:
     """Return the logits `[B, V]` with −inf for the tokens that top-k, top-p or min-p exclude."""
     peak = jnp.max(logits, axis=-1, keepdims=True)
     floor = jnp.full_like(peak, -jnp.inf)

@@ -327,7 +327,7 @@ def score_program(model: CompiledModel, reads: tuple[str, ...], rows: int, width
 
 def _in_pieces(model: CompiledModel, head: Head, rows: int, width: int) -> InPieces | None:
     """Return how to compute the logits of a head in chunks; None where that is not possible."""
-    sharding = model.programs.division
+    sharding = model.programs.model_sharding
     if head.type.rank != 3 or not is_static(head.type.shape[-1]):
         return None
     vocab_size = int(head.type.shape[-1])

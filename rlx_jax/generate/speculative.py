@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, Shardings, StateArrays
-from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows, Sizes
-from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, draw, finite_rows, sharpened
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, RequestRows, Sizes
+from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, adjusted, choose, draw, finite_rows, sharpened
 from rlx_jax.ir.graph import every_key
 from rlx_jax.lowering.inspect.hlo import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
@@ -62,7 +62,7 @@ class Drafts:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Own:
+class DrafterState:
     """The data of a drafter in the loop.
 
     Attributes:
@@ -77,7 +77,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Turn:
+class DraftStep:
     """One step of the loop before its drafts are verified.
 
     Attributes:
@@ -86,10 +86,10 @@ class Turn:
         method, knobs: how tokens are chosen.
     """
 
-    rows: Rows
+    rows: RequestRows
     held: Array
-    method: Method
-    knobs: Knobs
+    method: SamplingSteps
+    knobs: SamplerValues
 
     @property
     def room(self) -> Array:
@@ -99,7 +99,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Judged:
+class VerifiedTokens:
     """The result of a step.
 
     Attributes:
@@ -119,7 +119,9 @@ class Judged:
     hidden: Array | None = None
 
 
-def choose_draft(turn: Turn, seen: Array, logits: Array, number: Array) -> tuple[Array, Array, Array | None, Array]:
+def choose_draft(
+    turn: DraftStep, seen: Array, logits: Array, number: Array
+) -> tuple[Array, Array, Array | None, Array]:
     """Choose the next draft of each row.
 
     Args:
@@ -193,19 +195,19 @@ class Drafter(Protocol):
         """Return the sharding of that program's parameters and state over several devices; only called if `lir` returns
         a program."""
 
-    def propose(self, own: Own, turn: Turn) -> tuple[Drafts, Own]:
+    def propose(self, own: DrafterState, turn: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose up to `tokens` drafts per row."""
 
-    def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
+    def accept(self, own: DrafterState, turn: DraftStep, judged: VerifiedTokens) -> DrafterState:
         """Update the drafter for the tokens that the rows took in this step."""
 
 
-class SoFar(NamedTuple):
+class LoopState(NamedTuple):
     """The carry of the loop: steps done, the rows, the state of the model and, prefixed by `OWN`, of the drafter, the
     drafter's `kept`, the counts of drafts, and the tokens so far."""
 
     at: Array
-    rows: Rows
+    rows: RequestRows
     state: StateArrays
     kept: Any
     counts: Array
@@ -256,9 +258,9 @@ class VerifyLoop(Choosing):
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
             rows = inputs["rows"]
             out = jnp.full((rows.ids.shape[0], self.steps * (self.drafter.tokens + 1)), STOPPED, jnp.int32)
-            start = SoFar(jnp.int32(0), rows, state, inputs["kept"], inputs["counts"], out)
+            start = LoopState(jnp.int32(0), rows, state, inputs["kept"], inputs["counts"], out)
 
-            def step(now: SoFar) -> SoFar:
+            def step(now: LoopState) -> LoopState:
                 return self.step(lambda state, fed: verify(params, state, fed), inputs, now)
 
             end = lax.while_loop(lambda now: (now.at < self.steps) & now.rows.running.any(), step, start)
@@ -266,15 +268,15 @@ class VerifyLoop(Choosing):
 
         return function
 
-    def step(self, verify: Callable[..., Any], inputs: Mapping[str, Any], before: SoFar) -> SoFar:
+    def step(self, verify: Callable[..., Any], inputs: Mapping[str, Any], before: LoopState) -> LoopState:
         """Run one step: propose drafts, verify them, and accept some. `verify` maps state and inputs to outputs and
         state."""
         rows, knobs, ends = before.rows, inputs["knobs"], inputs["ends"]
         main = {name: array for name, array in before.state.items() if not name.startswith(OWN)}
         draft_state = {name[len(OWN) :]: array for name, array in before.state.items() if name.startswith(OWN)}
-        turn = Turn(rows, main[LENGTH], self.method, knobs)
+        turn = DraftStep(rows, main[LENGTH], self.method, knobs)
         with jax.named_scope(DRAFTING):
-            drafts, own = self.drafter.propose(Own(inputs["params"], before.kept, draft_state), turn)
+            drafts, own = self.drafter.propose(DrafterState(inputs["params"], before.kept, draft_state), turn)
         drafts = replace(drafts, count=jnp.clip(drafts.count, 0, turn.room))
         verify_inputs = {
             self.ids_input: jnp.concatenate([rows.ids[:, None], drafts.ids], axis=1),
@@ -292,9 +294,13 @@ class VerifyLoop(Choosing):
         tokens = jnp.where(judged.now, jnp.where(judged.fine, judged.chosen, NOT_FINITE), STOPPED)
         out = lax.dynamic_update_slice(before.out, tokens, (jnp.int32(0), before.at * (self.drafter.tokens + 1)))
         new_counts = jnp.stack([drafts.count.sum(dtype=jnp.int32), judged.kept.sum(dtype=jnp.int32), jnp.int32(1)])
-        return SoFar(before.at + 1, self.after(rows, judged, ends), state, own.kept, before.counts + new_counts, out)
+        return LoopState(
+            before.at + 1, self.after(rows, judged, ends), state, own.kept, before.counts + new_counts, out
+        )
 
-    def judge(self, logits: Array, rows: Rows, drafts: Drafts, knobs: Knobs, ends: Array) -> Judged:
+    def judge(
+        self, logits: Array, rows: RequestRows, drafts: Drafts, knobs: SamplerValues, ends: Array
+    ) -> VerifiedTokens:
         """Decide which tokens the rows take, by the logits `[B, k + 1, V]` after the last token and each draft."""
         batch, width, vocab = logits.shape
         flat = logits.reshape(-1, vocab)
@@ -316,9 +322,9 @@ class VerifyLoop(Choosing):
         # A row takes a token if it accepted all drafts before it and none of them ended the row.
         accepted = jnp.cumprod((is_kept & ~ended).astype(jnp.int32), axis=1)
         now = rows.running[:, None] & jnp.pad(accepted[:, :-1], ((0, 0), (1, 0)), constant_values=1).astype(bool)
-        return Judged(chosen, now, fine, is_kept & now & fine, now.sum(axis=1, dtype=jnp.int32))
+        return VerifiedTokens(chosen, now, fine, is_kept & now & fine, now.sum(axis=1, dtype=jnp.int32))
 
-    def seen_by(self, rows: Rows, drafts: Drafts) -> Array:
+    def seen_by(self, rows: RequestRows, drafts: Drafts) -> Array:
         """Return the tokens seen before each of the k + 1 tokens, `[B, k + 1, V]` bool, for the repetition penalty;
         `[B, k + 1, 0]` without a penalty."""
         seen = [rows.seen]
@@ -327,7 +333,7 @@ class VerifyLoop(Choosing):
             seen.append(seen[-1].at[numbers, drafts.ids[:, i]].set(True) if self.method.penalised else rows.seen)
         return jnp.stack(seen, axis=1)
 
-    def keys(self, rows: Rows, width: int) -> Array:
+    def keys(self, rows: RequestRows, width: int) -> Array:
         """Return the random keys of the next `width` tokens of each row, `[B · width]`: the keys of plain decoding."""
         keys: Array = rows.keys
         if self.method.draws:
@@ -335,7 +341,7 @@ class VerifyLoop(Choosing):
             keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, numbers).reshape(-1)
         return keys
 
-    def after(self, rows: Rows, judged: Judged, ends: Array) -> Rows:
+    def after(self, rows: RequestRows, judged: VerifiedTokens, ends: Array) -> RequestRows:
         """Return the rows after they took their tokens."""
         # The last token that each row took, which the next step feeds.
         tail = jnp.take_along_axis(judged.chosen, jnp.maximum(judged.count - 1, 0)[:, None], axis=1, mode="clip")[:, 0]

@@ -17,7 +17,7 @@ from rlx_jax.errors import RequestError, listing
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.generation import start, state_behind
 from rlx_jax.generate.prefill import extend, prefill
-from rlx_jax.generate.request import Before, LanguageModel, Request, check_answers
+from rlx_jax.generate.request import LanguageModel, PrefixState, Request, check_answers
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET, plan_request
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import warm_scores
@@ -111,7 +111,9 @@ def warm_reading(lm: LanguageModel) -> None:
     for small, large in combinations(buckets.context, 2):
         arrays = read(np.zeros((1, 1), np.int32), None, small).take(lm.owner).arrays()
         sizes = {"batch": buckets.rows(1), "context": large, "seq": 1}
-        state_behind(lm.model.as_program("extend").bound(sizes, variant=variant), Before(arrays, (0,), (1,), small))
+        state_behind(
+            lm.model.as_program("extend").bound(sizes, variant=variant), PrefixState(arrays, (0,), (1,), small)
+        )
 
 
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:

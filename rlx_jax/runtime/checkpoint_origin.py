@@ -1,4 +1,4 @@
-"""This module defines `LoadedFrom`, the checkpoint that a model was loaded from.
+"""This module defines `CheckpointOrigin`, the checkpoint that a model was loaded from.
 
 It supplies the config, tokenizer and other files, and the unused weights, that a saved copy of the model needs.
 """
@@ -43,7 +43,7 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
-class LoadedFrom:
+class CheckpointOrigin:
     """The origin of a model's weights, config and tokenizer.
 
     Attributes:

@@ -196,10 +196,10 @@ class CompiledModel:
         values, key, arrays = self._bind(inputs, named, state)
         self.last = key = replace(key, headless=headless)
         refuse_consumed(params, values)  # a donated array would fail inside the caller's jax.jit, without its name
-        arguments = at_home((dict(params), arrays, values), self.programs.division)
+        arguments = at_home((dict(params), arrays, values), self.programs.model_sharding)
         traced = is_traced(jax.tree.leaves(arguments))
         try:
-            with contextlib.nullcontext() if traced else own_mesh(self.programs.division):
+            with contextlib.nullcontext() if traced else own_mesh(self.programs.model_sharding):
                 return self.programs.function(key).jitted(*arguments), key
         except (RuntimeError, ValueError) as error:
             self._explain(error, params, values)
@@ -267,7 +267,7 @@ class CompiledModel:
         if unread:
             symbols = {symbol for t in declared.values() for symbol in t.symbols}
             sizes = {symbol: size for symbol, size in sizes.items() if symbol in symbols}
-        values = at_home({n: values[n] for n in declared}, self.programs.division)
+        values = at_home({n: values[n] for n in declared}, self.programs.model_sharding)
         check_counted(sizes, bounds, flow.name)
         check_rows(values, bounds, sizes, devices)
         arrays = given_state(self.program, template.state, state, sizes)

@@ -91,13 +91,15 @@ def open_programs(
     builts = [built for built, _ in builds.values()]
     source = check_sources(builts, options.strict)
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
-    division = divide_model(options.mesh, builts, settings, program, serves)
-    settings = replace(settings if division is None else divided(settings, division), max_positions=max_positions)
+    model_sharding = divide_model(options.mesh, builts, settings, program, serves)
+    settings = replace(
+        settings if model_sharding is None else divided(settings, model_sharding), max_positions=max_positions
+    )
     # The cached programs are derived later, from the same parameters as `forward`.
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
-    if division is not None:
-        check_divides(division, layout.leaves.values())
+    if model_sharding is not None:
+        check_divides(model_sharding, layout.leaves.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, settings, layout, captured, options.progress)
     programs.opened = merge, program

@@ -51,7 +51,7 @@ from rlx_jax.ir.user_functions import Captured
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Layout, Lir, given_leaves, state_leaves
 from rlx_jax.lowering.mir.small import unread_inputs
-from rlx_jax.lowering.sharding import Division
+from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.inputs import check_length
@@ -140,11 +140,11 @@ class Beside:
 
 
 def state_shardings(
-    template: Template, sizes: Mapping[str, int], division: Division, given: bool = False
+    template: Template, sizes: Mapping[str, int], model_sharding: ModelSharding, given: bool = False
 ) -> dict[str, NamedSharding]:
     """Return the sharding of each array of the state that a program takes, or with `given` that it returns."""
     leaves = (given_leaves if given else state_leaves)(template.mir, template.scan)
-    return {name: division.value(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
+    return {name: model_sharding.value(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
 
 
 # How many programs compiled after warm-up the report lists; a loop that recompiles must not grow it without bound.
@@ -265,12 +265,12 @@ class Programs:
             start = time.perf_counter()
             lir = make_lir(template, dict(key.binding), self.settings)
             seconds = time.perf_counter() - start
-            run = make_function(lir, self.layout, self.division)
+            run = make_function(lir, self.layout, self.model_sharding)
             if key.hidden:
                 run = with_hidden(run, self.template(self.whole_of(key)).head, key.last_only)
             if key.around is not None:  # the wrapper has other inputs, which the plan knows nothing about
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
-            return Specialised(lir, run, jax.jit(in_any_mesh(run, template, lir, self.division)), seconds)
+            return Specialised(lir, run, jax.jit(in_any_mesh(run, template, lir, self.model_sharding)), seconds)
 
         return self.functions(key, make)
 
@@ -289,7 +289,7 @@ class Programs:
             step = f"compile {key.text}"
             self.tell(step, 0, 1)
             program = self.function(key)
-            with own_mesh(self.division):
+            with own_mesh(self.model_sharding):
                 companions = key.around.beside() if isinstance(key.around, RunsOthers) else None
                 shardings = self.shardings(key, inputs)
                 executable = compile_program(
@@ -315,42 +315,42 @@ class Programs:
             warnings.warn(message, DonationWarning, stacklevel=2)
 
     @property
-    def division(self) -> Division | None:
+    def model_sharding(self) -> ModelSharding | None:
         """Return the sharding rules of the model, None on one device."""
-        return self.settings.division
+        return self.settings.model_sharding
 
     @property
     def whole(self) -> NamedSharding | None:
         """Return the replicated sharding, None on one device."""
-        return None if self.division is None else self.division.whole
+        return None if self.model_sharding is None else self.model_sharding.whole
 
     def resting(self) -> dict[str, NamedSharding] | None:
         """Return the storage sharding of each parameter, None on one device."""
-        if self.division is None:
+        if self.model_sharding is None:
             return None
-        return {name: self.division.resting(program) for name, program in self.layout.leaves.items()}
+        return {name: self.model_sharding.resting(program) for name, program in self.layout.leaves.items()}
 
     def shardings(self, key: ProgramKey, inputs: Arrays) -> Shardings | None:
         """Return the shardings of a program's arguments and results, None on one device.
 
         Extra inputs of a wrapper (`key.around`) are replicated, and so are its outputs.
         """
-        if self.division is None:
+        if self.model_sharding is None:
             return None
-        template, division = self.template(key.symbolic), self.division
+        template, model_sharding = self.template(key.symbolic), self.model_sharding
         declared = {i.input: i.type for i in template.mir.inputs}
         sizes = dict(key.binding)
         # With several processes each passes the full input, which is sharded inside the program.
         shard_inputs = jax.process_count() == 1
         placements = {
-            name: division.of_input(declared[name], declared[name].bind(sizes).shape)
+            name: model_sharding.of_input(declared[name], declared[name].bind(sizes).shape)
             if name in declared and shard_inputs
-            else jax.tree.map(lambda _: division.whole, value)
+            else jax.tree.map(lambda _: model_sharding.whole, value)
             for name, value in inputs.items()
         }
-        outputs = None if set(inputs) <= set(declared) else division.whole
-        state = state_shardings(template, sizes, division, given=key.around is None)
-        nbytes = division.gathered_bytes(self.layout.leaves.values())
+        outputs = None if set(inputs) <= set(declared) else model_sharding.whole
+        state = state_shardings(template, sizes, model_sharding, given=key.around is None)
+        nbytes = model_sharding.gathered_bytes(self.layout.leaves.values())
         if isinstance(key.around, RunsOthers) and (other := key.around.divided()) is not None:
             placements, state, nbytes = (
                 placements | other.inputs,
@@ -367,7 +367,7 @@ class Programs:
         """
         merge, program = self.opened
         settings = choose_settings(self.build(flow, frozenset())[0], profile, merge, program)
-        settings = settings if self.division is None else divided(settings, self.division)
+        settings = settings if self.model_sharding is None else divided(settings, self.model_sharding)
         return replace(settings, max_positions=self.settings.max_positions)
 
     def ring_sizes(self, template: Template, context: Any, spare: int = 0) -> dict[str, int]:
@@ -401,7 +401,7 @@ class Programs:
             binding: dict[str, Any] = {**self.flows[key.flow]._binding, **sizes}
             check_length(binding.get("context", 0), template.bounds, f"{key.flow}: init_state")
             binding |= self.ring_sizes(template, sizes.get("context"), spare)
-            shardings = {} if self.division is None else state_shardings(template, binding, self.division)
+            shardings = {} if self.model_sharding is None else state_shardings(template, binding, self.model_sharding)
             description = f"{key.flow}: init_state(batch={sizes['batch']}, context={sizes.get('context')})"
             return empty_state(template.state, binding, description, shardings)
 
@@ -438,9 +438,9 @@ class Programs:
             return call
 
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
-        with own_mesh(self.division):
-            moved = on_device(at_home(arguments, self.division))
-            if self.division is not None and guarded():  # a copy to the other devices has to be explicit
+        with own_mesh(self.model_sharding):
+            moved = on_device(at_home(arguments, self.model_sharding))
+            if self.model_sharding is not None and guarded():  # a copy to the other devices has to be explicit
                 moved = jax.device_put(moved, self.whole)
             return self.small((function, static, types), make)(*moved)
 

@@ -19,7 +19,7 @@ from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.lowering.inspect.buffers import activation_bytes, dump_lir
 from rlx_jax.lowering.inspect.hlo import collectives, together
 from rlx_jax.lowering.lir.plan import Layout, Lir
-from rlx_jax.lowering.sharding import Division
+from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.runtime.block_times import shortened
 from rlx_jax.runtime.inputs import check_counted
 from rlx_jax.runtime.programs import ProgramKey, Programs
@@ -315,16 +315,16 @@ def in_short(number: int) -> str:
     return f"{value:.0f}{unit}" if value >= 9.95 or not unit else f"{value:.1f}{unit}"
 
 
-def over_mesh(report: Report, division: Division, layout: Layout) -> Report:
+def over_mesh(report: Report, model_sharding: ModelSharding, layout: Layout) -> Report:
     """Return the report with the attributes that describe the mesh."""
-    specs = [division.placed(program) for program in layout.leaves.values()]
+    specs = [model_sharding.placed(program) for program in layout.leaves.values()]
     return replace(
         report,
-        mesh=division.text(),
+        mesh=model_sharding.text(),
         leaf_bytes=sum(nbytes for _, nbytes in specs),
         # A spec such as "(-, -)" names no axis of the mesh: that parameter is replicated.
         shardings=dict(Counter(spec for spec, _ in specs if set(spec) - set("(-, )"))),
-        whole=division.whole_leaves(layout.leaves.values()),
+        whole=model_sharding.whole_leaves(layout.leaves.values()),
     )
 
 
@@ -421,7 +421,7 @@ def report_of(
         experts=lir.experts(),
         recurrences=lir.recurrences(),
         **asdict(executable.needs),
-        collectives={} if settings.division is None else collectives(executable.call.as_text() or ""),
+        collectives={} if settings.model_sharding is None else collectives(executable.call.as_text() or ""),
         donated_bytes=memory.alias_size_in_bytes,
         cache_bytes=state_bytes(template, last),
         peak_bytes=executable.peak_bytes,
@@ -451,4 +451,4 @@ def model_report(programs: Programs, template: Template, settings: Settings, sec
         device=settings.device,
         loop=settings.loop if any(key.program == "extend" for key in programs.templates) else None,
     )
-    return report if settings.division is None else over_mesh(report, settings.division, programs.layout)
+    return report if settings.model_sharding is None else over_mesh(report, settings.model_sharding, programs.layout)

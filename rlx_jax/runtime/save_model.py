@@ -29,7 +29,7 @@ from rlx_jax.ir.param import Key, Program, narrows, packed_keys
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.arguments import check_params
-from rlx_jax.runtime.checkpoint_origin import LoadedFrom, whole_checkpoint
+from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin, whole_checkpoint
 from rlx_jax.runtime.compile_flow import has_data
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.weights.execute import Piece, fill, pieces, read_numbers, whole
@@ -102,7 +102,7 @@ def save(
     write_checkpoint(path, entries, format or "safetensors", overwrite, files, loaded_from.inside)
 
 
-def _opened(model: Any) -> tuple[CompiledModel, LoadedFrom | None]:
+def _opened(model: Any) -> tuple[CompiledModel, CheckpointOrigin | None]:
     """Return the compiled model of the argument of `save`, and its origin if `rlx_jax.load` returned it.
 
     Raises:
@@ -115,7 +115,7 @@ def _opened(model: Any) -> tuple[CompiledModel, LoadedFrom | None]:
             hint = "; parameters go with their model: save(model.replace(params=params), path)"
         kinds = "CompiledModel, CausalLM, Encoder, VisionEncoder or DualEncoder"
         raise GraphError(f"save takes a {kinds}, got {type(model).__name__}{hint}")
-    loaded_from: LoadedFrom | None = getattr(model, "loaded_from", None)
+    loaded_from: CheckpointOrigin | None = getattr(model, "loaded_from", None)
     if loaded_from is None and model is not compiled:
         raise UnsupportedError(
             f"save: rlx_jax.load did not open this {type(model).__name__}, so there is no config.json and no "

@@ -26,7 +26,7 @@ from rlx_jax.errors import (
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
-from rlx_jax.runtime.checkpoint_origin import LoadedFrom
+from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
 from rlx_jax.runtime.compile_flow import open_model
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
@@ -132,7 +132,7 @@ class OpenedModel:
     """
 
     model: CompiledModel
-    loaded_from: LoadedFrom | None = None  # the checkpoint, if `rlx_jax.load` loaded the model
+    loaded_from: CheckpointOrigin | None = None  # the checkpoint, if `rlx_jax.load` loaded the model
     _methods: str
 
     def __call__(self, *args: Any, **named: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""`BesideSource`: combine two sources, the weights of a checkpoint and weights that a flow adds to them."""
+"""`OverlaySource`: combine two sources, the weights of a checkpoint and weights that a flow adds to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.views import MarkedSource, RenamedSource, SourceView, close
 
 
-class BesideSource(SourceView):
+class OverlaySource(SourceView):
     """The union of the weights of `source` and `more`.
 
     Raises:
@@ -72,22 +72,22 @@ def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSour
         return more if source is None else source
     if _holds(source, more):
         return source
-    if isinstance(more, BesideSource):
+    if isinstance(more, OverlaySource):
         return beside(beside(source, more.source), more.more)
     is_spare = isinstance(more, MarkedSource) and more.mark == "spare" and all(map(source.has, more.keys()))
-    return source if is_spare else BesideSource(source, more)
+    return source if is_spare else OverlaySource(source, more)
 
 
 def _holds(source: WeightSource, more: WeightSource) -> bool:
     """Whether `more` is already a part of a source."""
-    parts: tuple[WeightSource, ...] = (source.source, source.more) if isinstance(source, BesideSource) else ()
+    parts: tuple[WeightSource, ...] = (source.source, source.more) if isinstance(source, OverlaySource) else ()
     parts = (source.source,) if isinstance(source, RenamedSource) else parts
     return source is more or any(_holds(part, more) for part in parts)
 
 
 def has_numbers(source: WeightSource | None, key: str) -> bool:
     """Whether a source has the values of a weight, and not only its shape."""
-    if isinstance(source, BesideSource):
+    if isinstance(source, OverlaySource):
         return has_numbers(source.source, key) or has_numbers(source.more, key)
     if isinstance(source, MappingSource):
         return source.has_numbers(key)
@@ -99,4 +99,4 @@ def with_drawn(source: WeightSource | None, drawn: Mapping[str, jax.Array]) -> W
     if source is None:
         return MappingSource(drawn)
     other_keys = {key: key for key in source.keys() if key not in drawn}
-    return BesideSource(RenamedSource(source, other_keys), MappingSource(drawn))
+    return OverlaySource(RenamedSource(source, other_keys), MappingSource(drawn))
