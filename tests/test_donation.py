@@ -19,7 +19,7 @@ from rlx_jax.compiler.executable import compile_program
 from rlx_jax.errors import DonationWarning, GraphError
 from rlx_jax.generate.decode import DecodeLoop, new_rows
 from rlx_jax.generate.sampler import Sampler, SamplingSteps
-from rlx_jax.ir.ops.attention import CacheUpdate, write_rows
+from rlx_jax.ir.ops.cache import CacheUpdate, write_rows
 from rlx_jax.lowering.lir import donation
 from rlx_jax.lowering.lir.implementations import write_in_loop
 from rlx_jax.lowering.lir.plan import state_types

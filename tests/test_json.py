@@ -15,11 +15,12 @@ import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, blocks
 from rlx_jax.errors import FormatError, GraphError, RlxError, UnsupportedError
 from rlx_jax.ir import serial
-from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateLeaf, StateRead
+from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateRead
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.pointwise import FullLike
 from rlx_jax.ir.ops.shape import Slice
 from rlx_jax.ir.paths import LayerIndex
+from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.lower import expand_composites

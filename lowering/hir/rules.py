@@ -14,13 +14,14 @@ import numpy as np
 
 from rlx_jax.errors import DeriveError
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Graph, Input, Node, Op, StateLeaf, StateRead, TypeCache, Value, constant
+from rlx_jax.ir.graph import Builder, Graph, Input, Node, Op, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
 from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.plugins import derive_rule, is_ours
+from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import TensorType, symbol
 from rlx_jax.lowering.hir import row_layouts
 from rlx_jax.lowering.hir.explicit import Behind

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph, Mir, Param, StateRead
-from rlx_jax.ir.ops.attention import RingStep
+from rlx_jax.ir.ops.cache import RingStep
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import activation_bytes

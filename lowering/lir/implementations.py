@@ -18,7 +18,8 @@ from jax import Array, lax
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, located
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, write_rows
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul

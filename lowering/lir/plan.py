@@ -13,14 +13,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.graph import Graph, Mir, Node, Param, StateLeaf, StateRead, every_key
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep
+from rlx_jax.ir.graph import Graph, Mir, Node, Param, StateRead
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import Program, Roles, Stack, leaf_name, stored_keys
 from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.state_leaf import StateLeaf, every_key
 from rlx_jax.ir.types import TensorType, short_name
 
 PRODUCTS = (MatMul, FusedMatMulBiasAct)

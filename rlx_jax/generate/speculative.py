@@ -21,7 +21,7 @@ from jax import lax
 from rlx_jax.compiler.executable import Arrays, Function, Results, Shardings, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, RequestRows, Sizes
 from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, adjusted, choose, draw, finite_rows, sharpened
-from rlx_jax.ir.graph import every_key
+from rlx_jax.ir.state_leaf import every_key
 from rlx_jax.lowering.inspect.hlo import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import Programs

@@ -25,7 +25,8 @@ import numpy as np
 from rlx_jax.errors import RlxError, wrong_arity
 from rlx_jax.ir.operands import check_declared
 from rlx_jax.ir.param import Program, Roles
-from rlx_jax.ir.paths import Origin, Path, bind_path, path_text
+from rlx_jax.ir.paths import Origin, path_text
+from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits, check_traits
 from rlx_jax.ir.type_inference import arity, as_in_jit, kept_types, misfit, traced_types
 from rlx_jax.ir.types import TensorType, check_elements
@@ -246,34 +247,6 @@ def constant(value: Any, dtype: Any) -> Constant:
     """Return a `Constant` that holds `value` as `dtype`."""
     array = np.asarray(value).astype(dtype)
     return Constant(array.tobytes(), type=TensorType(array.shape, array.dtype))
-
-
-@dataclass(frozen=True)
-class StateLeaf:
-    """One array of the state, identified by the path of its block and its slot in that block.
-
-    With `every` it is the array's value after each token, `[B, S, …]`. A program that can be rolled back to an earlier
-    token writes this value. It is not part of the state, and no program reads it.
-    """
-
-    path: Path
-    slot: str
-    every: bool = False
-
-    def __str__(self) -> str:
-        return every_key(self.slot) if self.every else self.slot
-
-    def key(self, iteration: int | None) -> str:
-        """Return the array's key in a state, such as `layers.3.self_attn.k`.
-
-        Slots have no dots, so the keys of two leaves always differ.
-        """
-        return path_text((*bind_path(self.path, iteration), str(self)))
-
-
-def every_key(key: str) -> str:
-    """Return the key of the values after each token of the state array `key`."""
-    return f"{key}/every"
 
 
 @dataclass(frozen=True)

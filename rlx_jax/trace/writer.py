@@ -39,8 +39,9 @@ from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, is_static
+from rlx_jax.ir.types import Dim, DimLike, TensorType, is_static
 from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.value_type import ValueType
 from rlx_jax.trace.checks import check_attributes, check_calls, of_shape
 from rlx_jax.trace.checks import is_number as is_number
 from rlx_jax.trace.parameters import WeightKey, WeightStack

@@ -10,16 +10,8 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
-from rlx_jax.ir.ops.attention import (
-    AttentionOp,
-    CacheUpdate,
-    RingStep,
-    RopeOp,
-    RopeTable,
-    SinusoidTable,
-    check_heads,
-    check_scores,
-)
+from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, SinusoidTable, check_heads, check_scores
+from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Gather, Iota, RelativeBuckets, TakeRow
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where, in_dtype
