@@ -62,7 +62,7 @@ class Fused:
     """Result of a fusion pass: the rewritten graph and its fusion sites."""
 
     graph: Graph
-    places: tuple[FusionSite, ...] = ()
+    sites: tuple[FusionSite, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class FusionReport:
     missed.
 
     Attributes:
-        places: the fusion sites.
+        sites: the fusion sites.
         left_to_xla: names of the passes that rewrite nothing because XLA fuses their patterns itself.
     """
 
@@ -91,18 +91,18 @@ class FusionReport:
     fused_residual_ln: int
     fused_residual_rms_norm: int
     elementwise_region: int
-    places: tuple[FusionSite, ...] = ()
+    sites: tuple[FusionSite, ...] = ()
     left_to_xla: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[FusionSite, ...]:
         """Return the sites that passes fused. Fused ops written by the lowering policy are not among them."""
-        return tuple(place for place in self.places if not place.reason)
+        return tuple(site for site in self.sites if not site.reason)
 
     @property
     def missed(self) -> tuple[FusionSite, ...]:
         """Return the sites that passes could not fuse."""
-        return tuple(place for place in self.places if place.reason)
+        return tuple(site for site in self.sites if site.reason)
 
     @property
     def clean(self) -> bool:
@@ -131,15 +131,15 @@ class FusionReport:
 
 
 def fusion_report(
-    before: Graph, after: Graph, places: tuple[FusionSite, ...], left: Sequence[str] = ()
+    before: Graph, after: Graph, sites: tuple[FusionSite, ...], left_to_xla: Sequence[str] = ()
 ) -> FusionReport:
     """Return the report of a MIR program.
 
     Args:
         before: the program before its passes.
         after: the program after them.
-        places: the fusion sites of all passes.
-        left: names of the passes that leave their pattern to XLA.
+        sites: the fusion sites of all passes.
+        left_to_xla: names of the passes that leave their pattern to XLA.
     """
     count = Counter(type(node.op) for node in _live_nodes(after))
     ops = (op for node in _live_nodes(after) for op in _steps(node.op))
@@ -159,8 +159,8 @@ def fusion_report(
         fused_residual_ln=count[FusedResidualLayerNorm],
         fused_residual_rms_norm=count[FusedResidualRmsNorm],
         elementwise_region=count[ElementwiseRegion],
-        places=places,
-        left_to_xla=tuple(left),
+        sites=sites,
+        left_to_xla=tuple(left_to_xla),
     )
 
 

@@ -45,103 +45,104 @@ class ModelSharding:
 
     # -- numbers -----------------------------------------------------------------------------
 
-    def parts(self, role: Role) -> int:
+    def num_shards(self, role: Role) -> int:
         """Return the number of shards of an axis with that role."""
-        return math.prod(self.mesh.shape[name] for name in self._over(role))
+        return math.prod(self.mesh.shape[name] for name in self._storage_axes(role))
 
-    def weight_parts(self, program: Program, axis: int) -> int:
+    def num_weight_shards(self, program: Program, axis: int) -> int:
         """Return the number of shards of a parameter's axis in the compute sharding."""
         role = of_program(program, self.roles)[axis]
-        return math.prod(self.mesh.shape[name] for name in self._used_over(role))
+        return math.prod(self.mesh.shape[name] for name in self._compute_axes(role))
 
-    def row_parts(self, rows: int) -> int:
+    def num_batch_shards(self, rows: int) -> int:
         """Return the number of shards of a batch of so many rows."""
-        return math.prod(self.mesh.shape[name] for name in self._fitting("batch", rows, self._over("batch")))
+        names = self._dividing_axes("batch", rows, self._storage_axes("batch"))
+        return math.prod(self.mesh.shape[name] for name in names)
 
-    def repeats(self, program: Program, axis: int) -> bool:
+    def is_kv_replicated(self, program: Program, axis: int) -> bool:
         """Return whether an axis of a parameter is key heads with fewer shards than the query heads have."""
-        is_replicated = self.parts("kv_heads") < self.parts("heads")
+        is_replicated = self.num_shards("kv_heads") < self.num_shards("heads")
         return is_replicated and of_program(program, self.roles)[axis] == "kv_heads"
 
     # -- shardings ---------------------------------------------------------------------------
 
-    def resting(self, program: Program) -> NamedSharding:
+    def storage_sharding(self, program: Program) -> NamedSharding:
         """Return the storage sharding of a parameter: sharded over all mesh axes of its roles."""
         return self._sharding(of_program(program, self.roles), program.type.shape, ())
 
-    def used(self, program: Program) -> NamedSharding:
+    def compute_sharding(self, program: Program) -> NamedSharding:
         """Return the compute sharding of a parameter.
 
         It is gathered along the mesh axes that shard the batch. Only experts stay sharded; tokens are sent to them.
         """
-        return self._sharding(of_program(program, self.roles), program.type.shape, self._rows)
+        return self._sharding(of_program(program, self.roles), program.type.shape, self._batch_axes)
 
-    def value(self, roles: Roles, shape: Iterable[DimLike]) -> NamedSharding:
+    def value_sharding(self, roles: Roles, shape: Iterable[DimLike]) -> NamedSharding:
         """Return the sharding of a value or a state leaf.
 
         The mesh axes of the batch shard only the batch and experts. An axis that does not divide evenly is replicated;
         the batch is sharded over the longest prefix of its mesh axes that divides it.
         """
-        return self._sharding(roles, tuple(shape), self._rows)
+        return self._sharding(roles, tuple(shape), self._batch_axes)
 
-    def of_input(self, t: TensorType, shape: Iterable[DimLike]) -> NamedSharding:
+    def input_sharding(self, t: TensorType, shape: Iterable[DimLike]) -> NamedSharding:
         """Return the sharding of an input with the symbolic type `t` and the static shape `shape`.
 
         The names of its dims determine their roles.
         """
-        return self.value(of_dims(t), shape)
+        return self.value_sharding(of_dims(t), shape)
 
-    def placed(self, program: Program) -> tuple[str, int]:
+    def describe_storage(self, program: Program) -> tuple[str, int]:
         """Return the storage sharding of a parameter as text, `(tensor, -)`, and its bytes per device."""
-        sharding = self.resting(program)
+        sharding = self.storage_sharding(program)
         entries = [*sharding.spec, *[None] * (program.type.rank - len(sharding.spec))]
         names = ("-" if e is None else "+".join(e) if isinstance(e, tuple) else str(e) for e in entries)
-        return f"({', '.join(names)})", on_one(program.type, sharding).nbytes
+        return f"({', '.join(names)})", shard_type(program.type, sharding).nbytes
 
     def gathered_bytes(self, programs: Iterable[Program]) -> int:
         """Return the bytes per device of all gathered parameters, if all of them are live at once.
 
         The stored shards come in addition.
         """
-        gathered_programs = [p for p in programs if self.used(p) != self.resting(p)]
-        return sum(on_one(p.type, self.used(p)).nbytes for p in gathered_programs)
+        gathered_programs = [p for p in programs if self.compute_sharding(p) != self.storage_sharding(p)]
+        return sum(shard_type(p.type, self.compute_sharding(p)).nbytes for p in gathered_programs)
 
     @property
-    def whole(self) -> NamedSharding:
+    def replicated(self) -> NamedSharding:
         """Return the replicated sharding: every device has the full array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
-    def _rows(self) -> tuple[str, ...]:
+    def _batch_axes(self) -> tuple[str, ...]:
         """Return the mesh axes of the batch."""
         return self.axes.get("batch", ())
 
-    def _over(self, role: Role) -> tuple[str, ...]:
+    def _storage_axes(self, role: Role) -> tuple[str, ...]:
         """Return the mesh axes of a role in the storage sharding."""
         # A role that is no string is a packed axis of several parts, which passes separate before they shard them.
         return self.axes.get(role, ()) if isinstance(role, str) else ()
 
-    def _used_over(self, role: Role) -> tuple[str, ...]:
+    def _compute_axes(self, role: Role) -> tuple[str, ...]:
         """Return the mesh axes of a role in the compute sharding.
 
         Tokens are sent to the experts of other devices; all other weights are gathered on the devices with the tokens.
         """
-        return tuple(n for n in self._over(role) if role == "experts" or n not in self._rows)
+        return tuple(n for n in self._storage_axes(role) if role == "experts" or n not in self._batch_axes)
 
-    def _fitting(self, role: Role, size: DimLike, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _dividing_axes(self, role: Role, size: DimLike, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the mesh axes that divide a size evenly: all or none of them; for the batch, the longest prefix."""
         while names and not (is_static(size) and int(size) % math.prod(self.mesh.shape[n] for n in names) == 0):
             names = names[:-1] if role == "batch" else ()
         return names
 
-    def _sharding(self, roles: Roles, shape: tuple[DimLike, ...], without: tuple[str, ...]) -> NamedSharding:
-        """Return the sharding of an array; mesh axes in `without` shard only the batch and experts."""
+    def _sharding(self, roles: Roles, shape: tuple[DimLike, ...], excluded: tuple[str, ...]) -> NamedSharding:
+        """Return the sharding of an array; mesh axes in `excluded` shard only the batch and experts."""
         used_names: set[str] = set()  # a mesh axis may shard only one axis of an array
         entries: list[tuple[str, ...] | None] = []
         for role, size in zip(roles, shape, strict=True):
-            excluded = without if role not in ("batch", "experts") else ()
-            names = self._fitting(
-                role, size, tuple(n for n in self._over(role) if n not in used_names and n not in excluded)
+            role_excluded = excluded if role not in ("batch", "experts") else ()
+            names = self._dividing_axes(
+                role, size, tuple(n for n in self._storage_axes(role) if n not in used_names and n not in role_excluded)
             )
             entries.append(names or None)
             used_names |= set(names)
@@ -155,18 +156,18 @@ class ModelSharding:
         """Return the mesh axes with their sizes, such as `data 2 × tensor 4`."""
         return " × ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
 
-    def whole_leaves(self, programs: Iterable[Program]) -> tuple[str, ...]:
+    def replicated_params(self, programs: Iterable[Program]) -> tuple[str, ...]:
         """Return the names of replicated parameters with at least two axes, not counting the axis of stacked layers."""
-        pairs = ((p, p.parts[0] if isinstance(p, Stack) else p) for p in programs)
-        return tuple(leaf_name(p) for p, layer in pairs if layer.type.rank > 1 and self.resting(p).is_fully_replicated)
+        matrices = (p for p in programs if (p.parts[0] if isinstance(p, Stack) else p).type.rank > 1)
+        return tuple(leaf_name(p) for p in matrices if self.storage_sharding(p).is_fully_replicated)
 
 
-def on_one(t: TensorType, sharding: NamedSharding | None) -> TensorType:
+def shard_type(t: TensorType, sharding: NamedSharding | None) -> TensorType:
     """Return the type of one device's shard of an array; without a sharding, of the full array."""
     return t if sharding is None else TensorType(sharding.shard_shape(t.spec.shape), t.dtype)
 
 
-def with_groups(model_sharding: ModelSharding, graph: Graph) -> ModelSharding:
+def adapt_to_heads(model_sharding: ModelSharding, graph: Graph) -> ModelSharding:
     """Return the sharding rules adapted to the attention and recurrent heads of a flow.
 
     Key heads are replicated if their number of shards is a multiple of the number of key heads. Groups shared by heads
@@ -183,26 +184,26 @@ def with_groups(model_sharding: ModelSharding, graph: Graph) -> ModelSharding:
         where = path_text(node.origin.path)
         if isinstance(node.op, hir.GatedDelta | hir.SelectiveScan):
             count = node.op.value_heads if isinstance(node.op, hir.GatedDelta) else node.op.heads
-            if count % model_sharding.parts("heads"):
+            if count % (n := model_sharding.num_shards("heads")):
                 subject = f"{count} heads with a state"
-                raise UnsupportedError(_refusal(model_sharding, where, subject, "heads", model_sharding.parts("heads")))
+                raise UnsupportedError(_indivisible_message(model_sharding, where, subject, "heads", n))
             groups = node.op.key_heads if isinstance(node.op, hir.GatedDelta) else node.op.groups
-            if groups % model_sharding.parts("groups"):
-                model_sharding = _without(model_sharding, "groups")
+            if groups % model_sharding.num_shards("groups"):
+                model_sharding = _replicate_role(model_sharding, "groups")
         if not isinstance(node.op, hir.Attention | hir.GrowingAttention):
             continue
         heads, kv_heads = heads_of(node.op)
-        n, kv = model_sharding.parts("heads"), model_sharding.parts("kv_heads")
+        n, kv = model_sharding.num_shards("heads"), model_sharding.num_shards("kv_heads")
         if heads % n:
-            raise UnsupportedError(_refusal(model_sharding, where, f"{heads} query heads", "heads", n))
+            raise UnsupportedError(_indivisible_message(model_sharding, where, f"{heads} query heads", "heads", n))
         if kv_heads % kv and (kv % kv_heads or kv != n):
-            raise UnsupportedError(_refusal(model_sharding, where, f"{kv_heads} key heads", "kv_heads", kv))
+            raise UnsupportedError(_indivisible_message(model_sharding, where, f"{kv_heads} key heads", "kv_heads", kv))
         if kv_heads % kv:
-            model_sharding = _without(model_sharding, "kv_heads")
+            model_sharding = _replicate_role(model_sharding, "kv_heads")
     return model_sharding
 
 
-def _without(model_sharding: ModelSharding, role: str) -> ModelSharding:
+def _replicate_role(model_sharding: ModelSharding, role: str) -> ModelSharding:
     """Return the sharding rules with axes of that role replicated."""
     return replace(model_sharding, axes={name: over for name, over in model_sharding.axes.items() if name != role})
 
@@ -213,16 +214,16 @@ def heads_of(op: hir.Attention | hir.GrowingAttention) -> tuple[int, int]:
     return attend.heads, attend.kv_heads
 
 
-def _refusal(model_sharding: ModelSharding, where: str, what: str, role: str, parts: int) -> str:
+def _indivisible_message(model_sharding: ModelSharding, where: str, subject: str, role: str, num_shards: int) -> str:
     """Return the message of an error about a size that does not divide."""
     axes = listing(model_sharding.axes[role])
     return (
-        f"{where}: {what} cannot be divided over {parts} devices ({role} over mesh axis {axes}); use a mesh in which "
-        f"that divides them, or sharding = {{{role} = []}} in the profile"
+        f"{where}: {subject} cannot be divided over {num_shards} devices ({role} over mesh axis {axes}); use a mesh in "
+        f"which that divides them, or sharding = {{{role} = []}} in the profile"
     )
 
 
-def check_divides(model_sharding: ModelSharding, programs: Iterable[Program]) -> None:
+def check_divisible(model_sharding: ModelSharding, programs: Iterable[Program]) -> None:
     """Check that every sharded axis of the compute shardings divides evenly.
 
     (An axis that is sharded in storage only is replicated instead; the report lists such parameters.)
@@ -232,14 +233,14 @@ def check_divides(model_sharding: ModelSharding, programs: Iterable[Program]) ->
     """
     for program in programs:
         for axis, role in enumerate(of_program(program, model_sharding.roles)):
-            parts = model_sharding.weight_parts(program, axis)
+            parts = model_sharding.num_weight_shards(program, axis)
             if int(program.type.shape[axis]) % parts:
                 assert isinstance(role, str)
                 subject = f"{program.type}, {program.type.shape[axis]} along axis {axis},"
-                raise UnsupportedError(_refusal(model_sharding, leaf_name(program), subject, role, parts))
+                raise UnsupportedError(_indivisible_message(model_sharding, leaf_name(program), subject, role, parts))
 
 
-def divide(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Graph:
+def add_sharding_constraints(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Graph:
     """Rewrite x · w → shard(x · w), and likewise embeddings and experts: add sharding constraints to results.
 
     The last axis of the result has the role of the output axis of w. The hidden width between blocks is replicated, so
@@ -259,23 +260,23 @@ def divide(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Gra
         weight = 0 if isinstance(node.op, Gather) else 1
         if not isinstance(node.op, MatMul | FusedMatMulBiasAct | Gather) or len(inputs) <= weight:
             return None
-        param = _param(b, inputs[weight])
+        param = _find_param(b, inputs[weight])
         if param is None:
             return None
         product = b(node.op, *inputs)
         *lead, _ = of_dims(b.type(product))
-        return (b(Shard((*lead, _last(node, of_program(param.programs[0], model_sharding.roles)))), product),)
+        return (b(Shard((*lead, _last_axis_role(node, of_program(param.programs[0], model_sharding.roles)))), product),)
 
     return rewrite(graph, everywhere(fn), types, "divide")
 
 
-def _last(node: Node, roles: Roles) -> str | None:
+def _last_axis_role(node: Node, roles: Roles) -> str | None:
     """Return the role of the result's last axis; None for the hidden width and packed axes, which are replicated."""
     role = roles[-1] if isinstance(node.op, Gather) else roles[1 - node.op.contract]  # type: ignore[attr-defined]
     return role if isinstance(role, str) and role != "hidden" else None
 
 
-def _param(b: Builder, value: Value) -> Param | None:
+def _find_param(b: Builder, value: Value) -> Param | None:
     """Return the parameter that a value is, after removing casts; None if it is something else."""
     node = b.nodes[value.node]
     while isinstance(node.op, CastTo):
@@ -283,7 +284,7 @@ def _param(b: Builder, value: Value) -> Param | None:
     return node.op if isinstance(node.op, Param) else None
 
 
-def undivided(graph: Graph, types: TypeCache) -> Graph:
+def remove_sharding_constraints(graph: Graph, types: TypeCache) -> Graph:
     """Rewrite shard(x) → x, for a program on one device."""
     if not any(isinstance(node.op, Shard) for _, node in graph.walk()):
         return graph

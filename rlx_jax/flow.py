@@ -450,7 +450,7 @@ class ModelFlow(Stages):
         if sharding is None:
             return summary(built.hir, unread=unread_inputs(built.hir))
         padded = pad_vocabulary(built.hir, sharding, built.types)
-        return summary(padded, sharding.placed, unread_inputs(built.hir))
+        return summary(padded, sharding.describe_storage, unread_inputs(built.hir))
 
     def _outline(self) -> Outline:
         """Return the table of blocks that `print(flow)` prints and a notebook shows: path, output, parameters, FLOPs

@@ -164,7 +164,7 @@ class InPieces:
             return sums
         weight_roles = ("vocab", None) if self.head.product.contract == 1 else (None, "vocab")
         roles = ("batch", *(("vocab",) if sums.ndim == 2 else weight_roles))
-        return lax.with_sharding_constraint(sums, self.model_sharding.value(roles, sums.shape))
+        return lax.with_sharding_constraint(sums, self.model_sharding.value_sharding(roles, sums.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -190,7 +190,7 @@ def _forward(
     operands = head_operands(how.head, kernel, bias)
     # Each group of rows is on its own devices. Summing the gradient of the weight per group over all chunks, and then
     # once over the groups, needs one all-reduce in place of one per chunk.
-    groups = 1 if how.model_sharding is None else how.model_sharding.row_parts(hidden.shape[0])
+    groups = 1 if how.model_sharding is None else how.model_sharding.num_batch_shards(hidden.shape[0])
     zeros = [how.apart(jnp.zeros((groups, *a.shape), jnp.float32)) for a in operands]
 
     def piece(sums: Any, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
@@ -348,7 +348,9 @@ def count_pieces(
     """Return the number of chunks; by default the f32 logits of one chunk take at most `room` bytes on a device."""
     batch, seq = shape
     if chunk is None:
-        share = 1 if model_sharding is None else model_sharding.row_parts(batch) * model_sharding.parts("vocab")
+        share = (
+            1 if model_sharding is None else model_sharding.num_batch_shards(batch) * model_sharding.num_shards("vocab")
+        )
         chunk = max(1, share * room // (4 * batch * int(vocab)))
     return math.ceil(seq / whole_number("cross_entropy: chunk", chunk, 1))
 

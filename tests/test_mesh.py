@@ -175,7 +175,7 @@ def test_collectives(family: str, kinds: str, devices: int) -> None:
     model_sharding = ours.model.programs.model_sharding
     assert model_sharding is not None
     leaves = ours.model.programs.layout.leaves.values()
-    gathered = [p for p in leaves if model_sharding.resting(p) != model_sharding.used(p)]
+    gathered = [p for p in leaves if model_sharding.storage_sharding(p) != model_sharding.compute_sharding(p)]
     rows = {"fsdp": 1, "data tensor": 2}[kinds]
     for program in ("prefill", "extend"):
         found = sent(ours, program)

@@ -45,7 +45,7 @@ def check_resting(model: rlx.CompiledModel, params: Any) -> None:
     model_sharding = model.programs.model_sharding
     assert model_sharding is not None and set(params) == set(model.programs.layout.leaves)
     for name, program in model.programs.layout.leaves.items():
-        assert params[name].sharding.is_equivalent_to(model_sharding.resting(program), params[name].ndim), name
+        assert params[name].sharding.is_equivalent_to(model_sharding.storage_sharding(program), params[name].ndim), name
 
 
 TRAINED = [

@@ -42,7 +42,7 @@ def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:
         The rewritten graph without unread nodes.
     """
     contract = 0 if layout == "in_out" else 1
-    reorientable = _to_turn(graph, contract)
+    reorientable = _reorientable_programs(graph, contract)
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, hir.Linear) or node.op.contract == contract:
@@ -50,13 +50,13 @@ def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:
         weight = b.nodes[inputs[1].node].op
         if not isinstance(weight, Param) or not reorientable.issuperset(weight.programs):
             return None
-        oriented = b.leaf(param_of(map(transposed, weight.programs)))
+        oriented = b.leaf(make_param(map(transposed, weight.programs)))
         return b.add(replace(node.op, contract=contract), inputs[0], oriented, *inputs[2:])
 
     return dce(rewrite(graph, everywhere(fn), types, f"orient_{layout}"), types)
 
 
-def param_of(programs: Iterable[Program]) -> Param:
+def make_param(programs: Iterable[Program]) -> Param:
     """Return the parameter with one of these programs for each layer."""
     head_program, *rest = programs
     return Param((head_program, *rest), type=head_program.type)
@@ -67,13 +67,13 @@ def transposed(program: Program) -> Program:
     return program.of if isinstance(program, Transposed) else Transposed(program)
 
 
-def _to_turn(graph: Graph, contract: int) -> set[Program]:
+def _reorientable_programs(graph: Graph, contract: int) -> set[Program]:
     """Return the programs that only Linears read, as their weight, contracting another axis than `contract`."""
     fixed: set[Program] = set()
     for inner, node in graph.walk():
-        for place, value in enumerate(node.inputs):
+        for index, value in enumerate(node.inputs):
             op = inner.nodes[value.node].op
-            is_reorientable = isinstance(node.op, hir.Linear) and place == 1 and node.op.contract != contract
+            is_reorientable = isinstance(node.op, hir.Linear) and index == 1 and node.op.contract != contract
             if isinstance(op, Param) and not is_reorientable:
                 fixed.update(op.programs)
     return {program for group in tied(graph.params()) if fixed.isdisjoint(group) for program in group}
@@ -81,7 +81,7 @@ def _to_turn(graph: Graph, contract: int) -> set[Program]:
 
 # Roles of axes that may be padded. Heads and columns of a feed-forward block are not padded: sizes that the devices do
 # not divide are an error.
-PADDED = ("vocab", "embedding")
+PADDED_ROLES = ("vocab", "embedding")
 
 
 def pad_vocabulary(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Graph:
@@ -90,24 +90,24 @@ def pad_vocabulary(graph: Graph, model_sharding: ModelSharding, types: TypeCache
     An embedding table is padded without a narrow, because no id looks up a row past its end.
     """
 
-    def wanted(program: Program) -> tuple[int, int] | None:
+    def find_padding(program: Program) -> tuple[int, int] | None:
         """Return the axis to pad and its new size, or None."""
         for axis, role in enumerate(of_program(program, model_sharding.roles)):
-            size, parts = int(program.type.shape[axis]), model_sharding.weight_parts(program, axis)
-            if role in PADDED and size % parts:
+            size, parts = int(program.type.shape[axis]), model_sharding.num_weight_shards(program, axis)
+            if role in PADDED_ROLES and size % parts:
                 return axis, -(-size // parts) * parts
         return None
 
     def with_padding(b: Builder, param: Param) -> Value:
-        return b.leaf(param_of(padded(p, *padding) if (padding := wanted(p)) else p for p in param.programs))
+        return b.leaf(make_param(padded(p, *padding) if (padding := find_padding(p)) else p for p in param.programs))
 
     def enter(inner: Graph) -> Rewrite:
         def param(value: Value) -> Param | None:
             op = inner.nodes[value.node].op
-            return op if isinstance(op, Param) and wanted(op.programs[0]) is not None else None
+            return op if isinstance(op, Param) and find_padding(op.programs[0]) is not None else None
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-            if isinstance(node.op, Param) and (padding := wanted(node.op.programs[0])) is not None:
+            if isinstance(node.op, Param) and (padding := find_padding(node.op.programs[0])) is not None:
                 axis, _ = padding
                 return (b(Narrow(axis, 0, int(node.op.type.shape[axis])), with_padding(b, node.op)),)
             weights = [param(v) for v in node.inputs]
@@ -138,8 +138,8 @@ def unpack(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Gra
                 return None
             values: list[Value] = []
             start = 0
-            for place, size in enumerate(node.op.sizes):
-                result = columns(b, inputs[0], start, start + size, place, model_sharding)
+            for part_index, size in enumerate(node.op.sizes):
+                result = compute_columns(b, inputs[0], start, start + size, part_index, model_sharding)
                 if result is None:
                     return None
                 part, role = result
@@ -153,24 +153,24 @@ def unpack(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Gra
 
     unpacked = dce(rewrite(graph, enter, types, "unpack"), types)
     # A checkpoint key in both sets is read packed and in parts.
-    packed_keys = {key for program in _read(unpacked) if is_packed(program, model_sharding) for key in keys_of(program)}
-    separate_keys = {
-        key for program in _read(unpacked) if not is_packed(program, model_sharding) for key in keys_of(program)
-    }
+    packed_keys: set[str] = set()
+    separate_keys: set[str] = set()
+    for program in _read_programs(unpacked):
+        (packed_keys if is_packed(program, model_sharding) else separate_keys).update(keys_of(program))
     return graph if packed_keys & separate_keys else unpacked
 
 
-def columns(
-    b: Builder, value: Value, start: int, stop: int, place: int, model_sharding: ModelSharding
+def compute_columns(
+    b: Builder, value: Value, start: int, stop: int, part_index: int, model_sharding: ModelSharding
 ) -> tuple[Value, Role] | None:
-    """Compute columns `start` to `stop` of a value, its part number `place`, separately.
+    """Compute columns `start` to `stop` of a value, its part number `part_index`, separately.
 
     Returns:
         The part and the role of its axis, or None if the value is not computed from a sharded packed product.
     """
     node = b.nodes[value.node]
     if isinstance(node.op, Shard | Unary | CastTo):
-        result = columns(b, node.inputs[0], start, stop, place, model_sharding)
+        result = compute_columns(b, node.inputs[0], start, stop, part_index, model_sharding)
         if result is None or isinstance(node.op, Shard):
             return result
         with b.at(node.origin):
@@ -183,32 +183,33 @@ def columns(
     output_axis = 1 - node.op.contract if isinstance(node.op, hir.Linear) else 0
     axes = [output_axis, *[0] * (len(params) - 1)]
     slices = ((sliced(p, axis, start, stop) for p in param.programs) for param, axis in zip(params, axes, strict=True))
-    parts = [param_of(programs) for programs in slices]
+    parts = [make_param(programs) for programs in slices]
     role = of_program(parts[0].programs[0], model_sharding.roles)[output_axis]
     if isinstance(node.op, hir.Linear):
         with b.at(node.origin):
             return b(node.op, node.inputs[0], *map(b.leaf, parts)), role
-    result = columns(b, node.inputs[0], start, stop, place, model_sharding)
+    result = compute_columns(b, node.inputs[0], start, stop, part_index, model_sharding)
     if result is None or not (role is None or isinstance(role, str)):
         return None
-    with b.at(replace(node.origin, path=(*node.origin.path, place))):  # its own path, so that its state is separate
+    # A path of its own, so that the state of each part is separate.
+    with b.at(replace(node.origin, path=(*node.origin.path, part_index))):
         return b(replace(node.op, role=role), result[0], *map(b.leaf, parts)), role
 
 
 def is_packed(program: Program, model_sharding: ModelSharding) -> bool:
     """Return whether an axis of a parameter packs several parts, one of which is sharded over devices."""
     axes = (role for role in of_program(program, model_sharding.roles) if isinstance(role, Parts))
-    return any(model_sharding.parts(role) > 1 for axis in axes for _, role in axis.of)
+    return any(model_sharding.num_shards(role) > 1 for axis in axes for _, role in axis.of)
 
 
-def _read(graph: Graph) -> list[Program]:
+def _read_programs(graph: Graph) -> list[Program]:
     return [program for _, node in graph.walk() if isinstance(node.op, Param) for program in node.op.programs]
 
 
 # Returns the groups of nodes of a graph to compute together, by number.
 FindGroups = Callable[[Graph], list[list[int]]]
 # Maps the node numbers of a group and the inputs of its first node to one value for each node.
-Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...]]
+MergeGroup = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...]]
 
 
 ADVICE = "a Linear with the same bias, orientation and no activation"
@@ -229,77 +230,77 @@ def merge_linears(graph: Graph, types: TypeCache, model_sharding: ModelSharding 
         The graph with its fusion sites. A site is missed if several products of one value stayed separate although
         nothing else reads their weights.
     """
-    uses = _uses(graph)
-    find = functools.partial(_groups, uses, model_sharding)
-    fused = _at_once(graph, types, "merge_linears", find, functools.partial(_merge, model_sharding))
-    places = _merged(fused, hir.Linear, "shared_input_matmul", "merge_linears")
-    return Fused(fused, (*places, *_missed(fused, _uses(fused))))
+    uses = _count_reads(graph)
+    find = functools.partial(_linear_groups, uses, model_sharding)
+    fused = _merge_groups(graph, types, "merge_linears", find, functools.partial(_merge_linear, model_sharding))
+    sites = _fused_sites(fused, hir.Linear, "shared_input_matmul", "merge_linears")
+    return Fused(fused, (*sites, *_missed_sites(fused, _count_reads(fused))))
 
 
-def _uses(graph: Graph) -> Counter[Program]:
+def _count_reads(graph: Graph) -> Counter[Program]:
     """Return the number of reads of each parameter."""
     reads = [g.nodes[v.node].op for g, n in graph.walk() for v in n.inputs]
     return Counter(program for op in reads if isinstance(op, Param) for program in set(op.programs))
 
 
-def _alone(op: Op, uses: Counter[Program]) -> bool:
+def _has_one_reader(op: Op, uses: Counter[Program]) -> bool:
     """Return whether a weight is a parameter with one reader."""
     return isinstance(op, Param) and all(uses[program] == 1 for program in op.programs)
 
 
-def _missed(graph: Graph, uses: Counter[Program]) -> Iterator[FusionSite]:
+def _missed_sites(graph: Graph, uses: Counter[Program]) -> Iterator[FusionSite]:
     """Yield one missed fusion site for each value that has several separate products."""
     groups: dict[object, list[int]] = defaultdict(list)
     for number in sorted(live(graph)):
         node = graph.nodes[number]
         for region in node.op.regions():
-            yield from _missed(region, uses)
+            yield from _missed_sites(region, uses)
         if isinstance(node.op, hir.Linear | MatMul | FusedMatMulBiasAct):
-            if all(_alone(graph.nodes[v.node].op, uses) for v in node.inputs[1:]):
+            if all(_has_one_reader(graph.nodes[v.node].op, uses) for v in node.inputs[1:]):
                 groups[node.inputs[0], node.op.f32_result].append(number)
     for first, *rest in groups.values():
-        place = functools.partial(FusionSite.of, "shared_input_matmul", "merge_linears", first, graph.nodes[first])
+        make_site = functools.partial(FusionSite.of, "shared_input_matmul", "merge_linears", first, graph.nodes[first])
         if len(rest) == 1:
-            yield place(reason="NotFused", hint=f"make both {ADVICE}")
+            yield make_site(reason="NotFused", hint=f"make both {ADVICE}")
         elif rest:
-            yield place(reason="SharedMatmulCount", detail=f"{{{1 + len(rest)}}}", hint=f"make all {ADVICE}")
+            yield make_site(reason="SharedMatmulCount", detail=f"{{{1 + len(rest)}}}", hint=f"make all {ADVICE}")
 
 
-def _groups(uses: Counter[Program], model_sharding: ModelSharding | None, graph: Graph) -> list[list[int]]:
+def _linear_groups(uses: Counter[Program], model_sharding: ModelSharding | None, graph: Graph) -> list[list[int]]:
     """Return the node numbers of Linears that can be fused, in order."""
     groups: dict[object, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
         if not isinstance(node.op, hir.Linear) or node.op.activation or node.op.f32_result:
             continue
         operands = [graph.nodes[v.node].op for v in node.inputs[1:]]
-        if all(_alone(op, uses) for op in operands):
+        if all(_has_one_reader(op, uses) for op in operands):
             iterations = tuple(len(op.programs) for op in operands if isinstance(op, Param))
             weight = operands[0]
             assert isinstance(weight, Param)
-            shards = tuple(_parts(model_sharding, weight.programs[0], axis) for axis in (0, 1))
+            shards = tuple(_num_shards(model_sharding, weight.programs[0], axis) for axis in (0, 1))
             if any(int(size) % n for size, n in zip(weight.type.shape, shards, strict=True)):
-                continue  # `check_divides` reports it with the parameter's name
-            if model_sharding is not None and model_sharding.repeats(weight.programs[0], 1 - node.op.contract):
+                continue  # `check_divisible` reports it with the parameter's name
+            if model_sharding is not None and model_sharding.is_kv_replicated(weight.programs[0], 1 - node.op.contract):
                 continue
             groups[(node.inputs[0], node.op, iterations, shards)].append(number)
-    return [group for group in groups.values() if len(group) > 1 and _one_place_each(graph, group)]
+    return [group for group in groups.values() if len(group) > 1 and _has_consistent_partners(graph, group)]
 
 
-def _one_place_each(graph: Graph, group: list[int]) -> bool:
+def _has_consistent_partners(graph: Graph, group: list[int]) -> bool:
     """Return whether every layer that shares a weight fuses it with the same other weights."""
-    for place in range(1, len(graph.nodes[group[0]].inputs)):
-        merged = set(zip(*(_param(graph, graph.nodes[n].inputs[place]).programs for n in group), strict=True))
+    for index in range(1, len(graph.nodes[group[0]].inputs)):
+        merged = set(zip(*(_param(graph, graph.nodes[n].inputs[index]).programs for n in group), strict=True))
         if len({program for programs in merged for program in programs}) < len(group) * len(merged):
             return False
     return True
 
 
-def _parts(model_sharding: ModelSharding | None, program: Program, axis: int) -> int:
+def _num_shards(model_sharding: ModelSharding | None, program: Program, axis: int) -> int:
     """Return the number of shards of a parameter along an axis in its products."""
-    return 1 if model_sharding is None else model_sharding.weight_parts(program, axis)
+    return 1 if model_sharding is None else model_sharding.num_weight_shards(program, axis)
 
 
-def _merge(
+def _merge_linear(
     model_sharding: ModelSharding | None, b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]
 ) -> tuple[Value, ...]:
     """Return the results of a group of Linears, split from one product with their concatenated weights."""
@@ -308,10 +309,10 @@ def _merge(
     assert isinstance(op, hir.Linear)
     axis = 0 if op.contract == 1 else 1
     sizes = tuple(int(graph.type(n.inputs[1]).shape[axis]) for n in nodes)
-    shards = _parts(model_sharding, _param(graph, nodes[0].inputs[1]).programs[0], axis)
-    weights = [_concat([_param(graph, n.inputs[1]) for n in nodes], axis, shards)]
+    shards = _num_shards(model_sharding, _param(graph, nodes[0].inputs[1]).programs[0], axis)
+    weights = [_concat_params([_param(graph, n.inputs[1]) for n in nodes], axis, shards)]
     if op.bias:
-        weights.append(_concat([_param(graph, n.inputs[2]) for n in nodes], 0, shards))
+        weights.append(_concat_params([_param(graph, n.inputs[2]) for n in nodes], 0, shards))
     merged = b(replace(op), inputs[0], *(b.leaf(w) for w in weights))
     return b.add(hir.Split(sizes, shards), merged)
 
@@ -322,26 +323,26 @@ def _param(graph: Graph, value: Value) -> Param:
     return op
 
 
-def _concat(params: list[Param], axis: int, shards: int) -> Param:
+def _concat_params(params: list[Param], axis: int, shards: int) -> Param:
     """Concatenate parameters along an axis: the first shard of each, then the second shard of each, and so on."""
 
-    def merged(programs: tuple[Program, ...]) -> Program:
+    def concat_shards(programs: tuple[Program, ...]) -> Program:
         if shards == 1:
             return concat(programs, axis)
         sizes = [(p, int(p.type.shape[axis]) // shards) for p in programs]
         shard_programs = (sliced(p, axis, i * n, (i + 1) * n) for i in range(shards) for p, n in sizes)
         return concat(tuple(shard_programs), axis)
 
-    return param_of(map(merged, zip(*(p.programs for p in params), strict=True)))
+    return make_param(map(concat_shards, zip(*(p.programs for p in params), strict=True)))
 
 
 def merge_ropes(graph: Graph, types: TypeCache) -> Fused:
     """Rewrite rope(split₀(y), t), rope(split₁(y), t) → split(rope(y₀ ‖ y₁, t)), if the parts are adjacent in y."""
-    fused = _at_once(graph, types, "merge_ropes", _rotations, _rotate)
-    return Fused(fused, tuple(_merged(fused, hir.Rope, "shared_rope", "merge_ropes")))
+    fused = _merge_groups(graph, types, "merge_ropes", _rope_groups, _merge_rope)
+    return Fused(fused, tuple(_fused_sites(fused, hir.Rope, "shared_rope", "merge_ropes")))
 
 
-def _rotations(graph: Graph) -> list[list[int]]:
+def _rope_groups(graph: Graph) -> list[list[int]]:
     """Return the node numbers of equal Ropes over adjacent parts of one Split, in the order of the parts."""
     groups_by_split: dict[object, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
@@ -354,7 +355,7 @@ def _rotations(graph: Graph) -> list[list[int]]:
             if len(g) > 1 and g == sorted(g) and order == list(range(order[0], order[0] + len(order)))]  # fmt: skip
 
 
-def _rotate(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+def _merge_rope(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """Return the results of a group of Ropes, split from one Rope over their adjacent parts."""
     split, start, count = b.nodes[inputs[0].node], inputs[0].index, len(group)
     assert isinstance(split.op, hir.Split)
@@ -365,21 +366,21 @@ def _rotate(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...
     return b.add(hir.Split(parts, shards), b(graph.nodes[group[0]].op, operand, *inputs[1:]))
 
 
-def _merged(graph: Graph, kind: type[Op], pattern: str, by: str) -> Iterator[FusionSite]:
+def _fused_sites(graph: Graph, op_type: type[Op], pattern: str, by: str) -> Iterator[FusionSite]:
     """Yield the fusion sites of a pass: each Split of a node of that kind that the pass wrote."""
     for number, node in enumerate(graph.nodes):
         if node.origin.by == by and isinstance(node.op, hir.Split):
-            if isinstance(graph.nodes[node.inputs[0].node].op, kind):
+            if isinstance(graph.nodes[node.inputs[0].node].op, op_type):
                 yield FusionSite.of(pattern, by, number, node)
         for region in node.op.regions():
-            yield from _merged(region, kind, pattern, by)
+            yield from _fused_sites(region, op_type, pattern, by)
 
 
-def _at_once(graph: Graph, types: TypeCache, name: str, groups: FindGroups, make: Make) -> Graph:
-    """Compute the nodes of each group together, by `make`, at the position of the first."""
+def _merge_groups(graph: Graph, types: TypeCache, name: str, find_groups: FindGroups, merge_group: MergeGroup) -> Graph:
+    """Compute the nodes of each group together, by `merge_group`, at the position of the first."""
 
     def enter(graph: Graph) -> Rewrite:
-        member = {number: group for group in groups(graph) for number in group}
+        member = {number: group for group in find_groups(graph) for number in group}
         results: dict[int, Value] = {}
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
@@ -387,7 +388,7 @@ def _at_once(graph: Graph, types: TypeCache, name: str, groups: FindGroups, make
                 return None
             group = member[number]
             if number == group[0]:
-                results.update(zip(group, make(b, graph, group, inputs), strict=True))
+                results.update(zip(group, merge_group(b, graph, group, inputs), strict=True))
             return (results[number],)
 
         return fn

@@ -28,7 +28,7 @@ from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.outline import cost
 from rlx_jax.lowering.lir.plan import Lir, state_types
-from rlx_jax.lowering.sharding import on_one
+from rlx_jax.lowering.sharding import shard_type
 
 SLACK = 2**16  # bytes: alignment and small constants
 LEAST_CACHE = 2**16  # bytes of a cache from which its copies are reported
@@ -118,7 +118,7 @@ def examine(
     """
     programs = {"": lir, **(beside or {})}
     types = {start + n: t for start, p in programs.items() for n, t in state_types(p.graph, p.plan.scan).items()}
-    shards = {name: on_one(t, shardings.get(name)) for name, t in types.items()}
+    shards = {name: shard_type(t, shardings.get(name)) for name, t in types.items()}
     memory: Any = compiled.memory_analysis()
     computed = {t for p in programs.values() for t in (*computed_types(p.graph), *copied_types(p.graph))}
     text = compiled.as_text() or ""

@@ -36,7 +36,7 @@ from rlx_jax.device import Device
 from rlx_jax.ir.ops.experts import ExpertFfn, plus
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.plan import Call, Choice
-from rlx_jax.lowering.sharding import ModelSharding, on_one
+from rlx_jax.lowering.sharding import ModelSharding, shard_type
 
 AnyArray = Any
 
@@ -79,9 +79,9 @@ def choose_apart(call: Call, device: Device, model_sharding: ModelSharding) -> C
     # Tokens are gathered along the mesh axes of experts, and stay sharded along the others.
     row_axes = (tuple(n for n in _axes([entry]) if n not in shardings.own) for entry in shardings.rows)
     row_sharding = NamedSharding(model_sharding.mesh, PartitionSpec(*(names or None for names in row_axes)))
-    x, weights, ids = (on_one(operands[place], row_sharding) for place in (0, 4, 5))
+    x, weights, ids = (shard_type(operands[place], row_sharding) for place in (0, 4, 5))
     expert_sharding = NamedSharding(model_sharding.mesh, PartitionSpec(shardings.wide[0]))
-    gate, up, down, *biases = (on_one(t, expert_sharding) for t in (*operands[1:4], *operands[6:]))
+    gate, up, down, *biases = (shard_type(t, expert_sharding) for t in (*operands[1:4], *operands[6:]))
     choice = choose((op, (x, gate, up, down, weights, ids, *biases)), device)
     return replace(choice, reason=f"{gate.shape[0]} of {experts} experts on each device: {choice.reason}")
 
@@ -143,9 +143,11 @@ class Apart:
 def apart_of(op: ExpertFfn, model_sharding: ModelSharding, operands: Sequence[Any]) -> Apart:
     """Return the shardings of a mixture with the given operands, which may be types or arrays."""
     x, gate, _, down, _, ids, *biases = operands
-    rows, choices = (model_sharding.value((*op.roles, None), a.shape).spec for a in (x, ids))
-    wide = model_sharding.value(("experts", "ffn", None) if op.contract else ("experts", None, "ffn"), gate.shape).spec
-    narrow = model_sharding.value(
+    rows, choices = (model_sharding.value_sharding((*op.roles, None), a.shape).spec for a in (x, ids))
+    wide = model_sharding.value_sharding(
+        ("experts", "ffn", None) if op.contract else ("experts", None, "ffn"), gate.shape
+    ).spec
+    narrow = model_sharding.value_sharding(
         ("experts", None, "ffn") if op.contract else ("experts", "ffn", None), down.shape
     ).spec
     expert_axes = _axes(wide[:1])
@@ -153,7 +155,7 @@ def apart_of(op: ExpertFfn, model_sharding: ModelSharding, operands: Sequence[An
     gathered = tuple((axis, names) for axis, names in sharded_rows if names)
     gathered_axes = {name for _, names in gathered for name in names}
     bias_roles = zip(("ffn", "ffn", None), biases, strict=False)
-    bias_specs = tuple(model_sharding.value(("experts", role), bias.shape).spec for role, bias in bias_roles)
+    bias_specs = tuple(model_sharding.value_sharding(("experts", role), bias.shape).spec for role, bias in bias_roles)
     return Apart(
         rows,
         choices,

@@ -102,7 +102,8 @@ class Env:
         """
         if self.model_sharding is None:
             return array
-        compute_sharding, storage_sharding = self.model_sharding.used(program), self.model_sharding.resting(program)
+        compute_sharding = self.model_sharding.compute_sharding(program)
+        storage_sharding = self.model_sharding.storage_sharding(program)
         if compute_sharding == storage_sharding:
             return array
         # Constraints apply to gradients too: with that to the storage sharding, each device sums its own shard only.
@@ -148,7 +149,7 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
     assert isinstance(op, Mir), op
     if isinstance(op, Shard) and env.model_sharding is not None:
         (x,) = operands
-        return (lax.with_sharding_constraint(x, env.model_sharding.value(op.roles, x.shape)),)
+        return (lax.with_sharding_constraint(x, env.model_sharding.value_sharding(op.roles, x.shape)),)
     choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOSEN) else None
     run = op.eval
     if choice is not None and choice.implementation != "xla":
@@ -156,7 +157,7 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
     if isinstance(op, ExpertFfn) and op.roles and env.model_sharding is not None:
         return (over_devices(op, run, env.model_sharding, operands),)
     if isinstance(op, TopK) and op.roles and env.model_sharding is not None:
-        rows = env.model_sharding.value(op.roles, operands[0].shape).spec
+        rows = env.model_sharding.value_sharding(op.roles, operands[0].shape).spec
         run = jax.shard_map(run, mesh=env.model_sharding.mesh, in_specs=rows, out_specs=(rows, rows))
     results = run(*operands)
     return results if isinstance(results, tuple) else (results,)

@@ -25,7 +25,7 @@ from rlx_jax.ir.roles import agreed, of_dims
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.plan import Lir, given_leaves
 from rlx_jax.lowering.lower import expand_composites
-from rlx_jax.lowering.sharding import ModelSharding, heads_of, with_groups
+from rlx_jax.lowering.sharding import ModelSharding, adapt_to_heads, heads_of
 from rlx_jax.program import Built
 
 
@@ -67,7 +67,7 @@ def divide_model(
     )
     check_conflicts(model_sharding, builds[0].name)
     for graph in graphs:
-        model_sharding = with_groups(model_sharding, graph)
+        model_sharding = adapt_to_heads(model_sharding, graph)
     return model_sharding
 
 
@@ -150,7 +150,7 @@ def check_conflicts(model_sharding: ModelSharding, name: str) -> None:
     """
     for key, roles in model_sharding.roles.items():
         for role in (r for r in roles if isinstance(r, Conflict)):
-            if divided := [r for r in role.names if model_sharding.parts(r) > 1]:
+            if divided := [r for r in role.names if model_sharding.num_shards(r) > 1]:
                 raise GraphError(
                     f"{name}: weight {quote(key)}: an axis is {role}, and the mesh {model_sharding.text()} divides "
                     f"{listing(divided)}; use a mesh that does not, or sharding = {{{divided[0]} = []}} in the profile"
@@ -184,7 +184,7 @@ def at_home(arrays: T, model_sharding: ModelSharding | None) -> T:
         if not isinstance(a, jax.Array) or isinstance(a, jax.core.Tracer) or not a.committed:
             return a
         if a.sharding.device_set != model_devices:
-            return jax.device_put(a, model_sharding.whole)
+            return jax.device_put(a, model_sharding.replicated)
         return freed(a)
 
     adapted: T = jax.tree.map(home, arrays)
@@ -200,10 +200,10 @@ def in_any_mesh(function: Function, template: Template, lir: Lir, model_sharding
         return function
     leaves = given_leaves(lir.graph, lir.plan.scan)
     outputs = tuple(
-        model_sharding.value(of_dims(template.mir.type(symbolic)), lir.graph.type(bound).shape).spec
+        model_sharding.value_sharding(of_dims(template.mir.type(symbolic)), lir.graph.type(bound).shape).spec
         for symbolic, bound in zip(template.mir.outputs, lir.graph.outputs, strict=True)
     )
-    written = {name: model_sharding.value(roles, t.shape).spec for name, (t, roles) in leaves.items()}
+    written = {name: model_sharding.value_sharding(roles, t.shape).spec for name, (t, roles) in leaves.items()}
 
     def anywhere(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         tracers = (a for a in jax.tree.leaves((params, state, inputs)) if isinstance(a, jax.core.Tracer))

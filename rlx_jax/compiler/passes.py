@@ -36,7 +36,7 @@ from rlx_jax.lowering.mir.small import (
     without_inputs,
 )
 from rlx_jax.lowering.precision import compute_in, mixed, pin_matmul, store_in
-from rlx_jax.lowering.sharding import divide, undivided
+from rlx_jax.lowering.sharding import add_sharding_constraints, remove_sharding_constraints
 
 HIR, MIR = GraphStage.HIR, GraphStage.MIR
 Kind = Literal["program", "layout", "fusion", "cleaning"]
@@ -140,7 +140,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("expand", HIR, expand_composites),
     Pass("precision", HIR, compute_in, lambda job: unless(job.settings.compute, np.float32)),
     # On one device, ops that only matter for sharding are removed.
-    Pass("undivided", HIR, undivided, lambda job: job.settings.model_sharding is None),
+    Pass("undivided", HIR, remove_sharding_constraints, lambda job: job.settings.model_sharding is None),
     Pass("unpack", HIR, unpack, over_devices),
     Pass(
         "merge_linears",
@@ -187,7 +187,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("cse", MIR, cse, kind="cleaning"),
     Pass("constant_folding", MIR, constant_folding, kind="cleaning"),
     *(Pass(name, MIR, left_to_xla, kind="fusion") for name in LEFT_TO_XLA),
-    Pass("divide", MIR, divide, over_devices),
+    Pass("divide", MIR, add_sharding_constraints, over_devices),
     Pass("dce", MIR, dce, kind="cleaning"),  # late, because the passes before it leave unread nodes
     Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),
     Pass("specialise", MIR, specialise, lambda job: job.sizes),  # runs once per choice of sizes, on the template
@@ -270,7 +270,7 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
         start = time.perf_counter()
         result = p(graph, job)
         graph = result.graph
-        places += result.places
+        places += result.sites
         seconds[p.name], nodes[p.name] = time.perf_counter() - start, sum(1 for _ in graph.walk())
         blocks = graph if p.level == HIR else blocks
         lowered = graph if p.kind == "program" else lowered

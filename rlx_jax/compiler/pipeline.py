@@ -284,10 +284,13 @@ def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None
 def placed_state(lir: Lir, state: StateArrays, model_sharding: ModelSharding) -> StateArrays:
     """Return the state, constrained to the sharding that the next call expects."""
     leaves = given_leaves(lir.graph, lir.plan.scan)
-    return {
-        name: lax.with_sharding_constraint(a, model_sharding.value(leaves[name][1], a.shape)) if name in leaves else a
-        for name, a in state.items()
-    }
+
+    def constrain(name: str, array: Any) -> Any:
+        if name not in leaves:
+            return array
+        return lax.with_sharding_constraint(array, model_sharding.value_sharding(leaves[name][1], array.shape))
+
+    return {name: constrain(name, array) for name, array in state.items()}
 
 
 def choices_here(lir: Lir, here: Device) -> Mapping[Call, Choice]:

@@ -273,9 +273,8 @@ def settings_for(
 
 def divided(settings: Settings, model_sharding: ModelSharding) -> Settings:
     """Return the settings of a sharded model, in which all devices get an equal number of rows."""
-    return replace(
-        settings, model_sharding=model_sharding, buckets=replace(settings.buckets, share=model_sharding.parts("batch"))
-    )
+    buckets = replace(settings.buckets, share=model_sharding.num_shards("batch"))
+    return replace(settings, model_sharding=model_sharding, buckets=buckets)
 
 
 def differences(first: Settings, other: Settings) -> list[str]:

@@ -36,7 +36,7 @@ from rlx_jax.ir.types import is_float
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only
 from rlx_jax.lowering.lir.plan import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites
-from rlx_jax.lowering.sharding import check_divides, on_one
+from rlx_jax.lowering.sharding import check_divisible, shard_type
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.profiles.effects import warn_of_idle
 from rlx_jax.program import Buildable, Built, Weights
@@ -99,7 +99,7 @@ def open_programs(
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
     if model_sharding is not None:
-        check_divides(model_sharding, layout.leaves.values())
+        check_divisible(model_sharding, layout.leaves.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, settings, layout, captured, options.progress)
     programs.opened = merge, program
@@ -327,7 +327,7 @@ def drawn_params(programs: Programs, built: Built, key: jax.Array, what: str) ->
     """
     leaves, resting = programs.layout.leaves, programs.resting()
     shardings = resting or {}
-    sizes = [on_one(t, shardings.get(name)).nbytes for name, t in programs.layout.types().items()]
+    sizes = [shard_type(t, shardings.get(name)).nbytes for name, t in programs.layout.types().items()]
     if not isinstance(key, jax.core.Tracer):
         # Values are sampled in f32 and then scaled, which takes a temporary array.
         check_space(sum(sizes) + max(sizes, default=0), what)

@@ -144,7 +144,7 @@ def state_shardings(
 ) -> dict[str, NamedSharding]:
     """Return the sharding of each array of the state that a program takes, or with `given` that it returns."""
     leaves = (given_leaves if given else state_leaves)(template.mir, template.scan)
-    return {name: model_sharding.value(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
+    return {name: model_sharding.value_sharding(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
 
 
 # How many programs compiled after warm-up the report lists; a loop that recompiles must not grow it without bound.
@@ -322,13 +322,13 @@ class Programs:
     @property
     def whole(self) -> NamedSharding | None:
         """Return the replicated sharding, None on one device."""
-        return None if self.model_sharding is None else self.model_sharding.whole
+        return None if self.model_sharding is None else self.model_sharding.replicated
 
     def resting(self) -> dict[str, NamedSharding] | None:
         """Return the storage sharding of each parameter, None on one device."""
         if self.model_sharding is None:
             return None
-        return {name: self.model_sharding.resting(program) for name, program in self.layout.leaves.items()}
+        return {name: self.model_sharding.storage_sharding(program) for name, program in self.layout.leaves.items()}
 
     def shardings(self, key: ProgramKey, inputs: Arrays) -> Shardings | None:
         """Return the shardings of a program's arguments and results, None on one device.
@@ -343,12 +343,12 @@ class Programs:
         # With several processes each passes the full input, which is sharded inside the program.
         shard_inputs = jax.process_count() == 1
         placements = {
-            name: model_sharding.of_input(declared[name], declared[name].bind(sizes).shape)
+            name: model_sharding.input_sharding(declared[name], declared[name].bind(sizes).shape)
             if name in declared and shard_inputs
-            else jax.tree.map(lambda _: model_sharding.whole, value)
+            else jax.tree.map(lambda _: model_sharding.replicated, value)
             for name, value in inputs.items()
         }
-        outputs = None if set(inputs) <= set(declared) else model_sharding.whole
+        outputs = None if set(inputs) <= set(declared) else model_sharding.replicated
         state = state_shardings(template, sizes, model_sharding, given=key.around is None)
         nbytes = model_sharding.gathered_bytes(self.layout.leaves.values())
         if isinstance(key.around, RunsOthers) and (other := key.around.divided()) is not None:

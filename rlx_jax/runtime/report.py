@@ -317,14 +317,14 @@ def in_short(number: int) -> str:
 
 def over_mesh(report: Report, model_sharding: ModelSharding, layout: Layout) -> Report:
     """Return the report with the attributes that describe the mesh."""
-    specs = [model_sharding.placed(program) for program in layout.leaves.values()]
+    specs = [model_sharding.describe_storage(program) for program in layout.leaves.values()]
     return replace(
         report,
         mesh=model_sharding.text(),
         leaf_bytes=sum(nbytes for _, nbytes in specs),
         # A spec such as "(-, -)" names no axis of the mesh: that parameter is replicated.
         shardings=dict(Counter(spec for spec, _ in specs if set(spec) - set("(-, )"))),
-        whole=model_sharding.whole_leaves(layout.leaves.values()),
+        whole=model_sharding.replicated_params(layout.leaves.values()),
     )
 
 

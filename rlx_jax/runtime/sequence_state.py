@@ -18,7 +18,7 @@ from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.device import check_fits
 from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.ir.types import TensorType, bound, check_elements, is_static, short_name, terms_of
-from rlx_jax.lowering.sharding import on_one
+from rlx_jax.lowering.sharding import shard_type
 
 # The name of the array that counts the tokens of each row.
 LENGTH = "length"
@@ -113,7 +113,7 @@ def empty_state(
         check_elements(t.shape, f"init_state: {name} {t}")
 
     def nbytes(sizes: Mapping[str, int]) -> int:
-        return sum(on_one(t.bind(sizes), shardings.get(name)).nbytes for name, t in types.items())
+        return sum(shard_type(t.bind(sizes), shardings.get(name)).nbytes for name, t in types.items())
 
     check_fits(nbytes(binding), what, lambda limit: _what_fits(nbytes, binding, limit))
     return EmptyState(tuple(bound_types.items()), shardings)

@@ -96,13 +96,14 @@ PASS_FAULTS = (
 """In passes, in the rewriting that they share, and in rolling."""
 
 LOWERING_FAULTS = (
-    Fault("pieces of a merged Linear come in reverse order", weights, "_merge", "hir.Split(sizes, shards)",
+    Fault("pieces of a merged Linear come in reverse order", weights, "_merge_linear", "hir.Split(sizes, shards)",
         "hir.Split(sizes[::-1], shards)", "block"),
-    Fault("merged biases come in reverse order", weights, "_merge", "_param(graph, n.inputs[2]) for n in nodes]",
-        "_param(graph, n.inputs[2]) for n in nodes[::-1]]", "block"),
-    Fault("Linears with and without a bias merge", weights, "_groups", "(node.inputs[0], node.op,",
+    Fault("merged biases come in reverse order", weights, "_merge_linear",
+        "_param(graph, n.inputs[2]) for n in nodes]", "_param(graph, n.inputs[2]) for n in nodes[::-1]]", "block"),
+    Fault("Linears with and without a bias merge", weights, "_linear_groups", "(node.inputs[0], node.op,",
         "(node.inputs[0], node.op.contract,", "block"),
-    Fault("Linears of different values merge", weights, "_groups", "(node.inputs[0], node.op,", "(node.op,", "block"),
+    Fault("Linears of different values merge", weights, "_linear_groups", "(node.inputs[0], node.op,", "(node.op,",
+        "block"),
     Fault("k and v change places", lower, "attention", "*inputs)", "inputs[0], inputs[2], inputs[1], *inputs[3:])",
         "block"),
     Fault("zero β takes the offset along", lower, "rms_norm", "op.eps, op.offset", "op.eps", "block"),
