@@ -255,7 +255,7 @@ def check_space(nbytes: int, what: str, on_host: int = 0, together: int = 0) -> 
         DeviceOutOfMemoryError: the device is smaller. LimitError: over `limits.MAX_MEMORY_PERCENT` of the host's.
     """
     host_bytes = max(nbytes, together) if running_device().kind == "cpu" else 0  # CPU devices share the host's memory
-    limits.fits_in_memory(host_bytes + on_host, what)
+    limits.check_memory(host_bytes + on_host, what)
     check_fits(nbytes, what)
 
 

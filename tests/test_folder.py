@@ -64,13 +64,13 @@ def test_what_is_read_is_kept(tmp_path: Path) -> None:
     """By the record and by those below it; a new record reads again."""
     write(tmp_path / "a.json", {"a": 1})
     write(tmp_path / "sub" / "b.json", {"b": 2})
-    first = Folder.at(tmp_path)
-    assert first.json("a.json") == {"a": 1} and first.below("sub").json("b.json") == {"b": 2}
+    first = Folder.from_path(tmp_path)
+    assert first.json("a.json") == {"a": 1} and first.subfolder("sub").json("b.json") == {"b": 2}
     write(tmp_path / "a.json", {"a": 3})
     (tmp_path / "sub" / "b.json").unlink()
-    assert first.json("a.json") == first.below("").needed("a.json") == {"a": 1}
+    assert first.json("a.json") == first.subfolder("").required_json("a.json") == {"a": 1}
     assert first.json("sub/b.json") == {"b": 2}
-    assert Folder.at(tmp_path).json("a.json") == {"a": 3} and Folder.at(first) is first
+    assert Folder.from_path(tmp_path).json("a.json") == {"a": 3} and Folder.from_path(first) is first
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     here = Folder(tmp_path)
     assert here.json("a.json") == {} and here.read("a.json", 1, "one", ConfigError) is None
     with pytest.raises(MissingFileError, match="a.json'?: no such file"):
-        here.needed("a.json")
+        here.required_json("a.json")
     with pytest.raises(MissingFileError, match="no such directory.*a model of the Hub is a string"):
         folder.open_folder(tmp_path / "b")
     (tmp_path / "out.json").symlink_to(LLAMA / "config.json")
@@ -114,7 +114,7 @@ def config_of(tmp_path: Path, raw: bytes) -> Path:
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """The object in a file of a folder, which is there."""
-    return Folder(Path(path).parent).needed(Path(path).name)
+    return Folder(Path(path).parent).required_json(Path(path).name)
 
 
 @settings(max_examples=20)

@@ -110,7 +110,7 @@ def test_inspect_reads_headers(server: Hub, capsys: pytest.CaptureFixture[str], 
     assert whole == {*TEXT_FILES, *([INDEX] if shards else [])}
     assert cli.main(["inspect", str(LLAMA), *needs, "--json"]) == 0
     assert capsys.readouterr().out == told
-    open_folder("org/m").bring(*files)
+    open_folder("org/m").fetch(*files)
     asked = len(server.asked)
     assert cli.main(["inspect", "org/m", *needs, "--json"]) == 0  # what is in the cache is read there
     assert capsys.readouterr().out == told and len(server.asked) == asked + 1
@@ -173,7 +173,7 @@ def test_what_is_here_wins(server: Hub, tmp_path: Path) -> None:
 
 
 def test_shards_come_together(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several at a time, and no more than `AT_ONCE`; progress is one line for all of them."""
+    """Several at a time, and no more than `MAX_PARALLEL_DOWNLOADS`; progress is one line for all of them."""
     names = [f"model-{i}.safetensors" for i in range(5)]
     server.files["org/m"] = {name: bytes([i]) * 100_000 for i, name in enumerate(names)}
     running, most, lock = [0], [0], threading.Lock()
@@ -190,11 +190,11 @@ def test_shards_come_together(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
             running[0] -= 1
         handler.send(content, {})
 
-    monkeypatch.setattr(hub, "AT_ONCE", 3)
+    monkeypatch.setattr(hub, "MAX_PARALLEL_DOWNLOADS", 3)
     server.faults[".safetensors"] = slow
     told: list[tuple[str, int, int]] = []
     folder = open_folder("org/m", progress=lambda what, done, total: told.append((what, done, total)))
-    folder.bring(*names, "no.safetensors")
+    folder.fetch(*names, "no.safetensors")
     assert 2 <= most[0] <= 3 and sorted(server.fetched()) == names
     assert {what for what, _, _ in told} == {"download 5 files"} and {total for *_, total in told} == {500_000}
     assert [done for _, done, _ in told] == sorted({done for _, done, _ in told}) and told[-1][1] == 500_000
@@ -205,24 +205,25 @@ def test_shards_come_together(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[RlxError], list[str]]] = {
-    "not found": ({}, {"name": "org/none"}, MissingFileError, ["no such model for all to see", "token="]),
+    "not found": ({}, {"name": "org/none"}, MissingFileError, ["no such public model", "token="]),
     "not found with a token": (
         {"faults": {"main": refusing(404, "RepoNotFound")}}, {"token": TOKEN}, MissingFileError,
         ["no such model (404)"],
     ),
 
-    "a short commit": ({}, {"revision": COMMIT[:7]}, MissingFileError, ["a commit is given by its 40 digits"]),
+    "a short commit": ({}, {"revision": COMMIT[:7]}, MissingFileError, ["write a commit with all 40 digits"]),
     "private": ({"token": TOKEN}, {}, MissingFileError, ["if it is private, pass token=, or set HF_TOKEN"]),
     "another token": ({"token": "other"}, {"token": TOKEN}, HubError, ["refuses it to this token (401)"]),
     "gated": (
-        {"faults": {"config.json": refusing(403, "GatedRepo")}}, {}, HubError, ["config.json", "ask on its page"],
+        {"faults": {"config.json": refusing(403, "GatedRepo")}}, {}, HubError,
+        ["config.json", "request access on the model page"],
     ),
     "listed and gone": (
         {"faults": {"config.json": refusing(404, "EntryNotFound")}}, {}, MissingFileError, ["lists the file"],
     ),
     "in trouble": ({"faults": {"main": refusing(503)}}, {}, HubUnreachableError, ["answers 503"]),
     "no token of a header": ({}, {"token": TOKEN + "\n"}, RequestError, ["token: expected printable ASCII"]),
-    "no token stored": ({}, {"token": True}, HubError, ["token=True, and none is stored"]),
+    "no token stored": ({}, {"token": True}, HubError, ["token=True, and no token is stored"]),
 }  # fmt: skip
 
 

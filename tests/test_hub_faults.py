@@ -39,7 +39,7 @@ CACHED = "hub/models--org--m"
 
 def weights_of(folder: Folder) -> Path:
     """The file of weights, fetched."""
-    folder.bring("model.safetensors")
+    folder.fetch("model.safetensors")
     return folder.path / "model.safetensors"
 
 
@@ -106,12 +106,12 @@ def listing_with(old: bytes, new: bytes) -> Callable[[Handler, bytes], None]:
 LIES: dict[str, tuple[str, Callable[[Handler, bytes], None], type[RlxError], str]] = {
     "other bytes of a large file": ("model.safetensors", changed, IntegrityError, "has the digest .* nothing was kept"),
 
-    "more bytes": ("model.safetensors", lambda h, c: h.send(c + b"!", {}), IntegrityError, "more came than the"),
+    "more bytes": ("model.safetensors", lambda h, c: h.send(c + b"!", {}), IntegrityError, "more bytes than"),
     "fewer bytes": ("model.safetensors", lambda h, c: h.send(c[:-1], {}), IntegrityError, "nothing is kept: try again"),
     "cut every time": (
         "model.safetensors", lambda h, _: h.connection.shutdown(2), HubUnreachableError, "cannot be reached",
     ),
-    "an endless file": ("config.json", endless, IntegrityError, "more came than the"),
+    "an endless file": ("config.json", endless, IntegrityError, "more bytes than its listed size"),
 
     "a list that is none": (
         "revision/main", lambda h, _: h.send(b"<html>", {}), IntegrityError, "no list of a commit's files",
@@ -148,7 +148,7 @@ def another_part(handler: Handler, content: bytes) -> None:
 
 PARTS: dict[str, tuple[Callable[[Handler, bytes], None], tuple[type[RlxError], str] | None]] = {
     "no ranges": (partial(without_ranges, times=[]), None),
-    "another part": (another_part, (IntegrityError, "asked for the bytes from 0 on, got 'bytes 8-15/")),
+    "another part": (another_part, (IntegrityError, "requested the bytes from 0 on, got 'bytes 8-15/")),
     "fewer bytes": (lambda h, c: h.send(c[:4], {}), (HubUnreachableError, "ended after 4 of 8 bytes")),
     "a header of another length": (
         lambda h, c: h.send(b"\xff" * len(c), {}), (SafetensorsError, r"header says 18446744073709551615 bytes"),
@@ -182,7 +182,7 @@ def test_sizes_are_looked_at_before_anything_comes(server: Hub, monkeypatch: pyt
     folder = open_folder("org/m")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(NoSpaceError, match=r"bytes to fetch, 0 are free in"):
-        folder.bring("model.safetensors")
+        folder.fetch("model.safetensors")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
     bare = json.dumps({"id": "org/m", "sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}).encode()
     server.faults["revision/main"] = lambda handler, _: handler.send(bare, {})
@@ -227,8 +227,8 @@ def test_without_a_connection(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
     jax.tree.map(np.testing.assert_array_equal, rlx.load("org/m").model.params, expected)
     has = "load it once without, .*; the cache has "
     for name, revision, told in (
-        ("org/n", None, "the cache has nothing of it"), ("org/m", "v1", has + "'main' of it"),
-        ("org/m", "Main", "did you mean 'main'?"), ("org/m", COMMIT[:7], f"'main' of it; '{COMMIT}' begins so"),
+        ("org/n", None, "the cache has no revision of it"), ("org/m", "v1", has + "'main' of it"),
+        ("org/m", "Main", "did you mean 'main'?"), ("org/m", COMMIT[:7], f"'main' of it; '{COMMIT}' starts with it"),
         ("org/m", "f" * 40, has + "'main' of it"),
     ):  # fmt: skip
         message = (

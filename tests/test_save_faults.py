@@ -79,7 +79,7 @@ def before_each_operation(see: Callable[[], object]) -> Iterator[None]:
         return wrapped
 
     with mock.patch.multiple(os, **{name: wrap(getattr(os, name)) for name in OPERATIONS}):
-        with mock.patch.object(atomic, "_rename2", wrap(atomic._rename2)):
+        with mock.patch.object(atomic, "_renameat2", wrap(atomic._renameat2)):
             yield
 
 
@@ -92,7 +92,7 @@ def test_killed_before_any_operation(
 ) -> None:
     """The directory as it is before each operation, which is what a process leaves that is killed there."""
     if not exchange:
-        monkeypatch.setattr(atomic, "_rename2", lambda *_: False)
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
     live, snapshots = tmp_path / "live", tmp_path / "snapshots"
     live.mkdir()
     if old is not None:
@@ -114,7 +114,7 @@ def test_all_is_on_disk_before_the_rename(tmp_path: Path, format: str) -> None:
     """What a power failure may undo: nothing that the rename makes visible, and after the save not the rename."""
     write(tmp_path / "it", 1, format)
     synced: list[str] = []
-    real_sync, real_rename = os.fsync, atomic._rename2
+    real_sync, real_rename = os.fsync, atomic._renameat2
 
     def fsync(descriptor: int) -> None:
         synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
@@ -126,7 +126,7 @@ def test_all_is_on_disk_before_the_rename(tmp_path: Path, format: str) -> None:
         synced.clear()
         return real_rename(source, target, flags)
 
-    with mock.patch.object(os, "fsync", fsync), mock.patch.object(atomic, "_rename2", rename):
+    with mock.patch.object(os, "fsync", fsync), mock.patch.object(atomic, "_renameat2", rename):
         write(tmp_path / "it", 2, format)
     assert synced[-1] == str(tmp_path)
 
@@ -165,7 +165,7 @@ def test_the_disk_refuses(
 ) -> None:
     """An error at the n-th sync, for every n, or Ctrl-C there: the old or the new content, and nothing beside it."""
     if not exchange:
-        monkeypatch.setattr(atomic, "_rename2", lambda *_: False)
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
     write(tmp_path / "it", 1)
     real, found = os.fsync, []
     for count in itertools.count(1):

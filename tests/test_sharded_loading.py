@@ -246,7 +246,7 @@ def test_a_sharding_that_does_not_divide() -> None:
 
 def test_room_is_asked_for_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has to hold a box, not a leaf; and on CPU what all devices hold, a replica for each."""
-    monkeypatch.setattr(limits, "_SMALL", 0)
+    monkeypatch.setattr(limits, "_MIN_CHECKED_BYTES", 0)
     leaf = Stack((Q,) * 64)
     box = bytes_to_fill(boxed(leaf, ((0, 64), (0, 4), (0, 8))))
     assert box == 64 * 128 + 128

@@ -56,7 +56,7 @@ class Checkpoint:
     @cached_property
     def folder(self) -> Folder:
         """The directory `inside` of `root`."""
-        return self.root.below(self.inside)
+        return self.root.subfolder(self.inside)
 
     @cached_property
     def _known(self) -> tuple[Fields, Family | plugins.Opens]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import files, limits
-from rlx_jax.io.folder import Folder, json_bound
+from rlx_jax.io.folder import Folder, json_size_bound
 from rlx_jax.io.strict_json import parse
 from rlx_jax.ir.types import short_name
 from rlx_jax.models.config import Fields
@@ -142,7 +142,7 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
             a setting that needs more; the message names it.
         LimitError: a file is too large.
     """
-    folder = Folder.at(directory)
+    folder = Folder.from_path(directory)
     modules = _read_modules(folder)
     if modules is None:
         return None
@@ -303,10 +303,10 @@ def _read_modules(folder: Folder) -> list[tuple[str, str]] | None:
 def _bring(folder: Folder, paths: Sequence[str]) -> None:
     """Fetch the files of a Hub model that are read next in one go: the settings of the modules and of the model."""
     transformer = (_inside(paths[0], file) for file in _TRANSFORMER_FILES)
-    settings = next((name for name in transformer if folder.listed(name) is not None), None)
+    settings = next((name for name in transformer if folder.hub_file(name) is not None), None)
     names = [_inside(path, "config.json") for path in paths if path or path == paths[0]]
     names += ["config_sentence_transformers.json"] + ([] if settings is None else [settings])
-    folder.bring(*names, bounds=dict.fromkeys(names, json_bound()))
+    folder.fetch(*names, bounds=dict.fromkeys(names, json_size_bound()))
 
 
 def _module(c: Fields, place: int) -> tuple[str, str]:
@@ -368,7 +368,7 @@ def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int |
     if not path:
         raise ConfigError(f"{folder.where('modules.json')}: the pooling module needs a path of its own")
     # Without the file the pooling mode is unknown, and a default could be wrong.
-    folder.needed(_inside(path, "config.json"))
+    folder.required_json(_inside(path, "config.json"))
     c = _fields(folder, path, "config.json")
     # A file without any flag has the default of sentence-transformers, which is the mean.
     has_flags = any(name.startswith("pooling_mode_") for name in c.values)

@@ -161,7 +161,7 @@ class Sampler:
         if not isinstance(config, Mapping):
             if not isinstance(config, str | os.PathLike):
                 raise RequestError(f"from_generation_config: expected a directory or a dict, got {shown(config)}")
-            config = Folder.at(config).needed("generation_config.json")
+            config = Folder.from_path(config).required_json("generation_config.json")
         entries = {name: value for name, value in config.items() if value is not None}
         unsupported = [name for name, off in _MORE.items() if name in entries and entries[name] not in (False, *off)]
         if unsupported:

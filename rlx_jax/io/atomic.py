@@ -1,4 +1,4 @@
-"""Atomic replacement of directories (`replacing`): a save appears completely or not at all.
+"""Atomic replacement of directories (`atomic_directory`): a save appears completely or not at all.
 
 A save writes into a work directory next to its target, `.name.rlx-save-…`, and holds a lock on it. When all data is on
 disk, one rename makes it the target; an existing target is exchanged in the same step. So the target is the old or the
@@ -29,14 +29,14 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 @contextmanager
-def replacing(target: str, overwrite: bool, nbytes: int, kept: str | None = None) -> Iterator[str]:
+def atomic_directory(target: str, overwrite: bool, nbytes: int, intact_text: str | None = None) -> Iterator[str]:
     """Yield the path at which to create a directory that becomes `target` when the block ends without an exception.
 
     Args:
         target: the directory to create. Missing parent directories are created too.
         overwrite: replace an existing `target`; the caller has checked that it may be replaced.
         nbytes: approximate number of bytes to be written.
-        kept: for error messages, what is still intact after a failure; by default, that `target` is as it was.
+        intact_text: for error messages, what is still intact after a failure; by default, that `target` is unchanged.
 
     Raises:
         TargetExistsError: `target` exists and `overwrite` is false.
@@ -44,15 +44,15 @@ def replacing(target: str, overwrite: bool, nbytes: int, kept: str | None = None
         SaveFailedError: the system refused an operation. An existing `target` is intact.
     """
     parent, name = os.path.split(target)
-    kept = kept or f"{quote(target)} is as it was"
-    with storage_errors(target, kept):
-        _make_folders(parent)
+    intact_text = intact_text or f"{quote(target)} is as it was"
+    with storage_errors(target, intact_text):
+        _make_directories(parent)
         remove_abandoned(parent, name)
         if not overwrite and os.path.lexists(target):
-            raise _exists(target)
+            raise _exists_error(target)
         free = shutil.disk_usage(parent).free
         if free < nbytes * 1.1:
-            raise NoSpaceError(f"{quote(target)}: about {nbytes} bytes to write, {free} are free; {kept}")
+            raise NoSpaceError(f"{quote(target)}: about {nbytes} bytes to write, {free} are free; {intact_text}")
         with _work_directory(target) as work:
             new = os.path.join(work, NEW)
             yield new
@@ -63,7 +63,7 @@ def replacing(target: str, overwrite: bool, nbytes: int, kept: str | None = None
                 sync(parent)
 
 
-def abandoned_old(target: str) -> str | None:
+def find_old_content(target: str) -> str | None:
     """Return the path of the old content of `target` if a save was interrupted between its two renames; else None.
 
     Two renames are only needed on file systems that cannot exchange two directories.
@@ -71,13 +71,13 @@ def abandoned_old(target: str) -> str | None:
     if os.path.lexists(target):
         return None
     try:
-        works = _works(*os.path.split(os.path.realpath(target)))
+        works = _work_directories(*os.path.split(os.path.realpath(target)))
     except (OSError, ValueError):  # no such parent, or not a path
         return None
     return next((old for work in works if os.path.isdir(old := os.path.join(work, OLD))), None)
 
 
-def being_saved(parent: str) -> set[str]:
+def targets_being_saved(parent: str) -> set[str]:
     """Return the names of targets in a directory with work directories, whether of running or of abandoned saves."""
     return {work[1] for entry in os.listdir(parent) if (work := _WORK.fullmatch(entry))}
 
@@ -91,13 +91,13 @@ def write_synced(path: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def remove(target: str, kept: str) -> None:
+def remove(target: str, intact_text: str) -> None:
     """Remove a directory that others may be reading, in one step, however the process ends.
 
     Raises:
-        SaveFailedError: the system refused; the message has `kept`, which describes what is still intact.
+        SaveFailedError: the system refused; the message has `intact_text`, which describes what is still intact.
     """
-    with storage_errors(target, kept), _work_directory(target) as work:
+    with storage_errors(target, intact_text), _work_directory(target) as work:
         os.rename(target, os.path.join(work, NEW))
         sync(os.path.dirname(target))
 
@@ -111,10 +111,10 @@ def sync_tree(directory: str) -> None:
 
 
 @contextmanager
-def storage_errors(target: str, kept: str) -> Iterator[None]:
+def storage_errors(target: str, intact_text: str) -> Iterator[None]:
     """Convert errors in the block to errors of a save to `target`; interrupts and `RlxError` pass unchanged.
 
-    The messages contain `kept`, which describes what is still intact.
+    The messages contain `intact_text`, which describes what is still intact.
     """
     try:
         yield
@@ -126,7 +126,7 @@ def storage_errors(target: str, kept: str) -> Iterator[None]:
         text, description = str(reason), (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
         full = number in _NO_SPACE or "No space left" in text or "quota exceeded" in text
         error = NoSpaceError if full else SaveFailedError
-        raise error(f"saving to {quote(target)} failed; {kept}: {_end(description)}") from cause
+        raise error(f"saving to {quote(target)} failed; {intact_text}: {_message_tail(description)}") from cause
 
 
 def _system_error(error: BaseException) -> BaseException:
@@ -140,7 +140,7 @@ def _system_error(error: BaseException) -> BaseException:
     return error
 
 
-def _end(text: str) -> str:
+def _message_tail(text: str) -> str:
     """Return the end of a message, quoted: the system writes the reason there, after long paths.
 
     After the reason, tensorstore may append its spec of the array and a location in its sources; both are cut off.
@@ -150,7 +150,7 @@ def _end(text: str) -> str:
     return quote(text if len(text) <= 100 else f"…{text[-100:]}")
 
 
-def _exists(target: str) -> TargetExistsError:
+def _exists_error(target: str) -> TargetExistsError:
     """Return the error for an existing target."""
     return TargetExistsError(f"{quote(target)} exists; pass overwrite=True to replace what rlx_jax.save wrote there")
 
@@ -164,7 +164,7 @@ def sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _make_folders(directory: str) -> None:
+def _make_directories(directory: str) -> None:
     """Create a directory and its missing parents; they are on disk when the call returns."""
     missing_dirs, parent = [], directory
     while not os.path.lexists(parent):
@@ -220,7 +220,7 @@ def _lock(work: str) -> tuple[int | None, Literal["held", "taken", "unknown"]]:
     return descriptor, "held"
 
 
-def _works(parent: str, name: str) -> list[str]:
+def _work_directories(parent: str, name: str) -> list[str]:
     """Return the paths of all work directories for the target `name` in `parent`."""
     entries = [(entry, _WORK.fullmatch(entry)) for entry in sorted(os.listdir(parent))]
     return [os.path.join(parent, entry) for entry, work in entries if work and work[1] == name]
@@ -229,7 +229,7 @@ def _works(parent: str, name: str) -> list[str]:
 def remove_abandoned(parent: str, name: str) -> None:
     """Remove abandoned work directories: those for the same target that no running save has locked."""
     target = os.path.join(parent, name)
-    for work in _works(parent, name):
+    for work in _work_directories(parent, name):
         descriptor, lock = _lock(work)
         if descriptor is None:
             continue
@@ -261,21 +261,21 @@ def _commit(work: str, target: str, overwrite: bool) -> None:
     """Rename the new directory in a work directory to the target."""
     new = os.path.join(work, NEW)
     if overwrite and os.path.lexists(target):
-        if not _rename2(new, target, _EXCHANGE):
-            # Between these two renames there is no target: `abandoned_old` finds the old one.
+        if not _renameat2(new, target, _EXCHANGE):
+            # Between these two renames there is no target: `find_old_content` finds the old one.
             os.rename(target, os.path.join(work, OLD))
             os.rename(new, target)
     else:
         try:
-            if not _rename2(new, target, _NOREPLACE):
+            if not _renameat2(new, target, _NOREPLACE):
                 os.rename(new, target)
         except OSError as cause:
             if cause.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise _exists(target) from cause  # another save has created it since the check
+                raise _exists_error(target) from cause  # another save has created it since the check
             raise
 
 
-def _rename2(source: str, target: str, flags: int) -> bool:
+def _renameat2(source: str, target: str, flags: int) -> bool:
     """Call Linux's renameat2; return False if the system or the file system does not support it.
 
     Raises:

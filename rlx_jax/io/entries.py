@@ -61,7 +61,7 @@ class EntryStore:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise IntegrityError(f"{quote(path)}: not a regular file")
-            if reason := _not_private(status):
+            if reason := _privacy_problem(status):
                 raise IntegrityError(f"{quote(path)}: {reason}")
             if status.st_size > _HEADER + self.max_bytes:
                 raise IntegrityError(f"{quote(path)}: {status.st_size} bytes, the cache holds {self.max_bytes}")
@@ -112,7 +112,7 @@ class EntryStore:
         """
         try:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
-            reason = _not_private(os.stat(self.directory))
+            reason = _privacy_problem(os.stat(self.directory))
         except OSError as error:
             raise StorageError(f"{quote(self.directory)}: {error.strerror}") from error
         if reason:
@@ -143,7 +143,7 @@ def _header(payload: bytes) -> bytes:
     return MAGIC + hashlib.sha256(payload).digest()
 
 
-def _not_private(status: os.stat_result) -> str:
+def _privacy_problem(status: os.stat_result) -> str:
     """Return why others may have written a file or a directory, or the empty string if only this user can."""
     if not hasattr(os, "geteuid"):  # Windows: the user's profile is private by its access control list
         return ""

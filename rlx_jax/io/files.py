@@ -95,7 +95,7 @@ def read_at(descriptor: int, buffer: memoryview, start: int, where: str) -> int:
     return num_read
 
 
-def read_whole(path: str, where: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes:
+def read_small_file(path: str, where: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes:
     """Return all bytes of a small file.
 
     Raises:
@@ -105,7 +105,7 @@ def read_whole(path: str, where: str, limit: int, limit_name: str, error: type[F
     descriptor = open_regular(path, where, error)
     try:
         size = os.fstat(descriptor).st_size
-        limits.at_most(size, limit, limit_name, f"{where}: the size in bytes")
+        limits.check_limit(size, limit, limit_name, f"{where}: the size in bytes")
         buffer = bytearray(size)
         return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0, where)])
     finally:
@@ -135,7 +135,7 @@ def resolve(directory: str, name: str, links: Links = "follow") -> str:
     if links == "refuse":
         _refuse_links(root, name)
     real = os.path.realpath(path)
-    if not any(os.path.commonpath([allowed, real]) == allowed for allowed in _roots(root)):
+    if not any(os.path.commonpath([allowed, real]) == allowed for allowed in _allowed_roots(root)):
         raise PathEscapeError(
             f"{where} leads to {quote(real)}, outside its directory; put the file itself there, or name it directly"
         )
@@ -163,7 +163,7 @@ def check_name(name: str) -> None:
         raise ConfigError(f"{quote(name)} is not a file name")
 
 
-def _roots(root: str) -> list[str]:
+def _allowed_roots(root: str) -> list[str]:
     """Return the directories that may contain the files of the model directory `root` (a real path)."""
     parts = root.split(os.sep)
     for i in range(1, len(parts) - 1):

@@ -22,8 +22,8 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import files, limits
-from rlx_jax.io.hub import UNBOUND, SizeBound, Snapshot, Told, is_name, open_snapshot
-from rlx_jax.io.hub_remote import Listed
+from rlx_jax.io.hub import UNBOUNDED, ProgressCallback, SizeBound, Snapshot, is_model_name, open_snapshot
+from rlx_jax.io.hub_remote import HubFile
 from rlx_jax.io.strict_json import parse_object
 
 # The model's configuration. Transformers writes it with Python's json module, which writes the upper limit of Mamba-2's
@@ -31,12 +31,12 @@ from rlx_jax.io.strict_json import parse_object
 CONFIG = "config.json"
 
 
-def json_bound() -> tuple[int, str]:
+def json_size_bound() -> tuple[int, str]:
     """Return the maximum bytes of a JSON file, and the name of this limit in messages."""
     return limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES"
 
 
-def refuse_asked(revision: str | None, token: str | bool | None, what: str, error: type[RlxError]) -> None:
+def refuse_hub_options(revision: str | None, token: str | bool | None, reason: str, error: type[RlxError]) -> None:
     """Refuse options that only apply to models of the Hub. The message never contains the token.
 
     Raises:
@@ -44,7 +44,7 @@ def refuse_asked(revision: str | None, token: str | bool | None, what: str, erro
     """
     option = f"revision={shown(revision)}" if revision is not None else "token=" if token not in (None, False) else ""
     if option:
-        raise error(f"{option}: {what}; it is for a model of the Hub, 'org/name'")
+        raise error(f"{option}: {reason}; it only applies to a model of the Hub, 'org/name'")
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Folder:
     path: Path
     snapshot: Snapshot | None = field(default=None, repr=False, compare=False)
     _parsed: dict[Path, dict[str, Any] | None] = field(default_factory=dict, repr=False, compare=False)
-    _found: dict[Path, None] = field(default_factory=dict, repr=False, compare=False)
+    _files_read: dict[Path, None] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def at(place: str | os.PathLike[str] | Folder) -> Folder:
+    def from_path(path: str | os.PathLike[str] | Folder) -> Folder:
         """Return the folder of a path; a `Folder` is returned unchanged.
 
         If no path `org/name` exists, this name is a model of the Hub.
         """
-        if isinstance(place, Folder):
-            return place
-        return open_folder(place) if is_name(place) and not os.path.lexists(place) else Folder(Path(place))
+        if isinstance(path, Folder):
+            return path
+        return open_folder(path) if is_model_name(path) and not os.path.lexists(path) else Folder(Path(path))
 
-    def below(self, name: str) -> Folder:
+    def subfolder(self, name: str) -> Folder:
         """Return a directory in this one (`""`: itself). Both share their parsed files."""
         return replace(self, path=self.path / name)
 
@@ -77,25 +77,26 @@ class Folder:
         """Return a file's path for messages; it starts with the model's name for a model of the Hub."""
         if self.snapshot is None:
             return quote(self.path / name)
-        return quote(f"{self.snapshot.name}/{self._inside(name)}".rstrip("/"))
+        return quote(f"{self.snapshot.name}/{self._snapshot_name(name)}".rstrip("/"))
 
-    def names(self, below: str = "") -> list[str]:
-        """Return the names in this directory, or in one below it; an empty list if there is no such directory.
+    def names(self, subfolder: str = "") -> list[str]:
+        """Return the names in this directory, or in a subfolder; an empty list if there is no such directory.
 
         Raises:
             StorageError: the system refuses.
         """
         if self.snapshot is not None:
-            start = f"{self._inside(below)}/" if self._inside(below) else ""
-            inside = (name.removeprefix(start) for name in self.snapshot.files if name.startswith(start))
-            return sorted({name.partition("/")[0] for name in inside})
-        return files.list_directory(os.fspath(self.path / below)) if (self.path / below).is_dir() else []
+            prefix = f"{self._snapshot_name(subfolder)}/" if self._snapshot_name(subfolder) else ""
+            relative_paths = (path.removeprefix(prefix) for path in self.snapshot.files if path.startswith(prefix))
+            return sorted({path.partition("/")[0] for path in relative_paths})
+        directory = self.path / subfolder
+        return files.list_directory(os.fspath(directory)) if directory.is_dir() else []
 
-    def found(self) -> list[Path]:
+    def files_read(self) -> list[Path]:
         """Return the existing files that were read, by this record or by one that shares its parsed files."""
-        return list(self._found)
+        return list(self._files_read)
 
-    def bring(self, *names: str, bounds: Mapping[str, SizeBound] | None = None) -> None:
+    def fetch(self, *names: str, bounds: Mapping[str, SizeBound] | None = None) -> None:
         """Fetch several files of a Hub model in parallel. Names that the model does not have are ignored.
 
         Nothing happens for a local directory.
@@ -107,27 +108,27 @@ class Folder:
             As `Snapshot.fetch`.
         """
         if self.snapshot is not None:
-            inside = {self._inside(name): (bounds or {}).get(name, UNBOUND) for name in names}
-            self.snapshot.fetch({name: bound for name, bound in inside.items() if name in self.snapshot.files})
+            paths = {self._snapshot_name(name): (bounds or {}).get(name, UNBOUNDED) for name in names}
+            self.snapshot.fetch({path: bound for path, bound in paths.items() if path in self.snapshot.files})
 
-    def listed(self, name: str) -> Listed | None:
+    def hub_file(self, name: str) -> HubFile | None:
         """Return the Hub's list entry for a file in this directory; None without one, or for a local directory."""
-        return None if self.snapshot is None else self.snapshot.files.get(self._inside(name))
+        return None if self.snapshot is None else self.snapshot.files.get(self._snapshot_name(name))
 
-    def part(self, name: str, first: int, count: int) -> bytes:
-        """Return `count` bytes of a file on the Hub from `first` on, without fetching the rest of it.
+    def read_range(self, name: str, start: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes of a file on the Hub from `start` on, without fetching the rest of it.
 
         Raises:
-            As `Snapshot.part`.
+            As `Snapshot.read_range`.
         """
         assert self.snapshot is not None
-        return self.snapshot.part(self._inside(name), first, count)
+        return self.snapshot.read_range(self._snapshot_name(name), start, nbytes)
 
-    def _inside(self, name: str) -> str:
+    def _snapshot_name(self, name: str) -> str:
         """Return the path of a file or directory relative to the snapshot; "" for the snapshot itself."""
         assert self.snapshot is not None
-        below = (self.path / name).relative_to(self.snapshot.path).as_posix()
-        return "" if below == "." else below
+        path = (self.path / name).relative_to(self.snapshot.path).as_posix()
+        return "" if path == "." else path
 
     def read(self, name: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes | None:
         """Return the bytes of a file of at most `limit` bytes, fetched if necessary; None if there is none.
@@ -136,13 +137,13 @@ class Folder:
             PathEscapeError: it is a link that leads out of the directory.
             LimitError, error, StorageError: as `files.read_whole`. HubError and others: as `Snapshot.fetch`.
         """
-        self.bring(name, bounds={name: (limit, limit_name)})
+        self.fetch(name, bounds={name: (limit, limit_name)})
         try:
             path = files.resolve(os.fspath(self.path), name)
-            raw = files.read_whole(path, self.where(name), limit, limit_name, error)
+            raw = files.read_small_file(path, self.where(name), limit, limit_name, error)
         except MissingFileError:
             return None
-        self._found[self.path / name] = None
+        self._files_read[self.path / name] = None
         return raw
 
     def json(self, name: str) -> dict[str, Any]:
@@ -151,28 +152,28 @@ class Folder:
         Raises:
             ConfigError: it is malformed; the message has the byte offset. Others as `read`.
         """
-        return self._object(name) or {}
+        return self._json_object(name) or {}
 
-    def needed(self, name: str) -> dict[str, Any]:
+    def required_json(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a required file.
 
         Raises:
             MissingFileError: there is no such file. Others as `json`.
         """
-        content = self._object(name)
+        content = self._json_object(name)
         if content is None:
             alternatives = [] if self.snapshot is None else [p for p in self.snapshot.files if p.endswith(f"/{name}")]
-            hint = f"; there is {listing(alternatives, 4)}, which subfolder= may name" if alternatives else ""
+            hint = f"; there is {listing(alternatives, 4)}: pass subfolder=" if alternatives else ""
             if not hint and name == "config.json":
-                hint = "; a checkpoint's directory has one beside its weights, which says what model they are"
+                hint = "; a checkpoint's directory has one next to its weights, which defines the model"
             raise MissingFileError(f"{self.where(name)}: no such file{hint}")
         return content
 
-    def _object(self, name: str) -> dict[str, Any] | None:
+    def _json_object(self, name: str) -> dict[str, Any] | None:
         """Return the JSON object in a file, from the cache of parsed files if possible; None if there is none."""
         path = self.path / name
         if path not in self._parsed:
-            raw = self.read(name, *json_bound(), ConfigError)
+            raw = self.read(name, *json_size_bound(), ConfigError)
             infinity = name == CONFIG
             self._parsed[path] = None if raw is None else parse_object(raw, self.where(name), ConfigError, infinity)
         return self._parsed[path]
@@ -182,7 +183,7 @@ def open_folder(
     path: str | os.PathLike[str] | Folder,
     revision: str | None = None,
     token: str | bool | None = None,
-    progress: Told | None = None,
+    progress: ProgressCallback | None = None,
     subfolder: str = "",
 ) -> Folder:
     """Return the directory of a checkpoint. If there is no directory `org/name`, it is the model of the Hub.
@@ -204,41 +205,41 @@ def open_folder(
         if not isinstance(subfolder, str):
             raise RequestError(f"subfolder: expected the name of a directory in the checkpoint, got {shown(subfolder)}")
         files.check_name(subfolder)
-        return open_folder(path, revision, token, progress).below(subfolder)
+        return open_folder(path, revision, token, progress).subfolder(subfolder)
     if isinstance(path, Folder):
-        refuse_asked(revision, token, f"{quote(path.path)} is open already", RequestError)
+        refuse_hub_options(revision, token, f"{quote(path.path)} is open already", RequestError)
         return path
     if not isinstance(path, str | os.PathLike) or path == "":
         raise RequestError(f"expected the path of a checkpoint directory, got {shown(path)}")
     directory = Path(path)
-    if is_name(path) and not os.path.lexists(directory):
-        tried = f"no such directory here{_near(directory)}, and "
-        snapshot = open_snapshot(os.fspath(path), revision, token, progress, tried)
+    if is_model_name(path) and not os.path.lexists(directory):
+        prefix = f"no such directory here{_similar_names_text(directory)}, and "
+        snapshot = open_snapshot(os.fspath(path), revision, token, progress, prefix)
         return Folder(snapshot.path, snapshot)
-    refuse_asked(revision, token, f"{quote(path)} is a path on this machine", RequestError)
+    refuse_hub_options(revision, token, f"{quote(path)} is a path on this machine", RequestError)
     if directory.is_dir():
         return Folder(directory)
     if directory.suffix == ".gguf":
         raise UnsupportedError(
-            f"{quote(path)}: GGUF files are not read yet; give the Hugging Face directory of the same model"
+            f"{quote(path)}: GGUF files are not supported yet; pass the Hugging Face directory of the same model"
         )
     if directory.is_file():
         raise MissingFileError(
-            f"{quote(path)} is one file, and a model is more: give the directory with its config.json. "
-            "rlx_jax.open_weights reads weights alone"
+            f"{quote(path)} is a file; expected the directory of a model, with its config.json. "
+            "To read only weights, use rlx_jax.open_weights"
         )
-    raise MissingFileError(f"{quote(path)}: no such directory{_near(directory)}; {_instead(path)}")
+    raise MissingFileError(f"{quote(path)}: no such directory{_similar_names_text(directory)}; {_path_advice(path)}")
 
 
-def _instead(path: str | os.PathLike[str]) -> str:
+def _path_advice(path: str | os.PathLike[str]) -> str:
     """Return advice for a path that does not exist: how to name a model of the Hub, and about `~`."""
     text = os.fspath(path)
     linked = re.match(r"https://(?:www\.)?huggingface\.co/([^/?#]+/[^/?#]+)", text)
-    home = "'~' is not expanded, os.path.expanduser does so; " if text.startswith("~") else ""
+    home = "'~' is not expanded, use os.path.expanduser; " if text.startswith("~") else ""
     return f"{home}a model of the Hub is a string {quote(linked[1] if linked else 'org/name')}"
 
 
-def _near(directory: Path) -> str:
+def _similar_names_text(directory: Path) -> str:
     """Return a text for the message about a missing directory: similar names in its parent, else a few names."""
     try:
         names = sorted(os.listdir(directory.parent))[:1000]  # comparing more would take too long

@@ -38,33 +38,33 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.files import check_name, resolve
 from rlx_jax.io.hub_remote import (
-    Listed,
+    HubFile,
     Remote,
-    cached_list,
+    cached_file_list,
     commits_with,
-    fetch_list,
+    fetch_file_list,
+    file_list_path,
+    http_error,
+    hub_errors,
     is_offline,
-    keep_list,
-    list_path,
-    refusal,
     revisions_text,
+    store_file_list,
     token_to_send,
-    typed,
 )
 
 # Progress callback: see `rlx_jax.compiler.executable.Progress`.
-Told = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 
 # Maximum bytes of a file (None: no limit), and the name of the limit in messages.
 SizeBound = tuple[int | None, str]
-UNBOUND: SizeBound = (None, "")
+UNBOUNDED: SizeBound = (None, "")
 # Number of files that are fetched at the same time.
-AT_ONCE = 4
+MAX_PARALLEL_DOWNLOADS = 4
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 
 
-def is_name(path: object) -> bool:
+def is_model_name(path: object) -> bool:
     """Whether a value is a string that may name a model of the Hub: `org/name`.
 
     >>> [is_name(p) for p in ("org/name", "name", "./org/name", "a/b/c", "org/name.git")]
@@ -88,10 +88,10 @@ class Snapshot:
     name: str
     commit: str
     path: Path
-    files: Mapping[str, Listed] = field(repr=False)
+    files: Mapping[str, HubFile] = field(repr=False)
     offline: str
     remote: Remote
-    progress: Told | None = field(default=None, repr=False)
+    progress: ProgressCallback | None = field(default=None, repr=False)
 
     def fetch(self, bounds: Mapping[str, SizeBound]) -> None:
         """Fetch files of the commit into `path` and check them, several at a time. If one fails, the others stop.
@@ -108,46 +108,46 @@ class Snapshot:
             check_name(name)
             nbytes = self.files[name].nbytes
             if limit is not None and nbytes is not None:
-                limits.at_most(nbytes, limit, limit_name, f"{self._where(name)}: the size in bytes")
-        missing_names = [name for name in bounds if not self.is_here(name)]
+                limits.check_limit(nbytes, limit, limit_name, f"{self._where(name)}: the size in bytes")
+        missing_names = [name for name in bounds if not self.is_cached(name)]
         if not missing_names:
             return
         self._check_online(missing_names[0])
-        self._check_room(missing_names)
+        self._check_disk_space(missing_names)
         sizes = [self.files[name].nbytes for name in missing_names]
         total = None if None in sizes else sum(size or 0 for size in sizes)
         description = missing_names[0] if len(missing_names) == 1 else f"{len(missing_names)} files"
-        with _shown(self.progress, description, total) as report:
-            run_together(lambda name, stop: self._download(name, bounds[name], report, stop), missing_names)
+        with _download_progress(self.progress, description, total) as report:
+            run_in_parallel(lambda name, stop: self._download(name, bounds[name], report, stop), missing_names)
 
-    def part(self, name: str, first: int, nbytes: int) -> bytes:
-        """Return `nbytes` bytes of a file from `first` on, without fetching the rest. They are not digest-checked.
+    def read_range(self, name: str, start: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes of a file from `start` on, without fetching the rest. They are not digest-checked.
 
         Raises:
             HubError: as `fetch`. IntegrityError: the server returned another range.
         """
         check_name(name)
         where = self._where(name)
-        if self.is_here(name):
-            with typed(where, self.remote), open(resolve(os.fspath(self.path), name), "rb") as file:
-                file.seek(first)
+        if self.is_cached(name):
+            with hub_errors(where, self.remote), open(resolve(os.fspath(self.path), name), "rb") as file:
+                file.seek(start)
                 return file.read(nbytes)
         self._check_online(name)
-        with typed(where, self.remote):
+        with hub_errors(where, self.remote):
             from huggingface_hub import constants, get_session, hf_hub_url
 
             url = hf_hub_url(self.name, name, revision=self.commit, endpoint=self.remote.endpoint)
-            headers = {"range": f"bytes={first}-{first + nbytes - 1}", "accept-encoding": "identity"}
+            headers = {"range": f"bytes={start}-{start + nbytes - 1}", "accept-encoding": "identity"}
             if token := token_to_send(self.remote.token, where):
                 headers["authorization"] = f"Bearer {token}"
             timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
             with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
                 if response.status_code >= 400:
-                    raise refusal(response, where, self.remote.server)
+                    raise http_error(response, where, self.remote.server)
                 content_range = response.headers.get("Content-Range", "")
-                if response.status_code == 206 and not content_range.startswith(f"bytes {first}-"):
-                    raise IntegrityError(f"{where}: asked for the bytes from {first} on, got {shown(content_range)}")
-                skipped = 0 if response.status_code == 206 else first  # a server without ranges begins at 0
+                if response.status_code == 206 and not content_range.startswith(f"bytes {start}-"):
+                    raise IntegrityError(f"{where}: requested the bytes from {start} on, got {shown(content_range)}")
+                skipped = 0 if response.status_code == 206 else start  # a server without ranges begins at 0
                 content = b""
                 for chunk in response.iter_bytes():
                     content += chunk[skipped:][: nbytes - len(content)]
@@ -156,7 +156,7 @@ class Snapshot:
                         return content
         raise HubUnreachableError(f"{where}: the transfer ended after {len(content)} of {nbytes} bytes; try again")
 
-    def is_here(self, name: str) -> bool:
+    def is_cached(self, name: str) -> bool:
         """Whether a file of the commit is in `path` with its listed length."""
         size, entry = _size(self.path / name), self.files[name]
         return size is not None and entry.nbytes in (None, size)
@@ -174,51 +174,55 @@ class Snapshot:
             "is not in the cache" if size is None else f"has {size} bytes in the cache, not {self.files[name].nbytes}"
         )
         other_commits = [c for c in commits_with(self.path.parent.parent, name) if c != self.commit]
-        older = f", or take revision={other_commits[0]!r}, of which the cache has it" if other_commits else ""
+        alternative = f", or pass revision={other_commits[0]!r}, which is in the cache" if other_commits else ""
         raise HubUnreachableError(
             f"{self._where(name)} {problem} (commit {self.commit}), and {self.offline}: load it once with a "
-            f"connection{older}"
+            f"connection{alternative}"
         )
 
-    def _check_room(self, names: Sequence[str]) -> None:
+    def _check_disk_space(self, names: Sequence[str]) -> None:
         """Check that the disk of the cache has room for files. A file with the same digest in the cache needs none."""
         blobs = self.path.parent.parent / "blobs"
         entries = [self.files[name] for name in names]
         needed = sum(f.nbytes or 0 for f in entries if not (f.digest and _size(blobs / f.digest) == f.nbytes))
-        with typed(self._where(names[0]), self.remote):
+        with hub_errors(self._where(names[0]), self.remote):
             free = shutil.disk_usage(next(p for p in self.path.parents if p.is_dir())).free
         if needed > free:
             description = self._where(names[0]) if len(names) == 1 else f"{quote(self.name)}: {len(names)} files"
             raise NoSpaceError(f"{description}: {needed} bytes to fetch, {free} are free in {quote(self.remote.cache)}")
 
-    def _download(self, name: str, bound: SizeBound, told: Callable[[int], None], stop: threading.Event) -> None:
+    def _download(self, name: str, bound: SizeBound, report: Callable[[int], None], stop: threading.Event) -> None:
         """Fetch a missing file and compare it with its digest."""
         where, entry, path = self._where(name), self.files[name], self.path / name
-        with typed(where, self.remote):
+        with hub_errors(where, self.remote):
             from huggingface_hub import hf_hub_download
 
             # Remove a file that was truncated after its download: huggingface_hub would use it unchecked. A file that
             # is complete by now came from another thread or process, which may be reading it.
-            if os.path.lexists(path) and not self.is_here(name):
+            if os.path.lexists(path) and not self.is_cached(name):
                 _remove(path)
             hf_hub_download(
                 self.name, name, revision=self.commit, cache_dir=self.remote.cache, endpoint=self.remote.endpoint,
                 token=token_to_send(self.remote.token, where), library_name="rlx_jax",
-                tqdm_class=_counter(where, entry, bound, told, stop),
+                tqdm_class=_progress_class(where, entry, bound, report, stop),
             )  # fmt: skip
             if not path.is_file():
-                raise IntegrityError(f"{where}: expected a file of the commit {self.commit}; the Hub sent another one")
+                raise IntegrityError(f"{where}: expected a file of the commit {self.commit}; got another one")
             digest = _file_digest(path, entry)
-            if entry.digest not in (None, digest) or not self.is_here(name):
+            if entry.digest not in (None, digest) or not self.is_cached(name):
                 _remove(path)
                 raise IntegrityError(
-                    f"{where}: what came has the digest {digest}, the commit says {entry.digest}: nothing was kept; "
-                    f"try again, and if it stays so do not trust {self.remote.server}"
+                    f"{where}: the download has the digest {digest}, the commit's is {entry.digest}: nothing was kept; "
+                    f"try again, and if this happens again do not trust {self.remote.server}"
                 )
 
 
 def open_snapshot(
-    name: str, revision: str | None, token: str | bool | None, progress: Told | None, beside: str = ""
+    name: str,
+    revision: str | None,
+    token: str | bool | None,
+    progress: ProgressCallback | None,
+    message_prefix: str = "",
 ) -> Snapshot:
     """Return the snapshot of a revision (a branch, a tag or a commit; default `main`) of the model `name`.
 
@@ -226,7 +230,7 @@ def open_snapshot(
 
     Args:
         token, progress: see `open_folder`.
-        beside: text about other attempts to find the model, for messages.
+        message_prefix: text about other attempts to find the model, for messages.
 
     Raises:
         RequestError: `revision` is not a possible name of one.
@@ -234,48 +238,49 @@ def open_snapshot(
     """
     if revision is not None and not _is_revision(revision):
         raise RequestError(f"revision: expected a branch, a tag or a commit, got {shown(revision)}")
-    remote, target = Remote.here(token), revision or "main"
+    remote, target = Remote.from_environment(token), revision or "main"
     folder = Path(remote.cache) / f"models--{name.replace('/', '--')}"
-    where = f"{quote(name)}: {beside}revision {quote(target)}"
+    where = f"{quote(name)}: {message_prefix}revision {quote(target)}"
     try:
-        cached = cached_list(folder, target)
+        cached = cached_file_list(folder, target)
     except IntegrityError:  # a damaged list in the cache is fetched again
         if is_offline():
             raise
         cached = None
 
-    def snapshot(commit: str, files: Mapping[str, Listed], offline: str = "") -> Snapshot:
+    def snapshot(commit: str, files: Mapping[str, HubFile], offline: str = "") -> Snapshot:
         return Snapshot(name, commit, folder / "snapshots" / commit, files, offline, remote, progress)
 
     if is_offline():
         if cached is None:
             raise HubUnreachableError(
                 f"{where} is not in the cache {quote(remote.cache)}, and HF_HUB_OFFLINE is set: load it once without, "
-                f"or name a local directory; {revisions_text(folder, target)}"
+                f"or pass a local directory; {revisions_text(folder, target)}"
             )
         return snapshot(*cached, "HF_HUB_OFFLINE is set")
-    if cached is not None and cached[0] == target and list_path(folder, target).is_file():  # a commit never changes
+    # The list of a commit never changes.
+    if cached is not None and cached[0] == target and file_list_path(folder, target).is_file():
         return snapshot(*cached)
     try:
-        commit, files = fetch_list(remote, name, target, where)
+        commit, files = fetch_file_list(remote, name, target, where)
     except HubUnreachableError as cause:
         if cached is None:
             raise HubUnreachableError(f"{cause}; {revisions_text(folder, target)}") from cause
         warnings.warn(f"{cause}; opening what the cache has, commit {cached[0]}", RlxWarning, stacklevel=2)
         return snapshot(*cached, f"{remote.server} cannot be reached")
     with contextlib.suppress(OSError):  # a cache that cannot be written to still serves what it has
-        keep_list(folder, target, commit, files)
+        store_file_list(folder, target, commit, files)
     return snapshot(commit, files)
 
 
-def run_together(fetch: Callable[[str, threading.Event], None], names: Sequence[str]) -> None:
-    """Run `fetch(name, stop)` for each name, `AT_ONCE` at a time. If one raises, `stop` is set for the others.
+def run_in_parallel(fetch: Callable[[str, threading.Event], None], names: Sequence[str]) -> None:
+    """Run `fetch(name, stop)` for each name, `MAX_PARALLEL_DOWNLOADS` at a time. If one raises, set `stop`.
 
     Raises:
         The exception of the first call that failed.
     """
     stop = threading.Event()
-    with ThreadPoolExecutor(AT_ONCE, "rlx-download") as pool:
+    with ThreadPoolExecutor(MAX_PARALLEL_DOWNLOADS, "rlx-download") as pool:
         running = [pool.submit(fetch, name, stop) for name in names]
         try:
             for future in as_completed(running):
@@ -305,10 +310,10 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _file_digest(path: Path, listed: Listed) -> str:
+def _file_digest(path: Path, hub_file: HubFile) -> str:
     """Return the digest of a file, of the same kind (SHA-256 or git's SHA-1) as in the commit's list."""
     with open(path, "rb") as file:
-        if listed.digest is None or len(listed.digest) == 64:
+        if hub_file.digest is None or len(hub_file.digest) == 64:
             return hashlib.file_digest(file, "sha256").hexdigest()
         git = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size)
         while chunk := file.read(2**20):
@@ -322,8 +327,8 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _counter(
-    where: str, listed: Listed, bound: SizeBound, told: Callable[[int], None], stop: threading.Event
+def _progress_class(
+    where: str, hub_file: HubFile, bound: SizeBound, report: Callable[[int], None], stop: threading.Event
 ) -> type[Any]:
     """Return a class to pass to huggingface_hub as progress bar, which can abort a download.
 
@@ -341,11 +346,11 @@ def _counter(
             if stop.is_set():
                 raise HubError(f"{where}: another file of the same call failed")
             self.n += int(count or 0)
-            if listed.nbytes is not None and self.n > listed.nbytes:
-                raise IntegrityError(f"{where}: more came than the {listed.nbytes} bytes that it has; nothing is kept")
+            if hub_file.nbytes is not None and self.n > hub_file.nbytes:
+                raise IntegrityError(f"{where}: more bytes than its listed size {hub_file.nbytes}; nothing is kept")
             if limit is not None:  # the list may not have the length
-                limits.at_most(self.n, limit, limit_name, f"{where}: the size in bytes")
-            told(int(count or 0))
+                limits.check_limit(self.n, limit, limit_name, f"{where}: the size in bytes")
+            report(int(count or 0))
 
         def close(self, *_: Any, **__: Any) -> None:
             """Do nothing: the bar is shared by all files of a call."""
@@ -360,30 +365,33 @@ def _counter(
 
 
 @contextlib.contextmanager
-def _shown(progress: Told | None, what: str, nbytes: int | None) -> Iterator[Callable[[int], None]]:
+def _download_progress(
+    progress: ProgressCallback | None, label: str, nbytes: int | None
+) -> Iterator[Callable[[int], None]]:
     """Yield a thread-safe callback for downloaded bytes.
 
-    It calls the caller's `progress`, or without one updates a progress bar of huggingface_hub on a terminal. `what`
+    It calls the caller's `progress`, or without one updates a progress bar of huggingface_hub on a terminal. `label`
     describes the download: a file name, or the number of files.
     """
     done, lock = 0, threading.Lock()
     if progress is not None:
 
-        def told(count: int) -> None:
+        def report(count: int) -> None:
             nonlocal done
             with lock:
                 done += count
-                progress(f"download {what}", done, max(nbytes or 0, done))
+                progress(f"download {label}", done, max(nbytes or 0, done))
 
-        yield told
+        yield report
         return
     from huggingface_hub.utils.tqdm import tqdm
 
     bar: Any
-    with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, disable=None) as bar:  # type: ignore[no-untyped-call]
+    bar = tqdm(total=nbytes, desc=label, unit="B", unit_scale=True, disable=None)  # type: ignore[no-untyped-call]
+    with bar:
 
-        def drawn(count: int) -> None:
+        def update_bar(count: int) -> None:
             with lock:
                 bar.update(count)
 
-        yield drawn
+        yield update_bar

@@ -29,7 +29,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.files import read_whole
+from rlx_jax.io.files import read_small_file
 from rlx_jax.io.strict_json import parse_object
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -60,7 +60,7 @@ class Remote:
         return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
 
     @staticmethod
-    def here(token: str | bool | None) -> Remote:
+    def from_environment(token: str | bool | None) -> Remote:
         """Return the remote that `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME` and `XDG_CACHE_HOME` set, read now.
 
         Raises:
@@ -78,7 +78,7 @@ class Remote:
 
 
 @dataclass(frozen=True)
-class Listed:
+class HubFile:
     """A file of a commit: its length in bytes, and its SHA-256 (64 digits) or git's SHA-1 of it (40 digits)."""
 
     nbytes: int | None
@@ -88,13 +88,13 @@ class Listed:
 # -- the list of a commit ----------------------------------------------------------------------
 
 
-def fetch_list(remote: Remote, name: str, revision: str, where: str) -> tuple[str, dict[str, Listed]]:
+def fetch_file_list(remote: Remote, name: str, revision: str, where: str) -> tuple[str, dict[str, HubFile]]:
     """Return the commit of a revision and its files, fetched from the Hub.
 
     Raises:
         MissingFileError, HubError: as `open_snapshot`. IntegrityError: the answer is malformed.
     """
-    with typed(where, remote):
+    with hub_errors(where, remote):
         from huggingface_hub import HfApi, constants
 
         api = HfApi(remote.endpoint, token_to_send(remote.token, where), library_name="rlx_jax")
@@ -102,7 +102,7 @@ def fetch_list(remote: Remote, name: str, revision: str, where: str) -> tuple[st
         try:
             info = api.model_info(name, revision=revision, timeout=timeout, files_metadata=True)
             rows = {f.rfilename: (f.lfs or f, f.lfs.sha256 if f.lfs else f.blob_id) for f in info.siblings or ()}
-            files = {path: _listed(entry.size, digest, where) for path, (entry, digest) in rows.items()}
+            files = {path: _checked_hub_file(entry.size, digest, where) for path, (entry, digest) in rows.items()}
         except (KeyError, TypeError, AttributeError, ValueError) as cause:
             if isinstance(cause, RlxError):
                 raise
@@ -110,11 +110,11 @@ def fetch_list(remote: Remote, name: str, revision: str, where: str) -> tuple[st
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
         raise IntegrityError(f"{where}: expected a commit of 40 digits, got {shown(info.sha)}; is this a Hub?")
     if _COMMIT.fullmatch(revision) and info.sha != revision:
-        raise IntegrityError(f"{where}: the Hub gives the commit {info.sha} for it")
+        raise IntegrityError(f"{where}: the Hub gives the commit {info.sha} for this revision")
     return info.sha, files
 
 
-def _listed(nbytes: Any, digest: Any, where: str) -> Listed:
+def _checked_hub_file(nbytes: Any, digest: Any, where: str) -> HubFile:
     """Return one entry of a file list, checked."""
     if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
         raise IntegrityError(f"{where}: size is {quote(nbytes)}; expected a number of bytes")
@@ -122,18 +122,18 @@ def _listed(nbytes: Any, digest: Any, where: str) -> Listed:
         raise IntegrityError(f"{where}: digest is {quote(digest)}; expected SHA-256, or git's SHA-1")
     if nbytes is None and digest is not None and len(digest) == 40:  # git's digest includes the length
         digest = None
-    return Listed(nbytes, digest)
+    return HubFile(nbytes, digest)
 
 
-def list_path(folder: Path, commit: str) -> Path:
+def file_list_path(folder: Path, commit: str) -> Path:
     """Return the path of the file list of a commit in a model's cache."""
     return folder / "rlx_jax" / f"{commit}.json"
 
 
-def keep_list(folder: Path, revision: str, commit: str, files: Mapping[str, Listed]) -> None:
+def store_file_list(folder: Path, revision: str, commit: str, files: Mapping[str, HubFile]) -> None:
     """Store in the cache the commit of a revision and the file list of the commit."""
     rows = {name: [entry.nbytes, entry.digest] for name, entry in files.items()}
-    _write(list_path(folder, commit), json.dumps({"files": rows}))
+    _write(file_list_path(folder, commit), json.dumps({"files": rows}))
     if revision != commit:
         _write(folder / "refs" / revision, commit)
 
@@ -149,7 +149,7 @@ def _write(path: Path, content: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def cached_list(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] | None:
+def cached_file_list(folder: Path, revision: str) -> tuple[str, dict[str, HubFile]] | None:
     """Return the commit of a revision and its files according to the cache; None if the cache has no such commit.
 
     If this package has stored no list, huggingface_hub's list counts; without that, the files in the snapshot.
@@ -163,23 +163,25 @@ def cached_list(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] | 
             commit = (folder / "refs" / revision).read_text("ascii").strip()
     if not _COMMIT.fullmatch(commit):
         return None
-    path, where = list_path(folder, commit), quote(list_path(folder, commit))
+    path, where = file_list_path(folder, commit), quote(file_list_path(folder, commit))
     with contextlib.suppress(MissingFileError):
-        raw = read_whole(str(path), where, limits.MAX_LISTING_BYTES, "limits.MAX_LISTING_BYTES", IntegrityError)
+        raw = read_small_file(str(path), where, limits.MAX_LISTING_BYTES, "limits.MAX_LISTING_BYTES", IntegrityError)
         rows = parse_object(raw, where, IntegrityError).get("files")
         if not isinstance(rows, dict) or not all(isinstance(row, list) and len(row) == 2 for row in rows.values()):
             raise IntegrityError(f"{where}: expected the files of a commit; delete it")
-        return commit, {name: _listed(row[0], row[1], f"{where}: {quote(name)}") for name, row in rows.items()}
+        return commit, {
+            name: _checked_hub_file(row[0], row[1], f"{where}: {quote(name)}") for name, row in rows.items()
+        }
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     name = folder.name.removeprefix("models--").replace("--", "/")
     with contextlib.suppress(CachedRepoTreeNotFoundError):
         tree = get_cached_repo_tree(name, revision=commit, cache_dir=folder.parent)
-        return commit, {file.path: Listed(None, None) for file in tree}
+        return commit, {file.path: HubFile(None, None) for file in tree}
     root = folder / "snapshots" / commit
     cached = [Path(folder_path, name) for folder_path, _, names in os.walk(root) for name in names]
-    return (commit, {p.relative_to(root).as_posix(): Listed(None, None) for p in cached}) if cached else None
+    return (commit, {p.relative_to(root).as_posix(): HubFile(None, None) for p in cached}) if cached else None
 
 
 def revisions_text(folder: Path, revision: str) -> str:
@@ -192,8 +194,8 @@ def revisions_text(folder: Path, revision: str) -> str:
     refs = {name: commit for name, commit in refs.items() if commit in commits}
     names = [*refs, *(commit for commit in sorted(commits) if commit not in refs.values())]
     hint = did_you_mean(revision, list(refs))
-    hint = hint or "".join(f"; {quote(commit)} begins so" for commit in commits if commit.startswith(revision))
-    return f"the cache has {listing(names, 4)} of it{hint}" if names else "the cache has nothing of it"
+    hint = hint or "".join(f"; {quote(commit)} starts with it" for commit in commits if commit.startswith(revision))
+    return f"the cache has {listing(names, 4)} of it{hint}" if names else "the cache has no revision of it"
 
 
 def commits_with(folder: Path, name: str) -> list[str]:
@@ -220,31 +222,31 @@ def token_to_send(token: str | bool | None, where: str) -> str | Literal[False]:
     except Exception as cause:  # for example, a login that cannot be renewed
         raise HubError(f"{where}: the stored token: {type(cause).__name__}; pass token=, or token=False") from cause
     if token is True:
-        raise HubError(f"{where}: token=True, and none is stored: pass token=, or set HF_TOKEN")
+        raise HubError(f"{where}: token=True, and no token is stored: pass token=, or set HF_TOKEN")
     if token and not _TOKEN.fullmatch(token):
         raise HubError(f"{where}: the token of HF_TOKEN, or of its file, is not printable ASCII; it was not sent")
     return token or False
 
 
 @contextlib.contextmanager
-def typed(where: str, remote: Remote) -> Iterator[None]:
+def hub_errors(where: str, remote: Remote) -> Iterator[None]:
     """Convert exceptions of huggingface_hub, its HTTP client and the system to exceptions of this package."""
     try:
         yield
     except RlxError:
         raise
     except Exception as cause:
-        raise _as_ours(cause, where, remote) from cause
+        raise _to_rlx_error(cause, where, remote) from cause
 
 
-def _as_ours(cause: Exception, where: str, remote: Remote) -> RlxError:
+def _to_rlx_error(cause: Exception, where: str, remote: Remote) -> RlxError:
     """Return the error of this package for one of huggingface_hub, its HTTP client or the system."""
     # Compared by name: huggingface_hub and its HTTP client are imported only where they are used.
     kinds = {kind.__name__ for kind in type(cause).__mro__}
     if "LocalEntryNotFoundError" in kinds and isinstance(cause.__cause__, Exception):
-        return _as_ours(cause.__cause__, where, remote)  # "not in the cache, because …"
+        return _to_rlx_error(cause.__cause__, where, remote)  # "not in the cache, because …"
     if (response := getattr(cause, "response", None)) is not None:
-        return refusal(response, where, remote.server)
+        return http_error(response, where, remote.server)
     if "OfflineModeIsEnabled" in kinds:
         return HubUnreachableError(f"{where}: HF_HUB_OFFLINE was set when huggingface_hub was imported")
     number = cause.errno if isinstance(cause, OSError) else None
@@ -258,33 +260,33 @@ def _as_ours(cause: Exception, where: str, remote: Remote) -> RlxError:
     if isinstance(cause, ValueError):
         return HubError(f"{where}: huggingface_hub: {text}")
     if "TimeoutException" in kinds:
-        text = "no answer (HF_HUB_DOWNLOAD_TIMEOUT is the time it has)"
+        text = "no answer within HF_HUB_DOWNLOAD_TIMEOUT"
     return HubUnreachableError(f"{where}: {remote.server} cannot be reached: {text}")
 
 
-def refusal(response: Any, where: str, host: str) -> RlxError:
+def http_error(response: Any, where: str, host: str) -> RlxError:
     """Return the error for an HTTP status of 400 or over; its message explains the status and gives advice."""
     status, code = response.status_code, response.headers.get("X-Error-Code", "")
     with_token = "authorization" in response.request.headers
     if status in (408, 429) or status >= 500:
         return HubUnreachableError(f"{where}: {host} answers {status}")
     if code == "RevisionNotFound":
-        how = "a commit is given by its 40 digits, a pull request as refs/pr/1"
-        return MissingFileError(f"{where}: {host} has no such branch, tag or commit of it; {how}")
+        advice = "write a commit with all 40 digits, a pull request as refs/pr/1"
+        return MissingFileError(f"{where}: {host} has no such branch, tag or commit of it; {advice}")
     if code == "EntryNotFound":
-        return MissingFileError(f"{where}: {host} lists the file and does not have it; try again")
+        return MissingFileError(f"{where}: {host} lists the file but does not have it; try again")
     if code == "GatedRepo":
-        how = "with the account of this token" if with_token else "and pass token=, or set HF_TOKEN"
-        return HubError(f"{where}: {host} gives it only to those who asked for it ({status}): ask on its page, {how}")
+        advice = "with the account of this token" if with_token else "and pass token=, or set HF_TOKEN"
+        return HubError(f"{where}: access on {host} is gated ({status}): request access on the model page, {advice}")
     if status in (401, 403) and with_token:
-        return HubError(f"{where}: {host} refuses it to this token ({status}): use one that may read it")
+        return HubError(f"{where}: {host} refuses it to this token ({status}): use one with read access")
     if status == 401:
         return MissingFileError(
-            f"{where}: {host} has no such model for all to see ({status}): look at the name; if it is private, pass "
-            "token=, or set HF_TOKEN"
+            f"{where}: {host} has no such public model ({status}): check the name; if it is private, pass token=, or "
+            "set HF_TOKEN"
         )
     if status == 403:
         return HubError(f"{where}: {host} refuses it ({status}): pass token=, or set HF_TOKEN")
     if status == 404:
-        return MissingFileError(f"{where}: {host} has no such model ({status}): look at the name")
+        return MissingFileError(f"{where}: {host} has no such model ({status}): check the name")
     return HubError(f"{where}: {host} answers {status}")

@@ -42,25 +42,25 @@ MAX_RESIZED_PIXELS = 2**24
 
 # Percentage of the free memory of this machine that a tensor, a model or a request may take.
 MAX_MEMORY_PERCENT = 80
-_SMALL = 2**26  # bytes up to which memory is not checked, so that small reads need not open /proc/meminfo
+_MIN_CHECKED_BYTES = 2**26  # bytes up to which memory is not checked, so that small reads need not open /proc/meminfo
 
 
-def at_most(value: int, limit: int, name: str, what: str) -> None:
+def check_limit(value: int, limit: int, name: str, subject: str) -> None:
     """Raise `LimitError` if `value` is over `limit`; `name` is the name of the limit for users."""
     if value > limit:
-        raise LimitError(f"{what} is {value}, over the limit {name} = {limit}")
+        raise LimitError(f"{subject} is {value}, over the limit {name} = {limit}")
 
 
-def fits_in_memory(nbytes: int, what: str) -> None:
+def check_memory(nbytes: int, subject: str) -> None:
     """Check that `nbytes` are at most `MAX_MEMORY_PERCENT` of the free memory, before they are allocated.
 
     Raises:
         LimitError: they are more; the message has both numbers.
     """
-    free = available_bytes() if nbytes > _SMALL else None
+    free = available_bytes() if nbytes > _MIN_CHECKED_BYTES else None
     if free is not None and nbytes > free * MAX_MEMORY_PERCENT // 100:
         raise LimitError(
-            f"{what} takes {nbytes:,} bytes of memory, and {free:,} are free: over limits.MAX_MEMORY_PERCENT = "
+            f"{subject} takes {nbytes:,} bytes of memory, and {free:,} are free: over limits.MAX_MEMORY_PERCENT = "
             f"{MAX_MEMORY_PERCENT}"
         )
 

@@ -40,7 +40,7 @@ def parse(
     limit_name: str,
     *,
     infinity: bool = False,
-    repeated: type[RlxError] | None = None,
+    repeated_error: type[RlxError] | None = None,
     start: int = 0,
 ) -> Any:
     """Return the JSON value in `raw`, of any type.
@@ -54,7 +54,7 @@ def parse(
         max_values: the maximum number of values.
         limit_name: the name of this limit in messages.
         infinity: accept `Infinity` as a number too, as Python's json module writes it.
-        repeated: the exception for a name that occurs twice in an object; `error` by default.
+        repeated_error: the exception for a name that occurs twice in an object; `error` by default.
         start: the byte offset of `raw` in the file.
 
     Raises:
@@ -69,18 +69,18 @@ def parse(
     if max(itertools.accumulate(steps), default=0) > limits.MAX_JSON_DEPTH:
         raise error(f"{where}: nested deeper than limits.MAX_JSON_DEPTH = {limits.MAX_JSON_DEPTH}")
     values = 1 + sum(map(bare.count, ",[{"))
-    limits.at_most(values, max_values, limit_name, f"{where}: the number of JSON values")
-    hooks = _Hooks(where, error, repeated or error, infinity)
+    limits.check_limit(values, max_values, limit_name, f"{where}: the number of JSON values")
+    hooks = _Hooks(where, error, repeated_error or error, infinity)
     try:
         value = json.loads(
-            text, object_pairs_hook=hooks.members, parse_int=hooks.whole, parse_float=hooks.real,
-            parse_constant=hooks.constant,
+            text, object_pairs_hook=hooks.unique_members, parse_int=hooks.parse_int, parse_float=hooks.parse_float,
+            parse_constant=hooks.parse_constant,
         )  # fmt: skip
     except json.JSONDecodeError as cause:
         offset = start + len(text[: cause.pos].encode())
         raise error(f"{where}: not JSON: {cause.msg.removesuffix(' at')} at byte {offset}") from cause
     if _SURROGATE.search(text) and not is_text(json.dumps(value, ensure_ascii=False)):
-        raise error(f"{where}: half of a surrogate pair in a name or a text")
+        raise error(f"{where}: half of a surrogate pair in a name or a string")
     return value
 
 
@@ -113,33 +113,33 @@ def is_text(value: str) -> bool:
 class _Hooks:
     """Callbacks of the standard parser; each refuses values that a strict parser does not accept."""
 
-    def __init__(self, where: str, error: type[FormatError], repeated: type[RlxError], infinity: bool) -> None:
-        self.where, self.error, self.repeated, self.infinity = where, error, repeated, infinity
+    def __init__(self, where: str, error: type[FormatError], repeated_error: type[RlxError], infinity: bool) -> None:
+        self.where, self.error, self.repeated_error, self.infinity = where, error, repeated_error, infinity
         # Large files repeat small numbers: ids, sizes, offsets.
-        self.whole = functools.lru_cache(2**12)(self._whole)
+        self.parse_int = functools.lru_cache(2**12)(self._parse_int)
 
-    def members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique_members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Return an object's members, unless a name is repeated."""
         members = dict(pairs)
         if len(members) < len(pairs):
             name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise self.repeated(f"{self.where}: {quote(name)} is given twice in one object")
+            raise self.repeated_error(f"{self.where}: {quote(name)} is given twice in one object")
         return members
 
-    def _whole(self, digits: str) -> int | float:
+    def _parse_int(self, digits: str) -> int | float:
         """Return a whole number, unless it has too many digits."""
         if len(digits.lstrip("-")) > limits.MAX_JSON_DIGITS:  # int() of so many takes quadratic time
             raise self.error(f"{self.where}: a number of {len(digits.lstrip('-'))} digits")
         return -0.0 if digits == "-0" else int(digits)
 
-    def real(self, digits: str) -> float:
+    def parse_float(self, digits: str) -> float:
         """Return a float, unless it overflows."""
         value = float(digits)
         if not math.isfinite(value):
             raise self.error(f"{self.where}: {quote(digits)} is too large a number")
         return value
 
-    def constant(self, name: str) -> float:
+    def parse_constant(self, name: str) -> float:
         """Return infinity where it is allowed; refuse NaN and -Infinity."""
         if self.infinity and name == "Infinity":
             return math.inf

@@ -464,7 +464,7 @@ def read_config(folder: Folder, ignore_fields: Iterable[str] = ()) -> Fields:
     if not is_list or not all(isinstance(name, str) for name in ignore_fields):
         raise RequestError(f"{IGNORE} is {shown(ignore_fields)}; expected a list of the names of fields")
     ignored = IgnoredFields(tuple(ignore_fields))
-    config = Fields(folder.needed(CONFIG), folder.where(CONFIG), ignored=ignored)
+    config = Fields(folder.required_json(CONFIG), folder.where(CONFIG), ignored=ignored)
     ignored.check_present(config.values, config.where)
     return config
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx_jax.blocks.lora import other_name
 from rlx_jax.errors import ConfigError, RequestError, TargetExistsError, UnsupportedError, listing, quote, shown
-from rlx_jax.io.atomic import replacing, write_synced
+from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.folder import open_folder
 from rlx_jax.models.config import Fields
 from rlx_jax.weights.format import Entry
@@ -83,13 +83,13 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
         UnsupportedError: a field or a tensor needs more than plain LoRA; the message names it.
     """
     folder = open_folder(path)
-    fields = Fields(folder.needed(CONFIG), folder.where(CONFIG))
+    fields = Fields(folder.required_json(CONFIG), folder.where(CONFIG))
     fields.choice("peft_type", "", {"LORA": ""})
     rank, alpha, rslora = fields.whole("r"), fields.real("lora_alpha"), fields.flag("use_rslora", False)
     ranks, alphas = (_pattern(fields, name) for name in ("rank_pattern", "alpha_pattern"))
     dropout = fields.real("lora_dropout", 0.0, above=False)
     fields.finish_model(INERT, ONLY)
-    folder.bring(WEIGHTS)
+    folder.fetch(WEIGHTS)
     source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
     module_ranks, where = _ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
     sizes = {}
@@ -234,7 +234,7 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
     target = os.path.realpath(os.fspath(path))
     if overwrite and os.path.lexists(target):
         _check_adapter_alone(target)
-    with replacing(target, overwrite, sum(array.nbytes for array in values.values())) as temporary:
+    with atomic_directory(target, overwrite, sum(array.nbytes for array in values.values())) as temporary:
         os.mkdir(temporary)
         write_file(os.path.join(temporary, WEIGHTS), entries)
         write_synced(os.path.join(temporary, CONFIG), (json.dumps(config, indent=2) + "\n").encode())

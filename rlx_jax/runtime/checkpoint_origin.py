@@ -103,7 +103,7 @@ class CheckpointOrigin:
         self._check_model(built)
         prefix = f"{self.inside}/" if self.inside else ""
         contents = {}
-        for name in [path.relative_to(self.folder.path).as_posix() for path in self.folder.found()]:
+        for name in [path.relative_to(self.folder.path).as_posix() for path in self.folder.files_read()]:
             raw = self._read(name)
             if raw is None:
                 raise ConfigError(
@@ -119,7 +119,7 @@ class CheckpointOrigin:
                 continue
             if raw is not None:
                 contents[name] = raw
-        config = (self.folder.json if dtype is None else self.folder.needed)(prefix + CONFIG)
+        config = (self.folder.json if dtype is None else self.folder.required_json)(prefix + CONFIG)
         unpacked = config.get("quantization_config") is not None  # weights are saved dequantized
         if dtype is not None or unpacked:
             config = {key: value for key, value in config.items() if key != "quantization_config"}

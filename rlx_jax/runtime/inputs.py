@@ -171,7 +171,7 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None, de
     if rows is not None:
         return token_ids(name, value, rows).astype(declared.dtype)
     array = as_host_array(name, value)
-    limits.fits_in_memory(array.size * declared.dtype.itemsize, f"input {name}")
+    limits.check_memory(array.size * declared.dtype.itemsize, f"input {name}")
     if array.dtype == declared.dtype:
         return array
     if is_float(declared.dtype):
@@ -289,7 +289,7 @@ def id_array(
     if isinstance(value, np.ma.MaskedArray):
         raise TokenIdError(f"{what}: a masked array, and its mask would be lost; pass .filled(id), and {padding}")
     check_elements(array.shape, what)  # before `ids_in` scans all of them
-    limits.fits_in_memory(array.size * 4, what)
+    limits.check_memory(array.size * 4, what)
     return array
 
 

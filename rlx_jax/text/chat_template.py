@@ -101,7 +101,7 @@ def template_files(folder: Folder) -> dict[str, str]:
     names = folder.names(TEMPLATE_FOLDER)
     paths = {DEFAULT: TEMPLATE_FILE}
     paths |= {n.removesuffix(".jinja"): f"{TEMPLATE_FOLDER}/{n}" for n in names if n.endswith(".jinja")}
-    limits.at_most(
+    limits.check_limit(
         len(paths), MAX_TEMPLATES, "MAX_TEMPLATES", f"{folder.where(TEMPLATE_FOLDER)}: the number of chat templates"
     )
     return paths
@@ -144,7 +144,7 @@ def choose_template(templates: Mapping[str, str], asked: str | None, tools: bool
     else:
         raise RequestError(NO_TEMPLATE)
     size = len(template.encode(errors="surrogatepass"))
-    limits.at_most(size, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", "the chat template: the size in bytes")
+    limits.check_limit(size, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", "the chat template: the size in bytes")
     if asked is not None and asked not in templates and not any(mark in asked for mark in ("{{", "{%", "{#")):
         raise RequestError(
             f"chat_template: {quote(asked)} is no template, as it has no '{{{{' and no '{{%', and no name of one: "

@@ -117,7 +117,7 @@ def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Pro
     if isinstance(prompts, jax.core.Tracer):
         raise RequestError(f"{what}: traced by jax.jit or the like, and prompts are read on the host: call it outside")
     if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim:
-        limits.fits_in_memory(LIST_BYTES * (prompts.size + len(prompts)), what)
+        limits.check_memory(LIST_BYTES * (prompts.size + len(prompts)), what)
         return Prompts(None, [prompts] if prompts.ndim == 1 else list(read_array(what, prompts)), prompts.ndim == 1)
     if not isinstance(prompts, list | tuple):
         raise RequestError(f"{what}: expected a string, token ids, or a list of them, got {type(prompts).__name__}")

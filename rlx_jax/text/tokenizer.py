@@ -26,7 +26,7 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.io.folder import Folder, json_bound
+from rlx_jax.io.folder import Folder, json_size_bound
 from rlx_jax.io.hub import SizeBound
 from rlx_jax.io.strict_json import parse
 from rlx_jax.models.config import Fields
@@ -229,8 +229,8 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         LimitError: more than `MAX_TOKENIZER_BYTES`, `MAX_TOKENIZER_VALUES` or `MAX_VOCABULARY`.
         UnsupportedError: the file enables random tokenization (BPE dropout).
     """
-    folder = Folder.at(directory)
-    _bring(folder)
+    folder = Folder.from_path(directory)
+    _fetch_files(folder)
     where = folder.where(TOKENIZER)
     content = _read_document(folder, where)
     if content is None:
@@ -285,14 +285,14 @@ def _read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] |
     return raw, document
 
 
-def _bring(folder: Folder) -> None:
+def _fetch_files(folder: Folder) -> None:
     """Fetch the tokenizer files of a Hub model in one parallel call; do nothing without a `tokenizer.json`."""
-    if folder.listed(TOKENIZER) is not None:
+    if folder.hub_file(TOKENIZER) is not None:
         companions = (*_SIDE_FILES, "generation_config.json")
         bounds: dict[str, SizeBound] = {TOKENIZER: (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES")}
-        bounds |= dict.fromkeys(companions, json_bound())
+        bounds |= dict.fromkeys(companions, json_size_bound())
         bounds |= dict.fromkeys(template_files(folder).values(), (MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES"))
-        folder.bring(*bounds, bounds=bounds)
+        folder.fetch(*bounds, bounds=bounds)
 
 
 # -- native code -------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Checkpoints:
         """Return the numbers of the complete steps, the oldest first, without a save that runs in the background."""
         try:
             # A step that is being replaced has its old directory under another name for a moment.
-            names = {*list_directory(self._directory), *atomic.being_saved(self._directory)}
+            names = {*list_directory(self._directory), *atomic.targets_being_saved(self._directory)}
         except MissingFileError:
             return ()
         numbers = [int(name) for name in names if name.isdecimal() and name.isascii() and len(name) <= _DIGITS]
@@ -173,13 +173,13 @@ class Checkpoints:
         target, remaining = self._target(step), self._kept()
         with atomic.storage_errors(target, remaining):
             os.makedirs(self._directory, exist_ok=True)
-            for name in atomic.being_saved(self._directory):  # left over from a process that was killed
+            for name in atomic.targets_being_saved(self._directory):  # left over from a process that was killed
                 if name.isdecimal():
                     atomic.remove_abandoned(self._directory, name)
             if overwrite and os.path.lexists(target) and not self._is_whole(step):
                 raise TargetExistsError(f"{quote(target)} is no step that was saved here; remove it, or save elsewhere")
             nbytes = sum(leaf.type.nbytes for leaf in leaves)
-            new = stack.enter_context(atomic.replacing(target, overwrite, nbytes, remaining))
+            new = stack.enter_context(atomic.atomic_directory(target, overwrite, nbytes, remaining))
             os.mkdir(new)
         return new
 
@@ -281,7 +281,7 @@ class Checkpoints:
 
         While a step is replaced it has another name, on file systems that cannot exchange two directories atomically.
         """
-        return atomic.abandoned_old(self._target(step)) or self._target(step)
+        return atomic.find_old_content(self._target(step)) or self._target(step)
 
     def _is_whole(self, step: int) -> bool:
         """Return whether a step is complete: it has the manifest, which is written last."""

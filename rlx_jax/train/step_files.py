@@ -145,7 +145,7 @@ def read_arrays(directory: str, like: Sequence[StoredLeaf]) -> list[Any]:
     from etils import epath
 
     on_host = sum(_host_bytes(leaf) for leaf in like)
-    limits.fits_in_memory(on_host, f"{quote(directory)}: what this process restores into its memory")
+    limits.check_memory(on_host, f"{quote(directory)}: what this process restores into its memory")
     target = {leaf.name: _target(leaf.type, leaf.sharding) for leaf in like}
     try:
         arrays = ocp.StandardCheckpointHandler().restore(epath.Path(directory), args=ocp.args.StandardRestore(target))
@@ -241,7 +241,7 @@ def named_leaves(tree: Any, what: str) -> tuple[StoredLeaf, ...]:
         leaves_by_name[name] = StoredLeaf(name, value, _type(value, where))
     if not leaves_by_name:
         raise RequestError(f"{what}: a pytree without leaves: {shown(tree)}; expected arrays or numbers")
-    limits.at_most(len(leaves_by_name), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{what}: the number of leaves")
+    limits.check_limit(len(leaves_by_name), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{what}: the number of leaves")
     return tuple(leaves_by_name.values())
 
 

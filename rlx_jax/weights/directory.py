@@ -26,9 +26,9 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.files import Links, check_name, list_directory, read_whole, resolve
+from rlx_jax.io.files import Links, check_name, list_directory, read_small_file, resolve
 from rlx_jax.io.folder import CONFIG, Folder
-from rlx_jax.io.hub import run_together
+from rlx_jax.io.hub import run_in_parallel
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.weights.manifest import NAME
 from rlx_jax.weights.safetensors import SafetensorsFile, read_header
@@ -92,31 +92,33 @@ def bring(folder: Folder, max_bytes: int | None = None) -> None:
     chosen, index = _listed(folder)
     if max_bytes is not None:
         total = sum(info.nbytes for file in headers(folder).values() for info in file.values())
-        limits.at_most(total, max_bytes, "max_bytes", "the size of all weights in bytes")
-    folder.bring(NAME, bounds={NAME: (limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")})
-    folder.bring(*([chosen] if index is None else index.shards))  # `open_index` reports missing shards
+        limits.check_limit(total, max_bytes, "max_bytes", "the size of all weights in bytes")
+    folder.fetch(NAME, bounds={NAME: (limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")})
+    folder.fetch(*([chosen] if index is None else index.shards))  # `open_index` reports missing shards
 
 
 def headers(folder: Folder) -> dict[str, Header]:
     """Return the headers of a Hub model's weight files, by file name, without fetching weights.
 
     Raises:
-        As `open_directory`, applied to the file names on the Hub. HubError and others: as `Snapshot.part`.
+        As `open_directory`, applied to the file names on the Hub. HubError and others: as `Snapshot.read_range`.
     """
     chosen, index = _listed(folder)
     shards = [chosen] if index is None else list(index.shards)
     if index is not None:
-        _refuse_missing(index, [shard for shard in shards if folder.listed(shard) is None])
+        _refuse_missing(index, [shard for shard in shards if folder.hub_file(shard) is None])
     results: dict[str, Header] = {}
 
     def read(shard: str, stop: threading.Event) -> None:
         """Read the header of a shard from the Hub."""
-        where, entry = folder.where(shard), folder.listed(shard)
+        where, entry = folder.where(shard), folder.hub_file(shard)
         if entry is None or entry.nbytes is None:
             raise IntegrityError(f"{where}: the Hub does not say how long it is, so that its header cannot be trusted")
-        results[shard] = read_header(lambda count, start, _: folder.part(shard, start, count), entry.nbytes, where)
+        results[shard] = read_header(
+            lambda count, start, _: folder.read_range(shard, start, count), entry.nbytes, where
+        )
 
-    run_together(read, shards)
+    run_in_parallel(read, shards)
     if index is not None:
         _compare(index, results, strict=True)
     return {shard: results[shard] for shard in shards}
@@ -128,7 +130,7 @@ def _listed(folder: Folder) -> tuple[str, _Index | None]:
     chosen = _choose(where, names)
     if not chosen.endswith(INDEX_SUFFIX):
         return chosen, None
-    folder.bring(chosen, bounds={chosen: (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")})
+    folder.fetch(chosen, bounds={chosen: (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")})
     return chosen, _read_index(resolve(os.fspath(folder.path), chosen), folder.where(chosen))
 
 
@@ -235,14 +237,14 @@ def _read_index(path: str, where: str) -> _Index:
     Raises:
         ConfigError, PathEscapeError, LimitError: the index is malformed, names other files, or is too large.
     """
-    raw = read_whole(path, where, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
+    raw = read_small_file(path, where, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
     content = parse_object(raw, where, ConfigError)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(
             f"{where}: weight_map: expected an object of tensor name → file name, found {quote(weight_map)}"
         )
-    limits.at_most(len(weight_map), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: the number of tensors")
+    limits.check_limit(len(weight_map), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: the number of tensors")
     shards: dict[str, list[str]] = defaultdict(list)
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
@@ -314,7 +316,7 @@ def _compare(index: _Index, headers: Mapping[str, Mapping[str, TensorInfo]], str
     if extra:
         problem = f"{index.where}: the shards hold {len(extra)} tensors that it does not list: {listing(extra)}"
         _complain(UnexpectedWeightError, problem, strict)
-    limits.at_most(len(owners), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
+    limits.check_limit(len(owners), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
     total = sum(info.nbytes for tensors in headers.values() for info in tensors.values())
     if index.total_size not in (None, total):
         problem = f"{index.where}: metadata.total_size is {index.total_size}, the tensors have {total} bytes"

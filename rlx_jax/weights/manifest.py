@@ -29,7 +29,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.files import Links, check_name, read_whole, resolve, storage_error
+from rlx_jax.io.files import Links, check_name, read_small_file, resolve, storage_error
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
@@ -106,7 +106,7 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
     if not os.path.lexists(os.path.join(directory, NAME)):
         return None
     path, where = resolve(directory, NAME, links), quote(os.path.join(directory, NAME))
-    raw = read_whole(path, where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", IntegrityError)
+    raw = read_small_file(path, where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", IntegrityError)
     content = parse_object(raw, where, IntegrityError)
     if content.get("version") != VERSION:
         raise UnsupportedError(f"{where}: version {quote(content.get('version'))}; this rlx_jax reads {VERSION}")

@@ -196,7 +196,7 @@ class OrbaxSource(NamedTensors[TensorType]):
         all_rows = (*rows, *(slice(0, dim) for dim in spec.shape[len(rows) :]))
         cells = zip(all_rows, self._chunks[name], strict=True)
         decoded = math.prod((-(-row.stop // chunk) - row.start // chunk) * chunk for row, chunk in cells)
-        limits.fits_in_memory(decoded * spec.dtype.itemsize, where)  # native code would abort
+        limits.check_memory(decoded * spec.dtype.itemsize, where)  # native code would abort
         with _typed(where):
             array = tensorstore.open(
                 {"driver": self._driver, "kvstore": self._below(f"{name}/")},
@@ -220,7 +220,7 @@ class OrbaxSource(NamedTensors[TensorType]):
                 f"{where}: shape {list(grid.type.shape)} in chunks {list(grid.chunks)} takes {count} chunks, "
                 f"{num_stored} are stored"
             )
-        limits.at_most(count, limits.MAX_CHUNKS, "limits.MAX_CHUNKS", f"{where}: the number of chunks")
+        limits.check_limit(count, limits.MAX_CHUNKS, "limits.MAX_CHUNKS", f"{where}: the number of chunks")
 
 
 @contextmanager
@@ -273,7 +273,7 @@ def _parse_zarr(raw: bytes, zarr3: bool, where: str) -> _Grid:
         CheckpointFormatError, LimitError: the metadata is malformed, contradicts itself, or is over a limit.
     """
     limit = limits.MAX_ARRAY_METADATA_BYTES
-    limits.at_most(len(raw), limit, "limits.MAX_ARRAY_METADATA_BYTES", f"{where}: bytes of metadata")
+    limits.check_limit(len(raw), limit, "limits.MAX_ARRAY_METADATA_BYTES", f"{where}: bytes of metadata")
     content = parse_object(raw, where, _Error)
     version = content.get("zarr_format")
     if version != (3 if zarr3 else 2) or (zarr3 and content.get("node_type") != "array"):

@@ -105,7 +105,7 @@ class SafetensorsFile(Closing):
         if not self._close.alive:
             raise StorageError(f"{self._where}: the file is closed")
         info = self.tensors[name]
-        limits.fits_in_memory(math.prod(shape) * info.dtype.itemsize, f"{self._where}: tensor {quote(name)}")
+        limits.check_memory(math.prod(shape) * info.dtype.itemsize, f"{self._where}: tensor {quote(name)}")
         values = np.empty(shape, info.dtype)
         if values.size:
             self._fill(name, begins, values)
@@ -174,7 +174,9 @@ def read_header(read: Callable[[int, int, str], bytes], size: int, where: str) -
         raise SafetensorsError(
             f"{where}: {description or f'header says {length} bytes, file has {size - 8} after the length'}"
         )
-    limits.at_most(length, limits.MAX_HEADER_BYTES, "limits.MAX_HEADER_BYTES", f"{where}: the header's length in bytes")
+    limits.check_limit(
+        length, limits.MAX_HEADER_BYTES, "limits.MAX_HEADER_BYTES", f"{where}: the header's length in bytes"
+    )
     return parse_header(read(length, 8, where), size - 8 - length, where)
 
 

@@ -23,7 +23,7 @@ from rlx_jax.errors import (
     quote,
     shown,
 )
-from rlx_jax.io.atomic import replacing, write_synced
+from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.files import files_below
 from rlx_jax.ir.types import short_name
 from rlx_jax.weights import formats, manifest
@@ -60,7 +60,7 @@ def write_checkpoint(
     beside = beside or {}
     weights: dict[str, WeightEntry] = {}
     nbytes = sum(e.type.nbytes for e in entries) + sum(map(len, beside.values()))
-    with replacing(target, overwrite, nbytes) as new:
+    with atomic_directory(target, overwrite, nbytes) as new:
         weights_dir = os.path.join(new, inside) if inside else new
         os.makedirs(os.path.dirname(weights_dir), exist_ok=True)
         writable[format].write(weights_dir, [replace(e, values=partial(_values, e, weights)) for e in entries])

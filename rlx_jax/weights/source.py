@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from rlx_jax.errors import MissingFileError, RlxError, UnsupportedError, WeightError, listing, quote
 from rlx_jax.io import limits
-from rlx_jax.io.atomic import abandoned_old
+from rlx_jax.io.atomic import find_old_content
 from rlx_jax.io.files import Links, list_directory
-from rlx_jax.io.folder import Folder, open_folder, refuse_asked
-from rlx_jax.io.hub import is_name
+from rlx_jax.io.folder import Folder, open_folder, refuse_hub_options
+from rlx_jax.io.hub import is_model_name
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import short_name as short_name
 from rlx_jax.ir.weight_reads import WeightSource as WeightSource
@@ -112,13 +112,13 @@ def _here(weights: Any, max_bytes: int | None, revision: str | None, token: str 
     """
     if isinstance(weights, str | os.PathLike):
         path = os.fsdecode(weights)
-        weights = abandoned_old(path) or path  # an interrupted save may have moved the directory
-        if is_name(path) and not (os.path.lexists(weights) or os.path.isdir(os.path.dirname(path))):
+        weights = find_old_content(path) or path  # an interrupted save may have moved the directory
+        if is_model_name(path) and not (os.path.lexists(weights) or os.path.isdir(os.path.dirname(path))):
             weights, revision, token = open_folder(path, revision, token), None, None
     if isinstance(weights, Folder):
         bring(weights, max_bytes)
         weights = os.fspath(weights.path)
-    refuse_asked(revision, token, "these weights are on this machine", WeightError)
+    refuse_hub_options(revision, token, "these weights are on this machine", WeightError)
     return weights
 
 
@@ -133,7 +133,7 @@ def _opened(row: Format, weights: Any, options: OpenOptions) -> WeightSource:
     try:
         if options.max_bytes is not None:
             total = sum(stored_bytes(source.spec(key)) for key in source.keys())
-            limits.at_most(total, options.max_bytes, "max_bytes", "the size of all weights in bytes")
+            limits.check_limit(total, options.max_bytes, "max_bytes", "the size of all weights in bytes")
     except BaseException:
         close(source)
         raise
