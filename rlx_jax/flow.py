@@ -44,7 +44,7 @@ from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
-from rlx_jax.program import REQUIRED, InputDecl, MakesMtp, Weights
+from rlx_jax.program import REQUIRED, InputDecl, MtpFactory, Weights
 from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.editing import BlockEdit, edit_blocks, run_stand_in
 from rlx_jax.trace.emit import Emit, FlowValue, input_type
@@ -88,7 +88,7 @@ class ModelFlow(Stages):
     _no_training: str = ""  # the reason why the model cannot be trained as published; empty if it can
     _elsewhere: tuple[str, ...] = ()  # parts of the model in other flows, by the first segment of their block paths
     _ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # config fields to ignore, as requested
-    _mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
+    _mtp: MtpFactory | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
@@ -183,7 +183,7 @@ class ModelFlow(Stages):
         weights. `reads` must be idempotent: it is also called with its own result, and returns that as it is."""
         return replace(self, _reads=reads)
 
-    def with_mtp(self, make: MakesMtp) -> ModelFlow:
+    def with_mtp(self, make: MtpFactory) -> ModelFlow:
         """Set the multi-token-prediction (MTP) module that `speculative="mtp"` drafts with.
 
         Args:

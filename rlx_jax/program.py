@@ -61,7 +61,7 @@ class Buildable(Protocol):
 
 
 # Function from the weights of a model to the flow of its drafting module: see `ModelFlow.with_mtp`.
-MakesMtp = Callable[[WeightSource | None], Buildable]
+MtpFactory = Callable[[WeightSource | None], Buildable]
 
 
 @dataclass(frozen=True)

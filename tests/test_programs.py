@@ -21,7 +21,7 @@ from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import TensorType, as_dtype, symbol
 from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.runtime.compile_flow import compile_together
-from rlx_jax.runtime.model_setup import open_programs
+from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.runtime.programs import ProgramKey, Variant
 from rlx_jax.weights.format import OpenOptions
 from tests.divided import RING_VOCAB, windowed
@@ -247,8 +247,8 @@ def test_a_weight_that_one_flow_merges_is_not_stored_twice() -> None:
     """q and k are one leaf where one flow reads both, and two where another reads q alone."""
     weights = {k: np.ones((4, 4), np.float32) for k in ("table", "q", "k")}
     both = head("both").custom(lambda emit, x: emit.linear(x, "q") + emit.linear(x, "k"))
-    merged = open_programs([both], weights, OpenOptions(), merge=True)
-    together = open_programs([both, head("other", "q")], weights, OpenOptions(), merge=True)
+    merged = make_programs([both], weights, OpenOptions(), merge=True)
+    together = make_programs([both, head("other", "q")], weights, OpenOptions(), merge=True)
     assert len(merged.layout.leaves) == 2 and sorted(together.layout.leaves) == ["k", "q", "table"]
 
 

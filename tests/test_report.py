@@ -26,7 +26,7 @@ from rlx_jax.runtime.block_times import (
     Kernel,
     KernelTime,
     Trace,
-    _which,
+    _match_program,
     block_times,
     read_trace,
 )
@@ -196,10 +196,13 @@ def test_a_trace_of_a_gpu() -> None:
 
     other, small, large = program(9, "jit_other"), program(1, "jit_forward", "a"), program(2, "jit_forward", "a", "b")
     compiled = [other, small, large]
-    assert _which(compiled, (9, "jit_other"), set()) is other and _which(compiled, (9, "jit_none"), {"a"}) is None
     assert (
-        _which(compiled, (9, "jit_forward"), {"a", "b"}) is large
-        and _which(compiled, (1, "jit_forward"), {"b"}) is small
+        _match_program(compiled, (9, "jit_other"), set()) is other
+        and _match_program(compiled, (9, "jit_none"), {"a"}) is None
+    )
+    assert (
+        _match_program(compiled, (9, "jit_forward"), {"a", "b"}) is large
+        and _match_program(compiled, (1, "jit_forward"), {"b"}) is small
     )
 
 

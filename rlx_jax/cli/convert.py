@@ -19,7 +19,7 @@ from rlx_jax.io import limits
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import as_dtype, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.runtime.checkpoint_origin import BESIDE, CONFIG, in_dtype, whole_checkpoint
+from rlx_jax.runtime.checkpoint_origin import COMPANION_FILES, CONFIG, config_with_dtype, with_unused_weights
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
 from rlx_jax.weights.source import open_weights
@@ -37,7 +37,7 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
     folder = None if is_file else open_folder(args.source, args.revision, progress=session.status)
     source = open_weights(args.source, revision=args.revision) if folder is None else open_weights(folder)
     companion_files = {} if folder is None else files_beside(folder, dtype)
-    sources = whole_checkpoint([], source, dtype)
+    sources = with_unused_weights([], source, dtype)
     entries = [replace(e, values=told(source, e, session, i + 1, len(sources) + 1)) for i, e in enumerate(sources)]
     write_checkpoint(args.target, entries, args.format, args.overwrite, companion_files)
     session.status.clear()
@@ -66,13 +66,13 @@ def floating(name: str) -> np.dtype[Any]:
 def files_beside(folder: Any, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
     """Return the contents of config and tokenizer files by path; the config has the new dtype of the weights."""
     files: dict[str, bytes] = {}
-    for name in (CONFIG, *BESIDE, *SENTENCES):
+    for name in (CONFIG, *COMPANION_FILES, *SENTENCES):
         content = folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
         if content is not None:
             files[name] = content
     config = folder.json(CONFIG)  # also without a dtype, as this raises if the file is malformed
     if dtype is not None and CONFIG in files:
-        files[CONFIG] = json.dumps(in_dtype(config, dtype.name), indent=2).encode() + b"\n"
+        files[CONFIG] = json.dumps(config_with_dtype(config, dtype.name), indent=2).encode() + b"\n"
     return files
 
 

@@ -22,7 +22,7 @@ from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.model_setup import open_programs
+from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.mxfp4 import unpacked
@@ -118,7 +118,7 @@ def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> Compile
     flow = pretrained.recipe.assemble()
     causal = pretrained.kind == "causal"
     serves = ("forward", *CACHED_PROGRAMS) if causal else ("forward",)
-    programs = open_programs(
+    programs = make_programs(
         [flow], None, OpenOptions(profile=profile), merge=True, max_positions=pretrained.max_positions, serves=serves
     )
     return CompiledModel(programs, flow.name, "prefill" if causal else "forward")

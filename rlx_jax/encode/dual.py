@@ -19,7 +19,7 @@ from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.compile_flow import finish_models
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.model_setup import open_programs
+from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.padding import padded_to
 from rlx_jax.text.token_model import OpenedModel, TokenizerLike, open_tokenizer
@@ -56,7 +56,7 @@ class DualEncoder(OpenedModel):
     ) -> None:
         text_tokenizer = open_tokenizer(tokenizer)
         flows = [texts, images] + ([] if similarity is None else [similarity])
-        programs = open_programs(flows, weights, OpenOptions(**options), merge=True, serves=("forward",))
+        programs = make_programs(flows, weights, OpenOptions(**options), merge=True, serves=("forward",))
         text_model, image_model, *similarity_model = finish_models(programs).values()
         self.texts = Encoder(text_model, tokenizer=text_tokenizer, padding=padding)
         # Raises here, at setup, if the output `pooled` is missing.

@@ -102,7 +102,7 @@ class PackedForm:
         return self.model.bound(
             {"batch": block.rows, "seq": block.width},
             PooledSegments(self.pipeline, block.slots),
-            Variant(last_only=False, outputs=self.model.output_names[:1], given=masks_of(self.model)),
+            Variant(last_only=False, outputs=self.model.output_names[:1], optional_inputs=masks_of(self.model)),
         )
 
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:

@@ -221,7 +221,7 @@ class Encoder(OpenedModel):
         if show_progress is None:
             show_progress = total is not None and total >= LONG and sys.stderr.isatty()
         width = pooled_width(self.model) if self.pools else self.width * len(self.pipeline.pooling)
-        clock = self.model.programs.clock()
+        clock = self.model.programs.start_timer()
         stream = Stream(form, np.zeros((total or 0, width), np.float32))
         try:
             for token_rows, has_more in rows:
@@ -369,7 +369,7 @@ class Encoder(OpenedModel):
 
     def _why_not(self, program: str, given: frozenset[str]) -> str:
         """Return the reason why the derived `program` is not available with the `given` inputs; empty if it is."""
-        return self.model.programs.why_not(self.model.name, program, given)
+        return self.model.programs.derivation_error(self.model.name, program, given)
 
     def _rows(self, given: frozenset[str] = frozenset({MASK})) -> RowForm:
         """Return the form that runs rows of different lengths.

@@ -31,7 +31,7 @@ BATCH = 32
 def masks_of(model: CompiledModel) -> frozenset[str]:
     """Return the attention mask as a set of input names; empty if the flow does not declare or does not read it."""
     mask = frozenset(i.name for i in model.flow._inputs if i.name == MASK and i.type.shape == EACH.shape)
-    return mask.difference(model.programs.unread(model.name, mask)) if mask else mask
+    return mask.difference(model.programs.unread_inputs(model.name, mask)) if mask else mask
 
 
 def pooled(pipeline: SentencePipeline, hidden: jax.Array, keep: jax.Array, skip: jax.Array | int = 0) -> jax.Array:
@@ -121,7 +121,9 @@ class RowForm:
         if self.pipeline is None:
             return pooled_of(outputs)  # type: ignore[no-any-return]
         valid, skip = padded_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
-        vectors: jax.Array = self.model.programs.call(pooled, primary(outputs), valid, *skip, static=(self.pipeline,))
+        vectors: jax.Array = self.model.programs.run_helper(
+            pooled, primary(outputs), valid, *skip, static=(self.pipeline,)
+        )
         return vectors
 
 
@@ -144,4 +146,4 @@ def exact_rows(form: RowForm, block: Ids, inputs: Mapping[str, Any], lengths: Se
         positions |= {row: offset + i for i, row in enumerate(row_ids)}
         offset += rows
     static = block.shape[1], tuple(positions[row] for row in range(len(block)))
-    return form.model.programs.call(restored, *blocks, static=static)  # type: ignore[no-any-return]
+    return form.model.programs.run_helper(restored, *blocks, static=static)  # type: ignore[no-any-return]

@@ -98,7 +98,7 @@ class VisionEncoder(OpenedModel):
         """
         self.model.refuse_traced()
         width = pooled_width(self.model)
-        clock = self.model.programs.clock()
+        clock = self.model.programs.start_timer()
         if _is_pixel_values(images):
             pixels, single = np.asarray(self._checked(images, least=0)), False
             batches: Iterator[Any] = (pixels[i : i + self._most] for i in range(0, len(pixels), self._most))

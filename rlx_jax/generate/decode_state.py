@@ -18,7 +18,7 @@ from rlx_jax.errors import RequestError, SessionStateError
 from rlx_jax.ir.types import TensorType
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.programs import state_shardings
-from rlx_jax.runtime.sequence_state import LENGTH, State, check_room
+from rlx_jax.runtime.sequence_state import LENGTH, State, check_capacity
 from rlx_jax.text.padding import cropped
 from rlx_jax.text.request_checks import Ids
 
@@ -75,13 +75,13 @@ class DecodeState:
         state = self.take(self.owner, peek=True).copy()
         return replace(self, state=state, lengths=self.lengths.copy(), text=self.text.copy())
 
-    def check_room(self, valid: np.ndarray[Any, Any]) -> None:
+    def check_capacity(self, valid: np.ndarray[Any, Any]) -> None:
         """Check that `valid` `[B]` more tokens fit into each row.
 
         Raises:
             SequenceLengthError: they do not; names the row.
         """
-        check_room(self.lengths, valid, self.capacity, "prefill with a larger max_len")
+        check_capacity(self.lengths, valid, self.capacity, "prefill with a larger max_len")
 
     def take(self, owner: object, peek: bool = False) -> State:
         """Return the arrays and mark this state as consumed.
@@ -135,7 +135,7 @@ def run_padded(
     lengths = np.concatenate([valid, idle]).astype(np.int32)
     (logits, *_), new_state = reader({ids: padded, "lengths": lengths, **(beside or {})}, state)
     if reader.key.last_only:
-        return programs.call(last_rows, logits, static=(len(valid),)), new_state
+        return programs.run_helper(last_rows, logits, static=(len(valid),)), new_state
     return cropped(programs, logits, len(valid), seq), new_state
 
 
@@ -225,7 +225,7 @@ def moved_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: I
     moves = tuple(m for name, t in types.items() if (m := _move(name, t, sizes, state[name].shape)) is not None)
     shardings = None if mesh_sharding is None else state_shardings(template, sizes, mesh_sharding)
     arguments = (state, rows) if lengths is None else (state, rows, lengths)
-    moved: dict[str, Any] = programs.call(move_state, *arguments, static=(moves,), at=shardings)
+    moved: dict[str, Any] = programs.run_helper(move_state, *arguments, static=(moves,), out_shardings=shardings)
     return moved
 
 

@@ -39,8 +39,8 @@ from rlx_jax.generate.speculative import (
     choose_draft,
 )
 from rlx_jax.lowering.lir.plan import Lir
-from rlx_jax.program import Buildable, Built, MakesMtp
-from rlx_jax.runtime.compile_flow import model_beside
+from rlx_jax.program import Buildable, Built, MtpFactory
+from rlx_jax.runtime.compile_flow import companion_model
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import ProgramKey, Programs, Variant
@@ -187,7 +187,9 @@ class MtpModule(ProgramDrafter):
             reader_inputs = {self.ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - offset, 0, width)}
             _, state = reader(reader_inputs, state)
             offset += width
-        initial_pairs = programs.call(first_pair, hidden, lengths, first, static=(self.tokens + 1,), at=programs.whole)
+        initial_pairs = programs.run_helper(
+            first_pair, hidden, lengths, first, static=(self.tokens + 1,), out_shardings=programs.replicated
+        )
         return initial_pairs, state
 
     def propose(self, own: DrafterState, turn: DraftStep) -> tuple[Drafts, DrafterState]:
@@ -263,12 +265,12 @@ def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
             f"speculative='mtp': {model.name} has no module that predicts several tokens (MTP); only Qwen 3.5 has one "
             "here: use 'prompt' or another CausalLM"
         )
-    module = model_beside(model, make)
+    module = companion_model(model, make)
     check_module(module, model)
     return MtpModule(tokens, module.programs, module.first_input, module)
 
 
-def mtp_of(flow: Buildable) -> MakesMtp | None:
+def mtp_of(flow: Buildable) -> MtpFactory | None:
     """Return the function that builds the MTP module of a flow, or None if the flow has no module."""
     return mtp_of(flow.flow) if isinstance(flow, Built) and flow.flow is not flow else getattr(flow, "_mtp", None)
 
@@ -332,7 +334,7 @@ class PromptLookup:
         tokens, lengths = np.zeros((sizes.batch, sizes.slots), np.int32), np.zeros(sizes.batch, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        return programs.call(written, tokens, lengths, first, at=programs.whole), {}
+        return programs.run_helper(written, tokens, lengths, first, out_shardings=programs.replicated), {}
 
     def lir(self) -> None:
         """Return None, as it runs no program."""

@@ -210,7 +210,7 @@ def blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None
     """Run a request, and yield after every block, when its tokens have been appended to `new`."""
     if not (request.rows and request.budget):
         return
-    clock = lm.model.programs.clock()
+    clock = lm.model.programs.start_timer()
     first_token: tuple[float, int] | None = None
     num_repeats = len(request.rows) - 1  # prefill of a shared prefix runs for the first prompt only
     cached_tokens = sum(request.before.lengths) if request.before else request.shared * num_repeats
@@ -286,7 +286,7 @@ def start(plan: RequestPlan) -> Generation:
     """Prefill the prompts, and choose the first new token of each row; the loop has not run yet."""
     request, sizes, loop = plan.request, plan.sizes, plan.loop
     programs, n = loop.model.programs, request.n or 1
-    knobs, ends = jax.device_put((plan.knobs, plan.ends), programs.whole)  # transfer once, not with every block
+    knobs, ends = jax.device_put((plan.knobs, plan.ends), programs.replicated)  # transfer once, not with every block
     before = read_shared(plan) if request.shared else request.before
     prefix_lens: Sequence[int] = [0] * len(request.rows) if before is None else before.lengths
     state: StateArrays = {} if before is None else state_behind(plan.readers[0], before)
@@ -305,10 +305,14 @@ def start(plan: RequestPlan) -> Generation:
             continue
         if n > 1:
             prompt_of_row = fork_of(sizes.batch, n, len(request.rows))
-            logits = programs.call(fork_rows, logits, prompt_of_row, static=(0,), at=programs.whole)
+            logits = programs.run_helper(
+                fork_rows, logits, prompt_of_row, static=(0,), out_shardings=programs.replicated
+            )
             ends_now = ends_now[prompt_of_row] & live
         arguments = (logits, rows, ends_now, first_ids, knobs, ends, log_probs)
-        first_ids, rows, log_probs = programs.call(FirstTokens(plan.method, plan.top), *arguments, at=programs.whole)
+        first_ids, rows, log_probs = programs.run_helper(
+            FirstTokens(plan.method, plan.top), *arguments, out_shardings=programs.replicated
+        )
     if n > 1:
         state = moved_state(loop, state, fork_of(sizes.batch, n, len(request.rows)))
     operands = {"rows": rows, "knobs": knobs, "ends": ends}
@@ -334,7 +338,9 @@ def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
         for row in np.flatnonzero(live):
             seen[row, list(request.rows[row // (request.n or 1)])] = True
     arguments = (random_key("seed", request.seed), live, np.int32(request.budget), seen)
-    rows: RequestRows = programs.call(new_rows, *arguments, static=(plan.method.draws,), at=programs.whole)
+    rows: RequestRows = programs.run_helper(
+        new_rows, *arguments, static=(plan.method.draws,), out_shardings=programs.replicated
+    )
     return rows
 
 

@@ -37,7 +37,7 @@ def logits_of(lm: LanguageModel, tokens: Any, lengths: Any, mask: Any, inputs: A
     block, _, starts = token_block(tokens, lm.vocab_size, lengths, mask)
     check_positions(block.shape[1], limit, "tokens")
     # Padding is only safe where prefill can be derived: then tokens do not see later ones, and rows not each other.
-    padded = block if model.programs.why_not(model.name, "prefill") else pad_block(lm.buckets, block, limit)
+    padded = block if model.programs.derivation_error(model.name, "prefill") else pad_block(lm.buckets, block, limit)
     other_inputs = request_inputs(model, inputs, len(block), lm.inputs).padded(len(padded))
     values = cropped(model.programs, primary(model(padded, **other_inputs)), *block.shape)
     return as_given(model, values, starts)
@@ -76,7 +76,7 @@ def extend(
     block, valid, _ = token_block(tokens, lm.vocab_size, lengths, low=0)
     if block.shape[0] != len(state.lengths):
         raise RequestError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
-    state.check_room(valid)
+    state.check_capacity(valid)
     seq = block.shape[1]  # a block of width 1, a decoding step, is not padded: it has a program of its own
     width = seq if seq == 1 else block_width(lm.buckets, seq, state.sizes["context"], step=1)
     padded = padded_to(block, state.sizes["batch"], width)
@@ -124,7 +124,7 @@ def last_only(logits: str) -> bool:
 
 def as_given(model: CompiledModel, array: jax.Array, starts: np.ndarray[Any, Any]) -> jax.Array:
     """Move the rows of `[B, S, …]` back to the columns `starts` `[B]`, where left-padded rows began."""
-    return model.programs.call(moved_back, array, starts.astype(np.int32)) if starts.any() else array
+    return model.programs.run_helper(moved_back, array, starts.astype(np.int32)) if starts.any() else array
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,10 @@ def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array
     lengths = np.array([len(row) for row in rows], np.int32)
     width = int(lengths.max())
     block = pad_rows(rows, width)
-    call = model.programs.call
+    call = model.programs.run_helper
     # Where prefill can be derived, no capture depends on later tokens or other rows, so that rows may be padded.
-    if all(a.is_plain for a in axes.values()) and not model.programs.why_not(model.name, "prefill", extras.given):
+    error = model.programs.derivation_error(model.name, "prefill", extras.given)
+    if all(a.is_plain for a in axes.values()) and not error:
         padded = pad_block(lm.buckets, block, limit)
         values = run(model, tuple(axes), padded, ids, extras, extras.padded(len(padded)))
         static = {name: (a, *block.shape) for name, a in axes.items()}
@@ -236,7 +237,7 @@ def run(
     """
     ids_input = model.first_input
     sizes = {**beside.sizes, **bind_sizes({ids_input: ids}, {ids_input: block}, model.name)}
-    program = model.bound(sizes, variant=Variant(last_only=False, outputs=names, given=beside.given))
+    program = model.bound(sizes, variant=Variant(last_only=False, outputs=names, optional_inputs=beside.given))
     used_inputs = {i.input for i in model.programs.template(program.key.symbolic).mir.inputs}
     values, _ = program(
         {name: value for name, value in {ids_input: block, **arrays}.items() if name in used_inputs}, {}

@@ -86,8 +86,8 @@ def unread(model: CompiledModel) -> frozenset[str]:
     """Return the names of the inputs that no output reads, neither with all optional inputs nor without them."""
     optional = frozenset(d.name for d in model.flow._inputs if d.optional)
     # An optional input can change what is read, so both extremes are traced; without one, once is enough.
-    idle = model.programs.unread(model.name, frozenset()) - optional
-    return idle & model.programs.unread(model.name, optional) if idle and optional else idle
+    idle = model.programs.unread_inputs(model.name, frozenset()) - optional
+    return idle & model.programs.unread_inputs(model.name, optional) if idle and optional else idle
 
 
 def request_inputs(

@@ -139,7 +139,7 @@ def plan_keys(
     if drafter is not None:
         return find()
     cache_key = (model.name, method, top, sizes, rows, *map(tuple, (widths, shared)), has_prefix)
-    keys: PlanKeys = model.programs.plans((*cache_key, tuple(inputs.sizes.items()), inputs.given), find)
+    keys: PlanKeys = model.programs.request_keys((*cache_key, tuple(inputs.sizes.items()), inputs.given), find)
     return keys
 
 

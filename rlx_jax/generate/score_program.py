@@ -191,7 +191,7 @@ def forms_for(
         RequestError: as `score_sizes`.
     """
     target = model.settings.target
-    if buckets.batch or buckets.prompt or model.programs.why_not(model.name, "packed"):
+    if buckets.batch or buckets.prompt or model.programs.derivation_error(model.name, "packed"):
         return None, ScoreForm(model, score_sizes(target, buckets, max_positions, longest))
     wide, shared = shared_sizes(target, buckets.share, max_positions, longest)
     return ScoreForm(model.as_program("packed"), shared), None if wide is None else ScoreForm(model, wide)

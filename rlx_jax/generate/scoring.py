@@ -66,7 +66,7 @@ def scores_of(lm: LanguageModel, items: Sequence[ScoredTokens], what: str) -> tu
             tokens, or rows each other. NumericsError: as `score_all`.
     """
     model = lm.model
-    clock = model.programs.clock()
+    clock = model.programs.start_timer()
     if lm.required:
         raise RequestError(f"{what}: {model.name} reads {listing(lm.required)} beside tokens; {what} takes texts alone")
     # Deriving a prefill program proves that tokens do not see later ones, and rows not each other.

@@ -93,7 +93,7 @@ class BlockTimes:
         groups: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
         for row in self.rows:
             groups[row.program, together(row.path)].append(row)
-        return replace(self, rows=_dearest_first(_joined(p, path, rows) for (p, path), rows in groups.items()))
+        return replace(self, rows=_slowest_first(_merge_rows(p, path, rows) for (p, path), rows in groups.items()))
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class BlockTimes:
             for kernel in row.kernels:
                 names = (row.program, *path, kernel.primitive)
                 root.add(tuple(name for name in names if name), kernel.seconds)
-        return page(root)
+        return flame_graph_page(root)
 
     def save_flame_graph(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `flame_graph` to a file, and overwrite an existing one.
@@ -150,7 +150,7 @@ class BlockTimes:
         """Return a line of the table that adds up several rows: name, milliseconds, share and calls."""
         seconds = sum(row.seconds for row in rows)
         share = 100 * seconds / self.seconds if self.seconds else 0.0
-        return shortened(name, WIDTH - 30), _ms(seconds), f"{share:.1f} %", calls
+        return shorten(name, WIDTH - 30), _ms(seconds), f"{share:.1f} %", calls
 
     def __str__(self) -> str:
         return self.text()
@@ -166,7 +166,7 @@ def block_times(trace: Trace, found: Mapping[tuple[int, str], tuple[str, Mapping
         runs: the number of runs in the trace.
         device: the name of the device.
     """
-    parts_of_kernels = [(kernel, _where(kernel, found)) for kernel in trace.kernels]
+    parts_of_kernels = [(kernel, _locate(kernel, found)) for kernel in trace.kernels]
     seconds = {place: ns / runs / 1e9 for place, ns in shares(trace, parts_of_kernels).items()}
     times: Counter[tuple[str, str, str]] = Counter()
     for kernel, (program, path, _, _) in parts_of_kernels:
@@ -178,17 +178,17 @@ def block_times(trace: Trace, found: Mapping[tuple[int, str], tuple[str, Mapping
     parts: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
     for (program, path, primitive, _), duration in seconds.items():
         parts[program, path].append(BlockTime(program, path, duration, 0, (KernelTime(primitive, duration),)))
-    rows = (replace(_joined(*place, blocks), calls=calls[place]) for place, blocks in parts.items())
-    return BlockTimes((trace.end - trace.start) / runs / 1e9, runs, device, _dearest_first(rows))
+    rows = (replace(_merge_rows(*place, blocks), calls=calls[place]) for place, blocks in parts.items())
+    return BlockTimes((trace.end - trace.start) / runs / 1e9, runs, device, _slowest_first(rows))
 
 
 # The program of a kernel, the path of its block, its primitive, and whether it is a container of other kernels.
 TimedPart = tuple[str, str, str, bool]
 
-NOWHERE: TimedPart = ("", IDLE, "", False)
+IDLE_PART: TimedPart = ("", IDLE, "", False)
 
 
-def _where(kernel: Kernel, found: Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]]) -> TimedPart:
+def _locate(kernel: Kernel, found: Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]]) -> TimedPart:
     """Return the program, the block path and the primitive of a kernel."""
     program, instructions_by_name = found.get((kernel.program, kernel.module), ("", {}))
     if not program:
@@ -203,18 +203,18 @@ def shares(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[Time
     """Return the nanoseconds of each part.
 
     Every moment is shared equally among the kernels that run at that moment. Containers, such as loops, get it only if
-    nothing else runs, and `NOWHERE` gets it if no kernel runs.
+    nothing else runs, and `IDLE_PART` gets it if no kernel runs.
     """
     edges = [(kernel.start, 1, place) for kernel, place in where]
     edges += [(kernel.end, -1, place) for kernel, place in where]
     active: Counter[TimedPart] = Counter()
     nanoseconds: dict[TimedPart, float] = defaultdict(float)
     now = trace.start
-    for moment, change, place in [*sorted(edges), (trace.end, 0, NOWHERE)]:
+    for moment, change, place in [*sorted(edges), (trace.end, 0, IDLE_PART)]:
         if moment > now:
             # Containers (`p[3]`) run for as long as the kernels inside them, so they count only without any.
             sharing = {p: n for p, n in active.items() if n and not p[3]} or {p: n for p, n in active.items() if n}
-            for p, n in (sharing or {NOWHERE: 1}).items():
+            for p, n in (sharing or {IDLE_PART: 1}).items():
                 nanoseconds[p] += (moment - now) * n / max(sum(sharing.values()), 1)
             now = moment
         if change:
@@ -222,7 +222,7 @@ def shares(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[Time
     return dict(nanoseconds)
 
 
-def _joined(program: str, path: str, rows: list[BlockTime]) -> BlockTime:
+def _merge_rows(program: str, path: str, rows: list[BlockTime]) -> BlockTime:
     """Return several rows merged into one, with the kernels of each primitive added up."""
     seconds: dict[str, float] = defaultdict(float)
     for kernel in (k for row in rows for k in row.kernels):
@@ -231,7 +231,7 @@ def _joined(program: str, path: str, rows: list[BlockTime]) -> BlockTime:
     return BlockTime(program, path, sum(row.seconds for row in rows), sum(row.calls for row in rows), kernels)
 
 
-def _dearest_first(rows: Iterable[BlockTime]) -> tuple[BlockTime, ...]:
+def _slowest_first(rows: Iterable[BlockTime]) -> tuple[BlockTime, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.seconds, row.program, row.path)))
 
 
@@ -239,7 +239,7 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.3f}"
 
 
-def shortened(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     """Return the text cut to less than `width` characters, with "…" in place of its middle."""
     if len(text) < width:
         return text
@@ -327,7 +327,7 @@ def read_trace(data: Any) -> Trace:
 
 
 # Frames with a smaller share of the run are not drawn: they would be thinner than a pixel.
-SMALLEST = 0.0005
+MIN_FRAME_SHARE = 0.0005
 
 
 @dataclass
@@ -345,12 +345,14 @@ class Frame:
             self.inside.setdefault(names[0], Frame(names[0])).add(names[1:], seconds)
 
 
-def page(root: Frame) -> str:
+def flame_graph_page(root: Frame) -> str:
     """Return the HTML page of a frame. Wider frames took longer, and frames below another are parts of it."""
-    return _PAGE.replace("TITLE", html.escape(root.name)).replace("FRAMES", _drawn(root, root.seconds, root.seconds))
+    return _PAGE.replace("TITLE", html.escape(root.name)).replace(
+        "FRAMES", _frame_html(root, root.seconds, root.seconds)
+    )
 
 
-def _drawn(frame: Frame, around: float, whole: float) -> str:
+def _frame_html(frame: Frame, around: float, whole: float) -> str:
     """Return the HTML of a frame and the frames inside it.
 
     Args:
@@ -358,7 +360,7 @@ def _drawn(frame: Frame, around: float, whole: float) -> str:
         around: the seconds of the frame that contains it, which its width is relative to.
         whole: the seconds of the run.
     """
-    if not whole or frame.seconds < SMALLEST * whole:
+    if not whole or frame.seconds < MIN_FRAME_SHARE * whole:
         return ""
     tooltip = f"{frame.name}: {1000 * frame.seconds:,.3f} ms, {100 * frame.seconds / whole:.1f} %"
     width, color = 100 * frame.seconds / around, 20 + sum(frame.name.encode()) % 35
@@ -366,7 +368,7 @@ def _drawn(frame: Frame, around: float, whole: float) -> str:
     return (
         f'<div class="frame" style="width:{width:.3f}%"><p style="background:hsl({color} 80% 70%)" '
         f'title="{html.escape(tooltip)}">{html.escape(frame.name)}</p>'
-        f"{''.join(_drawn(part, frame.seconds, whole) for part in parts)}</div>"
+        f"{''.join(_frame_html(part, frame.seconds, whole) for part in parts)}</div>"
     )
 
 
@@ -411,7 +413,7 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
     compiled = list(_compiled(models))
     matches = {
         place: (program.text, program.instructions())
-        for place, names in instructions_by_program.items() if (program := _which(compiled, place, names))
+        for place, names in instructions_by_program.items() if (program := _match_program(compiled, place, names))
     }  # fmt: skip
     return block_times(trace, matches, runs, running_device().name)
 
@@ -436,7 +438,7 @@ class _Compiled:
 
 def _compiled(models: Sequence[Programs]) -> Iterator[_Compiled]:
     """List the compiled programs of models and of their companions, which draft."""
-    companions = [companion.programs for model in models for companion in model.beside.values()]
+    companions = [companion.programs for model in models for companion in model.companions.values()]
     for position, programs in enumerate(dict.fromkeys((*models, *companions))):
         for key, executable in programs.executables.items():
             for module in executable.call.runtime_executable().hlo_modules():  # type: ignore[union-attr]
@@ -444,7 +446,7 @@ def _compiled(models: Sequence[Programs]) -> Iterator[_Compiled]:
                 yield _Compiled(number, module.name, f"{DRAFTING}: " * (position > 0) + key.text, key, executable)
 
 
-def _which(compiled: Sequence[_Compiled], place: tuple[int, str], names: set[str]) -> _Compiled | None:
+def _match_program(compiled: Sequence[_Compiled], place: tuple[int, str], names: set[str]) -> _Compiled | None:
     """Return the program that a trace identifies by id and module name; None if there is none.
 
     A trace of a GPU has its own ids, so that the name decides there. Several programs may share a name, such as a

@@ -31,7 +31,7 @@ from rlx_jax.weights.views import RenamedSource
 
 CONFIG = "config.json"
 # Companion files of the weights that other libraries may read, even if rlx_jax has not read them.
-BESIDE = (
+COMPANION_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json", "merges.txt",
     "preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model", "special_tokens_map.json",
     "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "video_preprocessor_config.json",
@@ -98,7 +98,7 @@ class CheckpointOrigin:
             ConfigError: a file that was read when the model was loaded is missing now.
 
         Warns:
-            RlxWarning: a file of `BESIDE` that rlx_jax does not need cannot be read.
+            RlxWarning: a file of `COMPANION_FILES` that rlx_jax does not need cannot be read.
         """
         self._check_model(built)
         prefix = f"{self.inside}/" if self.inside else ""
@@ -111,7 +111,7 @@ class CheckpointOrigin:
                     "or save the weights alone, rlx_jax.save(model.model, path)"
                 )
             contents[name] = raw
-        for name in (prefix + name for name in BESIDE if prefix + name not in contents):
+        for name in (prefix + name for name in COMPANION_FILES if prefix + name not in contents):
             try:
                 raw = self._read(name)
             except (HubError, FormatError, StorageError) as cause:  # rlx_jax does not read it: saving goes on without
@@ -123,7 +123,7 @@ class CheckpointOrigin:
         unpacked = config.get("quantization_config") is not None  # weights are saved dequantized
         if dtype is not None or unpacked:
             config = {key: value for key, value in config.items() if key != "quantization_config"}
-            config = config if dtype is None else in_dtype(config, dtype.name)
+            config = config if dtype is None else config_with_dtype(config, dtype.name)
             contents[prefix + CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
         return contents
 
@@ -152,7 +152,7 @@ def _steps(built: Built, seen: dict[_Step, int]) -> set[int]:
     return numbers
 
 
-def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return a config that declares this dtype, also in its nested configs.
 
     >>> in_dtype({"dtype": "float32", "text_config": {"torch_dtype": "float32"}}, "bfloat16")
@@ -169,7 +169,7 @@ def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return result if any(name in result for name in _DTYPES) else {**result, "torch_dtype": dtype}
 
 
-def whole_checkpoint(held: list[Entry], source: WeightSource, dtype: np.dtype[Any] | None) -> list[Entry]:
+def with_unused_weights(held: list[Entry], source: WeightSource, dtype: np.dtype[Any] | None) -> list[Entry]:
     """Return the entries of a model under the checkpoint's keys, with the checkpoint's other weights copied.
 
     So the text model of a vision-language checkpoint is saved with the image tower that its `config.json` declares.

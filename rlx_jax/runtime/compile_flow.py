@@ -22,10 +22,10 @@ from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.profiles import ProfileLike
-from rlx_jax.program import MakesMtp, Weights
+from rlx_jax.program import MtpFactory, Weights
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.model_setup import open_programs
-from rlx_jax.runtime.programs import Beside, ProgramKey, Programs
+from rlx_jax.runtime.model_setup import make_programs
+from rlx_jax.runtime.programs import Companion, ProgramKey, Programs
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
@@ -70,7 +70,7 @@ def compile(
         GraphError, WeightError, ProfileError: see `rlx_jax.errors`.
     """
     options = OpenOptions(strict=strict, profile=profile, mesh=mesh, missing=missing, key=key)
-    (model,) = open_together([flow], weights, options, program).values()
+    (model,) = compile_flows([flow], weights, options, program).values()
     return model
 
 
@@ -114,10 +114,10 @@ def compile_together(
         GraphError: two flows have the same name, or weights from different sources. ProfileError: their profiles
             differ.
     """
-    return open_together(flows, weights, OpenOptions(**options), program)
+    return compile_flows(flows, weights, OpenOptions(**options), program)
 
 
-def open_together(
+def compile_flows(
     flows: Sequence[Any], weights: Weights, options: OpenOptions, program: str
 ) -> dict[str, CompiledModel]:
     """Return compiled models of several flows over one set of parameters; see `compile_together`.
@@ -127,7 +127,7 @@ def open_together(
     """
     if program not in PROGRAMS:
         raise DeriveError(unknown_program(program))
-    return finish_models(open_programs(flows, weights, options, merge=False, program=program), program)
+    return finish_models(make_programs(flows, weights, options, merge=False, program=program), program)
 
 
 def open_model(
@@ -147,7 +147,7 @@ def open_model(
         RequestError: an argument that applies to compiling, with a model that is compiled already.
     """
     if not isinstance(flow, CompiledModel):
-        programs = open_programs([flow], weights, options, merge=True, max_positions=max_positions, serves=serves)
+        programs = make_programs([flow], weights, options, merge=True, max_positions=max_positions, serves=serves)
         (model,) = finish_models(programs).values()
         return model
     arguments = {"weights": weights, "max_positions": max_positions}
@@ -162,28 +162,28 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
     if not programs.layout.leaves:
         return {name: model.replace(params={}) for name, model in models.items()}
     if not has_data(programs):
-        if programs.seed is None:
+        if programs.init_key is None:
             return models
-        (model,) = models.values()  # weights of several flows were initialized before, by `with_lacking`
-        programs.initialised = tuple(model.template().built.params)
+        (model,) = models.values()  # weights of several flows were initialized before, by `build_with_missing`
+        programs.initialized_keys = tuple(model.template().built.params)
         # Initialized under their storage sharding, so that no device has to hold all of them.
-        return {model.name: model.replace(params=model.init(programs.seed))}
+        return {model.name: model.replace(params=model.init(programs.init_key))}
     target, runs = programs.settings.device.name, running_device()
     if target not in (runs.name, runs.kind):
         message = f"fusion.target is {target!r}, and JAX runs on {runs.name!r}: chosen for the one, run on the other"
         warnings.warn(f"{', '.join(models)}: {message}", RlxWarning, stacklevel=3)
     # `jax.default_device` is a context of the caller's thread, which the loading thread does not see.
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    given_up = threading.Event()
+    cancelled = threading.Event()
     # Reading weights and XLA's compiler both release the GIL, so that loading and compiling overlap.
     with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(load_params, programs, device, given_up)
+        loading = pool.submit(load_params, programs, device, cancelled)
         try:
             for model in models.values():
                 model.warm()
             params, seconds = loading.result()
         except BaseException:  # Ctrl-C too: leaving the pool waits for the loader, which should stop early
-            given_up.set()
+            cancelled.set()
             raise
     return {name: replace(model, load_seconds=seconds).replace(params) for name, model in models.items()}
 
@@ -194,7 +194,7 @@ def has_data(programs: Programs) -> bool:
     return source is not None and not shapes_only(source)
 
 
-def load_params(programs: Programs, device: Any, given_up: threading.Event) -> tuple[dict[str, jax.Array], float]:
+def load_params(programs: Programs, device: Any, cancelled: threading.Event) -> tuple[dict[str, jax.Array], float]:
     """Load the parameters onto `device`, or sharded over the model's mesh.
 
     Returns:
@@ -202,12 +202,12 @@ def load_params(programs: Programs, device: Any, given_up: threading.Event) -> t
     """
     assert programs.source is not None
     start = time.perf_counter()
-    placement = programs.resting() or device
-    params = load_leaves(programs.layout.leaves, programs.source, placement, programs.tell, given_up)
+    placement = programs.storage_shardings() or device
+    params = load_leaves(programs.layout.leaves, programs.source, placement, programs.report_progress, cancelled)
     return params, time.perf_counter() - start
 
 
-def model_beside(model: CompiledModel, make: MakesMtp) -> CompiledModel:
+def companion_model(model: CompiledModel, make: MtpFactory) -> CompiledModel:
     """Return a companion model, such as a drafter, that shares the weights of `model`.
 
     It is compiled once for each model. Parameters that the model has are shared; the others are loaded now.
@@ -221,7 +221,7 @@ def model_beside(model: CompiledModel, make: MakesMtp) -> CompiledModel:
     """
     model.refuse_traced()
     params = model.require_params("drafting")
-    companion = model.programs.beside(model.name, lambda: _opened(model, params, make))
+    companion = model.programs.companions(model.name, lambda: _make_companion(model, params, make))
     names_by_program = model.programs.layout.by_program()
     shared_params = {
         name: params[names_by_program[p]]
@@ -232,7 +232,7 @@ def model_beside(model: CompiledModel, make: MakesMtp) -> CompiledModel:
     return CompiledModel(companion.programs, name, params={**companion.params, **shared_params})
 
 
-def _opened(model: CompiledModel, params: dict[str, Any], make: MakesMtp) -> Beside:
+def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFactory) -> Companion:
     """Build and lower the companion flow of a model, and load the parameters that the model does not have.
 
     Returns:
@@ -250,13 +250,15 @@ def _opened(model: CompiledModel, params: dict[str, Any], make: MakesMtp) -> Bes
     programs = Programs(
         {flow.name: flow}, base.source, base.settings, layout, {flow.name: built.captured}, base.progress
     )
-    programs.builds.put((flow.name, frozenset()), (built, 0.0))
-    programs.templates.put(ProgramKey(flow.name, "forward"), template)
-    programs.warm = base.warm
+    programs.builds.insert((flow.name, frozenset()), (built, 0.0))
+    programs.templates.insert(ProgramKey(flow.name, "forward"), template)
+    programs.is_warm = base.is_warm
     names_by_program = base.layout.by_program()
     missing = {name: program for name, program in layout.leaves.items() if program not in names_by_program}
     assert base.source is not None  # it has data
     # The device of the model's parameters; None if its choice was left to JAX.
     target = next((next(iter(a.devices())) for a in params.values() if isinstance(a, jax.Array) and a.committed), None)
-    new_params = load_leaves(missing, base.source, programs.resting() or target, base.tell, threading.Event())
-    return Beside(programs, new_params)
+    new_params = load_leaves(
+        missing, base.source, programs.storage_shardings() or target, base.report_progress, threading.Event()
+    )
+    return Companion(programs, new_params)

@@ -38,9 +38,9 @@ from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.trace.checks import check_count
 
 # Platforms with arrays that NumPy reads without a copy.
-IN_HOST_MEMORY = ("cpu",)
+HOST_PLATFORMS = ("cpu",)
 # The implementation of every random key; one for all, so that seeds do not depend on `jax_default_prng_impl`.
-KEYS = "threefry2x32"
+KEY_IMPL = "threefry2x32"
 
 
 def bind_names(
@@ -81,7 +81,7 @@ def bind_names(
     return {n: v for n, v in values.items() if v is not None}
 
 
-def check_all_given(names: Iterable[str], given: Collection[str], flow: str) -> None:
+def check_required(names: Iterable[str], given: Collection[str], flow: str) -> None:
     """Check that a call passes every input that the program reads.
 
     Raises:
@@ -126,7 +126,7 @@ def host_view(value: Any, devices: bool) -> np.ndarray[Any, Any] | None:
         return value
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or is_consumed(value):
         return None
-    if not devices and next(iter(value.devices())).platform not in IN_HOST_MEMORY:
+    if not devices and next(iter(value.devices())).platform not in HOST_PLATFORMS:
         return None
     if value.is_fully_addressable:
         return np.asarray(value)
@@ -285,7 +285,7 @@ def id_array(
     if array.size == 0:
         return array.astype(np.int32)
     if array.dtype.kind not in "iu":
-        raise _no_ids(what, value, array, rows)
+        raise _ids_error(what, value, array, rows)
     if isinstance(value, np.ma.MaskedArray):
         raise TokenIdError(f"{what}: a masked array, and its mask would be lost; pass .filled(id), and {padding}")
     check_elements(array.shape, what)  # before `ids_in` scans all of them
@@ -308,7 +308,7 @@ def ids_in(what: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any,
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _no_ids(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> TokenIdError:
+def _ids_error(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> TokenIdError:
     """Return the error for a value that has no ids.
 
     For a list it names the first item that is no id; an array has one dtype for all items.
@@ -439,18 +439,18 @@ def random_key(what: str, seed: Any) -> jax.Array:
     if isinstance(seed, int | np.integer) and not isinstance(seed, bool) and 0 <= seed < 2**64:
         low, high = int(seed) % 2**32, int(seed) // 2**32
         # The same key as `jax.random.key` creates, which drops the upper half and copies the lower one implicitly.
-        key: jax.Array = jax.random.wrap_key_data(jax.device_put(np.array([0, low], np.uint32)), impl=KEYS)
+        key: jax.Array = jax.random.wrap_key_data(jax.device_put(np.array([0, low], np.uint32)), impl=KEY_IMPL)
         if high:
             key = jax.random.fold_in(key, jax.device_put(np.uint32(high)))
         return key
     if isinstance(seed, jax.Array):
         refuse_consumed({}, {what: seed})
         typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
-        if typed and seed.ndim == 0 and str(jax.random.key_impl(seed)) == KEYS:
+        if typed and seed.ndim == 0 and str(jax.random.key_impl(seed)) == KEY_IMPL:
             return seed
         words = jax.random.key_data(seed) if typed else seed
         if words.dtype == np.uint32 and words.shape in ((2,), (4,)):
-            key = jax.random.wrap_key_data(words[:2], impl=KEYS)
+            key = jax.random.wrap_key_data(words[:2], impl=KEY_IMPL)
             for word in words[2:]:
                 key = jax.random.fold_in(key, word)
             return key

@@ -1,4 +1,4 @@
-"""This module defines `Lru`, a thread-safe cache that evicts the least recently used entry."""
+"""This module defines `LruCache`, a thread-safe cache that evicts the least recently used entry."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Lru(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """A mapping of at most `limit` entries, safe to use from several threads.
 
-    An evicted entry stays valid for code that still refers to it. `made` counts insertions, and `evicted` evictions.
+    An evicted entry stays valid for code that still refers to it. `num_inserted` counts insertions, and `num_evicted`
+    counts evictions.
 
     Args:
         limit: the number of entries.
-        making: the lock for creating entries. Caches that create entries from entries of each other share it.
+        creation_lock: the lock for creating entries. Caches that create entries from entries of each other share it.
     """
 
-    def __init__(self, limit: int, making: Any = None) -> None:
-        self.limit, self.made, self.evicted = limit, 0, 0
+    def __init__(self, limit: int, creation_lock: Any = None) -> None:
+        self.limit, self.num_inserted, self.num_evicted = limit, 0, 0
         self._entries: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
-        self._making = making or threading.RLock()
+        self._creation_lock = creation_lock or threading.RLock()
 
     def get(self, key: K) -> V | None:
         """Return the entry, which counts as a use; None if there is none."""
@@ -43,20 +44,20 @@ class Lru(Generic[K, V]):
         entry = self.get(key)
         if entry is not None:
             return entry
-        with self._making:
+        with self._creation_lock:
             # Another thread may have created the entry while this one waited for the lock.
             entry = self.get(key)
-            return self.put(key, make()) if entry is None else entry
+            return self.insert(key, make()) if entry is None else entry
 
-    def put(self, key: K, value: V) -> V:
+    def insert(self, key: K, value: V) -> V:
         """Insert an entry, evict the oldest ones over the limit, and return the value."""
         with self._lock:
             self._entries[key] = value
             self._entries.move_to_end(key)
-            self.made += 1
+            self.num_inserted += 1
             while len(self._entries) > self.limit:
                 self._entries.popitem(last=False)
-                self.evicted += 1
+                self.num_evicted += 1
         return value
 
     def __contains__(self, key: object) -> bool:

@@ -31,19 +31,19 @@ from rlx_jax.runtime.inputs import (
     as_row,
     bind_names,
     bind_sizes,
-    check_all_given,
     check_counted,
     check_new_tokens,
+    check_required,
     check_rows,
     random_key,
     refuse_unread,
     value_or_spec,
     whole_number,
 )
-from rlx_jax.runtime.model_setup import drawn_params
-from rlx_jax.runtime.programs import LAST, ProgramKey, Programs, Variant
+from rlx_jax.runtime.model_setup import init_model_params
+from rlx_jax.runtime.programs import LAST_TOKEN, ProgramKey, Programs, Variant
 from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
-from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_room, given_state
+from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity, state_arrays
 from rlx_jax.weights.execute import by_key
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
@@ -94,10 +94,12 @@ class CompiledModel:
         values, key, arrays = self._bind(inputs, named, state)
         if state is not None and self.program in ("extend", "verify"):
             refuse_consumed({}, values)
-            check_room(state.length, values["lengths"], dict(key.binding).get("context"))
+            check_capacity(state.length, values["lengths"], dict(key.binding).get("context"))
         return self._result(self.execute(key, params, arrays, values), key)
 
-    def bound(self, sizes: Mapping[str, int], around: Around | None = None, variant: Variant = LAST) -> BoundProgram:
+    def bound(
+        self, sizes: Mapping[str, int], around: Around | None = None, variant: Variant = LAST_TOKEN
+    ) -> BoundProgram:
         """Return the program for these sizes.
 
         Args:
@@ -116,12 +118,12 @@ class CompiledModel:
         self.programs.check_compiled(key)
         return BoundProgram(self, key)
 
-    def sized(self, sizes: Mapping[str, int], variant: Variant = LAST) -> ProgramKey:
+    def sized(self, sizes: Mapping[str, int], variant: Variant = LAST_TOKEN) -> ProgramKey:
         """Return the key of the program for these sizes; see `bound`.
 
         A `prefill` program is called without a state: the wrapper `FromEmpty` creates the empty one inside it.
         """
-        key = self.key(variant.given, variant.outputs, variant.last_only)
+        key = self.key(variant.optional_inputs, variant.outputs, variant.last_only)
         if self.program == "prefill":
             # The length of the prompt changes no array of the state.
             state_sizes = {name: size for name, size in sizes.items() if name != "seq"}
@@ -237,7 +239,7 @@ class CompiledModel:
     def _result(self, results: Results, key: ProgramKey) -> Any:
         """Return the results of a program as users get them: an array or a dict, and the state if there is one."""
         outputs, state = results
-        names = self._template(key.given).mir.output_names
+        names = self._template(key.optional_inputs).mir.output_names
         result = outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
         return (result, as_state(state)) if state else result
 
@@ -254,7 +256,7 @@ class CompiledModel:
         template = self._template(optional)
         refuse_unread(optional, self._unread(optional), flow.name)
         declared = {i.input: i.type for i in template.mir.inputs}
-        check_all_given(declared, values_by_name, flow.name)
+        check_required(declared, values_by_name, flow.name)
         bounds = template.bounds
         devices = self.settings.check_ids
         one_row = {d.name for d in decls if d.rows_optional}
@@ -270,7 +272,7 @@ class CompiledModel:
         values = at_home({n: values[n] for n in declared}, self.programs.model_sharding)
         check_counted(sizes, bounds, flow.name)
         check_rows(values, bounds, sizes, devices)
-        arrays = given_state(self.program, template.state, state, sizes)
+        arrays = state_arrays(self.program, template.state, state, sizes)
         if self.program in CACHED_PROGRAMS:
             low = 1 if self.program == "prefill" else 0
             check_new_tokens(values["lengths"], sizes["seq"], low, sizes.get("context"))
@@ -298,9 +300,9 @@ class CompiledModel:
         first_unread = next((d.name for d in self.flow._inputs[:1] if d.name in unread and not d.optional), "")
         return decls, bind_names(decls, args, named, self.flow.name, unread, first_unread)
 
-    def _inputs(self, given: frozenset[str]) -> tuple[InputDecl, ...]:
-        """Return the inputs of the program with the optional inputs `given`; see `inputs`."""
-        template = self._template(given)
+    def _inputs(self, optional_inputs: frozenset[str]) -> tuple[InputDecl, ...]:
+        """Return the inputs of the program with the optional inputs `optional_inputs`; see `inputs`."""
+        template = self._template(optional_inputs)
         read_names = {i.input for i in template.mir.inputs}
         flow_decls = tuple(d for d in self.flow._inputs if d.optional or d.name in read_names)
         names = {d.name for d in flow_decls}
@@ -338,20 +340,23 @@ class CompiledModel:
         """Return the template of a program, its form with symbolic sizes; by default of `self.program`."""
         return self.programs.template(ProgramKey(self.name, program or self.program, last_only=last_only))
 
-    def _template(self, given: frozenset[str] = frozenset()) -> Template:
-        return self.programs.template(self.key(given))
+    def _template(self, optional_inputs: frozenset[str] = frozenset()) -> Template:
+        return self.programs.template(self.key(optional_inputs))
 
-    def _unread(self, given: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    def _unread(self, optional_inputs: frozenset[str] = frozenset()) -> tuple[str, ...]:
         """Return the inputs that no output reads; () for programs that the package calls, which pass no such input."""
-        return self._template(given).unread if self.program in ("forward", "train", "explicit") else ()
+        return self._template(optional_inputs).unread if self.program in ("forward", "train", "explicit") else ()
 
     def key(
-        self, given: frozenset[str] = frozenset(), outputs: tuple[str, ...] | None = None, last_only: bool = False
+        self,
+        optional_inputs: frozenset[str] = frozenset(),
+        outputs: tuple[str, ...] | None = None,
+        last_only: bool = False,
     ) -> ProgramKey:
         """Return the key of this program, without sizes, for these optional inputs and outputs."""
         # All outputs by name and None mean the same program, and must have the same key.
         names = None if outputs is None or outputs == self.output_names else outputs
-        return ProgramKey(self.name, self.program, given, outputs=names, last_only=last_only)
+        return ProgramKey(self.name, self.program, optional_inputs, outputs=names, last_only=last_only)
 
     def warm(self) -> None:
         """Compile the program now if every size is known: the flow is static, or has a binding for its symbols."""
@@ -419,7 +424,7 @@ class CompiledModel:
             WeightShapeError: a parameter is missing, unknown, or has another shape or dtype.
         """
         check_params(params, self.param_specs())
-        traced, resting = is_traced(params.values()), self.programs.resting()
+        traced, resting = is_traced(params.values()), self.programs.storage_shardings()
         placed_params = dict(params) if traced or resting is None else jax.device_put(dict(params), resting)
         return replace(self, params=placed_params, traced=traced)
 
@@ -432,7 +437,7 @@ class CompiledModel:
         Raises:
             LimitError, DeviceOutOfMemoryError: there is not enough memory for them.
         """
-        return drawn_params(self.programs, self._template().built, random_key("init", key), f"{self.name}: init")
+        return init_model_params(self.programs, self._template().built, random_key("init", key), f"{self.name}: init")
 
     def init_state(self, batch: int, context: int | None = None, *, given: Sequence[str] = (), **sizes: int) -> State:
         """Return an empty state.
@@ -458,7 +463,7 @@ class CompiledModel:
         dims = {name: as_dim(size, f"init_state: {name}") for name, size in dims.items()}
         empty = self.programs.empty_state(self.key(frozenset(given)), dims)
         with out_of_memory(f"{self.name}: init_state(batch={batch}, context={context})"):
-            return as_state(self.programs.call(empty))
+            return as_state(self.programs.run_helper(empty))
 
     # -- inspection --------------------------------------------------------------------------
 
@@ -538,8 +543,8 @@ class CompiledModel:
         """
         built = self._template().built
         sizes = None if self.last is None or self.last.program != self.program else dict(self.last.binding)
-        settings = [self.programs.resolved(profile, self.name) for profile in (ours, theirs)]
-        return program_changes(built, settings[0], settings[1], self.program, self.programs.opened[0], sizes)
+        settings = [self.programs.resolve_settings(profile, self.name) for profile in (ours, theirs)]
+        return program_changes(built, settings[0], settings[1], self.program, self.programs.fuses_by_default, sizes)
 
     def profile(self, *inputs: Any, state: State | None = None, runs: int = 5, **named: Any) -> BlockTimes:
         """Return the time that each block takes, measured by `jax.profiler` over `runs` calls.

@@ -51,7 +51,7 @@ from rlx_jax.weights.source import open_weights
 Builds = Mapping[str, tuple[Built, float]]
 
 
-def open_programs(
+def make_programs(
     flows: Sequence[Any], weights: Weights, options: OpenOptions, merge: bool, program: str = "forward",
     max_positions: int | None = None, serves: tuple[str, ...] = (),
 ) -> Programs:  # fmt: skip
@@ -83,14 +83,14 @@ def open_programs(
     flow_list = [as_flow(flow, weights) for flow in flows]
     if program == "train":
         for flow in flow_list:
-            refuse_untrained(flow)
-    named = {flow.name: flow if seed is None else drawing(flow) for flow in flow_list}
+            refuse_untrainable(flow)
+    named = {flow.name: flow if seed is None else with_missing_declared(flow) for flow in flow_list}
     if not named or len(named) < len(flow_list):
         raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in flow_list])}")
-    builds, initialized = with_lacking(named, build_flows(named, weights), seed)
+    builds, initialized = build_with_missing(named, build_flows(named, weights), seed)
     builts = [built for built, _ in builds.values()]
     source = check_sources(builts, options.strict)
-    settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
+    settings = shared_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
     model_sharding = divide_model(options.mesh, builts, settings, program, serves)
     settings = replace(
         settings if model_sharding is None else divided(settings, model_sharding), max_positions=max_positions
@@ -102,8 +102,8 @@ def open_programs(
         check_divisible(model_sharding, layout.leaves.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, settings, layout, captured, options.progress)
-    programs.opened = merge, program
-    programs.initialised, programs.seed = initialized, seed
+    programs.fuses_by_default, programs.planned_program = merge, program
+    programs.initialized_keys, programs.init_key = initialized, seed
     profiles = [(t, choose_profile(t.built, profile)) for t in templates.values() if t.built.plan is None]
     if any(used_profile != CompileProfile.auto() for _, used_profile in profiles):
         programs_run = serves or (program,)
@@ -112,8 +112,8 @@ def open_programs(
         )
     for name, flow in named.items():
         check_inputs(settings.plan.donate_inputs, flow)
-        programs.builds.put((name, frozenset()), builds[name])
-        programs.templates.put(ProgramKey(name, first), templates[name])
+        programs.builds.insert((name, frozenset()), builds[name])
+        programs.templates.insert(ProgramKey(name, first), templates[name])
     return programs
 
 
@@ -134,7 +134,7 @@ def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
     return builds
 
 
-def with_lacking(
+def build_with_missing(
     named: Mapping[str, Buildable], builds: Builds, seed: jax.Array | None
 ) -> tuple[Builds, tuple[str, ...]]:
     """Initialize missing weights, and build the flows again over a source that includes them.
@@ -147,7 +147,7 @@ def with_lacking(
     Returns:
         The built flows, and the keys of the initialized weights. If none are missing, the flows are as before.
     """
-    initialized = {} if seed is None else draw_lacking([built for built, _ in builds.values()], seed)
+    initialized = {} if seed is None else init_missing_weights([built for built, _ in builds.values()], seed)
     if not initialized:
         return builds, ()
     source = with_drawn(next(built.source for built, _ in builds.values()), initialized)
@@ -171,12 +171,14 @@ def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Setting
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
     layout = layout_of([t.hir for t in templates.values()], settings.plan.scan)
     twice = len(builds) > 1 and layout.repeated()
-    if settings.merge and (twice or any(parted(built, layout, settings, first) for built, _ in builds.values())):
+    if settings.merge and (
+        twice or any(needs_other_params(built, layout, settings, first) for built, _ in builds.values())
+    ):
         return plan_layout(builds, replace(settings, merge=False), first)
     return settings, layout, templates
 
 
-def parted(built: Built, layout: Layout, settings: Settings, first: str) -> bool:
+def needs_other_params(built: Built, layout: Layout, settings: Settings, first: str) -> bool:
     """Return whether a flow needs other parameters with its optional inputs than without them.
 
     This is possible only if an input may come between products: if it has floating values, so that it is no ids, mask
@@ -203,7 +205,7 @@ def parted(built: Built, layout: Layout, settings: Settings, first: str) -> bool
     return not layout.has(complete.hir, settings.plan.scan)
 
 
-def one_settings(found: Mapping[str, Settings]) -> Settings:
+def shared_settings(found: Mapping[str, Settings]) -> Settings:
     """Return the settings that all flows share.
 
     Raises:
@@ -235,7 +237,7 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-def refuse_untrained(flow: Buildable) -> None:
+def refuse_untrainable(flow: Buildable) -> None:
     """Refuse to train a flow with features that are not implemented for training, such as dropout.
 
     Raises:
@@ -272,11 +274,11 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
     if callable(flow):
         return as_flow(flow())
     raise GraphError(
-        f"flow: expected a ModelFlow, a recipe, a Built or a GraphModule, got {type(flow).__name__}{_instead_of(flow)}"
+        f"flow: expected a ModelFlow, a recipe, a Built or a GraphModule, got {type(flow).__name__}{_flow_hint(flow)}"
     )
 
 
-def _instead_of(flow: object) -> str:
+def _flow_hint(flow: object) -> str:
     """Return the advice for a value that is no flow, by what it is; empty if there is none."""
     if isinstance(flow, str | os.PathLike):
         return "; rlx_jax.load(path) opens a checkpoint, and recipe_for(path) is its recipe"
@@ -313,7 +315,7 @@ def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
     return source
 
 
-def drawn_params(programs: Programs, built: Built, key: jax.Array, what: str) -> dict[str, jax.Array]:
+def init_model_params(programs: Programs, built: Built, key: jax.Array, what: str) -> dict[str, jax.Array]:
     """Return random values for all parameters of a model, under their storage sharding; see `CompiledModel.init`.
 
     Args:
@@ -325,7 +327,7 @@ def drawn_params(programs: Programs, built: Built, key: jax.Array, what: str) ->
     Raises:
         LimitError, DeviceOutOfMemoryError: there is not enough memory for them.
     """
-    leaves, resting = programs.layout.leaves, programs.resting()
+    leaves, resting = programs.layout.leaves, programs.storage_shardings()
     shardings = resting or {}
     sizes = [shard_type(t, shardings.get(name)).nbytes for name, t in programs.layout.types().items()]
     if not isinstance(key, jax.core.Tracer):
@@ -355,7 +357,7 @@ def check_missing(missing: str, key: Any) -> jax.Array | None:
     return None if key is None else random_key("compile", key)
 
 
-def drawing(flow: Buildable) -> Buildable:
+def with_missing_declared(flow: Buildable) -> Buildable:
     """Return the flow with its missing weights declared as to be initialized.
 
     Raises:
@@ -366,11 +368,11 @@ def drawing(flow: Buildable) -> Buildable:
     return replace(flow, _missing="init")
 
 
-def draw_lacking(builts: Sequence[Built], key: jax.Array) -> dict[str, jax.Array]:
+def init_missing_weights(builts: Sequence[Built], key: jax.Array) -> dict[str, jax.Array]:
     """Return random values, by key, for the weights that the source has no values of.
 
     A single flow without a source, or with shapes alone, gets none: all its parameters are initialized later, under
-    their storage sharding (see `drawn_params`).
+    their storage sharding (see `init_model_params`).
     """
     values: dict[str, jax.Array] = {}
     several = len(builts) > 1

@@ -55,7 +55,7 @@ from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.inputs import check_length
-from rlx_jax.runtime.lru import Lru
+from rlx_jax.runtime.lru import LruCache
 from rlx_jax.runtime.sequence_state import EmptyState, empty_state
 
 
@@ -68,7 +68,7 @@ class ProgramKey:
 
     Attributes:
         flow, program: the names of the flow and of the program.
-        given: the optional inputs that calls pass.
+        optional_inputs: the names of the optional inputs that calls pass.
         outputs: the names of the outputs to compute; None for all.
         last_only: compute the outputs for each row's last token only.
         headless: end before the head; its operands are the outputs.
@@ -80,7 +80,7 @@ class ProgramKey:
 
     flow: str
     program: str
-    given: frozenset[str] = frozenset()
+    optional_inputs: frozenset[str] = frozenset()
     outputs: tuple[str, ...] | None = None
     last_only: bool = False
     headless: bool = False
@@ -112,17 +112,17 @@ class Variant:
 
     last_only: bool = True
     outputs: tuple[str, ...] | None = None
-    given: frozenset[str] = frozenset()
+    optional_inputs: frozenset[str] = frozenset()
     spare: int = 0
     hidden: bool = False
 
 
 # All outputs, at each row's last token: the variant that generation runs most.
-LAST = Variant()
+LAST_TOKEN = Variant()
 
 
 @dataclass(frozen=True)
-class Specialised:
+class SpecializedProgram:
     """A program for one choice of sizes: a pure function `run`, and `jitted`, the same function under `jax.jit`."""
 
     lir: Lir
@@ -132,7 +132,7 @@ class Specialised:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Companion:
     """Programs of a companion flow, such as a drafter, and the parameters that it does not share with the model."""
 
     programs: Programs
@@ -140,18 +140,18 @@ class Beside:
 
 
 def state_shardings(
-    template: Template, sizes: Mapping[str, int], model_sharding: ModelSharding, given: bool = False
+    template: Template, sizes: Mapping[str, int], model_sharding: ModelSharding, of_results: bool = False
 ) -> dict[str, NamedSharding]:
-    """Return the sharding of each array of the state that a program takes, or with `given` that it returns."""
-    leaves = (given_leaves if given else state_leaves)(template.mir, template.scan)
+    """Return the sharding of each array of the state that a program takes; with `of_results`, that it returns."""
+    leaves = (given_leaves if of_results else state_leaves)(template.mir, template.scan)
     return {name: model_sharding.value_sharding(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
 
 
 # How many programs compiled after warm-up the report lists; a loop that recompiles must not grow it without bound.
-SURPRISES = 32
+MAX_RECOMPILE_REASONS = 32
 
 # Templates that are retained: a flow has few, one for each program and set of optional inputs.
-TEMPLATES = 32
+MAX_TEMPLATES = 32
 
 
 class Programs:
@@ -167,27 +167,32 @@ class Programs:
     ) -> None:  # fmt: skip
         self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
         self.captured = captured
-        self.initialised: tuple[str, ...] = ()  # keys of weights that were initialized at random
-        self.seed: jax.Array | None = None  # the key that they are initialized with
-        self.idle: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # inputs that no output reads
-        self.opened = (False, "forward")  # whether it serves requests, with merged weights; and the first program
+        self.initialized_keys: tuple[str, ...] = ()  # keys of weights that were initialized at random
+        self.init_key: jax.Array | None = None  # the key that they are initialized with
+        self.unread_by_optional: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # inputs that no output reads
+        self.fuses_by_default = False  # whether projections are fused if the profile leaves it open
+        self.planned_program = "forward"  # the program that the settings and the layout are chosen for
         # One lock for all caches: making an entry of one makes entries of others, and separate locks could deadlock.
         lock, limit = threading.RLock(), settings.buckets.programs
-        self.builds: Lru[tuple[str, frozenset[str]], tuple[Built, float]] = Lru(TEMPLATES, lock)
-        self.templates: Lru[ProgramKey, Template] = Lru(TEMPLATES, lock)
-        self.reasons: Lru[tuple[str, str, frozenset[str]], str] = Lru(TEMPLATES, lock)
-        self.functions: Lru[ProgramKey, Specialised] = Lru(limit, lock)
-        self.executables: Lru[ProgramKey, Executable] = Lru(limit, lock)
-        self.empty: Lru[Hashable, EmptyState] = Lru(limit, lock)
-        self.small: Lru[Hashable, Callable[..., Any]] = Lru(limit, lock)
-        self.plans: Lru[Hashable, Any] = Lru(limit, lock)  # the keys of the programs that each kind of request runs
-        self.beside: Lru[str, Beside] = Lru(TEMPLATES, lock)
+        self.builds: LruCache[tuple[str, frozenset[str]], tuple[Built, float]] = LruCache(MAX_TEMPLATES, lock)
+        self.templates: LruCache[ProgramKey, Template] = LruCache(MAX_TEMPLATES, lock)
+        self.derivation_errors: LruCache[tuple[str, str, frozenset[str]], str] = LruCache(MAX_TEMPLATES, lock)
+        self.functions: LruCache[ProgramKey, SpecializedProgram] = LruCache(limit, lock)
+        self.executables: LruCache[ProgramKey, Executable] = LruCache(limit, lock)
+        self.empty_states: LruCache[Hashable, EmptyState] = LruCache(limit, lock)
+        self.helpers: LruCache[Hashable, Callable[..., Any]] = LruCache(limit, lock)
+        self.request_keys: LruCache[Hashable, Any] = LruCache(
+            limit, lock
+        )  # the keys of the programs that each kind of request runs
+        self.companions: LruCache[str, Companion] = LruCache(MAX_TEMPLATES, lock)
         self.donation_warnings: set[tuple[str, str]] = set()  # flow and program: each is warned of once
-        self.warm = False  # whether warm-up is complete
-        self.warming: set[ProgramKey] | None = None  # the programs that the current warm-up has run
+        self.is_warm = False  # whether warm-up is complete
+        self.warmup_keys: set[ProgramKey] | None = None  # the programs that the current warm-up has run
         self.recompiles = 0  # programs and helper functions compiled after warm-up
-        self.loaded = self.loaded_small = 0  # programs and helper functions loaded from the compile cache
-        self.surprises: deque[str] = deque(maxlen=SURPRISES)  # the latest recompiles and their reasons
+        self.num_loaded = self.num_loaded_helpers = 0  # programs and helper functions loaded from the compile cache
+        self.recompile_reasons: deque[str] = deque(
+            maxlen=MAX_RECOMPILE_REASONS
+        )  # the latest recompiles and their reasons
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle or deep-copy any object that contains this one: executables cannot be copied."""
@@ -201,22 +206,27 @@ class Programs:
 
         def make() -> Template:
             if key.hidden:
-                return self.template(replace(self.whole_of(key), headless=True))
+                return self.template(replace(self.full_key(key), headless=True))
             if key.headless:
                 return self.template(replace(key, headless=False)).headless()
             # Other optional inputs come from the derived program, and the flow is built without them.
-            flow_inputs = key.given & {i.name for i in self.flows[key.flow]._inputs}
+            flow_inputs = key.optional_inputs & {i.name for i in self.flows[key.flow]._inputs}
             return make_template(
-                *self.build(key.flow, flow_inputs), self.settings, key.program, key.last_only, key.given, key.outputs
+                *self.build(key.flow, flow_inputs),
+                self.settings,
+                key.program,
+                key.last_only,
+                key.optional_inputs,
+                key.outputs,
             )
 
         return self.templates(key, make)
 
-    def whole_of(self, key: ProgramKey) -> ProgramKey:
+    def full_key(self, key: ProgramKey) -> ProgramKey:
         """Return the key of the full program, all rows and no hidden states, that a `hidden` program is split from."""
         return replace(key.symbolic, hidden=False, last_only=False)
 
-    def build(self, flow: str, given: frozenset[str]) -> tuple[Built, float]:
+    def build(self, flow: str, optional_inputs: frozenset[str]) -> tuple[Built, float]:
         """Return the flow built with these optional inputs, and the seconds that the build took.
 
         A flow is built once for all its programs. They share its ops, including user closures, so that a proof about
@@ -225,52 +235,54 @@ class Programs:
 
         def make() -> tuple[Built, float]:
             start = time.perf_counter()
-            return self.flows[flow].build(self.source, given, self.captured[flow]), time.perf_counter() - start
+            return self.flows[flow].build(
+                self.source, optional_inputs, self.captured[flow]
+            ), time.perf_counter() - start
 
-        return self.builds((flow, given), make)
+        return self.builds((flow, optional_inputs), make)
 
     def first_input(self, flow: str) -> str:
         """Return the name of the first input of a flow that an output reads; for a text model, its tokens."""
-        names, unread = [i.name for i in self.flows[flow]._inputs], self.unread(flow, frozenset())
+        names, unread = [i.name for i in self.flows[flow]._inputs], self.unread_inputs(flow, frozenset())
         return next((name for name in names if name not in unread), names[0])
 
-    def unread(self, flow: str, given: frozenset[str]) -> frozenset[str]:
+    def unread_inputs(self, flow: str, optional_inputs: frozenset[str]) -> frozenset[str]:
         """Return the inputs that no output of a flow reads when these optional inputs are passed."""
-        if (flow, given) not in self.idle:
-            self.idle[flow, given] = unread_inputs(self.build(flow, given)[0].hir)
-        return self.idle[flow, given]
+        if (flow, optional_inputs) not in self.unread_by_optional:
+            self.unread_by_optional[flow, optional_inputs] = unread_inputs(self.build(flow, optional_inputs)[0].hir)
+        return self.unread_by_optional[flow, optional_inputs]
 
     def any_template(self, key: ProgramKey) -> Template:
         """Return the template of a program, for all tokens or each row's last one, whichever is cached already."""
         sibling = replace(key, last_only=not key.last_only)
         return self.template(sibling if sibling in self.templates and key not in self.templates else key)
 
-    def why_not(self, flow: str, program: str, given: frozenset[str] = frozenset()) -> str:
+    def derivation_error(self, flow: str, program: str, optional_inputs: frozenset[str] = frozenset()) -> str:
         """Return the reason why a program cannot be derived for calls with these inputs; empty if it can."""
 
         def make() -> str:
             try:
-                self.any_template(ProgramKey(flow, program, given))
+                self.any_template(ProgramKey(flow, program, optional_inputs))
             except (DeriveError, FusionError) as reason:  # FusionError: the profile's fusion.assert_clean
                 return str(reason)
             return ""
 
-        return self.reasons((flow, program, given), make)
+        return self.derivation_errors((flow, program, optional_inputs), make)
 
-    def function(self, key: ProgramKey) -> Specialised:
+    def function(self, key: ProgramKey) -> SpecializedProgram:
         """Return the pure function for one choice of sizes, created at its first use."""
 
-        def make() -> Specialised:
+        def make() -> SpecializedProgram:
             template = self.template(key.symbolic)
             start = time.perf_counter()
             lir = make_lir(template, dict(key.binding), self.settings)
             seconds = time.perf_counter() - start
             run = make_function(lir, self.layout, self.model_sharding)
             if key.hidden:
-                run = with_hidden(run, self.template(self.whole_of(key)).head, key.last_only)
+                run = with_hidden(run, self.template(self.full_key(key)).head, key.last_only)
             if key.around is not None:  # the wrapper has other inputs, which the plan knows nothing about
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
-            return Specialised(lir, run, jax.jit(in_any_mesh(run, template, lir, self.model_sharding)), seconds)
+            return SpecializedProgram(lir, run, jax.jit(in_any_mesh(run, template, lir, self.model_sharding)), seconds)
 
         return self.functions(key, make)
 
@@ -282,12 +294,12 @@ class Programs:
 
         def make() -> Executable:
             self.check_compiled(key)
-            if self.settings.buckets.on_recompile == "warn" and (reason := self.refusal(key)[0]):
+            if self.settings.buckets.on_recompile == "warn" and (reason := self.recompile_reason(key)[0]):
                 warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
-            if self.warm:
-                self.surprise(f"{key.text}: {self.refusal(key)[0]}")
+            if self.is_warm:
+                self.record_recompile(f"{key.text}: {self.recompile_reason(key)[0]}")
             step = f"compile {key.text}"
-            self.tell(step, 0, 1)
+            self.report_progress(step, 0, 1)
             program = self.function(key)
             with own_mesh(self.model_sharding):
                 companions = key.around.beside() if isinstance(key.around, RunsOthers) else None
@@ -297,12 +309,12 @@ class Programs:
                 )
             self.warn_of_donation(key, executable)
             executable.seconds = {"plan": program.seconds, **executable.seconds}
-            self.loaded += executable.loaded
-            self.tell(step, 1, 1)
+            self.num_loaded += executable.loaded
+            self.report_progress(step, 1, 1)
             return executable
 
-        if self.warming is not None:
-            self.warming.add(key)
+        if self.warmup_keys is not None:
+            self.warmup_keys.add(key)
         return self.executables(key, make)
 
     def warn_of_donation(self, key: ProgramKey, executable: Executable) -> None:
@@ -320,11 +332,11 @@ class Programs:
         return self.settings.model_sharding
 
     @property
-    def whole(self) -> NamedSharding | None:
+    def replicated(self) -> NamedSharding | None:
         """Return the replicated sharding, None on one device."""
         return None if self.model_sharding is None else self.model_sharding.replicated
 
-    def resting(self) -> dict[str, NamedSharding] | None:
+    def storage_shardings(self) -> dict[str, NamedSharding] | None:
         """Return the storage sharding of each parameter, None on one device."""
         if self.model_sharding is None:
             return None
@@ -349,7 +361,7 @@ class Programs:
             for name, value in inputs.items()
         }
         outputs = None if set(inputs) <= set(declared) else model_sharding.replicated
-        state = state_shardings(template, sizes, model_sharding, given=key.around is None)
+        state = state_shardings(template, sizes, model_sharding, of_results=key.around is None)
         nbytes = model_sharding.gathered_bytes(self.layout.leaves.values())
         if isinstance(key.around, RunsOthers) and (other := key.around.divided()) is not None:
             placements, state, nbytes = (
@@ -357,16 +369,16 @@ class Programs:
                 state | other.state,
                 nbytes + other.gathered,
             )
-        return Shardings(self.resting() or {}, state, placements, outputs, nbytes)
+        return Shardings(self.storage_shardings() or {}, state, placements, outputs, nbytes)
 
-    def resolved(self, profile: CompileProfile, flow: str) -> Settings:
-        """Return another profile, resolved for a flow of this model.
+    def resolve_settings(self, profile: CompileProfile, flow: str) -> Settings:
+        """Return the settings of another profile for a flow of this model.
 
         Raises:
             ProfileError: the profile contradicts itself.
         """
-        merge, program = self.opened
-        settings = choose_settings(self.build(flow, frozenset())[0], profile, merge, program)
+        built, _ = self.build(flow, frozenset())
+        settings = choose_settings(built, profile, self.fuses_by_default, self.planned_program)
         settings = settings if self.model_sharding is None else divided(settings, self.model_sharding)
         return replace(settings, max_positions=self.settings.max_positions)
 
@@ -406,14 +418,16 @@ class Programs:
             return empty_state(template.state, binding, description, shardings)
 
         cache_key = replace(key, last_only=False)  # the choice of output rows does not change the state
-        return self.empty((cache_key, tuple(sorted(sizes.items())), spare), make)
+        return self.empty_states((cache_key, tuple(sorted(sizes.items())), spare), make)
 
-    def tell(self, what: str, done: int, total: int) -> None:
+    def report_progress(self, step: str, done: int, total: int) -> None:
         """Report progress to the callback, if there is one."""
         if self.progress is not None:
-            self.progress(what, done, total)
+            self.progress(step, done, total)
 
-    def call(self, function: Callable[..., Any], *arguments: Any, static: tuple[Any, ...] = (), at: Any = None) -> Any:
+    def run_helper(
+        self, function: Callable[..., Any], *arguments: Any, static: tuple[Any, ...] = (), out_shardings: Any = None
+    ) -> Any:
         """Run a helper function, such as the one that creates an empty state, and return its result.
 
         It is compiled once for each function (compared by value), choice of static arguments and types of the arrays.
@@ -422,27 +436,27 @@ class Programs:
             function: called as `function(*static, *arguments)`.
             arguments: arrays, or pytrees of arrays.
             static: hashable arguments that are compiled in.
-            at: the shardings of the result, the same in every call; None leaves them to XLA.
+            out_shardings: the shardings of the result, the same in every call; None leaves them to XLA.
         """
 
         def make() -> Callable[..., Any]:
-            if self.warm:
-                difference = new_arguments(function, (key[0] for key in self.small if isinstance(key, tuple)))
+            if self.is_warm:
+                difference = new_arguments(function, (key[0] for key in self.helpers if isinstance(key, tuple)))
                 reason = difference or f"for {', '.join(str(jax.typeof(a)) for a in arguments)}"
                 name = getattr(function, "__name__", type(function).__name__)
-                self.surprise(f"{name}, a function beside the programs: {reason}")
+                self.record_recompile(f"{name}, a helper function: {reason}")
             # A new function for each entry: jax.jit drops its executable when the entry is evicted.
-            jitted = jax.jit(lambda *arrays: function(*static, *arrays), out_shardings=at)
-            call, is_cached = from_cache(jitted, moved, at)
-            self.loaded_small += is_cached
+            jitted = jax.jit(lambda *arrays: function(*static, *arrays), out_shardings=out_shardings)
+            call, is_cached = from_cache(jitted, moved, out_shardings)
+            self.num_loaded_helpers += is_cached
             return call
 
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
         with own_mesh(self.model_sharding):
             moved = on_device(at_home(arguments, self.model_sharding))
             if self.model_sharding is not None and guarded():  # a copy to the other devices has to be explicit
-                moved = jax.device_put(moved, self.whole)
-            return self.small((function, static, types), make)(*moved)
+                moved = jax.device_put(moved, self.replicated)
+            return self.helpers((function, static, types), make)(*moved)
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
@@ -453,28 +467,28 @@ class Programs:
         Raises:
             RequestError: the block runs more programs than the cache retains.
         """
-        self.warm, self.warming = False, set()
+        self.is_warm, self.warmup_keys = False, set()
         try:
             with contextlib.ExitStack() as others:
-                for other in self.beside.values():
+                for other in self.companions.values():
                     others.enter_context(other.programs.warm_up())
                 yield
             # A program that warm-up ran and the cache evicted would compile again for a request.
-            if self.warming - set(self.executables):
+            if self.warmup_keys - set(self.executables):
                 raise RequestError(
-                    f"warmup: the profile's buckets need {len(self.warming)} programs, and buckets.programs = "
+                    f"warmup: the profile's buckets need {len(self.warmup_keys)} programs, and buckets.programs = "
                     f"{self.executables.limit} are kept; raise it, at some megabytes each, or use fewer buckets"
                 )
-            self.warm = True
+            self.is_warm = True
         finally:
-            self.warming = None
+            self.warmup_keys = None
 
     @property
-    def closed(self) -> bool:
+    def forbids_compiles(self) -> bool:
         """Return whether warm-up is complete and any further compile is an error."""
-        return self.warm and self.settings.buckets.on_recompile == "error"
+        return self.is_warm and self.settings.buckets.on_recompile == "error"
 
-    def refusal(self, key: ProgramKey) -> tuple[str, str]:
+    def recompile_reason(self, key: ProgramKey) -> tuple[str, str]:
         """Return why this program should not be compiled now, and a remedy; two empty strings if it may be.
 
         The most specific reason comes first: the outputs, the optional inputs, the arguments of the wrapper, the
@@ -483,18 +497,23 @@ class Programs:
         buckets, binding = self.settings.buckets, dict(key.binding)
         # The tokens of `verify` are drafts; their number is no bucket of prompts.
         sizes = {dim: n for dim, n in binding.items() if (key.program, dim) != ("verify", "seq")}
-        if key in self.executables or not (self.warm or buckets.foreign(sizes)):
+        if key in self.executables or not (self.is_warm or buckets.foreign(sizes)):
             return "", ""
         texts = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
         described = ", ".join(text.format(binding[dim]) for dim, text in texts.items() if dim in binding)
         if not key.last_only and replace(key, last_only=True) in self.executables:
             reason = f'{key.flow}: {described}: warm-up was for logits="last", not for those of every position'
             return reason, 'ask for logits="last"'
-        warmed = next((k.given for k in self.executables if replace(k, given=key.given) == key), None)
+        warmed = next(
+            (k.optional_inputs for k in self.executables if replace(k, optional_inputs=key.optional_inputs) == key),
+            None,
+        )
         if warmed is not None:
-            now, then = (f"with {listing(sorted(names))}" if names else "without any" for names in (key.given, warmed))
+            now, then = (
+                f"with {listing(sorted(names))}" if names else "without any" for names in (key.optional_inputs, warmed)
+            )
             return f"{key.flow}: {described}: of the optional inputs, warm-up was {then}, not {now}", f"call it {then}"
-        in_buckets = self.warm and not buckets.foreign(sizes)
+        in_buckets = self.is_warm and not buckets.foreign(sizes)
         if in_buckets and (difference := new_arguments(key.around, (k.around for k in self.executables))):
             return f"{key.flow}: {described}: {difference}", "warm up for that too"
         programs = {k.program for k in self.executables if k.flow == key.flow}
@@ -516,20 +535,20 @@ class Programs:
             RequestError: it does not, and `buckets.on_recompile` is `error`.
         """
         if self.settings.buckets.on_recompile == "error":
-            reason, remedy = self.refusal(key)
+            reason, remedy = self.recompile_reason(key)
             if reason:
                 raise RequestError(f"{reason}; {remedy}, or change the profile's buckets")
 
-    def clock(self) -> Callable[[], tuple[float, int]]:
+    def start_timer(self) -> Callable[[], tuple[float, int]]:
         """Start a timer. Return a function that reads it: the seconds, and the programs and helpers compiled since."""
 
         def compiled() -> int:
-            return self.executables.made - self.loaded + self.small.made - self.loaded_small
+            return self.executables.num_inserted - self.num_loaded + self.helpers.num_inserted - self.num_loaded_helpers
 
         start, before = time.perf_counter(), compiled()
         return lambda: (time.perf_counter() - start, compiled() - before)
 
-    def surprise(self, what: str) -> None:
+    def record_recompile(self, reason: str) -> None:
         """Count a compile after warm-up, and record it for the report."""
         self.recompiles += 1
-        self.surprises.append(what)
+        self.recompile_reasons.append(reason)

@@ -20,12 +20,12 @@ from rlx_jax.lowering.inspect.buffers import activation_bytes, dump_lir
 from rlx_jax.lowering.inspect.hlo import collectives, together
 from rlx_jax.lowering.lir.plan import Layout, Lir
 from rlx_jax.lowering.sharding import ModelSharding
-from rlx_jax.runtime.block_times import shortened
+from rlx_jax.runtime.block_times import shorten
 from rlx_jax.runtime.inputs import check_counted
 from rlx_jax.runtime.programs import ProgramKey, Programs
 
 # The attributes of `Cost` and `Report` that are numbers: the label of their line, and the text after the number.
-NEEDS = {
+COST_LABELS = {
     "flops": ("flops", ""),
     "bytes": ("bytes", ""),
     "workspace": ("workspace", " bytes"),
@@ -37,9 +37,9 @@ NEEDS = {
 # Steps that are no passes: each always has its own line.
 STEPS = ("build", "load", "plan", "trace", "compile", "prove")
 # Passes shorter than this number of seconds share one line.
-SHORT = 0.002
+SHORT_SECONDS = 0.002
 # The number of programs in the table, and the widths of its columns after the name: 80 characters with the name.
-PROGRAMS = 16
+MAX_PROGRAMS = 16
 WIDTHS = (7, 7, 7, 8, 6, 6, 7)
 
 
@@ -245,14 +245,14 @@ class Report:
             *(("compiled late", reason) for reason in self.recompiled),
             ("program", self.program),
         ]
-        for name, (label, unit) in NEEDS.items():
+        for name, (label, unit) in COST_LABELS.items():
             if (value := getattr(self, name)) is not None:
                 rows.append((label, f"{value:,}{unit}"))
         rows.append(("nodes", ", ".join(f"{name} {count}" for name, count in self.nodes.items())))
         rows += [("fusion", self.fusion.summary), *(("not fused:", m) for m in self.fusion.missed)]
         rows.append(("planned for", self.device))
         for name in ("attention", "products", "experts"):
-            rows += [(name, each) for each in layers_once(getattr(self, name))]
+            rows += [(name, each) for each in merge_equal_layers(getattr(self, name))]
         rows += [("recurrence", r) for r in self.recurrences]
         rows += [("generating loop", self.loop), ("embedding", self.embedding), ("request", self.request)]
         rows += [("speculative", self.speculative), ("seed", "" if self.seed is None else str(self.seed))]
@@ -266,7 +266,7 @@ class Report:
 
     def _seconds(self) -> list[str]:
         """Return a table with a line for each step or slow pass, and one line for all other passes."""
-        short = {name for name, duration in self.seconds.items() if duration < SHORT and name not in STEPS}
+        short = {name for name, duration in self.seconds.items() if duration < SHORT_SECONDS and name not in STEPS}
         rows = [(name, f"{duration:.3f} s") for name, duration in self.seconds.items() if name not in short]
         if short:
             rows.append((f"{len(short)} passes", f"{sum(self.seconds[name] for name in short):.3f} s"))
@@ -278,12 +278,12 @@ class Report:
             return []
         heads = ("prove", "lower", "trace", "compile", "FLOPs", "peak", "cache")
         rows = []
-        for r in self.programs[:PROGRAMS]:
+        for r in self.programs[:MAX_PROGRAMS]:
             seconds = [f"{duration:.3f}" for duration in (r.prove, r.lower, r.trace, r.compile)]
-            name = shortened(r.program.replace(" of ", " ").replace(",", ""), 32)
-            rows.append((name, *seconds, *map(in_short, (r.flops, r.peak_bytes, r.cache_bytes))))
+            name = shorten(r.program.replace(" of ", " ").replace(",", ""), 32)
+            rows.append((name, *seconds, *map(short_number, (r.flops, r.peak_bytes, r.cache_bytes))))
         lines = ["", str(TextTable(rows, ("programs", *heads), widths=(32, *WIDTHS), gap=""))]
-        if remaining := self.programs[PROGRAMS:]:
+        if remaining := self.programs[MAX_PROGRAMS:]:
             lines.append(f"{len(remaining)} others, {sum(r.seconds for r in remaining):.3f} s")
         return lines
 
@@ -299,13 +299,13 @@ class Report:
         ]
 
 
-def layers_once(told: Sequence[str]) -> list[str]:
+def merge_equal_layers(told: Sequence[str]) -> list[str]:
     """Return lines `block: choice`, with equal layers merged into one: `layers.*.self_attn: xla (2 of them)`."""
     counts = Counter(": ".join((together(path), *rest)) for path, *rest in (line.split(": ", 1) for line in told))
     return [line if count == 1 else f"{line} ({count} of them)" for line, count in counts.items()]
 
 
-def in_short(number: int) -> str:
+def short_number(number: int) -> str:
     """Return a number in at most five characters: `812`, `1.2k`, `34M`."""
     value = float(number)
     for unit in ("", "k", "M", "G", "T", "P"):
@@ -315,7 +315,7 @@ def in_short(number: int) -> str:
     return f"{value:.0f}{unit}" if value >= 9.95 or not unit else f"{value:.1f}{unit}"
 
 
-def over_mesh(report: Report, model_sharding: ModelSharding, layout: Layout) -> Report:
+def with_mesh(report: Report, model_sharding: ModelSharding, layout: Layout) -> Report:
     """Return the report with the attributes that describe the mesh."""
     specs = [model_sharding.describe_storage(program) for program in layout.leaves.values()]
     return replace(
@@ -354,14 +354,14 @@ def jaxpr_of(programs: Programs, template: Template, params: Arrays) -> Any:
     return jax.make_jaxpr(make_function(lir, programs.layout))(params, state, inputs)
 
 
-def programs_of(programs: Programs) -> tuple[ProgramReport, ...]:
+def program_reports(programs: Programs) -> tuple[ProgramReport, ...]:
     """Return a report on every program in the cache, slowest to compile first, including programs of companions."""
-    caches = [(programs, len(programs.flows) > 1), *((other.programs, True) for other in programs.beside.values())]
-    reports = (report for member, named in caches for report in _own_programs(member, named))
+    caches = [(programs, len(programs.flows) > 1), *((other.programs, True) for other in programs.companions.values())]
+    reports = (report for member, named in caches for report in _own_program_reports(member, named))
     return tuple(sorted(reports, key=lambda r: (-r.seconds, r.program)))
 
 
-def _own_programs(programs: Programs, named: bool) -> Iterator[ProgramReport]:
+def _own_program_reports(programs: Programs, named: bool) -> Iterator[ProgramReport]:
     """Return reports on the programs without companions; with `named` each starts with the flow's name."""
     counted: set[ProgramKey] = set()  # templates that are charged to a program already: sizes share a template
     for key, executable in programs.executables.items():
@@ -431,24 +431,24 @@ def report_of(
 
 def model_report(programs: Programs, template: Template, settings: Settings, seconds: Mapping[str, float]) -> Report:
     """Return the part of the report that does not depend on sizes."""
-    caches = [programs, *(other.programs for other in programs.beside.values())]
+    caches = [programs, *(other.programs for other in programs.companions.values())]
     report = Report(
         seconds,
         nodes=template.nodes,
         parameter_bytes=sum(t.nbytes for t in programs.layout.types().values()),
-        compiles=sum(member.executables.made - member.loaded for member in caches),
-        loaded=sum(member.loaded for member in caches),
-        evicted=sum(member.executables.evicted for member in caches),
+        compiles=sum(member.executables.num_inserted - member.num_loaded for member in caches),
+        loaded=sum(member.num_loaded for member in caches),
+        evicted=sum(member.executables.num_evicted for member in caches),
         recompiles=sum(member.recompiles for member in caches),
-        initialised=programs.initialised,
+        initialised=programs.initialized_keys,
         ignored_fields=tuple(
             dict.fromkeys(name for flow in programs.flows.values() for name in getattr(flow, "_ignored_fields", ()))
         ),
-        recompiled=tuple(programs.surprises),
-        programs=programs_of(programs),
+        recompiled=tuple(programs.recompile_reasons),
+        programs=program_reports(programs),
         refusals=template.built.refusals,
         fusion=template.fusion,
         device=settings.device,
         loop=settings.loop if any(key.program == "extend" for key in programs.templates) else None,
     )
-    return report if settings.model_sharding is None else over_mesh(report, settings.model_sharding, programs.layout)
+    return report if settings.model_sharding is None else with_mesh(report, settings.model_sharding, programs.layout)

@@ -29,7 +29,7 @@ from rlx_jax.ir.param import Key, Program, narrows, packed_keys
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.arguments import check_params
-from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin, whole_checkpoint
+from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin, with_unused_weights
 from rlx_jax.runtime.compile_flow import has_data
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.weights.execute import Piece, fill, pieces, read_numbers, whole
@@ -75,7 +75,7 @@ def save(
             that does not come from `rlx_jax.load`, or was loaded with an edited `recipe=`, which no `config.json`
             describes.
     """
-    compiled, loaded_from = _opened(model)
+    compiled, loaded_from = _compiled_and_origin(model)
     programs = compiled.programs
     params = compiled.require_params("save")
     check_params(params, compiled.param_specs())
@@ -98,11 +98,11 @@ def save(
     if loaded_from is None:
         write_checkpoint(path, entries, format or "orbax", overwrite)
         return
-    entries = entries if source is None else whole_checkpoint(entries, source, target)
+    entries = entries if source is None else with_unused_weights(entries, source, target)
     write_checkpoint(path, entries, format or "safetensors", overwrite, files, loaded_from.inside)
 
 
-def _opened(model: Any) -> tuple[CompiledModel, CheckpointOrigin | None]:
+def _compiled_and_origin(model: Any) -> tuple[CompiledModel, CheckpointOrigin | None]:
     """Return the compiled model of the argument of `save`, and its origin if `rlx_jax.load` returned it.
 
     Raises:

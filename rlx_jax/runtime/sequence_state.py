@@ -115,11 +115,11 @@ def empty_state(
     def nbytes(sizes: Mapping[str, int]) -> int:
         return sum(shard_type(t.bind(sizes), shardings.get(name)).nbytes for name, t in types.items())
 
-    check_fits(nbytes(binding), what, lambda limit: _what_fits(nbytes, binding, limit))
+    check_fits(nbytes(binding), what, lambda limit: _fitting_size(nbytes, binding, limit))
     return EmptyState(tuple(bound_types.items()), shardings)
 
 
-def _what_fits(nbytes: Callable[[Mapping[str, int]], int], binding: Mapping[str, int], limit: int) -> str:
+def _fitting_size(nbytes: Callable[[Mapping[str, int]], int], binding: Mapping[str, int], limit: int) -> str:
     """Return an advice: the longest context, or else the most rows, with which a state fits in `limit` bytes."""
     for size, fixed in (("context", "batch"), ("batch", "context")):
         if size in binding and nbytes({**binding, size: 1}) <= limit:
@@ -136,7 +136,7 @@ def as_state(arrays: StateArrays) -> State:
     return State(arrays.get(LENGTH), {k: v for k, v in arrays.items() if k != LENGTH})
 
 
-def given_state(
+def state_arrays(
     program: str, types: Mapping[str, TensorType], state: State | None, sizes: dict[str, int]
 ) -> StateArrays:
     """Check the state that a call of `program` passes, and return its arrays. Their sizes are added to `sizes`.
@@ -201,7 +201,7 @@ def _solve(terms: Sequence[str], size: int, sizes: dict[str, int]) -> None:
         sizes[unknown[0]] = size - sum(known_terms)
 
 
-def check_room(
+def check_capacity(
     length: Any, new: Any, slots: int | None, cure: str = "init_state(batch, context) makes a larger one"
 ) -> None:
     """Check that the tokens of each row and its new ones fit the slots; traced values are not checked.

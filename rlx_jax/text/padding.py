@@ -53,11 +53,11 @@ def cropped(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
     """
     if array.shape[: len(sizes)] == sizes:
         return array
-    if programs.closed and not isinstance(array, jax.core.Tracer):
-        target = programs.whole or (array.sharding if array.committed else None)
+    if programs.forbids_compiles and not isinstance(array, jax.core.Tracer):
+        target = programs.replicated or (array.sharding if array.committed else None)
         result: jax.Array = jax.device_put(cut(sizes, jax.device_get(array)), target)
     else:
-        result = programs.call(cut, array, static=(sizes,))
+        result = programs.run_helper(cut, array, static=(sizes,))
     return result
 
 

@@ -21,7 +21,7 @@ from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.runtime.arguments import check_params, refuse_consumed
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.model_setup import refuse_untrained
+from rlx_jax.runtime.model_setup import refuse_untrainable
 from rlx_jax.trace.block_selection import BlockPattern
 
 
@@ -99,7 +99,7 @@ def check_trainable(model: Any, optimizer: Any) -> None:
         )
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise RequestError(f"train: expected an optax optimizer, such as optax.adamw(1e-3), got {shown(optimizer)}")
-    refuse_untrained(model.flow)
+    refuse_untrainable(model.flow)
     for name, spec in model.param_specs().items():
         if not is_float(spec.dtype):
             raise WeightError(

@@ -37,7 +37,7 @@ def load_leaves(
     source: WeightSource,
     placement: Mapping[str, Sharding] | Any,
     tell: Callable[[str, int, int], None],
-    given_up: threading.Event,
+    cancelled: threading.Event,
 ) -> dict[str, jax.Array]:
     """Load every leaf, several at a time, and return the arrays by name.
 
@@ -49,7 +49,7 @@ def load_leaves(
         placement: a device (None: the default one), or a mapping with the sharding of each leaf. Each box of a sharded
             leaf that devices of this process hold is read separately, and once; `boxed` gives its program.
         tell: progress callback, called with ("load", bytes read, total bytes) after each leaf, in order.
-        given_up: once set, loading ends early, and the result is incomplete.
+        cancelled: once set, loading ends early, and the result is incomplete.
 
     Raises:
         LimitError, DeviceOutOfMemoryError: there is not enough memory; nothing was read.
@@ -76,10 +76,10 @@ def load_leaves(
             for name, planned in plan.items():
                 # Wait first, so that the next leaf fits under the limit as well.
                 collect(limit - needs[name])
-                if given_up.is_set():
+                if cancelled.is_set():
                     break
                 pending[name] = pool.submit(planned.load, source)
-            if not given_up.is_set():
+            if not cancelled.is_set():
                 collect(-1)  # below 0, so that empty leaves are awaited too
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
