@@ -22,7 +22,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shape import Shard
-from rlx_jax.ir.param import Program, Role, Roles, Stack, leaf_name
+from rlx_jax.ir.param import Program, Role, Roles, Stack, printed_name
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.roles import of_dims, of_program
@@ -159,7 +159,7 @@ class ModelSharding:
     def replicated_params(self, programs: Iterable[Program]) -> tuple[str, ...]:
         """Return the names of replicated parameters with at least two axes, not counting the axis of stacked layers."""
         matrices = (p for p in programs if (p.parts[0] if isinstance(p, Stack) else p).type.rank > 1)
-        return tuple(leaf_name(p) for p in matrices if self.storage_sharding(p).is_fully_replicated)
+        return tuple(printed_name(p) for p in matrices if self.storage_sharding(p).is_fully_replicated)
 
 
 def shard_type(t: TensorType, sharding: NamedSharding | None) -> TensorType:
@@ -237,7 +237,7 @@ def check_divisible(model_sharding: ModelSharding, programs: Iterable[Program]) 
             if int(program.type.shape[axis]) % parts:
                 assert isinstance(role, str)
                 subject = f"{program.type}, {program.type.shape[axis]} along axis {axis},"
-                raise UnsupportedError(_indivisible_message(model_sharding, leaf_name(program), subject, role, parts))
+                raise UnsupportedError(_indivisible_message(model_sharding, printed_name(program), subject, role, parts))
 
 
 def add_sharding_constraints(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Graph:

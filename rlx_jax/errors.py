@@ -26,7 +26,7 @@ class RlxError(Exception):
 
     def __init__(self, message: str = "") -> None:
         # Cut before escaping too, because a message may quote megabytes of an untrusted file.
-        super().__init__(_cut(_printable(message[: MAX_MESSAGE + 1]), MAX_MESSAGE))
+        super().__init__(_truncate(_printable(message[: MAX_MESSAGE + 1]), MAX_MESSAGE))
 
     def locate(self, where: str) -> None:
         """Prepend a block path to the message, unless an inner block has already done so."""
@@ -34,7 +34,7 @@ class RlxError(Exception):
         if where and not self._located:
             self._located = True
             if not text.startswith((f"{where}:", f"{where}.")):
-                self.args = (_cut(f"{where}: {text}", MAX_MESSAGE),)
+                self.args = (_truncate(f"{where}: {text}", MAX_MESSAGE),)
 
 
 # -- the content of a file is wrong ------------------------------------------------------------
@@ -117,7 +117,7 @@ class ShapeError(GraphError):
 
     operands: tuple[int, ...] = ()
 
-    def of(self, *operands: int) -> ShapeError:
+    def at_operands(self, *operands: int) -> ShapeError:
         """Set the positions of the operands at fault, and return this error."""
         self.operands = operands
         return self
@@ -291,10 +291,10 @@ def shown(value: object) -> str:
             return f"a traced {str(getattr(value, 'aval', value)).lstrip('~')} (inside jax.jit or the like)"
         scalar = type(value).__module__ == "numpy" and not hasattr(value, "__len__")
         text = str(value) if scalar else repr(value)  # the repr of a NumPy scalar is `np.float32(1.0)`
-    return _cut(" ".join(_printable(text).split()), MAX_QUOTED)
+    return _truncate(" ".join(_printable(text).split()), MAX_QUOTED)
 
 
-def _cut(text: str, length: int) -> str:
+def _truncate(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -310,10 +310,10 @@ def wrong_arity(op: str, expected: str, got: int, detail: str = "") -> GraphErro
     return GraphError(f"{op}: expected {expected} operands, got {got}{detail}")
 
 
-def named_kind(value: object) -> str:
+def describe_type(value: object) -> str:
     """Return a readable name of a value's type; internal classes of JAX become `a JAX array of shape [3]`.
 
-    >>> named_kind([1])
+    >>> describe_type([1])
     'list'
     """
     name = type(value).__name__
@@ -335,45 +335,45 @@ def listing(names: Iterable[object], limit: int = 20) -> str:
 
 
 # Arguments of transformers with another name in this library, too different for `did_you_mean`.
-ELSEWHERE: dict[str, tuple[str, ...]] = {
+EQUIVALENT_KEYWORDS: dict[str, tuple[str, ...]] = {
     "max_length": ("max_new_tokens", "max_tokens", "max_len"), "do_sample": ("temperature",), "device_map": ("mesh",),
 }  # fmt: skip
 
 
-def check_keywords(caller: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(caller: str, keywords: Iterable[str], choices: Iterable[str]) -> None:
     """Check the keyword arguments of a call against the function's own, like Python does, but suggest a close name.
 
     Raises:
         TypeError: an unknown name.
     """
-    names = dict.fromkeys(known)
-    for name in given:
+    names = dict.fromkeys(choices)
+    for name in keywords:
         if name not in names:
-            equivalents = [ours for ours in ELSEWHERE.get(name, ()) if ours in names]
+            equivalents = [ours for ours in EQUIVALENT_KEYWORDS.get(name, ()) if ours in names]
             suggestion = f"; did you mean {quote(equivalents[0])}?" if equivalents else did_you_mean(name, names)
             advice = suggestion or f"; it takes {listing(names, 8)}"
             raise TypeError(f"{caller}() got an unexpected keyword argument {quote(name)}{advice}")
 
 
-def check_known(
-    names: Iterable[str], known: Iterable[str], before: str, after: str, kind: type[RlxError] = GraphError
+def check_names(
+    names: Iterable[str], choices: Iterable[str], prefix: str, suffix: str, error_class: type[RlxError] = GraphError
 ) -> None:
-    """Check that all names of a user are known.
+    """Check that all names of a user are among the `choices`.
 
     Raises:
-        RlxError: of class `kind`; its message is `before`, the first unknown name, `after` and the known names.
+        RlxError: of class `error_class`; its message is `prefix`, the first unknown name, `suffix` and the choices.
     """
-    known = list(known)
+    choices = list(choices)
     for name in names:
-        if name not in known:
-            choices = f"{listing(known) or 'none'}{did_you_mean(name, known)}"
-            raise kind(f"{before} {quote(name)}{after} {choices}")
+        if name not in choices:
+            suggestion = did_you_mean(name, choices)
+            raise error_class(f"{prefix} {quote(name)}{suffix} {listing(choices) or 'none'}{suggestion}")
 
 
-def suggests(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that suggests names for misspelt keyword arguments; `more` are names that `**` takes.
+def suggest_keywords(*extra_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that suggests names for misspelt keyword arguments; `extra_names` are names that `**` takes.
 
-    >>> @suggests()
+    >>> @suggest_keywords()
     ... def generate(max_new_tokens=64): ...
     >>> generate(max_token=8)
     Traceback (most recent call last):
@@ -383,7 +383,7 @@ def suggests(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
-        names = (*(name for name in parameters if name != "self"), *more)
+        names = (*(name for name in parameters if name != "self"), *extra_names)
 
         @functools.wraps(function)
         def checked(*args: P.args, **named: P.kwargs) -> R:
@@ -395,8 +395,8 @@ def suggests(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorated
 
 
-def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:
-    """Return a suggestion to append to a message, or the empty string. Ignores case; `alike` is the minimum ratio.
+def did_you_mean(name: object, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a suggestion to append to a message, or the empty string. Ignores case; `cutoff` is the minimum ratio.
 
     >>> did_you_mean("polcy", ["policy", "target"])
     "; did you mean 'policy'?"
@@ -404,7 +404,7 @@ def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:
     if not isinstance(name, str):
         return ""
     folded: dict[str, str] = {}
-    for k in known:
+    for k in choices:
         folded.setdefault(k.casefold(), k)
-    matches = [folded[k] for k in difflib.get_close_matches(name.casefold(), list(folded), n=3, cutoff=alike)]
+    matches = [folded[k] for k in difflib.get_close_matches(name.casefold(), list(folded), n=3, cutoff=cutoff)]
     return f"; did you mean {' or '.join(quote(c) for c in matches)}?" if matches else ""

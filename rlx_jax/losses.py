@@ -29,7 +29,7 @@ from rlx_jax.errors import (
     ShapeError,
     TokenIdError,
     UnboundInputError,
-    named_kind,
+    describe_type,
     number,
     shown,
 )
@@ -46,7 +46,7 @@ AnyArray = Any
 # Default limit, in bytes, of the f32 logits of one chunk on one device. On one H200 with the 1B shape and 8 x 2048
 # tokens (`benchmarks/train.py`), chunks of 0.98, 1.96 and 3.9 GiB take the same time; the peak memory is 15.2, 16.7 and
 # 19.6 GiB.
-PIECE_BYTES = 2**30
+CHUNK_BYTES = 2**30
 
 
 def cross_entropy(
@@ -68,7 +68,7 @@ def cross_entropy(
         labels: `[B, S]` ids to predict at each position, in place of the next token; negative for no target. Only
             with labels may attention read later tokens.
         weights: `[B, S]` weight of each position's target, f32. They are constants: their gradient is zero.
-        chunk: tokens of each row in one chunk; by default as many as have logits of at most `PIECE_BYTES`.
+        chunk: tokens of each row in one chunk; by default as many as have logits of at most `CHUNK_BYTES`.
         z_loss: coefficient of the z-loss, which keeps the log of the normalizer near 0 (Chowdhery et al. 2022 use
             1e-4).
         vocab: size of the vocabulary, where the head is padded with more rows.
@@ -81,16 +81,16 @@ def cross_entropy(
         GraphError: the model has a state, or its output is no such head; the message names the op at fault.
         ShapeError, TokenIdError, SequenceLengthError, RequestError: invalid arguments.
     """
-    head_of(model)
+    loss_head(model)
     tokens = _checked_tokens(model, tokens)
     if "attention_mask" in inputs and all(decl.name != "attention_mask" for decl in model.flow._inputs):
         raise UnboundInputError(
             f"cross_entropy: {model.name} has no input 'attention_mask'; give lengths= [batch], how many tokens "
             "each row has before its padding"
         )
-    chunking = _in_pieces(model, tokens.shape, chunk, vocab, z_loss)
+    chunking = _make_chunking(model, tokens.shape, chunk, vocab, z_loss)
     if labels is None:
-        _refuse_foresight(model)
+        _check_causal(model)
     else:
         labels = _checked_labels(labels, tokens.shape, chunking.vocab, model.settings.check_ids)
     target_ids, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=chunking.vocab)
@@ -99,7 +99,7 @@ def cross_entropy(
     if tuple(operands[0].shape[:2]) != tuple(tokens.shape):
         raise ShapeError(
             f"{model.name}: the head reads hidden states {list(operands[0].shape)}, and tokens are "
-            f"{list(tokens.shape)}; a loss wants those of every token"
+            f"{list(tokens.shape)}; a loss needs hidden states of every token"
         )
     scaled = weight / jnp.where(total > 0, total, 1.0)  # a batch without targets has loss 0, not NaN
     hidden, kernel, *bias = operands
@@ -118,7 +118,7 @@ def targets(
     The arguments are as in `cross_entropy`, which uses the same targets. `weight.sum()` is the weighted number of
     targets, to average the losses of several batches with.
     """
-    tokens = _shaped("tokens", tokens, None, "iu")
+    tokens = _checked_array("tokens", tokens, None, "iu")
     batch, seq = tokens.shape
     position, end = jnp.arange(seq)[None], jnp.int32(seq)
     if lengths is not None:
@@ -132,7 +132,7 @@ def targets(
         is_target = (target_ids >= 0) & (position < end)
     weight = jnp.broadcast_to(is_target, (batch, seq)).astype(jnp.float32)
     if weights is not None:
-        checked_weights = _shaped("weights", weights, tokens.shape, "biuf")
+        checked_weights = _checked_array("weights", weights, tokens.shape, "biuf")
         weight = weight * lax.stop_gradient(jnp.asarray(checked_weights)).astype(jnp.float32)
     return jnp.maximum(target_ids, 0), weight
 
@@ -141,24 +141,24 @@ def targets(
 
 
 @dataclass(frozen=True)
-class InPieces:
+class LossChunking:
     """Static configuration of a chunked loss.
 
     Attributes:
         head: the head of the model.
-        pieces: number of chunks that the sequence is split into.
+        num_chunks: number of chunks that the sequence is split into.
         vocab: number of vocabulary entries; later columns of the logits are padding.
         z_loss: coefficient of lse².
         model_sharding: sharding of the model, if it runs on several devices.
     """
 
     head: Head
-    pieces: int
+    num_chunks: int
     vocab: int
     z_loss: float
     model_sharding: ModelSharding | None = None
 
-    def apart(self, sums: AnyArray) -> AnyArray:
+    def shard_groups(self, sums: AnyArray) -> AnyArray:
         """Constrain sums `[g, …]` over groups of rows to the devices that hold the rows of each group."""
         if self.model_sharding is None:
             return sums
@@ -169,42 +169,42 @@ class InPieces:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(
-    how: InPieces, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray
+    chunking: LossChunking, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, target_ids: AnyArray, weight: AnyArray
 ) -> AnyArray:
     """Return Σ weight · nll for hidden `[B, S, H]`; the kernel has the layout and dtype of the head's parameter."""
-    operands = head_operands(how.head, kernel, bias)
+    operands = head_operands(chunking.head, kernel, bias)
 
-    def piece(total: AnyArray, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[AnyArray, None]:
-        hidden, aim, weight = part
-        logits, _ = logits_of_piece(how, hidden, operands)
-        nll, _ = _nll(how, logits, aim)
+    def step(total: AnyArray, chunk: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[AnyArray, None]:
+        hidden, target_ids, weight = chunk
+        logits, _ = chunk_logits(chunking, hidden, operands)
+        nll, _ = _nll(chunking, logits, target_ids)
         return total + (weight * nll).sum(), None
 
-    return lax.scan(piece, jnp.float32(0), split_tokens(how, hidden, aim, weight))[0]
+    return lax.scan(step, jnp.float32(0), split_tokens(chunking, hidden, target_ids, weight))[0]
 
 
 def _forward(
-    how: InPieces, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray
+    chunking: LossChunking, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, target_ids: AnyArray, weight: AnyArray
 ) -> tuple[AnyArray, tuple[AnyArray, ...]]:
     """Return the loss and, as residuals, its gradients, which each chunk computes while its logits are in memory."""
-    operands = head_operands(how.head, kernel, bias)
+    operands = head_operands(chunking.head, kernel, bias)
     # Each group of rows is on its own devices. Summing the gradient of the weight per group over all chunks, and then
     # once over the groups, needs one all-reduce in place of one per chunk.
-    groups = 1 if how.model_sharding is None else how.model_sharding.num_batch_shards(hidden.shape[0])
-    zeros = [how.apart(jnp.zeros((groups, *a.shape), jnp.float32)) for a in operands]
+    groups = 1 if chunking.model_sharding is None else chunking.model_sharding.num_batch_shards(hidden.shape[0])
+    zeros = [chunking.shard_groups(jnp.zeros((groups, *a.shape), jnp.float32)) for a in operands]
 
-    def piece(sums: Any, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
+    def step(sums: Any, chunk: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
         total, gradients = sums
-        hidden, aim, weight = part
-        logits, pull_back = logits_of_piece(how, hidden, operands)
-        nll, slope = _nll(how, logits, aim)
-        raw = pull_back(weight[..., None] * slope)
-        hidden_grad, *head_grads = _gradients(how.head, raw, hidden, operands, groups)
-        sums = [how.apart(g + o) for g, o in zip(gradients, head_grads, strict=True)]
+        hidden, target_ids, weight = chunk
+        logits, pull_back = chunk_logits(chunking, hidden, operands)
+        nll, logits_grad = _nll(chunking, logits, target_ids)
+        product_grad = pull_back(weight[..., None] * logits_grad)
+        hidden_grad, *head_grads = _gradients(chunking.head, product_grad, hidden, operands, groups)
+        sums = [chunking.shard_groups(g + o) for g, o in zip(gradients, head_grads, strict=True)]
         return (total + (weight * nll).sum(), sums), hidden_grad
 
     (total, grouped_grads), hidden_grad = lax.scan(
-        piece, (jnp.float32(0), zeros), split_tokens(how, hidden, aim, weight)
+        step, (jnp.float32(0), zeros), split_tokens(chunking, hidden, target_ids, weight)
     )
     full_hidden_grad = hidden_grad.swapaxes(0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
     gradients = [g.sum(0) for g in grouped_grads]
@@ -213,70 +213,72 @@ def _forward(
     return total, (full_hidden_grad, gradients, dtype_examples)
 
 
-def _backward(how: InPieces, kept: tuple[AnyArray, ...], slope: AnyArray) -> tuple[AnyArray, ...]:
+def _backward(chunking: LossChunking, residuals: tuple[AnyArray, ...], loss_grad: AnyArray) -> tuple[AnyArray, ...]:
     """Return the gradients from `_forward` scaled by the gradient of the loss, in the dtypes of the primals."""
-    hidden, (kernel, *bias), (kernel_example, bias_example) = kept
-    hidden = (hidden.astype(jnp.float32) * slope).astype(hidden.dtype)
-    bias_gradient = (bias[0] * slope).astype(bias_example.dtype) if bias else None
-    return hidden, (kernel * slope).astype(kernel_example.dtype), bias_gradient, None, None
+    hidden, (kernel, *bias), (kernel_example, bias_example) = residuals
+    hidden = (hidden.astype(jnp.float32) * loss_grad).astype(hidden.dtype)
+    bias_gradient = (bias[0] * loss_grad).astype(bias_example.dtype) if bias else None
+    return hidden, (kernel * loss_grad).astype(kernel_example.dtype), bias_gradient, None, None
 
 
 _loss.defvjp(_forward, _backward)
 
 
-def split_tokens(how: InPieces, *arrays: AnyArray) -> tuple[AnyArray, ...]:
+def split_tokens(chunking: LossChunking, *arrays: AnyArray) -> tuple[AnyArray, ...]:
     """Split `[B, S, …]` into chunks `[n, B, S/n, …]`, padded with zeros.
 
     The batch stays an axis, because it may be sharded over devices.
     """
 
     def split(x: AnyArray) -> AnyArray:
-        padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % how.pieces), *[(0, 0)] * (x.ndim - 2)))
-        return padded.reshape(x.shape[0], how.pieces, -1, *x.shape[2:]).swapaxes(0, 1)
+        padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunking.num_chunks), *[(0, 0)] * (x.ndim - 2)))
+        return padded.reshape(x.shape[0], chunking.num_chunks, -1, *x.shape[2:]).swapaxes(0, 1)
 
     return tuple(split(x) for x in arrays)
 
 
-def logits_of_piece(how: InPieces, hidden: AnyArray, operands: list[AnyArray]) -> tuple[AnyArray, Any]:
+def chunk_logits(chunking: LossChunking, hidden: AnyArray, operands: list[AnyArray]) -> tuple[AnyArray, Any]:
     """Return the logits of a chunk in f32, −inf in padded vocabulary entries, and a function from their gradient to the
     gradient of the head's product."""
-    head = how.head
+    head = chunking.head
     product = head.product.eval(hidden, *operands)
 
     def tail(product: AnyArray) -> AnyArray:
         logits = behind_product(head, product).astype(jnp.float32)
-        is_word = lax.broadcasted_iota(jnp.int32, logits.shape, 2) < how.vocab
-        return jnp.where(is_word, logits, -jnp.inf) if how.vocab < logits.shape[2] else logits
+        is_word = lax.broadcasted_iota(jnp.int32, logits.shape, 2) < chunking.vocab
+        return jnp.where(is_word, logits, -jnp.inf) if chunking.vocab < logits.shape[2] else logits
 
     logits, pull_back = jax.vjp(tail, product)
-    return logits, lambda slope: pull_back(slope)[0]
+    return logits, lambda logits_grad: pull_back(logits_grad)[0]
 
 
-def _nll(how: InPieces, logits: AnyArray, aim: AnyArray) -> tuple[AnyArray, AnyArray]:
+def _nll(chunking: LossChunking, logits: AnyArray, target_ids: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Return the loss `[B, c]` of each target and its gradient `[B, c, V]` with respect to the logits."""
     max_logit = logits.max(2, keepdims=True)
     sums = jnp.exp(logits - max_logit).sum(2, keepdims=True)
     lse = (max_logit + jnp.log(sums))[..., 0]
-    nll = lse - jnp.take_along_axis(logits, aim[..., None], 2)[..., 0]
-    is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 2) == aim[..., None]
+    nll = lse - jnp.take_along_axis(logits, target_ids[..., None], 2)[..., 0]
+    is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 2) == target_ids[..., None]
     softmax = jnp.exp(logits - lse[..., None])
-    if how.z_loss:
-        nll, softmax = nll + how.z_loss * lse * lse, softmax * (1 + 2 * how.z_loss * lse[..., None])
+    if chunking.z_loss:
+        nll, softmax = nll + chunking.z_loss * lse * lse, softmax * (1 + 2 * chunking.z_loss * lse[..., None])
     return nll, softmax - is_target.astype(jnp.float32)
 
 
-def _gradients(head: Head, raw: AnyArray, hidden: AnyArray, operands: list[AnyArray], groups: int) -> list[AnyArray]:
-    """Return the gradients of the hidden states, the weight and the bias, from the gradient `raw` of the product.
+def _gradients(
+    head: Head, product_grad: AnyArray, hidden: AnyArray, operands: list[AnyArray], groups: int
+) -> list[AnyArray]:
+    """Return the gradients of the hidden states, the weight and the bias, given the gradient of the product.
 
     The gradient of the hidden states has their dtype; the others are f32 and have an axis of row groups, `[g, …]`.
     Products run in the dtype of the head, so that bf16 stays bf16, and accumulate in f32.
     """
-    narrow, contract = raw.astype(head.dtype), head.product.contract
+    narrow, contract = product_grad.astype(head.dtype), head.product.contract
     product = functools.partial(
         lax.dot_general, precision=lax.Precision(head.product.precision), preferred_element_type=jnp.float32
     )
     hidden_grad = product(narrow, operands[0], (((2,), (1 - contract,)), ((), ())))
-    grouped = [a.reshape(groups, -1, *a.shape[1:]) for a in (narrow, hidden, raw)]
+    grouped = [a.reshape(groups, -1, *a.shape[1:]) for a in (narrow, hidden, product_grad)]
     lhs, rhs = grouped[:2] if contract == 1 else grouped[1::-1]
     weight_grad = product(lhs, rhs, (((1, 2), (1, 2)), ((0,), (0,))))
     return [hidden_grad.astype(hidden.dtype), weight_grad] + [
@@ -287,7 +289,7 @@ def _gradients(head: Head, raw: AnyArray, hidden: AnyArray, operands: list[AnyAr
 # -- checks ------------------------------------------------------------------------------------
 
 
-def head_of(model: CompiledModel) -> Head:
+def loss_head(model: CompiledModel) -> Head:
     """Return the head of a model that can compute a loss; the model's template caches it.
 
     Raises:
@@ -295,7 +297,7 @@ def head_of(model: CompiledModel) -> Head:
     """
     if not isinstance(model, CompiledModel):
         inner = "; pass its .model" if isinstance(getattr(model, "model", None), CompiledModel) else ""
-        raise RequestError(f"cross_entropy: expected what rlx_jax.compile returns, got {named_kind(model)}{inner}")
+        raise RequestError(f"cross_entropy: expected what rlx_jax.compile returns, got {describe_type(model)}{inner}")
     template = model.template()
     if template.state or model.program not in ("forward", "train"):
         raise GraphError(
@@ -303,11 +305,11 @@ def head_of(model: CompiledModel) -> Head:
             f"{' with a state' if template.state else ''}; compile the flow with program='train'"
         )
     if not is_static(template.head.type.shape[-1]) or template.head.type.rank != 3:
-        raise GraphError(f"{model.name}: logits are [batch, seq, V] with a V that is known, got {template.head.type}")
+        raise GraphError(f"{model.name}: logits are [batch, seq, V] with a static V, got {template.head.type}")
     return template.head
 
 
-def _refuse_foresight(model: CompiledModel) -> None:
+def _check_causal(model: CompiledModel) -> None:
     """Refuse a model with attention to later tokens: it reads the token that it is trained to predict.
 
     Raises:
@@ -322,13 +324,13 @@ def _refuse_foresight(model: CompiledModel) -> None:
         if keys.shape[1] == seq or symbols_of(seq) & keys.symbols:
             raise GraphError(
                 f"{path_text(node.origin.path)}: this attention is not causal, so the model reads the token that it is "
-                "to predict; pass labels= for a loss over something else"
+                "to predict; pass labels= for a loss of other targets"
             )
 
 
-def _in_pieces(
+def _make_chunking(
     model: CompiledModel, shape: tuple[int, ...], chunk: int | None, vocab: int | None, z_loss: float
-) -> InPieces:
+) -> LossChunking:
     """Check arguments of `cross_entropy` for tokens of shape `[B, S]`, and return the configuration of the loss."""
     head, model_sharding = model.template().head, model.programs.model_sharding
     rows = int(head.words)
@@ -338,20 +340,24 @@ def _in_pieces(
         rows = int(vocab)
     if isinstance(z_loss, bool) or not isinstance(z_loss, int | float) or not 0 <= z_loss < math.inf:
         raise RequestError(f"cross_entropy: z_loss is a finite number, 0 or more, got {shown(z_loss)}")
-    pieces = count_pieces(shape, chunk, head.type.shape[-1], model_sharding)
-    return InPieces(head, pieces, rows, float(z_loss), model_sharding)
+    num_chunks = count_chunks(shape, chunk, head.type.shape[-1], model_sharding)
+    return LossChunking(head, num_chunks, rows, float(z_loss), model_sharding)
 
 
-def count_pieces(
-    shape: tuple[int, ...], chunk: int | None, vocab: Any, model_sharding: ModelSharding | None, room: int = PIECE_BYTES
+def count_chunks(
+    shape: tuple[int, ...],
+    chunk: int | None,
+    vocab: Any,
+    model_sharding: ModelSharding | None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> int:
-    """Return the number of chunks; by default the f32 logits of one chunk take at most `room` bytes on a device."""
+    """Return the number of chunks; by default the f32 logits of one chunk take at most `chunk_bytes` on a device."""
     batch, seq = shape
     if chunk is None:
         share = (
             1 if model_sharding is None else model_sharding.num_batch_shards(batch) * model_sharding.num_shards("vocab")
         )
-        chunk = max(1, share * room // (4 * batch * int(vocab)))
+        chunk = max(1, share * chunk_bytes // (4 * batch * int(vocab)))
     return math.ceil(seq / whole_number("cross_entropy: chunk", chunk, 1))
 
 
@@ -363,7 +369,7 @@ def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
         if rows is None:
             raise GraphError(f"{model.name}: its first input {input_name!r} holds no token ids")
         tokens = token_ids("tokens", tokens, rows)
-    tokens = _shaped("tokens", tokens, None, "iu")
+    tokens = _checked_array("tokens", tokens, None, "iu")
     if rows is not None:
         check_ids("tokens", tokens, rows, model.settings.check_ids)
     if tokens.shape[1] < 2:
@@ -371,7 +377,7 @@ def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
     return tokens
 
 
-def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) -> Any:
+def _checked_array(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) -> Any:
     """Return `value` as a NumPy array, or as it is if it is a JAX array, after checks of its shape and dtype.
 
     Args:
@@ -380,8 +386,8 @@ def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) ->
     """
     array = value if isinstance(value, jax.Array) else as_host_array(name, value)
     if 0 in array.shape or (array.ndim != 2 if shape is None else tuple(array.shape) != tuple(shape)):
-        expected = "[batch, seq]" if shape is None else f"those of tokens, {list(shape)}"
-        raise RequestError(f"{name}: sizes are {expected}, got {list(array.shape)}")
+        expected = "[batch, seq]" if shape is None else f"{list(shape)} to match tokens"
+        raise RequestError(f"{name}: expected shape {expected}, got {list(array.shape)}")
     kind = "f" if jnp.issubdtype(array.dtype, jnp.floating) else array.dtype.kind
     if kind not in kinds:
         raise DTypeError(f"{name}: expected {'numbers' if 'f' in kinds else 'integers'}, got {short_name(array.dtype)}")
@@ -390,7 +396,7 @@ def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) ->
 
 def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
     """Return lengths `[batch]` as i32, after checking that host arrays are in 0 … `seq`."""
-    array = _shaped("lengths", lengths, (batch,), "iu")
+    array = _checked_array("lengths", lengths, (batch,), "iu")
     if isinstance(array, np.ndarray) and (array.min() < 0 or array.max() > seq):
         raise SequenceLengthError(f"lengths: expected 0 to {seq}, got {array.tolist()[:8]}")
     return jnp.asarray(array).astype(jnp.int32)
@@ -401,7 +407,7 @@ def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int | None, devi
 
     With `devices`, ids on accelerators are read too, which waits for them.
     """
-    array = _shaped("labels", labels, shape, "iu")
+    array = _checked_array("labels", labels, shape, "iu")
     ids = None if vocab is None else host_view(array, devices)
     if ids is not None and ids.max() >= vocab:
         index = np.argwhere(ids >= vocab)[0]
@@ -419,7 +425,7 @@ def check_batch(model: CompiledModel, batch: Mapping[str, Any]) -> None:
     """
     tokens = _checked_tokens(model, batch["tokens"])
     if batch.get("labels") is not None:
-        vocab = int(head_of(model).type.shape[-1])
+        vocab = int(loss_head(model).type.shape[-1])
         _checked_labels(batch["labels"], tokens.shape, vocab, model.settings.check_ids)
     if batch.get("lengths") is not None:
         _checked_lengths(batch["lengths"], *tokens.shape)

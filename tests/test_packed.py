@@ -30,10 +30,10 @@ from rlx_jax.ir.param import (
     Stack,
     Transposed,
     cast,
+    is_lossy,
     keys_of,
-    leaf_name,
-    narrows,
     packed_keys,
+    printed_name,
     stored_keys,
 )
 from rlx_jax.ir.types import as_dtype, tensor_type
@@ -262,7 +262,7 @@ PROGRAMS: list[tuple[Program, Any, str]] = [
 def test_a_program_over_packed_keys(declared: Program, means: Any, name: str) -> None:
     """Is what it is over the numbers: its type, its value in any dtype, its name; and read backwards the numbers."""
     want, program = means(STORED), read_from(declared, SOURCE)
-    assert program.type == declared.type and narrows(program) and leaf_name(program).replace("}.{", "},{") == name
+    assert program.type == declared.type and is_lossy(program) and printed_name(program).replace("}.{", "},{") == name
     np.testing.assert_array_equal(load_leaf(program, SOURCE), want)
     larger = np.zeros((*want.shape[:-1], want.shape[-1] + 2), np.float32)
     fill(larger[..., 1:-1], program, SOURCE)
@@ -286,7 +286,7 @@ def test_join_decodes() -> None:
     np.testing.assert_array_equal(program.join(VALUES["m.0"].data), STORED["m.0"])
     np.testing.assert_array_equal(program.join(jnp.asarray(VALUES["m.0"].data)), STORED["m.0"])
     with pytest.raises(UnsupportedError, match=r"dequantize\(m.0, gguf_q8_0\): numbers are not packed again"):
-        program.cut(STORED["m.0"])
+        program.split(STORED["m.0"])
 
 
 def test_what_is_read_of_a_part() -> None:
@@ -337,7 +337,7 @@ BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
     (lambda: Dequantized(Key("w", tensor_type((4, 68), "i8", "w")), "gguf_q8_0", F32), WeightShapeError,
         r"expected whole blocks, u8\[4,68\] for f32\[4,64\], got i8\[4,68\]"),
     (lambda: Dequantized(Sliced(BYTES, 1, 3, 37), "gguf_q8_0", F32), WeightShapeError, "expected whole blocks"),
-    (lambda: Dequantized(BYTES, "gguf_q8_0", F32).over(Transposed(BYTES)), WeightShapeError,
+    (lambda: Dequantized(BYTES, "gguf_q8_0", F32).with_parts(Transposed(BYTES)), WeightShapeError,
         "a stored tensor is decoded, or a part of one, not transpose"),
     (lambda: read_from(Sliced(M, 1, 0, 48), SOURCE), WeightShapeError,
         r"dequantize\(m.0, gguf_q8_0\): 0:48 of f32\[6,64\] along axis 1 cuts a block of 32; take multiples"),

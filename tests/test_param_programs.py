@@ -25,11 +25,11 @@ from rlx_jax.ir.param import (
     Strided,
     Transposed,
     cast,
-    leaf_name,
-    narrows,
-    padded,
-    sliced,
-    strided,
+    is_lossy,
+    pad_axis,
+    printed_name,
+    slice_axis,
+    stride_axis,
 )
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import as_dtype, tensor_type
@@ -61,9 +61,9 @@ PROGRAMS: list[tuple[Program, Any, str]] = [
     (Padded(A, 1, 5), lambda s: np.pad(s["a.w"], ((0, 0), (0, 2), (0, 0))), "a.w"),
     (Transposed(Padded(Joined((key("m.0"), key("m.1")), 0), 0, 16)),
         lambda s: np.concatenate([s["m.0"], s["m.1"], np.zeros((4, 4), np.float32)]).T, "m.{0..1}.T"),
-    (Joined(tuple(sliced(key(name), 0, *edges) for edges in ((0, 3), (3, 6)) for name in ("m.0", "m.1")), 0),
+    (Joined(tuple(slice_axis(key(name), 0, *edges) for edges in ((0, 3), (3, 6)) for name in ("m.0", "m.1")), 0),
         lambda s: np.concatenate([s[name][half] for half in np.s_[:3, 3:] for name in ("m.0", "m.1")]), "m.{0..1}"),
-    (Joined(tuple(sliced(Transposed(key(name)), 1, i, i + 2) for i in (4, 0, 2) for name in ("m.1", "m.0")), 1),
+    (Joined(tuple(slice_axis(Transposed(key(name)), 1, i, i + 2) for i in (4, 0, 2) for name in ("m.1", "m.0")), 1),
         lambda s: np.concatenate([s[name][i : i + 2].T for i in (4, 0, 2) for name in ("m.1", "m.0")], 1), "m.{1,0}.T"),
     (Stack((A, B, C)), lambda s: np.stack([s["a.w"], s["b.w"], s["c.w"]]), "{a,b,c}.w"),
     (Stack((key("m.0"), key("m.1"))), lambda s: np.stack([s["m.0"], s["m.1"]]), "m.{0..1}"),
@@ -84,7 +84,7 @@ def test_a_program_is_what_numpy_says(program: Program, meaning: Any, name: str)
     fill(larger[..., 1:-1], program, source)
     np.testing.assert_array_equal(larger[..., 1:-1], want)
     assert not larger[..., [0, -1]].any()
-    assert leaf_name(program) == name and read_from(program, source) == program and not narrows(program)
+    assert printed_name(program) == name and read_from(program, source) == program and not is_lossy(program)
     for library in (np, jnp):
         for piece in pieces(program, library.asarray(want)):
             np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.place])
@@ -101,10 +101,10 @@ def test_a_program_is_what_numpy_says(program: Program, meaning: Any, name: str)
 def test_a_program_in_another_dtype(program: Program, meaning: Any, name: str) -> None:
     """Is the cast of its value and loses bits; back again it is as it was, where the first cast was exact."""
     narrow = cast(program, BF16)
-    assert narrows(narrow) and narrow.type.dtype == BF16
+    assert is_lossy(narrow) and narrow.type.dtype == BF16
     np.testing.assert_array_equal(load_leaf(narrow, MappingSource(STORED)), meaning(STORED).astype(BF16))
     wide = cast(program, np.dtype(np.float64))
-    assert not narrows(wide) and cast(wide, np.dtype(np.float32)) == program
+    assert not is_lossy(wide) and cast(wide, np.dtype(np.float32)) == program
     halves = {name: value.astype(BF16) for name, value in STORED.items()}
     read = read_from(program, MappingSource(halves))
     np.testing.assert_array_equal(load_leaf(read, MappingSource(halves)), meaning(halves).astype(np.float32))
@@ -113,7 +113,7 @@ def test_a_program_in_another_dtype(program: Program, meaning: Any, name: str) -
 @pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
 def test_interleaved_parts(library: Any) -> None:
     """All of them are what is stored, in whatever order; without one it is not known."""
-    parts = [Transposed(strided(cast(key("m.0"), BF16), 0, i, 3)) for i in (2, 0, 1)]
+    parts = [Transposed(stride_axis(cast(key("m.0"), BF16), 0, i, 3)) for i in (2, 0, 1)]
     held = [p for part in parts for p in pieces(part, library.asarray(load_leaf(part, MappingSource(STORED))))]
     np.testing.assert_array_equal(whole(held), STORED["m.0"].astype(BF16))
     assert isinstance(whole(held), np.ndarray) == (library is np)
@@ -125,13 +125,13 @@ def test_interleaved_parts(library: Any) -> None:
 WRONG: list[tuple[Any, str]] = [
     (lambda: Sliced(A, 1, 2, 4), r"a.w\[:, 2:4\]: f32\[2,3,4\] has no such part along axis 1"),
     (lambda: Sliced(A, 3, 0, 1), "no such part along axis 3"), (lambda: Sliced(A, 0, 1, 1), "no such part"),
-    (lambda: sliced(A, 3, 0, 1), "0:1 of .* along axis 3: there is no such part"),
-    (lambda: sliced(Transposed(key("m.0")), 1, 2, 7), r"m.0.: 2:7 of f32\[4,6\] along axis 1: there is no such part"),
+    (lambda: slice_axis(A, 3, 0, 1), "0:1 of .* along axis 3: there is no such part"),
+    (lambda: slice_axis(Transposed(key("m.0")), 1, 2, 7), r".: 2:7 of f32\[4,6\] along axis 1: there is no such part"),
     (lambda: Strided(A, 2, 0, 3), r"a.w\[:, :, 0::3\]: f32\[2,3,4\] has no such part along axis 2"),
     (lambda: Strided(A, 2, 2, 2), "no such part along axis 2"),
-    (lambda: sliced(cast(Strided(A, 2, 0, 2), BF16), 0, 1, 2), "stored interleaved; take all of that"),
+    (lambda: slice_axis(cast(Strided(A, 2, 0, 2), BF16), 0, 1, 2), "stored interleaved; take all of that"),
     (lambda: Padded(A, 1, 3), r"pad\(a.w; axis=1, 3\): f32\[2,3,4\] cannot be padded to 3 along axis 1"),
-    (lambda: padded(A, 3, 5), "cannot be padded to 5 along axis 3"),
+    (lambda: pad_axis(A, 3, 5), "cannot be padded to 5 along axis 3"),
 ]  # fmt: skip
 
 
@@ -157,7 +157,7 @@ SLICED: list[tuple[Program, tuple[int, int, int], str]] = [
 def test_a_part_of_a_program(program: Program, part: tuple[int, int, int], text: str) -> None:
     """Is the same steps over parts of what it is made of, and its numbers are those of the whole."""
     axis, start, stop = part
-    found, source = sliced(program, axis, start, stop), MappingSource(STORED)
+    found, source = slice_axis(program, axis, start, stop), MappingSource(STORED)
     assert str(found) == text
     index = (slice(None),) * axis + (slice(start, stop),)
     np.testing.assert_array_equal(load_leaf(found, source), np.asarray(load_leaf(program, source))[index])
@@ -166,7 +166,7 @@ def test_a_part_of_a_program(program: Program, part: tuple[int, int, int], text:
 def test_leaves_of_one_name_stay_two() -> None:
     """A merge in the order of devices has the name of the plain one, and both may be leaves of a model."""
     a, b = key("m.0"), key("m.1")
-    ordered = [Joined(tuple(sliced(k, 0, i, i + n) for i in range(0, 6, n) for k in (a, b)), 0) for n in (3, 2)]
+    ordered = [Joined(tuple(slice_axis(k, 0, i, i + n) for i in range(0, 6, n) for k in (a, b)), 0) for n in (3, 2)]
     leaves = [Joined((a, b), 0), *ordered, cast(ordered[0], BF16)]
     nodes = tuple(Node(Param((p,), type=p.type), (), (p.type,), Origin(("g",))) for p in leaves)
     graph = Graph("g", nodes, ())
@@ -238,4 +238,4 @@ def test_a_cast_between_steps_is_kept() -> None:
     """It rounds before the next step, in another order than after it for none but itself."""
     program = Transposed(Cast(key("m.0"), BF16))
     np.testing.assert_array_equal(load_leaf(program, MappingSource(STORED)), STORED["m.0"].astype(BF16).T)
-    assert narrows(program) and str(program) == "transpose(cast(m.0, bf16))"
+    assert is_lossy(program) and str(program) == "transpose(cast(m.0, bf16))"

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import rlx_jax as rlx
 from rlx_jax.errors import LimitError, WeightError, WeightShapeError
 from rlx_jax.io import limits
-from rlx_jax.ir.checkpoint_tensor import Box, along, sizes, slices
+from rlx_jax.ir.checkpoint_tensor import Box, axis_box, box_index, box_shape
 from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import (
     Joined,
@@ -33,10 +33,10 @@ from rlx_jax.ir.param import (
     Stack,
     Strided,
     Transposed,
-    boxed,
     cast,
-    leaf_name,
-    sliced,
+    printed_name,
+    select_box,
+    slice_axis,
 )
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import read_from
@@ -100,7 +100,7 @@ def load(program: Program, source: Any, placement: Any) -> jax.Array:
 
 
 Q, K, H, IDS = (key(name) for name in ("q", "k", "h", "ids"))
-BY_DEVICE = Joined(tuple(sliced(p, 0, i * n, (i + 1) * n) for i in range(4) for p, n in ((Q, 4), (K, 2))), 0)
+BY_DEVICE = Joined(tuple(slice_axis(p, 0, i * n, (i + 1) * n) for i in range(4) for p, n in ((Q, 4), (K, 2))), 0)
 P = PartitionSpec
 # A program, how it is divided, how often each key is read, and the bytes that are read in all: those that are stored.
 DIVIDED: list[tuple[Program, PartitionSpec, dict[str, int], int]] = [
@@ -154,7 +154,7 @@ def part(program: Program, draw: st.DrawFn) -> Program:
     axis = draw(st.integers(0, program.type.rank - 1))
     start, stop = draw(edges(program.type.shape[axis]))
     try:
-        return sliced(program, axis, start, stop)
+        return slice_axis(program, axis, start, stop)
     except WeightShapeError as refused:  # it cuts what stays together
         assert "cuts" in str(refused)
         return program
@@ -186,11 +186,11 @@ STEPS: list[Any] = [
 def test_a_box_of_any_program(program: Program, data: st.DataObject) -> None:
     """Has its shape and the numbers of the whole; it needs no more memory than the whole, and is a box of one again."""
     box: Box = tuple(data.draw(edges(size)) for size in program.type.shape)
-    found = boxed(program, box)
-    assert (found.type.shape, found.type.dtype) == (sizes(box), program.type.dtype)
-    np.testing.assert_array_equal(value(found), value(program)[slices(box)])
-    inner: Box = tuple(data.draw(edges(size)) for size in sizes(box))
-    np.testing.assert_array_equal(value(boxed(found, inner)), value(program)[slices(box)][slices(inner)])
+    found = select_box(program, box)
+    assert (found.type.shape, found.type.dtype) == (box_shape(box), program.type.dtype)
+    np.testing.assert_array_equal(value(found), value(program)[box_index(box)])
+    inner: Box = tuple(data.draw(edges(size)) for size in box_shape(box))
+    np.testing.assert_array_equal(value(select_box(found, inner)), value(program)[box_index(box)][box_index(inner)])
 
 
 @given(st.data(), st.sampled_from([("q", "h"), ("k",), ("q8", "q4")]), st.integers(0, 1))
@@ -202,9 +202,9 @@ def test_merges_in_any_order_read_backwards(data: st.DataObject, names: tuple[st
         program = Transposed(key(name, "f32"))
         ends = [unit * n for n in range(1, program.type.shape[1 - axis] // unit)]
         cuts = sorted({0, program.type.shape[1 - axis], *data.draw(st.lists(st.sampled_from(ends), max_size=5))})
-        parts += [sliced(program, 1 - axis, start, stop) for start, stop in itertools.pairwise(cuts)]
+        parts += [slice_axis(program, 1 - axis, start, stop) for start, stop in itertools.pairwise(cuts)]
     merged = Joined(tuple(data.draw(st.permutations(parts))), 1 - axis)
-    assert sorted(re.findall("q8|q4|q|k|h", leaf_name(merged))) == sorted(names), (
+    assert sorted(re.findall("q8|q4|q|k|h", printed_name(merged))) == sorted(names), (
         "and the name is that of a plain merge"
     )
     leaf: Program = Padded(Transposed(merged), 1, merged.type.shape[0] + 3)
@@ -219,14 +219,14 @@ def test_the_host_holds_a_box(tmp_path: Path) -> None:
     names, t = ("q", "k"), tensor_type((2048, 1024), "f32", "w")
     safetensors.numpy.save_file({n: np.ones(t.shape, np.float32) for n in names}, tmp_path / "m.safetensors")
     q, k = (Key(name, t) for name in names)
-    by_device = Joined(tuple(sliced(p, 0, i, i + 256) for i in range(0, 2048, 256) for p in (q, k)), 0)
+    by_device = Joined(tuple(slice_axis(p, 0, i, i + 256) for i in range(0, 2048, 256) for p in (q, k)), 0)
     programs: list[Program] = [q, Transposed(q), cast(q, BF16), by_device, Joined((q, k), 1)]
     with SafetensorsFile(tmp_path / "m.safetensors") as file:
         source = SafetensorsSource([file])
         for program in programs:
             for axis in (0, program.type.rank - 1):
                 shape = program.type.shape
-                part = boxed(program, along(shape, axis, shape[axis] // 8, shape[axis] // 4))
+                part = select_box(program, axis_box(shape, axis, shape[axis] // 8, shape[axis] // 4))
                 tracemalloc.start()
                 load_leaf(part, source)
                 peak = tracemalloc.get_traced_memory()[1]
@@ -248,7 +248,7 @@ def test_room_is_asked_for_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has to hold a box, not a leaf; and on CPU what all devices hold, a replica for each."""
     monkeypatch.setattr(limits, "_MIN_CHECKED_BYTES", 0)
     leaf = Stack((Q,) * 64)
-    box = bytes_to_fill(boxed(leaf, ((0, 64), (0, 4), (0, 8))))
+    box = bytes_to_fill(select_box(leaf, ((0, 64), (0, 4), (0, 8))))
     assert box == 64 * 128 + 128
     for spec, held in ((P(None, "model"), 2 * leaf.type.nbytes), (P(), 8 * leaf.type.nbytes)):
         on_host = leaf.type.nbytes // 10 + (box if held < 3 * leaf.type.nbytes else bytes_to_fill(leaf))

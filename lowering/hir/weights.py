@@ -18,7 +18,7 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import CastTo, Unary
 from rlx_jax.ir.ops.shape import Narrow, Shard
-from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, padded, sliced
+from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, pad_axis, slice_axis
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import of_dims, of_program
 from rlx_jax.lowering.fusion import Fused, FusionSite
@@ -99,7 +99,7 @@ def pad_vocabulary(graph: Graph, model_sharding: ModelSharding, types: TypeCache
         return None
 
     def with_padding(b: Builder, param: Param) -> Value:
-        return b.leaf(make_param(padded(p, *padding) if (padding := find_padding(p)) else p for p in param.programs))
+        return b.leaf(make_param(pad_axis(p, *padding) if (padding := find_padding(p)) else p for p in param.programs))
 
     def enter(inner: Graph) -> Rewrite:
         def param(value: Value) -> Param | None:
@@ -182,7 +182,7 @@ def compute_columns(
         return None
     output_axis = 1 - node.op.contract if isinstance(node.op, hir.Linear) else 0
     axes = [output_axis, *[0] * (len(params) - 1)]
-    slices = ((sliced(p, axis, start, stop) for p in param.programs) for param, axis in zip(params, axes, strict=True))
+    slices = ((slice_axis(p, axis, start, stop) for p in param.programs) for param, axis in zip(params, axes, strict=True))
     parts = [make_param(programs) for programs in slices]
     role = of_program(parts[0].programs[0], model_sharding.roles)[output_axis]
     if isinstance(node.op, hir.Linear):
@@ -330,7 +330,7 @@ def _concat_params(params: list[Param], axis: int, shards: int) -> Param:
         if shards == 1:
             return concat(programs, axis)
         sizes = [(p, int(p.type.shape[axis]) // shards) for p in programs]
-        shard_programs = (sliced(p, axis, i * n, (i + 1) * n) for i in range(shards) for p, n in sizes)
+        shard_programs = (slice_axis(p, axis, i * n, (i + 1) * n) for i in range(shards) for p, n in sizes)
         return concat(tuple(shard_programs), axis)
 
     return make_param(map(concat_shards, zip(*(p.programs for p in params), strict=True)))

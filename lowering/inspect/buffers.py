@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
-from rlx_jax.ir.param import Stack, leaf_name
+from rlx_jax.ir.param import Stack, printed_name
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
 from rlx_jax.ir.text import bytes_text, dump_graph
 from rlx_jax.ir.traits import nothing
@@ -130,7 +130,7 @@ def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False) -> Buf
         phases=_phases(graph),
         io={
             "inputs": tuple((op.input, v) for op, v in leaves if isinstance(op, Input)),
-            "params": tuple((leaf_name(Stack(op.programs)), v) for op, v in leaves if isinstance(op, Param)),
+            "params": tuple((printed_name(Stack(op.programs)), v) for op, v in leaves if isinstance(op, Param)),
             "outputs": tuple(zip(graph.output_names, graph.outputs, strict=False)),
         },
         dynamic_symbols=tuple(sorted(symbols)),

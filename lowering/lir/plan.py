@@ -20,7 +20,7 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
-from rlx_jax.ir.param import Program, Roles, Stack, leaf_name, stored_keys
+from rlx_jax.ir.param import Program, Roles, Stack, printed_name, stored_keys
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.state_leaf import StateLeaf, every_key
 from rlx_jax.ir.types import TensorType, short_name
@@ -285,7 +285,7 @@ def layout_of(graphs: Iterable[Graph], scan: bool) -> Layout:
 
 def _free_name(program: Program, taken: Collection[str]) -> str:
     """Return an unused name for a parameter: its own, with its dtype, or with a number."""
-    name = leaf_name(program)
+    name = printed_name(program)
     if name not in taken:
         return name
     typed = f"{name} ({short_name(program.type.dtype)})"

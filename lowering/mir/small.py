@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, check_known
+from rlx_jax.errors import GraphError, check_names
 from rlx_jax.ir.graph import Builder, Constant, Graph, Input, Leaf, Mir, Node, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.recurrent import TokenScan
 from rlx_jax.ir.queries import bind_leaves
@@ -113,7 +113,7 @@ def with_outputs(graph: Graph, names: tuple[str, ...], types: TypeCache) -> Grap
         GraphError: the program has no output of a name.
     """
     outputs = dict(zip(graph.output_names, graph.outputs, strict=True))
-    check_known(names, outputs, f"{graph.name}: no output", "; it has")
+    check_names(names, outputs, f"{graph.name}: no output", "; it has")
     return dce(replace(graph, outputs=tuple(outputs[name] for name in names), output_names=names), types)
 
 

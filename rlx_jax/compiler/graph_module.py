@@ -17,7 +17,7 @@ from rlx_jax.compiler.module_builder import ModuleBuilder
 from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
 from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, plain
-from rlx_jax.errors import FormatError, GraphError, VersionMismatchError, check_known, quote, shown
+from rlx_jax.errors import FormatError, GraphError, VersionMismatchError, check_names, quote, shown
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir import queries
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, TypeCache, Value
@@ -185,7 +185,7 @@ class GraphModule(ModuleBuilder):
                 raise GraphError(f"module {self.name!r} is at lir: it is planned already; start from its into_mir()")
             return Lir(self.finish(), self.plan)
         symbols = sorted({s for i in self.builder.inputs for s in i.type.symbols})
-        check_known(sizes, symbols, f"{self.name}: no input has a dimension", "; there are")
+        check_names(sizes, symbols, f"{self.name}: no input has a dimension", "; there are")
         for name, size in sizes.items():
             as_dim(size, f"{self.name}: {name}")
         return lir_of(self.build(), profile, sizes)

@@ -13,7 +13,7 @@ from rlx_jax.errors import GraphError, quote, shown
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Param, Value
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Roles, cast, key_kinds
+from rlx_jax.ir.param import Dequantized, Key, Roles, cast, key_descriptions
 from rlx_jax.ir.paths import Origin, Path, free_path
 from rlx_jax.ir.types import DimLike, as_name, as_names, device_dtype, tensor_type
 from rlx_jax.ir.user_functions import Captured
@@ -209,9 +209,9 @@ def declared_param(
         stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, location))
     else:
         stored = as_stored(name, PackedSpec(sizes, dtype, packed), location)
-    declared = dict(key_kinds(stored))[name]
+    declared = dict(key_descriptions(stored))[name]
     for node in nodes:
-        for key, kind in key_kinds(node.op.programs[0]) if isinstance(node.op, Param) else ():
+        for key, kind in key_descriptions(node.op.programs[0]) if isinstance(node.op, Param) else ():
             if key == name and kind != declared:
                 raise GraphError(f"{location} is {kind} and {declared}")
     program = cast(stored, device_dtype(stored.type.dtype))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.errors import GraphError, ProfileError, check_known, did_you_mean, quote
+from rlx_jax.errors import GraphError, ProfileError, check_names, did_you_mean, quote
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
@@ -220,7 +220,7 @@ def check_switches(settings: Settings) -> None:
             f"fusion.disable: {quote(fixed[0])} makes the program what it was asked to be and cannot be switched off; "
             f"those that can are {', '.join(optional)}"
         )
-    check_known(sorted(settings.off), optional, "fusion.disable: unknown pass", "; expected one of", ProfileError)
+    check_names(sorted(settings.off), optional, "fusion.disable: unknown pass", "; expected one of", ProfileError)
 
 
 @dataclass(frozen=True)

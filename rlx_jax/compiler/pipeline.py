@@ -31,7 +31,7 @@ from rlx_jax.errors import (
     RlxError,
     RlxWarning,
     UnsupportedError,
-    check_known,
+    check_names,
     listing,
     quote,
 )
@@ -131,7 +131,7 @@ class Template:
         Raises:
             GraphError: a size is missing, or the program has no such size.
         """
-        check_known(sizes, sorted(self.symbols), f"{self.built.name}: the program has no size", "; it has")
+        check_names(sizes, sorted(self.symbols), f"{self.built.name}: the program has no size", "; it has")
         for name, size in sizes.items():
             as_dim(size, f"{self.built.name}: {name}")
         if missing := sorted(self.symbols.difference(sizes)):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.device import Device, named_device, running_device
-from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_known, quote
+from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_names, quote
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Plan
@@ -359,4 +359,4 @@ def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
         ProfileError: one is not; the message has a suggestion.
     """
     input_names = [i.name for i in flow._inputs]
-    check_known(names, input_names, f"donation.inputs: {flow.name} has no input", "; it has", ProfileError)
+    check_names(names, input_names, f"donation.inputs: {flow.name} has no input", "; it has", ProfileError)

@@ -13,7 +13,7 @@ from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.errors import RequestError, suggests
+from rlx_jax.errors import RequestError, suggest_keywords
 from rlx_jax.ir.types import is_float
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
@@ -41,7 +41,7 @@ class DualEncoder(OpenedModel):
 
     _methods = "embed(texts), embed_images(images) and similarity(texts, images) give vectors and how alike they are"
 
-    @suggests(*CompileOptions.__annotations__)
+    @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
         self,
         texts: Any,
@@ -104,19 +104,19 @@ class DualEncoder(OpenedModel):
         self.compare = None if self.compare is None else self.compare.replace(params)
         self.texts.model, self.images.model = towers
 
-    @suggests()
+    @suggest_keywords()
     def embed(self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None) -> Vectors:
         """Return one vector for each text: see `Encoder.embed`. The vectors are not normalised."""
         if getattr(texts[0] if isinstance(texts, list | tuple) and texts else texts, "ndim", 0) >= 3:
             raise RequestError("texts: expected strings or token ids, got images; embed_images takes them")
         return self.texts.embed(texts, max_tokens=max_tokens, show_progress=show_progress)
 
-    @suggests()
+    @suggest_keywords()
     def embed_images(self, images: Any) -> Vectors:
         """Return one vector for each image: see `VisionEncoder.embed`."""
         return self.images.embed(images)
 
-    @suggests()
+    @suggest_keywords()
     def similarity(self, texts: Any, images: Any) -> Vectors:
         """Return how well each text fits each image, on the model's scale: `[texts, images]` float32, also for single
         inputs.
@@ -152,7 +152,7 @@ class DualEncoder(OpenedModel):
         """
         return self.texts.report(**sizes)
 
-    @suggests()
+    @suggest_keywords()
     def profile(self, texts: Any, images: Any) -> BlockTimes:
         """Return the time by block of `similarity(texts, images)`, which runs twice: the second time under
         `jax.profiler`."""

@@ -19,7 +19,7 @@ from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.padded_rows import RowForm, exact_rows, masks_of
 from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
 from rlx_jax.encode.sentence import SentencePipeline
-from rlx_jax.errors import DeriveError, RequestError, UnboundInputError, check_known, shown, suggests
+from rlx_jax.errors import DeriveError, RequestError, UnboundInputError, check_names, shown, suggest_keywords
 from rlx_jax.lowering.hir.independence import why_rows_mix
 from rlx_jax.lowering.hir.row_layouts import MASK
 from rlx_jax.lowering.hir.rules import reads_from_the_left
@@ -80,7 +80,7 @@ class Encoder(OpenedModel):
         "embed(texts) gives vectors, hidden_states(tokens) those of every token, model(tokens) every output of the flow"
     )
 
-    @suggests(*CompileOptions.__annotations__)
+    @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
         self,
         flow: Any,
@@ -131,7 +131,7 @@ class Encoder(OpenedModel):
         # A flow need not declare the mask: the derived `padded` program adds it.
         names = dict.fromkeys([*(d.name for d in self.model.flow._inputs), MASK])
         input_names = [*names, "lengths"]
-        check_known(inputs, input_names, f"{self.model.name}: has no input", "; there are", UnboundInputError)
+        check_names(inputs, input_names, f"{self.model.name}: has no input", "; there are", UnboundInputError)
         inputs = {name: value for name, value in inputs.items() if value is not None}
         refuse_consumed({}, inputs)
         for name, value in inputs.items():
@@ -181,7 +181,7 @@ class Encoder(OpenedModel):
             )
         return [int(n) for n in valid]
 
-    @suggests()
+    @suggest_keywords()
     def embed(
         self,
         texts: Any,
@@ -415,7 +415,7 @@ class Encoder(OpenedModel):
                     "the profile"
                 )
 
-    @suggests()
+    @suggest_keywords()
     def warmup(self) -> None:
         """Run every program once that `embed` can need, for any lengths and number of texts, so that none compiles
         later.
@@ -457,7 +457,7 @@ class Encoder(OpenedModel):
             layout = f"rows at their own lengths: {self.own_lengths}"
         return replace(self.model.report(**sizes), embedding=layout, request=self._read)
 
-    @suggests()
+    @suggest_keywords()
     def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
         """Return the time by block of `embed(texts)`, which runs twice: the second time under `jax.profiler`."""
         # The request runs twice, and an iterator can be read only once.

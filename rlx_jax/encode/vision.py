@@ -14,7 +14,7 @@ from rlx_jax.compiler.settings import bucket, smallest
 from rlx_jax.encode.embedding import ahead, chunks
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, numbered
 from rlx_jax.encode.pooled import Vectors, check_finite, pooled_of, pooled_width
-from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggests
+from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggest_keywords
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
@@ -48,7 +48,7 @@ class VisionEncoder(OpenedModel):
         "output of the flow"
     )
 
-    @suggests(*CompileOptions.__annotations__)
+    @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
         self,
         flow: Any,
@@ -67,7 +67,7 @@ class VisionEncoder(OpenedModel):
     def __repr__(self) -> str:
         return f"VisionEncoder({self.model.name}: {self.channels} channels, target {self.model.settings.target})"
 
-    @suggests()
+    @suggest_keywords()
     def hidden_states(self, pixel_values: Any) -> jax.Array:
         """Return the last hidden states: pixel values `[B, C, H, W]` floats → `[B, tokens, hidden]` float32.
 
@@ -83,7 +83,7 @@ class VisionEncoder(OpenedModel):
             )
         return primary(self.model(self._checked(pixel_values)))
 
-    @suggests()
+    @suggest_keywords()
     def embed(self, images: Any) -> Vectors:
         """Return one vector for each image, the flow's output `pooled`: `[n, E]` float32; a single image gives `[E]`.
 
@@ -166,7 +166,7 @@ class VisionEncoder(OpenedModel):
             warn_of_range(pixel_values, self.processor)
         return pixel_values
 
-    @suggests()
+    @suggest_keywords()
     def warmup(self) -> None:
         """Run every program once that `embed` can need for images as the image processor makes them.
 
@@ -190,7 +190,7 @@ class VisionEncoder(OpenedModel):
         """
         return replace(self.model.report(**sizes), request=self._read)
 
-    @suggests()
+    @suggest_keywords()
     def profile(self, images: Any) -> BlockTimes:
         """Return the time by block of `embed(images)`, which runs twice: the second time under `jax.profiler`."""
         # The request runs twice, and an iterator can be read only once.

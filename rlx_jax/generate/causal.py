@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import jax
 import numpy as np
 
-from rlx_jax.errors import RequestError, RlxWarning, listing, shown, suggests
+from rlx_jax.errors import RequestError, RlxWarning, listing, shown, suggest_keywords
 from rlx_jax.generate.conversation import Conversation, open_conversation, refuse_in_stream
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, drafter_of
@@ -79,7 +79,7 @@ class CausalLM(OpenedModel):
         "logits(tokens) gives logits, generate(prompts) text or token ids, model(tokens) every output of the flow"
     )
 
-    @suggests(*CompileOptions.__annotations__)
+    @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
         self, flow: Any, weights: Weights = None, *, tokenizer: TokenizerLike | None = None,
         max_positions: int | None = None, eos_ids: int | Sequence[int] = (), bos_id: int | None = None,
@@ -118,7 +118,7 @@ class CausalLM(OpenedModel):
 
     # -- programs ----------------------------------------------------------------------------
 
-    @suggests()
+    @suggest_keywords()
     def logits(
         self, tokens: Any, lengths: Any = None, attention_mask: Any = None, *, inputs: Inputs = None
     ) -> jax.Array:
@@ -134,7 +134,7 @@ class CausalLM(OpenedModel):
         self._warn_of_captures()
         return logits_of(self._lm, tokens, lengths, attention_mask, inputs)
 
-    @suggests()
+    @suggest_keywords()
     def prefill(
         self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all",
         attention_mask: Any = None, *, inputs: Inputs = None,
@@ -150,7 +150,7 @@ class CausalLM(OpenedModel):
         self._warn_of_captures()
         return prefill(self._lm, tokens, lengths, max_len, logits, attention_mask, inputs)
 
-    @suggests()
+    @suggest_keywords()
     def extend(
         self, state: DecodeState, tokens: Any, lengths: Any = None, logits: Literal["all", "last"] = "all"
     ) -> tuple[jax.Array, DecodeState]:
@@ -164,7 +164,7 @@ class CausalLM(OpenedModel):
         """
         return extend(self._lm, state, tokens, lengths, logits)
 
-    @suggests()
+    @suggest_keywords()
     def capture(self, prompts: Any, *, inputs: Inputs = None) -> dict[str, jax.Array]:
         """Return the outputs of the blocks that `recipe.at(pattern).capture()` selects, and the flow's other side
         outputs: arrays by name, `{"layers.3.mlp": [B, S, hidden]}`. The head is not computed.
@@ -206,7 +206,7 @@ class CausalLM(OpenedModel):
         **options: Unpack[GenerateOptions],
     ) -> Any: ...  # fmt: skip
 
-    @suggests(*GenerateOptions.__annotations__)
+    @suggest_keywords(*GenerateOptions.__annotations__)
     def generate(
         self, prompts: Any, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
         seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
@@ -252,7 +252,7 @@ class CausalLM(OpenedModel):
         outputs = answered(self._lm, *request_args)
         return outputs[0] if checked_prompts.single else outputs
 
-    @suggests(*StreamOptions.__annotations__)
+    @suggest_keywords(*StreamOptions.__annotations__)
     def stream(
         self, prompt: str | Sequence[int], max_new_tokens: int = 64, sampler: Sampler | None = None,
         stop: StopLike = (), seed: Any = None, *, n: int | None = None, logprobs: int | None = None,
@@ -283,7 +283,7 @@ class CausalLM(OpenedModel):
     @overload
     def score(self, texts: Any) -> Any: ...
 
-    @suggests()
+    @suggest_keywords()
     def score(self, texts: Any) -> Any:
         """Return the log-likelihood of texts: a `Score` for each, in order, or one for one; nothing is generated.
 
@@ -303,7 +303,7 @@ class CausalLM(OpenedModel):
         scores = self._scored(items, "score")
         return scores[0] if single else scores
 
-    @suggests()
+    @suggest_keywords()
     def perplexity(self, text: str | Sequence[int], *, stride: int | None = None, context: int | None = None) -> float:
         """Return the perplexity of a text of any length, by windows of `context` tokens, `stride` apart.
 
@@ -410,7 +410,7 @@ class CausalLM(OpenedModel):
 
     # -- warm-up -----------------------------------------------------------------------------
 
-    @suggests()
+    @suggest_keywords()
     def warmup(
         self, max_new_tokens: int = 64, samplers: Sampler | Sequence[Sampler] | None = None, *,
         speculative: Any = None, draft_tokens: int = DRAFT_TOKENS, scoring: bool = False, n: int | None = None,

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
-from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggests
+from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggest_keywords
 from rlx_jax.generate.generation import Generation, NewTokens, answered, pieces
 from rlx_jax.generate.request import PrefixState, Request, SnapshotPoint, StopLike, TurnOptions, common
 from rlx_jax.generate.sampler import Sampler
@@ -73,7 +73,7 @@ class Conversation:
     _text: CachedText | None = field(default=None, repr=False)
     _number: int = field(default=0, repr=False)
 
-    @suggests(*TurnOptions.__annotations__)
+    @suggest_keywords(*TurnOptions.__annotations__)
     def send(
         self, message: Message, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
         seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[TurnOptions],
@@ -98,7 +98,7 @@ class Conversation:
         self._ended(turn, reply if logprobs is None else reply.text)
         return reply
 
-    @suggests(*TurnOptions.__annotations__)
+    @suggest_keywords(*TurnOptions.__annotations__)
     def stream(
         self, message: Message, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
         seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[TurnOptions],

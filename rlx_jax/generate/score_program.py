@@ -23,7 +23,7 @@ from rlx_jax.encode.packing import FULL, MOST, Block, BlockSizes, apart, costs_o
 from rlx_jax.errors import GraphError, RequestError, shown
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.ir.types import is_static
-from rlx_jax.losses import InPieces, count_pieces, logits_of_piece, split_tokens
+from rlx_jax.losses import LossChunking, chunk_logits, count_chunks, split_tokens
 from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -236,7 +236,7 @@ class ScoreTokens:
     """
 
     reads: tuple[str, ...]
-    pieces: InPieces | None
+    pieces: LossChunking | None
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.SaysArguments`."""
@@ -252,7 +252,7 @@ class ScoreTokens:
             operands = head_operands(chunking.head, kernel, bias[0] if bias else None)
 
             def piece(first: Any, part: tuple[Any, Any]) -> tuple[Any, tuple[Any, ...]]:
-                logits, _back = logits_of_piece(chunking, part[0], operands)
+                logits, _back = chunk_logits(chunking, part[0], operands)
                 return first + logits.shape[1], judged(logits, part[1], others, places - first)
 
             _, chunk_scores = lax.scan(piece, jnp.int32(0), split_tokens(chunking, hidden, aim))
@@ -325,15 +325,15 @@ def score_program(model: CompiledModel, reads: tuple[str, ...], rows: int, width
     return model.bind(replace(key, headless=pieces is not None, around=ScoreTokens(reads, pieces)))
 
 
-def _in_pieces(model: CompiledModel, head: Head, rows: int, width: int) -> InPieces | None:
+def _in_pieces(model: CompiledModel, head: Head, rows: int, width: int) -> LossChunking | None:
     """Return how to compute the logits of a head in chunks; None where that is not possible."""
     sharding = model.programs.model_sharding
     if head.type.rank != 3 or not is_static(head.type.shape[-1]):
         return None
     vocab_size = int(head.type.shape[-1])
     chunk_bytes = 4 * vocab_size * PIECE.get(model.settings.target, PIECE["cuda"])  # bytes of f32 logits
-    count = count_pieces((rows, width), None, vocab_size, sharding, chunk_bytes)
-    return InPieces(head, count, int(head.words), 0.0, sharding)
+    count = count_chunks((rows, width), None, vocab_size, sharding, chunk_bytes)
+    return LossChunking(head, count, int(head.words), 0.0, sharding)
 
 
 @dataclass(frozen=True)

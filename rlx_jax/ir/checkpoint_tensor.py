@@ -86,22 +86,22 @@ class ProgramStep(Protocol):
         """Whether this step may lose bits of a float. (Loading checks integers against their range.)"""
 
     @property
-    def in_place(self) -> bool:
-        """Whether `cut` returns views of a NumPy array, so that writing to the views fills the array."""
+    def splits_to_views(self) -> bool:
+        """Whether `split` returns views of a NumPy array, so that writing to the views fills the array."""
 
-    def over(self, *parts: Any) -> Any:
+    def with_parts(self, *parts: Any) -> Any:
         """Return the same step over other parts."""
 
     def box(self, box: Box) -> Any:
         """Return the program of a box of the value, which reads no more than necessary.
 
-        Call it through `rlx_jax.ir.param.boxed`, which handles the full box.
+        Call it through `rlx_jax.ir.param.select_box`, which handles the full box.
         """
 
     def join(self, *values: Any) -> Any:
         """Return the value, given the values of the parts: NumPy or JAX arrays."""
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         """Return the value of each part, given the joined value: the inverse of `join`.
 
         Results keep the dtype of `value` and are views where possible.
@@ -114,10 +114,10 @@ class ProgramStep(Protocol):
         """Return the roles of the axes, given the roles of the parts."""
 
 
-class OverOne:
+class UnaryStep:
     """Base of steps over one program `of`: they keep its roles and name, are exact, and fill a new array."""
 
-    in_place: ClassVar[bool] = False
+    splits_to_views: ClassVar[bool] = False
 
     @property
     def lossy(self) -> bool:
@@ -127,11 +127,11 @@ class OverOne:
     def parts(self: Any) -> tuple[Any, ...]:
         return (self.of,)
 
-    def over(self, *parts: Any) -> Any:
+    def with_parts(self, *parts: Any) -> Any:
         step: Any = self
         return replace(step, of=parts[0])
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         return (value,)
 
     def name(self, *names: str) -> str:
@@ -141,24 +141,24 @@ class OverOne:
         return parts[0]
 
 
-class NoParts:
+class LeafStep:
     """Base of steps that begin a program and so have no parts."""
 
     type: TensorType
     parts: ClassVar[tuple[Any, ...]] = ()
     lossy: ClassVar[bool] = False
 
-    def over(self, *parts: Any) -> Any:
+    def with_parts(self, *parts: Any) -> Any:
         return self
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         return ()
 
     def roles(self, *parts: Roles) -> Roles:
         return (None,) * self.type.rank
 
 
-class Indexed(OverOne):
+class IndexStep(UnaryStep):
     """Base of steps that select `index` of `of`."""
 
     of: Any
@@ -166,7 +166,7 @@ class Indexed(OverOne):
 
     @property
     def type(self) -> TensorType:
-        return TensorType(indexed(self.of.type.shape, self.index), self.of.type.dtype)
+        return TensorType(indexed_shape(self.of.type.shape, self.index), self.of.type.dtype)
 
     def __str__(self) -> str:
         return f"{self.of}{index_text(self.index)}"
@@ -179,12 +179,12 @@ class Indexed(OverOne):
 
 
 @dataclass(frozen=True)
-class Key(NoParts):
+class Key(LeafStep):
     """The checkpoint tensor under a key, unchanged."""
 
     key: str
     type: TensorType
-    in_place: ClassVar[bool] = True
+    splits_to_views: ClassVar[bool] = True
 
     def __hash__(self) -> int:  # the generated one would hash the type too, and builds hash keys by the thousand
         return hash(self.key)
@@ -193,14 +193,14 @@ class Key(NoParts):
         return self.key
 
     @property
-    def stored(self) -> Key:
-        """The key itself, as `Sliced.stored`."""
+    def source_key(self) -> Key:
+        """The key itself, as `Sliced.source_key`."""
         return self
 
     @property
-    def place(self) -> Box:
+    def source_box(self) -> Box:
         """The box that this program selects of the checkpoint tensor: all of it."""
-        return full(self.type.shape)
+        return full_box(self.type.shape)
 
     def box(self, box: Box) -> Key | Sliced:
         part: Key | Sliced = self
@@ -216,7 +216,7 @@ class Key(NoParts):
 
 
 @dataclass(frozen=True)
-class Sliced(Indexed):
+class Sliced(IndexStep):
     """`start` to `stop` along an axis of a checkpoint tensor or of another slice: one of several fused projections.
 
     Loading reads only this slice. Saving writes it as a part of its key.
@@ -233,31 +233,31 @@ class Sliced(Indexed):
             raise WeightShapeError(f"{self}: {self.of.type} has no such part along axis {self.axis}")
 
     @property
-    def stored(self) -> Key:
+    def source_key(self) -> Key:
         """The checkpoint key that contains the slice."""
-        return self.of.stored
+        return self.of.source_key
 
     @property
-    def place(self) -> Box:
+    def source_box(self) -> Box:
         """The box that the slice selects of the checkpoint tensor."""
-        outer = self.of.place
+        outer = self.of.source_box
         axis_start = outer[self.axis][0]
         return (*outer[: self.axis], (axis_start + self.start, axis_start + self.stop), *outer[self.axis + 1 :])
 
     @property
     def index(self) -> Index:
         """The slice as an index of `of`."""
-        return rows(self.axis, self.start, self.stop)
+        return axis_index(self.axis, self.start, self.stop)
 
-    def over(self, *parts: Any) -> Any:
+    def with_parts(self, *parts: Any) -> Any:
         (part,) = parts
         if isinstance(part, Key | Sliced):
-            return super().over(part)
+            return super().with_parts(part)
         # Over any other step, the slice moves inward to the checkpoint tensors, so that loading reads only the slice.
-        return part_of(part, self.axis, self.start, self.stop)
+        return slice_program(part, self.axis, self.start, self.stop)
 
     def box(self, box: Box) -> Key | Sliced:
-        return self.stored.box(moved(box, [start for start, _ in self.place]))
+        return self.source_key.box(shift_box(box, [start for start, _ in self.source_box]))
 
     def roles(self, *parts: Roles) -> Roles:
         (of,) = parts
@@ -268,7 +268,7 @@ class Sliced(Indexed):
 
 
 @dataclass(frozen=True)
-class Dequantized(OverOne):
+class Dequantized(UnaryStep):
     """The values of a packed tensor, decoded row by row and rounded to the floating `dtype`.
 
     `of` has the type of the bytes, uint8 `[..., k / elements · bytes]`. This step has the logical type, `[..., k]`.
@@ -284,7 +284,7 @@ class Dequantized(OverOne):
     def __post_init__(self) -> None:
         decoder_of(self.scheme, f"dequantize({self.of})")
         _, stored = packed_types(self.type.shape, self.dtype, self.scheme, str(self))
-        if self.of.type != stored or self.of.place[-1][0] % SCHEMES[self.scheme].bytes:
+        if self.of.type != stored or self.of.source_box[-1][0] % SCHEMES[self.scheme].bytes:
             raise WeightShapeError(f"{self}: expected whole blocks, {stored} for {self.type}, got {self.of.type}")
 
     @property
@@ -302,30 +302,30 @@ class Dequantized(OverOne):
         # Only edges on the last axis count bytes; elsewhere the factor below is bytes / bytes = 1.
         per_byte = scheme.elements if part.axis == part.of.type.rank - 1 else scheme.bytes
         start, stop = (edge * per_byte // scheme.bytes for edge in (part.start, part.stop))
-        return Sliced(self.over(part.of).logical, part.axis, start, stop)
+        return Sliced(self.with_parts(part.of).logical, part.axis, start, stop)
 
     def __str__(self) -> str:
         return f"dequantize({self.of}, {self.scheme})"
 
-    def over(self, *parts: Any) -> Dequantized:
+    def with_parts(self, *parts: Any) -> Dequantized:
         (part,) = parts
         if not isinstance(part, Key | Sliced):
             raise WeightShapeError(f"{self}: a stored tensor is decoded, or a part of one, not {part}")
         return Dequantized(part, self.scheme, self.dtype)
 
-    def box(self, box: Box) -> Dequantized | Cut:
+    def box(self, box: Box) -> Dequantized | DecodedBox:
         """Return the program of a box: decode all packed blocks that it touches, then cut off the values outside it."""
         scheme, (*row_box, (start, stop)) = SCHEMES[self.scheme], box
         first_block, stop_block = start // scheme.elements, -(-stop // scheme.elements)
-        blocks = self.over(self.of.box((*row_box, (first_block * scheme.bytes, stop_block * scheme.bytes))))
+        blocks = self.with_parts(self.of.box((*row_box, (first_block * scheme.bytes, stop_block * scheme.bytes))))
         first_element = first_block * scheme.elements
-        inner_box = (*full(sizes(tuple(row_box))), (start - first_element, stop - first_element))
-        return blocks if inner_box == full(blocks.type.shape) else Cut(blocks, inner_box)
+        inner_box = (*full_box(box_shape(tuple(row_box))), (start - first_element, stop - first_element))
+        return blocks if inner_box == full_box(blocks.type.shape) else DecodedBox(blocks, inner_box)
 
     def join(self, *values: Any) -> Any:
         return decoded(values[0], self.scheme).astype(self.dtype)
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         raise UnsupportedError(f"{self}: numbers are not packed again")
 
     def name(self, *names: str) -> str:
@@ -333,7 +333,7 @@ class Dequantized(OverOne):
 
 
 @dataclass(frozen=True)
-class Strided(Indexed):
+class Strided(IndexStep):
     """Every `step`-th row of a program along an axis, from `start` on: one of `step` interleaved projections.
 
     `start` is less than `step`, and `step` divides the axis. Saving interleaves all `step` projections into the key
@@ -354,51 +354,51 @@ class Strided(Indexed):
     @property
     def index(self) -> Index:
         """The slice as an index of `of`."""
-        return rows(self.axis, self.start, None, self.step)
+        return axis_index(self.axis, self.start, None, self.step)
 
     def box(self, box: Box) -> Strided:
         box_start, stop = box[self.axis]
         outer = (*box[: self.axis], (box_start * self.step, stop * self.step), *box[self.axis + 1 :])
-        boxed: Strided = self.over(self.of if outer == full(self.of.type.shape) else self.of.box(outer))
-        return boxed
+        selected: Strided = self.with_parts(self.of if outer == full_box(self.of.type.shape) else self.of.box(outer))
+        return selected
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         raise UnsupportedError(f"{self}: it is a part of what is stored; `pieces` joins the parts")
 
 
 @dataclass(frozen=True)
-class Cut(Indexed):
+class DecodedBox(IndexStep):
     """A box of decoded values that begins or ends inside a packed block, although only full blocks can be decoded.
 
     Only `box` creates this step, for loading. A parameter is never one, because it cannot be saved.
     """
 
     of: Dequantized
-    inside: Box
+    bounds: Box
 
     @property
     def index(self) -> Index:
         """The slice as an index of `of`."""
-        return slices(self.inside)
+        return box_index(self.bounds)
 
-    def box(self, box: Box) -> Cut:
-        return Cut(self.of, moved(box, [start for start, _ in self.inside]))
+    def box(self, box: Box) -> DecodedBox:
+        return DecodedBox(self.of, shift_box(box, [start for start, _ in self.bounds]))
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         raise UnsupportedError(f"{self}: what was cut off is not known, so it cannot be written")
 
 
-def part_of(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
-    """Return `start` to `stop` of a program along an axis, with the contract of `rlx_jax.ir.param.sliced`."""
+def slice_program(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
+    """Return `start` to `stop` of a program along an axis, with the contract of `rlx_jax.ir.param.slice_axis`."""
     shape, description = program.type.shape, f"{program}: {start}:{stop} of {program.type} along axis {axis}"
     if not (0 <= axis < len(shape) and 0 <= start < stop <= shape[axis]):
         raise WeightShapeError(f"{description}: there is no such part")
     if (start, stop) == (0, shape[axis]):
         return program
-    part = program.box(along(shape, axis, start, stop))
-    cut = next((step for step in steps(part) if isinstance(step, Cut)), None)
-    if cut is not None:
-        size = SCHEMES[cut.of.scheme].elements
+    part = program.box(axis_box(shape, axis, start, stop))
+    partial_block = next((step for step in steps(part) if isinstance(step, DecodedBox)), None)
+    if partial_block is not None:
+        size = SCHEMES[partial_block.of.scheme].elements
         raise WeightShapeError(f"{description} cuts a block of {size}; take multiples of {size}, or rows")
     strided_steps = [step for step in steps(part) if isinstance(step, Strided)]
     if any(isinstance(inner, Sliced) for step in strided_steps for inner in steps(step)):
@@ -421,35 +421,35 @@ Box = tuple[tuple[int, int], ...]
 Index = tuple[slice, ...]
 
 
-def full(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """Return the box of a full array."""
     return tuple((0, size) for size in shape)
 
 
-def along(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
+def axis_box(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
     """Return the box from `start` to `stop` along one axis, and over all of the others."""
     return tuple((start, stop) if i == axis else (0, size) for i, size in enumerate(shape))
 
 
-def sizes(box: Box) -> tuple[int, ...]:
+def box_shape(box: Box) -> tuple[int, ...]:
     """Return the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
-def slices(box: Box) -> Index:
+def box_index(box: Box) -> Index:
     """Return a box as an index of NumPy."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def rows(axis: int, start: int, stop: int | None, step: int | None = None) -> Index:
+def axis_index(axis: int, start: int, stop: int | None, step: int | None = None) -> Index:
     """Return the index `start:stop:step` along one axis, and all of the axes before it."""
     return (*(slice(None),) * axis, slice(start, stop, step))
 
 
-def indexed(shape: Sequence[int], index: Index) -> tuple[int, ...]:
+def indexed_shape(shape: Sequence[int], index: Index) -> tuple[int, ...]:
     """Return the shape of the elements that an index selects from an array.
 
-    >>> indexed((2, 6, 4), rows(1, 1, None, 3))
+    >>> indexed_shape((2, 6, 4), axis_index(1, 1, None, 3))
     (2, 2, 4)
     """
     selected = (len(range(*part.indices(size))) for part, size in zip(index, shape, strict=False))
@@ -459,19 +459,19 @@ def indexed(shape: Sequence[int], index: Index) -> tuple[int, ...]:
 def index_text(index: Index) -> str:
     """Return an index as Python source text.
 
-    >>> index_text(rows(1, 0, 2)), index_text(rows(2, 1, None, 3))
+    >>> index_text(axis_index(1, 0, 2)), index_text(axis_index(2, 1, None, 3))
     ('[:, 0:2]', '[:, :, 1::3]')
     """
     edges = ((part.start, part.stop, part.step)[: 2 if part.step is None else 3] for part in index)
     return f"[{', '.join(':'.join('' if edge is None else str(edge) for edge in part) for part in edges)}]"
 
 
-def moved(box: Box, by: Sequence[int]) -> Box:
-    """Return a box shifted by `by` along each axis."""
-    return tuple((start + offset, stop + offset) for (start, stop), offset in zip(box, by, strict=True))
+def shift_box(box: Box, offsets: Sequence[int]) -> Box:
+    """Return a box shifted by `offsets` along each axis."""
+    return tuple((start + offset, stop + offset) for (start, stop), offset in zip(box, offsets, strict=True))
 
 
-def crossed(box: Box, axis: int, lengths: Sequence[int]) -> Iterator[tuple[int, Box]]:
+def overlaps(box: Box, axis: int, lengths: Sequence[int]) -> Iterator[tuple[int, Box]]:
     """Return the arrays that a box overlaps, among arrays concatenated along `axis`.
 
     Args:
@@ -490,11 +490,11 @@ def crossed(box: Box, axis: int, lengths: Sequence[int]) -> Iterator[tuple[int, 
         offset += length
 
 
-def side_by_side(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
+def concat_axis(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
     """Return the axis along which `boxes` cover an array of `shape` exactly once; None if there is no such axis."""
     for axis, size in enumerate(shape):
         edges = sorted(box[axis] for box in boxes)
         contiguous = [start for start, _ in edges] + [size] == [0, *(stop for _, stop in edges)]
-        if contiguous and all(box == along(shape, axis, *box[axis]) for box in boxes):
+        if contiguous and all(box == axis_box(shape, axis, *box[axis]) for box in boxes):
             return axis
     return None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlx_jax.errors import GraphError, PluginError, check_known, listing, quote, shown
+from rlx_jax.errors import GraphError, PluginError, check_names, listing, quote, shown
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.plugins import HirExtension, known
 from rlx_jax.ir.types import as_name, as_names
@@ -108,7 +108,7 @@ class FlowExtensionPlan:
         if not (self.apply_all or self.enabled):  # plugins are not imported for a flow without extensions
             return ()
         available = registered_hir_extensions()
-        check_known(self.enabled, available, "no plugin gives an extension", "; known are", PluginError)
+        check_names(self.enabled, available, "no plugin gives an extension", "; known are", PluginError)
         return available if self.apply_all else self.enabled
 
     def apply(self, graph: Graph, types: TypeCache) -> Graph:

@@ -117,7 +117,7 @@ def check_operands(op: Any, name: str, declaration: str, given: Sequence[TensorT
             f"{', '.join(map(str, given))}"
         )
         if dtype_fits:
-            raise ShapeError(problem).of(number)
+            raise ShapeError(problem).at_operands(number)
         raise DTypeError(f"{problem}; cast it" + ", or give its input dtype='int32'" * (spec.kind == "int"))
 
 

@@ -17,9 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import WeightShapeError
-from rlx_jax.ir.checkpoint_tensor import Box, NoParts, OverOne, crossed, full, part_of, rows, side_by_side, sizes, steps
+from rlx_jax.ir.checkpoint_tensor import (
+    Box,
+    LeafStep,
+    UnaryStep,
+    axis_index,
+    box_shape,
+    concat_axis,
+    full_box,
+    overlaps,
+    slice_program,
+    steps,
+)
 from rlx_jax.ir.checkpoint_tensor import Conflict as Conflict
-from rlx_jax.ir.checkpoint_tensor import Cut as Cut
+from rlx_jax.ir.checkpoint_tensor import DecodedBox as DecodedBox
 from rlx_jax.ir.checkpoint_tensor import Dequantized as Dequantized
 from rlx_jax.ir.checkpoint_tensor import Key as Key
 from rlx_jax.ir.checkpoint_tensor import Parts as Parts
@@ -31,11 +42,11 @@ from rlx_jax.ir.types import TensorType, is_float, short_name, widens
 
 
 @dataclass(frozen=True)
-class Transposed(OverOne):
+class Transposed(UnaryStep):
     """A rank-2 program with its axes swapped."""
 
     of: Program
-    in_place: ClassVar[bool] = True
+    splits_to_views: ClassVar[bool] = True
 
     @property
     def type(self) -> TensorType:
@@ -45,12 +56,12 @@ class Transposed(OverOne):
         return f"transpose({self.of})"
 
     def box(self, box: Box) -> Program:
-        return Transposed(boxed(self.of, box[::-1]))
+        return Transposed(select_box(self.of, box[::-1]))
 
     def join(self, *values: Any) -> Any:
         return values[0].T
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         return (value.T,)
 
     def name(self, *names: str) -> str:
@@ -61,7 +72,7 @@ class Transposed(OverOne):
 
 
 @dataclass(frozen=True)
-class Cast(OverOne):
+class Cast(UnaryStep):
     """A program in another dtype. Widening is exact; narrowing a float is lossy."""
 
     of: Program
@@ -79,11 +90,11 @@ class Cast(OverOne):
     def __str__(self) -> str:
         return f"cast({self.of}, {short_name(self.dtype)})"
 
-    def over(self, *parts: Program) -> Program:
+    def with_parts(self, *parts: Program) -> Program:
         return cast(parts[0], self.dtype)
 
     def box(self, box: Box) -> Program:
-        return cast(boxed(self.of, box), self.dtype)
+        return cast(select_box(self.of, box), self.dtype)
 
     def join(self, *values: Any) -> Any:
         return values[0].astype(self.dtype)
@@ -96,7 +107,7 @@ class Joined:
     parts: tuple[Program, ...]
     axis: int
     lossy: ClassVar[bool] = False
-    in_place: ClassVar[bool] = True
+    splits_to_views: ClassVar[bool] = True
 
     @property
     def type(self) -> TensorType:
@@ -108,36 +119,38 @@ class Joined:
     def __str__(self) -> str:
         return f"concat({', '.join(map(str, self.parts))}; axis={self.axis})"
 
-    def over(self, *parts: Program) -> Program:
+    def with_parts(self, *parts: Program) -> Program:
         return Joined(parts, self.axis)
 
     def box(self, box: Box) -> Program:
         lengths = [part.type.shape[self.axis] for part in self.parts]
-        parts = tuple(boxed(self.parts[number], part_box) for number, part_box in crossed(box, self.axis, lengths))
+        parts = tuple(
+            select_box(self.parts[number], part_box) for number, part_box in overlaps(box, self.axis, lengths)
+        )
         return parts[0] if len(parts) == 1 else Joined(parts, self.axis)
 
     def join(self, *values: Any) -> Any:
         return jnp.concatenate(values, self.axis)
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         ends = itertools.accumulate(part.type.shape[self.axis] for part in self.parts)
-        cuts = itertools.pairwise((0, *ends))
-        return tuple(value[rows(self.axis, start, end)] for start, end in cuts)
+        ranges = itertools.pairwise((0, *ends))
+        return tuple(value[axis_index(self.axis, start, end)] for start, end in ranges)
 
     def name(self, *names: str) -> str:
         """Return the names of the parts, folded; if the parts are slices that cover their keys, the keys instead.
 
         The order of the slices does not matter.
         """
-        cuts = list(itertools.chain.from_iterable(map(_slices, self.parts)))
-        if not cuts or not all(_is_whole(key, cuts) for key in {cut.stored for cut in cuts}):
-            return braced(list(names))
+        slices = list(itertools.chain.from_iterable(map(_slices, self.parts)))
+        if not slices or not all(_is_covered(key, slices) for key in {key_slice.source_key for key_slice in slices}):
+            return fold_names(list(names))
         full_names = []
         for part, name in zip(self.parts, names, strict=True):
-            for cut in _slices(part):
-                name = name.replace(str(cut), cut.stored.key, 1)
+            for key_slice in _slices(part):
+                name = name.replace(str(key_slice), key_slice.source_key.key, 1)
             full_names.append(name)
-        return braced(list(dict.fromkeys(full_names)))
+        return fold_names(list(dict.fromkeys(full_names)))
 
     def roles(self, *parts: Roles) -> Roles:
         return parts[0]  # only projections with the same sharding are fused
@@ -153,7 +166,7 @@ class Stack:
     parts: tuple[Program, ...]
     role: Role = None
     lossy: ClassVar[bool] = False
-    in_place: ClassVar[bool] = True
+    splits_to_views: ClassVar[bool] = True
 
     @property
     def type(self) -> TensorType:
@@ -163,38 +176,38 @@ class Stack:
     def __str__(self) -> str:
         return f"stack({', '.join(map(str, self.parts))})"
 
-    def over(self, *parts: Program) -> Program:
+    def with_parts(self, *parts: Program) -> Program:
         return Stack(parts, self.role)
 
     def box(self, box: Box) -> Program:
         start, stop = box[0]
-        return Stack(tuple(boxed(part, box[1:]) for part in self.parts[start:stop]), self.role)
+        return Stack(tuple(select_box(part, box[1:]) for part in self.parts[start:stop]), self.role)
 
     def join(self, *values: Any) -> Any:
         return jnp.stack(values)
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         return tuple(value[i, ...] for i in range(len(self.parts)))
 
     def name(self, *names: str) -> str:
-        return braced(list(names))
+        return fold_names(list(names))
 
     def roles(self, *parts: Roles) -> Roles:
         return (self.role, *parts[0])
 
 
 @dataclass(frozen=True)
-class Zeros(NoParts):
+class Zeros(LeafStep):
     """Zeros that no checkpoint stores."""
 
     type: TensorType
-    in_place: ClassVar[bool] = False
+    splits_to_views: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"zeros({self.type})"
 
     def box(self, box: Box) -> Program:
-        return Zeros(TensorType(sizes(box), self.type.dtype))
+        return Zeros(TensorType(box_shape(box), self.type.dtype))
 
     def join(self, *values: Any) -> Any:
         return np.zeros(self.type.shape, self.type.dtype)
@@ -204,7 +217,7 @@ class Zeros(NoParts):
 
 
 @dataclass(frozen=True)
-class Padded(OverOne):
+class Padded(UnaryStep):
     """A program padded at the end of an axis with zeros to `size`, such as a vocabulary that devices share evenly.
 
     Saving drops the padding, whatever it contains by then, so that the checkpoint tensor keeps its shape.
@@ -213,7 +226,7 @@ class Padded(OverOne):
     of: Program
     axis: int
     size: int
-    in_place: ClassVar[bool] = True
+    splits_to_views: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         inner = self.of.type
@@ -238,19 +251,19 @@ class Padded(OverOne):
 
     def box(self, box: Box) -> Program:
         lengths = [part.type.shape[self.axis] for part in self.parts]
-        parts = [boxed(self.parts[number], part_box) for number, part_box in crossed(box, self.axis, lengths)]
+        parts = [select_box(self.parts[number], part_box) for number, part_box in overlaps(box, self.axis, lengths)]
         # A box entirely inside or outside the padding needs no `Padded`.
-        return parts[0] if len(parts) == 1 else Padded(parts[0], self.axis, sizes(box)[self.axis])
+        return parts[0] if len(parts) == 1 else Padded(parts[0], self.axis, box_shape(box)[self.axis])
 
     def join(self, *values: Any) -> Any:
         return jnp.concatenate(values, self.axis)
 
-    def cut(self, value: Any) -> tuple[Any, ...]:
+    def split(self, value: Any) -> tuple[Any, ...]:
         unpadded_size = self.of.type.shape[self.axis]
-        return value[rows(self.axis, 0, unpadded_size)], value[rows(self.axis, unpadded_size, None)]
+        return value[axis_index(self.axis, 0, unpadded_size)], value[axis_index(self.axis, unpadded_size, None)]
 
 
-Stored = Key | Sliced | Strided | Dequantized | Cut
+Stored = Key | Sliced | Strided | Dequantized | DecodedBox
 Program = Stored | Transposed | Cast | Joined | Stack | Zeros | Padded
 
 
@@ -267,7 +280,7 @@ def cast(program: Program, dtype: np.dtype[Any]) -> Program:
     if isinstance(program, Zeros):
         return Zeros(program.type.with_dtype(dtype))
     if isinstance(program, Joined | Stack | Padded):
-        return program.over(*(cast(part, dtype) for part in program.parts))
+        return program.with_parts(*(cast(part, dtype) for part in program.parts))
     return Cast(program, dtype)
 
 
@@ -287,44 +300,44 @@ def concat(parts: tuple[Program, ...], axis: int) -> Program:
     return Joined(parts, axis)
 
 
-def boxed(program: Program, box: Box) -> Program:
+def select_box(program: Program, box: Box) -> Program:
     """Return the program of a box of the value of `program`, such as the shard of a parameter on one device.
 
     It computes the same values and reads nothing else, except that it reads packed tensors in full blocks. `box` must
     lie inside the shape.
     """
-    return program if box == full(program.type.shape) else program.box(box)
+    return program if box == full_box(program.type.shape) else program.box(box)
 
 
-def sliced(program: Program, axis: int, start: int, stop: int) -> Program:
+def slice_axis(program: Program, axis: int, start: int, stop: int) -> Program:
     """Return `start` to `stop` of a program along an axis, as a program that a parameter may have.
 
     Saving it writes parts of the keys that `program` reads. For the full axis, return `program` itself.
 
     >>> from rlx_jax.ir.types import tensor_type
     >>> q = Key("q", tensor_type((8, 4), "bf16", "doc"))
-    >>> str(sliced(Transposed(Cast(q, np.dtype(np.float32))), 1, 0, 2))
+    >>> str(slice_axis(Transposed(Cast(q, np.dtype(np.float32))), 1, 0, 2))
     'transpose(cast(q[0:2], f32))'
 
     Raises:
         WeightShapeError: the range is outside the axis, cuts a packed block, or is a part of interleaved projections.
     """
-    part: Program = part_of(program, axis, start, stop)
+    part: Program = slice_program(program, axis, start, stop)
     return part
 
 
-def strided(program: Program, axis: int, start: int, step: int) -> Program:
+def stride_axis(program: Program, axis: int, start: int, step: int) -> Program:
     """Return every `step`-th row of a program along an axis, from `start` on. A cast stays the outermost step.
 
     Raises:
         WeightShapeError: `step` does not divide the axis, or `start` is not in 0 … `step` − 1.
     """
     if isinstance(program, Cast):
-        return cast(strided(program.of, axis, start, step), program.dtype)
+        return cast(stride_axis(program.of, axis, start, step), program.dtype)
     return Strided(program, axis, start, step)
 
 
-def padded(program: Program, axis: int, size: int) -> Program:
+def pad_axis(program: Program, axis: int, size: int) -> Program:
     """Return `program` padded at the end of an axis with zeros to `size`; `program` itself if it has that size.
 
     Raises:
@@ -345,9 +358,12 @@ def _slices(program: Program) -> Iterator[Sliced]:
             yield from _slices(part)
 
 
-def _is_whole(key: Key, cuts: Sequence[Sliced]) -> bool:
-    """Return whether the slices of `key` among `cuts` cover all of it exactly once."""
-    return side_by_side(key.type.shape, [cut.place for cut in cuts if cut.stored == key]) is not None
+def _is_covered(key: Key, slices: Sequence[Sliced]) -> bool:
+    """Return whether the slices of `key` among `slices` cover all of it exactly once."""
+    return (
+        concat_axis(key.type.shape, [key_slice.source_box for key_slice in slices if key_slice.source_key == key])
+        is not None
+    )
 
 
 # -- queries of programs -------------------------------------------------------------------------
@@ -374,35 +390,35 @@ def packed_keys(program: Program) -> Iterator[tuple[str, str]]:
     return ((key, step.scheme) for step in packed for key in keys_of(step))
 
 
-def key_kinds(program: Program) -> Iterator[tuple[str, str]]:
+def key_descriptions(program: Program) -> Iterator[tuple[str, str]]:
     """Return the keys that a program reads, each with a description: its type, as `f32[8,4]`, and how it is packed."""
     packed = dict(packed_keys(program))
     for stored in stored_keys(program):
         yield stored.key, f"{stored.type} packed as {packed[stored.key]}" if stored.key in packed else str(stored.type)
 
 
-def narrows(program: Program) -> bool:
+def is_lossy(program: Program) -> bool:
     """Return whether running `program` may lose bits of a float."""
     return any(step.lossy for step in steps(program))
 
 
-def leaf_name(program: Program) -> str:
+def printed_name(program: Program) -> str:
     """Return the printed name of a parameter: `model.layers.{0..3}.self_attn.{q,k,v}_proj.weight`. It is never parsed.
 
     >>> from rlx_jax.ir.types import tensor_type
     >>> t = tensor_type((2, 2), "f32", "doc")
-    >>> leaf_name(Joined((Key("a.q_proj.weight", t), Key("a.k_proj.weight", t)), 0))
+    >>> printed_name(Joined((Key("a.q_proj.weight", t), Key("a.k_proj.weight", t)), 0))
     'a.{q,k}_proj.weight'
     """
-    return program.name(*map(leaf_name, program.parts))
+    return program.name(*map(printed_name, program.parts))
 
 
-def braced(names: list[str]) -> str:
+def fold_names(names: list[str]) -> str:
     """Return one text for several names: those that differ in one word fold into `prefix{a,b}suffix`.
 
     Consecutive numbers become `{0..3}`. Names that differ in several words become a list in braces.
 
-    >>> braced(["layers.0.q_proj", "layers.1.q_proj"]), braced(["a.q_proj", "a.k_proj"])
+    >>> fold_names(["layers.0.q_proj", "layers.1.q_proj"]), fold_names(["a.q_proj", "a.k_proj"])
     ('layers.{0..1}.q_proj', 'a.{q,k}_proj')
     """
     if len(set(names)) == 1:

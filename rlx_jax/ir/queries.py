@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rlx_jax.errors import GraphError, ShapeError, check_known, listing, quote
+from rlx_jax.errors import GraphError, ShapeError, check_names, listing, quote
 from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Node, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.param import Key, keys_of
 from rlx_jax.ir.rewrite import everywhere, rewrite
@@ -36,7 +36,7 @@ def bind(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:
     Raises:
         GraphError: the graph has no such symbol.
     """
-    check_known(sizes, dynamic_symbols(graph), f"{graph.name}: no dimension is called", "; open are")
+    check_names(sizes, dynamic_symbols(graph), f"{graph.name}: no dimension is called", "; open are")
     return bind_leaves(graph, sizes, types)
 
 
@@ -105,7 +105,7 @@ def _check_bound(graph: Graph, what: str, names: list[str], given: Mapping[str, 
     missing = [name for name in names if name not in given]
     if missing:
         raise GraphError(f"{graph.name}: {what} {listing(missing)} are not bound; bound are {listing(given) or 'none'}")
-    check_known(given, names, f"{graph.name}:", f" is none of its {what}, which are")
+    check_names(given, names, f"{graph.name}:", f" is none of its {what}, which are")
 
 
 def _fits(b: Builder, graph: Graph, name: str, want: TensorType, value: Value) -> Value:
@@ -140,7 +140,7 @@ def promote_params_to_inputs(graph: Graph, names: Iterable[str], types: TypeCach
     param_by_key = {key: p for p in graph.params() for key in keys_of(p.programs[0])}
     new_inputs: dict[Param, Input] = {}
     input_names = {i.input for i in graph.inputs}
-    check_known(keys, param_by_key, f"{graph.name}: no parameter is called", "; there are")
+    check_names(keys, param_by_key, f"{graph.name}: no parameter is called", "; there are")
     for name in keys:
         input_name = "".join(c if c.isalnum() else "_" for c in _key(graph, param_by_key[name]))
         if input_name in input_names or not input_name.isidentifier():

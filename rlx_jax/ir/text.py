@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
-from rlx_jax.ir.param import Padded, Program, Stack, leaf_name
+from rlx_jax.ir.param import Padded, Program, Stack, printed_name
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.table import TextTable
 
@@ -94,7 +94,7 @@ def _tag(node: Node, number: int, mark: str) -> str:
         case Input(input=name):
             return f'{mark}{number} [input "{name}"]'
         case Param(programs=programs):
-            return f'{mark}{number} [param "{leaf_name(programs[0])}"]'
+            return f'{mark}{number} [param "{printed_name(programs[0])}"]'
     return f"{mark}{number}"
 
 
@@ -181,7 +181,7 @@ def _collect(graph: Graph, rows: dict[Path, Row], counted: set[Program], iterati
             if not isinstance(op, Param):
                 continue
             programs = tuple(dict.fromkeys(op.programs))  # several layers may share a program
-            if (name := leaf_name(Stack(programs))) not in row.weights:
+            if (name := printed_name(Stack(programs))) not in row.weights:
                 row.weights[name] = programs
                 unseen = [program for program in programs if program not in counted]
                 row.new += unseen

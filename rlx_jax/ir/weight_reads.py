@@ -72,13 +72,16 @@ def read_from(program: Program, source: WeightSource) -> Program:
         return cast(_over_stored(program, source), program.type.dtype)
     if isinstance(program, Cast) and isinstance(program.of, Key | Sliced | Strided | Dequantized):
         return cast(_over_stored(program.of, source), program.dtype)  # the cast starts from the source's dtype now
-    return program.over(*(read_from(part, source) for part in program.parts))
+    return program.with_parts(*(read_from(part, source) for part in program.parts))
 
 
 def _over_stored(program: Any, source: WeightSource) -> Program:
     """Return the same steps over the tensor of the source, without a cast to the declared dtype."""
     declared = program.logical if isinstance(program, Dequantized) else program
-    return _stored(declared, source) if isinstance(declared, Key) else declared.over(_over_stored(declared.of, source))
+    if isinstance(declared, Key):
+        return _stored(declared, source)
+    program_over_source: Program = declared.with_parts(_over_stored(declared.of, source))
+    return program_over_source
 
 
 def _stored(declared: Key, source: WeightSource) -> Key | Dequantized:

@@ -67,7 +67,7 @@ class IgnoredFields:
                 inner = nested if isinstance(nested, Mapping) else {}
             # A field's name may contain a dot, such as `transformers.js_config`, so the full name counts too.
             if leaf not in inner and name not in values:
-                suggestion = did_you_mean(leaf, list(map(str, inner)), alike=0.7)
+                suggestion = did_you_mean(leaf, list(map(str, inner)), cutoff=0.7)
                 raise ConfigError(f"{where}: {IGNORE}: there is no field {quote(name)}{suggestion}")
 
     def check_used(self, where: str) -> None:
@@ -123,7 +123,7 @@ class Fields:
             raise self.wrong(name, "a value", "null")
         value = self.raw(name, default)
         if value is None:
-            suggestion = did_you_mean(name, [str(k) for k in self.values if k not in self.seen], alike=0.85)
+            suggestion = did_you_mean(name, [str(k) for k in self.values if k not in self.seen], cutoff=0.85)
             raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected {kind}{suggestion}")
         return value
 
@@ -311,7 +311,7 @@ class Fields:
         others_text = f"; nor {'is' if len(others) == 1 else 'are'} {listing(others)}" if others else ""
         text = (
             f"{self.where}: field {quote(key)} is {quote(self.values[key])}; it may change the computation and is "
-            f"not handled{others_text}{did_you_mean(key, self.seen - self.values.keys(), alike=0.85)}"
+            f"not handled{others_text}{did_you_mean(key, self.seen - self.values.keys(), cutoff=0.85)}"
         )
         if key == "quantization_config":
             return f"{text}: take the checkpoint that is not quantised"

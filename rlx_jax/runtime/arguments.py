@@ -15,9 +15,9 @@ from rlx_jax.errors import (
     SessionStateError,
     WeightError,
     WeightShapeError,
+    describe_type,
     did_you_mean,
     listing,
-    named_kind,
     quote,
 )
 from rlx_jax.ir.types import short_name
@@ -86,7 +86,7 @@ def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
     if not isinstance(params, Mapping):
         order = "; they stand before the inputs: (params, x)" if isinstance(params, np.ndarray | jax.Array) else ""
         raise WeightShapeError(
-            f"params: expected a mapping of arrays by name, such as model.params, got {named_kind(params)}{order}"
+            f"params: expected a mapping of arrays by name, such as model.params, got {describe_type(params)}{order}"
         )
     missing, extra = [n for n in leaves if n not in params], [n for n in params if n not in leaves]
     if missing or extra:

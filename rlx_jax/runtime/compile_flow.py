@@ -17,7 +17,7 @@ import jax
 
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.device import running_device
-from rlx_jax.errors import DeriveError, MissingWeightError, RequestError, RlxWarning, listing, suggests
+from rlx_jax.errors import DeriveError, MissingWeightError, RequestError, RlxWarning, listing, suggest_keywords
 from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.lowering.lir.plan import layout_of
@@ -30,7 +30,7 @@ from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 
-@suggests()
+@suggest_keywords()
 def compile(
     flow: Any, weights: Weights = None, *, profile: ProfileLike | None = None, mesh: Any = None,
     program: str = "forward", strict: bool = True, missing: Literal["error", "init"] = "error",
@@ -74,7 +74,7 @@ def compile(
     return model
 
 
-@suggests("profile", "mesh", "program")
+@suggest_keywords("profile", "mesh", "program")
 def init(recipe: Any, key: jax.Array | int, **options: Any) -> CompiledModel:
     """Compile a recipe, or a flow with known shapes, with every weight initialized at random.
 
@@ -98,7 +98,7 @@ def init(recipe: Any, key: jax.Array | int, **options: Any) -> CompiledModel:
     return compile(recipe, {}, missing="init", key=key, **options)
 
 
-@suggests(*CompileOptions.__annotations__)
+@suggest_keywords(*CompileOptions.__annotations__)
 def compile_together(
     flows: Sequence[Any], weights: Weights = None, *, program: str = "forward", **options: Unpack[CompileOptions]
 ) -> dict[str, CompiledModel]:

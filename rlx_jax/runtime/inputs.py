@@ -22,7 +22,7 @@ from rlx_jax.errors import (
     ShapeError,
     TokenIdError,
     UnboundInputError,
-    check_known,
+    check_names,
     first_line,
     listing,
     number,
@@ -73,7 +73,7 @@ def bind_names(
     values = dict(zip(names, args, strict=False))
     refuse_unread(named, [name for name in unread if name != first], flow)
     accepted = [*names, first] if first in named else names
-    check_known(named, accepted, f"{flow}: has no input", "; its inputs are", UnboundInputError)
+    check_names(named, accepted, f"{flow}: has no input", "; its inputs are", UnboundInputError)
     for name, value in named.items():
         if name in values:
             raise UnboundInputError(f"{flow}: input {quote(name)} is given by position and by name")

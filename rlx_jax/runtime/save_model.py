@@ -25,7 +25,7 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.ir.param import Key, Program, narrows, packed_keys
+from rlx_jax.ir.param import Key, Program, is_lossy, packed_keys
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.arguments import check_params
@@ -180,7 +180,7 @@ def _weights(
             raise WeightError(f"params: leaf {quote(name)} has no values: traced, or donated to a jitted call")
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             raise WeightError(f"params: leaf {quote(name)} lies on devices of other processes")
-        lossy = narrows(program)
+        lossy = is_lossy(program)
         reloaded = _loaded_again(program, source) if lossy else None
         parts = list(pieces(program, array if isinstance(program, Key) else np.asarray(array)))
         reloads = [None] * len(parts) if reloaded is None else [piece.values for piece in pieces(program, reloaded)]

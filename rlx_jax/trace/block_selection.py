@@ -86,7 +86,7 @@ class BlockPattern:
         elif longer:
             suggestion = f"; did you mean {' or '.join(map(quote, longer[:3]))}?"
         else:
-            suggestion = did_you_mean(folded, known_texts, alike=0.7)
+            suggestion = did_you_mean(folded, known_texts, cutoff=0.7)
         return GraphError(f"{where}: {self} matches no block{suggestion or f'; blocks are {listing(known_texts)}'}")
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class BlocksReading:
         """
         readers = readers_of(nodes)
         if (unread := sorted(self.keys - set(readers))) and not self.may_lack:
-            suggestion = did_you_mean(unread[0], readers, alike=0.8)
+            suggestion = did_you_mean(unread[0], readers, cutoff=0.8)
             hint = "; it belongs to another model" if self.origin and not suggestion else ""
             raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{suggestion}{hint}")
         return frozenset(path for key in self.keys for path in readers.get(key, ()))

@@ -22,10 +22,10 @@ from rlx_jax.errors import (
     ShapeError,
     UnboundInputError,
     WeightShapeError,
+    describe_type,
     did_you_mean,
     first_line,
     listing,
-    named_kind,
     quote,
 )
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, located
@@ -196,7 +196,7 @@ class Emit(SpecBuilders[FlowValue]):
             )
         if not isinstance(value, FlowValue):
             raise GraphError(
-                f"{self.path}: expected a FlowValue, got {named_kind(value)}; use emit.constant(array) for a small "
+                f"{self.path}: expected a FlowValue, got {describe_type(value)}; use emit.constant(array) for a small "
                 "array, emit.param(key) for a weight, emit.jax(fn, value) for a JAX function"
             )
         if value.emit is not self:

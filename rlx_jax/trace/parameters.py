@@ -15,7 +15,20 @@ import numpy as np
 from rlx_jax.errors import GraphError, MissingWeightError, WeightError, WeightShapeError, did_you_mean, quote, shown
 from rlx_jax.ir.initializers import Init as Init
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Role, Roles, Sliced, Stack, Strided, cast, sliced, strided
+from rlx_jax.ir.param import (
+    Cast,
+    Dequantized,
+    Key,
+    Program,
+    Role,
+    Roles,
+    Sliced,
+    Stack,
+    Strided,
+    cast,
+    slice_axis,
+    stride_axis,
+)
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
 from rlx_jax.ir.weight_reads import WeightSource, as_stored, shapes_only
@@ -95,9 +108,9 @@ class WeightPart:
             parts = f"{self.count} equal parts" if self.sizes is None else f"parts of {list(sizes)}"
             raise WeightShapeError(f"{where} is {stored.type}: expected {parts} along axis {self.axis}")
         if self.interleaved:
-            return strided(stored, self.axis, self.index, self.count)
+            return stride_axis(stored, self.axis, self.index, self.count)
         start = sum(sizes[: self.index])
-        return sliced(stored, self.axis, start, start + sizes[self.index])
+        return slice_axis(stored, self.axis, start, start + sizes[self.index])
 
 
 def part_read(program: Program) -> WeightPart | None:
@@ -200,7 +213,7 @@ def check_declared(declared: Sequence[WeightDecl], keys: Iterable[str], where: s
     key_list = list(keys) if declared else []
     for decl in declared:
         if not any(map(decl.matches, key_list)):
-            suggestion = did_you_mean(decl.keys.text, key_list, alike=0.7)
+            suggestion = did_you_mean(decl.keys.text, key_list, cutoff=0.7)
             raise GraphError(f"{where}: {decl} matches no weight that a stage reads{suggestion}")
 
 

@@ -33,7 +33,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rlx_jax.errors import GraphError, RlxError, ShapeError, named_kind
+from rlx_jax.errors import GraphError, RlxError, ShapeError, describe_type
 from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, located
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
@@ -251,7 +251,7 @@ class Writer(Generic[V]):
         arrays must not change in between, and are at most 1 MiB; otherwise the call is an error.
         """
         if not callable(fn):
-            raise GraphError(f"{self.path}: jax: expected a function and then values, got {named_kind(fn)}")
+            raise GraphError(f"{self.path}: jax: expected a function and then values, got {describe_type(fn)}")
         op = JaxFn(fn)
         results = self.add_all(op, *values)
         operands = tuple(self.type_of(v) for v in values)

@@ -182,6 +182,6 @@ def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
         used_globs.update(*hits.values())
         all_keys += hits
     if unused_globs := [glob.text for glob in globs if glob.text not in used_globs]:
-        suggestion = did_you_mean(unused_globs[0], all_keys, alike=0.7) or f"; weights are {listing(all_keys, 3)}"
+        suggestion = did_you_mean(unused_globs[0], all_keys, cutoff=0.7) or f"; weights are {listing(all_keys, 3)}"
         raise RequestError(f"mask: {quote(unused_globs[0])} matches no weight{suggestion}")
     return matches

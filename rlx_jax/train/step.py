@@ -14,7 +14,7 @@ from rlx_jax import losses
 from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.device import out_of_memory
-from rlx_jax.errors import RequestError, SessionStateError, listing, shown, suggests
+from rlx_jax.errors import RequestError, SessionStateError, listing, shown, suggest_keywords
 from rlx_jax.ir.user_functions import is_consumed
 from rlx_jax.runtime.inputs import as_host_array, whole_number
 from rlx_jax.runtime.model import CompiledModel
@@ -211,7 +211,7 @@ class TrainStep:
         return loss.astype(jnp.float32), gradients
 
 
-@suggests()
+@suggest_keywords()
 def make_step(
     model: CompiledModel, optimizer: Optimizer, loss: Loss = losses.cross_entropy, microbatches: int = 1
 ) -> TrainStep:

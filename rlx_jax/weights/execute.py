@@ -20,9 +20,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_space, freed
 from rlx_jax.errors import WeightError, WeightShapeError, quote
-from rlx_jax.ir.checkpoint_tensor import Box, side_by_side, slices
+from rlx_jax.ir.checkpoint_tensor import Box, box_index, concat_axis
 from rlx_jax.ir.packed import PackedSpec, decoded
-from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, Zeros, boxed, stored_keys
+from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, Zeros, select_box, stored_keys
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, as_stored
 from rlx_jax.weights.finite import narrowed
@@ -47,7 +47,7 @@ def load_leaves(
         leaves: the program of each leaf.
         source: the checkpoint to read from.
         placement: a device (None: the default one), or a mapping with the sharding of each leaf. Each box of a sharded
-            leaf that devices of this process hold is read separately, and once; `boxed` gives its program.
+            leaf that devices of this process hold is read separately, and once; `select_box` gives its program.
         tell: progress callback, called with ("load", bytes read, total bytes) after each leaf, in order.
         cancelled: once set, loading ends early, and the result is incomplete.
 
@@ -143,7 +143,7 @@ def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) 
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         edges = (part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         boxes.setdefault(tuple(edges), []).append(device)
-    shares = (Share(boxed(program, box), tuple(devices)) for box, devices in boxes.items())
+    shares = (Share(select_box(program, box), tuple(devices)) for box, devices in boxes.items())
     return Filling(program.type, tuple(shares), sharding)
 
 
@@ -169,7 +169,7 @@ def _beside(program: Program) -> int:
     """Return the bytes of temporaries that `fill` takes, in addition to the array that it fills."""
     if isinstance(program, Key | Sliced):
         return program.type.nbytes
-    if program.in_place:
+    if program.splits_to_views:
         return max((_beside(part) for part in program.parts), default=0)
     values = {Dequantized: 4 * program.type.size, Cast: program.type.nbytes, Zeros: program.type.nbytes}
     total = sum(_beside(p) + (0 if isinstance(p, Key | Sliced | Dequantized) else p.type.nbytes) for p in program.parts)
@@ -192,8 +192,8 @@ def fill(out: HostArray, program: Program, source: WeightSource) -> None:
         out[...] = _read(program, source)
     elif isinstance(program, Cast):
         out[...] = _rounded(_value(program.of, source), program, out.dtype, source)
-    elif program.in_place:
-        for part, view in zip(program.parts, program.cut(out), strict=True):
+    elif program.splits_to_views:
+        for part, view in zip(program.parts, program.split(out), strict=True):
             fill(view, part, source)
     else:
         out[...] = program.join(*(_value(part, source) for part in program.parts))
@@ -228,7 +228,7 @@ def _read(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray
     if isinstance(stored, Dequantized):
         numbers: HostArray = decoded(_read(stored.of, source), stored.scheme)
         return numbers if numbers.dtype == stored.dtype else _rounded(numbers, stored, stored.dtype, source)
-    key = stored.stored
+    key = stored.source_key
     data = source.read(key.key, _index(stored))
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
         got = data.dtype if isinstance(data, np.ndarray) else type(data).__name__
@@ -248,7 +248,7 @@ def _index(stored: Key | Sliced) -> tuple[slice, ...] | None:
 
     None selects all of the tensor. Axes after the last sliced one are left out.
     """
-    edges = zip(stored.place, stored.stored.type.shape, strict=True)
+    edges = zip(stored.source_box, stored.source_key.type.shape, strict=True)
     index = [slice(None) if edge == (0, size) else slice(*edge) for edge, size in edges]
     while index and index[-1] == slice(None):
         index.pop()
@@ -299,7 +299,7 @@ class Piece(NamedTuple):
         """Return the NumPy index of this piece in the stored tensor."""
         if isinstance(self.sliced, Strided):
             return self.sliced.index
-        return () if self.sliced is None else slices(self.sliced.place)
+        return () if self.sliced is None else box_index(self.sliced.source_box)
 
 
 def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
@@ -312,12 +312,12 @@ def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
     elif isinstance(program, Dequantized):
         yield from pieces(program.logical, leaf)  # the decoded numbers are not packed again
     elif isinstance(program, Sliced):
-        yield Piece(program.stored, leaf, program)
+        yield Piece(program.source_key, leaf, program)
     elif isinstance(program, Strided):
         (key,) = set(stored_keys(program))
         yield Piece(key, leaf, program)
     else:
-        for part, piece in zip(program.parts, program.cut(leaf), strict=True):
+        for part, piece in zip(program.parts, program.split(leaf), strict=True):
             yield from pieces(part, piece)
 
 
@@ -333,9 +333,9 @@ def whole(held: Sequence[Piece]) -> Any:
     if all(isinstance(piece.sliced, Strided) for piece in held):
         return _interleaved(held)
     # Tied leaves repeat a part; iterating in reverse makes the first one count.
-    parts = {p.sliced.place: p for p in reversed(held) if isinstance(p.sliced, Sliced)}
+    parts = {p.sliced.source_box: p for p in reversed(held) if isinstance(p.sliced, Sliced)}
     key, ordered = held[0].key, [parts[place] for place in sorted(parts)]
-    axis = side_by_side(key.type.shape, list(parts))
+    axis = concat_axis(key.type.shape, list(parts))
     if axis is None:
         raise _not_all(key, held)
     values = [part.values for part in ordered]

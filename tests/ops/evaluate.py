@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlx_jax.ir.checkpoint_tensor import slices
+from rlx_jax.ir.checkpoint_tensor import box_index
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
-from rlx_jax.ir.param import Cast, Cut, Dequantized, Key, Program, Sliced, Stack, Transposed, Zeros
+from rlx_jax.ir.param import Cast, DecodedBox, Dequantized, Key, Program, Sliced, Stack, Transposed, Zeros
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
 from tests.ops.sample import MEANING, Array
@@ -65,9 +65,9 @@ def weight(program: Program, weights: dict[str, Array]) -> Array:
             return np.stack([weight(p, weights) for p in parts])
         case Zeros(type=t):
             return np.zeros(t.shape, t.dtype)
-        case Cut(inside=inside):
+        case DecodedBox(bounds=bounds):
             (part,) = program.parts
-            return weight(part, weights)[slices(inside)]
+            return weight(part, weights)[box_index(bounds)]
     return np.concatenate([weight(p, weights) for p in program.parts], axis=program.axis)  # zeros, too: Padded
 
 

@@ -265,7 +265,7 @@ class Qwen35MtpHead(Hir):
             raise ShapeError(
                 f"qwen35_mtp_head: h_pre_norm is {h}, input_ids {ids} and last_token_idx {last}; expected one "
                 "number of rows that is known: give the batch as a number"
-            ).of(0)
+            ).at_operands(0)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         values = dict(zip(MTP_OPERANDS, operands, strict=True))

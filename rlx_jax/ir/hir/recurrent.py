@@ -328,7 +328,7 @@ class CausalConv(FromNothing, Hir):
     def check(self, *operands: TensorType) -> None:
         x, w, *_ = operands
         if w.shape[1:-1] not in ((), (1,)):
-            raise ShapeError(f"causal_conv: x is [B, S, C], w [C, J] or [C, 1, J]; got {x} and {w}").of(0, 1)
+            raise ShapeError(f"causal_conv: x is [B, S, C], w [C, J] or [C, 1, J]; got {x} and {w}").at_operands(0, 1)
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
         """Return the slot of the rows that precede x, if a window has more than one token."""

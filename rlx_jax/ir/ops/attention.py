@@ -97,7 +97,7 @@ class AttentionOp(Mir):
         if keep is not None and not _is_keep(keep, expected):
             raise ShapeError(
                 f"attention: the keep mask is [B,T] for keys {k}, or {list(expected)} with 1 on any axis; got {keep}"
-            ).of(3)
+            ).at_operands(3)
         if keep is not None and not (is_float(keep.dtype) or keep.dtype.kind in "biu"):
             raise DTypeError(f"attention: a keep mask holds bools or numbers, got {keep}")
         if bias is not None and not is_float(bias.dtype):

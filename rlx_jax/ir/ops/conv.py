@@ -78,7 +78,7 @@ def _check_groups(op: str, groups: int, x: TensorType, w: TensorType, channels: 
         ShapeError: one of them does not hold.
     """
     if isinstance(groups, bool) or groups < 1 or w.shape[0] % groups or x.shape[1] != channels:
-        raise ShapeError(f"{op}: x {x} in {groups} groups does not fit the weight {w}").of(0, 1)
+        raise ShapeError(f"{op}: x {x} in {groups} groups does not fit the weight {w}").at_operands(0, 1)
 
 
 def _flops(op: Any, operands: Types, results: Types) -> int:

@@ -34,13 +34,14 @@ def check_product(op: str, x: TensorType, w: TensorType, contract: int) -> None:
     if contract not in (0, 1):
         raise ShapeError(f"{op}: contract is 0 or 1, an axis of the weight; got {contract!r}")
     if w.rank != 2 or x.rank < 1:
-        raise ShapeError(f"{op}: the weight has rank 2, got {w}, and x at least 1, got {x}").of(1)  # operand 1 is w
+        error = ShapeError(f"{op}: the weight has rank 2, got {w}, and x at least 1, got {x}")
+        raise error.at_operands(1)  # operand 1 is w
     if x.shape[-1] != w.shape[contract]:
         remedy = f"transpose={not contract}" if op == "linear" else "transpose w"
         other = f"; the other orientation of w fits: {remedy}" if x.shape[-1] == w.shape[1 - contract] else ""
         raise ShapeError(
             f"{op}: last axis of x {x} is {x.shape[-1]}, axis {contract} of w {w} is {w.shape[contract]}{other}"
-        ).of(0, 1)
+        ).at_operands(0, 1)
     if x.dtype != w.dtype:
         is_ids = op == "linear" and x.dtype.kind in "iu"
         hint = "token ids go through an embedding first, other integers are cast" if is_ids else "cast one of them"
@@ -57,7 +58,7 @@ def check_linear(op: str, operands: Types, contract: int, f32_result: bool) -> N
     check_product(op, x, w, contract)
     bias_type = TensorType((w.shape[1 - contract],), jnp.dtype("float32") if f32_result else x.dtype)
     if bias and bias[0] != bias_type:
-        raise ShapeError(f"{op}: the bias of x {x} and w {w} is {bias_type}, got {bias[0]}").of(2)
+        raise ShapeError(f"{op}: the bias of x {x} and w {w} is {bias_type}, got {bias[0]}").at_operands(2)
 
 
 def product_text(name: str, contract: int, precision: str, f32_result: bool) -> str:

@@ -28,9 +28,11 @@ def check_norm(op: str, x: TensorType, scales: Sequence[TensorType], first: int 
     Raises:
         ShapeError: a weight has another shape.
     """
-    for place, scale in enumerate(scales, first):
+    for operand_index, scale in enumerate(scales, first):
         if not 0 < scale.rank <= x.rank or scale.shape != x.shape[-scale.rank :]:
-            raise ShapeError(f"{op}: x is {x}, so weights are [{x.shape[-1]}], or its last axes; got {scale}").of(place)
+            raise ShapeError(
+                f"{op}: x is {x}, so weights are [{x.shape[-1]}], or its last axes; got {scale}"
+            ).at_operands(operand_index)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class SelectiveScanOp(Mir):
         x, _, a, b, *_ = operands
         check_grouped("selective_scan", x.shape[2], b.shape[2], "heads")
         if a.shape[1:] not in ((), b.shape[3:]):
-            raise ShapeError(f"selective_scan: A is [H], or [H, N] beside B {b}, got {a}").of(2)
+            raise ShapeError(f"selective_scan: A is [H], or [H, N] beside B {b}, got {a}").at_operands(2)
 
     def begin(self, x: Array, dt: Array, a: Array, b: Array, c: Array, *start: Array) -> Array:
         """Return the initial state: the operand `start` if there is one, else zeros."""
@@ -240,7 +240,7 @@ class CausalConvOp(Mir):
     def check(self, *operands: TensorType) -> None:
         z, w = operands[:2]
         if is_static(z.shape[1]) and z.shape[1] < w.shape[1]:
-            raise ShapeError(f"causal_conv: windows of {w.shape[1]} do not fit {z}").of(0, 1)
+            raise ShapeError(f"causal_conv: windows of {w.shape[1]} do not fit {z}").at_operands(0, 1)
 
     def eval(self, z: Array, w: Array, *bias: Array) -> Array:
         weights, rows, num_taps = w.astype(jnp.float32), z.astype(jnp.float32), w.shape[1]

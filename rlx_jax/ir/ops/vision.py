@@ -130,7 +130,7 @@ class GridPositions(Mir):
             raise ShapeError(
                 f"grid_positions: the table has {self.grid[0] * self.grid[1]} rows, a grid of "
                 f"{self.grid[0]} × {self.grid[1]}, got {table}"
-            ).of(0)
+            ).at_operands(0)
 
     def eval(self, table: Array, images: Array) -> Array:
         (height, width), hidden = self.grid, table.shape[1]
