@@ -237,7 +237,9 @@ def check_divisible(model_sharding: ModelSharding, programs: Iterable[Program]) 
             if int(program.type.shape[axis]) % parts:
                 assert isinstance(role, str)
                 subject = f"{program.type}, {program.type.shape[axis]} along axis {axis},"
-                raise UnsupportedError(_indivisible_message(model_sharding, printed_name(program), subject, role, parts))
+                raise UnsupportedError(
+                    _indivisible_message(model_sharding, printed_name(program), subject, role, parts)
+                )
 
 
 def add_sharding_constraints(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Graph:

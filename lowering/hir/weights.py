@@ -182,7 +182,9 @@ def compute_columns(
         return None
     output_axis = 1 - node.op.contract if isinstance(node.op, hir.Linear) else 0
     axes = [output_axis, *[0] * (len(params) - 1)]
-    slices = ((slice_axis(p, axis, start, stop) for p in param.programs) for param, axis in zip(params, axes, strict=True))
+    slices = (
+        (slice_axis(p, axis, start, stop) for p in param.programs) for param, axis in zip(params, axes, strict=True)
+    )
     parts = [make_param(programs) for programs in slices]
     role = of_program(parts[0].programs[0], model_sharding.roles)[output_axis]
     if isinstance(node.op, hir.Linear):
