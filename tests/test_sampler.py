@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rlx_jax import errors
 from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, new_rows
-from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, adjusted, choose, keep_likely
+from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, adjust_logits, choose, keep_likely
 from rlx_jax.runtime.inputs import random_key
 
 VOCAB = 13
@@ -29,10 +29,10 @@ ROWS = 3
 
 def kept(sampler: Sampler, logits: np.ndarray) -> np.ndarray:
     """Logits after bias-free filters at temperature 1, −inf where dropped."""
-    method, knobs, arrays = sampler.method(VOCAB), sampler.knobs(VOCAB), jnp.asarray(logits)
-    out = np.asarray(keep_likely(method, knobs, arrays))
+    steps, values, arrays = sampler.sampling_steps(VOCAB), sampler.values(VOCAB), jnp.asarray(logits)
+    out = np.asarray(keep_likely(steps, values, arrays))
     # A profile with buckets compiles all filters for a sampler that has one.
-    np.testing.assert_array_equal(keep_likely(method.widened(), knobs, arrays), out)
+    np.testing.assert_array_equal(keep_likely(steps.widened(), values, arrays), out)
     return out
 
 
@@ -87,27 +87,27 @@ def test_greedy_takes_the_smaller_id_of_a_tie() -> None:
     """And reads neither keys nor history."""
     logits = jnp.asarray([[0.0, 2.0, 2.0], [3.0, -1.0, 3.0]])
     sampler: Any = Sampler(top_k=1, top_p=0.1)
-    got = choose(sampler.method(3), sampler.knobs(3), logits, jnp.zeros(2, jnp.uint32))
+    got = choose(sampler.sampling_steps(3), sampler.values(3), logits, jnp.zeros(2, jnp.uint32))
     np.testing.assert_array_equal(got, [1, 0])
 
 
-def draw(sampler: Sampler, logits: np.ndarray, seeds: Any, seen: Any = None) -> np.ndarray:
+def sample(sampler: Sampler, logits: np.ndarray, seeds: Any, seen: Any = None) -> np.ndarray:
     """One token for each row."""
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
     seen = jnp.zeros(logits.shape, bool) if seen is None else jnp.asarray(seen)
-    method, knobs = sampler.method(VOCAB), sampler.knobs(VOCAB)
-    return np.asarray(choose(method, knobs, adjusted(method, knobs, jnp.asarray(logits), seen), keys))
+    steps, values = sampler.sampling_steps(VOCAB), sampler.values(VOCAB)
+    return np.asarray(choose(steps, values, adjust_logits(steps, values, jnp.asarray(logits), seen), keys))
 
 
 def test_draws_follow_the_softmax() -> None:
     """4,000 draws at temperature 0.7 against the probabilities: χ² at 0.1 % of its tail."""
     row = np.random.default_rng(0).normal(0, 1, VOCAB).astype(np.float32)
     want = np.exp(row / 0.7) / np.exp(row / 0.7).sum()
-    got = np.bincount(draw(Sampler(0.7), np.tile(row, (4000, 1)), np.arange(4000)), minlength=VOCAB)
+    got = np.bincount(sample(Sampler(0.7), np.tile(row, (4000, 1)), np.arange(4000)), minlength=VOCAB)
     assert ((got - 4000 * want) ** 2 / (4000 * want)).sum() < 32.9
     logits = np.random.default_rng(1).normal(0, 30, (8, VOCAB)).astype(np.float32)
     for sampler in (Sampler(float(np.finfo(np.float32).tiny)), Sampler(1e-30, top_p=0.9, min_p=0.1)):
-        np.testing.assert_array_equal(draw(sampler, logits, np.arange(8)), logits.argmax(-1))  # no quotient overflows
+        np.testing.assert_array_equal(sample(sampler, logits, np.arange(8)), logits.argmax(-1))  # no quotient overflows
 
 
 def test_penalty_and_bias() -> None:
@@ -115,11 +115,11 @@ def test_penalty_and_bias() -> None:
     logits = np.array([[1.0, 0.9, -0.5, -0.6] + [-9.0] * (VOCAB - 4)], np.float32)
     seen = np.zeros((1, VOCAB), bool)
     seen[0, 0] = True
-    assert draw(Sampler(repetition_penalty=1.2), logits, [0], seen)[0] == 1
-    assert draw(Sampler(repetition_penalty=1.05), logits, [0], seen)[0] == 0
-    assert draw(Sampler(logit_bias={0: -math.inf}), logits, [0])[0] == 1
+    assert sample(Sampler(repetition_penalty=1.2), logits, [0], seen)[0] == 1
+    assert sample(Sampler(repetition_penalty=1.05), logits, [0], seen)[0] == 0
+    assert sample(Sampler(logit_bias={0: -math.inf}), logits, [0])[0] == 1
     banned = Sampler(1.0, logit_bias={i: -math.inf for i in range(1, VOCAB)})
-    assert set(draw(banned, np.tile(logits, (50, 1)), range(50))) == {0}
+    assert set(sample(banned, np.tile(logits, (50, 1)), range(50))) == {0}
 
 
 def test_a_bad_bias_is_refused() -> None:
@@ -130,7 +130,7 @@ def test_a_bad_bias_is_refused() -> None:
         ({1: -(10**400)}, errors.RequestError), ({i: -math.inf for i in range(VOCAB)}, errors.RequestError),
     ):  # fmt: skip
         with pytest.raises(error, match="logit_bias"):
-            Sampler(1.0, logit_bias=bias).knobs(VOCAB)
+            Sampler(1.0, logit_bias=bias).values(VOCAB)
 
 
 RECOMMENDED: list[tuple[dict[str, Any], Sampler]] = [
@@ -183,7 +183,7 @@ def test_a_sampler_keeps_its_bias() -> None:
     assert {sampler: 1}[Sampler(logit_bias={4: -np.inf, 3: 1.5})] == 1
     for other in (pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler), replace(sampler)):
         assert other == sampler and repr(other) == repr(sampler)
-    assert sampler.knobs(VOCAB).bias[[3, 4]].tolist() == [1.5, -np.inf]
+    assert sampler.values(VOCAB).bias[[3, 4]].tolist() == [1.5, -np.inf]
 
 
 def test_a_bias_that_bans_what_the_model_leaves() -> None:
@@ -191,10 +191,10 @@ def test_a_bias_that_bans_what_the_model_leaves() -> None:
     logits = np.full((2, 1, VOCAB), -np.inf, np.float32)
     logits[:, 0, 3], logits[1, 0, 5] = 1.0, 0.0
     sampler = Sampler(logit_bias={3: -math.inf})
-    start, live = FirstTokens(sampler.method(VOCAB)), jnp.ones(2, bool)
+    start, live = FirstTokens(sampler.sampling_steps(VOCAB)), jnp.ones(2, bool)
     rows = new_rows(False, random_key("seed", 0), live, jnp.int32(4), jnp.zeros((2, 0), bool))
     first, after, _ = start(
-        jnp.asarray(logits), rows, live, jnp.zeros((2, 1), jnp.int32), sampler.knobs(VOCAB), jnp.zeros(VOCAB, bool)
+        jnp.asarray(logits), rows, live, jnp.zeros((2, 1), jnp.int32), sampler.values(VOCAB), jnp.zeros(VOCAB, bool)
     )
     assert first.tolist() == [[NOT_FINITE], [5]] and after.running.tolist() == [False, True]
 

@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.drafters import LONGEST, drafter_of, find_place
+from rlx_jax.generate.drafters import MAX_NGRAM, drafter_of, find_ngram
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests import test_cross_attention, test_mesh, test_recurrent
 from tests.divided import RING_VOCAB as VOCAB
@@ -40,7 +40,7 @@ def test_the_place_of_an_end() -> None:
     texts = rng.integers(0, 3, (40, 24)).astype(np.int32)
     texts[0] = np.arange(24)  # no token comes twice
     last = rng.integers(0, 24, 40).astype(np.int32)
-    places, found = find_place(jnp.asarray(texts), jnp.asarray(last))
+    places, found = find_ngram(jnp.asarray(texts), jnp.asarray(last))
     for text, end, place, any_ in zip(texts, last, np.asarray(places), np.asarray(found), strict=True):
         alike = [(common_end(text[: i + 1], text[: end + 1]), i) for i in range(end)]
         best = max(alike, default=(0, 0))
@@ -51,7 +51,7 @@ def test_the_place_of_an_end() -> None:
 def common_end(one: np.ndarray, other: np.ndarray) -> int:
     """How many last tokens two texts share, as far as is looked."""
     n = 0
-    while n < min(len(one), len(other), LONGEST) and one[-1 - n] == other[-1 - n]:
+    while n < min(len(one), len(other), MAX_NGRAM) and one[-1 - n] == other[-1 - n]:
         n += 1
     return n
 

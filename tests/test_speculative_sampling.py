@@ -13,7 +13,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.generate.decode import new_rows
 from rlx_jax.generate.drafters import PromptLookup
-from rlx_jax.generate.speculative import DRAFT, Drafts, VerifyLoop
+from rlx_jax.generate.speculative import DRAFT_KEY, Drafts, VerifyLoop
 from tests.divided import RING_VOCAB as VOCAB
 from tests.divided import windowed
 
@@ -60,21 +60,21 @@ def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler) -> No
     vocab, k, rows = 7, 2, 20_000
     p, q = RNG.normal(0, 1.5, (k + 1, vocab)), RNG.normal(0, 1.5, (k, vocab))
     wanted, drafting = ([filtered(row, sampler) for row in x] for x in (p, q))
-    loop = VerifyLoop(sampler.method(vocab), "ids", 1, PromptLookup(k))
+    loop = VerifyLoop(sampler.sampling_steps(vocab), "ids", 1, PromptLookup(k))
     state = new_rows(True, jax.random.key(3), jnp.ones(rows, bool), jnp.int32(10), jnp.zeros((rows, 0), bool))
 
     @jax.jit
     def judged(state: Any) -> Any:
         scaled = jnp.log(jnp.asarray(np.stack(drafting), jnp.float32))
-        keys = loop.keys(state, k).reshape(rows, k)
+        keys = loop.token_keys(state, k).reshape(rows, k)
         drawn = jax.vmap(
-            jax.vmap(lambda key, z: jax.random.categorical(jax.random.fold_in(key, DRAFT), z), (0, 0)), (0, None)
+            jax.vmap(lambda key, z: jax.random.categorical(jax.random.fold_in(key, DRAFT_KEY), z), (0, 0)), (0, None)
         )
         ids = drawn(keys, scaled).astype(jnp.int32)
         drafts = Drafts(ids, jnp.full(rows, k, jnp.int32), jnp.broadcast_to(scaled, (rows, k, vocab)))
         logits = jnp.broadcast_to(jnp.asarray(p, jnp.float32), (rows, k + 1, vocab))
-        found = loop.judge(logits, state, drafts, sampler.knobs(vocab), jnp.zeros(vocab, bool))
-        return ids, found.chosen, found.now, found.kept
+        found = loop.verify_drafts(logits, state, drafts, sampler.values(vocab), jnp.zeros(vocab, bool))
+        return ids, found.ids, found.is_emitted, found.is_accepted
 
     ids, chosen, now, kept = map(np.asarray, judged(state))
     assert now[:, 0].all() and (now[:, 1:] == kept[:, :-1]).all()

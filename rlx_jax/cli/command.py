@@ -103,7 +103,7 @@ def add_sampling(parser: argparse.ArgumentParser, most: int | None = 64, told: s
     add = parser.add_argument
     add("--max-new-tokens", type=int, default=most, metavar="N", help=f"at most this many ({told})")
     for name, rule in OPTIONS.items():
-        kind = int if rule.whole else float
+        kind = int if rule.is_integer else float
         add(f"--{name.replace('_', '-')}", type=kind, metavar=rule.metavar, help=rule.help)
     add("--seed", type=int, metavar="N", help="of the random draws; without it another one each time")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")

@@ -487,7 +487,7 @@ class CausalLM(OpenedModel):
         speculated = None if self._drafted is None else self._drafted.speculated
         seed, last_request = None, self._last
         if isinstance(last_request, tuple):
-            seed, last_request = last_request[0].drawn_from, last_request[1].report
+            seed, last_request = last_request[0].sampling_seed, last_request[1].report
         return replace(model.report(), speculative=speculated, seed=seed, request=last_request)
 
     def profile(self, prompts: Any, max_new_tokens: int = 64, **asked: Any) -> BlockTimes:

@@ -22,7 +22,7 @@ from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError,
 from rlx_jax.generate.generation import Generation, NewTokens, answered, pieces
 from rlx_jax.generate.request import PrefixState, Request, SnapshotPoint, StopLike, TurnOptions, common
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.speculative import OWN
+from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
@@ -174,7 +174,7 @@ class Conversation:
         model, request, text = self.talker._lm.model, taken.request, self._text
         self._text = None  # a request that fails may have consumed the state
         before, reason, backup = continued(model, text, taken.ids)
-        if text is not None and request.drafter is not None and request.drafter.hidden:
+        if text is not None and request.drafter is not None and request.drafter.needs_hidden:
             before = backup = None
             reason = "the module for drafts reads hidden states of all tokens, which no state has"
         leaves, turn_number = self._leaves(taken), self._number
@@ -195,7 +195,7 @@ class Conversation:
 
     def _leaves(self, taken: TurnTaken) -> tuple[str, ...]:
         """Return the names of the arrays to copy before the reply: the ones that cannot be truncated."""
-        if not self.keep_copy or (taken.request.drafter is not None and taken.request.drafter.hidden):
+        if not self.keep_copy or (taken.request.drafter is not None and taken.request.drafter.needs_hidden):
             return ()
         return kept_at_mark(self.talker._lm.model, len(taken.ids) + taken.request.budget)
 
@@ -382,7 +382,7 @@ def kept_at_mark(model: CompiledModel, tokens: int) -> tuple[str, ...]:
 def after(generation: Generation, ids: Sequence[int], kept: KeptArrays | None) -> CachedText | None:
     """Return the text of a request of one row that has run or was abandoned; None if its state is gone, as after an
     interrupted call, which has donated it."""
-    arrays = {name: array for name, array in generation.state.items() if not name.startswith(OWN)}
+    arrays = {name: array for name, array in generation.state.items() if not name.startswith(DRAFTER_PREFIX)}
     if any(array.is_deleted() for array in arrays.values()):
         return None
     length = int(jax.device_get(arrays[LENGTH])[0])

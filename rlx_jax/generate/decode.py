@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, adjusted, choose, finite_rows
+from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, adjust_logits, choose, finite_rows
 from rlx_jax.lowering.inspect.hlo import SAMPLER
 
 Array = jax.Array
@@ -54,17 +54,17 @@ class RequestRows:
     Attributes:
         ids: `[B]` int32, the token chosen last.
         running: `[B]` bool, rows that have not ended.
-        left: `[B]` int32, number of tokens that each row may still get.
-        new: `[B]` int32, number of tokens chosen so far.
-        seen: `[B, V]` bool, tokens that a row has; `[B, 0]` without a repetition penalty.
+        remaining: `[B]` int32, number of tokens that each row may still get.
+        num_new: `[B]` int32, number of tokens chosen so far.
+        seen_tokens: `[B, V]` bool, tokens that a row has; `[B, 0]` without a repetition penalty.
         keys: `[B]` random keys, one for each row; token n is sampled with fold_in(key, n). `[B, 0]` in greedy decoding.
     """
 
     ids: Any
     running: Any
-    left: Any
-    new: Any
-    seen: Any
+    remaining: Any
+    num_new: Any
+    seen_tokens: Any
     keys: Any
 
 
@@ -91,131 +91,141 @@ def log_probs_of(logits: Array, chosen: Array, k: int) -> LogProbs:
     return LogProbs(jnp.take_along_axis(log_probs, chosen[:, None], axis=-1, mode="clip")[:, 0], ids, likeliest)
 
 
-def no_log_probs(batch: int, steps: int, k: int) -> LogProbs:
+def zero_log_probs(batch: int, steps: int, k: int) -> LogProbs:
     """Return zeros with the shapes of the log-probabilities of `[B, steps]` tokens, as initial value of a loop."""
     zeros = jnp.zeros((batch, steps, k), jnp.float32)
     return LogProbs(jnp.zeros((batch, steps), jnp.float32), zeros.astype(jnp.int32), zeros)
 
 
-def new_rows(draws: bool, key: Array, running: Array, budget: Array, seen: Array) -> RequestRows:
+def new_rows(do_sample: bool, key: Array, running: Array, budget: Array, seen_tokens: Array) -> RequestRows:
     """Return the rows of a new request.
 
     The key of row i is fold_in(key, i), which does not depend on the other rows.
 
     Args:
-        draws: whether tokens are sampled.
+        do_sample: whether tokens are sampled.
         key: key of the seed.
         running: `[B]` bool.
         budget: `[]` int32, number of new tokens of each row, at most.
-        seen: as in `RequestRows`.
+        seen_tokens: as in `RequestRows`.
     """
     batch = running.shape[0]
     indices = jnp.arange(batch, dtype=jnp.int32)
     no_keys = jnp.zeros((batch, 0), jnp.uint32)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices) if draws else no_keys
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices) if do_sample else no_keys
     zeros = jnp.zeros(batch, jnp.int32)
-    return RequestRows(ids=zeros, running=running, left=zeros + budget, new=zeros, seen=seen, keys=keys)
+    return RequestRows(
+        ids=zeros, running=running, remaining=zeros + budget, num_new=zeros, seen_tokens=seen_tokens, keys=keys
+    )
 
 
 @dataclass(frozen=True)
-class Choosing:
+class TokenChooser:
     """Base class of the programs that choose tokens."""
 
-    method: SamplingSteps
+    sampling_steps: SamplingSteps
 
-    def finite(self, logits: Array, ready: Array, chosen: Array) -> Array:
+    def is_finite(self, logits: Array, adjusted_logits: Array, chosen: Array) -> Array:
         """Return in which rows logits are finite, `[N]` bool.
 
         Args:
             logits: `[N, V]`, from the model.
-            ready: `[N, V]`, the logits after `adjusted`.
-            chosen: `[N]`, the tokens chosen from `ready`.
+            adjusted_logits: `[N, V]`, the logits after `adjust_logits`.
+            chosen: `[N]`, the tokens chosen from `adjusted_logits`.
         """
-        fine = finite_rows(ready, None if self.method.draws else chosen)
-        if ready is not logits:  # check both: `adjusted` clips infinite logits, and a bias may ban all remaining tokens
-            fine &= finite_rows(logits)
-        return fine
+        is_finite = finite_rows(adjusted_logits, None if self.sampling_steps.do_sample else chosen)
+        # Check both: `adjust_logits` clips infinite logits, and a bias may ban all remaining tokens.
+        if adjusted_logits is not logits:
+            is_finite &= finite_rows(logits)
+        return is_finite
 
-    def next(
-        self, logits: Array, rows: RequestRows, knobs: SamplerValues, ends: Array, now: Array
+    def choose_next(
+        self, logits: Array, rows: RequestRows, sampler_values: SamplerValues, stop_mask: Array, active: Array
     ) -> tuple[Array, RequestRows]:
         """Choose a token for some rows: logits `[B, V]` → the tokens `[B]` int32, and the updated rows.
 
         Args:
-            ends: `[V]` bool, ids that end a row.
-            now: `[B]` bool, the rows to choose for; the other rows do not change.
+            stop_mask: `[V]` bool, ids that end a row.
+            active: `[B]` bool, the rows to choose for; the other rows do not change.
         """
         with jax.named_scope(SAMPLER):
-            keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new) if self.method.draws else rows.keys
-            adjusted_logits = adjusted(self.method, knobs, logits, rows.seen)
-            chosen = choose(self.method, knobs, adjusted_logits, keys)
-            fine = self.finite(logits, adjusted_logits, chosen)
-        tokens = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
-        step = now.astype(jnp.int32)
-        left = rows.left - step
-        ended = now & (ends[chosen] | (left <= 0) | ~fine)
-        seen = rows.seen
-        if self.method.penalised:
-            seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), chosen].max(now)
-        ids = jnp.where(now, chosen, rows.ids)
-        return tokens, replace(rows, ids=ids, running=rows.running & ~ended, left=left, new=rows.new + step, seen=seen)
+            keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.num_new) if self.sampling_steps.do_sample else rows.keys
+            adjusted_logits = adjust_logits(self.sampling_steps, sampler_values, logits, rows.seen_tokens)
+            chosen = choose(self.sampling_steps, sampler_values, adjusted_logits, keys)
+            is_finite = self.is_finite(logits, adjusted_logits, chosen)
+        tokens = jnp.where(active, jnp.where(is_finite, chosen, NOT_FINITE), STOPPED)
+        num_chosen = active.astype(jnp.int32)
+        remaining = rows.remaining - num_chosen
+        ended = active & (stop_mask[chosen] | (remaining <= 0) | ~is_finite)
+        seen_tokens = rows.seen_tokens
+        if self.sampling_steps.penalised:
+            seen_tokens = seen_tokens.at[jnp.arange(seen_tokens.shape[0], dtype=jnp.int32), chosen].max(active)
+        ids = jnp.where(active, chosen, rows.ids)
+        return tokens, replace(
+            rows,
+            ids=ids,
+            running=rows.running & ~ended,
+            remaining=remaining,
+            num_new=rows.num_new + num_chosen,
+            seen_tokens=seen_tokens,
+        )
 
 
 @dataclass(frozen=True)
-class FirstTokens(Choosing):
+class FirstTokens(TokenChooser):
     """Program that chooses the first token of rows after prefill; returns (tokens `[B, 1]`, rows, log-probabilities).
 
     Prompts of different lengths may end in different chunks, so it is called once for each chunk in which one ends. Its
-    arguments are `logits` `[B, 1, V]`; `now` `[B]` bool, the rows to choose for; and `first` `[B, 1]` and `told`, the
-    tokens and log-probabilities of the other rows.
+    arguments are `logits` `[B, 1, V]`; `active` `[B]` bool, the rows to choose for; and `first` `[B, 1]` and
+    `first_log_probs`, the tokens and log-probabilities of the other rows.
 
     Attributes:
-        top: number of likeliest tokens to return with log-probabilities; None to return no log-probabilities.
+        num_logprobs: number of likeliest tokens to return with log-probabilities; None to return no log-probabilities.
     """
 
-    top: int | None = None
+    num_logprobs: int | None = None
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.SaysArguments`."""
-        return {"samplers": self.method.text, "logprobs": str(self.top)}
+        return {"samplers": self.sampling_steps.text, "logprobs": str(self.num_logprobs)}
 
     def __call__(
-        self, logits: Array, rows: RequestRows, now: Array, first: Array, knobs: SamplerValues, ends: Array,
-        told: LogProbs | None = None,
+        self, logits: Array, rows: RequestRows, active: Array, first: Array, sampler_values: SamplerValues,
+        stop_mask: Array, first_log_probs: LogProbs | None = None,
     ) -> tuple[Array, RequestRows, LogProbs | None]:  # fmt: skip
-        tokens, rows = self.next(logits[:, 0], rows, knobs, ends, now)
-        first = jnp.where(now[:, None], tokens[:, None], first)
-        if self.top is None:
+        tokens, rows = self.choose_next(logits[:, 0], rows, sampler_values, stop_mask, active)
+        first = jnp.where(active[:, None], tokens[:, None], first)
+        if self.num_logprobs is None:
             return first, rows, None
-        new_log_probs = log_probs_of(logits[:, 0], rows.ids, self.top)
-        if told is None:
-            told = no_log_probs(now.shape[0], 1, self.top)
+        new_log_probs = log_probs_of(logits[:, 0], rows.ids, self.num_logprobs)
+        if first_log_probs is None:
+            first_log_probs = zero_log_probs(active.shape[0], 1, self.num_logprobs)
 
         def merge(new: Array, old: Array) -> Array:
-            return jnp.where(now.reshape(-1, *(1,) * new.ndim), new[:, None], old)
+            return jnp.where(active.reshape(-1, *(1,) * new.ndim), new[:, None], old)
 
-        return first, rows, jax.tree.map(merge, new_log_probs, told)
+        return first, rows, jax.tree.map(merge, new_log_probs, first_log_probs)
 
 
 @dataclass(frozen=True)
-class DecodeLoop(Choosing):
+class DecodeLoop(TokenChooser):
     """Wrapper of the program `extend`: feed the last token and choose the next one, `steps` times.
 
-    Inputs: `rows`, `knobs`, `ends`. Outputs: (tokens `[B, steps]`, rows), state. With `top` the `LogProbs` of the
-    tokens follow the rows. Rows that have ended do not change.
+    Inputs: `rows`, `sampler_values`, `stop_mask`. Outputs: (tokens `[B, steps]`, rows), state. With `num_logprobs` the
+    `LogProbs` of the tokens follow the rows. Rows that have ended do not change.
 
     Attributes:
         ids_input: name of the token input of `extend`.
         steps: number of tokens per row.
-        early: end the loop when every row has ended. Otherwise the number of turns is fixed, and the host thread of a
-            GPU prepares the next call instead of waiting for the loop's condition.
-        top: as in `FirstTokens`.
+        early_exit: end the loop when every row has ended. Otherwise the number of steps is fixed, and the host thread
+            of a GPU prepares the next call instead of waiting for the loop's condition.
+        num_logprobs: as in `FirstTokens`.
     """
 
     ids_input: str
     steps: int
-    early: bool
-    top: int | None = None
+    early_exit: bool
+    num_logprobs: int | None = None
     arguments = FirstTokens.arguments
 
     def __call__(self, extend: Function) -> Function:
@@ -225,17 +235,27 @@ class DecodeLoop(Choosing):
                 extend_inputs = {self.ids_input: rows.ids[:, None], "lengths": rows.running.astype(jnp.int32)}
                 outputs, state = extend(params, state, extend_inputs)
                 logits = outputs[0][:, 0]
-                new_ids, rows = self.next(logits, rows, inputs["knobs"], inputs["ends"], rows.running)
-                step_out = (new_ids,) if self.top is None else (new_ids, log_probs_of(logits, rows.ids, self.top))
+                new_ids, rows = self.choose_next(
+                    logits, rows, inputs["sampler_values"], inputs["stop_mask"], rows.running
+                )
+                step_out = (
+                    (new_ids,)
+                    if self.num_logprobs is None
+                    else (new_ids, log_probs_of(logits, rows.ids, self.num_logprobs))
+                )
                 out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, step_out)
                 return i + 1, rows, state, out
 
             rows = inputs["rows"]
             batch = rows.ids.shape[0]
             tokens = jnp.full((batch, self.steps), STOPPED, jnp.int32)
-            out: Any = (tokens,) if self.top is None else (tokens, no_log_probs(batch, self.steps, self.top))
+            out: Any = (
+                (tokens,)
+                if self.num_logprobs is None
+                else (tokens, zero_log_probs(batch, self.steps, self.num_logprobs))
+            )
             start = (jnp.int32(0), rows, state, out)
-            if self.early:
+            if self.early_exit:
                 _, rows, state, out = lax.while_loop(lambda c: (c[0] < self.steps) & c[1].running.any(), step, start)
             else:
                 _, rows, state, out = lax.fori_loop(0, self.steps, lambda i, c: step(c), start)

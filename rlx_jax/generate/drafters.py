@@ -35,8 +35,8 @@ from rlx_jax.generate.speculative import (
     Drafts,
     DraftStep,
     VerifiedTokens,
-    after_tokens,
     choose_draft,
+    state_after_tokens,
 )
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.program import Buildable, Built, MtpFactory
@@ -57,7 +57,7 @@ class ProgramDrafter:
         programs: the programs of the other model.
         ids_input: name of its token input.
         model: the other model; None in a bound drafter, so that a compiled loop keeps no parameters alive.
-        positions: the longest sequence that it supports.
+        max_positions: the longest sequence that it supports.
         keys: in a bound drafter, the programs that it runs.
     """
 
@@ -65,18 +65,18 @@ class ProgramDrafter:
     programs: Programs
     ids_input: str
     model: CompiledModel | None = None
-    positions: int | None = None
+    max_positions: int | None = None
     keys: tuple[ProgramKey, ...] = ()
 
     @property
-    def unbound(self) -> CompiledModel:
+    def unbound_model(self) -> CompiledModel:
         """Return the model of a drafter that is not bound."""
         assert self.model is not None
         return self.model
 
     def params(self) -> Any:
         """Return the parameters of the other model."""
-        return self.unbound.require_params("drafting")
+        return self.unbound_model.require_params("drafting")
 
     def lir(self) -> Lir | None:
         """Return the largest of its programs; all of them share one state."""
@@ -92,63 +92,64 @@ class DraftModel(ProgramDrafter):
     """Drafter that runs `extend` of another model, one token at a time.
 
     Attributes:
-        carried: arrays of its state that every token changes and that have no position axis, with the axis of their
-            rows. They are recorded after each draft, as rejecting a draft must undo it.
+        recurrent_arrays: arrays of its state that every token changes and that have no position axis, with the axis of
+            their rows. They are recorded after each draft, as rejecting a draft must undo it.
     """
 
-    asked: ClassVar[str] = "another model"
-    hidden: ClassVar[bool] = False
+    source_name: ClassVar[str] = "another model"
+    needs_hidden: ClassVar[bool] = False
 
-    carried: tuple[tuple[str, int], ...] = ()
+    recurrent_arrays: tuple[tuple[str, int], ...] = ()
 
-    def bound(self, sizes: Mapping[str, int]) -> DraftModel:
+    def bind(self, sizes: Mapping[str, int]) -> DraftModel:
         """Return the drafter with the program `extend` for one token, and without parameters; see `Drafter`."""
-        model, logits = self.unbound, self.unbound.output_names[:1]
+        model, logits = self.unbound_model, self.unbound_model.output_names[:1]
         key = model.as_program("extend").sized({**sizes, "seq": 1}, Variant(outputs=logits, spare=self.tokens))
         back = self.programs.template(model.as_program("verify").key(outputs=logits)).taken_back
-        return replace(self, model=None, positions=None, keys=(key,), carried=back)
+        return replace(self, model=None, max_positions=None, keys=(key,), recurrent_arrays=back)
 
     def start(
         self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
     ) -> tuple[Any, StateArrays]:
         """Prefill the prompts; see `Drafter`."""
-        variant = Variant(outputs=self.unbound.output_names[:1], spare=self.tokens)
-        readers = bind_readers(self.unbound, sizes.widths, sizes.state, variant)
+        variant = Variant(outputs=self.unbound_model.output_names[:1], spare=self.tokens)
+        readers = bind_readers(self.unbound_model, sizes.widths, sizes.state, variant)
         parts = [PromptPart(width, width) for width in sizes.widths]
         *_, last_block = prompt_blocks(readers, parts, prompts, sizes.batch, {})
         return None, last_block.state
 
-    def propose(self, own: DrafterState, turn: DraftStep) -> tuple[Drafts, DrafterState]:
+    def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose drafts one by one.
 
         The model also reads the last draft, so that its state has it in case the draft is accepted.
         """
         extend = self.programs.function(self.keys[0]).run
-        rows, room, count = turn.rows, turn.room, self.tokens
+        rows, draft_limit, count = draft_step.rows, draft_step.draft_limit, self.tokens
 
         def step(carry: Any, number: Array) -> Any:
-            state, ids, seen, fine = carry
-            reads = rows.running & (number <= room)
+            state, ids, seen_tokens, is_valid = carry
+            reads = rows.running & (number <= draft_limit)
             extend_inputs = {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
-            outputs, state = extend(own.params, state, extend_inputs)
-            ids, finite, draft_logits, seen = choose_draft(turn, seen, outputs[0][:, 0], number)
-            fine = fine & finite
-            carried = {name: state[name] for name, _ in self.carried}
-            return (state, ids, seen, fine), (ids, fine, draft_logits, carried)
+            outputs, state = extend(drafter_state.params, state, extend_inputs)
+            ids, finite, draft_logits, seen_tokens = choose_draft(draft_step, seen_tokens, outputs[0][:, 0], number)
+            is_valid = is_valid & finite
+            recurrent_arrays = {name: state[name] for name, _ in self.recurrent_arrays}
+            return (state, ids, seen_tokens, is_valid), (ids, is_valid, draft_logits, recurrent_arrays)
 
-        start = (dict(own.state), rows.ids, rows.seen, rows.running)
-        (state, *_), (*steps, carried) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
-        before = {name: own.state[name] for name, _ in self.carried}
-        return Drafts.of_steps(count, *steps), replace(own, kept=(before, carried), state=state)
+        start = (dict(drafter_state.state), rows.ids, rows.seen_tokens, rows.running)
+        (state, *_), (*steps, recurrent_arrays) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
+        before = {name: drafter_state.state[name] for name, _ in self.recurrent_arrays}
+        return Drafts.from_steps(count, *steps), replace(drafter_state, carry=(before, recurrent_arrays), state=state)
 
-    def accept(self, own: DrafterState, turn: DraftStep, judged: VerifiedTokens) -> DrafterState:
+    def accept(self, drafter_state: DrafterState, draft_step: DraftStep, verified: VerifiedTokens) -> DrafterState:
         """Reset the state to the accepted tokens."""
-        before, after = own.kept
-        state = own.state | {LENGTH: turn.held + judged.count}  # truncates arrays with a position axis
-        for name, axis in self.carried:
+        before, after = drafter_state.carry
+        # The length truncates arrays with a position axis.
+        state = drafter_state.state | {LENGTH: draft_step.state_lengths + verified.num_emitted}
+        for name, axis in self.recurrent_arrays:
             states = jnp.moveaxis(after[name], 0, axis + 1)
-            state[name] = after_tokens(before[name], states, judged.count, axis)
-        return replace(own, kept=None, state=state)
+            state[name] = state_after_tokens(before[name], states, verified.num_emitted, axis)
+        return replace(drafter_state, carry=None, state=state)
 
 
 # Name of the input and of the output of a module that are hidden states.
@@ -160,16 +161,16 @@ class MtpModule(ProgramDrafter):
     """Drafter that runs `extend` of a module for multi-token prediction (MTP).
 
     The first of its keys is the program for the pairs of the tokens accepted in a step, the second one for a single
-    draft. `Own.kept` are these pairs: tokens `[B, k + 1]`, hidden states `[B, k + 1, H]`, and their number `[B]`, at
-    least 1 in a running row.
+    draft. `DrafterState.carry` are these pairs: tokens `[B, k + 1]`, hidden states `[B, k + 1, H]`, and their number
+    `[B]`, at least 1 in a running row.
     """
 
-    asked: ClassVar[str] = "'mtp'"
-    hidden: ClassVar[bool] = True
+    source_name: ClassVar[str] = "'mtp'"
+    needs_hidden: ClassVar[bool] = True
 
-    def bound(self, sizes: Mapping[str, int]) -> MtpModule:
+    def bind(self, sizes: Mapping[str, int]) -> MtpModule:
         """Return the drafter with its two programs, and without parameters; see `Drafter`."""
-        extend = self.unbound.as_program("extend")
+        extend = self.unbound_model.as_program("extend")
         keys = tuple(extend.sized({**sizes, "seq": seq}) for seq in (self.tokens + 1, 1))
         return replace(self, model=None, keys=keys)
 
@@ -179,7 +180,7 @@ class MtpModule(ProgramDrafter):
         """Prefill the pairs of the prompts, except the last pair, which the first `propose` reads; see `Drafter`."""
         padded = [*prompts, *([0] for _ in range(sizes.batch - len(prompts)))]
         lengths = np.array([len(p) for p in padded], np.int32)
-        readers = bind_readers(self.unbound, sizes.widths, sizes.state, Variant(outputs=(HIDDEN,)))
+        readers = bind_readers(self.unbound_model, sizes.widths, sizes.state, Variant(outputs=(HIDDEN,)))
         state: StateArrays = {}
         offset = 0
         for reader, width, block in zip(readers, sizes.widths, hidden, strict=True):
@@ -192,42 +193,42 @@ class MtpModule(ProgramDrafter):
         )
         return initial_pairs, state
 
-    def propose(self, own: DrafterState, turn: DraftStep) -> tuple[Drafts, DrafterState]:
+    def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose the first draft from the model's hidden states, and each other draft from the previous one."""
         run_pairs, run_draft = (self.programs.function(key).run for key in self.keys)
-        rows, room = turn.rows, turn.room
-        ids, hidden, pairs = own.kept
+        rows, draft_limit = draft_step.rows, draft_step.draft_limit
+        ids, hidden, pairs = drafter_state.carry
 
         def read(run: Any, state: StateArrays, ids: Array, hidden: Array, lengths: Array) -> tuple[Array, Array, Any]:
             module_inputs = {self.ids_input: ids, HIDDEN: hidden, "lengths": lengths}
-            (logits, hidden), state = run(own.params, state, module_inputs)
+            (logits, hidden), state = run(drafter_state.params, state, module_inputs)
             return logits[:, 0], hidden.astype(jnp.float32), state
 
-        logits, hidden, state = read(run_pairs, dict(own.state), ids, hidden, pairs)
+        logits, hidden, state = read(run_pairs, dict(drafter_state.state), ids, hidden, pairs)
         length = state[LENGTH]  # without the drafts below, which are read again once they are accepted
-        ids, fine, draft_logits, seen = choose_draft(turn, rows.seen, logits, jnp.int32(0))
-        fine = fine & rows.running
+        ids, is_valid, draft_logits, seen_tokens = choose_draft(draft_step, rows.seen_tokens, logits, jnp.int32(0))
+        is_valid = is_valid & rows.running
 
         def step(carry: Any, number: Array) -> Any:
-            state, ids, hidden, seen, fine = carry
-            reads = rows.running & (number < room)
+            state, ids, hidden, seen_tokens, is_valid = carry
+            reads = rows.running & (number < draft_limit)
             logits, hidden, state = read(run_draft, state, ids[:, None], hidden, reads.astype(jnp.int32))
-            ids, finite, draft_logits, seen = choose_draft(turn, seen, logits, number)
-            fine = fine & finite
-            return (state, ids, hidden, seen, fine), (ids, fine, draft_logits)
+            ids, finite, draft_logits, seen_tokens = choose_draft(draft_step, seen_tokens, logits, number)
+            is_valid = is_valid & finite
+            return (state, ids, hidden, seen_tokens, is_valid), (ids, is_valid, draft_logits)
 
-        initial_carry: Any = (state, ids, hidden, seen, fine)
+        initial_carry: Any = (state, ids, hidden, seen_tokens, is_valid)
         (state, *_), more_steps = lax.scan(step, initial_carry, jnp.arange(1, self.tokens, dtype=jnp.int32))
         steps: Any = jax.tree.map(
-            lambda a, more: jnp.concatenate([a[None], more]), (ids, fine, draft_logits), more_steps
+            lambda a, more: jnp.concatenate([a[None], more]), (ids, is_valid, draft_logits), more_steps
         )
-        return Drafts.of_steps(self.tokens, *steps), replace(own, state=state | {LENGTH: length})
+        return Drafts.from_steps(self.tokens, *steps), replace(drafter_state, state=state | {LENGTH: length})
 
-    def accept(self, own: DrafterState, turn: DraftStep, judged: VerifiedTokens) -> DrafterState:
+    def accept(self, drafter_state: DrafterState, draft_step: DraftStep, verified: VerifiedTokens) -> DrafterState:
         """Pair each accepted token with the model's hidden state for it."""
-        assert judged.hidden is not None  # since `MtpModule.hidden` is true
-        hidden = jnp.where(judged.now[..., None], judged.hidden, 0.0)
-        return replace(own, kept=(judged.chosen, hidden, judged.count))
+        assert verified.hidden is not None  # since `MtpModule.needs_hidden` is true
+        hidden = jnp.where(verified.is_emitted[..., None], verified.hidden, 0.0)
+        return replace(drafter_state, carry=(verified.ids, hidden, verified.num_emitted))
 
 
 def first_pair(width: int, blocks: tuple[Array, ...], lengths: Array, first: Array) -> tuple[Array, Array, Array]:
@@ -293,34 +294,37 @@ def check_module(module: CompiledModel, model: CompiledModel) -> None:
     )  # fmt: skip
     if not fits:
         raise GraphError(
-            f"{module.name} cannot draft for {model.name}: it reads {_told(inputs)} and gives {_told(outputs)}; "
-            f"expected ids and {HIDDEN} [batch, seq, {width}], and logits [batch, seq, {vocab}] and {HIDDEN} as wide"
+            f"{module.name} cannot draft for {model.name}: it reads {_type_list(inputs)} and returns "
+            f"{_type_list(outputs)}; expected ids and {HIDDEN} [batch, seq, {width}], and logits "
+            f"[batch, seq, {vocab}] and {HIDDEN} as wide"
         )
 
 
-def _told(types: Mapping[str, Any]) -> str:
+def _type_list(types: Mapping[str, Any]) -> str:
     """Return names and types as text, for error messages."""
     return ", ".join(f"{name} {t}" for name, t in types.items())
 
 
 # The longest n-gram at the end of the text that is compared with earlier text.
-LONGEST = 8
+MAX_NGRAM = 8
 
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """Drafter by n-grams of the text itself (prompt lookup). `Own.kept` are the tokens of each row, `[B, T]` int32, T
-    being the length of the cache."""
+    """Drafter by n-grams of the text itself (prompt lookup).
 
-    asked: ClassVar[str] = "'prompt'"
-    hidden: ClassVar[bool] = False
-    positions: ClassVar[int | None] = None
+    `DrafterState.carry` are the tokens of each row, `[B, T]` int32, T being the length of the cache.
+    """
+
+    source_name: ClassVar[str] = "'prompt'"
+    needs_hidden: ClassVar[bool] = False
+    max_positions: ClassVar[int | None] = None
 
     tokens: int
     # T, set where it is bound: a program has no such size if all of its layers have windows or recurrent states.
     slots: int = 0
 
-    def bound(self, sizes: Mapping[str, int]) -> PromptLookup:
+    def bind(self, sizes: Mapping[str, int]) -> PromptLookup:
         """Return the drafter for a cache of this length; see `Drafter`."""
         return replace(self, slots=sizes["context"])
 
@@ -334,7 +338,7 @@ class PromptLookup:
         tokens, lengths = np.zeros((sizes.batch, sizes.slots), np.int32), np.zeros(sizes.batch, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        return programs.run_helper(written, tokens, lengths, first, out_shardings=programs.replicated), {}
+        return programs.run_helper(append_first_token, tokens, lengths, first, out_shardings=programs.replicated), {}
 
     def lir(self) -> None:
         """Return None, as it runs no program."""
@@ -342,28 +346,29 @@ class PromptLookup:
     def shardings(self) -> None:
         """Return None, as it has nothing to shard."""
 
-    def propose(self, own: DrafterState, turn: DraftStep) -> tuple[Drafts, DrafterState]:
-        """Propose the tokens that follow the match of `find_place`; see `Drafter`."""
-        tokens, last_index = own.kept, turn.held
-        match_index, has_match = find_place(tokens, last_index)
+    def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:
+        """Propose the tokens that follow the match of `find_ngram`; see `Drafter`."""
+        tokens, last_index = drafter_state.carry, draft_step.state_lengths
+        match_index, has_match = find_ngram(tokens, last_index)
         # Past the end of the text the drafts continue themselves, so that a repetition goes on: hence the modulo.
         steps = jnp.arange(self.tokens, dtype=jnp.int32)[None] % jnp.maximum(last_index - match_index, 1)[:, None]
         ids = jnp.take_along_axis(tokens, match_index[:, None] + 1 + steps, axis=1, mode="clip")
-        return Drafts(ids, jnp.where(has_match, self.tokens, 0)), own
+        return Drafts(ids, jnp.where(has_match, self.tokens, 0)), drafter_state
 
-    def accept(self, own: DrafterState, turn: DraftStep, judged: VerifiedTokens) -> DrafterState:
+    def accept(self, drafter_state: DrafterState, draft_step: DraftStep, verified: VerifiedTokens) -> DrafterState:
         """Append the accepted tokens to the text."""
-        tokens = own.kept
-        columns = turn.held[:, None] + 1 + jnp.arange(judged.now.shape[1], dtype=jnp.int32)[None]
+        tokens = drafter_state.carry
+        offsets = jnp.arange(verified.is_emitted.shape[1], dtype=jnp.int32)[None]
+        columns = draft_step.state_lengths[:, None] + 1 + offsets
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-        target_columns = jnp.where(judged.now, columns, tokens.shape[1])
-        return replace(own, kept=tokens.at[rows, target_columns].set(judged.chosen, mode="drop"))
+        target_columns = jnp.where(verified.is_emitted, columns, tokens.shape[1])
+        return replace(drafter_state, carry=tokens.at[rows, target_columns].set(verified.ids, mode="drop"))
 
 
-def find_place(tokens: Array, last: Array) -> tuple[Array, Array]:
+def find_ngram(tokens: Array, last: Array) -> tuple[Array, Array]:
     """Find an earlier occurrence of the n-gram at the end of a text.
 
-    The longest match counts, of at most `LONGEST` tokens, and the latest of several.
+    The longest match counts, of at most `MAX_NGRAM` tokens, and the latest of several.
 
     Args:
         tokens: `[B, T]`.
@@ -376,23 +381,23 @@ def find_place(tokens: Array, last: Array) -> tuple[Array, Array]:
     indices = jnp.arange(width, dtype=jnp.int32)[None]
     match_len = jnp.zeros(tokens.shape, jnp.int32)  # number of matching tokens, for a match that ends at each index
     same = indices < last[:, None]
-    for back in range(min(LONGEST, width)):
+    for back in range(min(MAX_NGRAM, width)):
         end = jnp.take_along_axis(tokens, (last - back)[:, None], axis=1, mode="clip")
         earlier = jnp.pad(tokens[:, : width - back], ((0, 0), (back, 0)), constant_values=-1)
         same = same & (earlier == end)
         match_len = match_len + same.astype(jnp.int32)
     longest = match_len.max(axis=1)
-    place = jnp.where((match_len == longest[:, None]) & (match_len > 0), indices, 0).max(axis=1)
-    return place, longest > 0
+    index = jnp.where((match_len == longest[:, None]) & (match_len > 0), indices, 0).max(axis=1)
+    return index, longest > 0
 
 
-def written(tokens: Array, at: Array, first: Array) -> Array:
-    """Return `tokens` `[B, T]` with `first` `[B, 1]` written at index `at` `[B]` of each row.
+def append_first_token(tokens: Array, lengths: Array, first: Array) -> Array:
+    """Return `tokens` `[B, T]` with `first` `[B, 1]` written at index `lengths` `[B]` of each row.
 
     A negative `first` is no token and is skipped.
     """
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    return tokens.at[rows, jnp.where(first[:, 0] >= 0, at, tokens.shape[1])].set(first[:, 0], mode="drop")
+    return tokens.at[rows, jnp.where(first[:, 0] >= 0, lengths, tokens.shape[1])].set(first[:, 0], mode="drop")
 
 
 # Default number of drafts per step.

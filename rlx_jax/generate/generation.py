@@ -20,7 +20,7 @@ from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, 
 from rlx_jax.generate.decode_state import fits, fork_of, fork_rows, moved_state
 from rlx_jax.generate.request import LanguageModel, PrefixState, Request, settled, stopped_at
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
-from rlx_jax.generate.speculative import OWN
+from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.programs import state_shardings
@@ -199,7 +199,7 @@ class Generation:
         if self.told is not None:
             (self.told,) = extras
         else:
-            self.inputs |= dict(zip(("kept", "counts"), extras, strict=False))
+            self.inputs |= dict(zip(("drafter_carry", "counts"), extras, strict=False))
         self.turns = self.steps
 
 
@@ -286,7 +286,8 @@ def start(plan: RequestPlan) -> Generation:
     """Prefill the prompts, and choose the first new token of each row; the loop has not run yet."""
     request, sizes, loop = plan.request, plan.sizes, plan.loop
     programs, n = loop.model.programs, request.n or 1
-    knobs, ends = jax.device_put((plan.knobs, plan.ends), programs.replicated)  # transfer once, not with every block
+    # Transfer these once, not with every block.
+    sampler_values, stop_mask = jax.device_put((plan.sampler_values, plan.ends), programs.replicated)
     before = read_shared(plan) if request.shared else request.before
     prefix_lens: Sequence[int] = [0] * len(request.rows) if before is None else before.lengths
     state: StateArrays = {} if before is None else state_behind(plan.readers[0], before)
@@ -309,17 +310,17 @@ def start(plan: RequestPlan) -> Generation:
                 fork_rows, logits, prompt_of_row, static=(0,), out_shardings=programs.replicated
             )
             ends_now = ends_now[prompt_of_row] & live
-        arguments = (logits, rows, ends_now, first_ids, knobs, ends, log_probs)
+        arguments = (logits, rows, ends_now, first_ids, sampler_values, stop_mask, log_probs)
         first_ids, rows, log_probs = programs.run_helper(
-            FirstTokens(plan.method, plan.top), *arguments, out_shardings=programs.replicated
+            FirstTokens(plan.sampling_steps, plan.top), *arguments, out_shardings=programs.replicated
         )
     if n > 1:
         state = moved_state(loop, state, fork_of(sizes.batch, n, len(request.rows)))
-    operands = {"rows": rows, "knobs": knobs, "ends": ends}
+    operands = {"rows": rows, "sampler_values": sampler_values, "stop_mask": stop_mask}
     if (drafter := request.drafter) is not None:
         drafter_arrays, draft_state = drafter.start(programs, sizes, request.rows, first_ids, tuple(hidden))
-        state |= {OWN + name: array for name, array in draft_state.items()}
-        operands |= {"params": drafter.params(), "kept": drafter_arrays, "counts": np.zeros(3, np.int32)}
+        state |= {DRAFTER_PREFIX + name: array for name, array in draft_state.items()}
+        operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": np.zeros(3, np.int32)}
     return Generation(
         loop, len(request.rows) * n, request.budget, programs.settings.loop.steps, operands, state, first_ids,
         sizes.slots, told=log_probs, marked=marked,
@@ -333,13 +334,13 @@ def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
         live: `[B]` bool, rows of the request; the others are padding.
     """
     request, programs = plan.request, plan.loop.model.programs
-    seen = np.zeros((len(live), len(plan.ends) if plan.method.penalised else 0), bool)
-    if plan.method.penalised:  # the repetition penalty applies to prompt tokens, too
+    seen = np.zeros((len(live), len(plan.ends) if plan.sampling_steps.penalised else 0), bool)
+    if plan.sampling_steps.penalised:  # the repetition penalty applies to prompt tokens, too
         for row in np.flatnonzero(live):
             seen[row, list(request.rows[row // (request.n or 1)])] = True
     arguments = (random_key("seed", request.seed), live, np.int32(request.budget), seen)
     rows: RequestRows = programs.run_helper(
-        new_rows, *arguments, static=(plan.method.draws,), out_shardings=programs.replicated
+        new_rows, *arguments, static=(plan.sampling_steps.do_sample,), out_shardings=programs.replicated
     )
     return rows
 

@@ -310,7 +310,7 @@ class Request:
     reread: str = ""
 
     @property
-    def drawn_from(self) -> int | None:
+    def sampling_seed(self) -> int | None:
         """Return the seed of the random draws; None where decoding is greedy, or the caller passed a key."""
         return int(self.seed) if self.sampler.temperature and not isinstance(self.seed, jax.Array) else None
 
@@ -336,7 +336,7 @@ def check_request(
     else:
         rows, before, checked_inputs = rows_behind(lm, prompts, state)
     words, ends = lm.stops(stop)
-    sampler.knobs(lm.vocab_size)
+    sampler.values(lm.vocab_size)
     if seed is None and sampler.temperature and jax.process_count() > 1:  # the processes would choose different seeds
         raise RequestError("seed: give one, the same in every process, where several run a model together")
     if seed is None:  # 32 bits: a larger seed needs a second program to fold in its upper half
@@ -368,7 +368,7 @@ def check_length(lm: LanguageModel, tokens: int, budget: int, what: str, drafter
     Raises:
         SequenceLengthError: they do not.
     """
-    limits = {"": lm.max_positions, "speculative: ": None if drafter is None else drafter.positions}
+    limits = {"": lm.max_positions, "speculative: ": None if drafter is None else drafter.max_positions}
     for prefix, limit in limits.items():
         if tokens + budget > min(limit or MAX_SLOTS, MAX_SLOTS):
             what = f"{what}: {tokens} tokens + {number(budget)} new"
@@ -410,7 +410,7 @@ def check_together(state: bool, share_prefix: Any, inputs: Any, drafter: Drafter
     if inputs is not None:
         reason = "the state has them" if state else "prompts that bring others share no state"
         raise RequestError(f"{option} and inputs= do not go together: {reason}; leave one of them out")
-    if drafter is not None and drafter.hidden:
+    if drafter is not None and drafter.needs_hidden:
         raise RequestError(
             f"{option} and speculative='mtp' do not go together: the module reads hidden states of whole prompts; use "
             "speculative='prompt'"

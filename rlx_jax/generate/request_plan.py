@@ -43,7 +43,7 @@ class RequestPlan:
 
     Attributes:
         request: the request.
-        method, knobs: how tokens are chosen.
+        sampling_steps, sampler_values: how tokens are chosen.
         top: number of likeliest tokens that programs return; None for no log-probabilities.
         ends: `[V]` bool, ids that end a row.
         sizes: number of rows, padding included; widths of the prefill programs for full prompts; length of the cache.
@@ -55,8 +55,8 @@ class RequestPlan:
     """
 
     request: Request
-    method: SamplingSteps
-    knobs: SamplerValues
+    sampling_steps: SamplingSteps
+    sampler_values: SamplerValues
     top: int | None
     ends: np.ndarray[Any, Any]
     sizes: Sizes
@@ -76,16 +76,16 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
         RequestError: one of the programs is not compiled, and the profile makes that an error.
     """
     buckets, before, n = lm.buckets, request.before, request.n or 1
-    limits = (lm.max_positions, None if request.drafter is None else request.drafter.positions)
+    limits = (lm.max_positions, None if request.drafter is None else request.drafter.max_positions)
     limit = min((n for n in limits if n is not None), default=None)  # model and drafter have caches of one length
     lengths = [len(row) for row in request.rows for _ in range(n)]
     sizes = request_sizes(buckets, lengths, request.budget, limit)
     cache_len = max(request.room, before.slots if before is not None and before.consumed else 0)
     if cache_len > sizes.slots:
         sizes = replace(sizes, slots=max(sizes.slots, smallest(buckets.context, cache_len) or cache_len))
-    method = request.sampler.method(lm.vocab_size)
+    sampling_steps = request.sampler.sampling_steps(lm.vocab_size)
     # With buckets, warm-up has to cover every sampler, so use few methods.
-    method = method.widened() if buckets.prompt or buckets.batch else method
+    sampling_steps = sampling_steps.widened() if buckets.prompt or buckets.batch else sampling_steps
     ends = np.zeros(lm.vocab_size, bool)
     ends[list(request.ends)] = True
     top = request.logprobs and bucket(request.logprobs, TOP, lm.vocab_size)
@@ -95,19 +95,19 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     suffix_len = max(len(row) - count for row, count in zip(request.rows, prefix_lens, strict=True))
     parts = parts_of(buckets, limit, max(lengths) - suffix_len, max(lengths), request.mark)
     shared = parts_of(buckets, limit, 0, request.shared) if request.shared else ()
-    keys = plan_keys(lm, request, method, top, sizes, (read, alone), (parts, shared))
+    keys = plan_keys(lm, request, sampling_steps, top, sizes, (read, alone), (parts, shared))
     runner = lm.model.as_program("extend")
     loop = runner.bind(keys[2])
     readers, shared_readers = (tuple(map(runner.bind, part)) for part in keys[:2])
     return RequestPlan(
-        request, method, request.sampler.knobs(lm.vocab_size, method.biased), top, ends, sizes, read, alone, parts,
-        shared, readers, shared_readers, loop,
+        request, sampling_steps, request.sampler.values(lm.vocab_size, sampling_steps.biased), top, ends, sizes, read,
+        alone, parts, shared, readers, shared_readers, loop,
     )  # fmt: skip
 
 
 def plan_keys(
-    lm: LanguageModel, request: Request, method: SamplingSteps, top: int | None, sizes: Sizes, rows: tuple[int, int],
-    parts: tuple[tuple[PromptPart, ...], tuple[PromptPart, ...]],
+    lm: LanguageModel, request: Request, sampling_steps: SamplingSteps, top: int | None, sizes: Sizes,
+    rows: tuple[int, int], parts: tuple[tuple[PromptPart, ...], tuple[PromptPart, ...]],
 ) -> PlanKeys:  # fmt: skip
     """Return the programs of a request, cached by sizes, method and inputs for requests without drafts.
 
@@ -124,13 +124,14 @@ def plan_keys(
         state = {**inputs.sizes, **sizes.state}
         variant = Variant(True, logits, inputs.given)
         if drafter is None:
-            wrapper: Any = DecodeLoop(method, model.first_input, loop.steps, loop.early, top)
+            wrapper: Any = DecodeLoop(sampling_steps, model.first_input, loop.steps, loop.early, top)
             key = model.as_program("extend").sized({**state, "seq": 1}, variant)
         else:
             verify = model.as_program("verify")
-            variant = replace(variant, spare=drafter.tokens, hidden=drafter.hidden)
-            carried = model.programs.template(verify.key(inputs.given, logits)).taken_back
-            wrapper = VerifyLoop(method, model.first_input, loop.steps, drafter.bound(sizes.state), carried)
+            variant = replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
+            recurrent_arrays = model.programs.template(verify.key(inputs.given, logits)).taken_back
+            drafter_args = (drafter.bind(sizes.state), recurrent_arrays)
+            wrapper = VerifyLoop(sampling_steps, model.first_input, loop.steps, *drafter_args)
             key = verify.sized({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
         readers = reader_keys(model, widths, {**state, "batch": rows[0]}, variant, has_prefix)
         alone = reader_keys(model, shared, {**state, "batch": rows[1]}, replace(variant, hidden=False))
@@ -138,7 +139,7 @@ def plan_keys(
 
     if drafter is not None:
         return find()
-    cache_key = (model.name, method, top, sizes, rows, *map(tuple, (widths, shared)), has_prefix)
+    cache_key = (model.name, sampling_steps, top, sizes, rows, *map(tuple, (widths, shared)), has_prefix)
     keys: PlanKeys = model.programs.request_keys((*cache_key, tuple(inputs.sizes.items()), inputs.given), find)
     return keys
 

@@ -62,18 +62,19 @@ class SamplerOption:
     Attributes:
         metavar, help: `argparse` arguments of its flag.
         low, high: the range of values.
-        zero: whether 0 is valid too.
-        whole: whether the value is an integer of at least 1.
-        draws: whether the parameter changes only the distribution to sample from, and so nothing at temperature 0.
+        allow_zero: whether 0 is valid too.
+        is_integer: whether the value is an integer of at least 1.
+        sampling_only: whether the parameter changes only the distribution to sample from, and so nothing at
+            temperature 0.
     """
 
     metavar: str
     help: str
     low: float = TINY
     high: float = LARGEST
-    zero: bool = False
-    whole: bool = False
-    draws: bool = False
+    allow_zero: bool = False
+    is_integer: bool = False
+    sampling_only: bool = False
 
     def check(self, name: str, value: Any) -> None:
         """Check a value of the parameter `name`.
@@ -81,21 +82,21 @@ class SamplerOption:
         Raises:
             RequestError: it is not valid.
         """
-        if self.whole:
+        if self.is_integer:
             whole_number(name, value, 1)
             return
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not number or not -math.inf < value < math.inf:
             raise RequestError(f"{name} is {shown(value)}; expected a finite number")
         low, high = self.low, self.high
-        if low <= value <= high or (self.zero and value == 0):
+        if low <= value <= high or (self.allow_zero and value == 0):
             return
         if value <= 0 or (high < LARGEST and value > high):  # the limit is not one of float32, so do not mention it
-            lower_bound = "0 or more" if self.zero or not low else "above 0"
+            lower_bound = "0 or more" if self.allow_zero or not low else "above 0"
             expected = f"a number, {lower_bound}" + (f", at most {high:g}" if high < LARGEST else "")
         else:
             note = " (float32)" if low == TINY or high == LARGEST else ""
-            expected = f"{'0, or ' if self.zero else ''}from {low:.3g} to {high:.3g}{note}"
+            expected = f"{'0, or ' if self.allow_zero else ''}from {low:.3g} to {high:.3g}{note}"
         raise RequestError(f"{name} is {shown(value)}; expected {expected}")
 
 
@@ -123,13 +124,13 @@ class Sampler:
         RequestError: a value out of range.
     """
 
-    temperature: float = option(0.0, "T", "0, the default, takes the likeliest token", zero=True)
-    top_k: int | None = option(None, "K", "choose among the K likeliest", whole=True, draws=True)
+    temperature: float = option(0.0, "T", "0, the default, takes the likeliest token", allow_zero=True)
+    top_k: int | None = option(None, "K", "choose among the K likeliest", is_integer=True, sampling_only=True)
     top_p: float | None = option(
-        None, "P", "choose among the likeliest that make up the probability P", high=1.0, draws=True
+        None, "P", "choose among the likeliest that make up the probability P", high=1.0, sampling_only=True
     )
     min_p: float | None = option(
-        None, "P", "leave out what is less likely than P times the likeliest", low=0.0, high=1.0, draws=True
+        None, "P", "leave out what is less likely than P times the likeliest", low=0.0, high=1.0, sampling_only=True
     )
     repetition_penalty: float = option(1.0, "R", "above 1: what was said gets less likely")
     logit_bias: Mapping[int, float] | None = None
@@ -171,21 +172,23 @@ class Sampler:
             # transformers turns the filter off with top_k = 0.
             values = {"temperature": 1.0} | values | {"top_k": entries.get("top_k", 50) or None}
             return Sampler(**values)
-        return Sampler(**{n: value for n, value in values.items() if n != "temperature" and not OPTIONS[n].draws})
-
-    def method(self, vocab_size: int) -> SamplingSteps:
-        """Return which of the filters have an effect for a vocabulary of this size."""
-        draws = self.temperature > 0
-        return SamplingSteps(
-            draws=draws,
-            penalised=self.repetition_penalty != 1.0,
-            biased=bool(self.logit_bias),
-            top_k=draws and self.top_k is not None and self.top_k < vocab_size,
-            top_p=draws and self.top_p is not None and self.top_p < 1.0,
-            min_p=draws and bool(self.min_p),
+        return Sampler(
+            **{n: value for n, value in values.items() if n != "temperature" and not OPTIONS[n].sampling_only}
         )
 
-    def knobs(self, vocab_size: int, biased: bool = False) -> SamplerValues:
+    def sampling_steps(self, vocab_size: int) -> SamplingSteps:
+        """Return which of the filters have an effect for a vocabulary of this size."""
+        do_sample = self.temperature > 0
+        return SamplingSteps(
+            do_sample=do_sample,
+            penalised=self.repetition_penalty != 1.0,
+            biased=bool(self.logit_bias),
+            top_k=do_sample and self.top_k is not None and self.top_k < vocab_size,
+            top_p=do_sample and self.top_p is not None and self.top_p < 1.0,
+            min_p=do_sample and bool(self.min_p),
+        )
+
+    def values(self, vocab_size: int, biased: bool = False) -> SamplerValues:
         """Return the values of the sampler as operands of a program.
 
         Args:
@@ -235,8 +238,8 @@ OPTIONS: dict[str, SamplerOption] = {f.name: f.metadata["option"] for f in field
 GREEDY = Sampler()
 
 
-def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
-    """Return the sampler of a request: `sampler`, or one with the fields `sampling`, or the greedy one.
+def one_sampler(sampler: Any, options: Mapping[str, Any]) -> Sampler:
+    """Return the sampler of a request: `sampler`, or one with the fields `options`, or the greedy one.
 
     Raises:
         RequestError: `sampler` is no sampler; both are given; a value is out of range; or a filter is given at
@@ -244,23 +247,23 @@ def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
     """
     if sampler is not None and not isinstance(sampler, Sampler):
         raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
-    if sampler is not None and sampling:
-        raise RequestError(f"sampler= and {listing(sampling)} say how to choose tokens; give one of them")
-    chosen: Sampler = sampler or (Sampler(**sampling) if sampling else GREEDY)
-    filters = [name for name, rule in OPTIONS.items() if rule.draws and sampling.get(name) is not None]
-    if filters and not chosen.temperature:
+    if sampler is not None and options:
+        raise RequestError(f"sampler= and {listing(options)} say how to choose tokens; give one of them")
+    result: Sampler = sampler or (Sampler(**options) if options else GREEDY)
+    filters = [name for name, rule in OPTIONS.items() if rule.sampling_only and options.get(name) is not None]
+    if filters and not result.temperature:
         raise RequestError(
-            f"{filters[0]} is {shown(sampling[filters[0]])}, and temperature 0 takes the likeliest token: nothing is "
+            f"{filters[0]} is {shown(options[filters[0]])}, and temperature 0 takes the likeliest token: nothing is "
             "drawn; give temperature=1.0, say"
         )
-    return chosen
+    return result
 
 
 @dataclass(frozen=True)
 class SamplingSteps:
     """The steps of choosing a token that a program is compiled with; all off is greedy."""
 
-    draws: bool = False
+    do_sample: bool = False
     penalised: bool = False
     biased: bool = False
     top_k: bool = False
@@ -271,7 +274,7 @@ class SamplingSteps:
     def text(self) -> str:
         """Return in words which samplers it serves, for reports."""
         logits = "repetition_penalty or logit_bias"
-        if not self.draws:
+        if not self.do_sample:
             return f"greedy ones with {logits}" if self.penalised or self.biased else "greedy ones"
         filters = self.top_k or self.top_p or self.min_p or self.penalised or self.biased
         return f"those that draw, with top_k, top_p, min_p, {logits}" if filters else "those that draw, without filters"
@@ -280,9 +283,9 @@ class SamplingSteps:
         """Return one of four methods that chooses the same tokens, so that few programs serve every sampler."""
         logits = self.penalised or self.biased
         filters = logits or self.top_k or self.top_p or self.min_p
-        if self.draws and filters:
+        if self.do_sample and filters:
             return SamplingSteps(True, True, True, True, True, True)
-        return SamplingSteps(draws=self.draws, penalised=logits, biased=logits)
+        return SamplingSteps(do_sample=self.do_sample, penalised=logits, biased=logits)
 
 
 @jax.tree_util.register_dataclass
@@ -299,64 +302,67 @@ class SamplerValues:
     bias: Any
 
 
-def adjusted(method: SamplingSteps, knobs: SamplerValues, logits: Array, seen: Array) -> Array:
+def adjust_logits(steps: SamplingSteps, values: SamplerValues, logits: Array, seen_tokens: Array) -> Array:
     """Return the logits `[B, V]` float32 with bias and penalty, clipped to the largest float32 number.
 
     Args:
-        seen: `[B, V]` bool, the tokens that a row has already; used only if `method.penalised`.
+        seen_tokens: `[B, V]` bool, the tokens that a row has already; used only if `steps.penalised`.
     """
-    if method.biased:
-        logits = logits + knobs.bias[None, :]
-    if method.penalised:
-        logits = jnp.where(seen, jnp.where(logits > 0, logits / knobs.penalty, logits * knobs.penalty), logits)
-    return jnp.minimum(logits, LARGEST) if method.biased or method.penalised else logits
+    if steps.biased:
+        logits = logits + values.bias[None, :]
+    if steps.penalised:
+        logits = jnp.where(seen_tokens, jnp.where(logits > 0, logits / values.penalty, logits * values.penalty), logits)
+    return jnp.minimum(logits, LARGEST) if steps.biased or steps.penalised else logits
 
 
-def choose(method: SamplingSteps, knobs: SamplerValues, logits: Array, keys: Array) -> Array:
-    """Choose one token for each row: `adjusted` logits `[B, V]` float32 → ids `[B]` int32.
+def choose(steps: SamplingSteps, values: SamplerValues, logits: Array, keys: Array) -> Array:
+    """Choose one token for each row: logits `[B, V]` float32 after `adjust_logits` → ids `[B]` int32.
 
     Args:
-        keys: `[B]` random keys, used only if `method.draws`. The token of a row depends on its own key and logits
+        keys: `[B]` random keys, used only if `steps.do_sample`. The token of a row depends on its own key and logits
             alone.
     """
-    if not method.draws:
+    if not steps.do_sample:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return draw(sharpened(method, knobs, logits), keys)
+    return sample(warp_logits(steps, values, logits), keys)
 
 
-def sharpened(method: SamplingSteps, knobs: SamplerValues, logits: Array) -> Array:
-    """Return the logits of the distribution that a token is sampled from: `adjusted` logits `[N, V]`, divided by the
-    temperature, and −inf for tokens that a filter excludes."""
+def warp_logits(steps: SamplingSteps, values: SamplerValues, logits: Array) -> Array:
+    """Return the logits of the distribution that a token is sampled from.
+
+    They are the logits `[N, V]` after `adjust_logits`, divided by the temperature, and −inf for tokens that a filter
+    excludes.
+    """
     # Subtract the maximum first, so that the quotient is at most 0 and no small temperature makes it overflow.
-    return keep_likely(method, knobs, (logits - jnp.max(logits, axis=-1, keepdims=True)) / knobs.temperature)
+    return keep_likely(steps, values, (logits - jnp.max(logits, axis=-1, keepdims=True)) / values.temperature)
 
 
-def draw(logits: Array, keys: Array) -> Array:
+def sample(logits: Array, keys: Array) -> Array:
     """Sample one token for each row from the softmax of `[N, V]` logits, with one key per row: ids `[N]` int32."""
     # Gumbel-max trick: the argmax of logits plus Gumbel noise is distributed as their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 
-def keep_likely(method: SamplingSteps, knobs: SamplerValues, logits: Array) -> Array:
+def keep_likely(steps: SamplingSteps, values: SamplerValues, logits: Array) -> Array:
     """Return the logits `[B, V]` with −inf for the tokens that top-k, top-p or min-p exclude."""
     peak = jnp.max(logits, axis=-1, keepdims=True)
     floor = jnp.full_like(peak, -jnp.inf)
-    if method.top_k or method.top_p:
+    if steps.top_k or steps.top_p:
         ranked = jnp.sort(logits, axis=-1, descending=True)
-        if method.top_k:
-            last_index = jnp.full((logits.shape[0], 1), knobs.top_k - 1, jnp.int32)
+        if steps.top_k:
+            last_index = jnp.full((logits.shape[0], 1), values.top_k - 1, jnp.int32)
             floor = jnp.take_along_axis(ranked, last_index, axis=-1)
             ranked = jnp.where(ranked >= floor, ranked, -jnp.inf)
-        if method.top_p:
+        if steps.top_p:
             mass = jax.nn.softmax(ranked, axis=-1)
             mass_before = jnp.cumsum(mass, axis=-1) - mass
-            num_kept = jnp.sum(mass_before < knobs.top_p, axis=-1, keepdims=True, dtype=jnp.int32)
+            num_kept = jnp.sum(mass_before < values.top_p, axis=-1, keepdims=True, dtype=jnp.int32)
             # The tokens that top-k excluded rank last; a top-p that is off, or a rounded sum, reaches them. Their logit
             # is −inf, so the maximum keeps the limit of top-k.
             floor = jnp.maximum(floor, jnp.take_along_axis(ranked, num_kept - 1, axis=-1))
-    if method.min_p:
-        floor = jnp.maximum(floor, peak + jnp.log(knobs.min_p))
+    if steps.min_p:
+        floor = jnp.maximum(floor, peak + jnp.log(values.min_p))
     # The minimum with `peak` keeps at least one token.
     return jnp.where(logits >= jnp.minimum(floor, peak), logits, -jnp.inf)
 
