@@ -49,7 +49,7 @@ from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.editing import BlockEdit, edit_blocks, run_stand_in
 from rlx_jax.trace.emit import Emit, FlowValue, input_type
 from rlx_jax.trace.parameters import F32, Parameters, WeightDecl, check_declared
-from rlx_jax.weights.overlay import beside
+from rlx_jax.weights.overlay import combine_sources
 from rlx_jax.weights.source import open_weights
 
 
@@ -174,7 +174,7 @@ class ModelFlow(Stages):
         if add:
             if leave:
                 raise GraphError(f"{self.name}: with_weights: leave is for the weights of the model, without add")
-            return replace(self, _more=beside(open_weights(weights), self._more))
+            return replace(self, _more=combine_sources(open_weights(weights), self._more))
         opened = None if weights is None else open_weights(weights)
         return replace(self, _weights=opened, _left_keys=(*self._left_keys, *leave))
 
@@ -342,7 +342,7 @@ class ModelFlow(Stages):
         if not self._inputs:
             raise GraphError(f"{self.name}: a flow needs at least one input: .input(name, shape)")
         source = self._weights if weights is None else open_weights(weights)
-        source = beside(source if source is None or self._reads is None else self._reads(source), self._more)
+        source = combine_sources(source if source is None or self._reads is None else self._reads(source), self._more)
         types = TypeCache()
         emit = Emit(Builder(self.name, types), source, captured, self._binding, self._declared, self.profile)
         emit.parameters.draws_missing = self._missing == "init"

@@ -28,6 +28,7 @@ from rlx_jax.io import atomic
 from rlx_jax.io.files import files_below
 from rlx_jax.train import Checkpoints, step_files
 from rlx_jax.weights import manifest
+from rlx_jax.weights.manifest import MANIFEST_NAME
 from tests.test_save_faults import before_each_operation
 
 
@@ -200,7 +201,7 @@ def test_a_program_that_ends_without_close(tmp_path: Path) -> None:
 
 
 def edit_manifest(place: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = place / manifest.NAME
+    path = place / MANIFEST_NAME
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -223,7 +224,7 @@ def lie(place: Path, shape: list[int], dtype: str) -> None:
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{place}/"}).result()
     array = json.loads(store["w/.zarray"])
     store["w/.zarray"] = json.dumps(array | {"shape": shape, "dtype": dtype}).encode()
-    files = {name: manifest.file_digest(str(place / name)) for name in files_below(str(place)) if name != manifest.NAME}
+    files = {name: manifest.file_digest(str(place / name)) for name in files_below(str(place)) if name != MANIFEST_NAME}
     told = {name: {"nbytes": e.nbytes, "sha256": e.sha256} for name, e in files.items()}
     edit_manifest(place, lambda content: content.update(files=told))
 
@@ -241,10 +242,10 @@ def empty(place: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], type[errors.RlxError], str]] = {
     "a flipped byte": (lambda p: flip(largest(p), 40), errors.IntegrityError, "1 files differ from their digests"),
-    "a flipped byte of the manifest": (lambda p: flip(p / manifest.NAME, 2), errors.IntegrityError, manifest.NAME),
+    "a flipped byte of the manifest": (lambda p: flip(p / MANIFEST_NAME, 2), errors.IntegrityError, MANIFEST_NAME),
     "a file cut short": (lambda p: largest(p).write_bytes(b""), errors.IntegrityError, "0 bytes, expected"),
     "a missing file": (lambda p: (p / "manifest.ocdbt").unlink(), errors.IntegrityError, "manifest.ocdbt: missing"),
-    "no manifest": (lambda p: (p / manifest.NAME).unlink(), errors.StorageError, "2'.*; whole steps are '1'"),
+    "no manifest": (lambda p: (p / MANIFEST_NAME).unlink(), errors.StorageError, "2'.*; whole steps are '1'"),
     "an empty directory": (empty, errors.StorageError, "whole steps are '1'"),
     "a link out of it": (link_out, errors.PathEscapeError, "outside its directory"),
     "a lying shape": (lambda p: lie(p, [2**26, 64], "<f4"), errors.IntegrityError, "chunks"),
@@ -317,7 +318,7 @@ def test_what_dead_saves_left_goes_and_nothing_else(tmp_path: Path) -> None:
     for name in (*dead, *others):
         (root / name / "new").mkdir(parents=True)
     (root / "12").symlink_to(root / "11")
-    (root / "11" / manifest.NAME).write_text("{}")
+    (root / "11" / MANIFEST_NAME).write_text("{}")
     with atomic._work_directory(str(root / "4")) as alive, Checkpoints(root) as checkpoints:
         assert checkpoints.steps() == (11,) and len(os.listdir(root)) == 9  # a reader removes nothing
         checkpoints.save(13, ones(13))

@@ -61,7 +61,7 @@ def test_configs_that_are_not_built(tmp_path: Path) -> None:
         ({"mlp_ratio": 0.001}, errors.ConfigError, "leave nothing to compute"),
         ({"pooled_projection_dim": 768}, errors.UnsupportedError, "field 'pooled_projection_dim'"),
         ({"_class_name": "FluxTransformer2DModel"}, errors.UnsupportedError, "'FluxTransformer2DModel'.* is not built"),
-        ({"num_layers": 3}, errors.MissingWeightError, "16 weights that config.json asks for are missing"),
+        ({"num_layers": 3}, errors.MissingWeightError, "16 weights that config.json requires are missing"),
     )):  # fmt: skip
         with pytest.raises(error, match=text):
             rlx.from_pretrained(checkpoints.edited(SHARDED, tmp_path / str(n), changes))

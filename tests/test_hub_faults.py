@@ -151,7 +151,7 @@ PARTS: dict[str, tuple[Callable[[Handler, bytes], None], tuple[type[RlxError], s
     "another part": (another_part, (IntegrityError, "requested the bytes from 0 on, got 'bytes 8-15/")),
     "fewer bytes": (lambda h, c: h.send(c[:4], {}), (HubUnreachableError, "ended after 4 of 8 bytes")),
     "a header of another length": (
-        lambda h, c: h.send(b"\xff" * len(c), {}), (SafetensorsError, r"header says 18446744073709551615 bytes"),
+        lambda h, c: h.send(b"\xff" * len(c), {}), (SafetensorsError, r"header length is 18446744073709551615 bytes"),
     ),
 }  # fmt: skip
 

@@ -123,7 +123,7 @@ def test_a_checkpoint_that_lacks_some_loads(tmp_path: Path) -> None:
     gone = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
     save_file({key: value for key, value in weights.items() if key not in gone}, tmp_path / "model.safetensors")
     shutil.copy(LLAMA / "config.json", tmp_path)
-    with pytest.raises(errors.MissingWeightError, match="3 weights that config.json asks for are missing"):
+    with pytest.raises(errors.MissingWeightError, match="3 weights that config.json requires are missing"):
         rlx.load(tmp_path)
     lm = rlx.load(tmp_path, missing="init", key=0)
     assert set(lm.report().initialised) == set(gone)

@@ -19,7 +19,7 @@ from rlx_jax import blocks
 from rlx_jax.blocks import LlamaDecoderSpec
 from rlx_jax.errors import DTypeError, GraphError, RequestError, ShapeError, UnboundInputError
 from rlx_jax.models import bert, llama
-from rlx_jax.weights.initial import SMALL
+from rlx_jax.weights.initial import SMALL_SIZE
 from tests.oracles.checkpoints import FIXTURES
 from tests.small import compiled, compiles_of, profile, w
 
@@ -414,7 +414,7 @@ def test_init_of_a_flow_with_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
     normal = mock.Mock(side_effect=jax.random.normal)
     monkeypatch.setattr(jax.random, "normal", normal)
     params = {k: np.asarray(v) for k, v in model.init(jax.random.key(0)).items()}
-    assert sorted(call.args[1] for call in normal.call_args_list) == [(256, 161), (SMALL,), (SMALL,)]
+    assert sorted(call.args[1] for call in normal.call_args_list) == [(256, 161), (SMALL_SIZE,), (SMALL_SIZE,)]
     for name, value in params.items():
         np.testing.assert_allclose(value, traced[name], rtol=3e-7)
     assert not params["offset"].any() and not params["shift"].any() and (params["scale"] == 1).all()

@@ -86,7 +86,7 @@ def test_checkpoint_manager(tmp_path: Path) -> None:
     assert_equal(read(root), {key: value * np.array(2, value.dtype) for key, value in FLAT.items()})
     for path in (root / "1", root / "1" / "default"):
         assert_equal(read(path), FLAT)
-    with pytest.raises(errors.MissingFileError, match="/3': no such .*; finished steps beside it: '0', '1', '2'"):
+    with pytest.raises(errors.MissingFileError, match="/3': no such .*; finished steps next to it: '0', '1', '2'"):
         read(root / "3")
 
 
@@ -148,7 +148,7 @@ def test_nothing_finished(tmp_path: Path) -> None:
     with pytest.raises(errors.StorageError, match="no finished checkpoint in it; there are no finished steps"):
         read(tmp_path / "run")
     alone = unmark(save_standard(tmp_path / "alone" / "it"))
-    with pytest.raises(errors.StorageError, match="neither _CHECKPOINT_METADATA nor commit_success.txt says"):
+    with pytest.raises(errors.StorageError, match="neither _CHECKPOINT_METADATA nor commit_success.txt marks it"):
         read(alone)
 
 

@@ -38,7 +38,7 @@ from rlx_jax.ir.param import (
 )
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import read_from
-from rlx_jax.weights.execute import bytes_to_fill, fill, load_leaf, pieces
+from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf, pieces
 from rlx_jax.weights.mapping import MappingSource
 from tests.oracles.packed import BLOCKS, DECODED, FLOATS, damaged, meaning, numbers, packed, random_bytes
 
@@ -166,7 +166,7 @@ def test_a_source_of_packed_values() -> None:
     np.testing.assert_array_equal(source.read("w"), value.data)
     np.testing.assert_array_equal(source.read("jax", (slice(1, 2),)), value.data[1:2])
     assert not source.read("w").flags.writeable
-    with pytest.raises(WeightError, match="'w' has a shape only, no values: it was given as a PackedSpec"):
+    with pytest.raises(WeightError, match="'w' has a shape only, no values: it is a PackedSpec"):
         rlx.open_weights({"w": value.spec}).read("w")
     with pytest.raises(WeightShapeError, match="expected at most 3 slices"):
         source.read("w", (slice(0, 1),) * 4)
@@ -275,7 +275,7 @@ def test_a_program_over_packed_keys(declared: Program, means: Any, name: str) ->
     assert list(stored_keys(program)) == list(stored_keys(declared)), "logical types"
     assert dict(packed_keys(program)) == {k: VALUES[k].scheme for k in keys_of(declared)}
     for piece in pieces(program, want):
-        np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.place])
+        np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.selection])
         assert piece.key.type.dtype == np.float32
 
 
@@ -305,9 +305,9 @@ def test_what_is_read_of_a_part() -> None:
         load_leaf(read_from(part, source), source)
         assert asked == [("a.w", shape)]
     m = read_from(M, source)
-    assert bytes_to_fill(m) == 2 * m.type.nbytes + 6 * 68
-    assert bytes_to_fill(cast(m, BF16)) == 2 * (m.type.nbytes // 2) + m.type.nbytes + 6 * 68
-    assert bytes_to_fill(Stack((m, read_from(N, source)))) == 2 * m.type.nbytes + m.type.nbytes + 6 * 68
+    assert host_bytes_to_load(m) == 2 * m.type.nbytes + 6 * 68
+    assert host_bytes_to_load(cast(m, BF16)) == 2 * (m.type.nbytes // 2) + m.type.nbytes + 6 * 68
+    assert host_bytes_to_load(Stack((m, read_from(N, source)))) == 2 * m.type.nbytes + m.type.nbytes + 6 * 68
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f64"])

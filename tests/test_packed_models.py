@@ -183,7 +183,7 @@ def test_a_source_of_ones_own() -> None:
 
 
 LIES: list[tuple[Any, Any, type[Exception], str]] = [
-    (UP.spec, DENSE["up"], WeightError, r"read\(\) gives float32, expected a NumPy array of u8\[96,68\]"),
+    (UP.spec, DENSE["up"], WeightError, r"read\(\) returns float32, expected a NumPy array of u8\[96,68\]"),
     (UP.spec, UP.data[:, :34], WeightShapeError, r"was u8\[96,68\] when the flow was built, is \(96, 34\)"),
     (PackedSpec((96, 65), F32, "gguf_q8_0"), None, WeightShapeError, "gguf_q8_0 packs blocks of 32"),
     (PackedSpec((96, 64), F32, "gguf_q3"), None, WeightError, "unknown scheme .* 'gguf_q3'; did you mean 'gguf_q3k'"),

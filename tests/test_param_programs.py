@@ -35,7 +35,7 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import read_from
 from rlx_jax.lowering.lir.plan import layout_of
-from rlx_jax.weights.execute import fill, load_leaf, pieces, whole
+from rlx_jax.weights.execute import fill, join_pieces, load_leaf, pieces
 from rlx_jax.weights.mapping import MappingSource
 
 RNG = np.random.default_rng(0)
@@ -87,7 +87,7 @@ def test_a_program_is_what_numpy_says(program: Program, meaning: Any, name: str)
     assert printed_name(program) == name and read_from(program, source) == program and not is_lossy(program)
     for library in (np, jnp):
         for piece in pieces(program, library.asarray(want)):
-            np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.place])
+            np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.selection])
 
     def assembled(program: Any) -> jax.Array:
         if isinstance(program, Key):
@@ -115,11 +115,13 @@ def test_interleaved_parts(library: Any) -> None:
     """All of them are what is stored, in whatever order; without one it is not known."""
     parts = [Transposed(stride_axis(cast(key("m.0"), BF16), 0, i, 3)) for i in (2, 0, 1)]
     held = [p for part in parts for p in pieces(part, library.asarray(load_leaf(part, MappingSource(STORED))))]
-    np.testing.assert_array_equal(whole(held), STORED["m.0"].astype(BF16))
-    assert isinstance(whole(held), np.ndarray) == (library is np)
+    np.testing.assert_array_equal(join_pieces(held), STORED["m.0"].astype(BF16))
+    assert isinstance(join_pieces(held), np.ndarray) == (library is np)
     for some in (held[:2], [held[0], *pieces(Sliced(key("m.0"), 0, 0, 5), STORED["m.0"][:5])]):
-        with pytest.raises(WeightError, match=r"'m.0' is f32\[6,4\], and the model's parts are not all.*\[2::3\]"):
-            whole(some)
+        with pytest.raises(
+            WeightError, match=r"'m.0' is f32\[6,4\], and the model has only these parts of it.*\[2::3\]"
+        ):
+            join_pieces(some)
 
 
 WRONG: list[tuple[Any, str]] = [
@@ -211,7 +213,7 @@ def test_parts_that_are_not_all(tmp_path: Path) -> None:
     models = [rlx.compile(fused(parts), {"qkv": STORED["m.0"]}) for parts in holes]
     calls: list[Any] = [*(m.weights for m in models), lambda: rlx.save(models[0], tmp_path / "m")]
     for call in calls:
-        with pytest.raises(WeightError, match=r"'qkv' is f32\[6,4\], and the model's parts are not all of it: qkv\["):
+        with pytest.raises(WeightError, match=r"'qkv' is f32\[6,4\], and the model has only these parts of it: qkv\["):
             call()
 
 

@@ -81,8 +81,8 @@ def test_slices_are_those_of_numpy(
 ) -> None:
     """However much is read at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_reader, "_RUN", run)
-        patch.setattr(safetensors_reader, "_BAND", band)
+        patch.setattr(safetensors_reader, "_MIN_RUN_BYTES", run)
+        patch.setattr(safetensors_reader, "_BAND_BYTES", band)
         _compare_slices(tmp_path_factory, shape, slices, tag, run == 1)
 
 
@@ -134,7 +134,7 @@ def test_truncated_after_opening(tmp_path: Path) -> None:
     file = open_raw(tmp_path, safetensors.numpy.save({"a": array}))
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 100)
     with pytest.raises(
-        SafetensorsError, match=r"tensor 'a': the file ends at byte 372, expected 400 bytes .*; it has been cut"
+        SafetensorsError, match=r"tensor 'a': the file ends at byte 372, expected 400 bytes .*; it was truncated"
     ):
         file.read("a")
 

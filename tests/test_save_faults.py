@@ -224,7 +224,7 @@ def test_what_cannot_be_read_back_is_not_kept(tmp_path: Path) -> None:
     write(tmp_path / "it", 1)
     real = np.ascontiguousarray
     with mock.patch("rlx_jax.weights.save.digest", lambda values: manifest.digest(real(values) + 1)):
-        with pytest.raises(SaveFailedError, match="cannot be read back, so it was not kept: .*differs from its digest"):
+        with pytest.raises(SaveFailedError, match="cannot be read back, so it was removed: .*differs from its digest"):
             write(tmp_path / "it", 2)
     assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == ["it"]
 

@@ -41,7 +41,7 @@ from rlx_jax.ir.param import (
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import read_from
 from rlx_jax.weights import orbax as orbax_format
-from rlx_jax.weights.execute import by_key, bytes_to_fill, fill, load_leaf, load_leaves
+from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf, load_leaves, weights_by_key
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors import SafetensorsFile
 from rlx_jax.weights.safetensors_format import SafetensorsSource
@@ -209,13 +209,13 @@ def test_merges_in_any_order_read_backwards(data: st.DataObject, names: tuple[st
     )
     leaf: Program = Padded(Transposed(merged), 1, merged.type.shape[0] + 3)
     held: Any = value(leaf)  # of NumPy, which compiles nothing
-    for stored, found in by_key({leaf: held}).items():
+    for stored, found in weights_by_key({leaf: held}).items():
         whole = VALUES[stored]
         np.testing.assert_array_equal(found, meaning(whole) if isinstance(whole, Packed) else whole)
 
 
 def test_the_host_holds_a_box(tmp_path: Path) -> None:
-    """And what it is made of, not the leaf: what `bytes_to_fill` says, and a mebibyte to read columns through."""
+    """And what it is made of, not the leaf: what `host_bytes_to_load` says, and a mebibyte to read columns through."""
     names, t = ("q", "k"), tensor_type((2048, 1024), "f32", "w")
     safetensors.numpy.save_file({n: np.ones(t.shape, np.float32) for n in names}, tmp_path / "m.safetensors")
     q, k = (Key(name, t) for name in names)
@@ -231,7 +231,7 @@ def test_the_host_holds_a_box(tmp_path: Path) -> None:
                 load_leaf(part, source)
                 peak = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
-                assert peak < bytes_to_fill(part) + 1.25 * 2**20 < program.type.nbytes, str(part)
+                assert peak < host_bytes_to_load(part) + 1.25 * 2**20 < program.type.nbytes, str(part)
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -248,10 +248,10 @@ def test_room_is_asked_for_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has to hold a box, not a leaf; and on CPU what all devices hold, a replica for each."""
     monkeypatch.setattr(limits, "_MIN_CHECKED_BYTES", 0)
     leaf = Stack((Q,) * 64)
-    box = bytes_to_fill(select_box(leaf, ((0, 64), (0, 4), (0, 8))))
+    box = host_bytes_to_load(select_box(leaf, ((0, 64), (0, 4), (0, 8))))
     assert box == 64 * 128 + 128
     for spec, held in ((P(None, "model"), 2 * leaf.type.nbytes), (P(), 8 * leaf.type.nbytes)):
-        on_host = leaf.type.nbytes // 10 + (box if held < 3 * leaf.type.nbytes else bytes_to_fill(leaf))
+        on_host = leaf.type.nbytes // 10 + (box if held < 3 * leaf.type.nbytes else host_bytes_to_load(leaf))
         for free, fits in ((held + on_host, True), (held + on_host - 1, False)):
             monkeypatch.setattr(limits, "available_bytes", lambda free=free: -(-free * 100 // 80))
             if fits:

@@ -236,7 +236,7 @@ def test_max_bytes(tmp_path: Path) -> None:
 def test_a_source_comes_back_as_it_is() -> None:
     source = open_weights({"w": W})
     assert open_weights(source) is source
-    with pytest.raises(errors.WeightError, match="open already; give the options where you open them"):
+    with pytest.raises(errors.WeightError, match="already open; pass the options where you open them"):
         open_weights(source, on_nonfinite="ignore")
 
 
@@ -248,8 +248,10 @@ def test_a_source_of_ones_own() -> None:
     flow = rlx.ModelFlow("m").input("x", ("batch", 3)).linear("w")
     good = np.arange(6, dtype=np.float32).reshape(2, 3)
     np.testing.assert_array_equal(rlx.compile(flow, Own(good))(good[:1]), good[:1] @ good.T)
-    for array, got in ((good.tolist(), "gives list"), (good.astype(np.float16), "gives float16")):
-        with pytest.raises(errors.WeightError, match=rf"'w' \(mine\): read\(\) {got}, expected a NumPy array of f32"):
+    for array, got in ((good.tolist(), "list"), (good.astype(np.float16), "float16")):
+        with pytest.raises(
+            errors.WeightError, match=rf"'w' \(mine\): read\(\) returns {got}, expected a NumPy array of f32"
+        ):
             rlx.compile(flow, Own(array))
     with pytest.raises(errors.WeightShapeError, match=r"'w' \(mine\) was f32\[2,3\]"):
         rlx.compile(flow, Own(good.T))
@@ -257,7 +259,7 @@ def test_a_source_of_ones_own() -> None:
     class Half:
         keys, read, spec = Own.keys, Own.read, Own.spec
 
-    with pytest.raises(errors.WeightError, match="got 'Half', which lacks has, where"):
+    with pytest.raises(errors.WeightError, match="got 'Half' without has, where"):
         rlx.compile(flow, Half())
 
 
@@ -292,7 +294,8 @@ def test_tensor_that_its_shard_lacks(tmp_path: Path) -> None:
     first, second = SHARDS
     directory = write_shards(tmp_path / "model", index=index_of(w=first, b=second, c=second, gone=first, lost=second))
     with pytest.raises(
-        errors.MissingWeightError, match=f"lack 2 of its tensors: 'gone of {first}', 'lost of {second}'"
+        errors.MissingWeightError,
+        match=f"2 of its tensors are missing from the shards: 'gone of {first}', 'lost of {second}'",
     ):
         open_weights(directory)
     write_shards(directory, index=index_of(w=second, b=second, c=second))

@@ -25,7 +25,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.weights.format import OpenOptions
-from rlx_jax.weights.mxfp4 import unpacked
+from rlx_jax.weights.mxfp4 import decode_mxfp4
 
 
 def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
@@ -35,7 +35,7 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     checkpoint = Checkpoint(root, ignore_fields=args.ignore_field, headers=True)
     pretrained, source, tokenizer = checkpoint.pretrained, checkpoint.weights, checkpoint.tokenizer
     recipe: Any = pretrained.recipe
-    specs, unpacked_weights = [source.spec(key) for key in source.keys()], unpacked(source)
+    specs, unpacked_weights = [source.spec(key) for key in source.keys()], decode_mxfp4(source)
     result: dict[str, Any] = {
         "recipe": type(recipe).__name__,
         "kind": pretrained.kind,

@@ -88,7 +88,7 @@ class Checkpoint:
         if self.family and self.headers:
             return open_headers(self.folder)
         source = open_with(self.folder, self.options)
-        return MarkedSource(source, "lacking") if self.options.missing == "init" else source
+        return MarkedSource(source, "incomplete") if self.options.missing == "init" else source
 
     @cached_property
     def pretrained(self) -> Pretrained:

@@ -24,7 +24,7 @@ from rlx_jax.models.decoder_config import (
     window_at,
 )
 from rlx_jax.models.mixture import experts_of
-from rlx_jax.weights.mxfp4 import unpacked
+from rlx_jax.weights.mxfp4 import decode_mxfp4
 from rlx_jax.weights.source import WeightSource
 
 # The rope of a config without rope fields, as in the reference.
@@ -92,7 +92,7 @@ class GptOssFlow(DecoderFlow[GptOssConfig]):
 
     def reads(self, source: WeightSource) -> WeightSource:
         """Return the weights of a checkpoint, with MXFP4 experts unpacked to numbers."""
-        return super().reads(unpacked(source))
+        return super().reads(decode_mxfp4(source))
 
 
 def check_packing(c: Fields) -> None:

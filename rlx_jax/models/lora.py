@@ -64,7 +64,7 @@ class WithAdapter:
         flow = replace(flow, _no_training=self.no_training or flow._no_training)
         names = replace(self._names(flow), renamed=self.renamed)
         adapter_keys = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
-        flow = flow.with_weights(MarkedSource(RenamedSource(self.source, adapter_keys), "spare"), add=True)
+        flow = flow.with_weights(MarkedSource(RenamedSource(self.source, adapter_keys), "fallback"), add=True)
         if flow._elsewhere:  # adapter weights of the other tower, which another flow reads, are left unread here
             unread = set(flow._left_keys)
             companions = (

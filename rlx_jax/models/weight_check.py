@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from rlx_jax.errors import MissingWeightError, WeightError, WeightShapeError, listing
 from rlx_jax.flow import ModelRecipe, read_weights
 from rlx_jax.trace.parameters import Parameters
-from rlx_jax.weights.named import close_names
-from rlx_jax.weights.overlay import may_lack
+from rlx_jax.weights.named import suggest_key
+from rlx_jax.weights.overlay import can_init_missing
 from rlx_jax.weights.source import WeightSource, short_name
 
 # Number of missing weights at which the check stops; a wrong config may have a thousand layers.
@@ -44,20 +44,20 @@ class _Check(Parameters):
     def __init__(self, source: WeightSource, recipe: Any) -> None:
         super().__init__(source)
         # With `draws_missing` a missing weight does not stop the build, so that the check can list all of them.
-        self.draws_missing, self.may_lack = True, may_lack(source)
+        self.draws_missing, self.can_init_missing = True, can_init_missing(source)
         self.recipe, self.paths, self.stored = recipe, dict[str, str](), source
 
     def refuse(self, at_least: str = "") -> NoReturn:
         """Raise the error about the missing weights."""
         first_key = next(iter(self.paths))
         raise MissingWeightError(
-            f"{at_least}{len(self.paths)} weights that config.json asks for are missing: {listing(self.paths)}; the "
-            f"first is read by {self.paths[first_key] or self.recipe.name}{close_names(first_key, self.stored.keys())}"
+            f"{at_least}{len(self.paths)} weights that config.json requires are missing: {listing(self.paths)}; the "
+            f"first is read by {self.paths[first_key] or self.recipe.name}{suggest_key(first_key, self.stored.keys())}"
         )
 
     def _without_source(self, key: str, shape: tuple[int, ...], path: str) -> Any:
         """Record a missing weight, and go on as if it were initialized."""
-        if not self.may_lack:
+        if not self.can_init_missing:
             self.paths.setdefault(key, path)
             if len(self.paths) > MAX_MISSING:
                 self.refuse("at least ")

@@ -25,7 +25,7 @@ from rlx_jax.ir.region import unroll
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.program import Built
-from rlx_jax.weights.finite import narrowed
+from rlx_jax.weights.finite import narrow_values
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.views import RenamedSource
 
@@ -197,4 +197,6 @@ def _copied(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entr
     stored_type = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
     if dtype is None or not is_float(stored_type.dtype):
         return Entry(key, stored_type, partial(source.read, key))
-    return Entry(key, stored_type.with_dtype(dtype), lambda: narrowed(source.read(key), dtype, f"weight {quote(key)}"))
+    return Entry(
+        key, stored_type.with_dtype(dtype), lambda: narrow_values(source.read(key), dtype, f"weight {quote(key)}")
+    )

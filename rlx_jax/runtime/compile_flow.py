@@ -151,7 +151,7 @@ def open_model(
         (model,) = finish_models(programs).values()
         return model
     arguments = {"weights": weights, "max_positions": max_positions}
-    if surplus := [*(name for name, value in arguments.items() if value is not None), *options.changed()]:
+    if surplus := [*(name for name, value in arguments.items() if value is not None), *options.changed_names()]:
         raise RequestError(f"{flow.name} is compiled already: leave out {listing(surplus)}, or give the flow itself")
     return flow
 

@@ -44,7 +44,7 @@ from rlx_jax.runtime.model_setup import init_model_params
 from rlx_jax.runtime.programs import LAST_TOKEN, ProgramKey, Programs, Variant
 from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
 from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity, state_arrays
-from rlx_jax.weights.execute import by_key
+from rlx_jax.weights.execute import weights_by_key
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
 
@@ -412,7 +412,7 @@ class CompiledModel:
             check_params(arrays, self.param_specs())
         check_leaves(arrays, self.programs.layout.leaves)
         refuse_consumed(arrays, {})
-        return by_key({program: arrays[name] for name, program in self.programs.layout.leaves.items()})
+        return weights_by_key({program: arrays[name] for name, program in self.programs.layout.leaves.items()})
 
     def replace(self, params: Arrays) -> CompiledModel:
         """Return a model with other parameters and the same executables.

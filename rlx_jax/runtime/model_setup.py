@@ -44,7 +44,7 @@ from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.initial import initial_params, initial_weights
-from rlx_jax.weights.overlay import has_numbers, with_drawn
+from rlx_jax.weights.overlay import has_values, with_initialized
 from rlx_jax.weights.source import open_weights
 
 # The built flows by name, with the seconds that each build took.
@@ -150,7 +150,7 @@ def build_with_missing(
     initialized = {} if seed is None else init_missing_weights([built for built, _ in builds.values()], seed)
     if not initialized:
         return builds, ()
-    source = with_drawn(next(built.source for built, _ in builds.values()), initialized)
+    source = with_initialized(next(built.source for built, _ in builds.values()), initialized)
     return {name: (flow.build(source), builds[name][1]) for name, flow in named.items()}, tuple(initialized)
 
 
@@ -377,7 +377,7 @@ def init_missing_weights(builts: Sequence[Built], key: jax.Array) -> dict[str, j
     values: dict[str, jax.Array] = {}
     several = len(builts) > 1
     for built in builts:
-        missing = {name for name in built.params if not has_numbers(built.source, name)} - set(values)
+        missing = {name for name in built.params if not has_values(built.source, name)} - set(values)
         if missing and (several or not (built.source is None or shapes_only(built.source))):
             graph = expand_composites(built.hir, built.types)
             values |= initial_weights(graph, missing, key, built.inits)

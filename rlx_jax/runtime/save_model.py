@@ -32,8 +32,8 @@ from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin, with_unused_weights
 from rlx_jax.runtime.compile_flow import has_data
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.weights.execute import Piece, fill, pieces, read_numbers, whole
-from rlx_jax.weights.finite import narrowed
+from rlx_jax.weights.execute import Piece, fill, join_pieces, pieces, read_numbers
+from rlx_jax.weights.finite import narrow_values
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
 
@@ -167,7 +167,9 @@ class _Weight:
 
     def _stored(self, dtype: np.dtype[Any]) -> Any:
         values = self.values if self.original is None else read_numbers(self.key, self.original)
-        return values if values.dtype == dtype else narrowed(np.asarray(values), dtype, f"weight {quote(self.key)}")
+        return (
+            values if values.dtype == dtype else narrow_values(np.asarray(values), dtype, f"weight {quote(self.key)}")
+        )
 
 
 def _weights(
@@ -211,9 +213,9 @@ def _one(held: list[_Weight]) -> _Weight:
     """
     widest = max(held, key=lambda weight: weight.values.dtype.itemsize)
     is_cut = any(weight.piece.sliced is not None for weight in held)
-    values = whole([weight.piece for weight in held]) if is_cut else widest.values
+    values = join_pieces([weight.piece for weight in held]) if is_cut else widest.values
     for weight in held if len(held) > 1 else ():
-        overlap = _cast(np.asarray(values[weight.piece.place]), weight.values.dtype)
+        overlap = _cast(np.asarray(values[weight.piece.selection]), weight.values.dtype)
         if not np.array_equal(_bits(overlap), _bits(weight.values)):
             raise WeightError(f"weight {quote(weight.key)} is in two leaves of the model, and their values differ")
     if not is_cut:

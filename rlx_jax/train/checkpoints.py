@@ -35,7 +35,7 @@ from rlx_jax.io.strict_json import is_text
 from rlx_jax.train import step_files
 from rlx_jax.train.processes import Processes, Stop, preemption
 from rlx_jax.train.step_files import StoredLeaf, check_same, named_leaves
-from rlx_jax.weights import manifest
+from rlx_jax.weights.manifest import MANIFEST_NAME
 
 Tree = TypeVar("Tree")
 
@@ -286,7 +286,7 @@ class Checkpoints:
     def _is_whole(self, step: int) -> bool:
         """Return whether a step is complete: it has the manifest, which is written last."""
         directory = self._place(step)
-        return os.path.isfile(os.path.join(directory, manifest.NAME)) and not os.path.islink(directory)
+        return os.path.isfile(os.path.join(directory, MANIFEST_NAME)) and not os.path.islink(directory)
 
     def _choose(self, step: int | None) -> int:
         """Return the number of the step to restore."""

@@ -41,9 +41,17 @@ from rlx_jax.io.files import files_below
 from rlx_jax.io.strict_json import is_text
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.weights import manifest
-from rlx_jax.weights.manifest import FileEntry, Manifest, WeightEntry, check_lengths, check_weights, read_manifest
+from rlx_jax.weights.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    WeightEntry,
+    check_lengths,
+    check_weights,
+    read_manifest,
+)
 from rlx_jax.weights.orbax import OrbaxSource
-from rlx_jax.weights.orbax_tree import COMMITTED, read_tree
+from rlx_jax.weights.orbax_tree import COMMIT_MARKER, read_tree
 
 _ENDING = ".process_"  # process 1 writes into orbax's subdirectory `ocdbt.process_1/`
 
@@ -91,7 +99,7 @@ def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[dict[
     from etils import epath
 
     ocp.StandardCheckpointHandler().finalize(epath.Path(directory))
-    write_synced(os.path.join(directory, COMMITTED), b"rlx_jax")
+    write_synced(os.path.join(directory, COMMIT_MARKER), b"rlx_jax")
     entries = {name: FileEntry(**entry) for files in written for name, entry in files.items()}
     other_names = [name for name in files_below(directory) if name not in entries]
     files = entries | manifest.file_digests(directory, other_names)
@@ -102,7 +110,7 @@ def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[dict[
     except RlxError as cause:
         raise SaveFailedError(f"what was written cannot be read back, so it was not kept: {cause}") from cause
     # The manifest is written last, as it marks the step as complete.
-    write_synced(os.path.join(directory, manifest.NAME), step_manifest.to_json())
+    write_synced(os.path.join(directory, MANIFEST_NAME), step_manifest.to_json())
     sync(directory)
 
 
@@ -114,7 +122,7 @@ def read_leaves(directory: str) -> Manifest:
     """
     step_manifest = read_manifest(directory)
     if step_manifest is None:
-        raise StorageError(f"{quote(directory)}: no {manifest.NAME}: not a step that was saved whole")
+        raise StorageError(f"{quote(directory)}: no {MANIFEST_NAME}: not a step that was saved whole")
     return step_manifest
 
 

@@ -30,20 +30,20 @@ from rlx_jax.io.files import Links, check_name, list_directory, read_small_file,
 from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.io.hub import run_in_parallel
 from rlx_jax.io.strict_json import parse_object
-from rlx_jax.weights.manifest import NAME
+from rlx_jax.weights.manifest import MANIFEST_NAME
 from rlx_jax.weights.safetensors import SafetensorsFile, read_header
 from rlx_jax.weights.safetensors_header import Header, TensorInfo
 
 INDEX_SUFFIX = ".safetensors.index.json"
-ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 _PICKLE = (
-    "it is a pickle, which runs code when it is loaded; convert it with `safetensors.torch.save_file`, or, of a model "
-    "of the Hub, ask for a pull request that has done so: revision='refs/pr/1'"
+    "it is a pickle, which runs code when it is loaded; convert it with `safetensors.torch.save_file`; for a model "
+    "of the Hub, look for a pull request that has done so: revision='refs/pr/1'"
 )
 # Advice by the suffix of file names of other formats.
 _OTHER_FORMATS = {
-    ".gguf": "GGUF is not read yet; take the model that it was made from, or convert it to safetensors",
+    ".gguf": "GGUF is not supported yet; use the model that it was converted from, or convert it to safetensors",
     ".bin": _PICKLE,
     ".pt": _PICKLE,
     ".pth": _PICKLE,
@@ -74,13 +74,13 @@ def open_directory(directory: str, *, strict: bool, links: Links) -> list[Safete
         UnsupportedError: there are only weights of another format.
         Others: as `open_index` and `SafetensorsFile`.
     """
-    chosen = _choose(directory, list_directory(directory))
+    chosen = _choose_file(directory, list_directory(directory))
     if chosen.endswith(INDEX_SUFFIX):
         return open_index(directory, chosen, strict=strict, links=links)
     return [SafetensorsFile(resolve(directory, chosen, links), name=chosen)]
 
 
-def bring(folder: Folder, max_bytes: int | None = None) -> None:
+def fetch_weight_files(folder: Folder, max_bytes: int | None = None) -> None:
     """Fetch the files of a Hub model that `open_directory` opens, and the manifest; no other weight files.
 
     Raises:
@@ -89,21 +89,21 @@ def bring(folder: Folder, max_bytes: int | None = None) -> None:
     """
     if folder.snapshot is None:
         return
-    chosen, index = _listed(folder)
+    chosen, index = _choose_on_hub(folder)
     if max_bytes is not None:
-        total = sum(info.nbytes for file in headers(folder).values() for info in file.values())
+        total = sum(info.nbytes for file in read_headers(folder).values() for info in file.values())
         limits.check_limit(total, max_bytes, "max_bytes", "the size of all weights in bytes")
-    folder.fetch(NAME, bounds={NAME: (limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")})
+    folder.fetch(MANIFEST_NAME, bounds={MANIFEST_NAME: (limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")})
     folder.fetch(*([chosen] if index is None else index.shards))  # `open_index` reports missing shards
 
 
-def headers(folder: Folder) -> dict[str, Header]:
+def read_headers(folder: Folder) -> dict[str, Header]:
     """Return the headers of a Hub model's weight files, by file name, without fetching weights.
 
     Raises:
         As `open_directory`, applied to the file names on the Hub. HubError and others: as `Snapshot.read_range`.
     """
-    chosen, index = _listed(folder)
+    chosen, index = _choose_on_hub(folder)
     shards = [chosen] if index is None else list(index.shards)
     if index is not None:
         _refuse_missing(index, [shard for shard in shards if folder.hub_file(shard) is None])
@@ -113,21 +113,21 @@ def headers(folder: Folder) -> dict[str, Header]:
         """Read the header of a shard from the Hub."""
         where, entry = folder.where(shard), folder.hub_file(shard)
         if entry is None or entry.nbytes is None:
-            raise IntegrityError(f"{where}: the Hub does not say how long it is, so that its header cannot be trusted")
+            raise IntegrityError(f"{where}: the Hub does not report its length, so its header cannot be trusted")
         results[shard] = read_header(
             lambda count, start, _: folder.read_range(shard, start, count), entry.nbytes, where
         )
 
     run_in_parallel(read, shards)
     if index is not None:
-        _compare(index, results, strict=True)
+        _check_against_index(index, results, strict=True)
     return {shard: results[shard] for shard in shards}
 
 
-def _listed(folder: Folder) -> tuple[str, _Index | None]:
+def _choose_on_hub(folder: Folder) -> tuple[str, _Index | None]:
     """Return the name of a Hub model's weight file and None, or the name of its index and the index, fetched."""
     where, names = folder.where("").strip("'"), folder.names()
-    chosen = _choose(where, names)
+    chosen = _choose_file(where, names)
     if not chosen.endswith(INDEX_SUFFIX):
         return chosen, None
     folder.fetch(chosen, bounds={chosen: (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")})
@@ -143,10 +143,10 @@ def refuse_without_config(folder: Folder) -> None:
     names = folder.names()
     if CONFIG in names:
         return
-    if ADAPTER in names:
+    if ADAPTER_CONFIG in names:
         raise UnsupportedError(
-            f"{folder.where('')}: an adapter of PEFT ({ADAPTER}) and no model: load the model that it was trained on, "
-            "and give this directory as adapter=: rlx_jax.load(path, adapter=), or rlx_jax.lora(recipe, adapter=)"
+            f"{folder.where('')}: an adapter of PEFT ({ADAPTER_CONFIG}) and no model: load its base model and pass "
+            "this directory as adapter=: rlx_jax.load(path, adapter=), or rlx_jax.lora(recipe, adapter=)"
         )
     for suffix, advice in _OTHER_FORMATS.items():
         if matches := [name for name in names if name.lower().endswith(suffix)]:
@@ -179,7 +179,7 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
     _refuse_missing(index, missing_shards)
     with ExitStack() as stack:  # closes the files that are open if one of them, or the comparison, fails
         files = {shard: stack.enter_context(SafetensorsFile(path, name=shard)) for shard, path in paths.items()}
-        _compare(index, {shard: file.tensors for shard, file in files.items()}, strict)
+        _check_against_index(index, {shard: file.tensors for shard, file in files.items()}, strict)
         stack.pop_all()
     return list(files.values())
 
@@ -211,7 +211,7 @@ class _Index:
     total_size: int | None
 
 
-def _choose(directory: str, names: list[str]) -> str:
+def _choose_file(directory: str, names: list[str]) -> str:
     """Return the name of the index or of the file to open, in the order of `open_directory`."""
     for name in ("model" + INDEX_SUFFIX, "model.safetensors"):
         if name in names:
@@ -223,7 +223,7 @@ def _choose(directory: str, names: list[str]) -> str:
             return candidates[0]
         if candidates:
             shards = all("-of-" in name for name in candidates)
-            advice = "they are shards, and model.safetensors.index.json says what is in which: copy it too"
+            advice = "they are shards, and model.safetensors.index.json maps tensors to shards: copy it too"
             raise MissingFileError(
                 f"{where}: no model{suffix}, and {len(candidates)} others: {listing(candidates)}; "
                 f"{advice if shards else 'name the one you mean'}"
@@ -294,7 +294,7 @@ def _refuse_missing(index: _Index, missing: list[str]) -> None:
         )
 
 
-def _compare(index: _Index, headers: Mapping[str, Mapping[str, TensorInfo]], strict: bool) -> None:
+def _check_against_index(index: _Index, headers: Mapping[str, Mapping[str, TensorInfo]], strict: bool) -> None:
     """Check the headers of all shards against the index. Errors are documented in `open_index`."""
     owners: dict[str, list[str]] = defaultdict(list)
     for shard, tensors in headers.items():
@@ -307,7 +307,9 @@ def _compare(index: _Index, headers: Mapping[str, Mapping[str, TensorInfo]], str
         if shard not in owners[tensor]
     ]
     if missing:
-        raise MissingWeightError(f"{index.where}: the shards lack {len(missing)} of its tensors: {listing(missing)}")
+        raise MissingWeightError(
+            f"{index.where}: {len(missing)} of its tensors are missing from the shards: {listing(missing)}"
+        )
     duplicates = [f"{tensor} in {' and '.join(shards)}" for tensor, shards in owners.items() if len(shards) > 1]
     if duplicates:
         raise DuplicateWeightError(f"{index.where}: {len(duplicates)} tensors are in two shards: {listing(duplicates)}")
@@ -315,15 +317,17 @@ def _compare(index: _Index, headers: Mapping[str, Mapping[str, TensorInfo]], str
     extra = [f"{tensor} in {shards[0]}" for tensor, shards in owners.items() if tensor not in index_tensors]
     if extra:
         problem = f"{index.where}: the shards hold {len(extra)} tensors that it does not list: {listing(extra)}"
-        _complain(UnexpectedWeightError, problem, strict)
+        _raise_or_warn(UnexpectedWeightError, problem, strict)
     limits.check_limit(len(owners), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
     total = sum(info.nbytes for tensors in headers.values() for info in tensors.values())
     if index.total_size not in (None, total):
         problem = f"{index.where}: metadata.total_size is {index.total_size}, the tensors have {total} bytes"
-        _complain(CheckpointFormatError, problem, strict)
+        _raise_or_warn(CheckpointFormatError, problem, strict)
 
 
-def _complain(error: type[UnexpectedWeightError] | type[CheckpointFormatError], problem: str, strict: bool) -> None:
+def _raise_or_warn(
+    error: type[UnexpectedWeightError] | type[CheckpointFormatError], problem: str, strict: bool
+) -> None:
     """Raise an error if `strict`, else warn."""
     if strict:
         raise error(f"{problem}; pass strict=False to load what the shards hold")

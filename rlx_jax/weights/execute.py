@@ -1,4 +1,4 @@
-"""Run parameter programs: checkpoint tensors to parameters (`load_leaves`), and parameters to tensors (`by_key`).
+"""Run parameter programs: from checkpoint tensors to parameters (`load_leaves`), and back (`weights_by_key`).
 
 A leaf is a parameter of the compiled model. Leaves are loaded one box at a time, a box being the part of a leaf on one
 device. A box in transfer takes host memory for itself and for one checkpoint tensor, or the part of it that it needs.
@@ -25,7 +25,7 @@ from rlx_jax.ir.packed import PackedSpec, decoded
 from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, Zeros, select_box, stored_keys
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, as_stored
-from rlx_jax.weights.finite import narrowed
+from rlx_jax.weights.finite import narrow_values
 
 HostArray = np.ndarray[Any, Any]
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
@@ -36,7 +36,7 @@ def load_leaves(
     leaves: Mapping[str, Program],
     source: WeightSource,
     placement: Mapping[str, Sharding] | Any,
-    tell: Callable[[str, int, int], None],
+    report_progress: Callable[[str, int, int], None],
     cancelled: threading.Event,
 ) -> dict[str, jax.Array]:
     """Load every leaf, several at a time, and return the arrays by name.
@@ -48,7 +48,7 @@ def load_leaves(
         source: the checkpoint to read from.
         placement: a device (None: the default one), or a mapping with the sharding of each leaf. Each box of a sharded
             leaf that devices of this process hold is read separately, and once; `select_box` gives its program.
-        tell: progress callback, called with ("load", bytes read, total bytes) after each leaf, in order.
+        report_progress: progress callback, called with ("load", bytes read, total bytes) after each leaf, in order.
         cancelled: once set, loading ends early, and the result is incomplete.
 
     Raises:
@@ -56,20 +56,23 @@ def load_leaves(
         WeightShapeError: a sharding does not split its leaf evenly.
     """
     plan = {name: _plan(name, program, placement) for name, program in leaves.items()}
-    needs = {name: max((bytes_to_fill(share.program) for share in p.shares), default=0) for name, p in plan.items()}
+    needs = {
+        name: max((host_bytes_to_load(shard_read.program) for shard_read in p.shard_reads), default=0)
+        for name, p in plan.items()
+    }
     total, done = sum(p.nbytes for p in plan.values()), 0
     limit = total // 10 + max(needs.values(), default=0)
     _check_space(plan.values(), limit)
     arrays: dict[str, jax.Array] = {}
     pending: dict[str, Future[jax.Array]] = {}
 
-    def collect(room: int) -> None:
-        """Wait for leaves, in order, until the pending ones take at most `room` bytes."""
+    def collect(max_bytes: int) -> None:
+        """Wait for leaves, in order, until the pending ones take at most `max_bytes`."""
         nonlocal done
-        while pending and sum(needs[name] for name in pending) > room:
+        while pending and sum(needs[name] for name in pending) > max_bytes:
             name = next(iter(pending))
             arrays[name] = pending.pop(name).result()
-            tell("load", done := done + plan[name].nbytes, total)
+            report_progress("load", done := done + plan[name].nbytes, total)
 
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
         try:
@@ -87,34 +90,34 @@ def load_leaves(
     return arrays
 
 
-class Share(NamedTuple):
+class ShardRead(NamedTuple):
     """A part of a leaf that is read once: the program of a box, and the devices that hold it (None: the default)."""
 
     program: Program
     devices: tuple[Any, ...]
 
 
-class Filling(NamedTuple):
+class LoadPlan(NamedTuple):
     """How a leaf is loaded: its type, the shares that this process reads, and its sharding, if it has one."""
 
     type: TensorType
-    shares: tuple[Share, ...]
+    shard_reads: tuple[ShardRead, ...]
     sharding: Sharding | None
 
     @property
     def nbytes(self) -> int:
         """Return how many bytes are read: replicas share one read."""
-        return sum(share.program.type.nbytes for share in self.shares)
+        return sum(shard_read.program.type.nbytes for shard_read in self.shard_reads)
 
     def load(self, source: WeightSource) -> jax.Array:
         """Return the leaf's array. Its shares are read and transferred one after the other, to limit host memory."""
         if self.sharding is None:
-            ((program, (device,)),) = self.shares
+            ((program, (device,)),) = self.shard_reads
             return load_leaf(program, source, device)
         shards: list[jax.Array] = []
-        for program, devices in self.shares:
+        for program, devices in self.shard_reads:
             shardings = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
-            values = _value(program, source)
+            values = _evaluate(program, source)
             if isinstance(program, Key | Sliced) and devices[0].platform == "cpu":
                 values = values.copy()  # may be the caller's memory, which JAX on CPU shares if it is aligned
             shard = jax.device_put(values, shardings[0])
@@ -124,14 +127,14 @@ class Filling(NamedTuple):
         return leaf.block_until_ready()
 
 
-def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) -> Filling:
+def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) -> LoadPlan:
     """Return how a leaf is loaded: one share without a sharding, else one for each distinct box of this process.
 
     Raises:
         WeightShapeError: the sharding does not split the leaf evenly.
     """
     if not isinstance(placement, Mapping):
-        return Filling(program.type, (Share(program, (placement,)),), None)
+        return LoadPlan(program.type, (ShardRead(program, (placement,)),), None)
     sharding, shape = placement[name], program.type.shape
     try:
         sharding.shard_shape(shape)
@@ -143,36 +146,38 @@ def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) 
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         edges = (part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         boxes.setdefault(tuple(edges), []).append(device)
-    shares = (Share(select_box(program, box), tuple(devices)) for box, devices in boxes.items())
-    return Filling(program.type, tuple(shares), sharding)
+    shard_reads = (ShardRead(select_box(program, box), tuple(devices)) for box, devices in boxes.items())
+    return LoadPlan(program.type, tuple(shard_reads), sharding)
 
 
-def _check_space(plans: Iterable[Filling], on_host: int) -> None:
+def _check_space(plans: Iterable[LoadPlan], on_host: int) -> None:
     """Check that each device has memory for its shares, and the host `on_host` bytes for leaves in transfer."""
     device_bytes: Counter[Any] = Counter()
     for plan in plans:
-        for share in plan.shares:
-            device_bytes.update(dict.fromkeys(share.devices, share.program.type.nbytes))
+        for shard_read in plan.shard_reads:
+            device_bytes.update(dict.fromkeys(shard_read.devices, shard_read.program.type.nbytes))
     check_space(max(device_bytes.values(), default=0), "the weights", on_host, together=device_bytes.total())
 
 
-def bytes_to_fill(program: Program) -> int:
+def host_bytes_to_load(program: Program) -> int:
     """Return the bytes of host memory that loading a leaf takes: the leaf, and the largest temporary to fill it.
 
     For a packed tensor, the temporary is its bytes and its decoded numbers in float32; for an operation that cannot
     fill its parts in place, it is the values of these parts.
     """
-    return program.type.nbytes + (0 if isinstance(program, Key | Sliced) else _beside(program))
+    return program.type.nbytes + (0 if isinstance(program, Key | Sliced) else _temporary_bytes(program))
 
 
-def _beside(program: Program) -> int:
+def _temporary_bytes(program: Program) -> int:
     """Return the bytes of temporaries that `fill` takes, in addition to the array that it fills."""
     if isinstance(program, Key | Sliced):
         return program.type.nbytes
     if program.splits_to_views:
-        return max((_beside(part) for part in program.parts), default=0)
+        return max((_temporary_bytes(part) for part in program.parts), default=0)
     values = {Dequantized: 4 * program.type.size, Cast: program.type.nbytes, Zeros: program.type.nbytes}
-    total = sum(_beside(p) + (0 if isinstance(p, Key | Sliced | Dequantized) else p.type.nbytes) for p in program.parts)
+    total = sum(
+        _temporary_bytes(p) + (0 if isinstance(p, Key | Sliced | Dequantized) else p.type.nbytes) for p in program.parts
+    )
     return total + values.get(type(program), 0)
 
 
@@ -180,31 +185,33 @@ def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax
     """Return the leaf's array on `device` (None: the default one), once the transfer is complete."""
     with jax.default_device(device):
         if isinstance(program, Key | Sliced):
-            leaf = jnp.array(_read(program, source))  # a copy: jnp.asarray may share the caller's memory
+            leaf = jnp.array(_read_stored(program, source))  # a copy: jnp.asarray may share the caller's memory
         else:
-            leaf = jnp.asarray(_filled(program, source))
+            leaf = jnp.asarray(_fill_new(program, source))
         return leaf.block_until_ready()
 
 
 def fill(out: HostArray, program: Program, source: WeightSource) -> None:
     """Write the program's value into `out`, an array or a view with the shape and the dtype of the program's type."""
     if isinstance(program, Key | Sliced | Dequantized):
-        out[...] = _read(program, source)
+        out[...] = _read_stored(program, source)
     elif isinstance(program, Cast):
-        out[...] = _rounded(_value(program.of, source), program, out.dtype, source)
+        out[...] = _cast(_evaluate(program.of, source), program, out.dtype, source)
     elif program.splits_to_views:
         for part, view in zip(program.parts, program.split(out), strict=True):
             fill(view, part, source)
     else:
-        out[...] = program.join(*(_value(part, source) for part in program.parts))
+        out[...] = program.join(*(_evaluate(part, source) for part in program.parts))
 
 
-def _value(program: Program, source: WeightSource) -> HostArray:
+def _evaluate(program: Program, source: WeightSource) -> HostArray:
     """Return the program's value: the array that the source returns, or a new one."""
-    return _read(program, source) if isinstance(program, Key | Sliced | Dequantized) else _filled(program, source)
+    return (
+        _read_stored(program, source) if isinstance(program, Key | Sliced | Dequantized) else _fill_new(program, source)
+    )
 
 
-def _filled(program: Program, source: WeightSource) -> HostArray:
+def _fill_new(program: Program, source: WeightSource) -> HostArray:
     """Return the program's value in a new array."""
     out = np.empty(program.type.shape, program.type.dtype)
     fill(out, program, source)
@@ -216,24 +223,24 @@ def read_numbers(key: str, source: WeightSource) -> HostArray:
     spec = source.spec(key)
     if not isinstance(spec, PackedSpec):
         return source.read(key)
-    return _read(as_stored(key, spec, f"weight {quote(key)} ({source.where(key)})"), source)
+    return _read_stored(as_stored(key, spec, f"weight {quote(key)} ({source.where(key)})"), source)
 
 
-def _read(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray:
+def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray:
     """Return a tensor of the checkpoint or a slice of one, decoded if it is packed.
 
     Raises:
         WeightError, WeightShapeError: `read` of the source returns another type than its `spec` declared.
     """
     if isinstance(stored, Dequantized):
-        numbers: HostArray = decoded(_read(stored.of, source), stored.scheme)
-        return numbers if numbers.dtype == stored.dtype else _rounded(numbers, stored, stored.dtype, source)
+        numbers: HostArray = decoded(_read_stored(stored.of, source), stored.scheme)
+        return numbers if numbers.dtype == stored.dtype else _cast(numbers, stored, stored.dtype, source)
     key = stored.source_key
     data = source.read(key.key, _index(stored))
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
         got = data.dtype if isinstance(data, np.ndarray) else type(data).__name__
         raise WeightError(
-            f"weight {key.key!r} ({source.where(key.key)}): read() gives {got}, expected a NumPy array of {key.type}"
+            f"weight {key.key!r} ({source.where(key.key)}): read() returns {got}, expected a NumPy array of {key.type}"
         )
     if data.shape != stored.type.shape:
         raise WeightShapeError(
@@ -255,7 +262,7 @@ def _index(stored: Key | Sliced) -> tuple[slice, ...] | None:
     return tuple(index) or None
 
 
-def _rounded(data: HostArray, program: Program, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
+def _cast(data: HostArray, program: Program, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
     """Return stored values cast to `dtype`; floats over its range become infinite, with a warning.
 
     Raises:
@@ -269,10 +276,10 @@ def _rounded(data: HostArray, program: Program, dtype: np.dtype[Any], source: We
         info = np.iinfo(dtype)
         if data.size and (data.min() < info.min or data.max() > info.max):
             raise WeightError(f"{where}: values {data.min()} … {data.max()} do not fit {short_name(dtype)}")
-    return narrowed(data, dtype, where)
+    return narrow_values(data, dtype, where)
 
 
-def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
+def weights_by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
     """Invert programs: return the array of every checkpoint key, in its stored shape and dtype.
 
     A packed tensor has its logical shape and dtype.
@@ -284,7 +291,7 @@ def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
     for program, array in leaves.items():
         for piece in pieces(program, freed(array)):
             groups.setdefault(piece.key.key, []).append(piece)
-    return {name: _as_stored(whole(group), group[0].key.type.dtype) for name, group in groups.items()}
+    return {name: _as_stored(join_pieces(group), group[0].key.type.dtype) for name, group in groups.items()}
 
 
 class Piece(NamedTuple):
@@ -295,7 +302,7 @@ class Piece(NamedTuple):
     sliced: Sliced | Strided | None = None
 
     @property
-    def place(self) -> tuple[slice, ...]:
+    def selection(self) -> tuple[slice, ...]:
         """Return the NumPy index of this piece in the stored tensor."""
         if isinstance(self.sliced, Strided):
             return self.sliced.index
@@ -321,44 +328,44 @@ def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
             yield from pieces(part, piece)
 
 
-def whole(held: Sequence[Piece]) -> Any:
+def join_pieces(pieces: Sequence[Piece]) -> Any:
     """Return all values of one key from its pieces, each of which holds all or a part of them.
 
     Raises:
         WeightError: a part is in no piece; the message names the key and its existing parts.
     """
-    for piece in held:
+    for piece in pieces:
         if piece.sliced is None:
             return piece.values
-    if all(isinstance(piece.sliced, Strided) for piece in held):
-        return _interleaved(held)
+    if all(isinstance(piece.sliced, Strided) for piece in pieces):
+        return _join_strided(pieces)
     # Tied leaves repeat a part; iterating in reverse makes the first one count.
-    parts = {p.sliced.source_box: p for p in reversed(held) if isinstance(p.sliced, Sliced)}
-    key, ordered = held[0].key, [parts[place] for place in sorted(parts)]
+    parts = {p.sliced.source_box: p for p in reversed(pieces) if isinstance(p.sliced, Sliced)}
+    key, ordered = pieces[0].key, [parts[index] for index in sorted(parts)]
     axis = concat_axis(key.type.shape, list(parts))
     if axis is None:
-        raise _not_all(key, held)
+        raise _incomplete_error(key, pieces)
     values = [part.values for part in ordered]
     join = np.concatenate if all(isinstance(v, np.ndarray) for v in values) else jnp.concatenate
     return join(values, axis)
 
 
-def _interleaved(held: Sequence[Piece]) -> Any:
+def _join_strided(pieces: Sequence[Piece]) -> Any:
     """Return all values of one key from strided pieces, which alternate along an axis."""
-    strided = [(piece.sliced, piece) for piece in reversed(held) if isinstance(piece.sliced, Strided)]
+    strided = [(piece.sliced, piece) for piece in reversed(pieces) if isinstance(piece.sliced, Strided)]
     parts = {(part.axis, part.step, part.start): piece for part, piece in strided}
-    key, ((axis, step, _), *_) = held[0].key, parts
+    key, ((axis, step, _), *_) = pieces[0].key, parts
     if set(parts) != {(axis, step, start) for start in range(step)}:
-        raise _not_all(key, held)
+        raise _incomplete_error(key, pieces)
     values = [parts[axis, step, start].values for start in range(step)]
     stack = np.stack if all(isinstance(v, np.ndarray) for v in values) else jnp.stack
     return stack(values, axis + 1).reshape(key.type.shape)
 
 
-def _not_all(key: Key, held: Sequence[Piece]) -> WeightError:
+def _incomplete_error(key: Key, pieces: Sequence[Piece]) -> WeightError:
     """Return the error for a tensor of which the pieces cover only a part."""
-    part_names = ", ".join(sorted({str(part.sliced) for part in held}))
-    return WeightError(f"weight {quote(key.key)} is {key.type}, and the model's parts are not all of it: {part_names}")
+    part_names = ", ".join(sorted({str(part.sliced) for part in pieces}))
+    return WeightError(f"weight {quote(key.key)} is {key.type}, and the model has only these parts of it: {part_names}")
 
 
 def _as_stored(value: Any, dtype: np.dtype[Any]) -> Any:

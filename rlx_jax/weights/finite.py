@@ -48,7 +48,7 @@ def check_finite(values: np.ndarray[Any, Any], key: str, where: str, on_nonfinit
     warnings.warn(message, RlxNumericsWarning, stacklevel=3)
 
 
-def narrowed(values: np.ndarray[Any, Any], dtype: np.dtype[Any], where: str) -> np.ndarray[Any, Any]:
+def narrow_values(values: np.ndarray[Any, Any], dtype: np.dtype[Any], where: str) -> np.ndarray[Any, Any]:
     """Return a tensor cast to `dtype`. Messages begin with `where`.
 
     Warns:

@@ -56,7 +56,7 @@ class OpenOptions:
         """Return the options that the constructors of `CausalLM`, `Encoder` and similar classes take, by name."""
         return cast(CompileOptions, {name: getattr(self, name) for name in CompileOptions.__annotations__})
 
-    def changed(self) -> list[str]:
+    def changed_names(self) -> list[str]:
         """Return the names of the options that differ from their defaults."""
         values = [(f.name, f.default, getattr(self, f.name)) for f in fields(self)]
         # Compared by identity, except strings: `key` may be an array, for which `==` is not a bool.

@@ -17,7 +17,7 @@ from rlx_jax.ir.traits import Normal
 from rlx_jax.ir.types import TensorType
 
 # Number of random values that are generated for each smaller weight; see `_is_small`.
-SMALL = 2**15
+SMALL_SIZE = 2**15
 
 
 def initial_params(
@@ -47,60 +47,60 @@ def initial_params(
     values = {
         name: drawn(custom_inits[name], keys[name], t, f"weight {quote(name)}")
         if name in custom_inits
-        else _draw(*readers[name], t, keys[name])
+        else _init_weight(*readers[name], t, keys[name])
         for name, t in stored.items()
     }
     return {name: _assemble(program, values) for name, program in leaves.items()}
 
 
 def initial_weights(
-    graph: Graph, wanted: Collection[str], key: jax.Array, inits: Mapping[str, Init]
+    graph: Graph, weight_keys: Collection[str], key: jax.Array, inits: Mapping[str, Init]
 ) -> dict[str, jax.Array]:
-    """Return the weights of a flow with the checkpoint keys `wanted`, initialized as in `initial_params`."""
+    """Return the weights of a flow with the checkpoint keys `weight_keys`, initialized as in `initial_params`."""
     stored = {k.key: k for leaf in graph.params() for program in leaf.programs for k in stored_keys(program)}
-    return initial_params(graph, {name: stored[name] for name in stored if name in wanted}, key, inits)
+    return initial_params(graph, {name: stored[name] for name in stored if name in weight_keys}, key, inits)
 
 
-def _assemble(program: Program, drawn: Mapping[str, jax.Array]) -> jax.Array:
+def _assemble(program: Program, values: Mapping[str, jax.Array]) -> jax.Array:
     """Return the leaf that a program assembles from initialized checkpoint tensors."""
     if isinstance(program, Dequantized):
-        return _assemble(program.logical, drawn)
+        return _assemble(program.logical, values)
     if isinstance(program, Key):
-        return drawn[program.key]
-    value: jax.Array = program.join(*(_assemble(part, drawn) for part in program.parts))
+        return values[program.key]
+    value: jax.Array = program.join(*(_assemble(part, values) for part in program.parts))
     return value
 
 
-def _draw(node: Node, place: int, t: TensorType, key: jax.Array) -> jax.Array:
-    """Initialize one weight as required by `node`, which reads it as operand number `place`.
+def _init_weight(node: Node, operand_index: int, t: TensorType, key: jax.Array) -> jax.Array:
+    """Initialize one weight as required by `node`, which reads it as operand number `operand_index`.
 
     Stored 64-bit types are initialized in 32 bits.
     """
     dtype = jax.dtypes.canonicalize_dtype(t.dtype)
-    initial = node.op.initial(place, t)
+    initial = node.op.initial(operand_index, t)
     small = _is_small(t.size, key)
     if not isinstance(initial, Normal):
-        return _beside(np.full(t.shape, initial, dtype), key) if small else jnp.full(t.shape, initial, dtype)
+        return _put_with_key(np.full(t.shape, initial, dtype), key) if small else jnp.full(t.shape, initial, dtype)
     scale = float(initial.fan_in) ** -0.5
     if small:
-        flat = jax.device_get(jax.random.normal(key, (SMALL,), jnp.float32))[: t.size]
-        return _beside((flat.reshape(t.shape) * scale).astype(dtype), key)
+        flat = jax.device_get(jax.random.normal(key, (SMALL_SIZE,), jnp.float32))[: t.size]
+        return _put_with_key((flat.reshape(t.shape) * scale).astype(dtype), key)
     normal: jax.Array = jax.random.normal(key, t.shape, jnp.float32) * scale
     return normal.astype(dtype)
 
 
 def _is_small(size: int, key: jax.Array) -> bool:
-    """Whether a weight is sliced from `SMALL` random values instead of being generated in its own shape.
+    """Whether a weight is sliced from `SMALL_SIZE` random values instead of being generated in its own shape.
 
     One program for all small shapes saves compile time: a program for each shape of a small model takes longer to
     compile than the model. The result is the same, as with partitionable threefry the first values do not depend on the
     number of values.
     """
     partitionable: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
-    return size <= SMALL and partitionable and not isinstance(key, jax.core.Tracer)
+    return size <= SMALL_SIZE and partitionable and not isinstance(key, jax.core.Tracer)
 
 
-def _beside(value: np.ndarray[Any, Any], key: jax.Array) -> jax.Array:
+def _put_with_key(value: np.ndarray[Any, Any], key: jax.Array) -> jax.Array:
     """Return an array on the devices of the key if the key is committed to some, else on the default device."""
     placed: jax.Array = jax.device_put(value, key.sharding if key.committed else None)
     return placed
@@ -113,4 +113,6 @@ def _split(key: jax.Array, count: int) -> list[jax.Array]:
         return list(keys)
     # The keys are separated on the host, which saves a device operation for each.
     kind = str(jax.random.key_impl(key))
-    return [jax.random.wrap_key_data(_beside(w, key), impl=kind) for w in jax.device_get(jax.random.key_data(keys))]
+    return [
+        jax.random.wrap_key_data(_put_with_key(w, key), impl=kind) for w in jax.device_get(jax.random.key_data(keys))
+    ]

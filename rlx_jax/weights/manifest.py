@@ -39,10 +39,10 @@ from rlx_jax.weights.views import SourceView
 # "auto": check digests if there is a manifest. "full": a manifest is required. "metadata": check no digests.
 Verify = Literal["auto", "full", "metadata"]
 
-NAME = "rlx_manifest.json"
+MANIFEST_NAME = "rlx_manifest.json"
 VERSION = 1
 
-_BAND = 2**28  # bytes of a weight that are read at a time to compute its digest
+_BAND_BYTES = 2**28  # bytes of a weight that are read at a time to compute its digest
 _ADVICE = 'the checkpoint is damaged: use another copy (verify="metadata" loads it unchecked)'
 
 
@@ -70,13 +70,13 @@ class FileEntry:
 class Manifest:
     """The weights of a checkpoint by key, and its files by path within the directory.
 
-    `beside` lists the names of companion files that were written with them, such as the config. They have no digests,
-    so that users may edit them.
+    `companions` lists the names of companion files that were written with them, such as the config. They have no
+    digests, so that users may edit them.
     """
 
     weights: Mapping[str, WeightEntry]
     files: Mapping[str, FileEntry]
-    beside: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         """Return the content of `rlx_manifest.json`."""
@@ -91,7 +91,7 @@ class Manifest:
         }
         files = {name: {"nbytes": e.nbytes, "sha256": e.sha256} for name, e in self.files.items()}
         content = {"format": "rlx_jax checkpoint", "version": VERSION, "weights": weights, "files": files}
-        content |= {"beside": list(self.beside)} if self.beside else {}
+        content |= {"beside": list(self.companions)} if self.companions else {}
         return json.dumps(content, indent=1).encode()
 
 
@@ -103,9 +103,9 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
         UnsupportedError: it has another version than this package reads.
         PathEscapeError: it is a link that `files.resolve` refuses.
     """
-    if not os.path.lexists(os.path.join(directory, NAME)):
+    if not os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
         return None
-    path, where = resolve(directory, NAME, links), quote(os.path.join(directory, NAME))
+    path, where = resolve(directory, MANIFEST_NAME, links), quote(os.path.join(directory, MANIFEST_NAME))
     raw = read_small_file(path, where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", IntegrityError)
     content = parse_object(raw, where, IntegrityError)
     if content.get("version") != VERSION:
@@ -175,7 +175,7 @@ def check_lengths(directory: str, files: Mapping[str, FileEntry]) -> None:
             problems.append(f"{name}: {size} bytes, expected {entry.nbytes}")
     if problems:
         raise IntegrityError(
-            f"{quote(directory)}: {len(problems)} files differ from {NAME}: {listing(problems)}; {_ADVICE}"
+            f"{quote(directory)}: {len(problems)} files differ from {MANIFEST_NAME}: {listing(problems)}; {_ADVICE}"
         )
 
 
@@ -189,12 +189,12 @@ def check_files(directory: str, files: Mapping[str, FileEntry], links: Links = "
     """
     for name in files:
         resolve(directory, name, links)
-    if differences := _differing(directory, files):
-        where = f"{quote(directory)}: {len(differences)} files differ from their digests in {NAME}"
+    if differences := _find_differing_files(directory, files):
+        where = f"{quote(directory)}: {len(differences)} files differ from their digests in {MANIFEST_NAME}"
         raise IntegrityError(f"{where}: {listing(differences)}; {_ADVICE}")
 
 
-def _differing(directory: str, files: Mapping[str, FileEntry]) -> list[str]:
+def _find_differing_files(directory: str, files: Mapping[str, FileEntry]) -> list[str]:
     """Return the names of files that are missing or differ from their digests. All of them are read."""
     existing = [name for name in files if os.path.isfile(os.path.join(directory, name))]
     try:
@@ -205,17 +205,19 @@ def _differing(directory: str, files: Mapping[str, FileEntry]) -> list[str]:
 
 
 @contextmanager
-def explained(directory: str, manifest: Manifest | None) -> Iterator[None]:
+def explain_damage(directory: str, manifest: Manifest | None) -> Iterator[None]:
     """Convert an error of a decoder to an `IntegrityError` if files differ from their digests."""
     try:
         yield
     except IntegrityError:
         raise
     except (FormatError, StorageError, NonFiniteWeightError) as cause:
-        differences = [] if manifest is None else _differing(directory, manifest.files)
+        differences = [] if manifest is None else _find_differing_files(directory, manifest.files)
         if not differences:
             raise
-        raise IntegrityError(f"{cause}; files that differ from {NAME}: {listing(differences)}; {_ADVICE}") from cause
+        raise IntegrityError(
+            f"{cause}; files that differ from {MANIFEST_NAME}: {listing(differences)}; {_ADVICE}"
+        ) from cause
 
 
 def check_weights(source: WeightSource, weights: Mapping[str, WeightEntry], where: str) -> None:
@@ -229,9 +231,11 @@ def check_weights(source: WeightSource, weights: Mapping[str, WeightEntry], wher
     problems += [f"{key}: not in the checkpoint" for key in weights if not source.has(key)]
     for key in keys:
         if key in weights and source.spec(key) != weights[key].type.spec:
-            problems.append(f"{key}: {source.spec(key)}, the manifest says {weights[key].type}")
+            problems.append(f"{key}: {source.spec(key)}, expected {weights[key].type} by the manifest")
     if problems:
-        raise IntegrityError(f"{where}: {len(problems)} weights differ from {NAME}: {listing(problems)}; {_ADVICE}")
+        raise IntegrityError(
+            f"{where}: {len(problems)} weights differ from {MANIFEST_NAME}: {listing(problems)}; {_ADVICE}"
+        )
 
 
 class VerifiedSource(SourceView):
@@ -254,7 +258,7 @@ class VerifiedSource(SourceView):
             Others: as `read` of the source.
         """
         by_file = self.source.has(key) and self._manifest.weights[key].sha256 is None
-        with explained(self._directory, self._manifest):
+        with explain_damage(self._directory, self._manifest):
             if index and not by_file and key not in self._compared:
                 self._compare(key, self._digest(key))
             values = self.source.read(key, index)
@@ -267,16 +271,16 @@ class VerifiedSource(SourceView):
         spec, sha256 = self.source.spec(key), hashlib.sha256()
         if not spec.shape:
             return digest(self.source.read(key))
-        rows = max(1, _BAND // max(1, stored_bytes(spec) // max(1, spec.shape[0])))
+        rows = max(1, _BAND_BYTES // max(1, stored_bytes(spec) // max(1, spec.shape[0])))
         for start in range(0, spec.shape[0], rows):
             sha256.update(_bytes(self.source.read(key, (slice(start, start + rows),))))
         return sha256.hexdigest()
 
-    def _compare(self, key: str, found: str) -> None:
+    def _compare(self, key: str, sha256: str) -> None:
         """Compare the digest of a weight with its digest in the manifest."""
-        if found != self._manifest.weights[key].sha256:
+        if sha256 != self._manifest.weights[key].sha256:
             where = quote(self._directory)
-            raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
+            raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {MANIFEST_NAME}; {_ADVICE}")
         self._compared.add(key)
 
 
@@ -285,7 +289,7 @@ def open_verified(
     verify: Verify,
     links: Links,
     read: Callable[[], WeightSource],
-    key_of: Callable[[str], str | None] = lambda name: name,
+    to_key: Callable[[str], str | None] = lambda name: name,
 ) -> WeightSource:
     """Return the source that `read` opens for a directory, verified against the directory's manifest if it has one.
 
@@ -293,7 +297,7 @@ def open_verified(
         verify: `"metadata"` ignores the manifest, `"full"` requires one.
         links: links in the directory that are allowed.
         read: opens the source.
-        key_of: returns the source's key for a weight of the manifest, None for one that the source leaves out.
+        to_key: returns the source's key for a weight of the manifest, None for one that the source leaves out.
 
     Raises:
         IntegrityError: files or weights differ from the manifest, or it is required and missing.
@@ -304,11 +308,11 @@ def open_verified(
         if any(entry.sha256 is None for entry in manifest.weights.values()):
             check_files(directory, manifest.files, links)
     elif verify == "full":
-        raise IntegrityError(f'{quote(directory)}: no {NAME} to verify with; verify="auto" loads it as it is')
-    with explained(directory, manifest):
+        raise IntegrityError(f'{quote(directory)}: no {MANIFEST_NAME} to verify with; verify="auto" loads it as it is')
+    with explain_damage(directory, manifest):
         source = read()
     if manifest is None:
         return source
-    entries_by_key = {key_of(name): entry for name, entry in manifest.weights.items()}
+    entries_by_key = {to_key(name): entry for name, entry in manifest.weights.items()}
     weights = {key: entry for key, entry in entries_by_key.items() if key is not None}
     return VerifiedSource(source, replace(manifest, weights=weights), directory)

@@ -35,14 +35,14 @@ class MappingFormat:
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
         """Return the source of a mapping, which supports neither `subtree` nor `verify="full"`."""
         if options.subtree:
-            raise WeightError("weights: subtree= is for orbax checkpoints; a mapping holds no tree")
+            raise WeightError("weights: subtree= is for orbax checkpoints; a mapping has no tree")
         if options.verify == "full":
             raise IntegrityError("weights: a mapping has no digests to verify with")
         return MappingSource(weights, on_nonfinite=options.on_nonfinite)
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
         """Raise `UnsupportedError`: a mapping is not a file format."""
-        raise UnsupportedError("a mapping is no file: model.weights() makes one")
+        raise UnsupportedError("a mapping is not a file format; model.weights() returns a mapping")
 
 
 class MappingSource(NamedTensors[Any]):
@@ -60,7 +60,7 @@ class MappingSource(NamedTensors[Any]):
         self, arrays: Mapping[str, Any], *, on_nonfinite: OnNonfinite = "error", name: str = "mapping"
     ) -> None:
         self._tensors = dict(arrays)
-        self._on_nonfinite, self._name, self._place = on_nonfinite, name, f"the {name}"
+        self._on_nonfinite, self._name, self._label = on_nonfinite, name, f"the {name}"
         for key, value in self._tensors.items():
             _check_value(key, value)
 
@@ -70,7 +70,7 @@ class MappingSource(NamedTensors[Any]):
         values = self._tensors.values()
         return bool(values) and all(isinstance(v, WeightSpec) for v in values)
 
-    def has_numbers(self, key: str) -> bool:
+    def has_values(self, key: str) -> bool:
         """Whether there is an array under `key`, and not only a shape."""
         return self.has(key) and not isinstance(self._tensors[key], WeightSpec)
 
@@ -110,16 +110,16 @@ class MappingSource(NamedTensors[Any]):
         slices = check_index(index, value.shape, key)
         if isinstance(value, WeightSpec):
             kind = type(value).__name__
-            raise WeightError(f"weight {quote(key)} has a shape only, no values: it was given as a {kind}")
+            raise WeightError(f"weight {quote(key)} has a shape only, no values: it is a {kind}")
         if isinstance(value, jax.core.Tracer):
             raise WeightError(
-                f"weight {quote(key)} is traced by a JAX transformation; compile outside of it, and give traced "
+                f"weight {quote(key)} is traced by a JAX transformation; compile outside of it, and pass traced "
                 "weights to model.apply(params, …)"
             )
         if isinstance(value, jax.Array) and value.is_deleted():
             raise WeightError(f"weight {quote(key)} is deleted: a jitted call that donates it has consumed it")
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            raise WeightError(f"weight {quote(key)} lies on devices of other processes, so it cannot be read here")
+            raise WeightError(f"weight {quote(key)} is on devices of other processes, so it cannot be read here")
         # A JAX array is sliced on its device, so that only the part is transferred to the host.
         part = np.asarray(value[slices] if slices else value)
         part = part.astype(part.dtype.newbyteorder("="), copy=False).view()
@@ -141,7 +141,7 @@ def _check_value(key: object, value: Any) -> None:
     if not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct) or isinstance(value, np.ma.MaskedArray):
         hint = "; flatten nested mappings to dotted keys" if isinstance(value, Mapping) else "; numpy.asarray makes one"
         if isinstance(value, str):
-            hint = "; a path stands in place of the whole mapping"
+            hint = "; pass a path in place of the full mapping"
         raise WeightError(f"weight {quote(key)}: expected an array, got {quote(type(value).__name__)}{hint}")
     dtype = value.dtype
     if not (jax.numpy.issubdtype(dtype, np.number) or dtype == np.bool_):

@@ -17,7 +17,7 @@ from rlx_jax.weights.views import SourceView
 
 BLOCKS, SCALES = "_blocks", "_scales"
 # Number of values that share a scale.
-SIZE = 32
+BLOCK_SIZE = 32
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # The value of each four-bit code e2m1: a sign, two bits of exponent and one of mantissa.
@@ -38,13 +38,13 @@ class Mxfp4Source(SourceView):
         self._packed = {key for key in bases if source.has(key + SCALES) and not source.has(key)}
         hidden = {key + end for key in self._packed for end in (BLOCKS, SCALES)}
         self._keys = (*(key for key in source.keys() if key not in hidden), *sorted(self._packed))
-        self._known = frozenset(self._keys)
+        self._key_set = frozenset(self._keys)
 
     def keys(self) -> tuple[str, ...]:
         return self._keys
 
     def has(self, key: str) -> bool:
-        return isinstance(key, str) and key in self._known
+        return isinstance(key, str) and key in self._key_set
 
     def where(self, key: str) -> str:
         return self.source.where(key + BLOCKS if key in self._packed else key)
@@ -59,14 +59,14 @@ class Mxfp4Source(SourceView):
             return self.source.spec(key)
         blocks, scales = (self.source.spec(key + end) for end in (BLOCKS, SCALES))
         shape = tuple(blocks.shape)
-        fits = len(shape) == 4 and shape[3] == SIZE // 2 and tuple(scales.shape) == shape[:3]
+        fits = len(shape) == 4 and shape[3] == BLOCK_SIZE // 2 and tuple(scales.shape) == shape[:3]
         if not fits or {np.dtype(blocks.dtype), np.dtype(scales.dtype)} != {np.dtype(np.uint8)}:
             raise WeightShapeError(
-                f"weight {quote(key)} ({self.where(key)}): MXFP4 is blocks u8 [E, out, in/{SIZE}, {SIZE // 2}] and "
-                f"scales u8 [E, out, in/{SIZE}], got {short_name(blocks.dtype)} {list(shape)} and "
+                f"weight {quote(key)} ({self.where(key)}): MXFP4 is blocks u8 [E, out, in/32, 16] and scales u8 "
+                f"[E, out, in/32], got {short_name(blocks.dtype)} {list(shape)} and "
                 f"{short_name(scales.dtype)} {list(scales.shape)}"
             )
-        return jax.ShapeDtypeStruct((shape[0], shape[2] * SIZE, shape[1]), BF16)
+        return jax.ShapeDtypeStruct((shape[0], shape[2] * BLOCK_SIZE, shape[1]), BF16)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
         """Return a weight or a part of it; the decoded numbers for a pair, for which full blocks are read.
@@ -79,22 +79,22 @@ class Mxfp4Source(SourceView):
         shape = self.spec(key).shape
         slices = (*(index or ()), *(slice(None),) * (3 - len(index or ())))
         (start, stop, _), (experts, _, out) = slices[1].indices(shape[1]), slices
-        blocks_slice = slice(start // SIZE, -(-stop // SIZE))
+        blocks_slice = slice(start // BLOCK_SIZE, -(-stop // BLOCK_SIZE))
         blocks, scales = (self.source.read(key + end, (experts, out, blocks_slice)) for end in (BLOCKS, SCALES))
-        numbers = decoded(blocks, scales)
+        numbers = decode_blocks(blocks, scales)
         if not all_finite(numbers):
             raise WeightError(f"weight {quote(key)} ({self.where(key)}): holds numbers over the range of bf16")
-        offset = blocks_slice.start * SIZE
+        offset = blocks_slice.start * BLOCK_SIZE
         return np.ascontiguousarray(numbers[..., start - offset : stop - offset].swapaxes(1, 2))
 
 
-def unpacked(source: WeightSource) -> WeightSource:
+def decode_mxfp4(source: WeightSource) -> WeightSource:
     """Return a view of a source that decodes MXFP4 weights; the source itself if it has no encoded ones."""
     has_pairs = any(key.endswith(BLOCKS) and source.has(key.removesuffix(BLOCKS) + SCALES) for key in source.keys())
     return Mxfp4Source(source) if has_pairs else source
 
 
-def decoded(blocks: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def decode_blocks(blocks: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Decode bytes `[…, G, 16]` with scales `[…, G]` to bf16 `[…, 32 G]`."""
     nibbles = np.stack([blocks & 0x0F, blocks >> 4], axis=-1)
     with np.errstate(over="ignore"):

@@ -10,7 +10,7 @@ from rlx_jax.errors import MissingWeightError, WeightShapeError, did_you_mean, q
 T = TypeVar("T")
 
 
-class Closing:
+class Closeable:
     """A context manager that calls `close` at the end."""
 
     def close(self) -> None:
@@ -24,10 +24,10 @@ class Closing:
 
 
 class NamedTensors(Generic[T]):
-    """A source with one entry of `_tensors` for each key, in the order of the data. `_place` names it in messages."""
+    """A source with one entry of `_tensors` for each key, in the order of the data. `_label` names it in messages."""
 
     _tensors: Mapping[str, T]
-    _place: str
+    _label: str
 
     def keys(self) -> tuple[str, ...]:
         """Return the keys, in the order of the data."""
@@ -39,38 +39,38 @@ class NamedTensors(Generic[T]):
 
     def _find(self, key: str) -> T:
         """Return the entry under `key`, or raise `MissingWeightError`."""
-        return find(self._tensors, key, self._place)
+        return find(self._tensors, key, self._label)
 
 
-def find(tensors: Mapping[str, T], key: object, place: str) -> T:
-    """Return the entry of `tensors` under `key`. `place` names `tensors` in messages.
+def find(tensors: Mapping[str, T], key: object, label: str) -> T:
+    """Return the entry of `tensors` under `key`. `label` names `tensors` in messages.
 
     Raises:
         MissingWeightError: there is none; the message suggests similar keys.
     """
     if not isinstance(key, str):
-        raise MissingWeightError(f"the key of a weight is a string, got {shown(key)} for {place} of {len(tensors)}")
+        raise MissingWeightError(f"the key of a weight is a string, got {shown(key)} for {label} of {len(tensors)}")
     if key not in tensors:
         count = len(tensors)
         has_rolled_keys = any("{" in name for name in tensors)
-        hint = "; leaves of rolled layers: model.weights(params) gives them by key" if has_rolled_keys else ""
+        hint = "; for parameters of rolled layers, model.weights(params) returns them by key" if has_rolled_keys else ""
         raise MissingWeightError(
-            f"no weight {quote(key)} in {place} of {count} weight{'s' * (count != 1)}{close_names(key, tensors)}{hint}"
+            f"no weight {quote(key)} in {label} of {count} weight{'s' * (count != 1)}{suggest_key(key, tensors)}{hint}"
         )
     return tensors[key]
 
 
-def close_names(name: str, known: Iterable[str]) -> str:
+def suggest_key(name: str, keys: Iterable[str]) -> str:
     """Return a suggestion for a misspelled name, or an empty string.
 
     Only likely names are compared: to compare 200,000 would take minutes.
     """
-    known = list(known)
-    prefixed = [k for k in known if k.endswith(f".{name}") or name.endswith(f".{k}")]
+    candidates = list(keys)
+    prefixed = [k for k in candidates if k.endswith(f".{name}") or name.endswith(f".{k}")]
     if prefixed:  # usually all keys have the prefix or none has: one example shows which
         return f"; did you mean {quote(prefixed[0])}?"
     last_part = name.rpartition(".")[2]
-    likely = [k for k in known if k.rpartition(".")[2] == last_part or abs(len(k) - len(name)) < 3]
+    likely = [k for k in candidates if k.rpartition(".")[2] == last_part or abs(len(k) - len(name)) < 3]
     return did_you_mean(name, likely[:1000])
 
 
@@ -93,7 +93,7 @@ def check_index(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: s
     return slices
 
 
-def span(part: slice, dim: int) -> tuple[int, int, slice]:
+def row_span(part: slice, dim: int) -> tuple[int, int, slice]:
     """Return the contiguous range of rows that contains all of `part`, and the slice that selects `part` in it.
 
     The result is the first row, the number of rows, and the slice.

@@ -38,9 +38,9 @@ from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions
-from rlx_jax.weights.manifest import NAME, open_verified
-from rlx_jax.weights.named import NamedTensors, check_index, span
-from rlx_jax.weights.orbax_tree import ArrayTree, below, find_item, is_orbax, read_tree
+from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
+from rlx_jax.weights.named import NamedTensors, check_index, row_span
+from rlx_jax.weights.orbax_tree import ArrayTree, find_item, is_orbax, key_below, read_tree
 from rlx_jax.weights.safetensors_header import check_shape
 
 HostArray = np.ndarray[Any, Any]
@@ -68,10 +68,10 @@ class Orbax:
             tree = read_tree(path, subtree)
             return OrbaxSource(tree, on_nonfinite=options.on_nonfinite, links=options.links)
 
-        source = open_verified(path, options.verify, options.links, read, lambda name: below(name, subtree))
+        source = open_verified(path, options.verify, options.links, read, lambda name: key_below(name, subtree))
         if options.verify == "auto" and isinstance(source, OrbaxSource):
-            message = f"{quote(path)}: an orbax checkpoint without {NAME}: bits are not verified"
-            warnings.warn(f'{message}; verify="metadata" says that this is meant', RlxWarning, stacklevel=3)
+            message = f"{quote(path)}: an orbax checkpoint without {MANIFEST_NAME}: bits are not verified"
+            warnings.warn(f'{message}; verify="metadata" silences this warning', RlxWarning, stacklevel=3)
         return source
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
@@ -83,11 +83,11 @@ class Orbax:
         import orbax.checkpoint as ocp
 
         if not is_text(directory):
-            raise UnsupportedError(f"{quote(directory)}: orbax takes paths in UTF-8 alone; use format='safetensors'")
+            raise UnsupportedError(f"{quote(directory)}: orbax supports only UTF-8 paths; use format='safetensors'")
         empty = [e.key for e in entries if 0 in e.type.shape]
         if empty or not entries:
             raise UnsupportedError(f"orbax stores no empty arrays: {listing(empty)}; use format='safetensors'")
-        tree = {entry.key: _stored(entry.values()) for entry in entries}
+        tree = {entry.key: _to_orbax_array(entry.values()) for entry in entries}
         chunks = dict.fromkeys(tree, ocp.SaveArgs(chunk_byte_size=_CHUNK))
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             checkpointer.save(directory, args=ocp.args.StandardSave(tree, save_args=chunks))
@@ -107,10 +107,10 @@ class OrbaxSource(NamedTensors[TensorType]):
         if not tree.ocdbt:  # without OCDBT, the names of arrays are paths of directories
             for name in tree.arrays.values():
                 check_name(name)
-        self._place = f"{self._where()}, a checkpoint"
+        self._label = f"{self._where()}, a checkpoint"
         self._chunks: dict[str, tuple[int, ...]] = {}
         self._driver, self._metadata = ("zarr3", "zarr.json") if tree.zarr3 else ("zarr", ".zarray")
-        with _typed(self._where()):
+        with _convert_errors(self._where()):
             import tensorstore
 
             self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**24}})
@@ -158,7 +158,7 @@ class OrbaxSource(NamedTensors[TensorType]):
 
     # -- tensorstore ---------------------------------------------------------------------------
 
-    def _below(self, name: str) -> dict[str, Any]:
+    def _kvstore_spec(self, name: str) -> dict[str, Any]:
         """Return the tensorstore spec of the key-value store below `name`."""
         root = os.path.join(os.path.realpath(self._tree.directory), "")
         if self._tree.ocdbt:
@@ -169,8 +169,8 @@ class OrbaxSource(NamedTensors[TensorType]):
         """Return the type of every array, after comparing its metadata with the stored chunks."""
         import tensorstore
 
-        with _typed(self._where()):
-            store = tensorstore.KvStore.open(self._below(""), context=self._context).result()
+        with _convert_errors(self._where()):
+            store = tensorstore.KvStore.open(self._kvstore_spec(""), context=self._context).result()
             stored_names = sorted(os.fsdecode(name) for name in store.list().result())
             # All reads start before the first is awaited, so that they overlap.
             futures = {key: store.read(f"{name}/{self._metadata}") for key, name in self._tree.arrays.items()}
@@ -181,7 +181,7 @@ class OrbaxSource(NamedTensors[TensorType]):
             if replies[key].state != "value":
                 raise _Error(f"{where}: no metadata: {quote(f'{name}/{self._metadata}')} is missing")
             grid = _parse_zarr(bytes(replies[key].value), self._tree.zarr3, where)
-            self._check_chunks(grid, _below(stored_names, f"{name}/"), where)
+            self._check_chunks(grid, _strip_prefix(stored_names, f"{name}/"), where)
             self._chunks[name] = grid.chunks
             types[key] = grid.type
         return types
@@ -190,16 +190,16 @@ class OrbaxSource(NamedTensors[TensorType]):
         """Return the part of an array that `slices` select. Every chunk that it overlaps is read and fully decoded."""
         import tensorstore
 
-        spans = [span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
+        spans = [row_span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
         rows = tuple(slice(start, start + count) for start, count, _ in spans)
         where = f"{self._where()}: array {quote(name)}"
         all_rows = (*rows, *(slice(0, dim) for dim in spec.shape[len(rows) :]))
         cells = zip(all_rows, self._chunks[name], strict=True)
         decoded = math.prod((-(-row.stop // chunk) - row.start // chunk) * chunk for row, chunk in cells)
         limits.check_memory(decoded * spec.dtype.itemsize, where)  # native code would abort
-        with _typed(where):
+        with _convert_errors(where):
             array = tensorstore.open(
-                {"driver": self._driver, "kvstore": self._below(f"{name}/")},
+                {"driver": self._driver, "kvstore": self._kvstore_spec(f"{name}/")},
                 open=True, read=True, context=self._context,
             ).result()  # fmt: skip
             if tuple(array.shape) != spec.shape or array.dtype.numpy_dtype != spec.dtype:
@@ -215,7 +215,7 @@ class OrbaxSource(NamedTensors[TensorType]):
         """
         num_stored = sum(grid.names.fullmatch(name) is not None for name in stored)
         count = math.prod(-(-dim // chunk) for dim, chunk in zip(grid.type.shape, grid.chunks, strict=True))
-        if num_stored > count or (self._tree.all_chunks and num_stored < count):
+        if num_stored > count or (self._tree.stores_all_chunks and num_stored < count):
             raise _Error(
                 f"{where}: shape {list(grid.type.shape)} in chunks {list(grid.chunks)} takes {count} chunks, "
                 f"{num_stored} are stored"
@@ -224,7 +224,7 @@ class OrbaxSource(NamedTensors[TensorType]):
 
 
 @contextmanager
-def _typed(where: str) -> Iterator[None]:
+def _convert_errors(where: str) -> Iterator[None]:
     """Convert exceptions of native code to exceptions of this package."""
     try:
         yield
@@ -236,7 +236,7 @@ def _typed(where: str) -> Iterator[None]:
         raise _Error(f"{where}: cannot be decoded; the checkpoint is damaged: {quote(cause)}") from cause
 
 
-def _below(names: list[str], prefix: str) -> list[str]:
+def _strip_prefix(names: list[str], prefix: str) -> list[str]:
     """Return the names that have the prefix, with it removed. `names` is sorted."""
     start = bisect_left(names, prefix)
     stop = bisect_left(names, prefix + "\U0010ffff")
@@ -245,8 +245,8 @@ def _below(names: list[str], prefix: str) -> list[str]:
 
 def _check_links(directory: str, links: Links) -> None:
     """Check that no file below `directory` leads out of it, and under `links="refuse"` that none is a link."""
-    for folder, inside, files in os.walk(directory):
-        for name in (*inside, *files):
+    for folder, subdirectories, files in os.walk(directory):
+        for name in (*subdirectories, *files):
             path = os.path.join(folder, name)
             if os.path.islink(path) or links == "refuse":
                 relative = os.path.relpath(path, directory)
@@ -313,13 +313,13 @@ def _dtype(name: Any, where: str) -> np.dtype[Any]:
             raise TypeError(name)
         return as_dtype(np.dtype(name).newbyteorder("=") if _NUMPY.fullmatch(name) else name)
     except (DTypeError, TypeError) as cause:
-        raise _Error(f"{where}: dtype {quote(name)} is not one that weights have") from cause
+        raise _Error(f"{where}: dtype {quote(name)} is not supported for weights") from cause
 
 
 # -- writing -----------------------------------------------------------------------------------
 
 
-def _stored(values: Any) -> Any:
+def _to_orbax_array(values: Any) -> Any:
     """Return an array in a form that Orbax accepts: a `jax.Array` on its devices, or a contiguous host array."""
     # `ascontiguousarray` makes a scalar an array of rank 1, hence the reshape.
     return values if isinstance(values, jax.Array) else np.ascontiguousarray(values).reshape(values.shape)

@@ -30,13 +30,13 @@ from rlx_jax.io import limits
 from rlx_jax.io.files import list_directory, read_small_file
 from rlx_jax.io.strict_json import parse_object
 
-TREE = "_METADATA"
-CHECKPOINT = "_CHECKPOINT_METADATA"
-COMMITTED = "commit_success.txt"
+TREE_METADATA = "_METADATA"
+CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+COMMIT_MARKER = "commit_success.txt"
 TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:.*_)?([0-9]{1,18})")
-_ARRAYS = {"jax.Array", "np.ndarray", "scalar"}
-_NO_ARRAYS = {"string", "None", "Dict", "List", "Tuple", "NamedTuple"}
+_ARRAY_KINDS = {"jax.Array", "np.ndarray", "scalar"}
+_NON_ARRAY_KINDS = {"string", "None", "Dict", "List", "Tuple", "NamedTuple"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ArrayTree:
     arrays: dict[str, str]
     ocdbt: bool
     zarr3: bool
-    all_chunks: bool
+    stores_all_chunks: bool
     """Whether every chunk is stored; otherwise a missing chunk is all zeros."""
 
 
@@ -58,12 +58,12 @@ def is_orbax(directory: str) -> bool:
     """Whether a directory looks like one that Orbax wrote or began to write."""
     names = list_directory(directory)
     if not names:  # next to finished steps, an empty directory is an unfinished save
-        return bool(usable_steps(os.path.dirname(os.path.realpath(directory))))
+        return bool(finished_steps(os.path.dirname(os.path.realpath(directory))))
     if any(TEMPORARY in name for name in (*names, os.path.basename(os.path.realpath(directory)))):
         return True
-    if {TREE, CHECKPOINT, COMMITTED, "manifest.ocdbt"} & set(names) or _is_old(directory):
+    if {TREE_METADATA, CHECKPOINT_METADATA, COMMIT_MARKER, "manifest.ocdbt"} & set(names) or _is_old(directory):
         return True
-    markers = (TREE, CHECKPOINT, COMMITTED)
+    markers = (TREE_METADATA, CHECKPOINT_METADATA, COMMIT_MARKER)
     return any(os.path.isfile(os.path.join(directory, name, marker)) for name in names for marker in markers)
 
 
@@ -81,8 +81,10 @@ def read_tree(directory: str, subtree: str = "") -> ArrayTree:
         MissingWeightError: there is nothing below `subtree`.
         UnsupportedError: a leaf is not an array, empty or text.
     """
-    where = quote(os.path.join(directory, TREE))
-    raw = read_small_file(os.path.join(directory, TREE), where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", _Error)
+    where = quote(os.path.join(directory, TREE_METADATA))
+    raw = read_small_file(
+        os.path.join(directory, TREE_METADATA), where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", _Error
+    )
     content = parse_object(raw, where, _Error)
     leaves = content.get("tree_metadata")
     if not isinstance(leaves, dict):
@@ -110,10 +112,10 @@ def _array_names(leaves: dict[str, Any], subtree: str, where: str) -> dict[str, 
     names_by_key: dict[str, str] = {}
     for label, leaf in leaves.items():
         name, kind = _leaf(leaf, f"{where}: {quote(label)}")
-        key = below(name, subtree)
-        if key is None or kind in _NO_ARRAYS:
+        key = key_below(name, subtree)
+        if key is None or kind in _NON_ARRAY_KINDS:
             continue
-        if kind not in _ARRAYS:
+        if kind not in _ARRAY_KINDS:
             raise UnsupportedError(
                 f"{where}: {quote(name)} is a {quote(kind)}, not an array; name the part to read with subtree="
             )
@@ -129,7 +131,7 @@ def _array_names(leaves: dict[str, Any], subtree: str, where: str) -> dict[str, 
     return names_by_key
 
 
-def below(name: str, subtree: str) -> str | None:
+def key_below(name: str, subtree: str) -> str | None:
     """Return the key of a stored name relative to `subtree`; None if the name is not below it.
 
     >>> below("params.w", "params"), below("step", "params"), below("step", "")
@@ -176,23 +178,23 @@ def find_item(directory: str, subtree: str) -> tuple[str, str]:
     names = list_directory(directory)
     if TEMPORARY in os.path.basename(os.path.realpath(directory)):
         raise _incomplete(directory, "a temporary directory of a save that did not finish")
-    if TREE in names:
+    if TREE_METADATA in names:
         if not _is_committed(directory) and not _is_committed(os.path.dirname(os.path.realpath(directory))):
             raise _incomplete(directory, _NO_MARKER)
         return directory, subtree
-    items, steps = _items(directory), usable_steps(directory)
+    items, steps = _items(directory), finished_steps(directory)
     if items and _is_committed(directory):
         return _choose_item(directory, items, subtree)
     if items and not steps:  # a finished step without items looks like an item of the directory, but is not
         raise _incomplete(directory, _NO_MARKER)
     if _is_old(directory):
-        raise UnsupportedError(f"{quote(directory)}: a checkpoint of before 2023; save it again with a newer orbax")
+        raise UnsupportedError(f"{quote(directory)}: a checkpoint from before 2023; save it again with a newer orbax")
     if not steps:
         raise _incomplete(directory, "no finished checkpoint in it")
     return find_item(os.path.join(directory, steps[max(steps)]), subtree)
 
 
-_NO_MARKER = f"neither {CHECKPOINT} nor {COMMITTED} says that it was finished"
+_NO_MARKER = f"neither {CHECKPOINT_METADATA} nor {COMMIT_MARKER} marks it as finished"
 
 
 def _choose_item(directory: str, items: list[str], subtree: str) -> tuple[str, str]:
@@ -208,21 +210,21 @@ def _choose_item(directory: str, items: list[str], subtree: str) -> tuple[str, s
 
 def _items(directory: str) -> list[str]:
     """Return the names of the items in a checkpoint, sorted."""
-    return sorted(n for n in list_directory(directory) if os.path.isfile(os.path.join(directory, n, TREE)))
+    return sorted(n for n in list_directory(directory) if os.path.isfile(os.path.join(directory, n, TREE_METADATA)))
 
 
 def _is_committed(directory: str) -> bool:
     """Whether a checkpoint is marked as finished: by a marker file, or by a commit time in its metadata."""
-    if os.path.isfile(os.path.join(directory, COMMITTED)):
+    if os.path.isfile(os.path.join(directory, COMMIT_MARKER)):
         return True
-    path = os.path.join(directory, CHECKPOINT)
+    path = os.path.join(directory, CHECKPOINT_METADATA)
     if not os.path.isfile(path):
         return False
     raw = read_small_file(path, quote(path), limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES", _Error)
     return isinstance(parse_object(raw, quote(path), _Error).get("commit_timestamp_nsecs"), int)
 
 
-def usable_steps(root: str) -> dict[int, str]:
+def finished_steps(root: str) -> dict[int, str]:
     """Return the finished steps in the root of a CheckpointManager: number → name of the directory."""
     steps: dict[int, str] = {}
     try:
@@ -234,7 +236,7 @@ def usable_steps(root: str) -> dict[int, str]:
         if number is None or not os.path.isdir(path):
             continue
         try:
-            usable = _is_committed(path) and (bool(_items(path)) or os.path.isfile(os.path.join(path, TREE)))
+            usable = _is_committed(path) and (bool(_items(path)) or os.path.isfile(os.path.join(path, TREE_METADATA)))
         except RlxError:
             usable = False
         if usable:
@@ -244,9 +246,9 @@ def usable_steps(root: str) -> dict[int, str]:
 
 def _incomplete(directory: str, problem: str) -> StorageError:
     """Return the error for an unfinished checkpoint, with the finished steps in it, or else next to it."""
-    steps, parent = usable_steps(directory), os.path.dirname(os.path.realpath(directory))
-    sibling_steps = {} if steps else usable_steps(parent)
+    steps, parent = finished_steps(directory), os.path.dirname(os.path.realpath(directory))
+    sibling_steps = {} if steps else finished_steps(parent)
     names = [name for _, name in sorted((steps or sibling_steps).items())]
     where = quote(directory if steps else parent)
-    hint = f"; finished steps in {where}: {listing(names)}" if names else "; there are no finished steps beside it"
+    hint = f"; finished steps in {where}: {listing(names)}" if names else "; there are no finished steps next to it"
     return StorageError(f"{quote(directory)}: {problem}{hint}")

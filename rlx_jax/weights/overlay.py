@@ -16,87 +16,87 @@ from rlx_jax.weights.views import MarkedSource, RenamedSource, SourceView, close
 
 
 class OverlaySource(SourceView):
-    """The union of the weights of `source` and `more`.
+    """The union of the weights of `source` and `extra`.
 
     Raises:
         WeightError: a key is in both.
     """
 
-    def __init__(self, source: WeightSource, more: WeightSource) -> None:
+    def __init__(self, source: WeightSource, extra: WeightSource) -> None:
         super().__init__(source)
-        self.more = more
-        if clashes := [key for key in more.keys() if source.has(key)]:
+        self.extra = extra
+        if clashes := [key for key in extra.keys() if source.has(key)]:
             raise WeightError(
-                f"weights that are added have keys that the others have already: {listing(clashes)}; a checkpoint that "
-                "was saved with them needs the recipe without (no adapter=, no add_weights)"
+                f"added weights have keys that the checkpoint already has: {listing(clashes)}; a checkpoint that "
+                "was saved with them needs the recipe without them (no adapter=, no add_weights)"
             )
 
     @property
     def shapes_only(self) -> bool:
         """Whether neither source has values."""
-        return shapes_only(self.source) and shapes_only(self.more)
+        return shapes_only(self.source) and shapes_only(self.extra)
 
     def keys(self) -> tuple[str, ...]:
-        return (*self.source.keys(), *self.more.keys())
+        return (*self.source.keys(), *self.extra.keys())
 
     def has(self, key: str) -> bool:
-        return self.source.has(key) or self.more.has(key)
+        return self.source.has(key) or self.extra.has(key)
 
     def where(self, key: str) -> str:
-        return self._of(key).where(key)
+        return self._source_of(key).where(key)
 
     def spec(self, key: str) -> WeightSpec:
-        return self._of(key).spec(key)
+        return self._source_of(key).spec(key)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        return self._of(key).read(key, index)
+        return self._source_of(key).read(key, index)
 
     def close(self) -> None:
         super().close()
-        close(self.more)
+        close(self.extra)
 
-    def _of(self, key: str) -> WeightSource:
+    def _source_of(self, key: str) -> WeightSource:
         """Return the source that has the key; `source` if neither does, which then raises the error."""
-        return self.more if self.more.has(key) else self.source
+        return self.extra if self.extra.has(key) else self.source
 
 
-def may_lack(source: Any) -> bool:
-    """Whether missing weights are to be initialized: the source, or one that it wraps, is marked `lacking`."""
-    is_lacking = isinstance(source, MarkedSource) and source.mark == "lacking"
-    return is_lacking or (hasattr(source, "source") and may_lack(source.source))
+def can_init_missing(source: Any) -> bool:
+    """Whether missing weights are to be initialized: the source, or one that it wraps, is marked `incomplete`."""
+    is_incomplete = isinstance(source, MarkedSource) and source.mark == "incomplete"
+    return is_incomplete or (hasattr(source, "source") and can_init_missing(source.source))
 
 
-def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSource | None:
-    """Return the union of two sources, either of which may be None; `source` itself if it contains `more` already."""
-    if source is None or more is None or source is more:
-        return more if source is None else source
-    if _holds(source, more):
+def combine_sources(source: WeightSource | None, extra: WeightSource | None) -> WeightSource | None:
+    """Return the union of two sources, either of which may be None; `source` itself if it contains `extra` already."""
+    if source is None or extra is None or source is extra:
+        return extra if source is None else source
+    if _contains(source, extra):
         return source
-    if isinstance(more, OverlaySource):
-        return beside(beside(source, more.source), more.more)
-    is_spare = isinstance(more, MarkedSource) and more.mark == "spare" and all(map(source.has, more.keys()))
-    return source if is_spare else OverlaySource(source, more)
+    if isinstance(extra, OverlaySource):
+        return combine_sources(combine_sources(source, extra.source), extra.extra)
+    is_fallback = isinstance(extra, MarkedSource) and extra.mark == "fallback" and all(map(source.has, extra.keys()))
+    return source if is_fallback else OverlaySource(source, extra)
 
 
-def _holds(source: WeightSource, more: WeightSource) -> bool:
-    """Whether `more` is already a part of a source."""
-    parts: tuple[WeightSource, ...] = (source.source, source.more) if isinstance(source, OverlaySource) else ()
+def _contains(source: WeightSource, extra: WeightSource) -> bool:
+    """Whether `extra` is already a part of a source."""
+    parts: tuple[WeightSource, ...] = (source.source, source.extra) if isinstance(source, OverlaySource) else ()
     parts = (source.source,) if isinstance(source, RenamedSource) else parts
-    return source is more or any(_holds(part, more) for part in parts)
+    return source is extra or any(_contains(part, extra) for part in parts)
 
 
-def has_numbers(source: WeightSource | None, key: str) -> bool:
+def has_values(source: WeightSource | None, key: str) -> bool:
     """Whether a source has the values of a weight, and not only its shape."""
     if isinstance(source, OverlaySource):
-        return has_numbers(source.source, key) or has_numbers(source.more, key)
+        return has_values(source.source, key) or has_values(source.extra, key)
     if isinstance(source, MappingSource):
-        return source.has_numbers(key)
+        return source.has_values(key)
     return source is not None and not shapes_only(source) and source.has(key)
 
 
-def with_drawn(source: WeightSource | None, drawn: Mapping[str, jax.Array]) -> WeightSource:
-    """Return the weights of a source, with those in `drawn` (newly initialized) added or replaced."""
+def with_initialized(source: WeightSource | None, initialized: Mapping[str, jax.Array]) -> WeightSource:
+    """Return the weights of a source, with those in `initialized` (newly initialized) added or replaced."""
     if source is None:
-        return MappingSource(drawn)
-    other_keys = {key: key for key in source.keys() if key not in drawn}
-    return OverlaySource(RenamedSource(source, other_keys), MappingSource(drawn))
+        return MappingSource(initialized)
+    other_keys = {key: key for key in source.keys() if key not in initialized}
+    return OverlaySource(RenamedSource(source, other_keys), MappingSource(initialized))

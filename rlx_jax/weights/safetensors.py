@@ -27,14 +27,14 @@ import numpy as np
 from rlx_jax.errors import SafetensorsError, StorageError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import open_regular, read_at
-from rlx_jax.weights.named import Closing, check_index, find, span
+from rlx_jax.weights.named import Closeable, check_index, find, row_span
 from rlx_jax.weights.safetensors_header import Header, parse_header
 
-_RUN = 2**12  # bytes of a run that is worth a system call: a page, the least that a disk reads
-_BAND = 2**20  # bytes that are read at once where runs are shorter: small enough that the buffer stays in cache
+_MIN_RUN_BYTES = 2**12  # bytes of a run that is worth a system call: a page, the least that a disk reads
+_BAND_BYTES = 2**20  # bytes that are read at once where runs are shorter: small enough that the buffer stays in cache
 
 
-class SafetensorsFile(Closing):
+class SafetensorsFile(Closeable):
     """One open `.safetensors` file. Opening reads only the header.
 
     A context manager; the file is closed at the latest when the object is garbage-collected. A copy opens it again.
@@ -64,7 +64,7 @@ class SafetensorsFile(Closing):
         except BaseException:
             self._close()
             raise
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
         self.bytes_read = 0
         self.tensors = MappingProxyType(header)
 
@@ -85,7 +85,7 @@ class SafetensorsFile(Closing):
         if not slices:
             return self._read_box(name, [0] * len(info.shape), info.shape)
         parts = (*slices, *(slice(None),) * (len(info.shape) - len(slices)))
-        spans = [span(part, dim) for part, dim in zip(parts, info.shape, strict=True)]
+        spans = [row_span(part, dim) for part, dim in zip(parts, info.shape, strict=True)]
         box = self._read_box(name, [start for start, _, _ in spans], tuple(count for _, count, _ in spans))
         return np.ascontiguousarray(box[tuple(rest for _, _, rest in spans)])
 
@@ -96,8 +96,8 @@ class SafetensorsFile(Closing):
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), name=self.name), (self._path,)  # a copy opens the file again
 
-    def _read_box(self, name: str, begins: Sequence[int], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return the box of `shape` in a tensor that starts at the indices `begins`.
+    def _read_box(self, name: str, starts: Sequence[int], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """Return the box of `shape` in a tensor that starts at the indices `starts`.
 
         Raises:
             SafetensorsError, StorageError, LimitError: as `read`.
@@ -108,7 +108,7 @@ class SafetensorsFile(Closing):
         limits.check_memory(math.prod(shape) * info.dtype.itemsize, f"{self._where}: tensor {quote(name)}")
         values = np.empty(shape, info.dtype)
         if values.size:
-            self._fill(name, begins, values)
+            self._fill(name, starts, values)
         # Checked after reading, so that a change during the read is noticed too.
         status = os.fstat(self._descriptor)
         if (status.st_size, status.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
@@ -117,8 +117,8 @@ class SafetensorsFile(Closing):
             raise SafetensorsError(f"{self._where}: tensor {quote(name)}: BOOL holds {largest}, expected 0 or 1")
         return values
 
-    def _fill(self, name: str, begins: Sequence[int], values: np.ndarray[Any, Any]) -> None:
-        """Read the box of a tensor that starts at the indices `begins` into `values`.
+    def _fill(self, name: str, starts: Sequence[int], values: np.ndarray[Any, Any]) -> None:
+        """Read the box of a tensor that starts at the indices `starts` into `values`.
 
         A run is a contiguous part of the box in the file; runs start `stride` bytes apart. Long runs are read one by
         one. Short runs are read in bands together with the bytes between them, as calls would cost more than bytes.
@@ -128,7 +128,7 @@ class SafetensorsFile(Closing):
         cut_axes = [axis for axis, dim in enumerate(info.shape) if values.shape[axis] < dim]
         axis = cut_axes[-1] if cut_axes else 0
         strides = [math.prod(info.shape[i + 1 :]) * info.dtype.itemsize for i in range(len(info.shape))]
-        start = info.start + sum(begin * step for begin, step in zip(begins, strides, strict=True))
+        start = info.start + sum(begin * step for begin, step in zip(starts, strides, strict=True))
         raw = values.reshape(-1).view(np.uint8)
         if axis == 0:
             return self._read_into(name, raw, start)
@@ -136,7 +136,7 @@ class SafetensorsFile(Closing):
         outer = values.shape[: axis - 1]
         runs = raw.reshape(*outer, count, -1)
         length = runs.shape[-1]
-        step = 1 if length >= _RUN else max(1, _BAND // stride)
+        step = 1 if length >= _MIN_RUN_BYTES else max(1, _BAND_BYTES // stride)
         band = np.empty(step * stride, np.uint8)
         for outer_index in np.ndindex(outer):
             begin = start + sum(i * axis_stride for i, axis_stride in zip(outer_index, strides, strict=False))
@@ -151,12 +151,12 @@ class SafetensorsFile(Closing):
     def _read_into(self, name: str, raw: np.ndarray[Any, Any], start: int) -> None:
         """Fill a contiguous array with the bytes of the file from `start` on."""
         num_bytes = read_at(self._descriptor, raw.data, start, self._where)
-        with self._counting:
+        with self._count_lock:
             self.bytes_read += num_bytes
         if num_bytes < raw.nbytes:
             raise SafetensorsError(
                 f"{self._where}: tensor {quote(name)}: the file ends at byte {start + num_bytes}, expected "
-                f"{raw.nbytes} bytes from byte {start} on; it has been cut since it was opened"
+                f"{raw.nbytes} bytes from byte {start} on; it was truncated after it was opened"
             )
 
 
@@ -170,9 +170,9 @@ def read_header(read: Callable[[int, int, str], bytes], size: int, where: str) -
         raise SafetensorsError(f"{where}: the file has {size} bytes, expected 8 bytes of header length first")
     length = int.from_bytes(read(8, 0, where), "little")
     if length > size - 8:
-        description = _looks_like(read(min(size, 64), 0, where))
+        description = _describe_content(read(min(size, 64), 0, where))
         raise SafetensorsError(
-            f"{where}: {description or f'header says {length} bytes, file has {size - 8} after the length'}"
+            f"{where}: {description or f'the header length is {length} bytes, the file has {size - 8} after it'}"
         )
     limits.check_limit(
         length, limits.MAX_HEADER_BYTES, "limits.MAX_HEADER_BYTES", f"{where}: the header's length in bytes"
@@ -180,7 +180,7 @@ def read_header(read: Callable[[int, int, str], bytes], size: int, where: str) -
     return parse_header(read(length, 8, where), size - 8 - length, where)
 
 
-def _looks_like(head: bytes) -> str:
+def _describe_content(head: bytes) -> str:
     """Describe a file that is not safetensors by its first bytes; return an empty string if they are unknown."""
     if head.startswith(b"version https://git-lfs"):
         return "this is a pointer of git-lfs, not the weights: `git lfs pull` fetches them"
@@ -188,12 +188,12 @@ def _looks_like(head: bytes) -> str:
         return "this is a zip archive, as torch.save writes, under another name: convert it to safetensors"
     text = head.split(b"\n")[0].decode("ascii", "replace")
     is_printable = len(text) > 8 and text.isascii() and text.isprintable()
-    return f"this is no safetensors file but a text that begins with {quote(text)}" if is_printable else ""
+    return f"this is not a safetensors file but a text that begins with {quote(text)}" if is_printable else ""
 
 
 def _read_bytes(descriptor: int, count: int, start: int, where: str) -> bytes:
     """Return `count` bytes of a file from `start` on."""
     buffer = bytearray(count)
     if read_at(descriptor, memoryview(buffer), start, where) < count:
-        raise SafetensorsError(f"{where}: the file was cut while its header was read")
+        raise SafetensorsError(f"{where}: the file was truncated while its header was read")
     return bytes(buffer)

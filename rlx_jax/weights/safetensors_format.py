@@ -18,8 +18,8 @@ from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
-from rlx_jax.weights.manifest import NAME, open_verified
-from rlx_jax.weights.named import Closing, NamedTensors
+from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
+from rlx_jax.weights.named import Closeable, NamedTensors
 from rlx_jax.weights.safetensors import SafetensorsFile
 from rlx_jax.weights.safetensors_header import DTYPES
 
@@ -46,12 +46,14 @@ class Safetensors:
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
         """Open a file, an index or a directory; only a directory can have a manifest to verify with."""
         if options.subtree:
-            raise WeightError(f"{quote(weights)}: subtree= is for orbax checkpoints; safetensors files hold no tree")
+            raise WeightError(f"{quote(weights)}: subtree= is for orbax checkpoints; safetensors files have no tree")
         if os.path.isdir(weights):
-            return open_verified(weights, options.verify, options.links, lambda: _read(weights, options))
+            return open_verified(weights, options.verify, options.links, lambda: _open_source(weights, options))
         if options.verify == "full":
-            raise IntegrityError(f"{quote(weights)}: a single file has no {NAME}; open the directory that holds it")
-        return _read(weights, options)
+            raise IntegrityError(
+                f"{quote(weights)}: a single file has no {MANIFEST_NAME}; open the directory that holds it"
+            )
+        return _open_source(weights, options)
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
         """Write `model.safetensors`, or several shards and their index.
@@ -59,11 +61,11 @@ class Safetensors:
         Raises:
             UnsupportedError: safetensors has no such dtype.
         """
-        unknown = [e.key for e in entries if e.type.dtype not in _NAMES]
+        unknown = [e.key for e in entries if e.type.dtype not in _DTYPE_NAMES]
         if unknown:
             raise UnsupportedError(f"safetensors has no dtype for {listing(unknown)}; use format='orbax'")
         os.mkdir(directory)
-        shards = _shards(entries)
+        shards = _split_shards(entries)
         names = [
             "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
             for i in range(len(shards))
@@ -77,7 +79,7 @@ class Safetensors:
             write_synced(os.path.join(directory, "model" + INDEX_SUFFIX), json.dumps(index, indent=1).encode())
 
 
-class SafetensorsSource(NamedTensors[SafetensorsFile], Closing):
+class SafetensorsSource(NamedTensors[SafetensorsFile], Closeable):
     """Weights from one `.safetensors` file or from the shards of one checkpoint.
 
     A context manager; the files are closed at the latest when the source is garbage-collected. Several threads may
@@ -91,7 +93,7 @@ class SafetensorsSource(NamedTensors[SafetensorsFile], Closing):
         self.directory = directory  # the directory that was opened; "" if the path was a file
         self._on_nonfinite = on_nonfinite
         self._tensors = {key: file for file in self.files for key in file.tensors}
-        self._place = f"{listing((file.name for file in self.files), 2)}, a checkpoint"
+        self._label = f"{listing((file.name for file in self.files), 2)}, a checkpoint"
 
     @property
     def bytes_read(self) -> int:
@@ -133,14 +135,14 @@ class SafetensorsSource(NamedTensors[SafetensorsFile], Closing):
             file.close()
 
 
-def _read(path: str, options: OpenOptions) -> SafetensorsSource:
+def _open_source(path: str, options: OpenOptions) -> SafetensorsSource:
     """Return the source of the files at `path`."""
-    files = _files(path, options.strict, options.links)
+    files = _open_files(path, options.strict, options.links)
     directory = path if os.path.isdir(path) else ""
     return SafetensorsSource(files, on_nonfinite=options.on_nonfinite, directory=directory)
 
 
-def _files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
+def _open_files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
     """Open and return the files of a directory, of an index, or the file at `path`."""
     if os.path.isdir(path):
         return open_directory(path, strict=strict, links=links)
@@ -154,10 +156,10 @@ def _files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
 
 # -- writing -----------------------------------------------------------------------------------
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def _shards(entries: Sequence[Entry]) -> list[list[Entry]]:
+def _split_shards(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Split entries, in order, into shards of at most `SHARD_BYTES` (more only for a single large tensor)."""
     shards: list[list[Entry]] = [[]]
     size = 0
@@ -178,7 +180,7 @@ def write_file(path: str, entries: Sequence[Entry]) -> None:
     for entry in ordered:
         offsets = [offset, offset + entry.type.nbytes]
         header[entry.key] = {
-            "dtype": _NAMES[entry.type.dtype], "shape": list(entry.type.shape), "data_offsets": offsets,
+            "dtype": _DTYPE_NAMES[entry.type.dtype], "shape": list(entry.type.shape), "data_offsets": offsets,
         }  # fmt: skip
         offset = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()

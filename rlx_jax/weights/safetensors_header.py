@@ -74,13 +74,13 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     tensors = {
         name: _tensor(fields, start, data_bytes, f"{where}: tensor {quote(name)}") for name, fields in content.items()
     }
-    return _in_order(tensors, start, data_bytes, where)
+    return _sort_by_offset(tensors, start, data_bytes, where)
 
 
 def _tensor(fields: Any, data_start: int, data_bytes: int, where: str) -> TensorInfo:
     """Return one checked entry, without comparing it with others. `where` names file and tensor."""
     if not isinstance(fields, dict):
-        raise SafetensorsError(f"{where}: expected an object, found {_shown(fields)}")
+        raise SafetensorsError(f"{where}: expected an object, found {_describe_json(fields)}")
     for field in fields:
         if field not in _FIELDS:
             raise SafetensorsError(f"{where}: unknown field {quote(field)}{did_you_mean(field, _FIELDS)}")
@@ -112,14 +112,14 @@ def _tensor(fields: Any, data_start: int, data_bytes: int, where: str) -> Tensor
 def _sizes(value: Any, where: str) -> tuple[int, ...]:
     """Return a JSON list of non-negative whole numbers as a tuple."""
     if not isinstance(value, list):
-        raise SafetensorsError(f"{where}: expected a list of whole numbers, found {_shown(value)}")
+        raise SafetensorsError(f"{where}: expected a list of whole numbers, found {_describe_json(value)}")
     for item in value:
         if type(item) is not int or not 0 <= item < 2**64:  # `isinstance` would accept a bool
-            raise SafetensorsError(f"{where}: expected whole numbers from 0 to 2**64 - 1, found {_shown(item)}")
+            raise SafetensorsError(f"{where}: expected whole numbers from 0 to 2**64 - 1, found {_describe_json(item)}")
     return tuple(value)
 
 
-def _shown(value: Any) -> str:
+def _describe_json(value: Any) -> str:
     """Return a JSON value for a message."""
     return type(value).__name__ if isinstance(value, list | dict) else quote(json.dumps(value))
 
@@ -144,7 +144,7 @@ def _dtype(name: Any, shape: tuple[int, ...], where: str) -> np.dtype[Any]:
         UnsupportedError: the dtype is unknown, or has fewer than 8 bits.
     """
     if not isinstance(name, str):
-        raise SafetensorsError(f"{where}: dtype: expected a string, found {_shown(name)}")
+        raise SafetensorsError(f"{where}: dtype: expected a string, found {_describe_json(name)}")
     bits = math.prod(shape) * _SUB_BYTE_BITS.get(name, 8)
     if bits % 8:
         raise SafetensorsError(f"{where}: shape {list(shape)} of {name} takes {bits} bits, which are not whole bytes")
@@ -153,7 +153,9 @@ def _dtype(name: Any, shape: tuple[int, ...], where: str) -> np.dtype[Any]:
     return DTYPES[name]
 
 
-def _in_order(tensors: dict[str, TensorInfo], data_start: int, data_bytes: int, where: str) -> dict[str, TensorInfo]:
+def _sort_by_offset(
+    tensors: dict[str, TensorInfo], data_start: int, data_bytes: int, where: str
+) -> dict[str, TensorInfo]:
     """Return the tensors sorted by offset, after checking that they fill the data without gaps or overlaps.
 
     Empty tensors may share an offset.

@@ -26,9 +26,17 @@ from rlx_jax.errors import (
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.files import files_below
 from rlx_jax.ir.types import short_name
-from rlx_jax.weights import formats, manifest
+from rlx_jax.weights import formats
 from rlx_jax.weights.format import Entry, Format, OpenOptions
-from rlx_jax.weights.manifest import Manifest, VerifiedSource, WeightEntry, digest, file_digests, read_manifest
+from rlx_jax.weights.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    VerifiedSource,
+    WeightEntry,
+    digest,
+    file_digests,
+    read_manifest,
+)
 
 
 def write_checkpoint(
@@ -36,15 +44,15 @@ def write_checkpoint(
     entries: Sequence[Entry],
     format: str,
     overwrite: bool,
-    beside: Mapping[str, bytes] | None = None,
-    inside: str = "",
+    companions: Mapping[str, bytes] | None = None,
+    subfolder: str = "",
 ) -> None:
     """Write `entries` to the directory `path` atomically. Other arguments and errors as `rlx_jax.save`.
 
     Args:
-        beside: companion files of the weights (config, tokenizer) by path; they replace those of an earlier save. None:
-            companion files of an earlier save stay. The manifest only has their names, so users may edit them.
-        inside: a directory in `path` to which the weights are written.
+        companions: companion files of the weights (config, tokenizer) by path, which replace those of an earlier save;
+            None: companion files of an earlier save stay. The manifest only has their names, so users may edit them.
+        subfolder: a directory in `path` to which the weights are written.
     """
     writable = {row.name: row for row in formats.FORMATS if row.writes}
     if not isinstance(format, str) or format not in writable:
@@ -56,30 +64,30 @@ def write_checkpoint(
         target = os.path.realpath(os.fsdecode(path))
     except (TypeError, ValueError) as cause:  # no path, or one that no file system can have
         raise RequestError(f"save: path is {shown(path)}; expected the path of a directory") from cause
-    kept_files, kept_companions = _files_to_keep(target, whole=beside is not None)
-    beside = beside or {}
+    kept_files, kept_companions = _files_to_keep(target, replace_companions=companions is not None)
+    companions = companions or {}
     weights: dict[str, WeightEntry] = {}
-    nbytes = sum(e.type.nbytes for e in entries) + sum(map(len, beside.values()))
+    nbytes = sum(e.type.nbytes for e in entries) + sum(map(len, companions.values()))
     with atomic_directory(target, overwrite, nbytes) as new:
-        weights_dir = os.path.join(new, inside) if inside else new
+        weights_dir = os.path.join(new, subfolder) if subfolder else new
         os.makedirs(os.path.dirname(weights_dir), exist_ok=True)
         writable[format].write(weights_dir, [replace(e, values=partial(_values, e, weights)) for e in entries])
-        new_manifest = Manifest(weights, file_digests(new, files_below(new)), (*beside, *kept_companions))
+        new_manifest = Manifest(weights, file_digests(new, files_below(new)), (*companions, *kept_companions))
         _read_back(weights_dir, writable[format], new_manifest)
-        write_synced(os.path.join(new, manifest.NAME), new_manifest.to_json())
-        for name, content in beside.items():
+        write_synced(os.path.join(new, MANIFEST_NAME), new_manifest.to_json())
+        for name, content in companions.items():
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
             write_synced(os.path.join(new, name), content)
-        for name in (n for n in kept_files if n not in beside):
+        for name in (n for n in kept_files if n not in companions):
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
             shutil.copy2(os.path.join(target, name), os.path.join(new, name), follow_symlinks=False)
 
 
-def _files_to_keep(target: str, whole: bool) -> tuple[list[str], list[str]]:
+def _files_to_keep(target: str, replace_companions: bool) -> tuple[list[str], list[str]]:
     """Return the files that stay when an existing checkpoint is replaced, and which of them an earlier save wrote.
 
-    Files that `rlx_jax.save` did not write stay. Unless the new checkpoint is `whole`, companion files that an earlier
-    save wrote stay too.
+    Files that `rlx_jax.save` did not write stay. Unless `replace_companions`, companion files
+    of an earlier save stay too.
 
     Raises:
         TargetExistsError: `rlx_jax.save` did not write the directory.
@@ -88,13 +96,13 @@ def _files_to_keep(target: str, whole: bool) -> tuple[list[str], list[str]]:
         return [], []
     old = read_manifest(target) if os.path.isdir(target) else None
     if old is None:
-        problem = f"has no {manifest.NAME}" if os.path.isdir(target) else "is a file"
+        problem = f"has no {MANIFEST_NAME}" if os.path.isdir(target) else "is a file"
         raise TargetExistsError(
             f"{quote(target)} {problem}, so rlx_jax.save did not write it; remove it, or save elsewhere"
         )
-    replaced = {*old.files, manifest.NAME, *(old.beside if whole else ())}
+    replaced = {*old.files, MANIFEST_NAME, *(old.companions if replace_companions else ())}
     kept_files = [name for name in files_below(target) if name not in replaced]
-    return kept_files, [name for name in kept_files if name in old.beside]
+    return kept_files, [name for name in kept_files if name in old.companions]
 
 
 def _read_back(directory: str, format: Format, expected: Manifest) -> None:
@@ -109,7 +117,7 @@ def _read_back(directory: str, format: Format, expected: Manifest) -> None:
             for key in verified.keys():
                 verified.read(key)
     except RlxError as cause:
-        raise SaveFailedError(f"what was written cannot be read back, so it was not kept: {cause}") from cause
+        raise SaveFailedError(f"the written checkpoint cannot be read back, so it was removed: {cause}") from cause
 
 
 def _values(entry: Entry, weights: dict[str, WeightEntry]) -> Any:

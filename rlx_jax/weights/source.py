@@ -20,12 +20,12 @@ from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import short_name as short_name
 from rlx_jax.ir.weight_reads import WeightSource as WeightSource
 from rlx_jax.weights import formats
-from rlx_jax.weights.directory import bring, headers, refuse_directory, refuse_other_format
+from rlx_jax.weights.directory import fetch_weight_files, read_headers, refuse_directory, refuse_other_format
 from rlx_jax.weights.finite import OnNonfinite
 from rlx_jax.weights.format import Format, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import Verify
 from rlx_jax.weights.mapping import MappingSource
-from rlx_jax.weights.orbax_tree import usable_steps
+from rlx_jax.weights.orbax_tree import finished_steps
 from rlx_jax.weights.views import close
 
 
@@ -88,23 +88,23 @@ def open_with(
     """Return a source of weights, as `open_weights` does, with its options as one record."""
     options.check_weights()
     if isinstance(weights, WeightSource):
-        if options.changed() or (revision, token) != (None, None):
-            raise WeightError("these weights are open already; give the options where you open them")
+        if options.changed_names() or (revision, token) != (None, None):
+            raise WeightError("these weights are already open; pass the options where you open them")
         return weights
-    weights = _here(weights, options.max_bytes, revision, token)
-    weight_format = next((row for row in formats.FORMATS if row.detect(weights)), None)
+    weights = _to_local_path(weights, options.max_bytes, revision, token)
+    weight_format = next((weight_format for weight_format in formats.FORMATS if weight_format.detect(weights)), None)
     if weight_format is not None:
-        return _opened(weight_format, weights, options)
+        return _open_format(weight_format, weights, options)
     if isinstance(weights, str):
         _refuse(weights)
-    lacks = [name for name in ("keys", "spec", "read", "has", "where") if not callable(getattr(weights, name, None))]
-    details = f", which lacks {', '.join(lacks)}" if len(lacks) < 5 else ""
+    missing = [name for name in ("keys", "spec", "read", "has", "where") if not callable(getattr(weights, name, None))]
+    details = f" without {', '.join(missing)}" if len(missing) < 5 else ""
     raise WeightError(
         f"weights: expected a path, a mapping or a WeightSource, got {quote(type(weights).__name__)}{details}"
     )
 
 
-def _here(weights: Any, max_bytes: int | None, revision: str | None, token: str | bool | None) -> Any:
+def _to_local_path(weights: Any, max_bytes: int | None, revision: str | None, token: str | bool | None) -> Any:
     """Return the local path of a path, a folder, or a model of the Hub, which is fetched; other values unchanged.
 
     Raises:
@@ -116,16 +116,16 @@ def _here(weights: Any, max_bytes: int | None, revision: str | None, token: str 
         if is_model_name(path) and not (os.path.lexists(weights) or os.path.isdir(os.path.dirname(path))):
             weights, revision, token = open_folder(path, revision, token), None, None
     if isinstance(weights, Folder):
-        bring(weights, max_bytes)
+        fetch_weight_files(weights, max_bytes)
         weights = os.fspath(weights.path)
     refuse_hub_options(revision, token, "these weights are on this machine", WeightError)
     return weights
 
 
-def _opened(row: Format, weights: Any, options: OpenOptions) -> WeightSource:
+def _open_format(weight_format: Format, weights: Any, options: OpenOptions) -> WeightSource:
     """Open weights in a format and return the source; it is closed if the weights are over `max_bytes`."""
     try:
-        source: WeightSource = row.open(weights, options)
+        source: WeightSource = weight_format.open(weights, options)
     except RlxError as error:
         if isinstance(weights, str) and quote(weights).strip("'") not in str(error):
             error.locate(quote(weights))
@@ -150,7 +150,7 @@ def open_headers(folder: Folder) -> WeightSource:
         return open_weights(folder)
     specs = {
         key: stored_spec(info.shape, info.dtype)
-        for header in headers(folder).values() for key, info in header.items()
+        for header in read_headers(folder).values() for key, info in header.items()
     }  # fmt: skip
     return MappingSource(specs, name=f"checkpoint {folder.where('')}")
 
@@ -161,8 +161,8 @@ def _refuse(path: str) -> NoReturn:
         refuse_directory(path, list_directory(path))
     if not os.path.lexists(path):
         hint = "" if path.endswith(".safetensors") else "; a model of the Hub is a string 'org/name'"
-        steps = usable_steps(os.path.dirname(path.rstrip(os.sep)) or ".")
-        hint = f"; finished steps beside it: {listing(steps[n] for n in sorted(steps))}" if steps else hint
+        steps = finished_steps(os.path.dirname(path.rstrip(os.sep)) or ".")
+        hint = f"; finished steps next to it: {listing(steps[n] for n in sorted(steps))}" if steps else hint
         raise MissingFileError(f"{quote(path)}: no such file or directory{hint}")
     refuse_other_format(path)
     raise UnsupportedError(f"{quote(path)}: expected a directory or a .safetensors file")

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.named import Closing, NamedTensors
+from rlx_jax.weights.named import Closeable, NamedTensors
 
 
 def close(source: WeightSource) -> None:
@@ -18,7 +18,7 @@ def close(source: WeightSource) -> None:
         method()
 
 
-class SourceView(Closing):
+class SourceView(Closeable):
     """The weights of `source`. Subclasses override the methods that differ."""
 
     def __init__(self, source: WeightSource) -> None:
@@ -49,7 +49,7 @@ class RenamedSource(NamedTensors[str], SourceView):
 
     def __init__(self, source: WeightSource, names: Mapping[str, str]) -> None:
         super().__init__(source)
-        self._tensors, self._place = dict(names), "a part of a checkpoint"
+        self._tensors, self._label = dict(names), "a part of a checkpoint"
 
     def where(self, key: str) -> str:
         return self.source.where(self.stored(key))
@@ -68,11 +68,11 @@ class RenamedSource(NamedTensors[str], SourceView):
 class MarkedSource(SourceView):
     """The weights of `source`, marked for how they combine with others.
 
-    `lacking`: the checkpoint may have fewer weights than its config requires; missing ones are initialized.
-    `spare`: the weights are only used if the other source does not have all of them. An example is the weights in an
+    `incomplete`: the checkpoint may have fewer weights than its config requires; missing ones are initialized.
+    `fallback`: the weights are only used if the other source does not have all of them. An example is the weights in an
     adapter's files: a checkpoint that was saved with the adapter has its own values for them.
     """
 
-    def __init__(self, source: WeightSource, mark: Literal["lacking", "spare"]) -> None:
+    def __init__(self, source: WeightSource, mark: Literal["incomplete", "fallback"]) -> None:
         super().__init__(source)
         self.mark = mark
