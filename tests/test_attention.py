@@ -246,7 +246,7 @@ def attention_operands(options: dict[str, Any], queries: int) -> list[Any]:
 @pytest.mark.parametrize(("options", "queries"), [({}, T + 2), *((OPTIONS[i], 3) for i in (1, 3, 7))])
 def test_query_chunks_equal_eval(options: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 2 queries, the last one padded where S is odd: results and gradients of q, k and v as of `eval`."""
-    monkeypatch.setattr("rlx_jax.lowering.lir.attention.CHUNK_SCORES", 2 * 4 * B * N * T)
+    monkeypatch.setattr("rlx_jax.lowering.lir.attention.CHUNK_SCORE_BYTES", 2 * 4 * B * N * T)
     op = AttentionOp(N, K, **options)
     operands = [jax.numpy.asarray(a) for a in attention_operands(options, queries)]
     weights = np.random.default_rng(4).standard_normal((B, queries, N * E)).astype("f4")

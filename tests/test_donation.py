@@ -221,7 +221,7 @@ def test_every_state_is_updated_in_place(
 
     With `-s` a line for each program: bytes of the state, of temporaries, more than planned, and what XLA copies.
     """
-    monkeypatch.setattr(donation, "LEAST_CACHE", 0)
+    monkeypatch.setattr(donation, "MIN_CACHE_BYTES", 0)
     positions = {"gpt2": {"n_positions": 1024}, "mamba2": {}}.get(family, {"max_position_embeddings": 1024})
     profile = rlx.CompileProfile().replace(precision={"compute": compute}, donation={"strict": True})
     model = rlx.compile(recipe(family, **positions, **changes), profile=profile, program="extend")

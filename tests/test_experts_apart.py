@@ -15,7 +15,7 @@ import rlx_jax as rlx
 from rlx_jax.device import named_device
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.lir.experts import block_rows, choose_apart, sorted_blocks
+from rlx_jax.lowering.lir.experts import block_rows, choose_sharded, sort_into_blocks
 from rlx_jax.lowering.sharding import ModelSharding
 from tests.divided import mesh
 from tests.oracles.comparing import assert_close
@@ -135,7 +135,7 @@ def test_each_device_computes_its_own_choices(name: str) -> None:
     expert."""
     ids, devices = np.tile(routings(8)[name], (4, 1, 1)), 4
     rows = block_rows(ids.size // devices, E // devices)
-    used, cut = [], jax.jit(lambda own: sorted_blocks(own, E // devices, rows).used)
+    used, cut = [], jax.jit(lambda own: sort_into_blocks(own, E // devices, rows).row_mask)
     for device in range(devices):
         own = ids - device * (E // devices)
         own = np.where((own >= 0) & (own < E // devices), own, E // devices)
@@ -160,4 +160,4 @@ def test_the_choice_is_of_what_a_device_has(rows: int, device: str, chosen: str)
     shapes = {"x": (8, rows, H), "gate": (64, F, H), "up": (64, F, H), "down": (64, H, F)}
     shapes |= {"weights": (8, rows, 4), "ids": (8, rows, 4)}
     types = [TensorType(s, np.dtype(np.int32 if n == "ids" else np.float32)) for n, s in shapes.items()]
-    assert str(choose_apart((op, tuple(types)), named_device(device), model_sharding)).startswith(chosen)
+    assert str(choose_sharded((op, tuple(types)), named_device(device), model_sharding)).startswith(chosen)

@@ -18,7 +18,7 @@ from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.lowering.lir import experts, implementations, recurrent
-from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, KERNELS, runnable, without_deprecation
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, KERNELS, runnable_choices, without_triton_warning
 from rlx_jax.lowering.lir.kernels import TILES
 from rlx_jax.lowering.lir.plan import Choice
 from tests.oracles import op_formulas
@@ -106,7 +106,7 @@ def test_a_kernel_lowers_for_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -
     given = [jnp.asarray(a, jnp.bfloat16) if a.dtype == np.float32 and a.ndim == 3 else a for a in arrays]
     call = (op, tuple(TensorType(a.shape, a.dtype) for a in given))
     h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
-    with without_deprecation({call: Choice(name, "")}), use_abstract_mesh(h200):
+    with without_triton_warning({call: Choice(name, "")}), use_abstract_mesh(h200):
         traced = jax.jit(lambda *a: IMPLEMENTATIONS[name](op, *a)).trace(*given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == (2 if name == "grouped" else 1)
@@ -155,8 +155,8 @@ def test_where_kernels_run(case: str) -> None:
     found, without = (choose((op, operands), DEVICES["h200"], kernels) for kernels in (True, False))
     assert found is not None and without is not None
     assert found.implementation == want and without.implementation not in KERNELS
-    assert not runnable({(op, operands): found}, DEVICES["a100"]) or want not in KERNELS
-    assert runnable({(op, operands): found}, DEVICES["h100"])
+    assert not runnable_choices({(op, operands): found}, DEVICES["a100"]) or want not in KERNELS
+    assert runnable_choices({(op, operands): found}, DEVICES["h100"])
 
 
 PLANS: dict[str, tuple[dict[str, Any], str, bool]] = {

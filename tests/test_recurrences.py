@@ -13,7 +13,7 @@ from rlx_jax.device import DEVICES
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
-from rlx_jax.lowering.lir.recurrent import choose, unit_lower_inverse
+from rlx_jax.lowering.lir.recurrent import choose, invert_unit_lower
 from tests.oracles.gated_delta import gated_delta
 from tests.oracles.mamba2 import ssd
 
@@ -124,7 +124,7 @@ def test_a_triangular_system_of_equal_keys_is_solved() -> None:
     """Powers of such a matrix would grow to 10¹⁸ and cancel."""
     a = np.tril(np.ones((64, 64)), -1)
     want = np.linalg.inv(np.eye(64) + a)
-    assert distance(jax.jit(unit_lower_inverse)(np.float32(a)), want) <= 1e-6
+    assert distance(jax.jit(invert_unit_lower)(np.float32(a)), want) <= 1e-6
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, 
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import of_dims, of_program
 from rlx_jax.lowering.fusion import Fused, FusionSite
-from rlx_jax.lowering.lir.plan import tied
+from rlx_jax.lowering.lir.plan import tied_groups
 from rlx_jax.lowering.mir.small import dce, live
 from rlx_jax.lowering.sharding import ModelSharding
 
@@ -76,7 +76,7 @@ def _reorientable_programs(graph: Graph, contract: int) -> set[Program]:
             is_reorientable = isinstance(node.op, hir.Linear) and index == 1 and node.op.contract != contract
             if isinstance(op, Param) and not is_reorientable:
                 fixed.update(op.programs)
-    return {program for group in tied(graph.params()) if fixed.isdisjoint(group) for program in group}
+    return {program for group in tied_groups(graph.params()) if fixed.isdisjoint(group) for program in group}
 
 
 # Roles of axes that may be padded. Heads and columns of a feed-forward block are not padded: sizes that the devices do

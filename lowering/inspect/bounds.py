@@ -23,13 +23,13 @@ class Bounds:
     Attributes:
         ids: for each input of ids the number of rows of its table, the smallest if there are several.
         positions: the number of positions; None for no limit.
-        counted: the dimensions that add up to a call's number of positions: `seq`, or `seq` and `past`.
+        position_dims: the dimensions that add up to a call's number of positions: `seq`, or `seq` and `past`.
         rows: for each input that indexes an axis of symbolic size, such as the tokens of a sequence, these sizes.
     """
 
     ids: Mapping[str, int]
     positions: int | None
-    counted: tuple[DimLike, ...] = ()
+    position_dims: tuple[DimLike, ...] = ()
     rows: Mapping[str, tuple[DimLike, ...]] = field(default_factory=dict)
 
 
@@ -47,7 +47,7 @@ def bounds_of(graph: Graph, max_positions: int | None = None) -> Bounds:
     ids: dict[str, int] = {}
     open_rows: dict[str, tuple[DimLike, ...]] = {}
     positions = max_positions
-    counted: tuple[DimLike, ...] = graph.inputs[0].type.shape[1:2] if graph.inputs else ()
+    position_dims: tuple[DimLike, ...] = graph.inputs[0].type.shape[1:2] if graph.inputs else ()
     for inner, node in graph.walk():
         if node.op.ids is not None and node.op.ids[0] < len(node.inputs):
             operand, table, axis = node.op.ids
@@ -65,27 +65,27 @@ def bounds_of(graph: Graph, max_positions: int | None = None) -> Bounds:
         elif isinstance(source.op, hir.CountedPositions):  # positions begin after the row of the padding id
             num_positions = rows if not is_static(rows) else int(rows) - source.op.padding - 1
             positions = num_positions if positions is None else min(num_positions, positions)
-            counted = tuple(inner.type(v).shape[1] for v in source.inputs)
+            position_dims = tuple(inner.type(v).shape[1] for v in source.inputs)
         elif isinstance(source.op, hir.Positions):
             if not isinstance(node.op, hir.RopeAngles):
                 positions = rows if positions is None else min(rows, positions)
-            counted = tuple(inner.type(v).shape[1] for v in source.inputs)
-    return Bounds(ids, positions, counted, open_rows)
+            position_dims = tuple(inner.type(v).shape[1] for v in source.inputs)
+    return Bounds(ids, positions, position_dims, open_rows)
 
 
-def behind_cache(bounds: Bounds, given: Collection[str]) -> Bounds:
+def with_past_tokens(bounds: Bounds, supplied_inputs: Collection[str]) -> Bounds:
     """Return the limits of the program `explicit`: past tokens count too, unless calls supply positions.
 
     Args:
         bounds: the limits of the forward program.
-        given: names of the optional inputs that calls will supply.
+        supplied_inputs: names of the optional inputs that calls will supply.
     """
-    if POSITION_IDS in given and POSITION_IDS not in bounds.ids:
+    if POSITION_IDS in supplied_inputs and POSITION_IDS not in bounds.ids:
         return Bounds({**bounds.ids, POSITION_IDS: bounds.positions or MAX_DIM}, None)
-    return replace(bounds, counted=(*bounds.counted, symbol("past")))
+    return replace(bounds, position_dims=(*bounds.position_dims, symbol("past")))
 
 
-def packed_rows(bounds: Bounds) -> Bounds:
+def packed_bounds(bounds: Bounds) -> Bounds:
     """Return the limits of the program `packed`: they apply to its input `positions`, as rows may be longer."""
     return Bounds({**bounds.ids, POSITIONS.input: bounds.positions or MAX_DIM}, None, rows=bounds.rows)
 

@@ -20,7 +20,7 @@ from rlx_jax.ir.param import Stack, printed_name
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
 from rlx_jax.ir.text import bytes_text, dump_graph
 from rlx_jax.ir.traits import nothing
-from rlx_jax.lowering.lir.plan import XLA, Lir
+from rlx_jax.lowering.lir.plan import XLA_CHOICE, Lir
 
 ALIGNMENT = 64
 PHASES = ("prologue", "steady", "epilogue")
@@ -119,7 +119,7 @@ def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False) -> Buf
         scan: whether regions run under `lax.scan`, which copies one layer's parameters from the stacked ones.
     """
     value_views = views(graph, in_place)
-    slots = place(lifetimes(graph, value_views, in_place, scan))
+    slots = assign_slots(buffer_lifetimes(graph, value_views, in_place, scan))
     numbered_nodes = enumerate(graph.nodes)
     leaves = [(n.op, Value(i)) for i, n in numbered_nodes if isinstance(n.op, Leaf)]
     symbols = {s for _, n in graph.walk() for t in n.types for s in t.symbols}
@@ -161,20 +161,22 @@ def _view(graph: Graph, node: Node, in_place: bool) -> list[tuple[int, Value, in
     ]
 
 
-def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True, scan: bool = False) -> list[Lifetime]:
+def buffer_lifetimes(
+    graph: Graph, value_views: Mapping[Value, View], in_place: bool = True, scan: bool = False
+) -> list[Lifetime]:
     """Return the lifetimes of computed values with static size. Views extend the lifetime of their root.
 
     Args:
         graph: the graph.
-        found: its views.
+        value_views: its views.
         in_place: as in `plan_buffers`.
         scan: as in `plan_buffers`.
     """
     end = len(graph.nodes)
     last_uses: dict[Value, int] = {}
     for number, node in enumerate(graph.nodes):
-        last_uses.update({_root(found, v): number for v in node.inputs})
-    last_uses.update({_root(found, v): end for v in graph.roots()})
+        last_uses.update({_root(value_views, v): number for v in node.inputs})
+    last_uses.update({_root(value_views, v): end for v in graph.roots()})
     lives = []
     for number, node in enumerate(graph.nodes):
         inner = sum(activation_bytes(region, in_place, scan) for region in node.op.regions())
@@ -183,7 +185,7 @@ def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True, 
             lives.append(Lifetime(Value(number), inner, number, number, workspace=True))
         for index, t in enumerate(node.types):
             value = Value(number, index)
-            if not isinstance(node.op, Leaf) and value not in found and t.is_static:
+            if not isinstance(node.op, Leaf) and value not in value_views and t.is_static:
                 lives.append(Lifetime(value, t.nbytes, number, last_uses.get(value, number)))
     return lives
 
@@ -193,11 +195,11 @@ def _sliced_bytes(region: Graph) -> int:
     return sum(p.type.nbytes for p in region.params() if len(p.programs) > 1)
 
 
-def _root(found: Mapping[Value, View], value: Value) -> Value:
-    return found[value].root if value in found else value
+def _root(value_views: Mapping[Value, View], value: Value) -> Value:
+    return value_views[value].root if value in value_views else value
 
 
-def place(lives: list[Lifetime]) -> list[Slot]:
+def assign_slots(lives: list[Lifetime]) -> list[Slot]:
     """Assign offsets greedily: largest buffer first, each at the lowest aligned offset that is free in its lifetime."""
     slots: list[Slot] = []
     for life in sorted(lives, key=lambda life: (-life.size, life.born, life.value.node, life.value.index)):
@@ -214,7 +216,7 @@ def place(lives: list[Lifetime]) -> list[Slot]:
 def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) -> int:
     """Return the peak bytes of computed values that are live at the same step. Arguments are as in `plan_buffers`."""
     change = [0] * (len(graph.nodes) + 2)
-    for life in lifetimes(graph, views(graph, in_place), in_place, scan):
+    for life in buffer_lifetimes(graph, views(graph, in_place), in_place, scan):
         change[life.born] += life.size
         change[life.dies + 1] -= life.size
     alive = peak = 0
@@ -263,7 +265,7 @@ def dump_lir(lir: Lir) -> str:
         f"  fingerprint: {fingerprint(lir)}",
         f"  {lir.plan.text()}",
         *(f"  attention {line}" for line in lir.attention()),
-        *(f"  products {line}" for line in lir.products() if str(XLA) not in line),
+        *(f"  products {line}" for line in lir.products() if str(XLA_CHOICE) not in line),
         *(f"  experts {line}" for line in lir.experts()),
         *(f"  recurrence {line}" for line in lir.recurrences()),
         f"  arena: {bytes_text(buffers.arena_size)} ({saved} saved, {naive} naive, align {buffers.alignment})",

@@ -43,7 +43,7 @@ class Instruction:
     path: str = ""
 
 
-def together(path: str) -> str:
+def without_layer_numbers(path: str) -> str:
     """Return a path with layer numbers replaced by `*`: `layers.*.mlp`."""
     return _NUMBER.sub("*", path)
 
@@ -65,7 +65,7 @@ def _paths(graph: Graph, iterations: Iterable[int | None]) -> Iterator[str]:
             yield from _paths(region, (None, *range(node.op.iterations())))
 
 
-def instructions(hlo: str, paths: frozenset[str]) -> dict[str, Instruction]:
+def parse_instructions(hlo: str, paths: frozenset[str]) -> dict[str, Instruction]:
     """Return every instruction of an HLO text by name, with its block: the innermost scope that is one of `paths`.
 
     A fusion has the metadata of its root instruction; without a block there, it belongs to the last block inside.
@@ -84,7 +84,7 @@ def instructions(hlo: str, paths: frozenset[str]) -> dict[str, Instruction]:
             if callee := _CALLS.search(line):
                 calls[name] = callee[1]
             members.setdefault(computation, []).append(name)
-    return {name: _placed(name, parsed, members, calls) for name in parsed}
+    return {name: _with_block(name, parsed, members, calls) for name in parsed}
 
 
 def _path(scopes: list[str], paths: frozenset[str]) -> str:
@@ -94,15 +94,15 @@ def _path(scopes: list[str], paths: frozenset[str]) -> str:
     return ".".join(inner).replace("{i}", "*")
 
 
-def _placed(
-    name: str, made: Mapping[str, Instruction], inside: Mapping[str, list[str]], calls: Mapping[str, str]
+def _with_block(
+    name: str, instructions: Mapping[str, Instruction], members: Mapping[str, list[str]], calls: Mapping[str, str]
 ) -> Instruction:
     """Return an instruction with its block; without one, with the block of the computation that it calls."""
-    call = made[name]
+    call = instructions[name]
     if call.path or name not in calls:
         return call
-    last_first = reversed(inside.get(calls[name], []))
-    return next((Instruction(call.opcode, made[n].primitive, made[n].path) for n in last_first if made[n].path), call)
+    called = (instructions[member] for member in reversed(members.get(calls[name], [])))
+    return next((Instruction(call.opcode, inner.primitive, inner.path) for inner in called if inner.path), call)
 
 
 def kernel_name(instruction: str) -> str:
@@ -134,14 +134,14 @@ def _numbers(message: bytes) -> Iterator[tuple[int, int]]:
             offset += 8 if kind == 1 else 4
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     """Return the varint at an offset, and the offset after it."""
     value = shift = 0
     while True:
-        byte = message[at]
-        value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+        byte = message[offset]
+        value, shift, offset = value | (byte & 127) << shift, shift + 7, offset + 1
         if byte < 128:
-            return value, at
+            return value, offset
 
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -149,7 +149,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 _LINE = re.compile(rf"^\s*(?:ROOT )?%?\S+ = .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 
 
-def collectives(hlo: str) -> dict[str, int]:
+def count_collectives(hlo: str) -> dict[str, int]:
     """Return the number of collectives in an HLO text by kind.
 
     A collective of several arrays counts once, and so does one in a loop, however often it runs.

@@ -15,7 +15,7 @@ from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.mir.small import live
 
-HEAD = ("block", "output", "params", "FLOPs", "bytes")
+HEADER = ("block", "output", "params", "FLOPs", "bytes")
 # Maximum widths of the columns. With the separators, no line is longer than 80 characters.
 WIDTHS = (29, 22, 7, 7, 7)
 
@@ -117,8 +117,8 @@ class Outline:
     sizes: Mapping[str, int]
 
     def __str__(self) -> str:
-        lines = [self.name, *_wrapped("  in   ", [f"{i.input} {i.type}" for i in self.inputs])]
-        lines += [*_wrapped("  out  ", [f"{name} {t}" for name, t in self.outputs.items()]), ""]
+        lines = [self.name, *_wrap("  in   ", [f"{i.input} {i.type}" for i in self.inputs])]
+        lines += [*_wrap("  out  ", [f"{name} {t}" for name, t in self.outputs.items()]), ""]
         return "\n".join([*map(str.rstrip, lines), str(self._table(self._label)), self._note()])
 
     def _repr_html_(self) -> str:
@@ -126,9 +126,9 @@ class Outline:
         return self._table(lambda row: path_text(row.path)).html(f"{self.name}. {self._note()}")
 
     def _table(self, label: Callable[[OutlineRow], str]) -> TextTable:
-        rows = [(label(row), _fitting(row.output), *row.numbers) for row in self.rows]
+        rows = [(label(row), _shorten(row.output), *row.numbers) for row in self.rows]
         total = ("total", "", *OutlineRow((), "", self.params, self.cost).numbers)
-        return TextTable([*rows, total], HEAD, left=2, widths=WIDTHS)
+        return TextTable([*rows, total], HEADER, left=2, widths=WIDTHS)
 
     def _label(self, row: OutlineRow) -> str:
         if row.layers > 1:
@@ -220,7 +220,7 @@ def _groups(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path]]]:
 # -- printing ----------------------------------------------------------------------------------
 
 
-def _fitting(output: str) -> str:
+def _shorten(output: str) -> str:
     """Return a block's output types, shortened to the column width.
 
     Of several values it has the first and the number of others, of many sizes the first and the last.
@@ -238,7 +238,7 @@ def _fitting(output: str) -> str:
     return shown + more
 
 
-def _wrapped(mark: str, items: Sequence[str], width: int = 80) -> list[str]:
+def _wrap(mark: str, items: Sequence[str], width: int = 80) -> list[str]:
     """Return comma-separated items in lines of at most `width`, without a break inside an item; long items are cut."""
     max_item_width = width - len(mark) - 1
     shortened = (item if len(item) <= max_item_width else f"{item[: max_item_width - 1]}…" for item in items)

@@ -26,43 +26,43 @@ from rlx_jax.lowering.lir.plan import Call, Choice
 
 AnyArray = Any
 # Rows times keys up to which XLA is faster for one new token and heads over 128 wide.
-FEW_KEYS = 1 << 16
+MAX_XLA_KEYS = 1 << 16
 
 # Bytes of f32 scores `[B,N,S,T]` above which attention without cuDNN runs over chunks of the queries.
-MAX_SCORES = 2**29
+MAX_SCORE_BYTES = 2**29
 
 # Bytes of the f32 scores of a chunk. One H200, f32, causal, 8 x 2048 tokens, 32 query heads on 8 of width 64, ms and
 # GiB of temporaries with the gradient: all scores 33.6 and 12.0, chunks of 2**26 bytes 32.4 and 0.4, of 2**28 25.6 and
 # 1.0, of 2**30 23.9 and 3.3.
-CHUNK_SCORES = 2**28
+CHUNK_SCORE_BYTES = 2**28
 
 
-def choose(call: Call, device: Device, wanted: str) -> Choice:
+def choose(call: Call, device: Device, preference: str) -> Choice:
     """Choose the implementation of an attention.
 
     Args:
         call: the op and the types of its operands, with static sizes.
         device: the target.
-        wanted: `auto`, `xla` or `cudnn`.
+        preference: `auto`, `xla` or `cudnn`.
 
     Raises:
-        UnsupportedError: `wanted` is `cudnn`, which does not support this attention; names the reason.
+        UnsupportedError: `preference` is `cudnn`, which does not support this attention; names the reason.
     """
-    if wanted == "xla":
+    if preference == "xla":
         return Choice("xla", "asked for")
     refusal = why_not_cudnn(call, device)
     if not refusal:
-        return Choice("cudnn", "asked for" if wanted == "cudnn" else "faster here")
-    if wanted != "auto":
+        return Choice("cudnn", "asked for" if preference == "cudnn" else "faster here")
+    if preference != "auto":
         raise UnsupportedError(
-            f"attention.implementation = '{wanted}' cannot be had: {refusal}; 'auto' takes another implementation "
-            "where it must"
+            f"attention.implementation = '{preference}' is not available: {refusal}; with 'auto' another "
+            "implementation runs instead"
         )
     op, (q, k, *_) = call
     assert isinstance(op, AttentionOp)
     batch, queries, keys = int(q.shape[0]), int(q.shape[1]), int(k.shape[1])
     scores = 4 * batch * op.heads * queries * keys
-    if queries > 1 and scores > MAX_SCORES:
+    if queries > 1 and scores > MAX_SCORE_BYTES:
         return Choice("query_chunks", f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
     if device.kind == "cpu" and 1 < queries == keys:  # `heads_first` would copy a cache
         return Choice("heads_first", "faster on a CPU")
@@ -76,12 +76,12 @@ def why_not_cudnn(call: Call, device: Device) -> str:
     queries, keys, width = int(q.shape[1]), int(k.shape[1]), int(q.shape[2]) // op.heads
     if device.kind != "cuda":
         return f"cuDNN is for cuda, the target is {device.kind}"
-    if (takes := device.cudnn) is None:
+    if (limits := device.cudnn) is None:
         return f"cuDNN has no such attention for {device.name}"
-    if short_name(q.dtype) not in takes.dtypes:
-        return f"cuDNN takes {' and '.join(takes.dtypes)}, not {short_name(q.dtype)}"
-    if width % takes.multiple or width > takes.width:
-        return f"cuDNN takes head widths that {takes.multiple} divides, up to {takes.width}, not {width}"
+    if short_name(q.dtype) not in limits.dtypes:
+        return f"cuDNN takes {' and '.join(limits.dtypes)}, not {short_name(q.dtype)}"
+    if width % limits.multiple or width > limits.width:
+        return f"cuDNN takes head widths that {limits.multiple} divides, up to {limits.width}, not {width}"
     if v.shape[2] != k.shape[2]:
         return f"cuDNN takes values as wide as keys, not {v.shape[2]} and {k.shape[2]}"
     if op.softcap is not None:
@@ -94,27 +94,27 @@ def why_not_cudnn(call: Call, device: Device) -> str:
         return f"cuDNN does not mean the same with the operands {', '.join(op.extra)}"
     if op.extra and (queries > 1 or op.window is not None or not op.causal):
         return f"cuDNN does not gain where {queries} queries stand at positions of their own"
-    if op.extra and width > 128 and int(q.shape[0]) * keys <= FEW_KEYS:
+    if op.extra and width > 128 and int(q.shape[0]) * keys <= MAX_XLA_KEYS:
         return f"cuDNN does not gain over {keys} keys of heads {width} wide"
     if not op.extra and queries != keys and (op.causal or op.window is not None):
         return f"cuDNN aligns a causal mask top-left; there are {queries} queries and {keys} keys"
     return ""
 
 
-def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:
+def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras: AnyArray) -> AnyArray:
     """Compute the op for one chunk of queries after another, each over all keys.
 
     A gradient keeps the operands and computes the scores of a chunk again, so that memory grows with S, not with S².
     """
     batch, queries, width = q.shape
     keys = k.shape[1]
-    size = max(1, min(queries, CHUNK_SCORES // (4 * batch * op.heads * keys)))
+    size = max(1, min(queries, CHUNK_SCORE_BYTES // (4 * batch * op.heads * keys)))
     count = -(-queries // size)
     # Operands that have a query axis are split along it; a keep mask [B|1,T] and sinks [N] have none.
     axes = {"keep": 2, "bias": 2, "positions": 1}
-    query_axes = [axes.get(name, x.ndim) for name, x in zip(op.extra, rest, strict=True)]
+    query_axes = [axes.get(name, x.ndim) for name, x in zip(op.extra, extras, strict=True)]
     split_axes = [
-        axis if axis < x.ndim and x.shape[axis] == queries else None for axis, x in zip(query_axes, rest, strict=True)
+        axis if axis < x.ndim and x.shape[axis] == queries else None for axis, x in zip(query_axes, extras, strict=True)
     ]
 
     def chunks(x: AnyArray, axis: int) -> AnyArray:
@@ -126,16 +126,16 @@ def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # it is the body of a loop, as a layer in `interpret`
     def chunk(start: AnyArray, q: AnyArray, parts: list[AnyArray]) -> AnyArray:
         chunk_operands = iter(parts)
-        operands = [x if axis is None else next(chunk_operands) for axis, x in zip(split_axes, rest, strict=True)]
+        operands = [x if axis is None else next(chunk_operands) for axis, x in zip(split_axes, extras, strict=True)]
         return op.eval(q, k, v, *operands, start=start, total=queries)
 
     starts = jnp.arange(count, dtype=jnp.int32) * size
-    parts = [chunks(x, axis) for axis, x in zip(split_axes, rest, strict=True) if axis is not None]
+    parts = [chunks(x, axis) for axis, x in zip(split_axes, extras, strict=True) if axis is not None]
     out = jax.lax.map(lambda xs: chunk(*xs), (starts, chunks(q, 1), parts))
     return jnp.moveaxis(out, 0, 1).reshape(batch, count * size, -1)[:, :queries]
 
 
-def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:
+def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras: AnyArray) -> AnyArray:
     """Compute the op by cuDNN's flash attention.
 
     cuDNN has a gradient for even lengths only, so an odd number of tokens is padded by one, unless there are positions.
@@ -145,17 +145,17 @@ def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArra
         q: queries, as in `AttentionOp`.
         k: keys.
         v: values.
-        rest: nothing, or the positions `[B|1,1]` of one query per row.
+        extras: nothing, or the positions `[B|1,1]` of one query per row.
     """
     batch, queries, width = q.shape
     masked = op.causal or op.window is not None
     # One query at position p reads keys 0 … p: the first p + 1.
-    valid = jnp.broadcast_to(rest[0][:, 0] + 1, (batch,)).astype(jnp.int32) if rest else None
+    valid = jnp.broadcast_to(extras[0][:, 0] + 1, (batch,)).astype(jnp.int32) if extras else None
     if valid is None and k.shape[1] % 2 and not masked:  # a causal mask already hides the padding key
         valid = jnp.full((batch,), k.shape[1], jnp.int32)
 
     def heads(x: AnyArray, count: int) -> AnyArray:
-        even = x if rest or x.shape[1] % 2 == 0 else jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
+        even = x if extras or x.shape[1] % 2 == 0 else jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
         return even.reshape(*even.shape[:2], count, width // op.heads)
 
     out = jax.nn.dot_product_attention(
@@ -163,7 +163,7 @@ def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArra
         heads(k, op.kv_heads),
         heads(v, op.kv_heads),
         scale=op.scale,
-        is_causal=not rest and masked,
+        is_causal=not extras and masked,
         key_value_seq_lengths=valid,
         local_window_size=None if op.window is None else (op.window - 1, 0),
         implementation="cudnn",

@@ -30,9 +30,9 @@ from rlx_jax.lowering.inspect.outline import cost
 from rlx_jax.lowering.lir.plan import Lir, state_types
 from rlx_jax.lowering.sharding import shard_type
 
-SLACK = 2**16  # bytes: alignment and small constants
-LEAST_CACHE = 2**16  # bytes of a cache from which its copies are reported
-CUDA_SCRATCH = 2**26  # bytes: cuBLAS's workspace, and partial sums of products that XLA splits along the contraction
+SLACK_BYTES = 2**16  # alignment and small constants
+MIN_CACHE_BYTES = 2**16  # size of a cache from which its copies are reported
+CUDA_SCRATCH_BYTES = 2**26  # cuBLAS's workspace, and partial sums of products that XLA splits along the contraction
 
 
 COPIED_ADVICE = (
@@ -75,12 +75,12 @@ class DonationProof:
 
     def problem(self) -> str:
         """Return what is wrong, its bytes and what a user may do; empty if the state is updated in place."""
-        broken, surplus = self.broken(), self.surplus()
-        problems = [f"the state is not updated in place: {broken}; {COPIED_ADVICE}"] if broken else []
-        problems += [f"{surplus}; {TEMPORARIES_ADVICE}"] if surplus else []
+        state_problem, temporaries_problem = self.state_problem(), self.temporaries_problem()
+        problems = [f"the state is not updated in place: {state_problem}; {COPIED_ADVICE}"] if state_problem else []
+        problems += [f"{temporaries_problem}; {TEMPORARIES_ADVICE}"] if temporaries_problem else []
         return f"{self.extra_bytes()} bytes more than planned: {'; '.join(problems)}" if problems else ""
 
-    def broken(self) -> str:
+    def state_problem(self) -> str:
         """Return why the state is not updated in place; empty if it is."""
         problems = []
         if self.aliased_bytes < self.state_bytes:
@@ -89,7 +89,7 @@ class DonationProof:
         problems += [f"a whole cache is copied: {line}" for line in self.copies[:3]]
         return "; ".join(problems)
 
-    def surplus(self) -> str:
+    def temporaries_problem(self) -> str:
         """Return a description of temporaries beyond the estimate; empty if there are none."""
         if self.temp_bytes <= self.temp_limit:
             return ""
@@ -97,26 +97,26 @@ class DonationProof:
         return f"{self.temp_bytes} bytes of temporaries, expected at most {self.temp_limit}{largest}"
 
 
-def examine(
+def measure_donation(
     lir: Lir,
     compiled: jax.stages.Compiled,
-    after: Mapping[str, Any],
+    new_state: Mapping[str, Any],
     shardings: Mapping[str, NamedSharding],
-    gathered: int = 0,
-    beside: Mapping[str, Lir] | None = None,
+    gathered_bytes: int = 0,
+    companions: Mapping[str, Lir] | None = None,
 ) -> DonationProof:
     """Measure a compiled program that consumes its state.
 
     Args:
         lir: the program.
         compiled: its compiled form.
-        after: the state that it returns, or the shapes and dtypes.
+        new_state: the state that it returns, or the shapes and dtypes.
         shardings: the sharding of each state leaf; with several devices all sizes are per device. Only the estimate of
             temporaries still assumes the full program on one device.
-        gathered: bytes of sharded parameters that are gathered for computation, which temporaries may take in addition.
-        beside: companion programs in the same compiled loop, by the prefix of their state names.
+        gathered_bytes: bytes of sharded parameters that are gathered for computation; temporaries may take them too.
+        companions: companion programs in the same compiled loop, by the prefix of their state names.
     """
-    programs = {"": lir, **(beside or {})}
+    programs = {"": lir, **(companions or {})}
     types = {start + n: t for start, p in programs.items() for n, t in state_types(p.graph, p.plan.scan).items()}
     shards = {name: shard_type(t, shardings.get(name)) for name, t in types.items()}
     memory: Any = compiled.memory_analysis()
@@ -126,26 +126,26 @@ def examine(
         state_bytes=sum(t.nbytes for t in shards.values()),
         aliased_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        temp_limit=sum(map(temporaries, programs.values())) + gathered,
+        temp_limit=sum(map(temporary_bytes, programs.values())) + gathered_bytes,
         copies=tuple(cache_copies(text, set(shards.values()) - computed)),
         changed=tuple(
             f"{k} is read as {t} and written as {new_type}"
             for k, t in types.items()
-            if k in after and (new_type := TensorType(tuple(after[k].shape), np.dtype(after[k].dtype))) != t
+            if k in new_state and (new_type := TensorType(tuple(new_state[k].shape), np.dtype(new_state[k].dtype))) != t
         ),
         largest=largest_result(text),
     )
 
 
-def temporaries(lir: Lir) -> int:
+def temporary_bytes(lir: Lir) -> int:
     """Return the estimated maximum of temporaries, in bytes, of a program and of a loop around it."""
     types, layers = state_types(lir.graph, lir.plan.scan), state_types(lir.graph, False)
     largest = max((t.nbytes for t in layers.values()), default=0)
     # XLA:CPU computes 16-bit values in f32, activations too, and widens a full cache to read it.
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
-    slack = SLACK + (CUDA_SCRATCH if lir.plan.target == "cuda" else 0)
+    slack = SLACK_BYTES + (CUDA_SCRATCH_BYTES if lir.plan.target == "cuda" else 0)
     outputs = sum(lir.graph.type(v).nbytes for v in lir.graph.outputs)
-    casts = cast_parameters(lir.graph, lir.plan.target)
+    casts = cast_parameter_bytes(lir.graph, lir.plan.target)
     activations = activation_bytes(lir.graph, in_place=False, scan=lir.plan.scan) * (2 if narrow else 1)
     scratch = cost(lir.graph).workspace
     # 2 · largest: a layer's keys and values while they are written, and XLA:CPU's copy of them from a scan's carry.
@@ -172,7 +172,7 @@ def copied_types(graph: Graph) -> set[TensorType]:
 
 _RESULT = re.compile(r"^(?:ROOT )?%\S+ = (\w+?)(\d+)\[([\d,]+)\]\S* ([\w-]+)\(")
 # Instructions without a buffer of their own.
-_NO_ROOM = ("parameter", "bitcast", "get-tuple-element", "constant", "while", "conditional", "call", "copy-done")
+_NO_BUFFER = ("parameter", "bitcast", "get-tuple-element", "constant", "while", "conditional", "call", "copy-done")
 
 
 def result_bytes(line: str) -> int:
@@ -188,7 +188,7 @@ def largest_result(hlo: str) -> str:
         if line.endswith("{"):
             in_fusion = line.startswith(("%fused", "%wrapped"))  # values inside a fusion have no buffer
         match = None if in_fusion else _RESULT.match(line)
-        if match is None or match[4] in _NO_ROOM:
+        if match is None or match[4] in _NO_BUFFER:
             continue
         size = result_bytes(line)
         if size > max_size:
@@ -197,7 +197,7 @@ def largest_result(hlo: str) -> str:
     return description
 
 
-def cast_parameters(graph: Graph, target: str) -> int:
+def cast_parameter_bytes(graph: Graph, target: str) -> int:
     """Return the bytes of parameters that are cast from their stored dtype; all may be live at once.
 
     XLA:CPU computes 16-bit values in f32. A tied table is widened for its rows and, in another layout, for its product:
@@ -240,7 +240,7 @@ def reusable_inputs(graph: Graph, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def cache_copies(hlo: str, types: set[TensorType]) -> list[str]:
     """Return the instructions of an HLO text that copy an array with the shape and dtype of a cache."""
-    caches = [t for t in types if t.rank > 2 and t.nbytes > LEAST_CACHE]
+    caches = [t for t in types if t.rank > 2 and t.nbytes > MIN_CACHE_BYTES]
     shapes = {f"{short_name(t.dtype)}[{','.join(map(str, t.shape))}]" for t in caches}
     lines = (line.strip() for line in hlo.splitlines())
     return [x[:120] for x in lines if (m := re.search(r"= (\w+\[[\d,]*\])\S* copy\(", x)) and m.group(1) in shapes]

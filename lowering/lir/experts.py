@@ -41,46 +41,46 @@ from rlx_jax.lowering.sharding import ModelSharding, shard_type
 AnyArray = Any
 
 # The biases of experts without biases.
-NONE = (None, None, None)
+NO_BIASES = (None, None, None)
 
 # Activations that the kernels of `grouped` have.
-IN_KERNELS = ("silu", "relu", "gelu_tanh")
+KERNEL_ACTIVATIONS = ("silu", "relu", "gelu_tanh")
 
 # Operations per byte of weights up to which reading an expert takes longer than computing it, for devices with unknown
 # speed.
-WORK = 200.0
+FLOPS_PER_BYTE = 200.0
 
 
 def choose_experts(
-    call: Call, device: Device, wanted: str, model_sharding: ModelSharding | None = None, kernels: bool = False
+    call: Call, device: Device, preference: str, model_sharding: ModelSharding | None = None, kernels: bool = False
 ) -> Choice:
     """Choose the implementation of a mixture.
 
     Args:
         call: the op and the types of its operands, with static sizes.
         device: the target.
-        wanted: `auto` or the name of an implementation.
+        preference: `auto` or the name of an implementation.
         model_sharding: the sharding; if experts are sharded, the choice is for the experts and tokens of one device.
         kernels: whether `auto` may choose custom kernels.
     """
-    if wanted != "auto":
-        return Choice("xla", "dense, as asked for") if wanted == "dense" else Choice(wanted, "asked for")
-    return choose(call, device, kernels) if model_sharding is None else choose_apart(call, device, model_sharding)
+    if preference != "auto":
+        return Choice("xla", "dense, as asked for") if preference == "dense" else Choice(preference, "asked for")
+    return choose(call, device, kernels) if model_sharding is None else choose_sharded(call, device, model_sharding)
 
 
-def choose_apart(call: Call, device: Device, model_sharding: ModelSharding) -> Choice:
+def choose_sharded(call: Call, device: Device, model_sharding: ModelSharding) -> Choice:
     """Choose as `choose` does, for the experts of one device if experts are sharded."""
     op, operands = call
     assert isinstance(op, ExpertFfn)
-    shardings = apart_of(op, model_sharding, operands)
-    if not shardings.own:
+    shardings = expert_shardings(op, model_sharding, operands)
+    if not shardings.expert_axes:
         return choose(call, device)
     experts = int(operands[1].shape[0])
     # Tokens are gathered along the mesh axes of experts, and stay sharded along the others.
-    row_axes = (tuple(n for n in _axes([entry]) if n not in shardings.own) for entry in shardings.rows)
+    row_axes = (tuple(n for n in _axes([entry]) if n not in shardings.expert_axes) for entry in shardings.row_spec)
     row_sharding = NamedSharding(model_sharding.mesh, PartitionSpec(*(names or None for names in row_axes)))
-    x, weights, ids = (shard_type(operands[place], row_sharding) for place in (0, 4, 5))
-    expert_sharding = NamedSharding(model_sharding.mesh, PartitionSpec(shardings.wide[0]))
+    x, weights, ids = (shard_type(operands[i], row_sharding) for i in (0, 4, 5))
+    expert_sharding = NamedSharding(model_sharding.mesh, PartitionSpec(shardings.up_spec[0]))
     gate, up, down, *biases = (shard_type(t, expert_sharding) for t in (*operands[1:4], *operands[6:]))
     choice = choose((op, (x, gate, up, down, weights, ids, *biases)), device)
     return replace(choice, reason=f"{gate.shape[0]} of {experts} experts on each device: {choice.reason}")
@@ -99,7 +99,7 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice:
         return Choice("gathered", f"{num_choices} choices of {experts} experts")
     if device.kind == "tpu":
         return Choice("ragged", "one kernel")
-    work = device.flops / device.bandwidth if device.flops and device.bandwidth else WORK
+    work = device.flops / device.bandwidth if device.flops and device.bandwidth else FLOPS_PER_BYTE
     if 2 * tokens <= work * gate.dtype.itemsize:
         return Choice("xla", f"{tokens} tokens: reading the experts takes longer than computing all")
     return Choice("blocked", f"{num_choices} choices of {experts} experts")
@@ -110,65 +110,63 @@ def fits_kernels(call: Call) -> bool:
     op, (x, gate, *_) = call
     assert isinstance(op, ExpertFfn)
     sizes = all(int(n) % 32 == 0 for n in gate.shape[1:])
-    is_supported = op.precision == "default" and op.activation in IN_KERNELS
+    is_supported = op.precision == "default" and op.activation in KERNEL_ACTIVATIONS
     return sizes and is_supported and short_name(x.dtype) in ("bf16", "f16")
 
 
 @dataclass(frozen=True)
-class Apart:
+class ExpertShardings:
     """Shardings of a mixture's operands on a mesh, and the collectives that it needs.
 
     Attributes:
-        rows: spec of x and the result.
-        choices: spec of weights and ids.
-        wide: spec of gate and up.
-        narrow: spec of down.
-        beside: specs of the biases.
-        own: the mesh axes over which experts are sharded.
-        gathered: axes of x that are sharded over axes of `own`, each with these mesh axes: tokens are gathered along
+        row_spec: spec of x and the result.
+        choice_spec: spec of weights and ids.
+        up_spec: spec of gate and up.
+        down_spec: spec of down.
+        bias_specs: specs of the biases.
+        expert_axes: the mesh axes over which experts are sharded.
+        gather_axes: axes of x that are sharded over `expert_axes`, each with these mesh axes: tokens are gathered along
             them, and results are reduce-scattered.
-        summed: the mesh axes over which results are all-reduced.
+        psum_axes: the mesh axes over which results are all-reduced.
     """
 
-    rows: PartitionSpec
-    choices: PartitionSpec
-    wide: PartitionSpec
-    narrow: PartitionSpec
-    beside: tuple[PartitionSpec, ...]
-    own: tuple[str, ...]
-    gathered: tuple[tuple[int, tuple[str, ...]], ...]
-    summed: tuple[str, ...]
+    row_spec: PartitionSpec
+    choice_spec: PartitionSpec
+    up_spec: PartitionSpec
+    down_spec: PartitionSpec
+    bias_specs: tuple[PartitionSpec, ...]
+    expert_axes: tuple[str, ...]
+    gather_axes: tuple[tuple[int, tuple[str, ...]], ...]
+    psum_axes: tuple[str, ...]
 
 
-def apart_of(op: ExpertFfn, model_sharding: ModelSharding, operands: Sequence[Any]) -> Apart:
+def expert_shardings(op: ExpertFfn, model_sharding: ModelSharding, operands: Sequence[Any]) -> ExpertShardings:
     """Return the shardings of a mixture with the given operands, which may be types or arrays."""
     x, gate, _, down, _, ids, *biases = operands
-    rows, choices = (model_sharding.value_sharding((*op.roles, None), a.shape).spec for a in (x, ids))
-    wide = model_sharding.value_sharding(
-        ("experts", "ffn", None) if op.contract else ("experts", None, "ffn"), gate.shape
-    ).spec
-    narrow = model_sharding.value_sharding(
-        ("experts", None, "ffn") if op.contract else ("experts", "ffn", None), down.shape
-    ).spec
-    expert_axes = _axes(wide[:1])
-    sharded_rows = ((axis, tuple(n for n in _axes([entry]) if n in expert_axes)) for axis, entry in enumerate(rows))
-    gathered = tuple((axis, names) for axis, names in sharded_rows if names)
-    gathered_axes = {name for _, names in gathered for name in names}
+    row_spec, choice_spec = (model_sharding.value_sharding((*op.roles, None), a.shape).spec for a in (x, ids))
+    row_major, transposed = ("experts", None, "ffn"), ("experts", "ffn", None)
+    up_roles, down_roles = (transposed, row_major) if op.contract else (row_major, transposed)
+    up_spec = model_sharding.value_sharding(up_roles, gate.shape).spec
+    down_spec = model_sharding.value_sharding(down_roles, down.shape).spec
+    expert_axes = _axes(up_spec[:1])
+    sharded_rows = ((axis, tuple(n for n in _axes([entry]) if n in expert_axes)) for axis, entry in enumerate(row_spec))
+    gather_axes = tuple((axis, names) for axis, names in sharded_rows if names)
+    gathered_names = {name for _, names in gather_axes for name in names}
     bias_roles = zip(("ffn", "ffn", None), biases, strict=False)
     bias_specs = tuple(model_sharding.value_sharding(("experts", role), bias.shape).spec for role, bias in bias_roles)
-    return Apart(
-        rows,
-        choices,
-        wide,
-        narrow,
+    return ExpertShardings(
+        row_spec,
+        choice_spec,
+        up_spec,
+        down_spec,
         bias_specs,
         expert_axes,
-        gathered,
-        tuple(n for n in _axes(wide) if n not in gathered_axes),
+        gather_axes,
+        tuple(n for n in _axes(up_spec) if n not in gathered_names),
     )
 
 
-def over_devices(
+def run_sharded(
     op: ExpertFfn, run: Callable[..., AnyArray], model_sharding: ModelSharding, arrays: tuple[AnyArray, ...]
 ) -> AnyArray:
     """Compute the op over a mesh: each device runs its own experts, or its shard of each expert.
@@ -184,50 +182,50 @@ def over_devices(
         model_sharding: the sharding.
         arrays: the operands as in `ExpertFfn`.
     """
-    shardings = apart_of(op, model_sharding, arrays)
-    devices = math.prod(model_sharding.mesh.shape[name] for name in shardings.own)
+    shardings = expert_shardings(op, model_sharding, arrays)
+    devices = math.prod(model_sharding.mesh.shape[name] for name in shardings.expert_axes)
     specs = (
-        shardings.rows,
-        shardings.wide,
-        shardings.wide,
-        shardings.narrow,
-        shardings.choices,
-        shardings.choices,
-        *shardings.beside,
+        shardings.row_spec,
+        shardings.up_spec,
+        shardings.up_spec,
+        shardings.down_spec,
+        shardings.choice_spec,
+        shardings.choice_spec,
+        *shardings.bias_specs,
     )
-    mesh_axes = _axes((*shardings.rows, *shardings.wide))
+    mesh_axes = _axes((*shardings.row_spec, *shardings.up_spec))
 
-    def here(*arrays: AnyArray) -> AnyArray:
+    def run_on_device(*arrays: AnyArray) -> AnyArray:
         # Mark replicated operands as varying here, so that their gradients are summed over devices here. Otherwise JAX
         # would sum where they are read, possibly in a branch that some devices do not take.
         replicated_axes = (tuple(n for n in dict.fromkeys(mesh_axes) if n not in _axes(spec)) for spec in specs)
         varying = [
             lax.pcast(a, names, to="varying") if names else a for a, names in zip(arrays, replicated_axes, strict=True)
         ]
-        x, weights, ids = (_brought(varying[place], shardings) for place in (0, 4, 5))
+        x, weights, ids = (_gather_tokens(varying[i], shardings) for i in (0, 4, 5))
         gate, up, down, *biases = *varying[1:4], *varying[6:]
-        within = tuple(n for n in _axes(shardings.wide) if n not in shardings.own)
+        within = tuple(n for n in _axes(shardings.up_spec) if n not in shardings.expert_axes)
         if biases and within:  # results are summed over shards of an expert, so only one shard adds the bias
             biases[2] = jnp.where(lax.axis_index(within) == 0, biases[2], 0)
-        if not shardings.own:
+        if not shardings.expert_axes:
             result = run(x, gate, up, down, weights, ids, *biases)
         else:
-            ids = ids - lax.axis_index(shardings.own) * gate.shape[0]
+            ids = ids - lax.axis_index(shardings.expert_axes) * gate.shape[0]
             # One past the last expert marks a choice of another device's expert.
             ids = jnp.where((ids >= 0) & (ids < gate.shape[0]), ids, gate.shape[0])
             options = {} if run == op.eval else {"devices": devices}
             result = run(x, gate, up, down, weights, ids, *biases, **options)
-        for axis, names in shardings.gathered:
+        for axis, names in shardings.gather_axes:
             result = lax.psum_scatter(result, names, scatter_dimension=axis, tiled=True)
-        return lax.psum(result, shardings.summed) if shardings.summed else result
+        return lax.psum(result, shardings.psum_axes) if shardings.psum_axes else result
 
-    sharded_op = jax.shard_map(here, mesh=model_sharding.mesh, in_specs=specs, out_specs=shardings.rows)
+    sharded_op = jax.shard_map(run_on_device, mesh=model_sharding.mesh, in_specs=specs, out_specs=shardings.row_spec)
     return sharded_op(*arrays)
 
 
-def _brought(a: AnyArray, apart: Apart) -> AnyArray:
+def _gather_tokens(a: AnyArray, shardings: ExpertShardings) -> AnyArray:
     """Return an array over tokens, gathered from the devices with other experts."""
-    for axis, names in apart.gathered:
+    for axis, names in shardings.gather_axes:
         a = lax.all_gather(a, names, axis=axis, tiled=True)
     return a
 
@@ -238,7 +236,7 @@ def _axes(entries: Iterable[Any]) -> tuple[str, ...]:
     return tuple(itertools.chain.from_iterable(groups))
 
 
-def of_rows(
+def expert_ffn(
     op: ExpertFfn, rows: str, experts: str, x: AnyArray, arrays: Sequence[AnyArray], result: Any = None
 ) -> AnyArray:
     """Compute the expert FFN of rows.
@@ -253,7 +251,7 @@ def of_rows(
     """
     gate, up, down, *biases = arrays
     wide, narrow = ("fh", "hf") if op.contract else ("hf", "fh")
-    gate_bias, up_bias, down_bias = biases or NONE
+    gate_bias, up_bias, down_bias = biases or NO_BIASES
     projections = ((gate, gate_bias), (up, up_bias))
     inner = op.gated(*(plus(op.product(f"{rows}h,{experts}{wide}->{rows}f", x, w), bias) for w, bias in projections))
     return plus(op.product(f"{rows}f,{experts}{narrow}->{rows}h", inner, down, result), down_bias)
@@ -266,7 +264,8 @@ def gathered(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     if devices > 1:
         choice_x = jnp.where((flat < len(gate))[:, None], choice_x, 0)
     choice_weights = [jnp.take(w, flat, axis=0, mode="clip") for w in (gate, up, down, *biases)]
-    return combined(of_rows(op, "n", "n", choice_x, choice_weights, jnp.float32), x, weights, _mine(ids, gate, devices))
+    out = expert_ffn(op, "n", "n", choice_x, choice_weights, jnp.float32)
+    return combine(out, x, weights, _local_mask(ids, gate, devices))
 
 
 def blocked(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
@@ -280,43 +279,45 @@ def blocked(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     share = ids.size // devices
     rows = max(block_rows(share, len(gate)) // 2, 1)
     at_once = -(-share // rows) + len(gate) if devices > 1 else 1
-    by_expert = sorted_blocks(ids, len(gate), rows, at_once)
+    by_expert = sort_into_blocks(ids, len(gate), rows, at_once)
     tokens = x.reshape(-1, x.shape[-1])
 
-    def blocks(choice: AnyArray, owner: AnyArray) -> AnyArray:
-        block_weights = [*(w[owner] for w in (gate, up, down)), *(bias[owner][:, None] for bias in biases)]
-        return of_rows(op, "br", "b", tokens[choice // ids.shape[-1]], block_weights)  # f32 would move twice the bytes
+    def run_blocks(choice: AnyArray, expert: AnyArray) -> AnyArray:
+        block_weights = [*(w[expert] for w in (gate, up, down)), *(bias[expert][:, None] for bias in biases)]
+        # The result is in the dtype of x: f32 would move twice the bytes.
+        return expert_ffn(op, "br", "b", tokens[choice // ids.shape[-1]], block_weights)
 
-    def turn(given: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
-        choice, owner, used = given
+    def run_group(group: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
+        choice, expert, row_mask = group
         zeros = jnp.zeros_like(tokens, shape=(*choice.shape, tokens.shape[1]))
-        return lax.cond(used.any(), blocks, lambda *_: zeros, choice, owner)
+        return lax.cond(row_mask.any(), run_blocks, lambda *_: zeros, choice, expert)
 
     if devices == 1:
-        out = blocks(by_expert.choice, by_expert.owner)
+        out = run_blocks(by_expert.row_choice, by_expert.block_expert)
     else:
-        parts = (a.reshape(-1, at_once, *a.shape[1:]) for a in (by_expert.choice, by_expert.owner, by_expert.used))
-        out = lax.map(turn, tuple(parts))
-    return combined(by_expert.back(out).astype(jnp.float32), x, weights, _mine(ids, gate, devices))
+        arrays = (by_expert.row_choice, by_expert.block_expert, by_expert.row_mask)
+        parts = (a.reshape(-1, at_once, *a.shape[1:]) for a in arrays)
+        out = lax.map(run_group, tuple(parts))
+    return combine(by_expert.unsort(out).astype(jnp.float32), x, weights, _local_mask(ids, gate, devices))
 
 
 def looped(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     """Compute the op in a loop over blocks of choices of one expert each; empty blocks are skipped."""
     x, gate, up, down, weights, ids, *biases = arrays
-    by_expert = sorted_blocks(ids, len(gate), block_rows(ids.size // devices, len(gate)))
-    block_inputs = x.reshape(-1, x.shape[-1])[by_expert.choice // ids.shape[-1]]
+    by_expert = sort_into_blocks(ids, len(gate), block_rows(ids.size // devices, len(gate)))
+    block_inputs = x.reshape(-1, x.shape[-1])[by_expert.row_choice // ids.shape[-1]]
 
-    def block(given: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
-        rows, owner, used = given
+    def run_block(block: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
+        rows, expert, is_filled = block
 
-        def filled() -> AnyArray:
-            expert_weights = [lax.dynamic_index_in_dim(w, owner, keepdims=False) for w in (gate, up, down, *biases)]
-            return of_rows(op, "r", "", rows, expert_weights, jnp.float32)
+        def compute() -> AnyArray:
+            expert_weights = [lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in (gate, up, down, *biases)]
+            return expert_ffn(op, "r", "", rows, expert_weights, jnp.float32)
 
-        return lax.cond(used, filled, lambda: jnp.zeros_like(rows, jnp.float32))
+        return lax.cond(is_filled, compute, lambda: jnp.zeros_like(rows, jnp.float32))
 
-    out = lax.map(block, (block_inputs, by_expert.owner, by_expert.used[:, 0]))
-    return combined(by_expert.back(out), x, weights, _mine(ids, gate, devices))
+    out = lax.map(run_block, (block_inputs, by_expert.block_expert, by_expert.row_mask[:, 0]))
+    return combine(by_expert.unsort(out), x, weights, _local_mask(ids, gate, devices))
 
 
 @dataclass(frozen=True)
@@ -324,23 +325,23 @@ class SortedChoices:
     """Choices sorted by expert, in blocks of rows of one expert each.
 
     Attributes:
-        owner: the expert of each block.
-        used: which rows of each block contain a choice.
-        choice: the number of the choice in each row.
-        place: the row of each choice.
+        block_expert: the expert of each block.
+        row_mask: which rows of each block contain a choice.
+        row_choice: the number of the choice in each row.
+        choice_row: the row of each choice.
     """
 
-    owner: AnyArray
-    used: AnyArray
-    choice: AnyArray
-    place: AnyArray
+    block_expert: AnyArray
+    row_mask: AnyArray
+    row_choice: AnyArray
+    choice_row: AnyArray
 
-    def back(self, out: AnyArray) -> AnyArray:
+    def unsort(self, out: AnyArray) -> AnyArray:
         """Return the results of rows, reordered by choice."""
-        return out.reshape(-1, out.shape[-1])[self.place]
+        return out.reshape(-1, out.shape[-1])[self.choice_row]
 
 
-def sorted_blocks(ids: AnyArray, experts: int, rows: int, multiple: int = 1) -> SortedChoices:
+def sort_into_blocks(ids: AnyArray, experts: int, rows: int, multiple: int = 1) -> SortedChoices:
     """Sort choices by expert into blocks.
 
     Args:
@@ -358,13 +359,13 @@ def sorted_blocks(ids: AnyArray, experts: int, rows: int, multiple: int = 1) -> 
     order, counts = jnp.argsort(flat, stable=True), _counts(flat, experts)
     starts, num_blocks = jnp.cumsum(counts) - counts, -(-counts // rows)  # per expert: first choice, number of blocks
     ends = jnp.cumsum(num_blocks)
-    owner = jnp.clip(jnp.searchsorted(ends, number, side="right"), 0, experts - 1)
-    within = (number - (ends - num_blocks)[owner])[:, None] * rows + jnp.arange(rows)[None, :]
-    used = within < counts[owner][:, None]
-    choice = order[jnp.where(used, starts[owner][:, None] + within, 0)]
-    row = jnp.arange(number.size * rows, dtype=flat.dtype).reshape(choice.shape)
-    place = jnp.zeros_like(flat).at[jnp.where(used, choice, flat.size)].set(row, mode="drop")
-    return SortedChoices(owner, used, choice, place)
+    block_expert = jnp.clip(jnp.searchsorted(ends, number, side="right"), 0, experts - 1)
+    within = (number - (ends - num_blocks)[block_expert])[:, None] * rows + jnp.arange(rows)[None, :]
+    row_mask = within < counts[block_expert][:, None]
+    row_choice = order[jnp.where(row_mask, starts[block_expert][:, None] + within, 0)]
+    row = jnp.arange(number.size * rows, dtype=flat.dtype).reshape(row_choice.shape)
+    choice_row = jnp.zeros_like(flat).at[jnp.where(row_mask, row_choice, flat.size)].set(row, mode="drop")
+    return SortedChoices(block_expert, row_mask, row_choice, choice_row)
 
 
 def ragged(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
@@ -381,10 +382,10 @@ def ragged(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
         projected = lax.ragged_dot(x, oriented, counts, precision=precision, preferred_element_type=dtype)
         return plus(projected, None if bias is None else jnp.take(bias, flat[order], axis=0, mode="clip"))
 
-    gate_bias, up_bias, down_bias = biases or NONE
+    gate_bias, up_bias, down_bias = biases or NO_BIASES
     inner = op.gated(*(product(sorted_x, w, bias, x.dtype) for w, bias in ((gate, gate_bias), (up, up_bias))))
     out = product(inner, down, down_bias, jnp.float32)[jnp.argsort(order)]
-    return combined(out, x, weights, _mine(ids, gate, devices))
+    return combine(out, x, weights, _local_mask(ids, gate, devices))
 
 
 def block_rows(choices: int, experts: int) -> int:
@@ -397,19 +398,19 @@ def _counts(ids: AnyArray, experts: int) -> AnyArray:
     return jnp.zeros(experts, jnp.int32).at[ids].add(1)
 
 
-def _mine(ids: AnyArray, gate: AnyArray, devices: int) -> AnyArray | None:
+def _local_mask(ids: AnyArray, gate: AnyArray, devices: int) -> AnyArray | None:
     """Return which choices are of experts on this device; None for all."""
     return ids < len(gate) if devices > 1 else None
 
 
-def combined(out: AnyArray, x: AnyArray, weights: AnyArray, mine: AnyArray | None = None) -> AnyArray:
+def combine(out: AnyArray, x: AnyArray, weights: AnyArray, mask: AnyArray | None = None) -> AnyArray:
     """Return the weighted sum of the results of each token's choices.
 
     Args:
         out: the results `[choices, H]` f32.
         x: the tokens, for the dtype of the sum.
         weights: the routing weight of each choice.
-        mine: which choices count; None for all.
+        mask: which choices count; None for all.
     """
     weighted = out.reshape(*weights.shape, -1) * weights.astype(jnp.float32)[..., None]
-    return (weighted if mine is None else jnp.where(mine[..., None], weighted, 0)).sum(-2).astype(x.dtype)
+    return (weighted if mask is None else jnp.where(mask[..., None], weighted, 0)).sum(-2).astype(x.dtype)

@@ -27,7 +27,7 @@ from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
-from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOSEN, PRODUCTS, RECURRENCES, Call, Choice, call_of
+from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
 from rlx_jax.lowering.lir.recurrent import chunk_by_chunk, chunks_at_once, one_token
 from rlx_jax.lowering.sharding import ModelSharding
@@ -35,21 +35,21 @@ from rlx_jax.lowering.sharding import ModelSharding
 AnyArray = Any
 
 
-def choose_product(call: Call, device: Device, wanted: str) -> Choice | None:
+def choose_product(call: Call, device: Device, preference: str) -> Choice | None:
     """Choose `row` for a product of one row with a weight `[out, in]`; None leaves other products to XLA.
 
     Args:
         call: the op and the types of its operands, with static sizes.
         device: the target.
-        wanted: `auto`, `xla` or `row`.
+        preference: `auto`, `xla` or `row`.
     """
     op, (x, *_) = call
     assert isinstance(op, MatMul | FusedMatMulBiasAct)
-    if wanted == "xla" or (wanted == "auto" and device.kind != "cuda"):
+    if preference == "xla" or (preference == "auto" and device.kind != "cuda"):
         return None
     if op.contract == 0 or math.prod(int(n) for n in x.shape[:-1]) > 1:
         return None
-    return Choice("row", "asked for" if wanted == "row" else "one row: cuBLAS is slower")
+    return Choice("row", "asked for" if preference == "row" else "one row: cuBLAS is slower")
 
 
 def row(op: MatMul | FusedMatMulBiasAct, x: AnyArray, w: AnyArray, *bias: AnyArray) -> AnyArray:
@@ -112,7 +112,7 @@ def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False
     return new_cache
 
 
-def in_kernels(name: str) -> Callable[..., Any]:
+def lazy_kernel(name: str) -> Callable[..., Any]:
     """Return an implementation of `kernels.py`, which is imported only when it runs, as it imports Pallas."""
 
     def run(op: Mir, *arrays: Any) -> Any:
@@ -140,11 +140,11 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "looped": looped,
     "ragged": ragged,
     "in_loop": in_loop,
-    **{name: in_kernels(name) for name in KERNELS},
+    **{name: lazy_kernel(name) for name in KERNELS},
 }
 
 # Lock for changing the filters of warnings, which are global to the process.
-LOWERING = threading.Lock()
+WARNING_FILTERS_LOCK = threading.Lock()
 
 
 def has_kernels(device: Device) -> bool:
@@ -163,7 +163,7 @@ def has_triton() -> bool:
 
 
 @contextlib.contextmanager
-def without_deprecation(choices: Mapping[Call, Choice]) -> Iterator[None]:
+def without_triton_warning(choices: Mapping[Call, Choice]) -> Iterator[None]:
     """Suppress JAX's deprecation warning about Triton while a program is lowered; users cannot act on it.
 
     Args:
@@ -172,12 +172,12 @@ def without_deprecation(choices: Mapping[Call, Choice]) -> Iterator[None]:
     if not any(choice.implementation in KERNELS for choice in choices.values()):
         yield
         return
-    with LOWERING, warnings.catch_warnings():
+    with WARNING_FILTERS_LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
         yield
 
 
-def choose_all(
+def choose_implementations(
     graph: Graph,
     device: Device,
     attention: str,
@@ -214,7 +214,7 @@ def choose_all(
     }
     choices: dict[Call, Choice] = {}
     for inner, node in graph.walk():
-        if isinstance(node.op, CHOSEN):
+        if isinstance(node.op, CHOICE_OPS):
             call = call_of(inner, node)
             with located(node.origin):
                 choice = rules[type(node.op)](call)
@@ -222,7 +222,7 @@ def choose_all(
     return choices
 
 
-def runnable(choices: Mapping[Call, Choice], device: Device) -> dict[Call, Choice]:
+def runnable_choices(choices: Mapping[Call, Choice], device: Device) -> dict[Call, Choice]:
     """Return the choices that a device can run. Nodes without a choice run by `eval`, which computes the same."""
     missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if has_kernels(device) else KERNELS)
     return {call: choice for call, choice in choices.items() if choice.implementation not in missing}

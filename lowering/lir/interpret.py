@@ -23,29 +23,29 @@ from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Program, Stack
 from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.region import Repeat
-from rlx_jax.lowering.lir.experts import over_devices
+from rlx_jax.lowering.lir.experts import run_sharded
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
-from rlx_jax.lowering.lir.plan import CHOSEN, Call, Choice, call_of, rows
+from rlx_jax.lowering.lir.plan import CHOICE_OPS, Call, Choice, call_of, find_stack
 from rlx_jax.lowering.sharding import ModelSharding
 
 AnyArray = Any
 
-DOTS: Callable[..., Any] = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+SAVE_DOTS: Callable[..., Any] = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
-def products(primitive: Any, *types: Any, **options: Any) -> Any:
-    """Policy that saves what `DOTS` saves, and the results of cuDNN's attention.
+def save_products(primitive: Any, *types: Any, **options: Any) -> Any:
+    """Policy that saves what `SAVE_DOTS` saves, and the results of cuDNN's attention.
 
     JAX has no public name for that primitive, so its name is matched by prefix.
     """
-    return primitive.name.startswith("dot_product_attention_fwd") or DOTS(primitive, *types, **options)
+    return primitive.name.startswith("dot_product_attention_fwd") or SAVE_DOTS(primitive, *types, **options)
 
 
 # Policies of `jax.checkpoint`: the values that a gradient saves in each iteration, in addition to its operands.
-REMAT: dict[str, Callable[..., Any] | None] = {
+REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "layer": None,
-    "dots": DOTS,
-    "products": products,
+    "dots": SAVE_DOTS,
+    "products": save_products,
     "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 
@@ -59,12 +59,12 @@ class Env:
         inputs: inputs by name.
         state: state arrays by name; writes replace them.
         scan: whether regions run under `lax.scan`.
-        remat: `none` or a name in `REMAT`.
+        remat: `none` or a name in `REMAT_POLICIES`.
         choices: the chosen implementations.
         model_sharding: the sharding; None on one device.
         iteration: the iteration of an unrolled region, else None.
         operands: the operands of the current region.
-        sliced: in a scan, the slices of the parameters that differ between layers.
+        layer_params: in a scan, the slices of the parameters that differ between layers.
     """
 
     params: Mapping[Program, AnyArray]
@@ -76,7 +76,7 @@ class Env:
     model_sharding: ModelSharding | None = None
     iteration: int | None = None
     operands: tuple[AnyArray, ...] = ()
-    sliced: Mapping[Param, AnyArray] = field(default_factory=dict)
+    layer_params: Mapping[Param, AnyArray] = field(default_factory=dict)
 
     def leaf(self, op: Leaf) -> AnyArray:
         """Return the array of a leaf."""
@@ -84,9 +84,9 @@ class Env:
             case Input(input=name):
                 return self.inputs[name]
             case Param() if self.scan and op.varies:
-                return self.gathered(op.programs[0], self.sliced[op])
+                return self.gather(op.programs[0], self.layer_params[op])
             case Param():
-                return self.gathered(op.at(self.iteration), self.weight(op.at(self.iteration)))
+                return self.gather(op.at(self.iteration), self.weight(op.at(self.iteration)))
             case StateRead(leaf=leaf):
                 return self.state[leaf.key(self.iteration)]
             case BodyInput(index=index):
@@ -95,7 +95,7 @@ class Env:
                 return jnp.asarray(op.array)
         raise TypeError(op)
 
-    def gathered(self, program: Program, array: AnyArray) -> AnyArray:
+    def gather(self, program: Program, array: AnyArray) -> AnyArray:
         """Return a parameter in its compute sharding, gathered from its storage sharding.
 
         Its gradient is reduce-scattered back to the storage sharding.
@@ -113,7 +113,7 @@ class Env:
         """Return the array of a program: a parameter, or a row of a stacked one."""
         if program in self.params:
             return self.params[program]
-        match = rows(self.params, (program,))
+        match = find_stack(self.params, (program,))
         assert match is not None, program  # `Layout.check` has run
         stack, (row,) = match
         return self.params[stack][row]
@@ -122,7 +122,7 @@ class Env:
         """Return the stacked parameter of all iterations and the row of each; no row numbers if rows are in order."""
         if (stack := Stack(programs)) in self.params:
             return self.params[stack], ()
-        match = rows(self.params, programs)
+        match = find_stack(self.params, programs)
         assert match is not None, programs
         return self.params[match[0]], match[1]
 
@@ -150,12 +150,12 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
     if isinstance(op, Shard) and env.model_sharding is not None:
         (x,) = operands
         return (lax.with_sharding_constraint(x, env.model_sharding.value_sharding(op.roles, x.shape)),)
-    choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOSEN) else None
+    choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOICE_OPS) else None
     run = op.eval
     if choice is not None and choice.implementation != "xla":
         run = functools.partial(IMPLEMENTATIONS[choice.implementation], op)
     if isinstance(op, ExpertFfn) and op.roles and env.model_sharding is not None:
-        return (over_devices(op, run, env.model_sharding, operands),)
+        return (run_sharded(op, run, env.model_sharding, operands),)
     if isinstance(op, TopK) and op.roles and env.model_sharding is not None:
         rows = env.model_sharding.value_sharding(op.roles, operands[0].shape).spec
         run = jax.shard_map(run, mesh=env.model_sharding.mesh, in_specs=rows, out_specs=(rows, rows))
@@ -172,7 +172,7 @@ def _unroll(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyAr
         def step(*operands: AnyArray, i: int = i) -> tuple[AnyArray, ...]:
             return interpret(op.body, replace(env, iteration=i, operands=operands))
 
-        out = _recomputed(step, op, env)(*carries, *shared)
+        out = _with_remat(step, op, env)(*carries, *shared)
         carries = out[: op.carries]
         sides.append(out[op.carries :])
     return (*carries, *(side for column in zip(*sides, strict=True) for side in column))
@@ -193,12 +193,12 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
         i, weights = xs
         layer = {k: lax.dynamic_index_in_dim(s, i, keepdims=False) for k, s in zip(keys, state, strict=True)}
         rows = zip(leaves, picks, weights, strict=True)
-        sliced = [lax.dynamic_index_in_dim(leaf, w, keepdims=False) if pick else w for leaf, pick, w in rows]
+        layer_params = [lax.dynamic_index_in_dim(leaf, w, keepdims=False) if pick else w for leaf, pick, w in rows]
         inner = replace(
             env,
             params={**env.params, **shared_weights},
             operands=(*carried, *shared),
-            sliced=dict(zip(varying, sliced, strict=True)),
+            layer_params=dict(zip(varying, layer_params, strict=True)),
             state={**env.state, **layer},
             iteration=None,
         )
@@ -210,14 +210,14 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
     # Layers that share weights slice their rows by number; otherwise the scan passes each layer its row.
     weights = [jnp.asarray(pick, jnp.int32) if pick else leaf for leaf, pick in zip(leaves, picks, strict=True)]
     xs = (jnp.arange(op.count, dtype=jnp.int32), weights)
-    (carries, state), (ys, companions) = lax.scan(_recomputed(step, op, env), init, xs)
+    (carries, state), (ys, companions) = lax.scan(_with_remat(step, op, env), init, xs)
     env.state.update(zip((*keys, *companion_keys), (*state, *companions), strict=True))
     return (*carries, *(y[i] for y in ys for i in range(op.count)))
 
 
-def _recomputed(step: Callable[..., Any], op: Repeat, env: Env) -> Callable[..., Any]:
+def _with_remat(step: Callable[..., Any], op: Repeat, env: Env) -> Callable[..., Any]:
     """Return one iteration under `jax.checkpoint` if the plan has remat; bodies that write state have no gradient."""
     if env.remat == "none" or op.body.writes:
         return step
     # XLA cannot merge recomputed values with the original ones across a scan's body, so CSE need not be prevented.
-    return jax.checkpoint(step, policy=REMAT[env.remat], prevent_cse=not env.scan)
+    return jax.checkpoint(step, policy=REMAT_POLICIES[env.remat], prevent_cse=not env.scan)

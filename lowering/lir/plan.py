@@ -29,7 +29,7 @@ PRODUCTS = (MatMul, FusedMatMulBiasAct)
 RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
 CACHE_WRITES = (CacheUpdate, RingStep)
 # The ops that may have a choice.
-CHOSEN = (AttentionOp, ExpertFfn, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
+CHOICE_OPS = (AttentionOp, ExpertFfn, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Choice:
 
 
 # The choice of nodes that have none in the plan.
-XLA = Choice("xla", "as any other")
+XLA_CHOICE = Choice("xla", "as any other")
 
 # Key of a choice: the op and the types of its operands. Equal calls have the same choice.
 Call = tuple[Mir, tuple[TensorType, ...]]
@@ -65,7 +65,7 @@ class Plan:
         scan: whether repeated layers run under `lax.scan` instead of being unrolled.
         donate_state: whether calls consume the state.
         donate_inputs: names of the inputs that calls consume.
-        remat: what a gradient recomputes of each layer: `none` or a name in `interpret.REMAT`.
+        remat: what a gradient recomputes of each layer: `none` or a name in `interpret.REMAT_POLICIES`.
         implementation: the requested implementation of attention.
         choices: the implementation of each attention, product, mixture of experts, recurrence and cache write.
         compiler_options: options of XLA.
@@ -134,7 +134,7 @@ class Lir:
         """Yield block path and choice of each node with one of these ops."""
         for inner, node in self.graph.walk():
             if isinstance(node.op, kinds):
-                yield path_text(node.origin.path), str(self.plan.choices.get(call_of(inner, node), XLA))
+                yield path_text(node.origin.path), str(self.plan.choices.get(call_of(inner, node), XLA_CHOICE))
 
 
 def state_types(graph: Graph, stacked: bool) -> dict[str, TensorType]:
@@ -170,24 +170,24 @@ def _arrays(leaf: StateLeaf, t: TensorType, iterations: int, stacked: bool) -> I
         yield from ((leaf.key(i), 0, t) for i in range(iterations))
 
 
-def taken_back(graph: Graph, stacked: bool) -> tuple[tuple[str, int], ...]:
+def rollback_arrays(graph: Graph, stacked: bool) -> tuple[tuple[str, int], ...]:
     """Return the state arrays that a program also returns after each token, by name, with their batch axis.
 
     A `verify` program returns them so that rejected tokens can be removed from the state.
     """
-    return tuple((name, axis) for name, axis, _ in _every(graph, stacked))
+    return tuple((name, axis) for name, axis, _ in _per_token_arrays(graph, stacked))
 
 
-def given_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Roles]]:
+def returned_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Roles]]:
     """Return `state_leaves` of the state that a program returns, with the companion arrays after each token."""
     leaves = state_leaves(graph, stacked)
-    for name, axis, t in _every(graph, stacked):
+    for name, axis, t in _per_token_arrays(graph, stacked):
         _, roles = leaves[name]
         leaves[every_key(name)] = t, (*roles[: axis + 1], "sequence", *roles[axis + 1 :])
     return leaves
 
 
-def _every(graph: Graph, stacked: bool) -> Iterator[tuple[str, int, TensorType]]:
+def _per_token_arrays(graph: Graph, stacked: bool) -> Iterator[tuple[str, int, TensorType]]:
     """Yield the state arrays that are returned after each token: name, batch axis, type of the returned array."""
     for inner, iterations in _repeated(graph):
         for leaf, value in (write for write in inner.writes if write[0].every):
@@ -234,11 +234,11 @@ class Layout:
         for param in graph.params():
             reads = [param.programs] if scan and param.varies else [(p,) for p in param.programs]
             for p in reads:
-                if (p[0] if len(p) == 1 else Stack(p)) not in names and not rows(names, p):
+                if (p[0] if len(p) == 1 else Stack(p)) not in names and not find_stack(names, p):
                     yield p[0]
 
 
-def rows(leaves: Iterable[Program], programs: tuple[Program, ...]) -> tuple[Stack, tuple[int, ...]] | None:
+def find_stack(leaves: Iterable[Program], programs: tuple[Program, ...]) -> tuple[Stack, tuple[int, ...]] | None:
     """Return the stacked parameter that has `programs` as rows, and their row numbers; None if there is none."""
     for leaf in leaves:
         if isinstance(leaf, Stack) and set(programs) <= set(leaf.parts):
@@ -246,7 +246,7 @@ def rows(leaves: Iterable[Program], programs: tuple[Program, ...]) -> tuple[Stac
     return None
 
 
-def tied(params: Iterable[Param]) -> list[tuple[Program, ...]]:
+def tied_groups(params: Iterable[Param]) -> list[tuple[Program, ...]]:
     """Return all programs in groups, each in order of first use; the programs of one parameter are in one group.
 
     If layers share weights, two parameters have a program in common, and their groups are joined.
@@ -272,7 +272,7 @@ def programs_of(graphs: Iterable[Graph], scan: bool) -> tuple[Program, ...]:
     params = [param for graph in graphs for param in graph.params()]
     if not scan:
         return tuple(dict.fromkeys(p for param in params for p in param.programs))
-    return tuple(Stack(group) if len(group) > 1 else group[0] for group in tied(params))
+    return tuple(Stack(group) if len(group) > 1 else group[0] for group in tied_groups(params))
 
 
 def layout_of(graphs: Iterable[Graph], scan: bool) -> Layout:
@@ -283,11 +283,11 @@ def layout_of(graphs: Iterable[Graph], scan: bool) -> Layout:
     return Layout(leaves)
 
 
-def _free_name(program: Program, taken: Collection[str]) -> str:
+def _free_name(program: Program, used_names: Collection[str]) -> str:
     """Return an unused name for a parameter: its own, with its dtype, or with a number."""
     name = printed_name(program)
-    if name not in taken:
+    if name not in used_names:
         return name
     typed = f"{name} ({short_name(program.type.dtype)})"
     numbered = (f"{name} ({n})" for n in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([typed], numbered) if candidate not in taken)
+    return next(candidate for candidate in itertools.chain([typed], numbered) if candidate not in used_names)

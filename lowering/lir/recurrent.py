@@ -28,12 +28,12 @@ from rlx_jax.lowering.lir.plan import Call, Choice
 AnyArray = Any
 Recurrence = GatedDeltaOp | SelectiveScanOp
 # Number of tokens from which chunks are faster than single steps.
-FEW = 16
+MIN_CHUNKED_TOKENS = 16
 # Chunks per iteration of the loop over states (its unrolling): on one H200, 4096 tokens of 16 heads take 1.61 ms at 1,
 # 1.12 at 4, 1.10 at 8, 1.16 at 16.
-TURN = 8
+SCAN_UNROLL = 8
 # Bytes of a state from which reading it dominates a step.
-READ = 4 << 20
+LARGE_STATE_BYTES = 4 << 20
 # Rows of a triangular block that is inverted by powers. Entries of powers grow with the binomials of that number.
 BLOCK = 8
 
@@ -57,11 +57,11 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
     tokens, fits = int(operands[0].shape[1]), kernels and fits_kernels(call)
     if tokens == 1:
         state_size = math.prod(map(int, operands[2].shape)) * int(operands[1].shape[-1])  # numbers of the state, in f32
-        if fits and not op.every and 4 * state_size >= READ:
+        if fits and not op.every and 4 * state_size >= LARGE_STATE_BYTES:
             return Choice("one_pass", "the state is read once")
         return Choice("one_token", "there is no loop over one token")
     # Chunks have no state after each token, and their products need one decay per head: A `[H]`, not `[H, N]`.
-    if tokens < FEW or op.every or (isinstance(op, SelectiveScanOp) and operands[2].rank == 2):
+    if tokens < MIN_CHUNKED_TOKENS or op.every or (isinstance(op, SelectiveScanOp) and operands[2].rank == 2):
         return None
     if fits and short_name(operands[2].dtype) in ("bf16", "f16"):
         return Choice("states_in_one", f"{tokens} tokens as products of matrices, states in one kernel")
@@ -93,61 +93,61 @@ class Chunk(NamedTuple):
 
     Attributes:
         prepare: operands of the chunk → all that needs no state.
-        carry: (state before the chunk, result of `prepare`) → state after the chunk.
-        give: (state before the chunk, operands, result of `prepare`) → results of the chunk.
+        update_state: (state before the chunk, result of `prepare`) → state after the chunk.
+        compute_output: (state before the chunk, operands, result of `prepare`) → results of the chunk.
     """
 
     prepare: Callable[..., Any]
-    carry: Callable[..., AnyArray]
-    give: Callable[..., AnyArray]
+    update_state: Callable[..., AnyArray]
+    compute_output: Callable[..., AnyArray]
 
 
 def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op in chunks: all in parallel except for the state, which a loop carries from chunk to chunk."""
-    chunk, chunks, start, (tokens, dtype) = chunks_of(op, operands)
-    ready = jax.vmap(chunk.prepare)(chunks)
+    chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands)
+    terms = jax.vmap(chunk.prepare)(chunks)
 
-    def step(held: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
-        return chunk.carry(held, part), held.astype(dtype)
+    def step(state: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
+        return chunk.update_state(state, part), state.astype(dtype)
 
-    last_state, old_states = lax.scan(step, start, ready, unroll=TURN)
-    out = jax.vmap(chunk.give)(old_states, chunks, ready)
-    return by_token(out, tokens).astype(dtype), last_state.reshape(op.begin(*operands).shape)
+    last_state, old_states = lax.scan(step, start, terms, unroll=SCAN_UNROLL)
+    out = jax.vmap(chunk.compute_output)(old_states, chunks, terms)
+    return from_chunks(out, tokens).astype(dtype), last_state.reshape(op.begin(*operands).shape)
 
 
 def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op in chunks, one after the other."""
-    chunk, chunks, start, (tokens, dtype) = chunks_of(op, operands)
+    chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands)
 
-    def step(held: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
-        ready = chunk.prepare(part)
-        return chunk.carry(held, ready), chunk.give(held, part, ready).astype(dtype)
+    def step(state: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
+        terms = chunk.prepare(part)
+        return chunk.update_state(state, terms), chunk.compute_output(state, part, terms).astype(dtype)
 
     last_state, out = lax.scan(step, start, chunks)
-    return by_token(out, tokens), last_state.reshape(op.begin(*operands).shape)
+    return from_chunks(out, tokens), last_state.reshape(op.begin(*operands).shape)
 
 
-def chunks_of(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[Chunk, Any, AnyArray, tuple[int, Any]]:
+def split_into_chunks(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[Chunk, Any, AnyArray, tuple[int, Any]]:
     """Prepare an op for computation in chunks.
 
     Returns:
         The chunk functions, the operands split into chunks, the initial state `[B, G, R, …]`, and the number of tokens
         and dtype of the result.
     """
-    wide, state = jnp.float32, op.begin(*operands)
+    f32, state = jnp.float32, op.begin(*operands)
     if isinstance(op, GatedDeltaOp):
         q, k, v, g, beta = operands[:5]
         groups, result = k.shape[2], v
-        rows = (q, k, v, g.astype(wide)[..., None], beta.astype(wide)[..., None])
+        rows = (q, k, v, g.astype(f32)[..., None], beta.astype(f32)[..., None])
         chunk = delta_chunk(op.factor(k.shape[3]), v.dtype)
     else:
         x, dt, a, b, c = operands[:5]
         groups, result = b.shape[2], x
-        dt = dt.astype(wide)
-        rows = (x, dt[..., None], (dt * a.astype(wide)[None, None])[..., None], b, c)
+        dt = dt.astype(f32)
+        rows = (x, dt[..., None], (dt * a.astype(f32)[None, None])[..., None], b, c)
         chunk = scan_chunk(x.dtype)
     size = chunk_size(result.shape[1])
-    chunks = tuple(by_chunk(x, size, groups) for x in rows)
+    chunks = tuple(to_chunks(x, size, groups) for x in rows)
     start = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
     return chunk, chunks, start, (result.shape[1], result.dtype)
 
@@ -165,40 +165,42 @@ def delta_chunk(scale: float, dtype: Any) -> Chunk:
         _, k, v, g, beta = (x.astype(jnp.float32) for x in part)
         total = jnp.cumsum(g, axis=-2)
         between = decays(total)
-        solved = unit_lower_inverse(jnp.tril(beta * between * dot("bgrik,bgrjk->bgrij", k, k), -1))
+        solved = invert_unit_lower(jnp.tril(beta * between * dot("bgrik,bgrjk->bgrij", k, k), -1))
         # U, W and diag(e^{G_C−G}) K of the formulas above.
         fresh = dot("bgrij,bgrjv->bgriv", solved, beta * v)
         erased = dot("bgrij,bgrjk->bgrik", solved, beta * jnp.exp(total) * k)
         written = jnp.exp(total[..., -1:, :] - total) * k
         return fresh, erased.astype(dtype), written.astype(dtype), total, between
 
-    def new(held: AnyArray, ready: Any) -> AnyArray:
-        return ready[0] - dot("bgrik,bgrkv->bgriv", ready[1], held)
+    def values_to_write(state: AnyArray, terms: Any) -> AnyArray:
+        return terms[0] - dot("bgrik,bgrkv->bgriv", terms[1], state)
 
-    def carry(held: AnyArray, ready: Any) -> AnyArray:
-        return jnp.exp(ready[3][..., -1:, :]) * held + dot("bgrik,bgriv->bgrkv", ready[2], new(held, ready))
+    def update_state(state: AnyArray, terms: Any) -> AnyArray:
+        return jnp.exp(terms[3][..., -1:, :]) * state + dot(
+            "bgrik,bgriv->bgrkv", terms[2], values_to_write(state, terms)
+        )
 
-    def give(held: AnyArray, part: Any, ready: Any) -> AnyArray:
-        return delta_given(scale, dtype, held, part, ready, new(held, ready))
+    def compute_output(state: AnyArray, part: Any, terms: Any) -> AnyArray:
+        return delta_output(scale, dtype, state, part, terms, values_to_write(state, terms))
 
-    return Chunk(prepare, carry, give)
+    return Chunk(prepare, update_state, compute_output)
 
 
-def delta_given(scale: float, dtype: Any, held: AnyArray, part: Any, ready: Any, new: AnyArray) -> AnyArray:
+def delta_output(scale: float, dtype: Any, state: AnyArray, part: Any, terms: Any, new_values: AnyArray) -> AnyArray:
     """Return the results of a chunk of the gated delta rule.
 
     Args:
         scale: the scale of queries.
         dtype: the dtype of products.
-        held: the state before the chunk.
+        state: the state before the chunk.
         part: the chunk's operands.
-        ready: the result of `prepare`.
-        new: the values V' that the chunk writes.
+        terms: the result of `prepare`.
+        new_values: the values V' that the chunk writes.
     """
-    (q, k, *_), (_, erased, _, total, between), dot = part, ready, partial(product, dtype)
+    (q, k, *_), (_, erased, _, total, between), dot = part, terms, partial(product, dtype)
     within = between * dot("bgrik,bgrjk->bgrij", q, k)
-    across = jnp.exp(total) * dot("bgrik,bgrkv->bgriv", jnp.broadcast_to(q, erased.shape), held)
-    return scale * (across + dot("bgrij,bgrjv->bgriv", within, new))
+    across = jnp.exp(total) * dot("bgrik,bgrkv->bgriv", jnp.broadcast_to(q, erased.shape), state)
+    return scale * (across + dot("bgrij,bgrjv->bgriv", within, new_values))
 
 
 def scan_chunk(dtype: Any) -> Chunk:
@@ -215,16 +217,16 @@ def scan_chunk(dtype: Any) -> Chunk:
         weight = dt * jnp.exp(total[..., -1:, :] - total) * x
         return dot("bgrip,bgrik->bgrpk", weight, jnp.broadcast_to(b, (*x.shape[:-1], b.shape[-1]))), total
 
-    def carry(held: AnyArray, ready: Any) -> AnyArray:
-        return jnp.exp(ready[1][..., -1:, :]) * held + ready[0]
+    def update_state(state: AnyArray, terms: Any) -> AnyArray:
+        return jnp.exp(terms[1][..., -1:, :]) * state + terms[0]
 
-    def give(held: AnyArray, part: Any, ready: Any) -> AnyArray:
+    def compute_output(state: AnyArray, part: Any, terms: Any) -> AnyArray:
         x, dt, _, b, c = part
-        inside = decays(ready[1]) * jnp.swapaxes(dt, -1, -2) * dot("bgrik,bgrjk->bgrij", c, b)
-        across = dot("bgrik,bgrpk->bgrip", jnp.broadcast_to(c, (*x.shape[:-1], c.shape[-1])), held)
-        return jnp.exp(ready[1]) * across + dot("bgrij,bgrjp->bgrip", inside, x)
+        inside = decays(terms[1]) * jnp.swapaxes(dt, -1, -2) * dot("bgrik,bgrjk->bgrij", c, b)
+        across = dot("bgrik,bgrpk->bgrip", jnp.broadcast_to(c, (*x.shape[:-1], c.shape[-1])), state)
+        return jnp.exp(terms[1]) * across + dot("bgrij,bgrjp->bgrip", inside, x)
 
-    return Chunk(prepare, carry, give)
+    return Chunk(prepare, update_state, compute_output)
 
 
 # -- parts -------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def chunk_size(tokens: int) -> int:
     return min(CHUNK, max(BLOCK, 1 << (tokens - 1).bit_length()))
 
 
-def by_chunk(x: AnyArray, size: int, groups: int) -> AnyArray:
+def to_chunks(x: AnyArray, size: int, groups: int) -> AnyArray:
     """Split `[B, S, H, W]` into chunks `[n, B, groups, H/groups, size, W]`.
 
     The last chunk is padded with zeros, which leave the state unchanged.
@@ -246,8 +248,8 @@ def by_chunk(x: AnyArray, size: int, groups: int) -> AnyArray:
     return x.reshape(batch, chunks, size, groups, heads // groups, width).transpose(1, 0, 3, 4, 2, 5)
 
 
-def by_token(x: AnyArray, tokens: int) -> AnyArray:
-    """Join chunks, the inverse of `by_chunk`: `[n, B, G, R, size, W]` → `[B, S, G·R, W]`."""
+def from_chunks(x: AnyArray, tokens: int) -> AnyArray:
+    """Join chunks, the inverse of `to_chunks`: `[n, B, G, R, size, W]` → `[B, S, G·R, W]`."""
     chunks, batch, groups, times, size, width = x.shape
     return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, chunks * size, groups * times, width)[:, :tokens]
 
@@ -270,7 +272,7 @@ def product(dtype: Any, subscripts: str, *arrays: AnyArray) -> AnyArray:
     return jnp.einsum(subscripts, *cast, precision=precision, preferred_element_type=jnp.float32)
 
 
-def unit_lower_inverse(a: AnyArray) -> AnyArray:
+def invert_unit_lower(a: AnyArray) -> AnyArray:
     """Return `(I + a)⁻¹` for a strictly lower triangular `a` `[…, n, n]`, n a power of two, in float32.
 
     Diagonal blocks of `BLOCK` rows are inverted by a finite sum of powers, `(I − a)(I + a²)(I + a⁴)`. Two adjacent

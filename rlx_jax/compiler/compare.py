@@ -24,7 +24,7 @@ from rlx_jax.profiles.check import rows
 from rlx_jax.program import Built
 
 # Prefixes of the names of counts: a count that only one program has is 0 in the other.
-COUNTS = ("ops", "values")
+COUNT_PREFIXES = ("ops", "values")
 
 
 def program_changes(
@@ -50,11 +50,11 @@ def program_changes(
     groups = list(dict.fromkeys(name.split()[0] for name in names))
     changed = [name for name in names if before.get(name) != after.get(name)]
 
-    def told(facts: Mapping[str, str], name: str) -> str:
-        return facts.get(name, "0" if name.startswith(COUNTS) else "none")
+    def fact_text(facts: Mapping[str, str], name: str) -> str:
+        return facts.get(name, "0" if name.startswith(COUNT_PREFIXES) else "none")
 
     return tuple(
-        Change(name, told(before, name), told(after, name))
+        Change(name, fact_text(before, name), fact_text(after, name))
         for name in sorted(changed, key=lambda name: groups.index(name.split()[0]))
     )
 
@@ -65,7 +65,7 @@ def _facts(
     """List facts about a program, as pairs of a name and a value, in the order of the report."""
     template = make_template(built, 0.0, settings, program)
     yield from ((f"pass {name}", "runs" if name in template.nodes else "does not run") for name in NAMES)
-    yield from _counted(template)
+    yield from _op_counts(template)
     types = layout_of([template.hir], settings.plan.scan).types()
     yield "parameters", f"{len(types)} arrays, {sum(t.nbytes for t in types.values()):,} bytes"
     yield "parameters in", ", ".join(sorted({short_name(t.dtype) for t in types.values()}))
@@ -74,16 +74,16 @@ def _facts(
     for place, row, _ in rows(settings.profile):
         applies = not place.startswith("backend.") or place.split(".")[1] == settings.target
         if applies and row.label and row.of in (scopes | {"serves"} if serves else scopes):
-            yield row.label, _written(attrgetter(row.resolved or f"profile.{place}")(settings))
+            yield row.label, _to_text(attrgetter(row.resolved or f"profile.{place}")(settings))
     if serves:
-        yield from ((f"buckets.{f.name}", _written(getattr(settings.buckets, f.name))) for f in fields(Buckets))
+        yield from ((f"buckets.{f.name}", _to_text(getattr(settings.buckets, f.name))) for f in fields(Buckets))
     if sizes is not None:
         lir = make_lir(template, sizes, settings)
         for what in ("attention", "products", "experts", "recurrences"):
             yield f"runs {what}", "; ".join(getattr(lir, what)())
 
 
-def _counted(template: Template) -> Iterator[tuple[str, str]]:
+def _op_counts(template: Template) -> Iterator[tuple[str, str]]:
     """Count the ops, the ops of each kind, the values of each dtype, and the fusions."""
     nodes = [node for _, node in template.mir.walk() if not isinstance(node.op, Leaf)]
     yield "ops", str(len(nodes))
@@ -95,12 +95,12 @@ def _counted(template: Template) -> Iterator[tuple[str, str]]:
     yield "missed", str(len(template.fusion.missed))
 
 
-def _written(value: Any) -> str:
+def _to_text(value: Any) -> str:
     """Return the value of a setting as text."""
     if isinstance(value, np.dtype):
         return short_name(value)
     if isinstance(value, tuple):
-        return ", ".join(map(_written, value)) or "none"
+        return ", ".join(map(_to_text, value)) or "none"
     if isinstance(value, Mapping):
-        return ", ".join(f"{k} {_written(v)}" for k, v in value.items()) or "none"
+        return ", ".join(f"{k} {_to_text(v)}" for k, v in value.items()) or "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -17,8 +17,8 @@ from rlx_jax.compiler.compile_cache import compile_lowered
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import GraphError, ProfileError, first_line
 from rlx_jax.lowering.inspect.outline import Cost, cost
-from rlx_jax.lowering.lir.donation import DonationProof, examine
-from rlx_jax.lowering.lir.implementations import without_deprecation
+from rlx_jax.lowering.lir.donation import DonationProof, measure_donation
+from rlx_jax.lowering.lir.implementations import without_triton_warning
 from rlx_jax.lowering.lir.plan import Lir
 
 # Types of arrays in host memory.
@@ -225,7 +225,7 @@ def compile_program(
     jitted = jax.jit(called, donate_argnums=donated, compiler_options=options, keep_unused=donates_state, **placements)
     start = time.perf_counter()
     arguments = (params, state, *parted(inputs, consumed))
-    with without_deprecation(lir.plan.choices):
+    with without_triton_warning(lir.plan.choices):
         arguments = arguments if shardings is None else jax.tree.map(anywhere, arguments)
         lowered = jitted.lower(*arguments)
     traced = time.perf_counter()
@@ -260,7 +260,7 @@ def prove(
         GraphError: see `compile_program`.
     """
     state_shardings, gathered = ({}, 0) if shardings is None else (shardings.state, shardings.gathered)
-    proof = examine(lir, compiled, lowered.out_info[1], state_shardings, gathered, beside)
+    proof = measure_donation(lir, compiled, lowered.out_info[1], state_shardings, gathered, beside)
     # A copied state is only slow, but one of other types is wrong: the next call would refuse it.
     if (lir.plan.strict or proof.changed) and (problem := proof.problem()):
         cure = "" if proof.changed else "; donation.strict = false in the profile runs it"

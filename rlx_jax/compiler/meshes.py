@@ -23,7 +23,7 @@ from rlx_jax.ir.graph import Graph, GraphStage
 from rlx_jax.ir.param import Conflict, Roles
 from rlx_jax.ir.roles import agreed, of_dims
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
-from rlx_jax.lowering.lir.plan import Lir, given_leaves
+from rlx_jax.lowering.lir.plan import Lir, returned_leaves
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.sharding import ModelSharding, adapt_to_heads, heads_of
 from rlx_jax.program import Built
@@ -198,7 +198,7 @@ def in_any_mesh(function: Function, template: Template, lir: Lir, model_sharding
     """
     if model_sharding is None:
         return function
-    leaves = given_leaves(lir.graph, lir.plan.scan)
+    leaves = returned_leaves(lir.graph, lir.plan.scan)
     outputs = tuple(
         model_sharding.value_sharding(of_dims(template.mir.type(symbolic)), lir.graph.type(bound).shape).spec
         for symbolic, bound in zip(template.mir.outputs, lir.graph.outputs, strict=True)

@@ -47,12 +47,12 @@ from rlx_jax.lowering.fusion import FusionReport, fusion_report
 from rlx_jax.lowering.hir import explicit, row_layouts
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.hir.rules import ring_sizes
-from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of, packed_rows
+from rlx_jax.lowering.inspect.bounds import Bounds, bounds_of, packed_bounds, with_past_tokens
 from rlx_jax.lowering.inspect.outline import Cost, Outline, cost, outline
 from rlx_jax.lowering.lir.donation import reusable_inputs
-from rlx_jax.lowering.lir.implementations import choose_all, has_triton, runnable
+from rlx_jax.lowering.lir.implementations import choose_implementations, has_triton, runnable_choices
 from rlx_jax.lowering.lir.interpret import Env, interpret
-from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, given_leaves, state_types, taken_back
+from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, returned_leaves, rollback_arrays, state_types
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.lowering.mir.small import without_inputs
 from rlx_jax.lowering.sharding import ModelSharding
@@ -111,9 +111,9 @@ class Template:
         return tuple(i.input for i in self.built.hir.inputs if i.input not in input_names)
 
     @functools.cached_property
-    def taken_back(self) -> tuple[tuple[str, int], ...]:
-        """Return the state arrays that the program gives after each token; see `taken_back` of the plan."""
-        return taken_back(self.mir, self.scan)
+    def rollback_arrays(self) -> tuple[tuple[str, int], ...]:
+        """Return the state arrays that the program gives after each token; see `rollback_arrays` of the plan."""
+        return rollback_arrays(self.mir, self.scan)
 
     @functools.cached_property
     def head(self) -> Head:
@@ -207,9 +207,9 @@ def make_template(
     bounds = bounds_of(read_graph, settings.max_positions or built.max_positions)
     # The limits of the flow assume one sequence per row that starts at position 0; these programs differ.
     if job.program == "explicit":
-        bounds = behind_cache(bounds, given)
+        bounds = with_past_tokens(bounds, given)
     elif job.program == "packed":
-        bounds = packed_rows(bounds)
+        bounds = packed_bounds(bounds)
     adds = {"explicit": explicit.optional_inputs, "padded": row_layouts.optional_inputs}.get(job.program)
     optional = () if adds is None else adds(built.hir)
     times = built.types, seconds, result.nodes, fusion
@@ -237,7 +237,7 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     graph = pass_named("specialise")(template.mir, Job(settings, TypeCache(), sizes=binding)).graph
     plan = settings.plan
     preferences = plan.implementation, plan.products, plan.experts, settings.model_sharding, plan.kernels
-    choices = choose_all(graph, settings.device, *preferences)
+    choices = choose_implementations(graph, settings.device, *preferences)
     return Lir(graph, replace(plan, donate_inputs=reusable_inputs(graph, plan.donate_inputs), choices=choices))
 
 
@@ -283,7 +283,7 @@ def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None
 
 def placed_state(lir: Lir, state: StateArrays, model_sharding: ModelSharding) -> StateArrays:
     """Return the state, constrained to the sharding that the next call expects."""
-    leaves = given_leaves(lir.graph, lir.plan.scan)
+    leaves = returned_leaves(lir.graph, lir.plan.scan)
 
     def constrain(name: str, array: Any) -> Any:
         if name not in leaves:
@@ -299,7 +299,7 @@ def choices_here(lir: Lir, here: Device) -> Mapping[Call, Choice]:
     Raises:
         UnsupportedError: the profile names an implementation that this device cannot run.
     """
-    choices = runnable(lir.plan.choices, here)
+    choices = runnable_choices(lir.plan.choices, here)
     idle = {c.implementation for call, c in lir.plan.choices.items() if call not in choices}
     if lir.plan.implementation in idle:
         raise UnsupportedError(

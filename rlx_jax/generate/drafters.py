@@ -105,7 +105,7 @@ class DraftModel(ProgramDrafter):
         """Return the drafter with the program `extend` for one token, and without parameters; see `Drafter`."""
         model, logits = self.unbound_model, self.unbound_model.output_names[:1]
         key = model.as_program("extend").sized({**sizes, "seq": 1}, Variant(outputs=logits, spare=self.tokens))
-        back = self.programs.template(model.as_program("verify").key(outputs=logits)).taken_back
+        back = self.programs.template(model.as_program("verify").key(outputs=logits)).rollback_arrays
         return replace(self, model=None, max_positions=None, keys=(key,), recurrent_arrays=back)
 
     def start(

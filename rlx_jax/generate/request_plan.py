@@ -129,7 +129,7 @@ def plan_keys(
         else:
             verify = model.as_program("verify")
             variant = replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
-            recurrent_arrays = model.programs.template(verify.key(inputs.given, logits)).taken_back
+            recurrent_arrays = model.programs.template(verify.key(inputs.given, logits)).rollback_arrays
             drafter_args = (drafter.bind(sizes.state), recurrent_arrays)
             wrapper = VerifyLoop(sampling_steps, model.first_input, loop.steps, *drafter_args)
             key = verify.sized({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))

@@ -27,10 +27,10 @@ from rlx_jax.lowering.inspect.hlo import (
     DRAFTING,
     Instruction,
     block_paths,
-    instructions,
     kernel_name,
     module_id,
-    together,
+    parse_instructions,
+    without_layer_numbers,
 )
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.programs import ProgramKey, Programs
@@ -92,7 +92,7 @@ class BlockTimes:
         """Return the times with repeated layers merged into one, `layers.*`."""
         groups: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
         for row in self.rows:
-            groups[row.program, together(row.path)].append(row)
+            groups[row.program, without_layer_numbers(row.path)].append(row)
         return replace(self, rows=_slowest_first(_merge_rows(p, path, rows) for (p, path), rows in groups.items()))
 
     @property
@@ -432,7 +432,7 @@ class _Compiled:
         """Return the instructions by name, and by the name of their kernel."""
         companions = self.key.around.beside().values() if isinstance(self.key.around, RunsOthers) else ()
         paths = frozenset().union(*(block_paths(lir.graph) for lir in (self.executable.lir, *companions)))
-        parsed = instructions(self.executable.call.as_text() or "", paths)
+        parsed = parse_instructions(self.executable.call.as_text() or "", paths)
         return {kernel_name(name): instruction for name, instruction in parsed.items()} | parsed
 
 

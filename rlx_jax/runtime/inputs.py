@@ -403,12 +403,12 @@ def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, in
 
 
 def check_counted(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> None:
-    """Check that the sequence length of a call, the sum of the dimensions `bounds.counted`, fits the model's positions.
+    """Check that the sequence length of a call, the sum of `bounds.position_dims`, fits the model's positions.
 
     Raises:
         SequenceLengthError: it is longer.
     """
-    length = sum(bound(dim, sizes) for dim in bounds.counted)
+    length = sum(bound(dim, sizes) for dim in bounds.position_dims)
     if is_static(length):  # explicit decode of states alone has no cached keys, hence no size of the past
         check_length(length, bounds, flow)
 

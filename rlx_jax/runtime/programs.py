@@ -49,7 +49,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.types import DimLike
 from rlx_jax.ir.user_functions import Captured
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.lowering.lir.plan import Layout, Lir, given_leaves, state_leaves
+from rlx_jax.lowering.lir.plan import Layout, Lir, returned_leaves, state_leaves
 from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile
@@ -143,7 +143,7 @@ def state_shardings(
     template: Template, sizes: Mapping[str, int], model_sharding: ModelSharding, of_results: bool = False
 ) -> dict[str, NamedSharding]:
     """Return the sharding of each array of the state that a program takes; with `of_results`, that it returns."""
-    leaves = (given_leaves if of_results else state_leaves)(template.mir, template.scan)
+    leaves = (returned_leaves if of_results else state_leaves)(template.mir, template.scan)
     return {name: model_sharding.value_sharding(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
 
 

@@ -17,7 +17,7 @@ from rlx_jax.errors import GraphError, listing
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.lowering.inspect.buffers import activation_bytes, dump_lir
-from rlx_jax.lowering.inspect.hlo import collectives, together
+from rlx_jax.lowering.inspect.hlo import count_collectives, without_layer_numbers
 from rlx_jax.lowering.lir.plan import Layout, Lir
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.runtime.block_times import shorten
@@ -301,7 +301,8 @@ class Report:
 
 def merge_equal_layers(told: Sequence[str]) -> list[str]:
     """Return lines `block: choice`, with equal layers merged into one: `layers.*.self_attn: xla (2 of them)`."""
-    counts = Counter(": ".join((together(path), *rest)) for path, *rest in (line.split(": ", 1) for line in told))
+    parts = (line.split(": ", 1) for line in told)
+    counts = Counter(": ".join((without_layer_numbers(path), *rest)) for path, *rest in parts)
     return [line if count == 1 else f"{line} ({count} of them)" for line, count in counts.items()]
 
 
@@ -421,7 +422,7 @@ def report_of(
         experts=lir.experts(),
         recurrences=lir.recurrences(),
         **asdict(executable.needs),
-        collectives={} if settings.model_sharding is None else collectives(executable.call.as_text() or ""),
+        collectives={} if settings.model_sharding is None else count_collectives(executable.call.as_text() or ""),
         donated_bytes=memory.alias_size_in_bytes,
         cache_bytes=state_bytes(template, last),
         peak_bytes=executable.peak_bytes,
