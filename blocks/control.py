@@ -19,7 +19,7 @@ from rlx_jax.ir.graph import Boundary, Node
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import DimLike, TensorType, tensor_type
 from rlx_jax.trace.boundaries import run_as_block
-from rlx_jax.trace.checks import check_count, check_takes
+from rlx_jax.trace.checks import check_count, check_signature
 from rlx_jax.trace.emit import Emit, FlowValue
 
 __all__ = [
@@ -351,8 +351,8 @@ class Custom:
         builder = emit.builder
         name = self.name or getattr(self.fn, "__name__", "custom").replace("<lambda>", "custom")
         with builder.at(replace(builder.origin, token_wise=self.token_wise)), emit.stage(), emit.scope(name):
-            check_takes(self.fn, ("emit", "x"), emit.path)
-            with emit.users_code():
+            check_signature(self.fn, ("emit", "x"), emit.path)
+            with emit.user_code():
                 out = self.fn(emit, value)
             if out is not None and not isinstance(out, FlowValue):
                 raise GraphError(
@@ -360,7 +360,7 @@ class Custom:
                     "emit.constant(array) makes one of a small array, emit.output(name, value) names further outputs"
                 )
             if out is None:
-                emit.state.left_none = emit.path  # a later stage that needs a value names this path in its error
+                emit.state.last_none_stage = emit.path  # a later stage that needs a value names this path in its error
             return out
 
 
@@ -505,7 +505,7 @@ class DualStream:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         with emit.scope(self.name):
             a, b = emit.stream(self.stream_a), emit.stream(self.stream_b)
-            with emit.users_code():
+            with emit.user_code():
                 pair = self.fn(emit, a, b)
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(v, FlowValue) for v in pair)):
                 raise GraphError(f"{emit.path}: a DualStream's function returns both streams, got {pair!r}")

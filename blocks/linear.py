@@ -276,7 +276,7 @@ class LmHead:
         if emit.state.embed_weight is None:
             raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
         # The table is also a projection to the vocabulary now, which counts in how a mesh shards it.
-        emit.say_roles(emit.state.embed_weight, HEAD)
+        emit.record_roles(emit.state.embed_weight, HEAD)
         return emit.state.embed_weight
 
 

@@ -17,7 +17,7 @@ from rlx_jax.ir.graph import Param
 from rlx_jax.ir.param import Conflict, Parts, stored_keys
 from rlx_jax.trace.editing import Inner
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.parameters import WeightPart, part_read
+from rlx_jax.trace.parameters import WeightPart, find_weight_part
 
 # PEFT's initializer of A: uniform within ±1/√in. B is zeros, so that a new adapter leaves the model unchanged.
 A_INIT = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2)
@@ -169,7 +169,7 @@ class LoraLinear:
                 f"{len(numbers)} products: select such as 'layers.*.self_attn.{{q,v}}_proj'"
             )
         (number,), ((weight, key),) = numbers, stored_weights
-        op, part = nodes[number].op, part_read(weight.programs[0])
+        op, part = nodes[number].op, find_weight_part(weight.programs[0])
         assert isinstance(op, hir.Linear)
         has_all_inputs = key.type.shape == weight.type.shape or (part is not None and part.axis == 1 - op.contract)
         if not has_all_inputs or not key.key.endswith(".weight"):

@@ -83,10 +83,10 @@ class RopeTables:
                     emit.set_named(register, table)
             else:
                 # An earlier layer had no tables and computed its own, so the user probably misplaced this stage.
-                if emit.state.rope_by_itself and emit.state.rope_cos is None:
+                if emit.state.implicit_rope_stage and emit.state.rope_cos is None:
                     warnings.warn(
-                        f"{emit.path}: these tables are for the stages behind them; {emit.state.rope_by_itself} stands "
-                        "before them and made its own",
+                        f"{emit.path}: these tables apply to later stages; the earlier stage "
+                        f"{emit.state.implicit_rope_stage} computed tables without them",
                         RlxWarning,
                         stacklevel=2,
                     )
@@ -165,7 +165,7 @@ def rope_tables_for(
             f"{emit.path}: no input 'rope_cos' is declared and no stage made rope tables: put RopeTables or "
             "DecodeRopeParams before the layers, or declare the inputs 'rope_cos' and 'rope_sin' [S, D/2]"
         )
-    emit.state.rope_by_itself = emit.state.rope_by_itself or emit.path
+    emit.state.implicit_rope_stage = emit.state.implicit_rope_stage or emit.path
     with emit.scope("rotary_emb"):
         cos, sin = emit.add_all(hir.RopeAngles(frequencies(n_rot, theta)), positions_of(emit, x))
     return cos, sin

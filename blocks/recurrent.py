@@ -316,7 +316,7 @@ class Recurrent:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         x = emit.require(value, "Recurrent")
-        with emit.stage(), emit.scope(step_name(self.step)), emit.users_code():
+        with emit.stage(), emit.scope(step_name(self.step)), emit.user_code():
             y: FlowValue = emit.recurrent(self.step, x, *self.keys, init=self.init, unroll=self.unroll)
         return y
 

@@ -16,9 +16,9 @@ from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Constant, Value, constant
 from rlx_jax.ir.types import as_name, is_static
 from rlx_jax.trace.block_selection import BlockPattern
-from rlx_jax.trace.boundaries import HeadsAround
+from rlx_jax.trace.boundaries import HeadCounter
 from rlx_jax.trace.editing import BlockEdit, BlockWrapper, CapturedBlock, Inner
-from rlx_jax.trace.emit import Emit, FlowValue, read_numbers
+from rlx_jax.trace.emit import Emit, FlowValue, as_number_array
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class SelectedBlocks(Generic[T]):
     """
 
     pattern: BlockPattern
-    edited: Callable[[BlockEdit], T]
+    apply_edit: Callable[[BlockEdit], T]
 
     def wrap(self, fn: BlockWrapper) -> T:
         """Replace each block by `fn(emit, x, inner)`, where x is the block's input and `inner(x)` runs the block.
@@ -77,17 +77,17 @@ class SelectedBlocks(Generic[T]):
         if heads is not None and (type(heads) is not int or heads < 1):
             raise GraphError(f"scale: heads is a number of heads, got {shown(heads)}")
         factor: str | Constant = as_name(by, "scale") if isinstance(by, str) else _numbers(by)
-        return self._edit(Scaled(factor, of == "input", heads), takes_input=of == "input")
+        return self._edit(Scaled(factor, of == "input", heads), requires_input=of == "input")
 
-    def _edit(self, wrapper: BlockWrapper, takes_input: bool = True) -> T:
-        return self.edited(BlockEdit(self.pattern, wrapper, takes_input))
+    def _edit(self, wrapper: BlockWrapper, requires_input: bool = True) -> T:
+        return self.apply_edit(BlockEdit(self.pattern, wrapper, requires_input))
 
 
 def _numbers(by: Any) -> Constant:
     """Return the factor of `scale` as a finite f32 constant."""
     if isinstance(by, FlowValue):
         raise GraphError("scale: a value of a flow scales inside of it: wrap(lambda emit, x, inner: inner(x) * value)")
-    factor = constant(read_numbers(by, "scale"), np.float32)
+    factor = constant(as_number_array(by, "scale"), np.float32)
     if not np.isfinite(factor.array).all():
         raise GraphError("scale: the factor has numbers that are not finite")
     return factor
@@ -117,29 +117,30 @@ class Scaled:
 
     def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
         if self.of_input:
-            return inner(self._times(emit, emit.require(x, "scale")))
-        return self._times(emit, inner(x))
+            return inner(self._multiply(emit, emit.require(x, "scale")))
+        return self._multiply(emit, inner(x))
 
-    def check_block(self, around: HeadsAround, read: Value | None, given: Value, where: str) -> None:
+    def check_block(self, counter: HeadCounter, block_input: Value | None, output: Value, where: str) -> None:
         """Check `heads` against the number of heads of attention, or of any other op that splits the value.
 
         Raises:
             ShapeError: the value has another number of heads, or no op reads or makes it as heads.
         """
-        value, does = (read, "reads") if self.of_input else (given, "gives")
+        value, verb = (block_input, "reads") if self.of_input else (output, "returns")
         if self.heads is None or value is None:
             return
-        head_counts, text = around.of(value), f"what the block {does}, {around.type(value)},"
-        if head_counts.known and self.heads not in head_counts.known:
-            counts = " or ".join(map(str, sorted(head_counts.known)))
-            raise ShapeError(f"{where}: scale: {text} has {counts} heads, not {self.heads}: give heads={counts}")
-        if not head_counts.known and not head_counts.unread:
+        counts, text = counter.count(value), f"the value that the block {verb}, {counter.type(value)},"
+        if counts.candidates and self.heads not in counts.candidates:
+            expected = " or ".join(map(str, sorted(counts.candidates)))
+            raise ShapeError(f"{where}: scale: {text} has {expected} heads, not {self.heads}: give heads={expected}")
+        if not counts.candidates and not counts.incomplete:
             raise ShapeError(
-                f"{where}: scale: heads={self.heads}, and {text} is not heads side by side. The projection behind "
-                f"attention reads heads: at('layers.*.self_attn.o_proj').scale(by, of='input', heads={self.heads})"
+                f"{where}: scale: heads={self.heads}, but {text} does not consist of packed heads. The "
+                "projection after attention reads heads: "
+                f"at('layers.*.self_attn.o_proj').scale(by, of='input', heads={self.heads})"
             )
 
-    def _times(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def _multiply(self, emit: Emit, x: FlowValue) -> FlowValue:
         """Return x times the factor, in the type of x.
 
         Raises:
@@ -156,9 +157,9 @@ class Scaled:
         else:
             width = x.type.shape[-1]
             if not is_static(width) or width % self.heads:
-                raise ShapeError(f"{emit.path}: scale: {x.type} is not whole in {self.heads} heads")
+                raise ShapeError(f"{emit.path}: scale: {x.type} does not split into {self.heads} heads")
             if factor.type.shape[-1:] != (self.heads,):
-                raise ShapeError(f"{emit.path}: scale: of {self.heads} heads, the factor is {factor.type}")
+                raise ShapeError(f"{emit.path}: scale: expected a factor [..., {self.heads}], got {factor.type}")
             split = x.reshape(*x.shape[:-1], self.heads, -1) * factor.reshape(*factor.shape, 1)
             product = split.reshape(x.shape)
         if product.type != x.type:  # the factor may broadcast, but must not change the shape of x

@@ -46,7 +46,7 @@ from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, MtpFactory, Weights
 from rlx_jax.trace.block_selection import BlockPattern
-from rlx_jax.trace.editing import BlockEdit, edit_blocks, run_stand_in
+from rlx_jax.trace.editing import BlockEdit, edit_blocks, write_placeholder
 from rlx_jax.trace.emit import Emit, FlowValue, input_type
 from rlx_jax.trace.parameters import F32, Parameters, WeightDecl, check_declared
 from rlx_jax.weights.overlay import combine_sources
@@ -345,26 +345,26 @@ class ModelFlow(Stages):
         source = combine_sources(source if source is None or self._reads is None else self._reads(source), self._more)
         types = TypeCache()
         emit = Emit(Builder(self.name, types), source, captured, self._binding, self._declared, self.profile)
-        emit.parameters.draws_missing = self._missing == "init"
-        emit.flat = self._outputs.taps_caches or bool(self._block_edits)
+        emit.parameters.initializes_missing = self._missing == "init"
+        emit.expands_composites = self._outputs.taps_caches or bool(self._block_edits)
         emit.state.program = self._program
         if self._block_edits:  # edits need marked block boundaries; other flows keep the graph free of marks
             emit.builder.marks_blocks, emit.parameters.defers_missing = True, source is not None
-            emit.stand_in = partial(run_stand_in, emit, self._block_edits)
+            emit.placeholder_writer = partial(write_placeholder, emit, self._block_edits)
         value = self._run_stages(emit, given)
         stage_outputs = set(emit.state.outputs)
         # A missing weight of a stage is deferred, because an edit may replace that stage. Edits have no such escape.
         emit.parameters.defers_missing = False
         value = edit_blocks(emit, value, self._block_edits, self.name, self._elsewhere)
         if emit.parameters.deferred:
-            emit.parameters.refuse_missing(emit.hir_and_params()[1])
+            emit.parameters.raise_deferred(emit.hir_and_params()[1])
         captured_blocks = tuple(name for name in emit.state.outputs if name not in stage_outputs)
         values = self._outputs.values(emit, value, captured_blocks, self.name)
         outputs = {name: emit.own(output) for name, output in values.items()}
         emit.captured.closed = True
         rolled, refusals = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled, "hir", "build", types)
-        graph, read = self._extensions.apply(rolled, types), emit.parameters.read
+        graph, read = self._extensions.apply(rolled, types), emit.parameters.read_keys
         if graph is not rolled:  # an extension may read weights that no stage reads
             graph = graph if source is None else bind_params(graph, source, types)
             read |= dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
@@ -381,7 +381,7 @@ class ModelFlow(Stages):
         value: FlowValue | None = self._declare(emit, set(given))
         try:
             for stage in self._stages:
-                with emit.users_code():
+                with emit.user_code():
                     value = run_stage(stage, emit, value)
         except RecursionError as error:
             raise GraphError(

@@ -249,7 +249,7 @@ def test_no_heads_to_mask() -> None:
     """Of a value that is none; what a function of one's own makes cannot be known, and is not refused."""
     recipe = rlx.recipe_for(LLAMA)
     for pattern in ("layers.*.self_attn", "layers.*.mlp"):
-        with pytest.raises(errors.ShapeError, match=r"layers\.0\.\w+: scale: heads=8, .*is not heads side by side"):
+        with pytest.raises(errors.ShapeError, match=r"layers\.0\.\w+: scale: heads=8, .*not consist of packed heads"):
             recipe.at(pattern).scale(np.ones(8), heads=8).assemble().build()
     own = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("own", lambda emit, x: emit.jax(jnp.sin, x))
     halved = rlx.compile(own.at("own").scale([1, 0], heads=2))(np.ones((1, 8), "f4"))

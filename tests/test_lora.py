@@ -236,7 +236,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "two files": (lambda: lora(adapter=[adapters.ADAPTER] * 2), "one adapter at a time"),
     "a part": (
         lambda: rlx.lora(rlx.recipe_for(GPT2), "layers.*.attn.c_attn.q", rank=2).assemble().build(),
-        r"is that of 'layers\.0\.attn\.c_attn\.k', 'layers\.0\.attn\.c_attn\.v' too: select all of them",
+        r"'layers\.0\.attn\.c_attn\.k', 'layers\.0\.attn\.c_attn\.v' read weight .* too: select all of these",
     ),
     "twice": (
         lambda: rlx.compile(rlx.lora(merged_projections(), "**.c_attn", rank=3), missing="init", key=0),
@@ -283,7 +283,7 @@ FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = 
     "half": ({}, lambda t: {k: v for k, v in t.items() if not k.endswith(f"{DOWN}.lora_A.weight")}, "B.weight alone"),
     "shapes": ({}, lambda t: {k: v[:, :2] if k.endswith("lora_B.weight") else v for k, v in t.items()}, "are no"),
     "width": ({}, lambda t: {k: v[:, :7] if k.endswith("lora_A.weight") else v for k, v in t.items()}, "expected"),
-    "other model": ({}, lambda t: {k.replace("self_attn", "attn"): v for k, v in t.items()}, "nothing reads weights"),
+    "other model": ({}, lambda t: {k.replace("self_attn", "attn"): v for k, v in t.items()}, "no block reads weights"),
 }
 
 

@@ -29,7 +29,7 @@ def adding(init: Init = None, shape: tuple[int, ...] | None = (HIDDEN,)) -> Any:
 
 def test_a_new_weight_beside_those_of_a_checkpoint() -> None:
     """An error by default; drawn where that is asked for, and named; the others are the checkpoint's."""
-    with pytest.raises(errors.MissingWeightError, match=r"steering: no weight 'steering'.*missing='init' draws it"):
+    with pytest.raises(errors.MissingWeightError, match=r"steering: no weight 'steering'.*'init' initializes it"):
         rlx.compile(adding("zeros"))
     model = rlx.compile(adding("zeros"), missing="init", key=0)
     assert model.report().initialised == ("steering",) and "1 weights: 'steering'" in str(model.report())
@@ -53,7 +53,7 @@ def test_a_config_is_a_random_model() -> None:
     added = rlx.init(adding().patch_flow(lambda flow: flow.with_weights({"steering": kept}, add=True)), 0)
     np.testing.assert_array_equal(np.asarray(added.weights()["steering"]), kept)
     assert "steering" not in added.report().initialised
-    with pytest.raises(errors.MissingWeightError, match="no weight 'w'.*say its shape="):
+    with pytest.raises(errors.MissingWeightError, match="no weight 'w'.*declare its shape"):
         rlx.init(rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w"), 0)
 
 
@@ -110,7 +110,7 @@ OPENED: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("case", OPENED)
 def test_whatever_opens_a_model_draws_what_is_missing(case: str) -> None:
     """As `compile` does; and refuses it without being asked."""
-    with pytest.raises(errors.MissingWeightError, match=r"'new'.*missing='init' draws it"):
+    with pytest.raises(errors.MissingWeightError, match=r"'new'.*missing='init' initializes it"):
         OPENED[case]()
     with pytest.raises(errors.RequestError, match="give both, or neither"):
         OPENED[case](missing="init")

@@ -33,7 +33,7 @@ from rlx_jax.models.lora_files import (
 )
 from rlx_jax.program import Buildable
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.trace.block_selection import BlockPattern, BlocksReading, ProductsIn
+from rlx_jax.trace.block_selection import BlockPattern, BlocksByWeight, ProjectionPattern
 from rlx_jax.trace.editing import BlockEdit, Inner
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import WeightSource
@@ -74,7 +74,7 @@ class WithAdapter:
         for (size, scale), modules in self.sizes.groups().items():
             origin = f"the adapter {self.source.where(self.source.keys()[0])}"
             keys = frozenset(f"{names.stored}{module.removeprefix(names.outer)}.weight" for module in modules)
-            flow = WithBlocks(BlockEdit(BlocksReading(keys, origin), LoraLinear(size, scale, names)))(flow)
+            flow = WithBlocks(BlockEdit(BlocksByWeight(keys, origin), LoraLinear(size, scale, names)))(flow)
         return flow
 
     def _names(self, flow: ModelFlow) -> ModuleNames:
@@ -142,7 +142,7 @@ def lora(
     if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 < alpha < inf):
         raise RequestError(f"lora: alpha is {shown(alpha)}; expected a finite number over 0")
     scale = (rank if alpha is None else alpha) / (rank**0.5 if rslora else rank)
-    products = ProductsIn(BlockPattern(pattern))
+    products = ProjectionPattern(BlockPattern(pattern))
     names = ModuleNames(outer=getattr(recipe, "outer", ""), renamed=getattr(recipe, "modules", ()))
     return _patched(recipe, WithBlocks(BlockEdit(products, LoraLinear(int(rank), float(scale), names))))
 

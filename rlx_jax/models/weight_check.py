@@ -43,8 +43,8 @@ class _Check(Parameters):
 
     def __init__(self, source: WeightSource, recipe: Any) -> None:
         super().__init__(source)
-        # With `draws_missing` a missing weight does not stop the build, so that the check can list all of them.
-        self.draws_missing, self.can_init_missing = True, can_init_missing(source)
+        # With `initializes_missing` a missing weight does not stop the build, so that the check can list all of them.
+        self.initializes_missing, self.can_init_missing = True, can_init_missing(source)
         self.recipe, self.paths, self.stored = recipe, dict[str, str](), source
 
     def refuse(self, at_least: str = "") -> NoReturn:
@@ -55,18 +55,18 @@ class _Check(Parameters):
             f"first is read by {self.paths[first_key] or self.recipe.name}{suggest_key(first_key, self.stored.keys())}"
         )
 
-    def _without_source(self, key: str, shape: tuple[int, ...], path: str) -> Any:
+    def _new_weight(self, key: str, shape: tuple[int, ...], path: str) -> Any:
         """Record a missing weight, and go on as if it were initialized."""
         if not self.can_init_missing:
             self.paths.setdefault(key, path)
             if len(self.paths) > MAX_MISSING:
                 self.refuse("at least ")
-        return super()._without_source(key, shape, path)
+        return super()._new_weight(key, shape, path)
 
-    def _of_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Any:
+    def _weight_from_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Any:
         """Return the declared weight of the source, after checking its shape and that it is a float."""
         try:
-            stored = super()._of_source(key, sizes, path)
+            stored = super()._weight_from_source(key, sizes, path)
         except WeightShapeError as error:
             fields = {name: value for name, value in vars(self.recipe.config).items() if type(value) is int}
             # Fields of the config that equal an unexpected size are the probable cause; without any, all are listed.
@@ -75,5 +75,5 @@ class _Check(Parameters):
             fields_text = ", ".join(f"{name} {value}" for name, value in fields.items())
             raise WeightShapeError(f"{error}; by config.json: {fields_text}") from None
         if not jnp.issubdtype(stored.type.dtype, jnp.floating):
-            raise WeightError(f"{path}: {self.at(key)}: expected floats, got {short_name(stored.type.dtype)}")
+            raise WeightError(f"{path}: {self.describe(key)}: expected floats, got {short_name(stored.type.dtype)}")
         return stored

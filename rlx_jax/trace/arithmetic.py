@@ -15,7 +15,7 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Parametric, Unary,
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.types import as_dtype
-from rlx_jax.trace.checks import of_kind
+from rlx_jax.trace.checks import bind_kind
 from rlx_jax.trace.writer import Axes, V, Writer, is_number
 
 
@@ -34,22 +34,24 @@ class Arithmetic(Writer[V]):
             raise GraphError(f"{self.path}: add(a, b) is the sum of two values; add_node({a.name()}, …) appends an op")
         return self.binary("add", a, b)
 
-    sub = of_kind(binary, "sub", "a − b.")
-    mul = of_kind(binary, "mul", "a · b, element by element.")
-    div = of_kind(binary, "div", "a / b.")
-    pow = of_kind(binary, "pow", "aᵇ.")
-    maximum = of_kind(binary, "max", "The larger of two, element by element.")
-    minimum = of_kind(binary, "min", "The smaller of two, element by element.")
-    floor_divide = of_kind(binary, "floor_div", "⌊a / b⌋. Integers divided by 0 give what XLA gives, as in the next 3.")
-    trunc_divide = of_kind(binary, "trunc_div", "a / b rounded towards 0: `lax.div` of whole numbers.")
-    mod = of_kind(binary, "mod", "a − b ⌊a / b⌋, which has the sign of b.")
-    fmod = of_kind(binary, "rem", "a − b · trunc(a / b), which has the sign of a.")
+    sub = bind_kind(binary, "sub", "a − b.")
+    mul = bind_kind(binary, "mul", "a · b, element by element.")
+    div = bind_kind(binary, "div", "a / b.")
+    pow = bind_kind(binary, "pow", "aᵇ.")
+    maximum = bind_kind(binary, "max", "The larger of two, element by element.")
+    minimum = bind_kind(binary, "min", "The smaller of two, element by element.")
+    floor_divide = bind_kind(
+        binary, "floor_div", "⌊a / b⌋. Integers divided by 0 behave as in XLA, also in the next 3."
+    )
+    trunc_divide = bind_kind(binary, "trunc_div", "a / b rounded towards 0: `lax.div` of whole numbers.")
+    mod = bind_kind(binary, "mod", "a − b ⌊a / b⌋, which has the sign of b.")
+    fmod = bind_kind(binary, "rem", "a − b · trunc(a / b), which has the sign of a.")
     rem = fmod
 
-    atan2 = of_kind(binary, "atan2", "The angle of the point (b, a), in (−π, π].")
-    bitwise_and = of_kind(binary, "and", "The bits that both have; of bools whether both are True.")
-    bitwise_or = of_kind(binary, "or", "The bits that one of them has.")
-    bitwise_xor = of_kind(binary, "xor", "The bits that one of them alone has.")
+    atan2 = bind_kind(binary, "atan2", "The angle of the point (b, a), in (−π, π].")
+    bitwise_and = bind_kind(binary, "and", "The bits that both have; of bools whether both are True.")
+    bitwise_or = bind_kind(binary, "or", "The bits that one of them has.")
+    bitwise_xor = bind_kind(binary, "xor", "The bits that one of them alone has.")
 
     def bitwise_not(self, x: V) -> V:
         """Return x with all bits inverted; for bools, `not x`."""
@@ -58,19 +60,19 @@ class Arithmetic(Writer[V]):
         # XOR with all bits set, which is −1 for signed integers.
         return self.bitwise_xor(x, int(jnp.iinfo(dtype).max) if unsigned else True if dtype == np.bool_ else -1)
 
-    left_shift = of_kind(binary, "shift_left", "a · 2ᵇ, the higher bits dropped.")
-    right_shift = of_kind(binary, "shift_right", "⌊a / 2ᵇ⌋: the sign is kept.")
+    left_shift = bind_kind(binary, "shift_left", "a · 2ᵇ, the higher bits dropped.")
+    right_shift = bind_kind(binary, "shift_right", "⌊a / 2ᵇ⌋: the sign is kept.")
 
-    def _truth(self, x: V | bool) -> V | bool:
+    def _as_bool(self, x: V | bool) -> V | bool:
         """Return whether x is not 0, as bool."""
         return bool(x) if is_number(x) else x if self.type_of(x).dtype == np.bool_ else self.ne(x, 0)  # type: ignore[arg-type]
 
     def _logical(self, kind: str, a: V | bool, b: V | bool) -> V:
-        return self.binary(kind, self._truth(a), self._truth(b))
+        return self.binary(kind, self._as_bool(a), self._as_bool(b))
 
-    logical_and = of_kind(_logical, "and", "Whether neither is 0, as bool.")
-    logical_or = of_kind(_logical, "or", "Whether one of them is not 0, as bool.")
-    logical_xor = of_kind(_logical, "xor", "Whether one of them alone is not 0, as bool.")
+    logical_and = bind_kind(_logical, "and", "Whether neither is 0, as bool.")
+    logical_or = bind_kind(_logical, "or", "Whether one of them is not 0, as bool.")
+    logical_xor = bind_kind(_logical, "xor", "Whether one of them alone is not 0, as bool.")
 
     def logical_not(self, x: V) -> V:
         """Return whether x is 0, as bool."""
@@ -80,12 +82,12 @@ class Arithmetic(Writer[V]):
         """Return the comparison `eq`, `ne`, `lt`, `le`, `gt` or `ge`, as bool."""
         return self.add_node(Compare(kind), *self._pair(kind, a, b))
 
-    eq = of_kind(compare, "eq", "a = b, as bool.")
-    ne = of_kind(compare, "ne", "a ≠ b, as bool.")
-    lt = of_kind(compare, "lt", "a < b, as bool.")
-    le = of_kind(compare, "le", "a ≤ b, as bool.")
-    gt = of_kind(compare, "gt", "a > b, as bool.")
-    ge = of_kind(compare, "ge", "a ≥ b, as bool.")
+    eq = bind_kind(compare, "eq", "a = b, as bool.")
+    ne = bind_kind(compare, "ne", "a ≠ b, as bool.")
+    lt = bind_kind(compare, "lt", "a < b, as bool.")
+    le = bind_kind(compare, "le", "a ≤ b, as bool.")
+    gt = bind_kind(compare, "gt", "a > b, as bool.")
+    ge = bind_kind(compare, "ge", "a ≥ b, as bool.")
 
     def where(self, condition: V, on_true: V | float, on_false: V | float) -> V:
         """Return `on_true` where `condition` is not zero, else `on_false`; each of the two may be a number."""
@@ -99,53 +101,53 @@ class Arithmetic(Writer[V]):
         """Return an elementwise function of one value by its name in `UNARY`; each function is a method too."""
         return self.add_node(Unary(kind), x)
 
-    sigmoid = of_kind(activation, "sigmoid", "σ(x).")
-    silu = of_kind(activation, "silu", "x σ(x).")
-    gelu = of_kind(activation, "gelu", "½x(1 + erf(x/√2)).")
-    gelu_tanh = of_kind(activation, "gelu_tanh", "½x(1 + tanh(√(2/π)(x + 0.044715x³))).")
-    quick_gelu = of_kind(activation, "quick_gelu", "x σ(1.702x).")
-    relu = of_kind(activation, "relu", "max(x, 0).")
-    softplus = of_kind(activation, "softplus", "ln(1 + eˣ).")
-    tanh = of_kind(activation, "tanh", "tanh x.")
-    exp = of_kind(activation, "exp", "eˣ.")
-    log = of_kind(activation, "log", "ln x.")
-    sqrt = of_kind(activation, "sqrt", "√x.")
-    rsqrt = of_kind(activation, "rsqrt", "1/√x.")
-    neg = of_kind(activation, "neg", "−x.")
-    abs = of_kind(activation, "abs", "|x|.")
-    sin = of_kind(activation, "sin", "sin x.")
-    cos = of_kind(activation, "cos", "cos x.")
-    tan = of_kind(activation, "tan", "tan x.")
-    atan = of_kind(activation, "atan", "arctan x.")
-    round = of_kind(activation, "round", "The nearest whole number, halves to the even one.")
-    floor = of_kind(activation, "floor", "The largest whole number ≤ x.")
-    ceil = of_kind(activation, "ceil", "The smallest whole number ≥ x.")
-    trunc = of_kind(activation, "trunc", "The whole number next to x towards 0.")
-    sign = of_kind(activation, "sign", "−1, 0 or 1.")
-    square = of_kind(activation, "square", "x².")
-    reciprocal = of_kind(activation, "reciprocal", "1/x.")
-    cbrt = of_kind(activation, "cbrt", "∛x.")
-    expm1 = of_kind(activation, "expm1", "eˣ − 1, exact near 0.")
-    log1p = of_kind(activation, "log1p", "ln(1 + x), exact near 0.")
-    exp2 = of_kind(activation, "exp2", "2ˣ.")
-    log2 = of_kind(activation, "log2", "log₂ x.")
-    asin = of_kind(activation, "asin", "arcsin x.")
-    acos = of_kind(activation, "acos", "arccos x.")
-    sinh = of_kind(activation, "sinh", "sinh x.")
-    cosh = of_kind(activation, "cosh", "cosh x.")
-    asinh = of_kind(activation, "asinh", "arsinh x.")
-    acosh = of_kind(activation, "acosh", "arcosh x.")
-    atanh = of_kind(activation, "atanh", "artanh x.")
-    erf = of_kind(activation, "erf", "The error function.")
-    erfc = of_kind(activation, "erfc", "1 − erf x.")
-    relu6 = of_kind(activation, "relu6", "min(max(x, 0), 6).")
-    selu = of_kind(activation, "selu", "1.0507 elu(x, 1.6733).")
-    mish = of_kind(activation, "mish", "x tanh(softplus x).")
-    log_sigmoid = of_kind(activation, "log_sigmoid", "ln σ(x).")
-    soft_sign = of_kind(activation, "soft_sign", "x / (1 + |x|).")
-    hard_sigmoid = of_kind(activation, "hard_sigmoid", "relu6(x + 3) / 6.")
-    hard_silu = of_kind(activation, "hard_silu", "x hard_sigmoid(x).")
-    hard_tanh = of_kind(activation, "hard_tanh", "min(max(x, −1), 1).")
+    sigmoid = bind_kind(activation, "sigmoid", "σ(x).")
+    silu = bind_kind(activation, "silu", "x σ(x).")
+    gelu = bind_kind(activation, "gelu", "½x(1 + erf(x/√2)).")
+    gelu_tanh = bind_kind(activation, "gelu_tanh", "½x(1 + tanh(√(2/π)(x + 0.044715x³))).")
+    quick_gelu = bind_kind(activation, "quick_gelu", "x σ(1.702x).")
+    relu = bind_kind(activation, "relu", "max(x, 0).")
+    softplus = bind_kind(activation, "softplus", "ln(1 + eˣ).")
+    tanh = bind_kind(activation, "tanh", "tanh x.")
+    exp = bind_kind(activation, "exp", "eˣ.")
+    log = bind_kind(activation, "log", "ln x.")
+    sqrt = bind_kind(activation, "sqrt", "√x.")
+    rsqrt = bind_kind(activation, "rsqrt", "1/√x.")
+    neg = bind_kind(activation, "neg", "−x.")
+    abs = bind_kind(activation, "abs", "|x|.")
+    sin = bind_kind(activation, "sin", "sin x.")
+    cos = bind_kind(activation, "cos", "cos x.")
+    tan = bind_kind(activation, "tan", "tan x.")
+    atan = bind_kind(activation, "atan", "arctan x.")
+    round = bind_kind(activation, "round", "The nearest whole number, halves to the even one.")
+    floor = bind_kind(activation, "floor", "The largest whole number ≤ x.")
+    ceil = bind_kind(activation, "ceil", "The smallest whole number ≥ x.")
+    trunc = bind_kind(activation, "trunc", "The whole number next to x towards 0.")
+    sign = bind_kind(activation, "sign", "−1, 0 or 1.")
+    square = bind_kind(activation, "square", "x².")
+    reciprocal = bind_kind(activation, "reciprocal", "1/x.")
+    cbrt = bind_kind(activation, "cbrt", "∛x.")
+    expm1 = bind_kind(activation, "expm1", "eˣ − 1, exact near 0.")
+    log1p = bind_kind(activation, "log1p", "ln(1 + x), exact near 0.")
+    exp2 = bind_kind(activation, "exp2", "2ˣ.")
+    log2 = bind_kind(activation, "log2", "log₂ x.")
+    asin = bind_kind(activation, "asin", "arcsin x.")
+    acos = bind_kind(activation, "acos", "arccos x.")
+    sinh = bind_kind(activation, "sinh", "sinh x.")
+    cosh = bind_kind(activation, "cosh", "cosh x.")
+    asinh = bind_kind(activation, "asinh", "arsinh x.")
+    acosh = bind_kind(activation, "acosh", "arcosh x.")
+    atanh = bind_kind(activation, "atanh", "artanh x.")
+    erf = bind_kind(activation, "erf", "The error function.")
+    erfc = bind_kind(activation, "erfc", "1 − erf x.")
+    relu6 = bind_kind(activation, "relu6", "min(max(x, 0), 6).")
+    selu = bind_kind(activation, "selu", "1.0507 elu(x, 1.6733).")
+    mish = bind_kind(activation, "mish", "x tanh(softplus x).")
+    log_sigmoid = bind_kind(activation, "log_sigmoid", "ln σ(x).")
+    soft_sign = bind_kind(activation, "soft_sign", "x / (1 + |x|).")
+    hard_sigmoid = bind_kind(activation, "hard_sigmoid", "relu6(x + 3) / 6.")
+    hard_silu = bind_kind(activation, "hard_silu", "x hard_sigmoid(x).")
+    hard_tanh = bind_kind(activation, "hard_tanh", "min(max(x, −1), 1).")
 
     hard_swish = hard_silu
     swish = silu
@@ -154,7 +156,7 @@ class Arithmetic(Writer[V]):
         """Return an elementwise function with numeric parameters by its name in `PARAMETRIC`; each is a method too."""
         for number in parameters:
             if not is_number(number):
-                raise GraphError(f"{self.path}: {kind} takes a number beside x, got {shown(number)}")
+                raise GraphError(f"{self.path}: {kind}: expected a number after x, got {shown(number)}")
         return self.add_node(Parametric(kind, tuple(float(p) for p in parameters)), x)
 
     def elu(self, x: V, alpha: float = 1.0) -> V:
@@ -216,14 +218,14 @@ class Arithmetic(Writer[V]):
         """Return a reduction by its name in `REDUCE` over one axis, several, or all (None), in the dtype of x."""
         return self.add_node(Reduce(kind, self._axes(x, axis), keepdims), x)
 
-    sum = of_kind(reduce, "sum", "The sum over `axis`.")
-    mean = of_kind(reduce, "mean", "The mean over `axis`.")
-    max = of_kind(reduce, "max", "The largest along `axis`; `maximum` is that of two values.")
-    min = of_kind(reduce, "min", "The smallest along `axis`; `minimum` is that of two values.")
-    prod = of_kind(reduce, "prod", "The product over `axis`.")
-    any = of_kind(reduce, "any", "Whether some entry along `axis` is not 0, as bool.")
-    all = of_kind(reduce, "all", "Whether no entry along `axis` is 0, as bool.")
-    logsumexp = of_kind(reduce, "logsumexp", "ln Σ eˣ over `axis`, in f32.")
+    sum = bind_kind(reduce, "sum", "The sum over `axis`.")
+    mean = bind_kind(reduce, "mean", "The mean over `axis`.")
+    max = bind_kind(reduce, "max", "The largest along `axis`; `maximum` compares two values.")
+    min = bind_kind(reduce, "min", "The smallest along `axis`; `minimum` compares two values.")
+    prod = bind_kind(reduce, "prod", "The product over `axis`.")
+    any = bind_kind(reduce, "any", "Whether some entry along `axis` is not 0, as bool.")
+    all = bind_kind(reduce, "all", "Whether no entry along `axis` is 0, as bool.")
+    logsumexp = bind_kind(reduce, "logsumexp", "ln Σ eˣ over `axis`, in f32.")
 
     def var(self, x: V, axis: Axes = None, *, ddof: int = 0, keepdims: bool = False) -> V:
         """Return Σ(x − mean x)² / (n − ddof) over `axis`, in f32."""
@@ -258,25 +260,25 @@ class Arithmetic(Writer[V]):
     def _cumulative(self, kind: str, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
         return self.add_node(Cumulative(kind, self._axis(x, axis), exclusive, reverse), x)
 
-    cumprod = of_kind(_cumulative, "prod", "The running product along `axis`; see `cumsum`.")
-    cummax = of_kind(_cumulative, "max", "The running maximum along `axis`; see `cumsum`.")
-    cummin = of_kind(_cumulative, "min", "The running minimum along `axis`; see `cumsum`.")
+    cumprod = bind_kind(_cumulative, "prod", "The running product along `axis`; see `cumsum`.")
+    cummax = bind_kind(_cumulative, "max", "The running maximum along `axis`; see `cumsum`.")
+    cummin = bind_kind(_cumulative, "min", "The running minimum along `axis`; see `cumsum`.")
     # -- the largest, and where --------------------------------------------------------------
 
-    def _search(self, kind: str, x: V, axis: int | None = None, *, keepdims: bool = False, last: bool = False) -> V:
+    def _arg_reduce(self, kind: str, x: V, axis: int | None = None, *, keepdims: bool = False, last: bool = False) -> V:
         if axis is not None:
             return self.add_node(ArgReduce(kind, self._axis(x, axis), keepdims, last), x)
         # Without an axis, the index is into all entries in order.
         index = self.add_node(ArgReduce(kind, 0, False, last), self.add_node(Reshape((-1,)), x))
         return self.add_node(Reshape((1,) * self.type_of(x).rank), index) if keepdims else index
 
-    argmax = of_kind(
-        _search,
+    argmax = bind_kind(
+        _arg_reduce,
         "argmax",
-        "Where the largest entry along `axis` stands, i32: the first of equal ones, or the `last`. Without an axis, "
-        "that of all entries in order.",
+        "The index of the largest entry along `axis`, i32: the first of equal ones, or the `last`. Without an axis, "
+        "the index into all entries in order.",
     )
-    argmin = of_kind(_search, "argmin", "Where the smallest entry stands; see `argmax`.")
+    argmin = bind_kind(_arg_reduce, "argmin", "The index of the smallest entry; see `argmax`.")
 
     def sort(self, x: V, axis: int = -1, *, descending: bool = False) -> V:
         """Return the entries sorted along `axis`."""

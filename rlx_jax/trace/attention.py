@@ -43,7 +43,7 @@ class Rotary(Generic[V]):
     style: str = "half"
 
 
-class Attending(Control[V]):
+class AttentionBuilders(Control[V]):
     """Attention, rotary embeddings and positions over the values `V` of a writer."""
 
     # -- positions and rotations -------------------------------------------------------------
@@ -132,16 +132,16 @@ class Attending(Control[V]):
         else:
             base = 10000.0 if theta is None else theta
             at = self.rotary(at, head_dim=head_dim, theta=base, n_rot=n_rot, style=style or "half", scaling=scaling)
-        return self._rotated(x, at, head_dim)
+        return self._rotate(x, at, head_dim)
 
-    def _rotated(self, x: V, at: Rotary[V], head_dim: int) -> V:
+    def _rotate(self, x: V, at: Rotary[V], head_dim: int) -> V:
         """Return x in its layout with the rotation applied to its heads."""
-        packed = self._packed("rope", x, head_dim)
-        cos, sin = (self._table_of_tokens(packed, table) for table in (at.cos, at.sin))
+        packed = self._pack_heads("rope", x, head_dim)
+        cos, sin = (self._token_table(packed, table) for table in (at.cos, at.sin))
         rotated = self.add_node(hir.Rope(head_dim, at.n_rot, at.style), packed, cos, sin)
-        return rotated if self.type_of(x).rank == 3 else self._unpacked(rotated, head_dim)
+        return rotated if self.type_of(x).rank == 3 else self._unpack_heads(rotated, head_dim)
 
-    def _table_of_tokens(self, x: V, table: V) -> V:
+    def _token_table(self, x: V, table: V) -> V:
         """Return a table of rotations as `[B|1, S, W]`.
 
         A table with a static number of rows has one for each position, so that tokens after a cache read later rows. A
@@ -235,27 +235,27 @@ class Attending(Control[V]):
             ShapeError, DTypeError: an operand does not fit; the message has the expected shapes.
             GraphError: contradictory options.
         """
-        self._check_form(causal, mask, mask_value)
+        self._check_mask_options(causal, mask, mask_value)
         if isinstance(mask, hir.MaskKind | str):
-            self._refuse_beside_kind(
+            self._check_kind_options(
                 causal=causal, bias=bias, window=window, rope=rope, sinks=sinks, kv_heads=kv_heads,
                 layout=None if layout == "packed" else layout,
             )  # fmt: skip
             width, groups = self._heads(q, k, heads, head_dim, kv_heads)
             kind_op = hir.attention(heads, groups, hir.mask_kind(mask), scale=scale, softcap=softcap)
             return self.add_node(kind_op, q, k, v, *([] if mask_value is None else [mask_value]))
-        q, k, v = (self._laid_out(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
+        q, k, v = (self._to_packed(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         width, groups = self._heads(q, k, heads, head_dim, kv_heads)
         if rope is not None:
-            q, k = (self._rotated(x, self._as_rotary(rope), width) for x in (q, k))
-        backward, ahead = self._window(window, bool(causal))
-        operand_names, bias_body, operands = self._beside_scores(q, k, heads, mask, bias, sinks)
+            q, k = (self._rotate(x, self._as_rotary(rope), width) for x in (q, k))
+        backward, ahead = self._window_counts(window, bool(causal))
+        operand_names, bias_body, operands = self._score_operands(q, k, heads, mask, bias, sinks)
         op = hir.Attention(
             heads, groups, bool(causal), backward, scale, softcap, operand_names, ahead=ahead, bias_of=bias_body,
             sinks=sinks is not None,
         )  # fmt: skip
         result = self.add_node(op, q, k, v, *operands)
-        return result if layout == "packed" else self._unpacked(result, self.type_of(result).shape[-1] // heads)
+        return result if layout == "packed" else self._unpack_heads(result, self.type_of(result).shape[-1] // heads)
 
     cross_attention = attention
     """`attention` over the keys of another sequence. In a model that generates, keys and values that depend on no token
@@ -286,7 +286,7 @@ class Attending(Control[V]):
 
     # -- operands of attention ---------------------------------------------------------------
 
-    def _check_form(self, causal: object, mask: object, mask_value: object) -> None:
+    def _check_mask_options(self, causal: object, mask: object, mask_value: object) -> None:
         """Check that `causal` is a bool, and that `mask_value` comes with the name of a mask kind."""
         if not (causal is None or isinstance(causal, bool | np.bool_)):
             raise GraphError(f"{self.path}: attention: causal is {shown(causal)}; expected True or False")
@@ -294,20 +294,20 @@ class Attending(Control[V]):
             reason = "there is none" if mask is None else "this is mask="
             raise GraphError(f"{self.path}: attention: mask_value= goes with the name of a mask kind; {reason}")
 
-    def _beside_scores(
+    def _score_operands(
         self, q: V, k: V, heads: int, mask: V | None, bias: V | Callable[[V, V], V] | None, sinks: V | WeightKey | None
     ) -> tuple[tuple[str, ...], Graph | None, list[V]]:
         """Return the operands of the scores: the names of mask and bias operands, the body of a bias that is a function
         of positions, and all operands after q, k and v."""
-        operands = {} if mask is None else {"keep": self._keep(mask, q, k)}
-        bias_body, captured = (None, ()) if not callable(bias) else self._pair_bias(bias, q, k, heads)
+        operands = {} if mask is None else {"keep": self._keep_mask(mask, q, k)}
+        bias_body, captured = (None, ()) if not callable(bias) else self._trace_bias(bias, q, k, heads)
         operands |= {} if bias is None or callable(bias) else {"bias": self._as_bias(bias)}
         if is_number(sinks):
             raise GraphError(f"{self.path}: attention: sinks is {sinks!r}; expected a value [N], a key, or None")
         sink_scores = [] if sinks is None else [self.weight(sinks, ("heads",), shape=(heads,))]
         return tuple(operands), bias_body, [*operands.values(), *sink_scores, *captured]
 
-    def _refuse_beside_kind(self, **given: object) -> None:
+    def _check_kind_options(self, **given: object) -> None:
         """Refuse options that do not go with the name of a mask kind."""
         for name, value in given.items():
             if value is not None:
@@ -335,7 +335,7 @@ class Attending(Control[V]):
             )
         return width, k_heads
 
-    def _laid_out(self, x: V, layout: str, heads: int | None) -> V:
+    def _to_packed(self, x: V, layout: str, heads: int | None) -> V:
         """Return x with packed heads, after checking that it has the layout."""
         if layout not in LAYOUTS:
             raise GraphError(f"{self.path}: attention: layout is {quote(layout)}; expected {' or '.join(LAYOUTS)}")
@@ -348,9 +348,9 @@ class Attending(Control[V]):
             return x
         if heads is not None and x_type.shape[2] != heads:
             raise ShapeError(f"{self.path}: attention: {x_type} has {x_type.shape[2]} heads, expected {heads}")
-        return self._packed("attention", x, x_type.shape[3])
+        return self._pack_heads("attention", x, x_type.shape[3])
 
-    def _packed(self, op: str, x: V, head_dim: int) -> V:
+    def _pack_heads(self, op: str, x: V, head_dim: int) -> V:
         """Reshape `[B, S, N, D]` to `[B, S, N·D]`, and return packed heads as they are."""
         x_type = self.type_of(x)
         if x_type.rank != 4:
@@ -359,7 +359,7 @@ class Attending(Control[V]):
             raise ShapeError(f"{self.path}: {op}: heads are [B, S, N, {head_dim}] of known sizes, got {x_type}")
         return self.reshape(x, (*self.shape(x).shape[:2], int(x_type.shape[2]) * int(x_type.shape[3])))
 
-    def _unpacked(self, x: V, head_dim: int) -> V:
+    def _unpack_heads(self, x: V, head_dim: int) -> V:
         """Reshape `[B, S, N·D]` to `[B, S, N, D]`."""
         *lead, width = self.shape(x).shape
         return self.reshape(x, (*lead, int(width) // head_dim, head_dim))
@@ -376,7 +376,7 @@ class Attending(Control[V]):
         width = self.type_of(tables[0]).shape[-1]  # half of the rotated columns
         return Rotary(*tables, 2 * int(width) if is_static(width) else 0)
 
-    def _window(self, window: Any, causal: bool) -> tuple[int | None, int]:
+    def _window_counts(self, window: Any, causal: bool) -> tuple[int | None, int]:
         """Return a window as two counts: keys up to and including the query's position, or None, and keys after it."""
         if window is None:
             return None, 0
@@ -397,7 +397,7 @@ class Attending(Control[V]):
             )
         return int(pair[0]) + 1, int(pair[1])  # the op also counts the query's own key
 
-    def _keep(self, mask: V, q: V, k: V) -> V:
+    def _keep_mask(self, mask: V, q: V, k: V) -> V:
         """Return a keep mask in the op's shape, `[B|1, T]` or `[B|1, N|1, S|1, T]`."""
         if is_number(mask):
             raise GraphError(f"{self.path}: attention: mask is {mask!r}; expected a value, the name of a kind, or None")
@@ -423,7 +423,7 @@ class Attending(Control[V]):
             return self.slice(mask, (slice(None), None))
         return self.slice(mask, (None, None)) if as_pairs and not as_rows else mask
 
-    def _pair_bias(self, fn: Callable[[V, V], V], q: V, k: V, heads: int) -> tuple[Graph, tuple[V, ...]]:
+    def _trace_bias(self, fn: Callable[[V, V], V], q: V, k: V, heads: int) -> tuple[Graph, tuple[V, ...]]:
         """Return a bias function of positions as a traced body, and the values that it captures."""
         where, rows, keys = f"{self.path}: attention: bias=", self.type_of(q), self.type_of(k)
         if rows.shape[1] != keys.shape[1]:

@@ -24,7 +24,7 @@ class BlockPattern:
 
     Attributes:
         method: the method that takes the pattern, for messages; patterns of `param` match checkpoint keys.
-        may_lack: the pattern may match nothing.
+        optional: the pattern may match no block.
 
     Raises:
         GraphError: the text is no string, has an empty segment, or an unclosed bracket.
@@ -32,7 +32,7 @@ class BlockPattern:
 
     text: str
     method: str = "at"
-    may_lack: bool = False
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not all(self.text.split(".")):
@@ -42,22 +42,22 @@ class BlockPattern:
                 else ("key of a weight", "**.self_attn.o_proj.weight")
             )
             raise GraphError(f"{self.method}: a pattern is the dotted {noun}, such as {text!r}; got {shown(self.text)}")
-        _compiled(self.text, self.method)
+        _compile_glob(self.text, self.method)
 
     def matches(self, path: Path) -> bool:
         """Return whether the pattern matches a full block path."""
-        return _compiled(self.text, self.method).fullmatch(path_text(path)) is not None
+        return _compile_glob(self.text, self.method).fullmatch(path_text(path)) is not None
 
-    def beside(self, parts: Sequence[str]) -> BlockPattern:
-        """Return the pattern for a flow when other flows have `parts` of the model.
+    def relax(self, other_parts: Sequence[str]) -> BlockPattern:
+        """Return the pattern for a flow when other flows have `other_parts` of the model.
 
         A pattern that names one of the parts may match nothing in this flow. With the part "*", the same holds for a
         pattern that starts with a wildcard.
         """
         wildcard_part = "*" if self.text[0] in "*?[{" else ""
-        return replace(self, may_lack=not set(parts).isdisjoint((wildcard_part, *re.findall(r"\w+", self.text))))
+        return replace(self, optional=not set(other_parts).isdisjoint((wildcard_part, *re.findall(r"\w+", self.text))))
 
-    def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
+    def select(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
         """Return the blocks that match.
 
         Raises:
@@ -70,11 +70,11 @@ class BlockPattern:
         )
         blocks = dict.fromkeys(path[:end] for path in paths for end in range(1, len(path) + 1))
         matches = frozenset(path for path in blocks if self.matches(path))
-        if not matches and not self.may_lack:
-            raise self._nothing(where, blocks)
+        if not matches and not self.optional:
+            raise self._no_match_error(where, blocks)
         return matches
 
-    def _nothing(self, where: str, paths: Iterable[Path]) -> GraphError:
+    def _no_match_error(self, where: str, paths: Iterable[Path]) -> GraphError:
         """Return the error of a pattern without a match; suggestions write layer numbers as `*`."""
         layers = re.compile(r"(?<=\.)\d+(?=\.|$)")
         known_texts = list(dict.fromkeys(layers.sub("*", path_text(path)) for path in paths))
@@ -94,36 +94,36 @@ class BlockPattern:
 
 
 @dataclass(frozen=True)
-class BlocksReading:
-    """The innermost blocks that read the weights of these checkpoint keys; `origin` describes the keys in messages."""
+class BlocksByWeight:
+    """The innermost blocks that read these checkpoint keys; `description` replaces the keys in messages."""
 
     keys: frozenset[str]
-    origin: str = ""
-    may_lack: bool = False
+    description: str = ""
+    optional: bool = False
 
-    def beside(self, parts: Sequence[str]) -> BlocksReading:
+    def relax(self, other_parts: Sequence[str]) -> BlocksByWeight:
         """Return the selector for a flow among several, where another flow may read the weights."""
-        return replace(self, may_lack=True)
+        return replace(self, optional=True)
 
-    def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
+    def select(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
         """Return the selected blocks.
 
         Raises:
             GraphError: no block reads one of the weights.
         """
         readers = readers_of(nodes)
-        if (unread := sorted(self.keys - set(readers))) and not self.may_lack:
+        if (unread := sorted(self.keys - set(readers))) and not self.optional:
             suggestion = did_you_mean(unread[0], readers, cutoff=0.8)
-            hint = "; it belongs to another model" if self.origin and not suggestion else ""
-            raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{suggestion}{hint}")
+            hint = "; it belongs to another model" if self.description and not suggestion else ""
+            raise GraphError(f"{where}: {self}: no block reads weights {listing(unread, 4)}{suggestion}{hint}")
         return frozenset(path for key in self.keys for path in readers.get(key, ()))
 
     def __str__(self) -> str:
-        return self.origin or f"blocks of {len(self.keys)} weights"
+        return self.description or f"blocks of {len(self.keys)} weights"
 
 
 @dataclass(frozen=True)
-class ProductsIn:
+class ProjectionPattern:
     """The blocks that a glob matches, where a block with a fused weight counts as its separate projections.
 
     Such a block has several products, each with a part of one weight; then the blocks of the products are selected.
@@ -131,32 +131,32 @@ class ProductsIn:
 
     pattern: BlockPattern
 
-    def beside(self, parts: Sequence[str]) -> ProductsIn:
+    def relax(self, other_parts: Sequence[str]) -> ProjectionPattern:
         """Return the selector with its pattern adapted to the other flows."""
-        return replace(self, pattern=self.pattern.beside(parts))
+        return replace(self, pattern=self.pattern.relax(other_parts))
 
-    def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
+    def select(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
         """Return the selected blocks.
 
         Raises:
             GraphError: the glob matches no block, or only some of the blocks that share a weight.
         """
         readers, selected = readers_of(nodes), set[Path]()
-        blocks = self.pattern.among(nodes, where)
+        blocks = self.pattern.select(nodes, where)
         for block in blocks:
             inner_readers = {key: {p for p in paths if p[: len(block)] == block} for key, paths in readers.items()}
             weights = {key: paths for key, paths in inner_readers.items() if paths}
             blocks_of_key = next((paths for paths in weights.values() if len(paths) > 1), None)
             is_split = blocks_of_key is not None and all(
-                _below(path, blocks_of_key) for paths in weights.values() for path in paths
+                _is_within(path, blocks_of_key) for paths in weights.values() for path in paths
             )
             selected |= blocks_of_key if blocks_of_key is not None and is_split else {block}
         for key, blocks_of_key in readers.items():
             if len(blocks_of_key) > 1 and 0 < len(blocks_of_key & selected) < len(blocks_of_key):
                 others = listing(sorted(map(path_text, blocks_of_key - selected)), 4)
                 raise GraphError(
-                    f"{where}: {self}: weight {quote(key)} is that of {others} too: select all of them, or, where one "
-                    "is no product, as an embedding that is tied to the head, none"
+                    f"{where}: {self}: {others} read weight {quote(key)} too: select all of these blocks, or "
+                    "none if one of them is no product, such as an embedding that is tied to the head"
                 )
         return frozenset(selected)
 
@@ -176,20 +176,20 @@ def readers_of(nodes: Sequence[Node]) -> dict[str, set[Path]]:
     return readers
 
 
-def _below(path: Path, blocks: Iterable[Path]) -> bool:
+def _is_within(path: Path, blocks: Iterable[Path]) -> bool:
     """Return whether a path is in one of the blocks."""
     return any(path[: len(block)] == block for block in blocks)
 
 
 # All kinds of selectors, which share their methods.
-BlockSelector = BlockPattern | BlocksReading | ProductsIn
+BlockSelector = BlockPattern | BlocksByWeight | ProjectionPattern
 
 
 WILDCARDS = {"**": ".+", "*": "[^.]*", "?": "[^.]"}
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(text: str, method: str) -> re.Pattern[str]:
+def _compile_glob(text: str, method: str) -> re.Pattern[str]:
     """Return a glob as a regular expression over the dotted path.
 
     Raises:

@@ -44,22 +44,22 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
         return write(value)
     start, saved_state, repeating = len(builder.nodes), _copy_registers(emit.state), emit.repeating
     active = None if value is None else emit.wrap(builder.boundary("", emit.own(value)))
-    outer, emit.opened = emit.opened, (builder.origin.path, {})
+    outer, emit.stage_blocks = emit.stage_blocks, (builder.origin.path, {})
     try:
         result = write(active)
     except MissingWeightError as error:
-        block = _single(emit.opened[1])
-        if emit.stand_in is None or block is None:
+        block = _single_block(emit.stage_blocks[1])
+        if emit.placeholder_writer is None or block is None:
             raise
         # Drop the nodes of the failed stage, but keep the mark of its input.
         builder.cut(start + (value is not None))
         emit.state, emit.repeating = saved_state, repeating
         with builder.at(Origin(block)), emit.stage():
-            result = emit.stand_in(block, active, error)
-        emit.has_stand_ins = True
+            result = emit.placeholder_writer(block, active, error)
+        emit.has_placeholders = True
     finally:
-        blocks, emit.opened = emit.opened[1], outer
-    block = _single(blocks)
+        blocks, emit.stage_blocks = emit.stage_blocks[1], outer
+    block = _single_block(blocks)
     if block is None or not _is_inside(block, builder.nodes[start:]):
         return result
     if value is not None:
@@ -70,7 +70,7 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
         return emit.wrap(builder.boundary(OUTPUT, emit.own(result)))
 
 
-def _single(blocks: Collection[Path]) -> Path | None:
+def _single_block(blocks: Collection[Path]) -> Path | None:
     """Return the only block, or None."""
     return next(iter(blocks)) if len(blocks) == 1 else None
 
@@ -96,34 +96,34 @@ class Ports:
     """The values by which a block is connected to the nodes outside of it.
 
     Attributes:
-        enter: the number of the node that marks the input; None without a mark.
-        leave: the number of the node that marks the output; None without a mark.
-        read: the input outside of the block, or, without a mark, all values that the block reads from outside, except
-            weights and constants.
-        given: the output, or, without a mark, the values of the block that other nodes read.
-        result: the value inside the block that `given[0]` marks.
+        input_mark: the number of the node that marks the input; None without a mark.
+        output_mark: the number of the node that marks the output; None without a mark.
+        inputs: the input outside of the block, or, without a mark, all values that the block reads from outside,
+            except weights and constants.
+        outputs: the output, or, without a mark, the values of the block that other nodes read.
+        result: the value inside the block that `outputs[0]` marks.
     """
 
-    enter: int | None
-    leave: int | None
-    read: tuple[Value, ...]
-    given: tuple[Value, ...]
+    input_mark: int | None
+    output_mark: int | None
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
     result: Value
 
     @property
-    def source(self) -> Value | None:
+    def input(self) -> Value | None:
         """The input outside of the block, or None if there are several."""
-        return self.read[0] if len(self.read) == 1 else None
+        return self.inputs[0] if len(self.inputs) == 1 else None
 
     @property
-    def taken(self) -> Value | None:
+    def inner_input(self) -> Value | None:
         """The value that the nodes of the block read as their input: its mark, or the value itself."""
-        return self.source if self.enter is None else Value(self.enter)
+        return self.input if self.input_mark is None else Value(self.input_mark)
 
     @property
-    def captured(self) -> tuple[Value, ...]:
+    def captured_outputs(self) -> tuple[Value, ...]:
         """The values of a capture: the output, or, for a stage that returns its input, the values that it registers."""
-        return self.given[1:] if len(self.given) > 1 and self.given[0].node == self.leave else self.given
+        return self.outputs[1:] if len(self.outputs) > 1 and self.outputs[0].node == self.output_mark else self.outputs
 
 
 class BlockIndex:
@@ -150,38 +150,39 @@ class BlockIndex:
         numbers = self.numbers.get(block, [])
         if not numbers:
             return None
-        inside = set(numbers)
+        block_nodes = set(numbers)
         outputs = [
             value
             for number in numbers
             for value in (Value(number, index) for index in range(len(self.nodes[number].types)))
-            if not inside.issuperset(self.readers.get(value, ()))
+            if not block_nodes.issuperset(self.readers.get(value, ()))
         ]
         # A stage that continues a block (`Named(again=True)`) marks a value inside the block, which is no input of it.
-        enters = [i for i in self._marks(INPUT, block) if self.nodes[i].inputs[0].node not in inside]
-        leave = next(reversed(self._marks(OUTPUT, block)), None)
-        read = tuple(self.nodes[i].inputs[0] for i in enters) or self._read(numbers, inside)
-        enter = enters[0] if enters else None
-        if leave is None:
+        input_marks = [i for i in self._marks_of(INPUT, block) if self.nodes[i].inputs[0].node not in block_nodes]
+        output_mark = next(reversed(self._marks_of(OUTPUT, block)), None)
+        inputs = tuple(self.nodes[i].inputs[0] for i in input_marks) or self._outside_inputs(numbers, block_nodes)
+        input_mark = input_marks[0] if input_marks else None
+        if output_mark is None:
             outputs = outputs or [Value(numbers[-1])]
-            return Ports(enter, leave, read, tuple(outputs), outputs[0])
-        result = self.nodes[leave].inputs[0]
-        registers = [v for v in outputs if v.node != leave and self._unmarked(v) != self._unmarked(Value(leave))]
-        returns_input = enter is not None and self._unmarked(result) == self._unmarked(Value(enter))
-        return Ports(enter, leave, read, (Value(leave), *(registers if returns_input else ())), result)
+            return Ports(input_mark, output_mark, inputs, tuple(outputs), outputs[0])
+        result = self.nodes[output_mark].inputs[0]
+        output = Value(output_mark)
+        registers = [v for v in outputs if v != output and self._unmarked(v) != self._unmarked(output)]
+        returns_input = input_mark is not None and self._unmarked(result) == self._unmarked(Value(input_mark))
+        return Ports(input_mark, output_mark, inputs, (output, *(registers if returns_input else ())), result)
 
-    def inner(self, block: Path) -> list[Path]:
+    def inner_blocks(self, block: Path) -> list[Path]:
         """Return the blocks inside of a block."""
         return [path for path in self.numbers if len(path) > len(block) and path[: len(block)] == block]
 
-    def _marks(self, role: str, block: Path) -> list[int]:
+    def _marks_of(self, role: str, block: Path) -> list[int]:
         """Return the numbers of the nodes that mark the input or the output of a block."""
         nodes = self.nodes
         return [i for i in self.numbers[block] if nodes[i].op == Boundary(role) and nodes[i].origin.path == block]
 
-    def _read(self, numbers: Iterable[int], inside: set[int]) -> tuple[Value, ...]:
+    def _outside_inputs(self, numbers: Iterable[int], block_nodes: set[int]) -> tuple[Value, ...]:
         """Return the inputs and computed values that nodes read from outside, without weights and constants."""
-        values = (v for number in numbers for v in self.nodes[number].inputs if v.node not in inside)
+        values = (v for number in numbers for v in self.nodes[number].inputs if v.node not in block_nodes)
         return tuple(dict.fromkeys(v for v in values if not isinstance(self.nodes[v.node].op, Param | Constant)))
 
     def _unmarked(self, value: Value) -> Value:
@@ -192,9 +193,9 @@ class BlockIndex:
 
 
 # Ops that keep the columns of the last axis in place.
-KEEPS = (Boundary, Unary, Binary, CastTo, Standardize, hir.Rope, hir.RmsNorm, hir.LayerNorm, hir.GatedFfn)
+COLUMN_PRESERVING = (Boundary, Unary, Binary, CastTo, Standardize, hir.Rope, hir.RmsNorm, hir.LayerNorm, hir.GatedFfn)
 # Ops that end the search for heads, because columns of their operands and results do not correspond.
-ENDS = (Leaf, hir.Linear, hir.Embed, hir.FirstToken, hir.LastToken, hir.EndToken)
+SEARCH_ENDS = (Leaf, hir.Linear, hir.Embed, hir.FirstToken, hir.LastToken, hir.EndToken)
 
 
 @dataclass(frozen=True)
@@ -202,28 +203,30 @@ class HeadCounts:
     """The evidence for the number of heads of a value.
 
     Attributes:
-        said: numbers of heads declared by blocks that have heads.
-        cut: numbers of heads into which reshapes split the value.
-        unread: whether the search met an op that it cannot interpret.
+        declared: numbers of heads declared by blocks that have heads.
+        reshaped: numbers of heads into which reshapes split the value.
+        incomplete: whether the search met an op that it cannot interpret.
     """
 
-    said: frozenset[int] = frozenset()
-    cut: frozenset[int] = frozenset()
-    unread: bool = False
+    declared: frozenset[int] = frozenset()
+    reshaped: frozenset[int] = frozenset()
+    incomplete: bool = False
 
     @property
-    def known(self) -> frozenset[int]:
+    def candidates(self) -> frozenset[int]:
         """The possible numbers of heads. Declarations come before reshapes, because a group norm reshapes too."""
-        return self.said or self.cut
+        return self.declared or self.reshaped
 
     def __or__(self, other: HeadCounts) -> HeadCounts:
-        return HeadCounts(self.said | other.said, self.cut | other.cut, self.unread or other.unread)
+        return HeadCounts(
+            self.declared | other.declared, self.reshaped | other.reshaped, self.incomplete or other.incomplete
+        )
 
 
-UNREAD = HeadCounts(unread=True)
+INCOMPLETE = HeadCounts(incomplete=True)
 
 
-class HeadsAround:
+class HeadCounter:
     """Search for the number of heads of values, over the nodes of a flow."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
@@ -233,66 +236,67 @@ class HeadsAround:
             for position, value in enumerate(node.inputs):
                 self.readers.setdefault(value, []).append((number, position))
 
-    def of(self, value: Value) -> HeadCounts:
+    def count(self, value: Value) -> HeadCounts:
         """Return the evidence from consumers and producers of a value, through ops that keep columns."""
-        return self._behind(value) | self._before(value)
+        return self._from_consumers(value) | self._from_producers(value)
 
     def type(self, value: Value) -> TensorType:
         """Return the type of a value."""
         return self.nodes[value.node].types[value.index]
 
-    def _behind(self, value: Value) -> HeadCounts:
+    def _from_consumers(self, value: Value) -> HeadCounts:
         """Return the evidence from the ops that read a value, directly or through ops that keep columns."""
         counts, pending, visited = HeadCounts(), [value], {value}
         while pending:
             for number, position in self.readers.get(pending.pop(), ()):
                 op, result = self.nodes[number].op, Value(number)
                 if isinstance(op, hir.Split | SplitLast):
-                    counts |= self._parts(number)
+                    counts |= self._split_heads(number)
                     continue
-                counts |= self._said(number, position)
-                if isinstance(op, KEEPS + (Reshape,)) and result not in visited:
+                counts |= self._evidence_of(number, position)
+                if isinstance(op, COLUMN_PRESERVING + (Reshape,)) and result not in visited:
                     pending.append(result)
                     visited.add(result)
         return counts
 
-    def _before(self, value: Value) -> HeadCounts:
+    def _from_producers(self, value: Value) -> HeadCounts:
         """Return the evidence from the ops that compute a value, directly or through ops that keep columns."""
         counts, pending, visited = HeadCounts(), [value], {value}
         while pending:
             current = pending.pop()
-            counts |= self._said(current.node, None)
+            counts |= self._evidence_of(current.node, None)
             node = self.nodes[current.node]
-            if isinstance(node.op, KEEPS + (Reshape,)):
+            if isinstance(node.op, COLUMN_PRESERVING + (Reshape,)):
                 reshape = isinstance(node.op, Reshape)
                 inputs = {v for v in node.inputs if reshape or self.type(v).shape == self.type(current).shape} - visited
                 pending += inputs
                 visited |= inputs
         return counts
 
-    def _said(self, number: int, place: int | None) -> HeadCounts:
-        """Return the evidence of one node for its operand at `place`, or for its result if `place` is None."""
+    def _evidence_of(self, number: int, operand: int | None) -> HeadCounts:
+        """Return the evidence of one node for operand number `operand`, or for its result if `operand` is None."""
         node = self.nodes[number]
-        packed = node.op.packed(place) if isinstance(node.op, Hir) else None
+        packed = node.op.packed(operand) if isinstance(node.op, Hir) else None
         if packed is not None:
             return HeadCounts(frozenset({packed}))
         if isinstance(node.op, Reshape):
-            cut = _heads_cut(self.type(node.inputs[0]), node.types[0])
-            return UNREAD if cut is None else HeadCounts(cut=frozenset({cut}))
-        return HeadCounts() if isinstance(node.op, KEEPS + ENDS) else UNREAD
+            heads = _reshaped_heads(self.type(node.inputs[0]), node.types[0])
+            return INCOMPLETE if heads is None else HeadCounts(reshaped=frozenset({heads}))
+        return HeadCounts() if isinstance(node.op, COLUMN_PRESERVING + SEARCH_ENDS) else INCOMPLETE
 
-    def _parts(self, number: int) -> HeadCounts:
+    def _split_heads(self, number: int) -> HeadCounts:
         """Return the heads of packed queries, keys and values: the sum of the parts, if all heads are equally wide."""
         parts = [Value(number, index) for index in range(len(self.nodes[number].types))]
-        counts, widths = [self._behind(part).said for part in parts], [self.type(part).shape[-1] for part in parts]
+        counts = [self._from_consumers(part).declared for part in parts]
+        widths = [self.type(part).shape[-1] for part in parts]
         if any(len(declared) != 1 for declared in counts) or not all(map(is_static, widths)):
-            return UNREAD
+            return INCOMPLETE
         heads = [min(declared) for declared in counts]
         equal_widths = all(int(w) * heads[0] == int(widths[0]) * n for w, n in zip(widths, heads, strict=True))
-        return HeadCounts(frozenset({sum(heads)})) if equal_widths else UNREAD
+        return HeadCounts(frozenset({sum(heads)})) if equal_widths else INCOMPLETE
 
 
-def _heads_cut(before: TensorType, after: TensorType) -> int | None:
+def _reshaped_heads(before: TensorType, after: TensorType) -> int | None:
     """Return N of a reshape from `[…, N·D]` to `[…, N, D]` or back, or None for another reshape."""
     packed, split = (before, after) if before.rank < after.rank else (after, before)
     fits = split.rank == packed.rank + 1 and split.shape[:-2] == packed.shape[:-1] and is_static(split.shape[-2])

@@ -30,14 +30,14 @@ from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import DimLike, is_static
-from rlx_jax.trace.attention import Attending
-from rlx_jax.trace.checks import items_of, of_kind
+from rlx_jax.trace.attention import AttentionBuilders
+from rlx_jax.trace.checks import bind_kind, items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart, WeightStack
 from rlx_jax.trace.writer import Shape, V, is_number
 
 
-class Builders(Attending[V]):
-    """Blocks, products and norms over the values `V` of a writer, and all methods of `Attending`."""
+class Builders(AttentionBuilders[V]):
+    """Blocks, products and norms over the values `V` of a writer, and all methods of `AttentionBuilders`."""
 
     @contextmanager
     def _block(self, label: str) -> Iterator[None]:
@@ -119,8 +119,8 @@ class Builders(Attending[V]):
         op = (hir.LinearFused if kind == "block" else FusedMatMulBiasAct)(self._contract(w, transpose), activation)
         return self.add_node(op, x, *self._weights(w, bias))
 
-    linear_fused = of_kind(_biased_product, "block", "`act(x · w + bias)` as one block; w and bias as in `linear`.")
-    fused_matmul_bias_act = of_kind(_biased_product, "op", "`act(x · w + bias)` as one tensor op; w as in `linear`.")
+    linear_fused = bind_kind(_biased_product, "block", "`act(x · w + bias)` as one block; w and bias as in `linear`.")
+    fused_matmul_bias_act = bind_kind(_biased_product, "op", "`act(x · w + bias)` as one tensor op; w as in `linear`.")
 
     def shared_linear_pair(self, x: V, w1: V | str, w2: V | str, *, transpose: bool | None = None) -> tuple[V, V]:
         """Return `x · w₁` and `x · w₂`, which may differ in width; the weights are as in `linear`."""
@@ -331,7 +331,7 @@ class Builders(Attending[V]):
 
     def _with_tables(self, operands: Sequence[V], at: int) -> list[V]:
         """Return a layer's operands with the tables cos and sin, at index `at` and after it, as `[B|1, S, W]`."""
-        tables = [self._table_of_tokens(operands[0], table) for table in operands[at : at + 2]]
+        tables = [self._token_table(operands[0], table) for table in operands[at : at + 2]]
         return [*operands[:at], *tables, *operands[at + 2 :]]
 
     def fused_attention_block(
@@ -352,7 +352,7 @@ class Builders(Attending[V]):
         the tables cos and sin `[B|1, S, D/2]`; see `rlx_jax.ops.FusedAttentionBlock`.
         """
         op = FusedAttentionBlock(heads, head_dim, biases is not None, rope is not None)
-        tables = [self._table_of_tokens(hidden, table) for table in rope or ()]
+        tables = [self._token_table(hidden, table) for table in rope or ()]
         return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *tables)
 
     def fused_transformer_layer(

@@ -29,19 +29,19 @@ def is_number(value: object) -> bool:
     return isinstance(value, bool | int | float | np.number | np.bool_)
 
 
-def check_count(value: Any, what: str, least: int = 1, error: type[RlxError] = GraphError) -> int:
-    """Return an integer after checking that it is at least `least`; `what` names it in messages.
+def check_count(value: Any, name: str, minimum: int = 1, error: type[RlxError] = GraphError) -> int:
+    """Return an integer after checking that it is at least `minimum`; `name` is its name in messages.
 
     Raises:
         GraphError, or the class `error`: it is no such integer.
     """
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
-        raise error(f"{what} is {shown(value)}; expected an integer of at least {least}")
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < minimum:
+        raise error(f"{name} is {shown(value)}; expected an integer of at least {minimum}")
     return int(value)
 
 
 # The Python types of values that an attribute with one of these annotations accepts.
-PLAIN = {bool: bool, int: int, float: int | float, str: str, type(None): type(None)}
+PLAIN_TYPES = {bool: bool, int: int, float: int | float, str: str, type(None): type(None)}
 
 
 def items_of(value: Any, where: str, expected: str) -> tuple[Any, ...]:
@@ -55,7 +55,7 @@ def items_of(value: Any, where: str, expected: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def check_takes(
+def check_signature(
     fn: Callable[..., Any],
     arguments: tuple[str, ...],
     where: str,
@@ -77,10 +77,10 @@ def check_takes(
     except TypeError as cause:
         name = getattr(fn, "__name__", type(fn).__name__)
         call = f"{name}({', '.join(arguments)})"
-        raise error(f"{where}: the function is called as {call}, and it takes {signature}") from cause
+        raise error(f"{where}: the function is called as {call}, but its signature is {signature}") from cause
 
 
-def has_no(writer: object, name: str | None) -> str:
+def missing_method_text(writer: object, name: str | None) -> str:
     """Return message text about a name that `writer` does not have, with a suggestion."""
     suggestion = did_you_mean(name, (method for method in dir(writer) if not method.startswith("_")))
     return f"{quote(name)}{suggestion or '; docs/graph.md lists what it has'}"
@@ -96,7 +96,7 @@ def check_attributes(op: Op) -> None:
     for f in fields(op):  # type: ignore[arg-type]  # every op is a dataclass
         value, hint = getattr(op, f.name), hints[f.name]
         plain = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if all(p in PLAIN for p in plain) and not isinstance(value, tuple(PLAIN[p] for p in plain)):
+        if all(p in PLAIN_TYPES for p in plain) and not isinstance(value, tuple(PLAIN_TYPES[p] for p in plain)):
             expected = " or ".join("None" if p is type(None) else p.__name__ for p in plain)
             raise GraphError(f"{type(op).__name__}: {f.name} is {shown(value)}; expected {expected}")
 
@@ -115,7 +115,7 @@ def check_init(init: Init, where: str) -> Init:
     if not isinstance(init, str) and not callable(init):
         raise GraphError(f"{where}: init is {shown(init)}; expected one of {listing(INITS)}, or a function")
     if not isinstance(init, str):
-        check_takes(init, ("key", "shape", "dtype"), f"{where}: init")
+        check_signature(init, ("key", "shape", "dtype"), f"{where}: init")
     return init
 
 
@@ -126,19 +126,20 @@ class SpecForm:
     Args:
         order: the builder's parameters in the order of the specification. `*name` takes all values up to the first
             number; `?name` is skipped if the argument at its position is a number.
-        place: position of the argument that decides between the forms for a call that fits both. A value of type `own`
-            selects the builder's own form, any other type this form.
+        deciding_index: position of the argument that decides between the forms for a call that fits both. A value of
+            type `builder_type` selects the builder's own form, any other type this form.
     """
 
     order: str
-    place: int | None = None
-    own: Any = str | int | float | None
+    deciding_index: int | None = None
+    builder_type: Any = str | int | float | None
 
-    def is_meant(self, args: tuple[Any, ...]) -> bool:
-        """Return whether a call that fits both forms is in this one, by the type of the argument at `place`."""
-        return self.place is not None and len(args) > self.place and not isinstance(args[self.place], self.own)
+    def is_selected_by(self, args: tuple[Any, ...]) -> bool:
+        """Return whether a call that fits both forms is in this one, by the type of the deciding argument."""
+        index = self.deciding_index
+        return index is not None and len(args) > index and not isinstance(args[index], self.builder_type)
 
-    def by_name(self, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
+    def to_keywords(self, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
         """Return the values of a `*name`, and all other arguments by name.
 
         Raises:
@@ -198,29 +199,29 @@ SPEC_NAMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def _check_kernel(m: Any, kernel: Any, others: Mapping[str, Any]) -> None:
+def _check_kernel(writer: Any, kernel: Any, others: Mapping[str, Any]) -> None:
     """Check that the kernel of a convolution has the sizes of its weight's spatial axes."""
-    weight = m.type_of(m.weight(others["w"]))
-    if tuple(items_of(kernel, f"{m.path}: kernel", "the sizes of a window")) != weight.shape[2:]:
-        raise ShapeError(f"{m.path}: the kernel is {shown(kernel)}, and the weight is {weight}")
+    weight = writer.type_of(writer.weight(others["w"]))
+    if tuple(items_of(kernel, f"{writer.path}: kernel", "the sizes of a window")) != weight.shape[2:]:
+        raise ShapeError(f"{writer.path}: the kernel is {shown(kernel)}, and the weight is {weight}")
 
 
-def _check_num_heads(m: Any, num_heads: Any, others: Mapping[str, Any]) -> None:
+def _check_num_heads(writer: Any, num_heads: Any, others: Mapping[str, Any]) -> None:
     """Check that the last axis of x has `num_heads` heads of width `head_dim`."""
-    x, head_dim = m.type_of(others["x"]), others["head_dim"]
+    x, head_dim = writer.type_of(others["x"]), others["head_dim"]
     if x.rank < 1 or not is_static(x.shape[-1]) or x.shape[-1] != num_heads * head_dim:
-        raise ShapeError(f"{m.path}: {shown(num_heads)} heads of width {shown(head_dim)} are not x {x}")
+        raise ShapeError(f"{writer.path}: {shown(num_heads)} heads of width {shown(head_dim)} do not make up x {x}")
 
 
-def _check_state_size(m: Any, state_size: Any, others: Mapping[str, Any]) -> None:
+def _check_state_size(writer: Any, state_size: Any, others: Mapping[str, Any]) -> None:
     """Check that the state of a selective scan is as wide as its A."""
-    a = m.type_of(others["a"])
+    a = writer.type_of(others["a"])
     if a.shape[1:] != (state_size,):
-        raise ShapeError(f"{m.path}: the state size is {shown(state_size)}, and A is [H, n], got {a}")
+        raise ShapeError(f"{writer.path}: the state size is {shown(state_size)}, and A is [H, n], got {a}")
 
 
 # Arguments of the specification that are redundant given the operands: they are checked and not passed on.
-CHECKED: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = {
+REDUNDANT_ARGUMENTS: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = {
     "kernel": _check_kernel, "num_heads": _check_num_heads, "state_size": _check_state_size,
 }  # fmt: skip
 
@@ -228,7 +229,7 @@ CHECKED: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = {
 # -- one call ------------------------------------------------------------------------------------
 
 # Extra keyword arguments of every builder: the expected shape of its result, or one shape for each result.
-SHAPES = ("out_shape", "out_shapes")
+SHAPE_KEYWORDS = ("out_shape", "out_shapes")
 
 # Public methods of writers that only builders call; they need no checks of user calls.
 INTERNAL = ("own", "wrap", "weight", "type_of", "inside", "lift")
@@ -246,13 +247,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def of_kind(method: Callable[Concatenate[Any, str, P], R], kind: str, doc: str) -> Callable[Concatenate[Any, P], R]:
+def bind_kind(method: Callable[Concatenate[Any, str, P], R], kind: str, doc: str) -> Callable[Concatenate[Any, P], R]:
     """Return a builder that calls `method` with a fixed kind: `add(a, b)` is `binary("add", a, b)`."""
 
-    def call(m: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(m, kind, *args, **kwargs)
+    def call(writer: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(writer, kind, *args, **kwargs)
 
-    call.__doc__, call.of = doc, (method, (kind,))  # type: ignore[attr-defined]  # functions take attributes
+    call.__doc__, call.base = doc, (method, (kind,))  # type: ignore[attr-defined]  # functions take attributes
     return call
 
 
@@ -262,41 +263,41 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         GraphError: a call fits no form. ShapeError: a result does not have its `out_shape`.
     """
-    form, (body, kind) = SPEC_FORMS.get(name), getattr(method, "of", (method, ()))
+    form, (body, kind) = SPEC_FORMS.get(name), getattr(method, "base", (method, ()))
     full_signature = inspect.signature(body)
     self_parameter, *parameters = full_signature.parameters.values()
     signature = full_signature.replace(parameters=[self_parameter, *parameters[len(kind) :]])
 
     @functools.wraps(method)
-    def call(m: Any, *args: Any, **kwargs: Any) -> Any:
-        shape_keyword = next((key for key in SHAPES if key in kwargs and key not in signature.parameters), None)
+    def call(writer: Any, *args: Any, **kwargs: Any) -> Any:
+        shape_keyword = next((key for key in SHAPE_KEYWORDS if key in kwargs and key not in signature.parameters), None)
         if shape_keyword is not None:
             out_shape = kwargs.pop(shape_keyword)
-            return of_shape(m, name, call(m, *args, **kwargs), out_shape)
+            return check_out_shape(writer, name, call(writer, *args, **kwargs), out_shape)
         # The builder's own form comes first, unless the type of an argument selects the specification's.
         reason: TypeError | None = None
-        if form is None or not form.is_meant(args):
+        if form is None or not form.is_selected_by(args):
             try:
-                return body(m, *kind, *args, **kwargs)
+                return body(writer, *kind, *args, **kwargs)
             except TypeError as error:
                 # A traceback with a second frame is an error inside the method; otherwise the arguments do not fit.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
                 reason = error
-        in_order = form if form is not None and (form.place is None or form.is_meant(args)) else None
+        in_order = form if form is not None and (form.deciding_index is None or form.is_selected_by(args)) else None
         try:
-            bound = _bound(m, in_order, signature, args, kwargs)
+            bound = _bound(writer, in_order, signature, args, kwargs)
         except TypeError as error:
             reason = error if kind or reason is None else reason  # Python's message would count the fixed kind
-            raise GraphError(_refusal(m, name, signature, kwargs, reason)) from reason
-        return body(m, *kind, *bound.args[1:], **bound.kwargs)
+            raise GraphError(_call_error_text(writer, name, signature, kwargs, reason)) from reason
+        return body(writer, *kind, *bound.args[1:], **bound.kwargs)
 
     call.__name__, call.__signature__, call.unchecked = name, signature, method  # type: ignore[attr-defined]
     return call
 
 
 def _bound(
-    m: Any, form: SpecForm | None, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    writer: Any, form: SpecForm | None, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
     """Return the arguments of a call bound to the builder's own parameters.
 
@@ -304,28 +305,30 @@ def _bound(
         TypeError: they do not fit the form of the specification either.
     """
     parameters = signature.parameters
-    keywords = {(_own_name(key, parameters) or key): value for key, value in kwargs.items()}
+    keywords = {(_builder_name(key, parameters) or key): value for key, value in kwargs.items()}
     if len(keywords) < len(kwargs):
         raise TypeError(f"got one argument under two names, {listing(kwargs)}")
     positional = list(args)
     if form is not None:
-        positional, by_order = form.by_name(args)
+        positional, by_order = form.to_keywords(args)
         if duplicates := by_order.keys() & keywords.keys():
             raise TypeError(f"got multiple values for {listing(sorted(duplicates))}")
         keywords = by_order | keywords
-    redundant = {key: keywords.pop(key) for key in CHECKED if key in keywords and key not in parameters}
-    bound = signature.bind(m, *positional, **keywords)
+    redundant = {key: keywords.pop(key) for key in REDUNDANT_ARGUMENTS if key in keywords and key not in parameters}
+    bound = signature.bind(writer, *positional, **keywords)
     for key, value in redundant.items():
-        CHECKED[key](m, value, keywords)
+        REDUNDANT_ARGUMENTS[key](writer, value, keywords)
     return bound
 
 
-def _own_name(key: str, own: Mapping[str, inspect.Parameter]) -> str | None:
+def _builder_name(key: str, parameters: Mapping[str, inspect.Parameter]) -> str | None:
     """Return the builder's own name of an argument that may have the specification's name, or None."""
-    return key if key in own else next((n for n in SPEC_NAMES.get(key, ()) if n in own), None)
+    return key if key in parameters else next((n for n in SPEC_NAMES.get(key, ()) if n in parameters), None)
 
 
-def _refusal(m: Any, name: str, signature: inspect.Signature, kwargs: Mapping[str, Any], reason: TypeError) -> str:
+def _call_error_text(
+    writer: Any, name: str, signature: inspect.Signature, kwargs: Mapping[str, Any], reason: TypeError
+) -> str:
     """Return the error message of a call that fits no form of a builder, with all its forms."""
     parameters = [p.replace(annotation=p.empty) for p in list(signature.parameters.values())[1:]]
     plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
@@ -333,25 +336,25 @@ def _refusal(m: Any, name: str, signature: inspect.Signature, kwargs: Mapping[st
     unknown_keyword = next((k for k in kwargs if k not in signature.parameters), None)
     suggestion = "" if unknown_keyword is None else did_you_mean(unknown_keyword, [p.name for p in parameters])
     detail = str(reason).rpartition("() ")[2]
-    return f"{m.path}: {name}: {detail}{suggestion}; expected {name}{plain}{spec}"
+    return f"{writer.path}: {name}: {detail}{suggestion}; expected {name}{plain}{spec}"
 
 
 # -- out_shape -----------------------------------------------------------------------------------
 
 
-def of_shape(m: Any, name: str, result: Any, out_shape: Any) -> Any:
+def check_out_shape(writer: Any, name: str, result: Any, out_shape: Any) -> Any:
     """Return the result of a builder after checking `out_shape`: one shape for all results, or one for each."""
     if out_shape is None:
         return result
     values = jax.tree.leaves(result)
-    where = f"{m.path}: {name}"
+    where = f"{writer.path}: {name}"
     dims = items_of(out_shape, where, "a list of sizes as out_shape")
     several = isinstance(result, tuple | list | dict) and any(d is None or isinstance(d, tuple | list) for d in dims)
     shapes = dims if several else (dims,) * len(values)
     if len(shapes) != len(values):
         raise ShapeError(f"{where}: out_shape has {len(shapes)} shapes for {len(values)} results")
     for value, shape in zip(values, shapes, strict=True):
-        inferred = m.type_of(value)
+        inferred = writer.type_of(value)
         if shape is not None and (declared := tuple(as_dim(d, where) for d in shape)) != inferred.shape:
             raise ShapeError(f"{where}: declared {TensorType(declared, inferred.dtype)}, inferred {inferred}")
     return result

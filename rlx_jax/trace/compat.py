@@ -17,7 +17,7 @@ from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
 from rlx_jax.ir.plugins import known
 from rlx_jax.ir.types import is_static
 from rlx_jax.trace.builders import Builders
-from rlx_jax.trace.checks import items_of, of_kind
+from rlx_jax.trace.checks import bind_kind, items_of
 from rlx_jax.trace.parameters import WeightKey
 from rlx_jax.trace.writer import V
 
@@ -29,7 +29,7 @@ class SpecBuilders(Builders[V]):
 
     sm = Builders.softmax
     ln = Builders.layer_norm
-    gelu_approx = of_kind(Builders.activation, "gelu_tanh", "½x(1 + tanh(√(2/π)(x + 0.044715x³))).")
+    gelu_approx = bind_kind(Builders.activation, "gelu_tanh", "½x(1 + tanh(√(2/π)(x + 0.044715x³))).")
     reshape_ = Builders.reshape
     transpose_ = Builders.transpose
     narrow_ = Builders.narrow

@@ -30,7 +30,7 @@ from rlx_jax.trace.writer import Body, V, is_number
 Branch = Callable[..., Any]
 
 
-def wide(t: TensorType, lead: int = 0) -> TensorType:
+def step_type(t: TensorType, lead: int = 0) -> TensorType:
     """Return the type of a value inside a step: without its first `lead` axes, and f32 for floats."""
     return TensorType(t.shape[lead:], F32 if is_float(t.dtype) else t.dtype)
 
@@ -40,7 +40,7 @@ def step_name(step: Any) -> str:
     return str(getattr(step, "__name__", "step")).replace("<lambda>", "step")
 
 
-def _flat(made: Any) -> tuple[Any, ...]:
+def _as_tuple(made: Any) -> tuple[Any, ...]:
     """Return one value, or a tuple or list of values, as a tuple."""
     return tuple(made) if isinstance(made, tuple | list) else (made,)
 
@@ -66,7 +66,7 @@ class Control(Images[V]):
         outer_bodies, self._bodies, self.builder = self._bodies, (*self._bodies, body), inner
         try:
             result = fn(*(self.wrap(inner.leaf(BodyInput(i, type=t))) for i, t in enumerate(given)))
-            outputs = [self.own(v) for v in _flat(result)]
+            outputs = [self.own(v) for v in _as_tuple(result)]
             inner.inputs = []  # inputs of the program become captures below
             graph = inner.finish(outputs)
             if graph.writes:
@@ -87,7 +87,7 @@ class Control(Images[V]):
         """Return the captured values in order."""
         return [self.wrap(v) for v in captures]
 
-    def _made(self, results: Sequence[V], alone: bool) -> Any:
+    def _unpack(self, results: Sequence[V], alone: bool) -> Any:
         """Return the only result if `alone`, else all as a tuple."""
         return results[0] if alone else tuple(results)
 
@@ -107,7 +107,7 @@ class Control(Images[V]):
             raise ShapeError(f"{self.path}: branches give values of the same types, got {type_texts}")
         at = self.cast(index, "i32")
         values = self.add_all(Switch(tuple(g for g, _ in traced)), at, *operands, *self._values(captures))
-        return self._made(values, traced[0][1])
+        return self._unpack(values, traced[0][1])
 
     def cond(self, pred: V, true_fn: Branch, false_fn: Branch, *operands: V) -> Any:
         """Return `true_fn(*operands)` if `pred`, of rank 0, is not 0, else `false_fn(*operands)`; only one runs."""
@@ -126,16 +126,16 @@ class Control(Images[V]):
         The number of iterations is known only at run time, so there is no reverse-mode gradient. `scan` and `fori_loop`
         have one.
         """
-        is_single, carried = not isinstance(init_val, tuple | list), _flat(init_val)
+        is_single, carried = not isinstance(init_val, tuple | list), _as_tuple(init_val)
         types = [self.type_of(v) for v in carried]
         captures: dict[Value, int] = {}
-        condition, _ = self._trace("while_loop", lambda *c: cond_fun(self._made(c, is_single)), types, captures)
-        body, _ = self._trace("while_loop", lambda *c: body_fun(self._made(c, is_single)), types, captures)
-        self._check_carried("while_loop", types, body)
+        condition, _ = self._trace("while_loop", lambda *c: cond_fun(self._unpack(c, is_single)), types, captures)
+        body, _ = self._trace("while_loop", lambda *c: body_fun(self._unpack(c, is_single)), types, captures)
+        self._check_carry_types("while_loop", types, body)
         results = self.add_all(While(len(types), condition, body), *carried, *self._values(captures))
-        return self._made(results, is_single)
+        return self._unpack(results, is_single)
 
-    def _check_carried(self, what: str, types: Sequence[TensorType], body: Graph, more: int = 0) -> None:
+    def _check_carry_types(self, what: str, types: Sequence[TensorType], body: Graph, more: int = 0) -> None:
         """Check that a step returns values of the types that it takes, followed by `more` other values."""
         out_types = [body.type(v) for v in body.outputs[: len(body.outputs) - more]]
         if out_types != list(types):
@@ -154,7 +154,7 @@ class Control(Images[V]):
         As in `lax.scan`, `init` and `xs` are values or tuples of values, and so are the arguments and results of `f`.
         Without xs it runs `length` times. y may be None.
         """
-        init_values, x_values = _flat(init), () if xs is None else _flat(xs)
+        init_values, x_values = _as_tuple(init), () if xs is None else _as_tuple(xs)
         types = [self.type_of(v) for v in init_values]
         for t in (self.type_of(v) for v in x_values):
             if not t.rank:
@@ -166,24 +166,24 @@ class Control(Images[V]):
 
         def step(*given: V) -> tuple[Any, ...]:
             carry, x = given[: len(init_values)], given[len(init_values) :]
-            one_x = None if xs is None else self._made(x, not isinstance(xs, tuple | list))
-            results = f(self._made(carry, not isinstance(init, tuple | list)), one_x)
+            one_x = None if xs is None else self._unpack(x, not isinstance(xs, tuple | list))
+            results = f(self._unpack(carry, not isinstance(init, tuple | list)), one_x)
             if not isinstance(results, tuple | list) or len(results) != 2:
                 raise GraphError(f"{self.path}: scan: f gives (carry, y), got {shown(results)}")
             next_carry, y = results
             shape.update(none=y is None, one=not isinstance(y, tuple | list))
-            y_values = () if y is None else _flat(y)
+            y_values = () if y is None else _as_tuple(y)
             stacks.append(len(y_values))
-            return (*_flat(next_carry), *y_values)
+            return (*_as_tuple(next_carry), *y_values)
 
         captures: dict[Value, int] = {}
         body, _ = self._trace("scan", step, [*types, *entries], captures)
-        self._check_carried("scan", types, body, stacks[0])
+        self._check_carry_types("scan", types, body, stacks[0])
         op = Scan(len(init_values), len(x_values), body, length, reverse)
         results = self.add_all(op, *init_values, *x_values, *self._values(captures))
-        last_carry = self._made(results[: len(init_values)], not isinstance(init, tuple | list))
+        last_carry = self._unpack(results[: len(init_values)], not isinstance(init, tuple | list))
         stacked = results[len(init_values) :]
-        return last_carry, None if shape["none"] else self._made(stacked, shape["one"])
+        return last_carry, None if shape["none"] else self._unpack(stacked, shape["one"])
 
     def fori_loop(self, lower: int, upper: int, body_fun: Branch, init_val: Any) -> Any:
         """Run `val = body_fun(i, val)` for i in `lower` … `upper` − 1, both ints, as `lax.fori_loop`, by `scan`."""
@@ -194,11 +194,11 @@ class Control(Images[V]):
         def step(carry: Any, _: Any) -> tuple[Any, None]:
             i, *val = carry
             next_val = body_fun(i, tuple(val) if is_tuple else val[0])
-            return (self.add(i, 1), *_flat(next_val)), None
+            return (self.add(i, 1), *_as_tuple(next_val)), None
 
         # A body has no access to the loop counter, so that i is part of the carry.
-        (_, *last_val), _ = self.scan(step, (self.constant(lower, "i32"), *_flat(init_val)), length=upper - lower)
-        return self._made(last_val, not is_tuple)
+        (_, *last_val), _ = self.scan(step, (self.constant(lower, "i32"), *_as_tuple(init_val)), length=upper - lower)
+        return self._unpack(last_val, not is_tuple)
 
     def custom_vjp(self, fun: Branch, bwd: Branch, *operands: V) -> Any:
         """Return `fun(*operands)` with a custom gradient: `bwd(*operands, *outputs, *gradients)` returns one per
@@ -213,7 +213,7 @@ class Control(Images[V]):
         forward, is_single = self._trace("custom_vjp", fun, types, None)
         out_types = [forward.type(v) for v in forward.outputs]
         backward, _ = self._trace("custom_vjp", bwd, [*types, *out_types, *out_types], None)
-        return self._made(self.add_all(CustomVjp(forward, backward), *operands), is_single)
+        return self._unpack(self.add_all(CustomVjp(forward, backward), *operands), is_single)
 
     def stop_gradient(self, x: V) -> V:
         """Return x with a gradient of zero."""
@@ -255,11 +255,11 @@ class Control(Images[V]):
         self._check_tokens(where, xs)
         weights = [self.weight(w) for w in weights]
         self._check_shared(where, "parameter", weights, xs[0])
-        slots, learned = self._slots(where, starts, xs[0], len(xs) + len(weights))
+        slots, learned = self._state_slots(where, starts, xs[0], len(xs) + len(weights))
         types = [self.type_of(v) for v in (*xs, *weights)]
-        leaf_types = [s.type for s in slots] + [wide(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
+        leaf_types = [s.type for s in slots] + [step_type(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
         forms = (state_form, x_form, weights_form)
-        fn = _of_leaves(step, name, [s.name for s in slots], len(xs), leaf_types, forms)
+        fn = _flatten_step(step, name, [s.name for s in slots], len(xs), leaf_types, forms)
         with located(self.builder.here):
             step_trace = traced_step(name, fn, leaf_types)
         self.captured.record(where, tuple(leaf_types), (step_trace.text, step_trace.captured), step)
@@ -333,7 +333,7 @@ class Control(Images[V]):
                 )
             _check_static(where, f"{what} {number}", t, t.shape)
 
-    def _slots(
+    def _state_slots(
         self, where: str, starts: Sequence[Any], x: Any, first: int
     ) -> tuple[tuple[hir.StateSlot, ...], list[Any]]:
         """Return the slots of a state with these initial leaves, and the leaves that are values.
@@ -346,14 +346,14 @@ class Control(Images[V]):
             name = re.sub(r"\W+", "_", jax.tree_util.keystr(path)).strip("_") or "state"
             name = f"state_{name}" if name[0].isdigit() else name
             if is_number(start) or isinstance(start, np.ndarray | jax.Array):
-                array = _start_array(f"{where}: init leaf {name}", start)
+                array = _init_constant(f"{where}: init leaf {name}", start)
                 zeros = not array.array.any()
                 slots.append(hir.StateSlot(name, array.type, initial=None if zeros else array))
             elif isinstance(start, str):
                 raise GraphError(f"{where}: init is {shown(start)}; expected arrays, such as np.zeros(8, 'f4')")
             else:
                 self._check_shared(where, f"init leaf {name}, number", [start], x)
-                slots.append(hir.StateSlot(name, wide(self.type_of(start)), initial=first + len(learned)))
+                slots.append(hir.StateSlot(name, step_type(self.type_of(start)), initial=first + len(learned)))
                 learned.append(start)
         if not slots:
             raise GraphError(f"{where}: init has no arrays; what carries no state treats tokens alone: use emit.jax")
@@ -366,7 +366,7 @@ def _check_static(where: str, what: str, t: TensorType, sizes: Sequence[Any]) ->
         raise ShapeError(f"{where}: {what} is {t}: beside batch and tokens every size is a number")
 
 
-def _start_array(where: str, start: Any) -> Constant:
+def _init_constant(where: str, start: Any) -> Constant:
     """Return an initial value of the state as a constant; floats become f32."""
     try:
         start_constant = small_constant(start)
@@ -375,7 +375,7 @@ def _start_array(where: str, start: Any) -> Constant:
     return small_constant(start_constant.array, F32) if is_float(start_constant.type.dtype) else start_constant
 
 
-def _of_leaves(
+def _flatten_step(
     step: Callable[..., Any], label: str, names: Sequence[str], tokens: int, given: Sequence[TensorType], forms: Any
 ) -> Callable[..., tuple[list[Any], Any]]:
     """Return a user's `step(state, x_t, *params) -> (state, y_t)` on pytrees as a function of their leaves.

@@ -19,9 +19,9 @@ from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Value, located
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.paths import Origin, Path, path_text
-from rlx_jax.trace.block_selection import BlockPattern, BlockSelector, BlocksReading
-from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, HeadsAround, Ports
-from rlx_jax.trace.checks import check_takes
+from rlx_jax.trace.block_selection import BlockPattern, BlocksByWeight, BlockSelector
+from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, HeadCounter, Ports
+from rlx_jax.trace.checks import check_signature
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
 
@@ -36,31 +36,31 @@ BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
 class ChecksBlock(Protocol):
     """A wrapper that checks its arguments against the original block."""
 
-    def check_block(self, around: HeadsAround, read: Value | None, given: Value, where: str) -> None:
+    def check_block(self, counter: HeadCounter, block_input: Value | None, output: Value, where: str) -> None:
         """Check the arguments.
 
         Args:
-            around: the original nodes, to count heads with.
-            read: the value that the block reads.
-            given: the value that the block returns.
+            counter: counts the heads of values of the original nodes.
+            block_input: the value that the block reads.
+            output: the value that the block returns.
             where: path of the block, for messages.
         """
 
 
 @dataclass(frozen=True)
 class BlockEdit:
-    """A change of every selected block by `wrapper`; with `takes_input` False, blocks need no single input."""
+    """A change of every selected block by `wrapper`; with `requires_input` False, blocks need no single input."""
 
     blocks: BlockSelector
     wrapper: BlockWrapper
-    takes_input: bool = True
+    requires_input: bool = True
 
 
 @dataclass(frozen=True)
 class CapturedBlock:
-    """Wrapper that captures a block: its output becomes a side output named by its path, or stacked under `stacked`."""
+    """Wrapper that captures a block as a side output, named by the block's path or stacked under `stack_name`."""
 
-    stacked: str = ""
+    stack_name: str = ""
 
     def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
         return inner(x)
@@ -71,42 +71,39 @@ ACT = "act"
 
 
 def edit_blocks(
-    emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where: str, elsewhere: Sequence[str] = ()
+    emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where: str, other_parts: Sequence[str] = ()
 ) -> FlowValue:
     """Apply all edits in order, each to the result of the earlier ones, and return the new active value.
 
     Args:
         value: the active value after the last stage.
         where: name of the flow, for messages.
-        elsewhere: parts of the model in other flows, which an edit may be for.
+        other_parts: parts of the model in other flows, to which an edit may apply.
 
     Raises:
         GraphError: a pattern matches no block, or nodes that form no block; a wrapper returns no value.
     """
     if not edits:
         return value
-    value = _Rewriting(emit, NOTHING, where).run(value)
+    value = _Rewriter(emit, NO_EDIT, where).run(value)
     captures: list[tuple[str, Path]] = []
     for edit in edits:
-        change = replace(edit, blocks=edit.blocks.beside(elsewhere)) if elsewhere else edit
-        # The pattern may be for parts of a block without weights, of which only a stand-in was written.
-        if (
-            emit.has_stand_ins
-            and isinstance(change.blocks, BlockPattern)
-            and not isinstance(edit.wrapper, CapturedBlock)
-        ):
-            change = replace(change, blocks=replace(change.blocks, may_lack=True))
+        change = replace(edit, blocks=edit.blocks.relax(other_parts)) if other_parts else edit
+        # The pattern may be for parts of a block without weights, which was written only as a placeholder.
+        is_capture = isinstance(edit.wrapper, CapturedBlock)
+        if emit.has_placeholders and isinstance(change.blocks, BlockPattern) and not is_capture:
+            change = replace(change, blocks=replace(change.blocks, optional=True))
         if isinstance(edit.wrapper, CapturedBlock):
-            blocks = _in_order(change.blocks.among(emit.builder.nodes, where), emit.builder.nodes)
-            captures += [(edit.wrapper.stacked, block) for block in blocks]
+            blocks = _sort_blocks(change.blocks.select(emit.builder.nodes, where), emit.builder.nodes)
+            captures += [(edit.wrapper.stack_name, block) for block in blocks]
         else:
-            value = _Rewriting(emit, change, where).run(value)
+            value = _Rewriter(emit, change, where).run(value)
     # Captures come last, so that they return the outputs of edited blocks.
     _capture(emit, captures, value, where)
-    return _Rewriting(emit, NOTHING, where, marks_blocks=False).run(value)
+    return _Rewriter(emit, NO_EDIT, where, marks_blocks=False).run(value)
 
 
-def run_stand_in(
+def write_placeholder(
     emit: Emit, edits: Sequence[BlockEdit], block: Path, x: FlowValue | None, error: MissingWeightError
 ) -> FlowValue:
     """Write the replacement of a block with a missing weight, so that later stages can run.
@@ -122,16 +119,16 @@ def run_stand_in(
 
     for edit in edits:
         if isinstance(edit.blocks, BlockPattern) and edit.blocks.matches(block):
-            with contextlib.suppress(MissingWeightError), emit.users_code():
+            with contextlib.suppress(MissingWeightError), emit.user_code():
                 return edit.wrapper(emit, x, inner)
     raise error
 
 
 # An edit of no block: it only separates activations from projections, and removes marks without a role.
-NOTHING = BlockEdit(BlocksReading(frozenset()), lambda emit, x, inner: inner(x))
+NO_EDIT = BlockEdit(BlocksByWeight(frozenset()), lambda emit, x, inner: inner(x))
 
 
-def _in_order(blocks: Iterable[Path], nodes: Sequence[Node]) -> list[Path]:
+def _sort_blocks(blocks: Iterable[Path], nodes: Sequence[Node]) -> list[Path]:
     """Sort blocks by the position of their last node, inner blocks first."""
     last_node = {
         path[:end]: i for i, node in enumerate(nodes) for path in [node.origin.path] for end in range(len(path) + 1)
@@ -156,7 +153,7 @@ def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue,
         ports, path = index.ports(block), path_text(block)
         if ports is None:
             raise GraphError(f"{where}: at({path!r}): a later edit replaced the block around it; capture it after that")
-        values = [emit.wrap(v) for v in ports.captured]
+        values = [emit.wrap(v) for v in ports.captured_outputs]
         if stacked and len(values) > 1:
             raise ShapeError(
                 f"{where}: at({stacked!r}): {path} returns {len(values)} values: capture it without stacked"
@@ -180,222 +177,229 @@ def _stack(emit: Emit, name: str, values: Mapping[str, FlowValue], where: str) -
     for path, value in others:
         if value.type != ref.type:
             raise ShapeError(
-                f"{where}: at({name!r}): stacked blocks give values of one type; {ref_path} gives {ref.type}, {path} "
-                f"{value.type}: capture them apart"
+                f"{where}: at({name!r}): stacked blocks return values of one type; {ref_path} returns {ref.type}, "
+                f"{path} {value.type}: capture them separately"
             )
     with emit.scope("captured"):
         return emit.stack(list(values.values()))
 
 
 @dataclass
-class _Layers:
+class _RepeatBounds:
     """The node numbers at which the layers of a Repeat start, and the end of the last, before and after the rewrite."""
 
-    before: list[int]
-    after: list[int | None]
+    old_bounds: list[int]
+    new_bounds: list[int | None]
 
-    def inside(self, numbers: Sequence[int]) -> bool:
+    def is_within(self, numbers: Sequence[int]) -> bool:
         """Return whether all layers lie within the contiguous node numbers `numbers`."""
-        return bool(numbers) and numbers[0] <= self.before[0] and self.before[-1] <= numbers[-1] + 1
+        return bool(numbers) and numbers[0] <= self.old_bounds[0] and self.old_bounds[-1] <= numbers[-1] + 1
 
-    def around(self, numbers: Sequence[int]) -> bool:
+    def contains_start(self, numbers: Sequence[int]) -> bool:
         """Return whether the first of `numbers` is in one of the layers."""
-        return self.before[0] <= numbers[0] < self.before[-1]
+        return self.old_bounds[0] <= numbers[0] < self.old_bounds[-1]
 
-    def reached(self, number: int, written: int) -> None:
-        """Record the new boundary `written` for all old boundaries up to node `number`."""
-        for index, start in enumerate(self.before):
-            if start <= number and self.after[index] is None:
-                self.after[index] = written
+    def record_bound(self, number: int, new_bound: int) -> None:
+        """Record `new_bound` for all old boundaries up to node `number`."""
+        for index, start in enumerate(self.old_bounds):
+            if start <= number and self.new_bounds[index] is None:
+                self.new_bounds[index] = new_bound
 
 
 @dataclass
-class _Values:
+class _ValueScope:
     """The map from old values to new ones, in nested scopes: inside a block first its own map, then the outer ones.
 
     Attributes:
-        own: new values by old values of this scope.
-        around: the enclosing scope.
-        renamed: an old path prefix, and the prefix that replaces it.
+        mapping: new values by old values of this scope.
+        outer: the enclosing scope.
+        path_rename: an old path prefix, and the prefix that replaces it.
     """
 
-    own: dict[Value, Value]
-    around: _Values | None = None
-    renamed: tuple[Path, Path] = ((), ())
+    mapping: dict[Value, Value]
+    outer: _ValueScope | None = None
+    path_rename: tuple[Path, Path] = ((), ())
 
     def find(self, value: Value) -> Value | None:
         """Return the new value of an old one, or None if it is not written yet."""
-        new_value = self.own.get(value)
-        return self.around.find(value) if new_value is None and self.around is not None else new_value
+        new_value = self.mapping.get(value)
+        return self.outer.find(value) if new_value is None and self.outer is not None else new_value
 
-    def path(self, path: Path) -> Path:
+    def new_path(self, path: Path) -> Path:
         """Return the new path of an old one: a block that is written twice gets another name the second time."""
-        old_prefix, new_prefix = self.renamed
+        old_prefix, new_prefix = self.path_rename
         path = (*new_prefix, *path[len(old_prefix) :]) if path[: len(old_prefix)] == old_prefix else path
-        return path if self.around is None else self.around.path(path)
+        return path if self.outer is None else self.outer.new_path(path)
 
 
-class _Rewriting:
+class _Rewriter:
     """The rewrite of one flow by one edit.
 
     Attributes:
-        old: the nodes before the edit.
-        new: the builder that the flow is rewritten into.
-        solid: numbers of the old nodes that are no leaves.
+        nodes: the nodes before the edit.
+        builder: the builder that the flow is rewritten into.
+        op_numbers: numbers of the old nodes that are no leaves.
         blocks: numbers of the nodes of each selected block.
-        resized: message about the last block with another shape than before, for later shape errors.
+        resize_note: message about the last block with another shape than before, for later shape errors.
     """
 
     def __init__(self, emit: Emit, edit: BlockEdit, where: str, marks_blocks: bool = True) -> None:
         self.emit, self.edit, self.where = emit, edit, where
-        self.old: tuple[Node, ...] = tuple(emit.builder.nodes)
+        self.nodes: tuple[Node, ...] = tuple(emit.builder.nodes)
         self.state, self.inputs = emit.state, list(emit.builder.inputs)
-        self.new = Builder(emit.builder.name, emit.builder.types)
-        self.new.marks_blocks = marks_blocks
-        self.resized = ""
-        self.solid = [i for i, node in enumerate(self.old) if not isinstance(node.op, Leaf)]
-        self.selected = edit.blocks.among(self.old, where)
+        self.builder = Builder(emit.builder.name, emit.builder.types)
+        self.builder.marks_blocks = marks_blocks
+        self.resize_note = ""
+        self.op_numbers = [i for i, node in enumerate(self.nodes) if not isinstance(node.op, Leaf)]
+        self.selected = edit.blocks.select(self.nodes, where)
         self.blocks: dict[Path, list[int]] = {}
-        for number in self.solid:
-            for block in self._matched(self.old[number].origin.path):
+        for number in self.op_numbers:
+            for block in self._selected_blocks(self.nodes[number].origin.path):
                 self.blocks.setdefault(block, []).append(number)
-        self.layers = [_Layers(self._starts(bounds), [None] * len(bounds)) for bounds in emit.state.repeats]
+        self.layers = [_RepeatBounds(self._layer_starts(bounds), [None] * len(bounds)) for bounds in emit.state.repeats]
 
     @property
-    def _what(self) -> str:
+    def _label(self) -> str:
         return f"{self.where}: {self.edit.blocks}"
 
     def run(self, value: FlowValue) -> FlowValue:
         """Rewrite the flow into a new builder, and return its active value."""
-        emit, registers = self.emit, self.state
-        self.index = BlockIndex(self.old, value.value)
-        emit.builder, self.new.inputs = self.new, self.inputs
-        emit.state = FlowState(registers.program, contracts=registers.contracts, left_none=registers.left_none)
-        top = _Values({})
-        self._write(self.solid, (), top, self.layers)
+        emit, old = self.emit, self.state
+        self.index = BlockIndex(self.nodes, value.value)
+        emit.builder, self.builder.inputs = self.builder, self.inputs
+        emit.state = FlowState(old.program, contracts=old.contracts, last_none_stage=old.last_none_stage)
+        top = _ValueScope({})
+        self._write(self.op_numbers, (), top, self.layers)
         emit.state.outputs, wrapper_outputs = {}, emit.state.outputs
-        self._carry_over(top)
+        self._map_registers(top)
         for name, output in wrapper_outputs.items():
             if emit.state.outputs.setdefault(name, output).value != output.value:
-                raise GraphError(f"{self._what}: the flow has a side output {quote(name)} already")
-        bounds = [[n for n in repeat.after if n is not None] for repeat in self.layers]
-        emit.state.repeats += [new for new, repeat in zip(bounds, self.layers, strict=True) if None not in repeat.after]
-        return emit.wrap(self._now(value.value, top))
+                raise GraphError(f"{self._label}: the flow has a side output {quote(name)} already")
+        bounds = [[n for n in repeat.new_bounds if n is not None] for repeat in self.layers]
+        emit.state.repeats += [
+            new for new, repeat in zip(bounds, self.layers, strict=True) if None not in repeat.new_bounds
+        ]
+        return emit.wrap(self._new_value(value.value, top))
 
     # -- walking -----------------------------------------------------------------------------
 
-    def _write(self, numbers: Sequence[int], around: Path, values: _Values, layers: Sequence[_Layers]) -> None:
+    def _write(self, numbers: Sequence[int], outer: Path, values: _ValueScope, layers: Sequence[_RepeatBounds]) -> None:
         """Copy nodes to the new builder, and pass selected blocks among them to the wrapper.
 
         Args:
             numbers: numbers of the old nodes to write.
-            around: path of the block that is being written.
+            outer: path of the block that is being written.
             layers: the Repeats to update the boundaries of.
         """
         written: set[int] = set()
         for number in numbers:
             if number in written:
                 continue
-            block = next((b for b in self._matched(self.old[number].origin.path) if len(b) > len(around)), None)
-            inside = [] if block is None else self.blocks[block]
-            layers = [repeat for repeat in layers if not repeat.inside(inside)]
+            path = self.nodes[number].origin.path
+            block = next((b for b in self._selected_blocks(path) if len(b) > len(outer)), None)
+            block_nodes = [] if block is None else self.blocks[block]
+            layers = [repeat for repeat in layers if not repeat.is_within(block_nodes)]
             for repeat in layers:
-                repeat.reached(number, len(self.new.nodes))
+                repeat.record_bound(number, len(self.builder.nodes))
             if block is None:
                 self._copy(number, values)
                 continue
             remaining = [n for n in numbers if n not in written]
-            independent = self._needed(block, inside, [n for n in remaining if inside[0] < n < inside[-1]])
-            if not set(inside) <= set(remaining):
-                raise self._not_one(block)
-            self._write(independent, around, values, ())
-            self._block(block, inside, values)
-            written |= {*inside, *independent}
+            between = [n for n in remaining if block_nodes[0] < n < block_nodes[-1]]
+            independent = self._independent_nodes(block, block_nodes, between)
+            if not set(block_nodes) <= set(remaining):
+                raise self._interleaved_error(block)
+            self._write(independent, outer, values, ())
+            self._write_block(block, block_nodes, values)
+            written |= {*block_nodes, *independent}
         for repeat in layers if numbers else ():
-            repeat.reached(numbers[-1] + 1, len(self.new.nodes))
+            repeat.record_bound(numbers[-1] + 1, len(self.builder.nodes))
 
-    def _needed(self, block: Path, inside: Sequence[int], between: Sequence[int]) -> list[int]:
+    def _independent_nodes(self, block: Path, block_nodes: Sequence[int], between: Sequence[int]) -> list[int]:
         """Return the nodes in between a block's nodes that do not depend on it, and can be written before it.
 
         Raises:
             GraphError: the block reads one of the nodes that depend on it.
         """
-        block_nodes, dependents = set(inside), set(inside)
+        inside, dependents = set(block_nodes), set(block_nodes)
         for number in between:
-            if number in block_nodes:
-                reads_dependent = any(v.node in dependents - block_nodes for v in self.old[number].inputs)
+            if number in inside:
+                reads_dependent = any(v.node in dependents - inside for v in self.nodes[number].inputs)
                 if reads_dependent:
-                    raise self._not_one(block)
-            elif any(v.node in dependents for v in self.old[number].inputs):
+                    raise self._interleaved_error(block)
+            elif any(v.node in dependents for v in self.nodes[number].inputs):
                 dependents.add(number)
-        last_node = self.old[inside[-1]]
-        if any(v.node in dependents - block_nodes for v in last_node.inputs):
-            raise self._not_one(block)
+        last_node = self.nodes[block_nodes[-1]]
+        if any(v.node in dependents - inside for v in last_node.inputs):
+            raise self._interleaved_error(block)
         return [n for n in between if n not in dependents]
 
-    def _copy(self, number: int, values: _Values) -> None:
+    def _copy(self, number: int, values: _ValueScope) -> None:
         """Copy one node to the new builder, with its operands and path replaced."""
-        node = self.old[number]
-        origin = replace(node.origin, path=values.path(node.origin.path))
+        node = self.nodes[number]
+        origin = replace(node.origin, path=values.new_path(node.origin.path))
         op = node.op
         # An activation fused into a projection becomes a separate block, so that an edit of `mlp.c_fc` is of the
         # projection alone.
         activation = op.activation if isinstance(op, Linear) else ""
-        # `_block` writes new marks for a block that this edit changes.
-        if isinstance(op, Boundary) and (not op.role or not self.new.marks_blocks or node.origin.path in self.selected):
-            values.own[Value(number)] = self._now(node.inputs[0], values)
+        # `_write_block` writes new marks for a block that this edit changes.
+        if isinstance(op, Boundary) and (
+            not op.role or not self.builder.marks_blocks or node.origin.path in self.selected
+        ):
+            values.mapping[Value(number)] = self._new_value(node.inputs[0], values)
             return
         try:
-            with self.new.at(origin), located(origin):
+            with self.builder.at(origin), located(origin):
                 copied_op = replace(op, activation="") if isinstance(op, Linear) else op
-                results = self.new.add(copied_op, *(self._now(v, values) for v in node.inputs))
+                results = self.builder.add(copied_op, *(self._new_value(v, values) for v in node.inputs))
             if activation:
-                with self.new.at(replace(origin, path=(*origin.path[:-1], ACT))):
-                    results = self.new.add(Unary(activation), *results)
+                with self.builder.at(replace(origin, path=(*origin.path[:-1], ACT))):
+                    results = self.builder.add(Unary(activation), *results)
         except ShapeError as error:
-            if self.resized:
-                error.args = (f"{str(error).rstrip('.')}; {self.resized}",)
+            if self.resize_note:
+                error.args = (f"{str(error).rstrip('.')}; {self.resize_note}",)
             raise
-        values.own.update({Value(number, i): v for i, v in enumerate(results)})
+        values.mapping.update({Value(number, i): v for i, v in enumerate(results)})
 
-    def _block(self, block: Path, numbers: Sequence[int], values: _Values) -> None:
+    def _write_block(self, block: Path, numbers: Sequence[int], values: _ValueScope) -> None:
         """Write one block through the wrapper of the edit."""
-        emit, ports = self.emit, self._ports(block)
-        read, output = ports.taken, ports.given[0]
-        path, written = values.path(block), 0
-        inner_values = _Values({}, values)
-        inner_repeats = [repeat for repeat in self.layers if repeat.inside(numbers)]
-        body = [n for n in numbers if n not in (ports.enter, ports.leave)]
+        emit, ports = self.emit, self._edit_ports(block)
+        read, output = ports.inner_input, ports.outputs[0]
+        path, written = values.new_path(block), 0
+        inner_values = _ValueScope({}, values)
+        inner_repeats = [repeat for repeat in self.layers if repeat.is_within(numbers)]
+        body = [n for n in numbers if n not in (ports.input_mark, ports.output_mark)]
 
         def inner(x: FlowValue | None) -> FlowValue:
             nonlocal written, inner_values
             written += 1
             replaced = {} if read is None else {read: emit.own(emit.require(x, "inner"))}
-            inner_values = _Values(replaced, values, (block, block if written == 1 else (*block, f"again_{written}")))
+            new_block = block if written == 1 else (*block, f"again_{written}")
+            inner_values = _ValueScope(replaced, values, (block, new_block))
             for repeat in inner_repeats:
-                repeat.after = [None] * len(repeat.before)
+                repeat.new_bounds = [None] * len(repeat.old_bounds)
             self._write(body, block, inner_values, inner_repeats)
-            return emit.wrap(self._now(ports.result, inner_values))
+            return emit.wrap(self._new_value(ports.result, inner_values))
 
-        self._carry_over(values)
+        self._map_registers(values)
         emit.state.contracts, contracts = [], emit.state.contracts
         # A Repeat inside a layer of another Repeat belongs to that layer, and becomes no region itself.
-        emit.repeating = any(repeat not in inner_repeats and repeat.around(numbers) for repeat in self.layers)
-        with self.new.at(Origin(path)), emit.stage(), emit.users_code():
-            x = None if ports.source is None else emit.block_input(emit.wrap(self._now(ports.source, values)))
-            check_takes(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
+        emit.repeating = any(repeat not in inner_repeats and repeat.contains_start(numbers) for repeat in self.layers)
+        with self.builder.at(Origin(path)), emit.stage(), emit.user_code():
+            x = None if ports.input is None else emit.block_input(emit.wrap(self._new_value(ports.input, values)))
+            check_signature(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
             if isinstance(self.edit.wrapper, ChecksBlock):
-                self.edit.wrapper.check_block(HeadsAround(self.old), read, output, path_text(path))
+                self.edit.wrapper.check_block(HeadCounter(self.nodes), read, output, path_text(path))
             result = self.edit.wrapper(emit, x, inner)
             if not isinstance(result, FlowValue):
                 raise GraphError(
-                    f"{path_text(path)}: what changes a block returns the value that it gives, got {shown(result)}"
+                    f"{path_text(path)}: the function that changes a block returns a FlowValue, got {shown(result)}"
                 )
-            values.own |= {v: new_value for v, new_value in inner_values.own.items() if v.node in set(numbers)}
-            values.own[output] = self.new.boundary(OUTPUT, emit.own(result))
-            old_type = self.old[output.node].types[output.index]
+            values.mapping |= {v: new_value for v, new_value in inner_values.mapping.items() if v.node in set(numbers)}
+            values.mapping[output] = self.builder.boundary(OUTPUT, emit.own(result))
+            old_type = self.nodes[output.node].types[output.index]
             if result.type.shape != old_type.shape:
-                self.resized = f"{path_text(path)} gave {old_type} before it was changed, and {result.type} now"
+                self.resize_note = f"{path_text(path)} returned {old_type} before the edit, and {result.type} after it"
         emit.repeating = False
         within = f"{path_text(block)}."
         dropped = [] if written else [c for c in contracts if f"{c.path}.".startswith(within)]
@@ -403,7 +407,7 @@ class _Rewriting:
 
     # -- values ------------------------------------------------------------------------------
 
-    def _now(self, value: Value, values: _Values) -> Value:
+    def _new_value(self, value: Value, values: _ValueScope) -> Value:
         """Return the new value of an old one; leaves are written when first read.
 
         Raises:
@@ -412,16 +416,16 @@ class _Rewriting:
         new_value = values.find(value)
         if new_value is not None:
             return new_value
-        node = self.old[value.node]
+        node = self.nodes[value.node]
         if isinstance(node.op, Leaf):
-            with self.new.at(node.origin):
-                return self.new.leaf(node.op)
+            with self.builder.at(node.origin):
+                return self.builder.leaf(node.op)
         raise GraphError(
-            f"{self._what}: the block that was replaced gave a second value, "
-            f"{node.types[value.index]} of {path_text(node.origin.path)}, which others read: wrap it, and call inner"
+            f"{self._label}: a replaced block returned a second value, {node.types[value.index]} of "
+            f"{path_text(node.origin.path)}, which other blocks read: wrap the block, and call inner"
         )
 
-    def _ports(self, block: Path) -> Ports:
+    def _edit_ports(self, block: Path) -> Ports:
         """Return the input and output values of an edited block.
 
         Raises:
@@ -429,35 +433,35 @@ class _Rewriting:
         """
         ports = self.index.ports(block)
         assert ports is not None  # selected blocks have nodes
-        if len(ports.given) > 1:
-            types = ", ".join(str(self.old[v.node].types[v.index]) for v in ports.given)
+        if len(ports.outputs) > 1:
+            types = ", ".join(str(self.nodes[v.node].types[v.index]) for v in ports.outputs)
             raise GraphError(
-                f"{self._what}: {path_text(block)} gives {len(ports.given)} values that others "
-                f"read ({types}), and an edit is of one: take a block around it or inside of it"
+                f"{self._label}: {path_text(block)} returns {len(ports.outputs)} values that other "
+                f"blocks read ({types}), and an edit changes one: take a block around it or inside of it"
             )
-        if len(ports.read) > 1 and self.edit.takes_input:
-            raise GraphError(f"{self._what}: {self._no_active_value(block, ports)}")
+        if len(ports.inputs) > 1 and self.edit.requires_input:
+            raise GraphError(f"{self._label}: {self._several_inputs_text(block, ports)}")
         return ports
 
-    def _no_active_value(self, block: Path, ports: Ports) -> str:
+    def _several_inputs_text(self, block: Path, ports: Ports) -> str:
         """Return the message about a block without a single input, which suggests inner blocks that have one."""
-        types = ", ".join(str(self.old[v.node].types[v.index]) for v in ports.read)
-        inner = {path: self.index.ports(path) for path in self.index.inner(block)}
-        single = [path for path, p in inner.items() if p is not None and len(p.read) == 1]
+        types = ", ".join(str(self.nodes[v.node].types[v.index]) for v in ports.inputs)
+        inner = {path: self.index.ports(path) for path in self.index.inner_blocks(block)}
+        single = [path for path, p in inner.items() if p is not None and len(p.inputs) == 1]
         blocks = f"blocks inside it that have one are {listing(map(path_text, single))}; " if single else ""
         return (
-            f"{path_text(block)} has no single active value: it reads {len(ports.read)} values from outside ({types}); "
-            f"{blocks}a scope names its own with x = emit.block_input(x)"
+            f"{path_text(block)} has no single active value: it reads {len(ports.inputs)} values from outside "
+            f"({types}); {blocks}a scope declares its input with x = emit.block_input(x)"
         )
 
-    def _carry_over(self, values: _Values) -> None:
+    def _map_registers(self, values: _ValueScope) -> None:
         """Copy the registers of stages to the new state, as far as their values are already rewritten."""
         old_state, new_state = self.state, self.emit.state
 
         def mapped(old: Any) -> Any:
             new_value = values.find(old.value)
-            leaf = isinstance(self.old[old.value.node].op, Leaf)
-            return self.emit.wrap(self._now(old.value, values)) if leaf or new_value is not None else None
+            leaf = isinstance(self.nodes[old.value.node].op, Leaf)
+            return self.emit.wrap(self._new_value(old.value, values)) if leaf or new_value is not None else None
 
         for register in fields(FlowState):
             old = getattr(old_state, register.name)
@@ -478,18 +482,18 @@ class _Rewriting:
 
     # -- paths -------------------------------------------------------------------------------
 
-    def _matched(self, path: Path) -> Iterator[Path]:
+    def _selected_blocks(self, path: Path) -> Iterator[Path]:
         """Return the selected blocks that contain a path, the outermost first."""
         return (path[:end] for end in range(1, len(path) + 1) if path[:end] in self.selected)
 
-    def _starts(self, bounds: Sequence[int]) -> list[int]:
+    def _layer_starts(self, bounds: Sequence[int]) -> list[int]:
         """Return the first nodes of layers and the end of the last one, both without adjacent leaves."""
-        starts = [next((n for n in self.solid if n >= bound), len(self.old)) for bound in bounds]
-        return [*starts[:-1], max((n + 1 for n in self.solid if n < bounds[-1]), default=0)]
+        starts = [next((n for n in self.op_numbers if n >= bound), len(self.nodes)) for bound in bounds]
+        return [*starts[:-1], max((n + 1 for n in self.op_numbers if n < bounds[-1]), default=0)]
 
-    def _not_one(self, block: Path) -> GraphError:
+    def _interleaved_error(self, block: Path) -> GraphError:
         """Return the error of a block that depends on nodes outside which in turn depend on it."""
         return GraphError(
-            f"{self._what}: the nodes of {path_text(block)} are not in one piece: others "
-            "stand between them that read what it gives and that it reads; take a block around it or inside of it"
+            f"{self._label}: the nodes of {path_text(block)} are not contiguous: nodes "
+            "between them read its values and compute values for it; take a block around it or inside of it"
         )

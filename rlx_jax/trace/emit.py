@@ -42,7 +42,7 @@ from rlx_jax.ir.types import (
 )
 from rlx_jax.ir.user_functions import Captured
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.trace.checks import has_no
+from rlx_jax.trace.checks import missing_method_text
 from rlx_jax.trace.compat import SpecBuilders
 from rlx_jax.trace.flow_value import FlowState as FlowState
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
@@ -50,7 +50,7 @@ from rlx_jax.trace.flow_value import GdnInputSlots
 from rlx_jax.trace.parameters import AxisSizes, Parameters, WeightDecl, WeightKey, WeightPart, WeightStack
 
 
-def read_numbers(data: Any, where: str) -> np.ndarray[Any, Any]:
+def as_number_array(data: Any, where: str) -> np.ndarray[Any, Any]:
     """Return numbers that a stage computes in Python as an array, in f32 if they are f64."""
     try:
         array = np.asarray(data)
@@ -100,10 +100,11 @@ class Emit(SpecBuilders[FlowValue]):
         self.binding = dict(binding or {})
         self.state = FlowState()
         self.repeating = False
-        self.flat = False  # composite blocks are expanded into their smaller blocks
-        self.opened: tuple[Path, dict[Path, None]] = ((), {})  # path at the start of a stage, and blocks opened there
-        self.stand_in: Callable[[Path, FlowValue | None, MissingWeightError], FlowValue] | None = None
-        self.has_stand_ins = False  # a stage with missing weights was replaced by an edit
+        self.expands_composites = False  # composite blocks are expanded into their smaller blocks
+        # The path at the start of the current stage, and the blocks that the stage opened there.
+        self.stage_blocks: tuple[Path, dict[Path, None]] = ((), {})
+        self.placeholder_writer: Callable[[Path, FlowValue | None, MissingWeightError], FlowValue] | None = None
+        self.has_placeholders = False  # a stage with missing weights was replaced by an edit
         self._stage = object()
         self._owners: dict[Path, object] = {}  # block path -> the stage that uses it
         self._last: dict[Path, Path] = {}  # requested block path -> the path that it last became
@@ -119,10 +120,10 @@ class Emit(SpecBuilders[FlowValue]):
         """
         origin = self.builder.origin
         path = (*origin.path, *segments)
-        block_path = self._last.get(path, path) if again else self._own_path(origin.path, segments)
+        block_path = self._last.get(path, path) if again else self._unique_path(origin.path, segments)
         self._last[path] = block_path
-        if segments and origin.path == self.opened[0]:
-            self.opened[1][block_path] = None
+        if segments and origin.path == self.stage_blocks[0]:
+            self.stage_blocks[1][block_path] = None
         with self.builder.at(replace(origin, path=block_path)):
             yield
 
@@ -151,18 +152,18 @@ class Emit(SpecBuilders[FlowValue]):
         finally:
             self._stage = outer_stage
 
-    def _own_path(self, around: Path, segments: Path) -> Path:
+    def _unique_path(self, prefix: Path, segments: Path) -> Path:
         """Return the path with a number after its last name, if another stage uses the path already."""
         names = [i for i, segment in enumerate(segments) if isinstance(segment, str)]
-        path, number = (*around, *segments), 1
+        path, number = (*prefix, *segments), 1
         while names and self._owners.setdefault(path, self._stage) is not self._stage:
             number += 1
             name_index = names[-1]
-            path = (*around, *segments[:name_index], f"{segments[name_index]}_{number}", *segments[name_index + 1 :])
+            path = (*prefix, *segments[:name_index], f"{segments[name_index]}_{number}", *segments[name_index + 1 :])
         return path
 
     @contextlib.contextmanager
-    def users_code(self) -> Iterator[None]:
+    def user_code(self) -> Iterator[None]:
         """Run a user's function inside this context: errors get the block path, and errors about values get advice."""
         try:
             yield
@@ -172,7 +173,7 @@ class Emit(SpecBuilders[FlowValue]):
             raise
         except Exception as error:
             if isinstance(error, AttributeError) and error.obj is self:
-                raise GraphError(f"{self.path}: emit has no {has_no(self, str(error.name))}") from error
+                raise GraphError(f"{self.path}: emit has no {missing_method_text(self, str(error.name))}") from error
             if "FlowValue" not in str(error):
                 error.add_note(f"in the custom stage {self.path}")
                 raise
@@ -229,8 +230,8 @@ class Emit(SpecBuilders[FlowValue]):
                 raise WeightShapeError(f"{error}; it reads {weights}") from error
 
     def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
-        """Append the node of an op; in a flat flow, append the smaller blocks of a composite instead."""
-        if not (self.flat and isinstance(op, Hir) and op.traits.composite):
+        """Append the node of an op, or the smaller blocks of a composite if composites are expanded."""
+        if not (self.expands_composites and isinstance(op, Hir) and op.traits.composite):
             return self.builder.add(op, *operands)
         self.builder.types.infer(
             op, tuple(self.builder.type(v) for v in operands)
@@ -247,7 +248,7 @@ class Emit(SpecBuilders[FlowValue]):
             for stored in stored_keys(node.op.programs[0]):
                 readers = {path_text(n.origin.path): None for n in self.builder.nodes if value in n.inputs}
                 suffix = f" and is read by {listing(readers, 2)} too" if readers else ""
-                yield f"{self.parameters.at(stored.key)}, which is {stored.type}{suffix}"
+                yield f"{self.parameters.describe(stored.key)}, which is {stored.type}{suffix}"
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -282,20 +283,20 @@ class Emit(SpecBuilders[FlowValue]):
             UnsupportedError: the weight is packed in a scheme that cannot be decoded.
         """
         if isinstance(key, WeightStack):
-            program = self.parameters.stacked(key, shape, roles, self.path)
+            program = self.parameters.stack_program(key, shape, roles, self.path)
         else:
-            program = self.parameters.one(key, shape, self.path)
+            program = self.parameters.weight_program(key, shape, self.path)
             if roles is not None:
                 (stored,) = stored_keys(program)  # a part of several has the roles of all
-                self.parameters.say_roles(stored.key, roles, stored.type, self.path)
-        self.parameters.say_init(key, init, self.path)
+                self.parameters.record_roles(stored.key, roles, stored.type, self.path)
+        self.parameters.record_init(key, init, self.path)
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 
-    def say_roles(self, weight: FlowValue, roles: Sequence[Role]) -> None:
+    def record_roles(self, weight: FlowValue, roles: Sequence[Role]) -> None:
         """Declare the roles of the axes of a weight that was read earlier."""
         op = self.builder.nodes[self.own(weight).node].op
         for stored in stored_keys(op.programs[0]) if isinstance(op, Param) else ():
-            self.parameters.say_roles(stored.key, roles, stored.type, self.path)
+            self.parameters.record_roles(stored.key, roles, stored.type, self.path)
 
     def load_param(self, key: str, transpose: bool = False) -> FlowValue:
         """Return `param(key)`, transposed in the program with `transpose`; the parameter itself is the same."""
@@ -313,7 +314,7 @@ class Emit(SpecBuilders[FlowValue]):
         Raises:
             ShapeError: `data` has another number of elements. GraphError: `name` is already registered.
         """
-        array = read_numbers(data, f"{self.path}: synth_param {quote(name)}")
+        array = as_number_array(data, f"{self.path}: synth_param {quote(name)}")
         if shape is not None and math.prod(shape) != array.size:
             raise ShapeError(f"{self.path}: synth_param {quote(name)}: {array.size} numbers are no {list(shape)}")
         if name in self.state.named:
@@ -427,7 +428,7 @@ class Emit(SpecBuilders[FlowValue]):
             GraphError: there is no active value; the message names the stage that returned None.
         """
         if value is None:
-            stage_name = self.state.left_none
+            stage_name = self.state.last_none_stage
             reason = f"the stage {stage_name} before it returned None" if stage_name else "there is no active value"
             raise GraphError(f"{self.path}: {stage} requires input, but {reason}")
         return value

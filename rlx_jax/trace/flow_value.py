@@ -16,11 +16,11 @@ from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.writer import Axes
 
 
-def _operator(name: str, *, turned: bool = False) -> Callable[[Any, Any], FlowValue]:
-    """Return the operator method for the builder `name`; with `turned`, the value is the second operand."""
+def _operator(name: str, *, reflected: bool = False) -> Callable[[Any, Any], FlowValue]:
+    """Return the operator method for the builder `name`; with `reflected`, the value is the second operand."""
 
     def write(value: Any, other: Any) -> FlowValue:
-        operands = (other, value) if turned else (value, other)
+        operands = (other, value) if reflected else (value, other)
         result: FlowValue = getattr(value.emit, name)(*operands)
         return result
 
@@ -64,15 +64,15 @@ class FlowValue:
         return f"FlowValue({self.type})"
 
     __add__ = _operator("add")
-    __radd__ = _operator("add", turned=True)
+    __radd__ = _operator("add", reflected=True)
     __sub__ = _operator("sub")
-    __rsub__ = _operator("sub", turned=True)
+    __rsub__ = _operator("sub", reflected=True)
     __mul__ = _operator("mul")
-    __rmul__ = _operator("mul", turned=True)
+    __rmul__ = _operator("mul", reflected=True)
     __truediv__ = _operator("div")
-    __rtruediv__ = _operator("div", turned=True)
+    __rtruediv__ = _operator("div", reflected=True)
     __pow__ = _operator("pow")
-    __rpow__ = _operator("pow", turned=True)
+    __rpow__ = _operator("pow", reflected=True)
     __matmul__ = _operator("mm")
     __lt__ = _operator("lt")
     __le__ = _operator("le")
@@ -179,7 +179,7 @@ class FlowState:
 
     rope_cos: FlowValue | None = None
     rope_sin: FlowValue | None = None
-    rope_by_itself: str = ""  # the first stage that computed its tables itself, for lack of any
+    implicit_rope_stage: str = ""  # the first stage that computed its tables itself, for lack of any
     zero_beta: FlowValue | None = None
     embed_weight: FlowValue | None = None
     hidden_shape: tuple[int | Dim, ...] | None = None
@@ -193,7 +193,7 @@ class FlowState:
     loaded_params: dict[tuple[str, bool], FlowValue] = field(default_factory=dict)
     repeats: list[list[int]] = field(default_factory=list)
     contracts: list[Any] = field(default_factory=list)  # one `StageContract` per stage that declares one
-    left_none: str = ""
+    last_none_stage: str = ""
 
     @property
     def residual_skip(self) -> FlowValue | None:

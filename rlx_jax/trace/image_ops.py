@@ -13,7 +13,7 @@ from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, merge_axes, split_axis
 from rlx_jax.ir.ops.vision import GridSample, Resize
 from rlx_jax.ir.types import as_dim, is_static
-from rlx_jax.trace.checks import check_count, items_of, of_kind
+from rlx_jax.trace.checks import bind_kind, check_count, items_of
 from rlx_jax.trace.products import Products
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
@@ -26,25 +26,25 @@ Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
 class Images(Products[V]):
     """Convolution, pooling, resizing and norms over channels."""
 
-    def _each(self, what: str, counts: Counts, rank: int) -> tuple[int, ...]:
+    def _per_axis(self, name: str, counts: Counts, rank: int) -> tuple[int, ...]:
         """Return an int for each spatial axis, from one for all or from a list."""
-        values = items_of(counts, f"{self.path}: {what}", "ints") if isinstance(counts, Iterable) else (counts,) * rank
+        values = items_of(counts, f"{self.path}: {name}", "ints") if isinstance(counts, Iterable) else (counts,) * rank
         if any(isinstance(c, bool) or not isinstance(c, int | np.integer) for c in values):
-            raise ShapeError(f"{self.path}: {what} is an int, or one for each spatial axis; got {shown(counts)}")
+            raise ShapeError(f"{self.path}: {name} is an int, or one for each spatial axis; got {shown(counts)}")
         return tuple(int(c) for c in values)
 
-    def _pairs(self, padding: Padding, rank: int) -> str | tuple[tuple[int, int], ...]:
+    def _padding_pairs(self, padding: Padding, rank: int) -> str | tuple[tuple[int, int], ...]:
         """Return padding as its name, or as a pair (before, after) for each spatial axis."""
         if isinstance(padding, str):
             return padding
         if not isinstance(padding, Iterable):
-            return tuple((n, n) for n in self._each("padding", padding, rank))
+            return tuple((n, n) for n in self._per_axis("padding", padding, rank))
         pairs = [tuple(p) if isinstance(p, Iterable) else (p, p) for p in padding]
         if any(len(p) != 2 or not all(isinstance(n, int | np.integer) for n in p) for p in pairs):
             raise ShapeError(f"{self.path}: padding is ints or (before, after) for each axis, got {shown(padding)}")
         return tuple((int(low), int(high)) for low, high in pairs)
 
-    def _channels(self, x: V, weight: V | str) -> V:
+    def _channel_weight(self, x: V, weight: V | str) -> V:
         """Return a weight `[C]` reshaped to broadcast with x `[N, C, …]`."""
         value, x_type = self.weight(weight), self.type_of(x)
         if self.type_of(value).rank != 1 or x_type.rank < 2:
@@ -54,8 +54,8 @@ class Images(Products[V]):
 
     def _affine(self, x: V, gamma: V | str | None, beta: V | str | None) -> V:
         """Return x ⊙ γ + β by channel; γ and β may be None."""
-        x = x if gamma is None else self.mul(x, self._channels(x, gamma))
-        return x if beta is None else self.add(x, self._channels(x, beta))
+        x = x if gamma is None else self.mul(x, self._channel_weight(x, gamma))
+        return x if beta is None else self.add(x, self._channel_weight(x, beta))
 
     # -- convolution -------------------------------------------------------------------------
 
@@ -77,8 +77,8 @@ class Images(Products[V]):
         """
         rank = self.type_of(x).rank - 2
         op = Conv(
-            self._each("window_strides", window_strides, rank), self._pairs(padding, rank),
-            self._each("rhs_dilation", rhs_dilation, rank), feature_group_count,
+            self._per_axis("window_strides", window_strides, rank), self._padding_pairs(padding, rank),
+            self._per_axis("rhs_dilation", rhs_dilation, rank), feature_group_count,
         )  # fmt: skip
         return self._affine(self.add_node(op, x, self.weight(w)), None, bias)
 
@@ -102,10 +102,10 @@ class Images(Products[V]):
         `S' = (S − 1) · stride − before − after + dilation · (K − 1) + 1 + output_padding`.
         """
         rank = self.type_of(x).rank - 2
-        pairs: Any = self._pairs(padding, rank)
+        pairs: Any = self._padding_pairs(padding, rank)
         op = ConvTranspose(
-            self._each("strides", strides, rank), pairs, self._each("output_padding", output_padding, rank),
-            self._each("rhs_dilation", rhs_dilation, rank), feature_group_count,
+            self._per_axis("strides", strides, rank), pairs, self._per_axis("output_padding", output_padding, rank),
+            self._per_axis("rhs_dilation", rhs_dilation, rank), feature_group_count,
         )  # fmt: skip
         return self._affine(self.add_node(op, x, self.weight(w)), None, bias)
 
@@ -138,31 +138,31 @@ class Images(Products[V]):
             raise GraphError(f"{self.path}: lp_pool: p is a number, got {shown(p)}")
         rank = self.type_of(x).rank - 2
         op = Pool(
-            kind, self._each("window_dimensions", window_dimensions, rank),
-            self._each("window_strides", window_strides, rank), self._pairs(padding, rank),
-            self._each("window_dilation", window_dilation, rank), ceil_mode, count_include_pad, float(p),
+            kind, self._per_axis("window_dimensions", window_dimensions, rank),
+            self._per_axis("window_strides", window_strides, rank), self._padding_pairs(padding, rank),
+            self._per_axis("window_dilation", window_dilation, rank), ceil_mode, count_include_pad, float(p),
         )  # fmt: skip
         return self.add_node(op, x)
 
-    max_pool = of_kind(
+    max_pool = bind_kind(
         _pool,
         "max",
         "The largest entry of each window: x `[N, C, S…]`. With `ceil_mode` a last window may reach over the end.",
     )
-    argmax_pool = of_kind(
+    argmax_pool = bind_kind(
         _pool,
         "argmax",
-        "Where the largest entry of each window stands, i32: an index into the flat spatial axes, as torch's "
+        "The index of the largest entry of each window, i32, into the flat spatial axes, as torch's "
         "`return_indices`; the first of equal ones.",
     )
-    avg_pool = of_kind(
+    avg_pool = bind_kind(
         _pool,
         "mean",
-        "The mean of each window: of what it reads, or with `count_include_pad` of the padding's zeros too.",
+        "The mean of each window, without the padding, or with its zeros if `count_include_pad`.",
     )
-    lp_pool = of_kind(_pool, "lp", "(Σ|x|ᵖ)^(1/p) of each window.")
+    lp_pool = bind_kind(_pool, "lp", "(Σ|x|ᵖ)^(1/p) of each window.")
 
-    def _spatial(self, x: V) -> tuple[int, ...]:
+    def _spatial_axes(self, x: V) -> tuple[int, ...]:
         """Return the spatial axes of x, of which there must be at least one."""
         rank = self.type_of(x).rank
         if rank < 3:
@@ -171,11 +171,11 @@ class Images(Products[V]):
 
     def global_max_pool(self, x: V) -> V:
         """Return the maximum of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
-        return self.max(x, self._spatial(x), keepdims=True)
+        return self.max(x, self._spatial_axes(x), keepdims=True)
 
     def global_avg_pool(self, x: V) -> V:
         """Return the mean of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
-        return self.mean(x, self._spatial(x), keepdims=True)
+        return self.mean(x, self._spatial_axes(x), keepdims=True)
 
     # -- other sizes -------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Images(Products[V]):
         `mode` is the order of the channel axis: "DCR" is (b, b, C), as in ONNX and TensorFlow, and "CRD" is (C, b, b),
         as in torch's pixel_shuffle.
         """
-        b, channels = self._checked_block("depth_to_space", x, block), self.type_of(x).shape[1]
+        b, channels = self._check_block("depth_to_space", x, block), self.type_of(x).shape[1]
         if mode not in ("DCR", "CRD"):
             raise GraphError(f"{self.path}: depth_to_space: mode is DCR or CRD, got {shown(mode)}")
         if not is_static(channels) or int(str(channels)) % (b * b):
@@ -265,18 +265,18 @@ class Images(Products[V]):
     def space_to_depth(self, x: V, block: int) -> V:
         """Rearrange spatial blocks into channels, the inverse of `depth_to_space` with mode DCR:
         `[N, C, H·b, W·b]` → `[N, b²·C, H, W]`."""
-        b, x_type = self._checked_block("space_to_depth", x, block), self.type_of(x)
+        b, x_type = self._check_block("space_to_depth", x, block), self.type_of(x)
         if any(not is_static(d) or int(str(d)) % b for d in x_type.shape[2:]):
             raise ShapeError(f"{self.path}: space_to_depth: blocks of {b} do not divide height and width of {x_type}")
         split = self.add_node(split_axis(5, 4, (-1, b)), self.add_node(split_axis(4, 2, (-1, b)), x))
         permuted = self.transpose(split, (0, 3, 5, 1, 2, 4))  # [N, C, H, b, W, b] to [N, b, b, C, H, W]
         return self.add_node(merge_axes(5, 1), self.add_node(merge_axes(6, 1), permuted))
 
-    def _checked_block(self, what: str, x: V, block: int) -> int:
+    def _check_block(self, op_name: str, x: V, block: int) -> int:
         """Return the block size after checking it and the rank of x."""
-        check_count(block, f"{self.path}: {what}: block", error=ShapeError)
+        check_count(block, f"{self.path}: {op_name}: block", error=ShapeError)
         if self.type_of(x).rank != 4:
-            raise ShapeError(f"{self.path}: {what}: expected [N, C, H, W], got {self.type_of(x)}")
+            raise ShapeError(f"{self.path}: {op_name}: expected [N, C, H, W], got {self.type_of(x)}")
         return block
 
     # -- norms -------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Images(Products[V]):
 
     def instance_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
         """Return `standardize` over each channel of each image, ⊙ γ + β by channel: x `[N, C, S…]`, γ and β `[C]`."""
-        return self._affine(self.standardize(x, self._spatial(x), eps), gamma, beta)
+        return self._affine(self.standardize(x, self._spatial_axes(x), eps), gamma, beta)
 
     def batch_norm(
         self,
@@ -318,8 +318,8 @@ class Images(Products[V]):
         eps: float = 1e-5,
     ) -> V:
         """Return `(x − mean)(var + ε)^(−1/2) ⊙ γ + β` by channel with given statistics: x `[N, C, …]`, others `[C]`."""
-        scale = self.rsqrt(self.add(self._channels(x, var), eps))
-        return self._affine(self.mul(self.sub(x, self._channels(x, mean)), scale), gamma, beta)
+        scale = self.rsqrt(self.add(self._channel_weight(x, var), eps))
+        return self._affine(self.mul(self.sub(x, self._channel_weight(x, mean)), scale), gamma, beta)
 
     def layer_norm2d(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
         """Return `standardize` over the channels of a pixel, ⊙ γ + β by channel: x `[N, C, H, W]`, γ and β `[C]`."""

@@ -68,12 +68,12 @@ class WeightPart:
             raise GraphError(f"WeightPart: expected a key and integers, got {shown(self.key)}, {numbers}")
         if not 0 <= self.index < self.count or self.axis < 0:
             raise GraphError(
-                f"WeightPart: of {quote(self.key)} there is no part {self.index} of {self.count} along axis {self.axis}"
+                f"WeightPart: {quote(self.key)} has no part {self.index} of {self.count} along axis {self.axis}"
             )
         if self.sizes is not None and (len(self.sizes) != self.count or min(self.sizes) < 1 or self.interleaved):
             raise GraphError(
-                f"WeightPart: of {quote(self.key)}: sizes are those of {self.count} parts side by side, each at least "
-                f"1; got {shown(self.sizes)}"
+                f"WeightPart: {quote(self.key)}: expected {self.count} sizes of consecutive parts, each at least 1; "
+                f"got {shown(self.sizes)}"
             )
 
     @staticmethod
@@ -87,7 +87,7 @@ class WeightPart:
     def __str__(self) -> str:
         return f"{self.key}[{self.index}{'::' if self.interleaved else '/'}{self.count}]"
 
-    def whole(self, shape: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
+    def full_shape(self, shape: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
         """Return the shape of the full weight for the shape of a part; None is an unknown size."""
         if shape is None:
             return None
@@ -96,7 +96,7 @@ class WeightPart:
             (total or (size and size * self.count)) if axis == self.axis else size for axis, size in enumerate(shape)
         )
 
-    def of(self, stored: Program, where: str) -> Program:
+    def slice_program(self, stored: Program, where: str) -> Program:
         """Return the program that reads this part of the full weight.
 
         Raises:
@@ -113,7 +113,7 @@ class WeightPart:
         return slice_axis(stored, self.axis, start, start + sizes[self.index])
 
 
-def part_read(program: Program) -> WeightPart | None:
+def find_weight_part(program: Program) -> WeightPart | None:
     """Return the part of a weight that a program reads, ignoring casts, or None if it reads no part."""
     while isinstance(program, Cast):
         program = program.of
@@ -143,7 +143,7 @@ class WeightStack:
         if not isinstance(self.template, str) or self.template.count("{}") != 1:
             raise GraphError(f"WeightStack: expected a key with one {{}} for the number, got {shown(self.template)}")
         if type(self.count) is not int or self.count < 1:
-            raise GraphError(f"WeightStack: of {quote(self.template)} there is at least 1, got {shown(self.count)}")
+            raise GraphError(f"WeightStack: {quote(self.template)}: count is at least 1, got {shown(self.count)}")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ class WeightDecl:
 
     def __post_init__(self) -> None:
         if self.shape is None and self.init is None:
-            raise GraphError(f"{self}: say its shape=, its init=, or both")
+            raise GraphError(f"{self}: give shape=, init=, or both")
         sizes = self.shape if self.shape is not None else ()
         if not isinstance(sizes, tuple) or not all(type(size) is int and size > 0 for size in sizes):
             raise GraphError(f"{self}: shape is {shown(self.shape)}; expected a tuple of sizes, such as (64, 32)")
@@ -229,28 +229,28 @@ class Parameters:
     or from an earlier use of the weight.
 
     Attributes:
-        read: the checkpoint keys that stages read.
+        read_keys: the checkpoint keys that stages read.
         fresh: the keys among them that no source has.
         roles: roles of the axes of weights in the checkpoint, by key.
         inits: declared initializers, by key.
-        draws_missing: weights that the source does not have are initialized.
+        initializes_missing: weights that the source does not have are initialized.
         defers_missing: errors of missing weights wait in `deferred`, because an edit may remove the block.
     """
 
     def __init__(self, source: WeightSource | None, declared: Sequence[WeightDecl] = ()) -> None:
         self.source, self.declared = source, tuple(declared)
-        self.read: dict[str, None] = {}
+        self.read_keys: dict[str, None] = {}
         self.fresh: dict[str, None] = {}
         self.roles: dict[str, Roles] = {}
         self.inits: dict[str, Init] = {}
-        self.draws_missing = self.defers_missing = False
+        self.initializes_missing = self.defers_missing = False
         self.deferred: dict[str, MissingWeightError] = {}
         self._absent: dict[str, TensorType] = {}  # types of the weights that no source has
         self._types: dict[tuple[StoredShape, np.dtype[Any]], TensorType] = {}
 
     # -- declarations ------------------------------------------------------------------------
 
-    def say_init(self, key: WeightKey | WeightStack, init: Init | None, path: str) -> None:
+    def record_init(self, key: WeightKey | WeightStack, init: Init | None, path: str) -> None:
         """Record the initializer of a weight: the one that the flow declares for its key, else the one of its stage.
 
         Raises:
@@ -263,7 +263,7 @@ class Parameters:
             if chosen is not None and self.inits.setdefault(name, chosen) != chosen:
                 raise GraphError(f"{where}: its init is {shown(self.inits[name])} elsewhere and {shown(chosen)} here")
 
-    def say_roles(self, key: str, roles: Sequence[Role], t: TensorType, path: str) -> None:
+    def record_roles(self, key: str, roles: Sequence[Role], t: TensorType, path: str) -> None:
         """Record the roles of a weight's axes, merged with the roles of earlier uses.
 
         Raises:
@@ -272,33 +272,35 @@ class Parameters:
         where = f"{path}: weight {quote(key)}"
         if key in self.fresh and isinstance(roles, tuple) and len(roles) != t.rank:
             axes = f"[{', '.join('any' if role is None else str(role) for role in roles)}]"
-            raise WeightShapeError(f"{path}: {self.at(key)}: expected {len(roles)} axes, {axes}, got {list(t.shape)}")
+            raise WeightShapeError(
+                f"{path}: {self.describe(key)}: expected {len(roles)} axes, {axes}, got {list(t.shape)}"
+            )
         checked_roles = check_roles(roles, t, where)
         self.roles[key] = agreed(self.roles.get(key, checked_roles), checked_roles)
 
-    def at(self, key: str) -> str:
+    def describe(self, key: str) -> str:
         """Return a weight's name for messages, with the file that has it, or the declaration of its shape."""
         if self.source is not None and self.source.has(key):
             return f"weight {quote(key)} ({self.source.where(key)})"
         decl = last_declaration(self.declared, key, "shape")
-        return f"weight {quote(key)}" if decl is None else f"weight {quote(key)}, of the shape that {decl} says"
+        return f"weight {quote(key)}" if decl is None else f"weight {quote(key)}, with the shape declared by {decl}"
 
     def declared_shapes(self) -> dict[str, StoredShape]:
         """Return the declared shapes of the weights that no source has, by key."""
         return {key: tuple(map(int, t.shape)) for key, t in self._absent.items()}
 
-    def refuse_missing(self, read: Iterable[str]) -> None:
+    def raise_deferred(self, read: Iterable[str]) -> None:
         """Raise the deferred error of a missing weight that the edited flow still reads, and drop the other errors."""
         for key in read:
             if key in self.deferred:
                 raise self.deferred[key]
         for key in self.deferred:
-            self.read.pop(key, None)
+            self.read_keys.pop(key, None)
             self.fresh.pop(key, None)
 
     # -- programs ----------------------------------------------------------------------------
 
-    def one(self, key: WeightKey, shape: AxisSizes | None, path: str) -> Program:
+    def weight_program(self, key: WeightKey, shape: AxisSizes | None, path: str) -> Program:
         """Return the program that reads the weight under one key, or a part of it, in the dtype of flows.
 
         `shape` has the sizes that the stage knows; None is unknown.
@@ -308,98 +310,103 @@ class Parameters:
         if not isinstance(key, str):
             raise GraphError(f"{path}: a weight key is a string, got {shown(key)}")
         sizes = None if shape is None else tuple(d if d is not None and is_static(d) else None for d in shape)
-        program: Program = self._stored(key, sizes if part is None else part.whole(sizes), path)
+        program: Program = self._full_weight(key, sizes if part is None else part.full_shape(sizes), path)
         if part is not None:
-            program = part.of(program, f"{path}: {self.at(key)}")
+            program = part.slice_program(program, f"{path}: {self.describe(key)}")
         stored = program.type
         if stored.dtype.kind == "c":
             raise WeightError(
-                f"{path}: {self.at(key)} is {stored}; expected floats, integers or bools: "
+                f"{path}: {self.describe(key)} is {stored}; expected floats, integers or bools: "
                 "store the real and the imaginary part as two weights"
             )
         program = cast(program, F32 if is_float(stored.dtype) else device_dtype(stored.dtype))  # checked when they load
-        self.read[key] = None
+        self.read_keys[key] = None
         return program
 
-    def stacked(self, keys: WeightStack, shape: AxisSizes | None, roles: Sequence[Role] | None, path: str) -> Program:
+    def stack_program(
+        self, keys: WeightStack, shape: AxisSizes | None, roles: Sequence[Role] | None, path: str
+    ) -> Program:
         """Return the program that stacks the weights under all of the keys."""
         if shape is not None and shape[0] not in (None, keys.count):
             raise WeightShapeError(f"{path}: weight {keys}: expected {list(shape)}, and there are {keys.count}")
-        rows = {key: self.one(key, None if shape is None else shape[1:], path) for key in keys.keys}
+        rows = {key: self.weight_program(key, None if shape is None else shape[1:], path) for key in keys.keys}
         row_type = next(iter(rows.values())).type
         for key, row in rows.items():
             if row.type != row_type:
-                raise WeightShapeError(f"{path}: {self.at(key)} is {row.type}, the first of {keys} {row_type}")
+                raise WeightShapeError(f"{path}: {self.describe(key)} is {row.type}, the first of {keys} {row_type}")
         stack = Stack(tuple(rows.values()), None if roles is None else roles[0])
         if roles is not None:
             check_roles(roles, stack.type, f"{path}: weight {keys}")
             for key in rows:
-                self.say_roles(key, roles[1:], row_type, path)
+                self.record_roles(key, roles[1:], row_type, path)
         return stack
 
-    def _stored(self, key: str, sizes: tuple[int | None, ...] | None, path: str) -> Key | Dequantized:
+    def _full_weight(self, key: str, sizes: tuple[int | None, ...] | None, path: str) -> Key | Dequantized:
         """Return the full weight under a key: from the source, or, if the source has none, of the declared shape."""
         decl = last_declaration(self.declared, key, "shape")
         decl_shape = None if decl is None else decl.shape
-        if decl_shape is not None and sizes is not None and not _agree(sizes, decl_shape):
+        if decl_shape is not None and sizes is not None and not _sizes_agree(sizes, decl_shape):
             raise WeightShapeError(
-                f"{path}: weight {quote(key)}, of the shape that {decl} says: "
+                f"{path}: weight {quote(key)}, with the shape declared by {decl}: "
                 f"expected {size_text(sizes)}, as stored, got {list(decl_shape)}"
             )
         if self.source is not None and self.source.has(key):
-            return self._of_source(key, sizes if decl_shape is None else decl_shape, path)
-        shape = decl_shape or self._completed(key, sizes)
+            return self._weight_from_source(key, sizes if decl_shape is None else decl_shape, path)
+        shape = decl_shape or self._inferred_shape(key, sizes)
         # A source with shapes only should have all weights of the model, so that a missing one is an error unless the
         # flow declares it.
-        initializes = self.source is None or self.draws_missing or (decl_shape is not None and shapes_only(self.source))
-        if shape is not None and initializes:
-            return self._without_source(key, shape, path)
-        missing = self._missing(key, shape, path)
+        is_declared = decl_shape is not None and self.source is not None and shapes_only(self.source)
+        if shape is not None and (self.source is None or self.initializes_missing or is_declared):
+            return self._new_weight(key, shape, path)
+        missing = self._missing_error(key, shape, path)
         if shape is None or not self.defers_missing:
             raise missing  # `run_as_block` then writes the replacement of the block at once
         self.deferred.setdefault(key, missing)
-        return self._without_source(key, shape, path)
+        return self._new_weight(key, shape, path)
 
-    def _completed(self, key: str, sizes: tuple[int | None, ...] | None) -> StoredShape | None:
+    def _inferred_shape(self, key: str, sizes: tuple[int | None, ...] | None) -> StoredShape | None:
         """Return the shape of a weight that no source has, with sizes of an earlier use; None if a size is unknown."""
         earlier = self._absent.get(key)
-        if earlier is not None and (sizes is None or _agree(sizes, earlier.shape)):
+        if earlier is not None and (sizes is None or _sizes_agree(sizes, earlier.shape)):
             return tuple(map(int, earlier.shape))
         if sizes is None or None in sizes:
             return None
         return tuple(size for size in sizes if size is not None)
 
-    def _missing(self, key: str, shape: StoredShape | None, path: str) -> MissingWeightError:
+    def _missing_error(self, key: str, shape: StoredShape | None, path: str) -> MissingWeightError:
         """Return the error of a missing weight, with advice on how to declare or initialize it."""
         if self.source is None:
             return MissingWeightError(
                 f"{path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be a mapping "
-                f"of jax.ShapeDtypeStruct while there is no data, or say it: flow.param({quote(key)}, shape=…)"
+                f"of jax.ShapeDtypeStruct while there is no data, or declare it: flow.param({quote(key)}, shape=…)"
             )
         try:
             self.source.spec(key)
         except MissingWeightError as error:
-            hint = "; missing='init' draws it with key=, if it is a new one" if shape is not None else ""
-            hint = f"; to draw it, say its shape=: flow.param({quote(key)}, shape=…)" if self.draws_missing else hint
+            hint = "; missing='init' initializes it with key=, if it is new" if shape is not None else ""
+            if self.initializes_missing:
+                hint = f"; to initialize it, declare its shape: flow.param({quote(key)}, shape=…)"
             return MissingWeightError(f"{path}: {error}{hint}")
-        raise AssertionError(f"a source has no {key}, and gives its shape")
+        raise AssertionError(f"a source without {key} returned its shape")
 
-    def _of_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Key | Dequantized:
+    def _weight_from_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Key | Dequantized:
         """Return the weight under a key of the source, after checking its shape against the known sizes."""
         assert self.source is not None
         spec = self.source.spec(key)
         if isinstance(spec, PackedSpec):
-            stored: Key | Dequantized = as_stored(key, spec, f"{path}: {self.at(key)}")
+            stored: Key | Dequantized = as_stored(key, spec, f"{path}: {self.describe(key)}")
         else:
             kind = (tuple(spec.shape), spec.dtype)
             stored = Key(key, self._types.get(kind) or self._types.setdefault(kind, tensor_type(*kind, key)))
-        if sizes is not None and not _agree(sizes, stored.type.shape):
-            fits_transposed = len(sizes) == 2 and _agree(sizes[::-1], stored.type.shape)
-            hint = "; turned it fits: give the opposite transpose=" if fits_transposed else ""
-            raise WeightShapeError(f"{path}: {self.at(key)}: expected {size_text(sizes)}, got {stored.type}{hint}")
+        if sizes is not None and not _sizes_agree(sizes, stored.type.shape):
+            fits_transposed = len(sizes) == 2 and _sizes_agree(sizes[::-1], stored.type.shape)
+            hint = "; transposed it fits: give the opposite transpose=" if fits_transposed else ""
+            raise WeightShapeError(
+                f"{path}: {self.describe(key)}: expected {size_text(sizes)}, got {stored.type}{hint}"
+            )
         return stored
 
-    def _without_source(self, key: str, shape: StoredShape, path: str) -> Key:
+    def _new_weight(self, key: str, shape: StoredShape, path: str) -> Key:
         """Return a weight that no source has, in f32, after checking its shape against earlier uses."""
         declared = tensor_type(shape, F32, key)
         if self._absent.setdefault(key, declared) != declared:
@@ -409,7 +416,7 @@ class Parameters:
         return Key(key, declared)
 
 
-def _agree(sizes: Sequence[int | None], shape: Sequence[DimLike]) -> bool:
+def _sizes_agree(sizes: Sequence[int | None], shape: Sequence[DimLike]) -> bool:
     """Return whether a shape has the known sizes."""
     return len(sizes) == len(shape) and all(
         size is None or size == actual for size, actual in zip(sizes, shape, strict=True)

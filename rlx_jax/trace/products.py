@@ -13,7 +13,7 @@ from rlx_jax.ir.operands import check_operands
 from rlx_jax.ir.ops.linalg import MATRICES, Det, Einsum, Fft, Solve, product
 from rlx_jax.ir.ops.pointwise import FakeQuantize
 from rlx_jax.ir.types import as_dtype, is_float, is_static, short_name
-from rlx_jax.trace.checks import of_kind
+from rlx_jax.trace.checks import bind_kind
 from rlx_jax.trace.shapes import Shapes
 from rlx_jax.trace.writer import Shape, V, is_number
 
@@ -63,10 +63,10 @@ class Products(Shapes[V]):
 
     def integer_matmul(self, a: V, b: V, a_zero_point: V | None = None, b_zero_point: V | None = None) -> V:
         """Return `(a − a_zero_point) @ (b − b_zero_point)` of 8-bit integers in i32; the zero points broadcast."""
-        lhs, rhs = self._shifted(a, a_zero_point), self._shifted(b, b_zero_point)
+        lhs, rhs = self._subtract_zero_point(a, a_zero_point), self._subtract_zero_point(b, b_zero_point)
         return self.add_node(product(self.type_of(lhs), self.type_of(rhs)), lhs, rhs)
 
-    def _shifted(self, x: V, zero_point: V | None) -> V:
+    def _subtract_zero_point(self, x: V, zero_point: V | None) -> V:
         """Return x minus its zero point, in i32."""
         integers = self.cast(x, "i32")
         return integers if zero_point is None else self.sub(integers, self.cast(zero_point, "i32"))
@@ -84,10 +84,10 @@ class Products(Shapes[V]):
     def _transform(self, kind: str, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
         return self.add_node(Fft(kind, n, self._axis(x, axis), norm), x)
 
-    fft = of_kind(_transform, "fft", "The discrete Fourier transform along `axis`, c64, of floats or c64; see `Fft`.")
-    ifft = of_kind(_transform, "ifft", "The inverse of `fft`, c64.")
-    rfft = of_kind(_transform, "rfft", "The first ⌊n/2⌋ + 1 entries of `fft` of floats, c64: the others mirror them.")
-    irfft = of_kind(_transform, "irfft", "The inverse of `rfft`: n floats, 2(m − 1) of m entries unless given.")
+    fft = bind_kind(_transform, "fft", "The discrete Fourier transform along `axis`, c64, of floats or c64; see `Fft`.")
+    ifft = bind_kind(_transform, "ifft", "The inverse of `fft`, c64.")
+    rfft = bind_kind(_transform, "rfft", "The first ⌊n/2⌋ + 1 entries of `fft` of floats, c64: the others mirror them.")
+    irfft = bind_kind(_transform, "irfft", "The inverse of `rfft`: n floats, 2(m − 1) of m entries unless given.")
 
     def solve(self, a: V, b: V) -> V:
         """Return the x with `a x = b`: a `[..., n, n]`, b `[..., n, k]`, or b `[n]` with a single matrix."""
@@ -106,36 +106,38 @@ class Products(Shapes[V]):
 
     # -- quantization by a scale and a zero point ----------------------------------------------
 
-    def _along(self, x: V, weight: V | float, axis: int | None, dtype: Any, block: int | None = None) -> V | float:
+    def _broadcast_scale(
+        self, x: V, scale: V | float, axis: int | None, dtype: Any, block: int | None = None
+    ) -> V | float:
         """Return a scale or zero point that broadcasts with x: one number, or one per entry or per block of `axis`."""
         if block is not None:
-            return self._by_block(x, weight, axis, dtype, block)
-        if isinstance(weight, int | float):
-            return weight
-        rank, w_type = self.type_of(x).rank, self.type_of(weight)
-        if w_type.rank != (axis is not None):
+            return self._repeat_by_block(x, scale, axis, dtype, block)
+        if isinstance(scale, int | float):
+            return scale
+        rank, scale_type = self.type_of(x).rank, self.type_of(scale)
+        if scale_type.rank != (axis is not None):
             raise ShapeError(
-                f"{self.path}: a scale of {self.type_of(x)} has rank {int(axis is not None)}, got {w_type}"
+                f"{self.path}: a scale of {self.type_of(x)} has rank {int(axis is not None)}, got {scale_type}"
             )
-        value = weight if w_type.dtype == dtype else self.cast(weight, dtype)
+        value = scale if scale_type.dtype == dtype else self.cast(scale, dtype)
         number = None if axis is None else self._axis(x, axis)
         return value if number is None else self.expand_dims(value, [i for i in range(rank) if i != number])
 
-    def _by_block(self, x: V, weight: V | float, axis: int | None, dtype: Any, block: int) -> V:
+    def _repeat_by_block(self, x: V, scale: V | float, axis: int | None, dtype: Any, block: int) -> V:
         """Return one number per block of `axis`, repeated for each entry; the last block may be smaller."""
-        x_t = self.type_of(x)
+        x_type = self.type_of(x)
         is_count = isinstance(block, int) and not isinstance(block, bool) and block > 0
-        if isinstance(weight, int | float) or axis is None or not is_count:
+        if isinstance(scale, int | float) or axis is None or not is_count:
             raise ShapeError(f"{self.path}: blocks of at least 1 entry need an axis, and scales as values; "
-                             f"got block={shown(block)}, axis={axis}, {shown(weight)}")  # fmt: skip
+                             f"got block={shown(block)}, axis={axis}, {shown(scale)}")  # fmt: skip
         dim = self._axis(x, axis)
-        if not is_static(size := x_t.shape[dim]):
-            raise ShapeError(f"{self.path}: the axis of blocks has a size that is a number, got axis {dim} of {x_t}")
+        if not is_static(size := x_type.shape[dim]):
+            raise ShapeError(f"{self.path}: the axis of blocks has a size that is a number, got axis {dim} of {x_type}")
         count = -(-int(str(size)) // block)  # rounded up: the last block may be partial
-        if (w_t := self.type_of(weight)).shape != (*x_t.shape[:dim], count, *x_t.shape[dim + 1 :]):
-            raise ShapeError(f"{self.path}: scales of {x_t} by blocks of {block} have {count} entries on axis {dim} "
-                             f"and its other sizes, got {w_t}")  # fmt: skip
-        value = weight if w_t.dtype == dtype else self.cast(weight, dtype)
+        if (scale_type := self.type_of(scale)).shape != (*x_type.shape[:dim], count, *x_type.shape[dim + 1 :]):
+            raise ShapeError(f"{self.path}: scales of {x_type} by blocks of {block} have {count} entries on axis {dim} "
+                             f"and its other sizes, got {scale_type}")  # fmt: skip
+        value = scale if scale_type.dtype == dtype else self.cast(scale, dtype)
         repeated = self.repeat(value, block, dim)
         return repeated if count * block == size else self.narrow(repeated, dim, 0, int(str(size)))
 
@@ -162,10 +164,10 @@ class Products(Shapes[V]):
                 f"{short_name(target)}"
             )
         x_dtype = self.type_of(x).dtype
-        y = self.div(x, self._along(x, scale, axis, x_dtype, block))
+        y = self.div(x, self._broadcast_scale(x, scale, axis, x_dtype, block))
         y = self.round(y) if is_integer else y  # the cast to an 8-bit float rounds by itself
         if zero_point is not None:
-            y = self.add(y, self._along(x, zero_point, axis, x_dtype, block))
+            y = self.add(y, self._broadcast_scale(x, zero_point, axis, x_dtype, block))
         return self.cast(y, target, saturate=True)
 
     quantize_per_channel = quantize
@@ -186,8 +188,8 @@ class Products(Shapes[V]):
             raise DTypeError(f"{self.path}: dequantize: to floats, got {short_name(target)}")
         y = self.cast(x, target)
         if zero_point is not None:
-            y = self.sub(y, self._along(x, zero_point, axis, target, block))
-        return self.mul(y, self._along(x, scale, axis, target, block))
+            y = self.sub(y, self._broadcast_scale(x, zero_point, axis, target, block))
+        return self.mul(y, self._broadcast_scale(x, scale, axis, target, block))
 
     dequantize_per_channel = dequantize
 

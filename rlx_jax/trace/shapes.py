@@ -33,9 +33,9 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import check_roles
 from rlx_jax.ir.types import Dim, as_dim, as_dtype, is_static
 from rlx_jax.trace.arithmetic import Arithmetic
-from rlx_jax.trace.checks import check_count, items_of, of_kind
+from rlx_jax.trace.checks import bind_kind, check_count, items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart
-from rlx_jax.trace.symbolic_slices import cut_of, is_cut, places_of
+from rlx_jax.trace.symbolic_slices import find_symbolic_slices, is_symbolic_slice, make_slice_op
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
 
@@ -63,16 +63,16 @@ class Shapes(Arithmetic[V]):
         A bound of a slice may also be a symbolic size, or a sum of sizes: `x[:, :t.shape[1]]`.
         """
         keys = key if isinstance(key, tuple) else (key,)
-        cuts = places_of(keys, self.type_of(x).rank, self.path)
+        cuts = find_symbolic_slices(keys, self.type_of(x).rank, self.path)
         # Each symbolic slice is an op of its own; one Slice then does the rest of the index.
         for axis, cut in cuts:
-            x = self._cut(x, self._axis(x, axis), cut.start, cut.stop)
-        keys = tuple(slice(None) if is_cut(k) else k for k in keys)
+            x = self._slice_symbolic(x, self._axis(x, axis), cut.start, cut.stop)
+        keys = tuple(slice(None) if is_symbolic_slice(k) else k for k in keys)
         if cuts and all(k is Ellipsis or k == slice(None) for k in keys):
             return x
-        return self.add_node(Slice(tuple(self._index(k) for k in keys)), x)
+        return self.add_node(Slice(tuple(self._index_entry(k) for k in keys)), x)
 
-    def _index(self, key: Any) -> Any:
+    def _index_entry(self, key: Any) -> Any:
         """Return one index as the op takes it: an int, None, `...`, or (start, stop, step)."""
         if hasattr(key, "indices") and all(p is None or isinstance(p, int) for p in (key.start, key.stop, key.step)):
             return key.start, key.stop, key.step
@@ -83,10 +83,14 @@ class Shapes(Arithmetic[V]):
             "(gather(table, ids) reads rows)"
         )
 
-    def _cut(self, x: V, axis: int, start: Any, stop: Any) -> V:
+    def _slice_symbolic(self, x: V, axis: int, start: Any, stop: Any) -> V:
         """Return `start:stop` of one axis, where a bound is a symbolic size."""
         graph_value = self.own(x)
-        op, size_values = cut_of(graph_value, axis, start, stop, lambda dim: self._holder(graph_value, dim), self.path)
+
+        def find_size(dim: Any) -> tuple[Value, int]:
+            return self._find_size(graph_value, dim)
+
+        op, size_values = make_slice_op(graph_value, axis, start, stop, find_size, self.path)
         return self.add_node(op, x, *(self.wrap(size_value) for size_value in size_values))
 
     def shard(self, x: V, *roles: str | None) -> V:
@@ -101,7 +105,7 @@ class Shapes(Arithmetic[V]):
         symbolic."""
         if isinstance(start, Dim) or isinstance(length, Dim):
             stop: Any = start + length  # 0 after a negative start is the end of the axis
-            return self._cut(x, self._axis(x, axis), start, stop if isinstance(stop, Dim) or stop else None)
+            return self._slice_symbolic(x, self._axis(x, axis), start, stop if isinstance(stop, Dim) or stop else None)
         return self.add_node(Narrow(self._axis(x, axis), start, length), x)
 
     def concat(self, values: Sequence[V], axis: int = -1) -> V:
@@ -124,14 +128,14 @@ class Shapes(Arithmetic[V]):
             if is_static(dim):
                 target.append(dim)
                 continue
-            value, axis = self._holder(self.own(x), dim)
+            value, axis = self._find_size(self.own(x), dim)
             # Operand 0 is x; other operands only supply symbolic sizes.
             if value != self.own(x) and value not in refs:
                 refs.append(value)
             target.append(SizeOf(refs.index(value) + 1 if value in refs else 0, axis))
         return self.add_node(Expand(tuple(target)), x, *(self.wrap(r) for r in refs))
 
-    def _holder(self, x: Value, dim: Any) -> tuple[Value, int]:
+    def _find_size(self, x: Value, dim: Any) -> tuple[Value, int]:
         """Return a value with an axis of a symbolic size, x or an input of the program, and the axis."""
         for value in (x, *(self.builder.leaf(i) for i in self.builder.inputs)):
             dims = self.builder.type(value).shape
@@ -141,15 +145,15 @@ class Shapes(Arithmetic[V]):
 
     # -- axes --------------------------------------------------------------------------------
 
-    def _new_axes(self, x: V, axis: int | Sequence[int], more: int) -> set[int]:
-        """Return distinct, non-negative axis numbers for an array with `more` axes than x."""
-        rank = self.type_of(x).rank + more
+    def _new_axes(self, x: V, axis: int | Sequence[int], num_new: int) -> set[int]:
+        """Return distinct, non-negative axis numbers for an array with `num_new` more axes than x."""
+        rank = self.type_of(x).rank + num_new
         axes = items_of(axis, self.path, "an axis") if isinstance(axis, Iterable) else (axis,)
         for a in axes:
             if isinstance(a, bool) or not isinstance(a, int | np.integer) or not -rank <= a < rank:
                 raise ShapeError(f"{self.path}: an array of {rank} axes has no axis {a!r}")
         if len({int(a) % rank for a in axes}) < len(axes):
-            raise ShapeError(f"{self.path}: an axis stands twice in {list(axes)}")
+            raise ShapeError(f"{self.path}: an axis is repeated in {list(axes)}")
         return {int(a) % rank for a in axes}
 
     def expand_dims(self, x: V, axis: int | Sequence[int]) -> V:
@@ -180,7 +184,7 @@ class Shapes(Arithmetic[V]):
         rank = self.type_of(x).rank
         sources, destinations = (list(v) if isinstance(v, Iterable) else [v] for v in (source, destination))
         if len(self._new_axes(x, sources, 0)) != len(self._new_axes(x, destinations, 0)):
-            raise ShapeError(f"{self.path}: moveaxis: {len(sources)} axes and {len(destinations)} places")
+            raise ShapeError(f"{self.path}: moveaxis: {len(sources)} axes and {len(destinations)} destinations")
         source_of = {t % rank: f % rank for f, t in zip(sources, destinations, strict=True)}
         rest = iter(i for i in range(rank) if i not in source_of.values())
         return self.add_node(Transpose(tuple(source_of[i] if i in source_of else next(rest) for i in range(rank))), x)
@@ -200,9 +204,9 @@ class Shapes(Arithmetic[V]):
 
     # -- entries -----------------------------------------------------------------------------
 
-    def _key(self, axis: int, taken: Any) -> tuple[Any, ...]:
-        """Return the index that applies `taken` to one axis."""
-        return (*(slice(None),) * axis, taken)
+    def _axis_index(self, axis: int, key: Any) -> tuple[Any, ...]:
+        """Return the index that applies `key` to one axis."""
+        return (*(slice(None),) * axis, key)
 
     def flip(self, x: V, axis: Axes = None) -> V:
         """Return x with the entries of these axes, or of all, in reverse order."""
@@ -221,8 +225,8 @@ class Shapes(Arithmetic[V]):
             n = n % size if is_static(size) else n
             # A shift of 0 would slice by -0, which is not the end.
             if n:
-                parts = [self.slice(x, self._key(at, slice(-n, None))), self.slice(x, self._key(at, slice(None, -n)))]
-                x = self.concat(parts, at)
+                keys = self._axis_index(at, slice(-n, None)), self._axis_index(at, slice(None, -n))
+                x = self.concat([self.slice(x, key) for key in keys], at)
         return x
 
     def pad(self, x: V, pad_width: Any, mode: str = "constant", *, constant_values: float = 0) -> V:
@@ -269,8 +273,8 @@ class Shapes(Arithmetic[V]):
         zero = False if self.type_of(x).dtype == np.bool_ else 0
         return self.where(self.le(offset, k) if kind == "tril" else self.ge(offset, k), x, zero)
 
-    tril = of_kind(_triangle, "tril", "x `[…, R, C]` with 0 above diagonal `k`: a number, or an i32 value of rank 0.")
-    triu = of_kind(_triangle, "triu", "x `[…, R, C]` with 0 below diagonal `k`: a number, or an i32 value of rank 0.")
+    tril = bind_kind(_triangle, "tril", "x `[…, R, C]` with 0 above diagonal `k`: a number, or an i32 value of rank 0.")
+    triu = bind_kind(_triangle, "triu", "x `[…, R, C]` with 0 below diagonal `k`: a number, or an i32 value of rank 0.")
 
     def repeat_heads(self, x: V, *, heads: int, times: int) -> V:
         """Repeat each of `heads` packed heads `times` times: `[…, K·D]` → `[…, K·times·D]`."""
@@ -293,8 +297,7 @@ class Shapes(Arithmetic[V]):
         if not isinstance(table, str | WeightPart):
             if (shape, init) != (None, None):
                 raise GraphError(
-                    f"{self.path}: shape and init are those of a weight under a key; emit.param(key, shape=…) takes "
-                    "them"
+                    f"{self.path}: shape and init belong to a weight under a key: use emit.param(key, shape=…)"
                 )
             return table
         sizes = (
@@ -365,8 +368,8 @@ class Shapes(Arithmetic[V]):
     def nonzero(self, x: V) -> V:
         """Raise an error: the number of nonzero entries is known only at run time, but shapes are static."""
         raise UnsupportedError(
-            f"{self.path}: nonzero has a shape that depends on the numbers of {self.type_of(x)}; those of a program "
-            "are known before it runs: use where(condition, x, 0), or top_k of the condition with a fixed k"
+            f"{self.path}: the shape of nonzero depends on the numbers of {self.type_of(x)}, but the shapes of a "
+            "program are static: use where(condition, x, 0), or top_k of the condition with a fixed k"
         )
 
     # -- numbers -----------------------------------------------------------------------------

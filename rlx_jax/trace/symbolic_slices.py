@@ -14,15 +14,15 @@ from rlx_jax.ir.ops.shape import END, Bound, CutAxis, SizeOf
 from rlx_jax.ir.types import Dim, DimLike, symbol
 
 # A function that returns a value with an axis of a symbolic size, and the axis; a ShapeError if there is none.
-SizeHolder = Callable[[DimLike], tuple[Value, int]]
+SizeLookup = Callable[[DimLike], tuple[Value, int]]
 
 
-def is_cut(key: Any) -> bool:
+def is_symbolic_slice(key: Any) -> bool:
     """Return whether one entry of an index is a slice with a symbolic bound."""
     return isinstance(key, slice) and any(isinstance(bound, Dim) for bound in (key.start, key.stop))
 
 
-def places_of(keys: Sequence[Any], rank: int, where: str) -> list[tuple[int, slice]]:
+def find_symbolic_slices(keys: Sequence[Any], rank: int, where: str) -> list[tuple[int, slice]]:
     """Return the slices with symbolic bounds in an index, each with its axis.
 
     Raises:
@@ -31,20 +31,22 @@ def places_of(keys: Sequence[Any], rank: int, where: str) -> list[tuple[int, sli
     ellipsis_position = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
     leading = sum(k is not None for k in keys[:ellipsis_position])
     trailing = sum(k is not None for k in keys[ellipsis_position + 1 :])
-    if leading + trailing > rank and any(map(is_cut, keys)):
+    if leading + trailing > rank and any(map(is_symbolic_slice, keys)):
         raise ShapeError(f"{where}: {leading + trailing} indices for a value of rank {rank}")
     axes = iter([*range(leading), *range(rank - trailing, rank)])
     slices = []
     for key in keys:
         axis = next(axes, 0) if key is not None and key is not Ellipsis else 0
-        if is_cut(key):
+        if is_symbolic_slice(key):
             if key.step not in (None, 1):
                 raise GraphError(f"{where}: a slice to a symbolic size has no step; got {key!r}")
             slices.append((axis, key))
     return slices
 
 
-def cut_of(x: Value, axis: int, start: Any, stop: Any, holder: SizeHolder, where: str) -> tuple[CutAxis, list[Value]]:
+def make_slice_op(
+    x: Value, axis: int, start: Any, stop: Any, find_size: SizeLookup, where: str
+) -> tuple[CutAxis, list[Value]]:
     """Return the op that slices `start:stop` of an axis of x, and the other values from which it reads sizes.
 
     Raises:
@@ -53,31 +55,31 @@ def cut_of(x: Value, axis: int, start: Any, stop: Any, holder: SizeHolder, where
     size_values: list[Value] = []
 
     def size_of(dim: DimLike) -> SizeOf:
-        value, at = holder(dim)
+        value, size_axis = find_size(dim)
         if value != x and value not in size_values:
             size_values.append(value)
-        return SizeOf(size_values.index(value) + 1 if value != x else 0, at)
+        return SizeOf(size_values.index(value) + 1 if value != x else 0, size_axis)
 
-    start_bound = Bound() if start is None else _bound(start, size_of, where)
-    stop_bound = END if stop is None else _bound(stop, size_of, where)
+    start_bound = Bound() if start is None else _make_bound(start, size_of, where)
+    stop_bound = END if stop is None else _make_bound(stop, size_of, where)
     return CutAxis(axis, start_bound, stop_bound), size_values
 
 
-def _bound(given: Any, size_of: Callable[[DimLike], SizeOf], where: str) -> Bound:
+def _make_bound(bound: Any, size_of: Callable[[DimLike], SizeOf], where: str) -> Bound:
     """Return one bound: a size, or a sum of sizes and numbers with integer factors.
 
     If all factors are negative, the bound counts from the end.
     """
-    if isinstance(given, int | np.integer) and not isinstance(given, bool):
-        return Bound((), abs(int(given)), bool(given < 0))
-    if not isinstance(given, Dim):
-        raise GraphError(f"{where}: a bound is a number, or the size of a value (t.shape[1]); got {shown(given)}")
-    dim = given.expr
+    if isinstance(bound, int | np.integer) and not isinstance(bound, bool):
+        return Bound((), abs(int(bound)), bool(bound < 0))
+    if not isinstance(bound, Dim):
+        raise GraphError(f"{where}: a bound is a number, or the size of a value (t.shape[1]); got {shown(bound)}")
+    dim = bound.expr
     try:
         return Bound((size_of(dim),))
     except ShapeError:
-        terms = counted_terms(dim)
-        if not terms or sum(abs(count) for name, count in terms if name) > MOST_TERMS:
+        terms = sum_terms(dim)
+        if not terms or sum(abs(count) for name, count in terms if name) > MAX_TERMS:
             raise
     from_end = all(count < 0 for _, count in terms)
     added, subtracted, offset = list[SizeOf](), list[SizeOf](), 0
@@ -90,11 +92,11 @@ def _bound(given: Any, size_of: Callable[[DimLike], SizeOf], where: str) -> Boun
 
 
 # Limit of the sizes in a bound, which the op lists one by one. No sensible slice has as many.
-MOST_TERMS = 64
+MAX_TERMS = 64
 _TERM = re.compile(r"([+-]?) ?(?:(\d+)\*)?(\w+) ?")
 
 
-def counted_terms(dim: DimLike) -> list[tuple[str, int]]:
+def sum_terms(dim: DimLike) -> list[tuple[str, int]]:
     """Return the terms of a sum: `[("seq", 2), ("past", -1), ("", 3)]` for `2*seq - past + 3`, where `""` is the
     constant. The list is empty if the dimension is no such sum."""
     text, position, terms = str(dim), 0, list[tuple[str, int]]()

@@ -42,7 +42,7 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import Dim, DimLike, TensorType, is_static
 from rlx_jax.ir.user_functions import Captured
 from rlx_jax.ir.value_type import ValueType
-from rlx_jax.trace.checks import check_attributes, check_calls, of_shape
+from rlx_jax.trace.checks import check_attributes, check_calls, check_out_shape
 from rlx_jax.trace.checks import is_number as is_number
 from rlx_jax.trace.parameters import WeightKey, WeightStack
 
@@ -203,7 +203,7 @@ class Writer(Generic[V]):
         if len(results) != 1:
             del self.builder.nodes[num_nodes:]
             raise GraphError(f"{self.path}: {op.text()} has {len(results)} results: add_all gives all of them")
-        of_shape(self, op.name(), results[0], out_shape)
+        check_out_shape(self, op.name(), results[0], out_shape)
         return results[0]
 
     def constant(self, value: Any, dtype: Any = None) -> V:

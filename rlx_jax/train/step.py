@@ -18,7 +18,7 @@ from rlx_jax.errors import RequestError, SessionStateError, listing, shown, sugg
 from rlx_jax.ir.user_functions import is_consumed
 from rlx_jax.runtime.inputs import as_host_array, whole_number
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.trace.checks import check_takes
+from rlx_jax.trace.checks import check_signature
 from rlx_jax.train.state import Optimizer, TrainState, check_trainable, promoting
 
 # `loss(model, params, tokens, **others)` → a scalar, the mean over the targets of the batch.
@@ -233,7 +233,8 @@ def make_step(
     check_trainable(model, optimizer)
     if not callable(loss):
         raise RequestError(f"make_step: loss is a function of (model, params, tokens), got {shown(loss)}")
-    check_takes(loss, ("model", "params", "tokens"), "make_step: loss", RequestError, named=True)  # the batch has more
+    # The loss may require further keyword arguments, which come from the batch.
+    check_signature(loss, ("model", "params", "tokens"), "make_step: loss", RequestError, named=True)
     return TrainStep(model, optimizer, loss, whole_number("make_step: microbatches", microbatches, 1))
 
 
