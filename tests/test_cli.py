@@ -24,9 +24,9 @@ import safetensors.numpy
 
 import rlx_jax as rlx
 from rlx_jax import cli, errors
-from rlx_jax.cli.entry import COMMANDS, parser
-from rlx_jax.cli.generate import Timed, closing_line
-from rlx_jax.cli.terminal import CONTROLS, Interrupt, Status, next_line, whole_input, write
+from rlx_jax.cli.entry import COMMANDS, make_parser
+from rlx_jax.cli.generate import TimedAnswer, summary_line
+from rlx_jax.cli.terminal import CONTROLS, Interrupt, Status, read_line, read_stdin, write
 from rlx_jax.runtime.model import CompiledModel
 from tests.oracles.chat_templates import BASE, checkpoint, format_checkpoint
 from tests.oracles.checkpoints import FIXTURES, edited
@@ -214,7 +214,7 @@ def test_stdin_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert cli.main(["generate", str(BASE), "--prompt", "-"]) == 1
     assert "stdin: not UTF-8 at byte 2" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", None)  # a shell's <&-
-    assert next_line("> ") == whole_input("texts") == b""
+    assert read_line("> ") == read_stdin("texts") == b""
 
 
 # -- the other commands ------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     high = tmp_path / "high.safetensors"
     safetensors.numpy.save_file({"w": np.array([1e5, 1], np.float32)}, high)
     assert cli.main(["convert", str(high), str(tmp_path / "c"), "--dtype", "f16"]) == 1
-    assert "'w': it has values that f16 does not hold" in capsys.readouterr().err and not (tmp_path / "c").exists()
+    assert "'w': it has values that overflow f16" in capsys.readouterr().err and not (tmp_path / "c").exists()
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +412,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     """Options that mean the same have the same name; `--json` is everywhere but where a shell reads."""
     for command in COMMANDS:
         with pytest.raises(SystemExit):
-            parser().parse_args([command.name, "--help"])
+            make_parser().parse_args([command.name, "--help"])
         told = capsys.readouterr().out
         assert "--debug" in told and ("--json" in told or command.name == "completion")
         assert ("--profile" in told) == (command.name in {"chat", "generate", "embed", "score", "bench", "inspect"})
@@ -432,7 +432,7 @@ def test_a_terminal_that_edits_lines(tmp_path: Path) -> None:
             terminal.write(typed)
             terminal.until(re.escape(CONTROLS.sub("\ufffd", lm.chat(message, 3).rstrip("\ufffd"))))
             terminal.process.send_signal(signal.SIGINT)
-            terminal.until("stopped; the talk goes on as if this had not been asked.*> ")
+            terminal.until("interrupted; the conversation continues without this message.*> ")
         assert interrupted(terminal.process) == 130
 
 
@@ -455,29 +455,29 @@ def test_a_message_without_an_answer(
         pieces.append(piece)
 
     monkeypatch.setattr("rlx_jax.cli.entry.write", written)
-    monkeypatch.setattr("rlx_jax.cli.generate.language_model", lambda args, session: lm)
+    monkeypatch.setattr("rlx_jax.cli.generate.load_language_model", lambda args, session: lm)
     for somebody, status in ((True, 0), (False, 130)):
         pieces.clear()
         lines = iter([b"Hi\n", b"left\n", b"\xff\n", b" \n", b"word " * 99 + b"\n", b"And?\n", b"/new\n", b"Hi\n", b""])
-        monkeypatch.setattr("rlx_jax.cli.generate.next_line", lambda prompt, lines=lines: next(lines))
-        monkeypatch.setattr("rlx_jax.cli.generate.in_terminal", lambda there=somebody: there)
+        monkeypatch.setattr("rlx_jax.cli.generate.read_line", lambda prompt, lines=lines: next(lines))
+        monkeypatch.setattr("rlx_jax.cli.generate.is_interactive", lambda there=somebody: there)
         assert cli.main(["chat", "nowhere", "--max-new-tokens", "8"]) == status
         assert "".join(pieces).startswith(f"{first}\n") and pieces.count("\n") == (4 if somebody else 1)
         assert "".join(pieces).endswith(f"\n{second}\n{first}\n") == somebody
     problems = capsys.readouterr().err
     for told in (
-        "stopped; the talk goes on as if",
+        "interrupted; the conversation continues without this message",
         "RequestError: stdin: not UTF-8 at byte 8",
         "; /new begins another",
     ):
         assert problems.count(told) == 1
     lines = iter([b"Hi\n", b""])
-    monkeypatch.setattr("rlx_jax.cli.generate.next_line", lambda prompt: next(lines))
+    monkeypatch.setattr("rlx_jax.cli.generate.read_line", lambda prompt: next(lines))
     assert cli.main(["chat", "nowhere"]) == 0
     served = lm.report().request
     assert served is not None and served.new_tokens == 128 // 4 == (lm.max_positions or 0) // 4
     for most, noted in ((served.new_tokens, True), (served.new_tokens + 1, False)):
-        assert ("tokens, all that --max-new-tokens allows, " in closing_line(Timed(list), lm, most)) == noted
+        assert ("tokens, all that --max-new-tokens allows, " in summary_line(TimedAnswer(list), lm, most)) == noted
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,12 @@ import rlx_jax as rlx
 from rlx_jax.cli.command import (
     Command,
     Session,
-    a_kind,
     add_compute,
     add_json,
     add_model,
-    as_line,
-    open_model,
+    json_line,
+    kind_with_article,
+    load_model,
     peak_memory,
     table,
 )
@@ -31,20 +31,22 @@ def bench(args: argparse.Namespace, session: Session) -> Iterator[str]:
     an encoder, texts and tokens per second. Programs are compiled first; the fastest of several runs counts."""
     names = ("batch", "prompt_tokens", "new_tokens", "runs")
     batch, prompt, new, runs = (whole_number(f"--{n.replace('_', '-')}", getattr(args, n), 1) for n in names)
-    model = open_model(args, session)
+    model = load_model(args, session)
     if isinstance(model, rlx.CausalLM):
         figures = bench_language_model(model, batch, prompt, new, runs)
     elif isinstance(model, rlx.Encoder):
         figures = bench_encoder(model, batch, prompt, runs)
     else:
-        raise RequestError(f"{quote(args.directory)} is {a_kind(model)}; bench takes language models and text encoders")
+        raise RequestError(
+            f"{quote(args.directory)} is {kind_with_article(model)}; bench takes language models and text encoders"
+        )
     session.status.clear()
     result = {"model": model.model.name, "device": str(model.model.settings.device), "batch": batch, **figures}
     result["peak_bytes"] = peak_memory()
-    yield from [as_line(result)] if args.json else table(result)
+    yield from [json_line(result)] if args.json else table(result)
 
 
-def best(call: Callable[[], Any], runs: int) -> float:
+def best_seconds(call: Callable[[], Any], runs: int) -> float:
     """Return the shortest time of several calls in seconds, after one call that compiles."""
     call()
     times = []
@@ -66,8 +68,8 @@ def bench_language_model(lm: rlx.CausalLM, batch: int, prompt: int, new: int, ru
     ids, ends = random_ids(lm.vocab_size, batch, prompt), lm.eos_ids
     lm.eos_ids = ()  # so that no row ends early
     try:
-        prefill_seconds = best(lambda: lm.generate(ids, max_new_tokens=1), runs)
-        total_seconds = best(lambda: lm.generate(ids, max_new_tokens=new + 1), runs)
+        prefill_seconds = best_seconds(lambda: lm.generate(ids, max_new_tokens=1), runs)
+        total_seconds = best_seconds(lambda: lm.generate(ids, max_new_tokens=new + 1), runs)
     finally:
         lm.eos_ids = ends
     step_seconds = max(total_seconds - prefill_seconds, 0.0) / new
@@ -84,7 +86,7 @@ def bench_language_model(lm: rlx.CausalLM, batch: int, prompt: int, new: int, ru
 def bench_encoder(encoder: rlx.Encoder, batch: int, tokens: int, runs: int) -> dict[str, Any]:
     """Measure embedding `batch` texts of `tokens` tokens each."""
     ids = random_ids(encoder.vocab_size, batch, tokens)
-    seconds = best(lambda: encoder.embed(ids), runs)
+    seconds = best_seconds(lambda: encoder.embed(ids), runs)
     return {
         "prompt_tokens": tokens,
         "seconds": round(seconds, 5),
@@ -97,9 +99,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench`."""
     add = parser.add_argument
     add("--batch", type=int, default=1, metavar="N", help="prompts or texts at a time (%(default)s)")
-    add("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of each (%(default)s)")
-    add("--new-tokens", type=int, default=32, metavar="N", help="to generate behind the first (%(default)s)")
-    add("--runs", type=int, default=3, metavar="N", help="of which the fastest counts (%(default)s)")
+    add("--prompt-tokens", type=int, default=128, metavar="N", help="length of each in tokens (%(default)s)")
+    add("--new-tokens", type=int, default=32, metavar="N", help="to generate after the first (%(default)s)")
+    add("--runs", type=int, default=3, metavar="N", help="number of runs; the fastest counts (%(default)s)")
 
 
 BENCH = Command("bench", "how fast a checkpoint runs here", (options, add_compute, add_json, add_model), bench)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import rlx_jax as rlx
-from rlx_jax.cli.terminal import Interrupt, Status, in_bytes, whole_input
+from rlx_jax.cli.terminal import Interrupt, Status, format_bytes, read_stdin
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.generate.drafters import SOURCES
 from rlx_jax.generate.sampler import OPTIONS, one_sampler
@@ -33,18 +33,18 @@ class Session:
     Attributes:
         interrupt: handler of Ctrl-C.
         status: the progress line.
-        closing: a line of figures for stderr, printed at the end.
+        summary: a line of figures for stderr, printed at the end.
     """
 
     interrupt: Interrupt
     status: Status
-    closing: str = ""
+    summary: str = ""
 
-    def say(self) -> None:
+    def print_summary(self) -> None:
         """Print the line of figures once, if stderr is a terminal and progress is wanted."""
-        if self.closing and self.status.shown:
-            print(self.closing, file=sys.stderr, flush=True)
-        self.closing = ""
+        if self.summary and self.status.shown:
+            print(self.summary, file=sys.stderr, flush=True)
+        self.summary = ""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,15 @@ class Command:
         name, help: for `argparse`.
         options: functions that add options to the parser.
         run: generator of the text for stdout; its docstring is the description in the help.
-        hears: whether `run` checks for Ctrl-C itself; otherwise Ctrl-C ends it after the current part of the text.
+        handles_interrupt: whether `run` checks for Ctrl-C itself; otherwise Ctrl-C ends it after the current part of
+            the text.
     """
 
     name: str
     help: str
     options: tuple[Callable[[argparse.ArgumentParser], None], ...]
     run: Callable[[argparse.Namespace, Session], Iterator[str]]
-    hears: bool = False
+    handles_interrupt: bool = False
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -93,19 +94,21 @@ def add_compute(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress and no figures on stderr")
 
 
-def add_sampling(parser: argparse.ArgumentParser, most: int | None = 64, told: str = "%(default)s") -> None:
+def add_sampling(
+    parser: argparse.ArgumentParser, max_new_tokens: int | None = 64, default_text: str = "%(default)s"
+) -> None:
     """Add the options for sampling and for the number of new tokens.
 
     Args:
-        most: default of `--max-new-tokens`.
-        told: the default in words, for the help.
+        max_new_tokens: default of `--max-new-tokens`.
+        default_text: the default in words, for the help.
     """
     add = parser.add_argument
-    add("--max-new-tokens", type=int, default=most, metavar="N", help=f"at most this many ({told})")
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"at most this many ({default_text})")
     for name, rule in OPTIONS.items():
         kind = int if rule.is_integer else float
         add(f"--{name.replace('_', '-')}", type=kind, metavar=rule.metavar, help=rule.help)
-    add("--seed", type=int, metavar="N", help="of the random draws; without it another one each time")
+    add("--seed", type=int, metavar="N", help="random seed of the sampler; by default a new one each time")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add(
         "--speculative", metavar="prompt|mtp|DIR",
@@ -132,35 +135,35 @@ def device_count(text: str) -> int | str:
 # -- values of the options ---------------------------------------------------------------------
 
 
-def open_model(args: argparse.Namespace, session: Session, directory: str | None = None) -> Any:
+def load_model(args: argparse.Namespace, session: Session, directory: str | None = None) -> Any:
     """Load the model of a command, or of another directory."""
     # Revision and ignored fields belong to the command's checkpoint, not to a draft model.
     source_options = {"revision": args.revision, "ignore_fields": args.ignore_field} if directory is None else {}
     return rlx.load(
         args.directory if directory is None else directory,
-        profile=args.profile, mesh=mesh_of(args.devices, args.tensor), dtype=args.dtype, progress=session.status,
+        profile=args.profile, mesh=mesh_argument(args.devices, args.tensor), dtype=args.dtype, progress=session.status,
         **source_options,
     )  # fmt: skip
 
 
-def language_model(args: argparse.Namespace, session: Session, directory: str | None = None) -> rlx.CausalLM:
-    """Load a language model; arguments as in `open_model`.
+def load_language_model(args: argparse.Namespace, session: Session, directory: str | None = None) -> rlx.CausalLM:
+    """Load a language model; arguments as in `load_model`.
 
     Raises:
         RequestError: the directory has another kind of model, or the directory of the command has no tokenizer.
     """
-    lm = open_model(args, session, directory)
+    lm = load_model(args, session, directory)
     if not isinstance(lm, rlx.CausalLM):
         raise RequestError(
-            f"{quote(directory or args.directory)} is {a_kind(lm)}, which does not generate, nor score texts; rlx-jax "
-            "embed takes it"
+            f"{quote(directory or args.directory)} is {kind_with_article(lm)}, which can neither generate nor score "
+            "texts; use rlx-jax embed"
         )
     if directory is None:
-        check_reads_texts(lm.tokenizer, args)
+        check_has_tokenizer(lm.tokenizer, args)
     return lm
 
 
-def check_reads_texts(tokenizer: Tokenizer | None, args: argparse.Namespace) -> None:
+def check_has_tokenizer(tokenizer: Tokenizer | None, args: argparse.Namespace) -> None:
     """Check that the checkpoint of a command has a tokenizer.
 
     Raises:
@@ -168,28 +171,28 @@ def check_reads_texts(tokenizer: Tokenizer | None, args: argparse.Namespace) -> 
     """
     if tokenizer is None:
         raise RequestError(
-            f"{quote(args.directory)} has no tokenizer.json, which texts need; save_pretrained of transformers' "
-            "AutoTokenizer writes one"
+            f"{quote(args.directory)} has no tokenizer.json, which is required for texts; save_pretrained of "
+            "transformers' AutoTokenizer writes one"
         )
 
 
-def a_kind(model: Any) -> str:
+def kind_with_article(model: Any) -> str:
     """Return the kind of a model, with an article, for messages."""
     kinds = {rlx.Encoder: "an encoder", rlx.VisionEncoder: "an encoder of images", rlx.DualEncoder: "a dual encoder"}
     return kinds.get(type(model), "a language model")
 
 
-def sampler_of(args: argparse.Namespace) -> rlx.Sampler:
+def make_sampler(args: argparse.Namespace) -> rlx.Sampler:
     """Return the sampler of the options. Call it before loading, so that invalid options fail early."""
     return one_sampler(None, {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
 
 
-def request_of(args: argparse.Namespace, session: Session, sampler: rlx.Sampler) -> dict[str, Any]:
+def request_options(args: argparse.Namespace, session: Session, sampler: rlx.Sampler) -> dict[str, Any]:
     """Return the arguments for `stream` and `chat` other than the prompt."""
     source = args.speculative
     return {
         "max_new_tokens": args.max_new_tokens, "sampler": sampler, "stop": args.stop, "seed": args.seed,
-        "speculative": source if source in (None, *SOURCES) else language_model(args, session, source),
+        "speculative": source if source in (None, *SOURCES) else load_language_model(args, session, source),
         "draft_tokens": args.draft_tokens,
     }  # fmt: skip
 
@@ -208,11 +211,11 @@ def check_texts(texts: Mapping[str, Any]) -> None:
             raise RequestError(f"{option}: not UTF-8")
 
 
-def text_of(data: bytes, first: int = 0) -> str:
+def decode_stdin(data: bytes, offset: int = 0) -> str:
     """Decode bytes of stdin.
 
     Args:
-        first: number of bytes that were read before, for the position in the error message.
+        offset: number of bytes that were read before, for the position in the error message.
 
     Raises:
         RequestError: they are not UTF-8.
@@ -220,18 +223,18 @@ def text_of(data: bytes, first: int = 0) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as cause:
-        raise RequestError(f"stdin: not UTF-8 at byte {first + cause.start}") from cause
+        raise RequestError(f"stdin: not UTF-8 at byte {offset + cause.start}") from cause
 
 
-def texts_of(given: list[str], session: Session) -> list[str]:
+def texts_or_stdin_lines(texts: list[str], session: Session) -> list[str]:
     """Return the texts of the command line, or the lines of stdin if there are none."""
-    check_texts({"TEXT": given})
-    if given:
-        return given
-    return text_of(session.interrupt.waits(lambda: whole_input("a text on each line"))).splitlines()
+    check_texts({"TEXT": texts})
+    if texts:
+        return texts
+    return decode_stdin(session.interrupt.run_interruptible(lambda: read_stdin("a text on each line"))).splitlines()
 
 
-def chosen_device(name: str | None, devices: int | str | None) -> Any:
+def select_device(name: str | None, devices: int | str | None) -> Any:
     """Return the `jax.Device` of `--device`; None for JAX's default.
 
     Raises:
@@ -240,7 +243,7 @@ def chosen_device(name: str | None, devices: int | str | None) -> Any:
     if name is None:
         return None
     if devices is not None:
-        raise RequestError("--device is one device, --devices are several: give one of them")
+        raise RequestError("--device selects one device, --devices several: use only one of them")
     platform, _, number = name.partition(":")
     all_devices = jax.devices()
     try:
@@ -249,41 +252,41 @@ def chosen_device(name: str | None, devices: int | str | None) -> Any:
         platforms = {d.platform: None for d in all_devices} | {"cpu": None}
         raise RequestError(
             f"--device {name}: JAX has no {shown(platform)} here, but {listing(platforms)}; "
-            "rlx-jax doctor says what is missing"
+            "rlx-jax doctor lists what is missing"
         ) from cause
     if number and not (number.isascii() and number.isdigit() and int(number) < len(platform_devices)):
         raise RequestError(f"--device {name}: expected {platform}:0 to {platform}:{len(platform_devices) - 1}")
     return platform_devices[int(number or 0)]
 
 
-def mesh_of(devices: int | str | None, tensor: int | None) -> Any:
+def mesh_argument(devices: int | str | None, tensor: int | None) -> Any:
     """Return the argument `mesh=`: a number of devices unchanged, or with `--tensor` a mesh of data × tensor.
 
     Raises:
         RequestError: there are fewer devices, or `--tensor` does not divide their number.
     """
     if devices is None and tensor is not None:
-        raise RequestError("--tensor is how many of --devices divide the heads; give --devices too")
+        raise RequestError("--tensor divides --devices into groups; pass --devices too")
     if devices is None:
         return None
     all_devices = jax.devices()
     count = len(all_devices) if isinstance(devices, str) else devices
     if not 1 <= count <= len(all_devices):
         raise RequestError(
-            f"--devices {count}: expected 1 to {len(all_devices)}, JAX has so many ({all_devices[0].platform})"
+            f"--devices {count}: expected 1 to {len(all_devices)}, the number that JAX has ({all_devices[0].platform})"
         )
     if tensor is None:
         return devices
     if tensor < 1 or count % tensor:
         divisors = ", ".join(str(t) for t in range(1, count + 1) if count % t == 0)
-        raise RequestError(f"--tensor {tensor}: expected what divides {count} devices, one of {divisors}")
+        raise RequestError(f"--tensor {tensor}: expected a divisor of {count} devices, one of {divisors}")
     return Mesh(np.array(all_devices[:count]).reshape(-1, tensor), ("data", "tensor"))
 
 
 # -- results -----------------------------------------------------------------------------------
 
 
-def as_line(result: Mapping[str, Any]) -> str:
+def json_line(result: Mapping[str, Any]) -> str:
     """Return a result as a line of JSON, with null for numbers that are unknown or not finite."""
     # Escape non-ASCII characters where the encoding of stdout cannot represent them.
     is_unicode = codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
@@ -321,4 +324,4 @@ def peak_memory() -> int:
 
 def peak_text() -> str:
     """Return the peak memory as text."""
-    return f"peak memory {in_bytes(peak_memory())}"
+    return f"peak memory {format_bytes(peak_memory())}"

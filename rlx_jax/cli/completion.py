@@ -14,27 +14,27 @@ class Option:
     Attributes:
         name: such as `--json`; empty for the first positional argument.
         help: its help.
-        values: whether a value follows it.
+        takes_value: whether a value follows it.
         choices: the possible values, if they are limited.
-        files: whether the value is a file. A number is neither a choice nor a file.
+        is_file: whether the value is a file. A number is neither a choice nor a file.
     """
 
     name: str
     help: str
-    values: bool
+    takes_value: bool
     choices: tuple[str, ...]
-    files: bool
+    is_file: bool
 
 
 # Help and options of each command, by name.
-Known = dict[str, tuple[str, tuple[Option, ...]]]
+CommandOptions = dict[str, tuple[str, tuple[Option, ...]]]
 
 
-def known(parser: argparse.ArgumentParser) -> Known:
+def command_options(parser: argparse.ArgumentParser) -> CommandOptions:
     """Return the commands of a parser."""
     commands = subparsers(parser)
     helps = {action.dest: str(action.help) for action in commands._choices_actions}
-    return {name: (helps[name], options_of(sub)) for name, sub in commands.choices.items()}
+    return {name: (helps[name], long_options(sub)) for name, sub in commands.choices.items()}
 
 
 def subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
@@ -43,7 +43,7 @@ def subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[ar
     return commands
 
 
-def options_of(parser: argparse.ArgumentParser) -> tuple[Option, ...]:
+def long_options(parser: argparse.ArgumentParser) -> tuple[Option, ...]:
     """Return the long options of a command. A positional argument with choices is an option without a name."""
     options = []
     for action in parser._actions:
@@ -51,12 +51,12 @@ def options_of(parser: argparse.ArgumentParser) -> tuple[Option, ...]:
         help_text = parser._get_formatter()._expand_help(action) if action.help else ""
         choices = tuple(map(str, action.choices or ()))
         if names or choices:
-            files = action.nargs != 0 and not choices and action.type is None
-            options.append(Option(names[0] if names else "", help_text, action.nargs != 0, choices, files))
+            is_file = action.nargs != 0 and not choices and action.type is None
+            options.append(Option(names[0] if names else "", help_text, action.nargs != 0, choices, is_file))
     return tuple(options)
 
 
-def bash(commands: Known) -> Iterator[str]:
+def bash(commands: CommandOptions) -> Iterator[str]:
     """Yield the script for bash: `source <(rlx-jax completion bash)`."""
     yield "_rlx_jax() {\n"
     yield '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"\n'
@@ -66,8 +66,8 @@ def bash(commands: Known) -> Iterator[str]:
     yield '    case "${COMP_WORDS[1]} $before" in\n'
     for name, (_, options) in commands.items():
         for option in options:
-            words = "compgen -f" if option.files else f'compgen -W "{" ".join(option.choices)}"'
-            if option.values and option.name:
+            words = "compgen -f" if option.is_file else f'compgen -W "{" ".join(option.choices)}"'
+            if option.takes_value and option.name:
                 yield f'        "{name} {option.name}") COMPREPLY=($({words} -- "$word")); return ;;\n'
     yield '    esac\n    case "${COMP_WORDS[1]}" in\n'
     for name, (_, options) in commands.items():
@@ -79,48 +79,49 @@ def bash(commands: Known) -> Iterator[str]:
     yield "    esac\n}\ncomplete -o filenames -F _rlx_jax rlx-jax\n"
 
 
-def zsh(commands: Known) -> Iterator[str]:
+def zsh(commands: CommandOptions) -> Iterator[str]:
     """Yield the script for zsh: a file `_rlx-jax` in a folder of `fpath`, or `source <(rlx-jax completion zsh)`."""
     yield "#compdef rlx-jax\n_rlx_jax() {\n    local -a commands\n    commands=(\n"
     for name, (help_text, _) in commands.items():
-        yield f"        {_single(f'{name}:{help_text}')}\n"
+        yield f"        {_single_quoted(f'{name}:{help_text}')}\n"
     yield "    )\n    if (( CURRENT == 2 )); then _describe command commands; return; fi\n    case $words[2] in\n"
     for name, (_, options) in commands.items():
         yield f"        {name}) shift words; (( CURRENT-- )); _arguments \\\n"
         for option in options:
             if option.name:
                 value = f":value:({' '.join(option.choices)})" if option.choices else ":value:"
-                value += "_files" if option.files else "" if option.choices else " "
-                text = f"{option.name}[{_bracketed(option.help)}]{value if option.values else ''}"
-                yield f"            {_single(text)} \\\n"
+                value += "_files" if option.is_file else "" if option.choices else " "
+                text = f"{option.name}[{_without_brackets(option.help)}]{value if option.takes_value else ''}"
+                yield f"            {_single_quoted(text)} \\\n"
         arguments = " ".join(choice for option in options if not option.name for choice in option.choices)
-        yield f"            {_single(f'*:argument:({arguments})' if arguments else '*:argument:_files')} ;;\n"
+        yield f"            {_single_quoted(f'*:argument:({arguments})' if arguments else '*:argument:_files')} ;;\n"
     yield '    esac\n}\nif [ "$funcstack[1]" = "_rlx_jax" ]; then _rlx_jax "$@"; else compdef _rlx_jax rlx-jax; fi\n'
 
 
-def fish(commands: Known) -> Iterator[str]:
+def fish(commands: CommandOptions) -> Iterator[str]:
     """Yield the script for fish: `rlx-jax completion fish | source`."""
     for name, (help_text, options) in commands.items():
-        yield f"complete -c rlx-jax -n __fish_use_subcommand -f -a {name} -d {_single(help_text)}\n"
+        yield f"complete -c rlx-jax -n __fish_use_subcommand -f -a {name} -d {_single_quoted(help_text)}\n"
         guard = f"-n '__fish_seen_subcommand_from {name}'"
         for option in options:
-            values = f"-a {_single(' '.join(option.choices))}" if option.choices else ""
+            choices = f"-a {_single_quoted(' '.join(option.choices))}" if option.choices else ""
             if option.name:
-                needs = "" if not option.values else "-r" if option.files else "-x"
-                line = f"complete -c rlx-jax {guard} -l {option.name[2:]} {needs} {values} -d {_single(option.help)}"
+                needs = "" if not option.takes_value else "-r" if option.is_file else "-x"
+                description = f"-d {_single_quoted(option.help)}"
+                line = f"complete -c rlx-jax {guard} -l {option.name[2:]} {needs} {choices} {description}"
             else:
-                line = f"complete -c rlx-jax {guard} -f {values}"
+                line = f"complete -c rlx-jax {guard} -f {choices}"
             yield " ".join(line.split(" ")).replace("  ", " ") + "\n"
 
 
-def _single(text: str) -> str:
+def _single_quoted(text: str) -> str:
     """Return text in single quotes, with a quoting that is valid in all three shells."""
     return "'" + text.replace("\n", " ").replace("'", "’") + "'"
 
 
-def _bracketed(text: str) -> str:
+def _without_brackets(text: str) -> str:
     """Return text without the characters that are special within the brackets of zsh's `_arguments`."""
     return text.replace("[", "(").replace("]", ")").replace(":", " -")
 
 
-SHELLS: dict[str, Callable[[Known], Iterator[str]]] = {"bash": bash, "zsh": zsh, "fish": fish}
+SHELLS: dict[str, Callable[[CommandOptions], Iterator[str]]] = {"bash": bash, "zsh": zsh, "fish": fish}

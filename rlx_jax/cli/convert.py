@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.cli.command import Command, Session, add_json, as_line
-from rlx_jax.cli.terminal import in_bytes
+from rlx_jax.cli.command import Command, Session, add_json, json_line
+from rlx_jax.cli.terminal import format_bytes
 from rlx_jax.errors import ConfigError, DTypeError, RequestError, RlxNumericsWarning, WeightError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import open_folder
@@ -24,34 +24,41 @@ from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
 from rlx_jax.weights.source import open_weights
 
-SENTENCES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json")
+SENTENCE_FILES = (
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+)
 
 
 def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write the checkpoint SRC into the new directory DST: the weights under the same keys, the config and the
     tokenizer. A narrower dtype rounds. Tensors are read one by one as they are written; orbax needs them together."""
-    dtype = None if args.dtype is None else floating(args.dtype)
+    dtype = None if args.dtype is None else parse_float_dtype(args.dtype)
     if os.path.realpath(args.source) == os.path.realpath(args.target):
-        raise RequestError(f"{quote(args.target)} is the checkpoint that is read; write to another directory")
+        raise RequestError(f"{quote(args.target)} is the source; write to another directory")
     is_file = os.path.isfile(args.source)
     folder = None if is_file else open_folder(args.source, args.revision, progress=session.status)
     source = open_weights(args.source, revision=args.revision) if folder is None else open_weights(folder)
-    companion_files = {} if folder is None else files_beside(folder, dtype)
+    companion_files = {} if folder is None else read_companion_files(folder, dtype)
     sources = with_unused_weights([], source, dtype)
-    entries = [replace(e, values=told(source, e, session, i + 1, len(sources) + 1)) for i, e in enumerate(sources)]
+    entries = [
+        replace(e, values=checked_reader(source, e, session, i + 1, len(sources) + 1)) for i, e in enumerate(sources)
+    ]
     write_checkpoint(args.target, entries, args.format, args.overwrite, companion_files)
     session.status.clear()
     size, names = sum(e.type.nbytes for e in entries), sorted(companion_files)
     if args.json:
-        yield as_line(
+        yield json_line(
             {"written": args.target, "format": args.format, "tensors": len(entries), "bytes": size, "files": names}
         )
     else:
         suffix = f", and {', '.join(names)}" if names else ""
-        yield f"{args.target}: {len(entries)} tensors, {in_bytes(size)}, as {args.format}{suffix}\n"
+        yield f"{args.target}: {len(entries)} tensors, {format_bytes(size)}, as {args.format}{suffix}\n"
 
 
-def floating(name: str) -> np.dtype[Any]:
+def parse_float_dtype(name: str) -> np.dtype[Any]:
     """Return a floating dtype by name.
 
     Raises:
@@ -63,10 +70,10 @@ def floating(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def files_beside(folder: Any, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
+def read_companion_files(folder: Any, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
     """Return the contents of config and tokenizer files by path; the config has the new dtype of the weights."""
     files: dict[str, bytes] = {}
-    for name in (CONFIG, *COMPANION_FILES, *SENTENCES):
+    for name in (CONFIG, *COMPANION_FILES, *SENTENCE_FILES):
         content = folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
         if content is not None:
             files[name] = content
@@ -76,7 +83,7 @@ def files_beside(folder: Any, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
     return files
 
 
-def told(source: WeightSource, entry: Entry, session: Session, done: int, total: int) -> Callable[[], Any]:
+def checked_reader(source: WeightSource, entry: Entry, session: Session, done: int, total: int) -> Callable[[], Any]:
     """Return a function that reads the values of a weight, updates the progress line, and checks for overflow.
 
     Raises (when called):
@@ -91,7 +98,9 @@ def told(source: WeightSource, entry: Entry, session: Session, done: int, total:
         # Values that are infinite in the source are not an overflow; read it again only if there are any.
         if is_float(array.dtype) and np.isinf(array).any() and not np.isinf(source.read(entry.key)).any():
             dtype_name = short_name(array.dtype)
-            raise WeightError(f"weight {quote(entry.key)}: it has values that {dtype_name} does not hold; bf16 does")
+            raise WeightError(
+                f"weight {quote(entry.key)}: it has values that overflow {dtype_name}; bf16 can represent them"
+            )
         return array
 
     return values

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import jax
 
 import rlx_jax as rlx
-from rlx_jax.cli.command import Command, Session, add_json, as_line, table
-from rlx_jax.cli.terminal import in_bytes
+from rlx_jax.cli.command import Command, Session, add_json, json_line, table
+from rlx_jax.cli.terminal import format_bytes
 from rlx_jax.device import described
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -24,23 +24,23 @@ def doctor(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write versions, devices, and which extras are installed or missing. It downloads and changes nothing."""
     base, extras = requirements()
     versions: dict[str, str | None] = {"rlx-jax": rlx.__version__, "python": platform.python_version()}
-    versions |= {name: installed(name) for name in base}
+    versions |= {name: installed_version(name) for name in base}
     devices = [
         {"kind": d.device_kind, "platform": d.platform, "id": d.id, "memory_bytes": described(d).memory}
         for d in jax.devices()
     ]
-    missing_by_extra = {extra: [n for n in names if installed(n) is None] for extra, names in extras.items()}
+    missing_by_extra = {extra: [n for n in names if installed_version(n) is None] for extra, names in extras.items()}
     advice = [
         *accelerator_advice(),
-        *(f"{name} is missing: pip install {name}" for name in base if installed(name) is None),
+        *(f"{name} is missing: pip install {name}" for name in base if installed_version(name) is None),
     ]
     if args.json:
-        yield as_line({"versions": versions, "devices": devices, "missing": missing_by_extra, "advice": advice})
+        yield json_line({"versions": versions, "devices": devices, "missing": missing_by_extra, "advice": advice})
         return
     yield from table({name: version or "missing" for name, version in versions.items()})
     yield "\n"
     for d in devices:
-        memory = "memory not known" if d["memory_bytes"] is None else in_bytes(d["memory_bytes"])
+        memory = "memory not known" if d["memory_bytes"] is None else format_bytes(d["memory_bytes"])
         yield f"device  {d['kind']} ({d['platform']}:{d['id']}), {memory}\n"
     yield "\n"
     for extra, names in missing_by_extra.items():
@@ -64,7 +64,7 @@ def requirements() -> tuple[list[str], dict[str, list[str]]]:
     return base, extras
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)

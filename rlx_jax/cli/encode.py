@@ -13,17 +13,17 @@ import rlx_jax as rlx
 from rlx_jax.cli.command import (
     Command,
     Session,
-    a_kind,
     add_compute,
     add_json,
     add_model,
-    as_line,
-    check_reads_texts,
+    check_has_tokenizer,
     check_texts,
-    language_model,
-    open_model,
+    json_line,
+    kind_with_article,
+    load_language_model,
+    load_model,
     peak_text,
-    texts_of,
+    texts_or_stdin_lines,
 )
 from rlx_jax.errors import MissingFileError, RequestError, StorageError, quote
 from rlx_jax.generate.scoring import exp_of
@@ -31,31 +31,31 @@ from rlx_jax.generate.scoring import exp_of
 
 def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write a vector for each text: its numbers on a line, separated by spaces; or all vectors into a NumPy file."""
-    texts = texts_of(args.text, session)
+    texts = texts_or_stdin_lines(args.text, session)
     if args.output is not None and not os.path.isdir(folder := os.path.dirname(args.output) or "."):
         raise MissingFileError(f"--output {quote(args.output)}: there is no directory {quote(folder)}")
-    encoder = open_model(args, session)
+    encoder = load_model(args, session)
     if not isinstance(encoder, rlx.Encoder | rlx.DualEncoder):
-        raise RequestError(f"{quote(args.directory)} is {a_kind(encoder)}; embed takes an encoder of texts")
+        raise RequestError(f"{quote(args.directory)} is {kind_with_article(encoder)}; embed takes a text encoder")
     prompt = {"prompt_name": args.prompt_name, "prompt": args.prompt}
     prompt = {name: value for name, value in prompt.items() if value is not None}
     if prompt and isinstance(encoder, rlx.DualEncoder):
-        raise RequestError(f"{quote(args.directory)} is {a_kind(encoder)}, which has no prompts")
-    check_reads_texts((encoder.texts if isinstance(encoder, rlx.DualEncoder) else encoder).tokenizer, args)
+        raise RequestError(f"{quote(args.directory)} is {kind_with_article(encoder)}, which has no prompts")
+    check_has_tokenizer((encoder.texts if isinstance(encoder, rlx.DualEncoder) else encoder).tokenizer, args)
     start = time.perf_counter()
     vectors = np.asarray(encoder.embed(texts, **prompt))
     seconds = time.perf_counter() - start
     session.status.clear()
-    session.closing = f"{len(texts):,} texts, {len(texts) / seconds:,.1f}/s, what was compiled included; {peak_text()}"
+    session.summary = f"{len(texts):,} texts, {len(texts) / seconds:,.1f}/s, what was compiled included; {peak_text()}"
     if args.output is not None:
         save_array(args.output, vectors)
-        yield as_line({"output": args.output, "shape": list(vectors.shape)}) if args.json else ""
+        yield json_line({"output": args.output, "shape": list(vectors.shape)}) if args.json else ""
         return
     for text, vector in zip(texts, vectors, strict=True):
-        yield as_line({"text": text, "embedding": vector.tolist()}) if args.json else f"{numbers(vector)}\n"
+        yield json_line({"text": text, "embedding": vector.tolist()}) if args.json else f"{vector_text(vector)}\n"
 
 
-def numbers(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
+def vector_text(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
     """Return the numbers of a vector as text, each with as few digits as float32 needs.
 
     >>> numbers(np.array([0.1, -2.0], np.float32))
@@ -97,19 +97,19 @@ EMBED = Command("embed", "vectors of texts", (add_compute, embed_options, add_js
 
 def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write how likely each text is: its log-likelihood, its perplexity by token, and the text, with tabs between."""
-    texts = texts_of(args.text, session)
+    texts = texts_or_stdin_lines(args.text, session)
     check_texts({"--context": args.context or ""})
-    lm = language_model(args, session)
+    lm = load_language_model(args, session)
     start = time.perf_counter()
     scores = lm.score([text if args.context is None else (args.context, text) for text in texts])
     seconds = time.perf_counter() - start
     session.status.clear()
     tokens = sum(len(s.tokens) for s in scores)
-    session.closing = f"{tokens:,} tokens, {tokens / seconds:,.0f}/s, what was compiled included; {peak_text()}"
+    session.summary = f"{tokens:,} tokens, {tokens / seconds:,.0f}/s, what was compiled included; {peak_text()}"
     for text, result in zip(texts, scores, strict=True):
         perplexity = exp_of(-result.logprob / len(result.tokens))
         if args.json:
-            yield as_line(
+            yield json_line(
                 {
                     "text": text, "context": args.context, "logprob": result.logprob,
                     "perplexity": perplexity, "greedy": result.greedy, "tokens": list(result.tokens),
@@ -122,7 +122,7 @@ def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
 
 def score_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `score`."""
-    parser.add_argument("--context", metavar="TEXT", help="what stands before each text, and is not scored itself")
+    parser.add_argument("--context", metavar="TEXT", help="text before each text, which is not scored itself")
 
 
 SCORE_OPTIONS = (add_compute, score_options, add_json, add_model, add_texts)

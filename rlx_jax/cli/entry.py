@@ -18,21 +18,21 @@ import jax
 
 import rlx_jax as rlx
 from rlx_jax.cli.bench import BENCH
-from rlx_jax.cli.command import Command, Session, chosen_device
-from rlx_jax.cli.completion import SHELLS, known, options_of, subparsers
+from rlx_jax.cli.command import Command, Session, select_device
+from rlx_jax.cli.completion import SHELLS, command_options, long_options, subparsers
 from rlx_jax.cli.convert import CONVERT
 from rlx_jax.cli.doctor import DOCTOR
 from rlx_jax.cli.encode import EMBED, SCORE
 from rlx_jax.cli.generate import CHAT, GENERATE
 from rlx_jax.cli.inspect import INSPECT
-from rlx_jax.cli.terminal import Interrupt, Status, leave_stdout, warn, write
+from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
 from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 
 
 def completion(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write a script that completes this command in a shell. bash: source <(rlx-jax completion bash); zsh: the same,
     after compinit; fish: rlx-jax completion fish | source."""
-    yield from SHELLS[args.shell](known(parser()))
+    yield from SHELLS[args.shell](command_options(make_parser()))
 
 
 def completion_options(parser: argparse.ArgumentParser) -> None:
@@ -47,21 +47,21 @@ COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, INSPECT, CONVERT, DOCTOR, COMPL
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
-    args = parsed(arguments)
+    args = parse_arguments(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.isatty():
         sys.stdout.reconfigure(errors="replace")  # the encoding of a terminal may not have all characters
     try:
         if sys.stdout is None:  # closed by a shell's `>&-`
             raise StorageError("stdout is closed, and results go there")
         with Interrupt() as interrupt, warnings.catch_warnings():
-            warnings.showwarning = warn
+            warnings.showwarning = print_warning
             run(args, interrupt)
         return 0
     except KeyboardInterrupt:
         print()
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader stopped early, as `head` does
-        leave_stdout()
+        discard_stdout()
         return 128 + getattr(signal, "SIGPIPE", 13)
     except RlxError as error:
         if args.debug:
@@ -75,24 +75,24 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> None:
     status = Status(interrupt, shown=sys.stderr.isatty() and not getattr(args, "quiet", False))
     session = Session(interrupt, status)
     try:
-        with jax.default_device(chosen_device(getattr(args, "device", None), getattr(args, "devices", None))):
+        with jax.default_device(select_device(getattr(args, "device", None), getattr(args, "devices", None))):
             for piece in args.command.run(args, session):
                 status.clear()
                 write(piece)
-                status.share(piece)
-                if not args.command.hears:
+                status.note_output(piece)
+                if not args.command.handles_interrupt:
                     interrupt.check()
     finally:
         status.clear()
-    session.say()
+    session.print_summary()
 
 
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; texts may appear before, between and after options.
 
     Before Python 3.13, argparse assigns only the texts right after the directory; the rest is added here.
     """
-    top, words = parser(), sys.argv[1:] if arguments is None else arguments
+    top, words = make_parser(), sys.argv[1:] if arguments is None else arguments
     check_words(top, words)
     args, rest = top.parse_known_args(words)
     texts = [word for word in rest if hasattr(args, "text") and not word.startswith("-")]
@@ -115,7 +115,7 @@ def check_words(top: argparse.ArgumentParser, words: Sequence[str]) -> None:
         suggestion = did_you_mean(words[0], commands)
         top.error(f"there is no command {quote(words[0])}{suggestion or f'; there are {listing(commands)}'}")
     command = commands[words[0]]
-    names = [name for option in options_of(command) if (name := option.name)]
+    names = [name for option in long_options(command) if (name := option.name)]
     for word in words[1:] if "--" not in words else words[1 : words.index("--")]:
         name = word.partition("=")[0]
         if name in ("-", "-h") or not is_option(word) or any(option_name.startswith(name) for option_name in names):
@@ -131,7 +131,7 @@ def is_option(word: str) -> bool:
     return word.startswith("-") and " " not in word and re.fullmatch(r"-\d+|-\d*\.\d+", word) is None
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser with all commands."""
     top = argparse.ArgumentParser("rlx-jax", description="Transformers in JAX, from checkpoints.")
     top.add_argument("--version", action="version", version=f"rlx-jax {rlx.__version__}, jax {jax.__version__}")

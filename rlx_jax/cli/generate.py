@@ -18,43 +18,43 @@ from rlx_jax.cli.command import (
     add_json,
     add_model,
     add_sampling,
-    as_line,
     check_texts,
-    language_model,
+    decode_stdin,
+    json_line,
+    load_language_model,
+    make_sampler,
     peak_memory,
     peak_text,
-    request_of,
-    sampler_of,
-    text_of,
+    request_options,
 )
-from rlx_jax.cli.terminal import in_terminal, next_line, whole_input
+from rlx_jax.cli.terminal import is_interactive, read_line, read_stdin
 from rlx_jax.errors import RlxError, SequenceLengthError
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.report import Report
 
 
 @dataclass
-class Timed:
+class TimedAnswer:
     """A streamed answer with its timing.
 
     Times are in seconds since the start of the request; they include the chat template and tokenization.
 
     Attributes:
-        ask: function that starts the request.
+        start_stream: function that starts the request and returns the pieces of its text.
         text: the answer so far.
-        first: time until the first text.
+        first_text_seconds: time until the first text.
         seconds: time until the end.
     """
 
-    ask: Callable[[], Iterable[str]]
+    start_stream: Callable[[], Iterable[str]]
     text: str = ""
-    first: float = 0.0
+    first_text_seconds: float = 0.0
     seconds: float = 0.0
 
     def __iter__(self) -> Iterator[str]:
         start = time.perf_counter()
-        for piece in self.ask():
-            self.first = self.first or time.perf_counter() - start
+        for piece in self.start_stream():
+            self.first_text_seconds = self.first_text_seconds or time.perf_counter() - start
             self.text += piece
             yield piece
         self.seconds = time.perf_counter() - start
@@ -63,7 +63,7 @@ class Timed:
         """Return the figures about the answer, by name."""
         report: Report = lm.report()
         return {
-            "seconds_to_first_text": round(self.first, 4),
+            "seconds_to_first_text": round(self.first_text_seconds, 4),
             "seconds": round(self.seconds, 4),
             **request_figures(report),
             "peak_bytes": peak_memory(),
@@ -85,17 +85,17 @@ def request_figures(report: Report) -> dict[str, Any]:
     return {name: round(getattr(report.request, field), 2) for name, field in REQUEST_FIGURES.items()}
 
 
-def closing_line(timed: Timed, lm: rlx.CausalLM, most: int = 0) -> str:
+def summary_line(timed: TimedAnswer, lm: rlx.CausalLM, max_new_tokens: int = 0) -> str:
     """Return the figures as a line for stderr.
 
     Args:
-        most: limit of new tokens; an answer that reaches it may be incomplete, which the line mentions.
+        max_new_tokens: limit of new tokens; an answer that reaches it may be incomplete, which the line mentions.
     """
     report = lm.report()
-    parts = [f"first text after {timed.first:.2f} s"]
+    parts = [f"first text after {timed.first_text_seconds:.2f} s"]
     if (request := report.request) is not None:
         compile_note = f", {request.compiled} programs compiled in it" if request.compiled else ""
-        limit_note = ", all that --max-new-tokens allows" if request.new_tokens == most else ""
+        limit_note = ", all that --max-new-tokens allows" if request.new_tokens == max_new_tokens else ""
         prefill_note = f", {request.read_tokens:,} of them read" if request.cached_tokens else ""
         parts = [
             f"prompt {request.prompt_tokens:,} tokens{prefill_note}, {request.prompt_rate:,.0f}/s",
@@ -111,24 +111,24 @@ def closing_line(timed: Timed, lm: rlx.CausalLM, most: int = 0) -> str:
 
 def generate(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write the continuation of a prompt, token by token as they come."""
-    sampler = sampler_of(args)
+    sampler = make_sampler(args)
     check_texts({"--prompt": args.prompt, "--system": args.system or "", "--stop": args.stop})
     prompt = args.prompt
     if prompt == "-":
-        prompt = text_of(session.interrupt.waits(lambda: whole_input("the prompt")))
-    lm = language_model(args, session)
-    request = request_of(args, session, sampler)
+        prompt = decode_stdin(session.interrupt.run_interruptible(lambda: read_stdin("the prompt")))
+    lm = load_language_model(args, session)
+    request = request_options(args, session, sampler)
     if args.chat or args.system is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        timed = Timed(lambda: lm.chat([*system, {"role": "user", "content": prompt}], stream=True, **request))
+        timed = TimedAnswer(lambda: lm.chat([*system, {"role": "user", "content": prompt}], stream=True, **request))
     else:
-        timed = Timed(lambda: lm.stream(prompt, **request))
+        timed = TimedAnswer(lambda: lm.stream(prompt, **request))
     for piece in timed:
         session.interrupt.check()
         if not args.json:
             yield piece
-    yield as_line({"prompt": prompt, "text": timed.text, **timed.figures(lm)}) if args.json else "\n"
-    session.closing = closing_line(timed, lm)
+    yield json_line({"prompt": prompt, "text": timed.text, **timed.figures(lm)}) if args.json else "\n"
+    session.summary = summary_line(timed, lm)
 
 
 def generate_options(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +145,7 @@ GENERATE = Command("generate", "continue a prompt, or answer it", GENERATE_OPTIO
 
 
 # Default limit of new tokens for an answer in `chat`.
-LONG = 512
+DEFAULT_ANSWER_TOKENS = 512
 
 
 # -- chat --------------------------------------------------------------------------------------
@@ -155,67 +155,69 @@ def chat(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Talk with a model: each line of stdin is a message, answered by the checkpoint's chat template. /new begins
     another conversation; the end of the input (Ctrl-D) ends the chat. Ctrl-C ends an answer, or between answers the
     chat."""
-    sampler = sampler_of(args)
+    sampler = make_sampler(args)
     check_texts({"--system": args.system or "", "--stop": args.stop})
     if args.max_new_tokens is not None:
         whole_number("--max-new-tokens", args.max_new_tokens, 1)
-    lm = language_model(args, session)
+    lm = load_language_model(args, session)
     first_messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     # Start the conversation before the first message is read, as it raises if there is no template.
     conversation, num_read = lm.conversation(first_messages), 0
-    max_new_tokens = args.max_new_tokens or min(LONG, max(1, (lm.max_positions or LONG * 4) // 4))
-    request = request_of(args, session, sampler) | {"max_new_tokens": max_new_tokens}
-    while line := _asked(session):
+    max_new_tokens = args.max_new_tokens or min(
+        DEFAULT_ANSWER_TOKENS, max(1, (lm.max_positions or DEFAULT_ANSWER_TOKENS * 4) // 4)
+    )
+    request = request_options(args, session, sampler) | {"max_new_tokens": max_new_tokens}
+    while line := _read_message(session):
         timed = None
         try:
             offset, num_read = num_read, num_read + len(line)
-            message = text_of(line, offset).strip()
+            message = decode_stdin(line, offset).strip()
             if message == "/new":
                 conversation = lm.conversation(first_messages)
             if message in ("", "/new"):
                 continue
-            timed = Timed(functools.partial(conversation.stream, message, **request))
+            timed = TimedAnswer(functools.partial(conversation.stream, message, **request))
             for piece in timed:
                 session.interrupt.check()
                 if not args.json:
                     yield piece
         except (RlxError, KeyboardInterrupt) as error:
-            if not in_terminal():  # a person can continue after an error, but a script should fail
+            if not is_interactive():  # a person can continue after an error, but a script should fail
                 raise
             if timed is not None and timed.text and not args.json:
                 yield "\n"
-            _say_left(session, error)
+            _print_failure(session, error)
             continue
-        yield as_line({"prompt": message, "text": timed.text, **timed.figures(lm)}) if args.json else "\n"
-        session.closing = closing_line(timed, lm, max_new_tokens)
-        session.say()
-        if in_terminal():
-            session.interrupt.forget()  # a Ctrl-C during the last part of an answer must not end the chat
+        yield json_line({"prompt": message, "text": timed.text, **timed.figures(lm)}) if args.json else "\n"
+        session.summary = summary_line(timed, lm, max_new_tokens)
+        session.print_summary()
+        if is_interactive():
+            session.interrupt.reset()  # a Ctrl-C during the last part of an answer must not end the chat
 
 
-def _say_left(session: Session, left: BaseException) -> None:
+def _print_failure(session: Session, error: BaseException) -> None:
     """Print why a message has no answer; the conversation continues without it."""
     session.status.clear()
-    session.interrupt.forget()
-    if isinstance(left, KeyboardInterrupt):
-        message = "stopped; the talk goes on as if this had not been asked"
+    session.interrupt.reset()
+    if isinstance(error, KeyboardInterrupt):
+        message = "interrupted; the conversation continues without this message"
     else:
-        hint = "; /new begins another conversation" if isinstance(left, SequenceLengthError) else ""
-        message = f"{type(left).__name__}: {left}{hint}"
+        hint = "; /new begins another conversation" if isinstance(error, SequenceLengthError) else ""
+        message = f"{type(error).__name__}: {error}{hint}"
     print(f"rlx-jax: {message}", file=sys.stderr)
 
 
-def _asked(session: Session) -> bytes:
+def _read_message(session: Session) -> bytes:
     """Read the next message; empty at the end of the input."""
     session.status.clear()
-    return session.interrupt.waits(lambda: next_line("> "))
+    return session.interrupt.run_interruptible(lambda: read_line("> "))
 
 
 def chat_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `chat`."""
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    add_sampling(parser, None, f"{LONG}, or a quarter of the model's positions")
+    add_sampling(parser, None, f"{DEFAULT_ANSWER_TOKENS}, or a quarter of the model's positions")
 
 
 CHAT_OPTIONS = (chat_options, add_compute, add_json, add_model)
-CHAT = Command("chat", "talk with a model, message by message", CHAT_OPTIONS, chat, hears=True)
+CHAT = Command("chat", "talk with a model, message by message", CHAT_OPTIONS, chat, handles_interrupt=True)

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from rlx_jax.cli.command import Command, Session, add_json, add_model, as_line, table
-from rlx_jax.cli.terminal import in_bytes
+from rlx_jax.cli.command import Command, Session, add_json, add_model, json_line, table
+from rlx_jax.cli.terminal import format_bytes
 from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
 from rlx_jax.encode.checkpoint import Checkpoint
@@ -49,35 +49,35 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
         "needs": None,
     }
     if any(value is not None for value in (args.batch, args.context, args.profile, args.dtype)):
-        result["needs"] = needs_of_batch(pretrained, args)
+        result["needs"] = batch_needs(pretrained, args)
     session.status.clear()
-    yield from [as_line(result)] if args.json else table(to_read(result))
+    yield from [json_line(result)] if args.json else table(table_rows(result))
 
 
-def to_read(found: dict[str, Any]) -> dict[str, Any]:
+def table_rows(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result of `inspect --json` as rows of a table."""
-    tokens, size = found["tokenizer_tokens"], in_bytes(found["weight_bytes"])
+    tokens, size = result["tokenizer_tokens"], format_bytes(result["weight_bytes"])
     rows = {
-        "recipe": f"{found['recipe']}, {found['kind']}",
-        "weights": f"{found['parameters']:,} in {found['tensors']} tensors, {size}",
-        "dtypes": ", ".join(found["dtypes"]),
+        "recipe": f"{result['recipe']}, {result['kind']}",
+        "weights": f"{result['parameters']:,} in {result['tensors']} tensors, {size}",
+        "dtypes": ", ".join(result["dtypes"]),
         "tokenizer": "none" if tokens is None else f"{tokens:,} tokens",
-        "chat templates": ", ".join(found["chat_templates"]) or "none",
-        **found["config"],
+        "chat templates": ", ".join(result["chat_templates"]) or "none",
+        **result["config"],
     }
-    needs = found["needs"]
+    needs = result["needs"]
     if needs is None:
         return rows
     context, batch = needs["context_that_fits"], needs["batch_that_fits"]
     alternative = f"a context of {context:,}" if context else f"a batch of {batch:,}" if batch else ""
     rows |= {"batch": needs["batch"], "context": needs["context"]}
     rows |= {
-        "parameter bytes": in_bytes(needs["parameter_bytes"]), "state bytes": in_bytes(needs["state_bytes"]),
-        "activation bytes, about": in_bytes(needs["activation_bytes"]),
-        "bytes in all, about": in_bytes(needs["total_bytes"]),
+        "parameter bytes": format_bytes(needs["parameter_bytes"]), "state bytes": format_bytes(needs["state_bytes"]),
+        "activation bytes, about": format_bytes(needs["activation_bytes"]),
+        "bytes in all, about": format_bytes(needs["total_bytes"]),
     }  # fmt: skip
     if needs["fits"] is not None:
-        rows["bytes of the device"] = in_bytes(needs["device_bytes"])
+        rows["bytes of the device"] = format_bytes(needs["device_bytes"])
         rows["fits"] = "yes" if needs["fits"] else f"no; {alternative} would" if alternative else "no"
     return rows
 
@@ -85,7 +85,7 @@ def to_read(found: dict[str, Any]) -> dict[str, Any]:
 # -- memory ------------------------------------------------------------------------------------
 
 
-def needs_of_batch(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, Any]:
+def batch_needs(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, Any]:
     """Return the bytes that `--batch` rows of `--context` tokens take, by name, and whether they fit the device.
 
     `fits` is None where the memory of the device is unknown.
@@ -95,24 +95,26 @@ def needs_of_batch(pretrained: Pretrained, args: argparse.Namespace) -> dict[str
     """
     if pretrained.kind not in ("causal", "encoder"):
         raise RequestError(
-            f"{quote(args.directory)} is of kind {pretrained.kind}: --batch and --context are for models of tokens"
+            f"{quote(args.directory)} is of kind {pretrained.kind}: --batch and --context require a model of tokens"
         )
     batch = whole_number("--batch", 1 if args.batch is None else args.batch, 1)
     longest = pretrained.max_positions or 2048
     context = whole_number("--context", min(2048, longest) if args.context is None else args.context, 1)
     check_positions(context, pretrained.max_positions, "--context")
-    model = without_weights(pretrained, args)
-    needs, memory = needs_of(model, batch, context, pretrained.max_positions), running_device().memory
+    model = open_without_weights(pretrained, args)
+    needs, memory = estimate_memory(model, batch, context, pretrained.max_positions), running_device().memory
     total = sum(needs.values())
     fits = None if memory is None else total <= memory
-    alternatives = {} if fits or memory is None else fitting(model, batch, context, pretrained.max_positions, memory)
+    alternatives = (
+        {} if fits or memory is None else find_fitting_size(model, batch, context, pretrained.max_positions, memory)
+    )
     return {
         "batch": batch, "context": context, **needs, "total_bytes": total, "device_bytes": memory, "fits": fits,
         "context_that_fits": alternatives.get("context"), "batch_that_fits": alternatives.get("batch"),
     }  # fmt: skip
 
 
-def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
+def open_without_weights(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
     """Return the model that `rlx_jax.load` would return, but without weights: only their shapes are used."""
     profile = args.profile if args.dtype is None else computing_in(args.dtype, args.profile)
     flow = pretrained.recipe.assemble()
@@ -124,7 +126,7 @@ def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> Compile
     return CompiledModel(programs, flow.name, "prefill" if causal else "forward")
 
 
-def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int | None) -> dict[str, int]:
+def estimate_memory(model: CompiledModel, batch: int, context: int, max_positions: int | None) -> dict[str, int]:
     """Estimate the bytes that a batch of prompts as long as the context takes, with the padding of `generate`.
 
     Nothing is compiled.
@@ -146,7 +148,9 @@ def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int 
     return {"parameter_bytes": parameters, "state_bytes": state, "activation_bytes": activations}
 
 
-def fitting(model: CompiledModel, batch: int, context: int, longest: int | None, memory: int) -> dict[str, int]:
+def find_fitting_size(
+    model: CompiledModel, batch: int, context: int, longest: int | None, memory: int
+) -> dict[str, int]:
     """Return the longest context that would fit, found by halving, or else the largest batch.
 
     The result is by name, `context` or `batch`; empty if neither fits.
@@ -156,7 +160,7 @@ def fitting(model: CompiledModel, batch: int, context: int, longest: int | None,
         ("batch", [(batch >> i, context) for i in range(1, 30) if batch >> i]),
     ):
         for rows, tokens in candidates:
-            if sum(needs_of(model, rows, tokens, longest).values()) <= memory:
+            if sum(estimate_memory(model, rows, tokens, longest).values()) <= memory:
                 return {name: tokens if name == "context" else rows}
     return {}
 
@@ -164,11 +168,16 @@ def fitting(model: CompiledModel, batch: int, context: int, longest: int | None,
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `inspect`."""
     add = parser.add_argument
-    add("--batch", type=int, metavar="N", help="say what so many rows take in memory (1)")
-    add("--context", type=int, metavar="N", help="of so many tokens each (2048, or as many as the model has positions)")
-    add("--profile", metavar="NAME|FILE", help="as it would be compiled by this profile")
-    add("--dtype", metavar="DTYPE", help="as it would be computed in bf16, f32 ...")
+    add("--batch", type=int, metavar="N", help="estimate the memory of this many rows (1)")
+    add(
+        "--context",
+        type=int,
+        metavar="N",
+        help="of this many tokens each (2048, or as many as the model has positions)",
+    )
+    add("--profile", metavar="NAME|FILE", help="compiled with this profile")
+    add("--dtype", metavar="DTYPE", help="computed in bf16, f32 ...")
     add("--device", metavar="DEVICE", help="for this device: cpu, gpu, tpu, gpu:1")
 
 
-INSPECT = Command("inspect", "what a checkpoint is, and what it takes", (options, add_json, add_model), inspect)
+INSPECT = Command("inspect", "describe a checkpoint, and estimate its memory", (options, add_json, add_model), inspect)
