@@ -160,7 +160,7 @@ def test_an_output_that_takes_no_letters(
 
 WRONG: dict[str, tuple[list[object], int, str]] = {
     "device by number": ([BASE, "--device", "cpu:8"], 1, "--device cpu:8: expected cpu:0 to cpu:7"),
-    "device and devices": ([BASE, "--device", "cpu", "--devices", "2"], 1, "give one of them"),
+    "device and devices": ([BASE, "--device", "cpu", "--devices", "2"], 1, "use only one of them"),
     "bytes": ([BASE, "--prompt", "\udcff"], 1, "RequestError: --prompt: not UTF-8"),
     "no device": ([BASE, "--devices", "0"], 1, "RequestError: --devices 0: expected 1 to 8"),
     "tensor that does not divide": ([BASE, "--devices", "8", "--tensor", "3"], 1, "8 devices, one of 1, 2, 4, 8"),
