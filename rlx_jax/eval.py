@@ -65,9 +65,7 @@ class LMEval(TemplateLM):  # type: ignore[misc]
         model_limit = lm.max_positions or MAX_LENGTH
         self.max_length = model_limit if max_length is None else whole_number("max_length", max_length, 2)
         if lm.max_positions is not None and self.max_length > lm.max_positions:
-            raise SequenceLengthError(
-                f"LMEval: max_length is {max_length}; the model knows {lm.max_positions} positions"
-            )
+            raise SequenceLengthError(f"LMEval: max_length is {max_length}; the model has {lm.max_positions} positions")
 
     @property
     def eot_token_id(self) -> int:

@@ -181,7 +181,7 @@ MADE: dict[str, tuple[list[str], str]] = {
 def test_a_template_makes_no_control_token_of_what_people_wrote(tokenizers: dict[str, Tokenizer], case: str) -> None:
     texts, template = MADE[case]
     messages = [{"role": "user", "content": text} for text in texts]
-    with pytest.raises(errors.RequestError, match=r"makes the control token '<\|im_end\|>' of what they hold"):
+    with pytest.raises(errors.RequestError, match=r"forms the control token '<\|im_end\|>' from their texts"):
         prompt(tokenizers["qwen"], messages, chat_template=template)
 
 
@@ -305,7 +305,7 @@ def test_a_worker_that_waits_or_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(errors.LimitError, match="RENDER_WAIT = 0.001 s"):
         patch.setattr(chat_template, "RENDER_WAIT", 0.001)
         render("x", {})
-    monkeypatch.setattr(chat_template, "_worker", lambda: ("-c", "import os; os.abort()"))
+    monkeypatch.setattr(chat_template, "_worker_arguments", lambda: ("-c", "import os; os.abort()"))
     with pytest.raises(errors.TokenizerError, match="ended the process that renders it: signal 6"):
         render("x", {})
     monkeypatch.setattr("sys.executable", "/nowhere/python")

@@ -96,7 +96,7 @@ def test_a_recipe_declares_its_positions(family: str, program: str) -> None:
     """Rotary positions have no table that ends, and the config says where they do."""
     made = rlx.init(FLOWS[family], 0, program=program)
     assert jax.tree.leaves(made(np.ones((1, POSITIONS), int)))[0].shape[1] == POSITIONS
-    with pytest.raises(errors.SequenceLengthError, match=f"{POSITIONS + 1} tokens, and the model knows {POSITIONS}"):
+    with pytest.raises(errors.SequenceLengthError, match=f"{POSITIONS + 1} tokens, and the model has {POSITIONS}"):
         made(np.ones((1, POSITIONS + 1), int))
 
 

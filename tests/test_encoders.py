@@ -201,7 +201,7 @@ def test_positions_begin_behind_the_padding() -> None:
     for directory, known in ((XLM, 43), (MPNET, 42), (NOMIC, 44), (BARE, 40)):
         encoder: Any = rlx.load(directory)
         assert encoder.max_positions == known
-        with pytest.raises(errors.SequenceLengthError, match=f"{known + 1} positions, the model knows {known}"):
+        with pytest.raises(errors.SequenceLengthError, match=f"{known + 1} positions, the model has {known}"):
             encoder.hidden_states(np.full((1, known + 1), 5, np.int32))
     model: Any = rlx.compile(rlx.from_pretrained(XLM))  # which is told no limit, and finds it
     with pytest.raises(errors.SequenceLengthError, match="43"):

@@ -129,7 +129,7 @@ def test_its_arguments() -> None:
         ask(short, max_gen_toks=24)
     with pytest.raises(errors.RequestError, match="that is to be continued"):
         short.apply_chat_template([{"role": "assistant", "content": "a"}], add_generation_prompt=False)
-    with pytest.raises(errors.SequenceLengthError, match="max_length is 129; the model knows 128"):
+    with pytest.raises(errors.SequenceLengthError, match="max_length is 129; the model has 128"):
         eval.LMEval(lm, max_length=129)
     with pytest.raises(errors.RequestError, match="got int"):
         eval.LMEval(3)  # type: ignore[arg-type]

@@ -232,7 +232,7 @@ def test_what_warm_up_lacked_is_said() -> None:
 
 def test_buckets_are_checked() -> None:
     for buckets, message in (
-        ({"prompt": [129]}, "buckets.prompt: 129 tokens, and the model knows 128"),
+        ({"prompt": [129]}, "buckets.prompt: 129 tokens, and the model has 128"),
         ({"context": [256]}, "buckets.context: 256 tokens"),
         ({"prompt": [64], "context": [32]}, "64, is over the largest of buckets.context"),
     ):

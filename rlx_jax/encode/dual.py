@@ -21,12 +21,12 @@ from rlx_jax.runtime.compile_flow import finish_models
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.runtime.report import Report
-from rlx_jax.text.padding import padded_to
-from rlx_jax.text.token_model import OpenedModel, TokenizerLike, open_tokenizer
+from rlx_jax.text.padding import pad_to
+from rlx_jax.text.token_model import TaskModel, TokenizerLike, open_tokenizer
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 
-class DualEncoder(OpenedModel):
+class DualEncoder(TaskModel):
     """A text tower and an image tower that share one set of parameters.
 
     Args:
@@ -139,7 +139,7 @@ class DualEncoder(OpenedModel):
             cosines: Vectors = units[0] @ units[1].T
             return cosines
         # Padded to buckets, so that few sizes of the comparison compile.
-        padded = [padded_to(v, bucket(len(v), 1, None), v.shape[1]) for v in (text_rows, image_rows)]
+        padded = [pad_to(v, bucket(len(v), 1, None), v.shape[1]) for v in (text_rows, image_rows)]
         outputs = self.compare(texts=padded[0], images=padded[1])
         scores = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
         padded_scores: Vectors = np.asarray(jax.device_get(scores))

@@ -28,18 +28,26 @@ from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.inputs import as_host_array, whole_number
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.padding import check_buckets, check_sizes, cropped
-from rlx_jax.text.request_checks import NO_TOKENIZER, Ids, id_list, keep_mask, row_lengths, split_prompts, token_block
+from rlx_jax.text.padding import check_buckets, check_sizes, crop_to
+from rlx_jax.text.request_checks import (
+    NO_TOKENIZER,
+    Ids,
+    classify_prompts,
+    id_list,
+    keep_mask,
+    row_lengths,
+    token_block,
+)
 from rlx_jax.text.token_model import (
-    OpenedModel,
+    TaskModel,
     TokenizerLike,
-    check_hidden,
+    check_hidden_states,
     check_positions,
-    in_one_line,
-    known_positions,
+    model_repr,
     open_token_model,
     open_tokenizer,
-    primary,
+    primary_output,
+    supported_positions,
 )
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
@@ -54,7 +62,7 @@ _BUCKETS = (
 )
 
 
-class Encoder(OpenedModel):
+class Encoder(TaskModel):
     """Compute hidden states and embeddings of texts.
 
     `flow` maps ids `[batch, seq]` to hidden states `[batch, seq, hidden]`. A decoder works without its head, as
@@ -96,8 +104,8 @@ class Encoder(OpenedModel):
         self.model, self.vocab_size = open_token_model(
             flow, weights, OpenOptions(**options), max_positions, programs=("forward",)
         )
-        check_hidden(self.model, self.vocab_size)
-        self.max_positions = known_positions(self.model)
+        check_hidden_states(self.model, self.vocab_size)
+        self.max_positions = supported_positions(self.model)
         if not isinstance(pipeline, SentencePipeline | None):
             raise RequestError(f"pipeline is {shown(pipeline)}; expected a SentencePipeline")
         self.pools = pipeline is None and POOLED in self.model.output_names
@@ -109,7 +117,7 @@ class Encoder(OpenedModel):
         self._read: RequestReport | None = None
 
     def __repr__(self) -> str:
-        return in_one_line("Encoder", self.model, self.vocab_size, self.max_positions)
+        return model_repr("Encoder", self.model, self.vocab_size, self.max_positions)
 
     def hidden_states(self, tokens: Any, lengths: Any = None, **inputs: Any) -> jax.Array:
         """Return the last hidden state: tokens `[B, S]` ints → `[B, S, H]` float32.
@@ -127,7 +135,7 @@ class Encoder(OpenedModel):
         """
         block, _, _ = token_block(tokens, self.vocab_size)
         check_positions(block.shape[1], self.max_positions, "tokens")
-        valid = row_lengths(lengths, block.shape, low=1)
+        valid = row_lengths(lengths, block.shape, min_length=1)
         # A flow need not declare the mask: the derived `padded` program adds it.
         names = dict.fromkeys([*(d.name for d in self.model.flow._inputs), MASK])
         input_names = [*names, "lengths"]
@@ -145,7 +153,7 @@ class Encoder(OpenedModel):
         has_buckets = bool(self.buckets.batch or self.buckets.prompt)
         # Without lengths, mask and buckets no token is padding, so the plain forward program runs.
         if lengths is None and MASK not in inputs and not has_buckets:
-            return primary(self.model(block, **inputs))
+            return primary_output(self.model(block, **inputs))
         # With buckets the padded program also runs blocks that fill their bucket: one program per size.
         has_mask = MASK in inputs
         inputs = {MASK: np.arange(block.shape[1])[None] < valid[:, None], **inputs}
@@ -157,7 +165,7 @@ class Encoder(OpenedModel):
             if has_mask and self._from_the_left:
                 self._row_lengths(inputs[MASK], block.shape)
             sizes = form.sizes(*block.shape) if has_buckets else block.shape
-            hidden = cropped(self.model.programs, primary(form.outputs(block, inputs, *sizes)), *block.shape)
+            hidden = crop_to(self.model.programs, primary_output(form.outputs(block, inputs, *sizes)), *block.shape)
         self.model.last = form.model.last
         return hidden
 
@@ -272,11 +280,11 @@ class Encoder(OpenedModel):
         if isinstance(texts, Iterator):
 
             def read(chunk: tuple[int, list[Any]]) -> list[Ids]:
-                request = split_prompts(chunk[1], f"texts[{chunk[0]}:]", flat=False)
+                request = classify_prompts(chunk[1], f"texts[{chunk[0]}:]", allow_flat=False)
                 return ids(request.texts or request.ids or [], request.texts is not None, chunk[0])
 
             return ahead(chunks(texts), read), None, False
-        request = split_prompts(texts, "texts", flat=False)
+        request = classify_prompts(texts, "texts", allow_flat=False)
         is_text, entries = request.texts is not None, request.texts or request.ids or []
         return ahead(chunks(entries), lambda chunk: ids(chunk[1], is_text, chunk[0])), len(entries), request.single
 

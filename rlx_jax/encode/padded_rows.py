@@ -20,9 +20,9 @@ from rlx_jax.encode.sentence import SentencePipeline, pool
 from rlx_jax.lowering.hir.row_layouts import EACH, MASK
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.text.padding import block_width, padded_to
+from rlx_jax.text.padding import block_width, pad_to
 from rlx_jax.text.request_checks import Ids, pad_rows
-from rlx_jax.text.token_model import primary
+from rlx_jax.text.token_model import primary_output
 
 # Maximum number of rows of a call, if the profile has no buckets for it.
 BATCH = 32
@@ -78,12 +78,12 @@ class RowForm:
         attention has a key to read.
         """
         if (rows, width) != block.shape:
-            inputs = {n: padded_to(as_host_array(n, jax.device_get(v)), rows, width) for n, v in inputs.items()}
+            inputs = {n: pad_to(as_host_array(n, jax.device_get(v)), rows, width) for n, v in inputs.items()}
             inputs[MASK][block.shape[0] :, 0] = 1
         if self.exact:
             inputs = {n: v for n, v in inputs.items() if n != MASK}
             inputs |= dict.fromkeys(self.mask, np.ones((rows, width), bool))
-        return self.model(padded_to(block, rows, width), **inputs)
+        return self.model(pad_to(block, rows, width), **inputs)
 
     def calls(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], tuple[int, int]]]:
         """Yield (row numbers, sizes of the program) of each call, shortest rows first."""
@@ -120,9 +120,9 @@ class RowForm:
         outputs = self.outputs(pad_rows(rows, longest), {MASK: keep}, block.rows, block.width)
         if self.pipeline is None:
             return pooled_of(outputs)  # type: ignore[no-any-return]
-        valid, skip = padded_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
+        valid, skip = pad_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
         vectors: jax.Array = self.model.programs.run_helper(
-            pooled, primary(outputs), valid, *skip, static=(self.pipeline,)
+            pooled, primary_output(outputs), valid, *skip, static=(self.pipeline,)
         )
         return vectors
 
@@ -142,7 +142,7 @@ def exact_rows(form: RowForm, block: Ids, inputs: Mapping[str, Any], lengths: Se
     blocks, positions, offset = [], dict[int, int](), 0
     for row_ids, (rows, width) in form.calls(lengths):
         row_inputs = {name: value[row_ids, :width] for name, value in host.items()}
-        blocks.append(primary(form.outputs(block[row_ids, :width], row_inputs, rows, width)))
+        blocks.append(primary_output(form.outputs(block[row_ids, :width], row_inputs, rows, width)))
         positions |= {row: offset + i for i, row in enumerate(row_ids)}
         offset += rows
     static = block.shape[1], tuple(positions[row] for row in range(len(block)))

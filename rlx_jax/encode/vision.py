@@ -22,14 +22,14 @@ from rlx_jax.runtime.compile_flow import open_model
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.token_model import OpenedModel, primary
+from rlx_jax.text.token_model import TaskModel, primary_output
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 # Maximum number of images of a call, if the profile has no buckets for it.
 BATCH = 32
 
 
-class VisionEncoder(OpenedModel):
+class VisionEncoder(TaskModel):
     """Compute hidden states and vectors of images.
 
     `flow` maps pixel values `[batch, channels, height, width]` to hidden states `[batch, tokens, hidden]`; its side
@@ -81,7 +81,7 @@ class VisionEncoder(OpenedModel):
             raise GraphError(
                 f"{self.model.name}: the output is {list(shape)}; hidden states are [batch, tokens, hidden]"
             )
-        return primary(self.model(self._checked(pixel_values)))
+        return primary_output(self.model(self._checked(pixel_values)))
 
     @suggest_keywords()
     def embed(self, images: Any) -> Vectors:

@@ -42,15 +42,15 @@ from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.padding import check_buckets
-from rlx_jax.text.request_checks import Prompts, id_list, split_prompts, token_block
+from rlx_jax.text.request_checks import Prompts, classify_prompts, id_list, token_block
 from rlx_jax.text.token_model import (
-    OpenedModel,
+    TaskModel,
     TokenizerLike,
     check_logits,
-    in_one_line,
-    known_positions,
+    model_repr,
     open_token_model,
     open_tokenizer,
+    supported_positions,
 )
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
@@ -59,7 +59,7 @@ IdPair = tuple[list[int], list[int]]
 PromptLike = TypeVar("PromptLike", str, list[str], list[int], list[list[int]])
 
 
-class CausalLM(OpenedModel):
+class CausalLM(TaskModel):
     """A causal language model: `flow` maps token ids `[batch, seq]` to logits `[batch, seq, vocab]`.
 
     It generates text, scores it, and exposes the key/value cache; `rlx_jax.load` returns one for a checkpoint.
@@ -90,7 +90,7 @@ class CausalLM(OpenedModel):
             flow, weights, OpenOptions(**options), max_positions, programs=("forward", *CACHED_PROGRAMS), inputs=True
         )
         check_logits(self.model, self.vocab_size)
-        self.max_positions = known_positions(self.model)
+        self.max_positions = supported_positions(self.model)
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self._inputs = declared(self.model)
@@ -114,7 +114,7 @@ class CausalLM(OpenedModel):
         self._eos_ids = tuple(id_list([ids] if isinstance(ids, int | np.integer) else ids, self.vocab_size, "eos_ids"))
 
     def __repr__(self) -> str:
-        return in_one_line("CausalLM", self.model, self.vocab_size, self.max_positions)
+        return model_repr("CausalLM", self.model, self.vocab_size, self.max_positions)
 
     # -- programs ----------------------------------------------------------------------------
 
@@ -243,9 +243,9 @@ class CausalLM(OpenedModel):
             NumericsError: logits of a row are not finite. The other rows were generated, and are in its `outputs`.
         """
         if attention_mask is not None:
-            block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
+            block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, name="prompts")
             prompts = [row[:length].tolist() for row, length in zip(block, lengths, strict=True)]
-        checked_prompts = split_prompts(prompts)
+        checked_prompts = classify_prompts(prompts)
         request_args = self._request(
             checked_prompts, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options
         )
@@ -267,7 +267,7 @@ class CausalLM(OpenedModel):
             RequestError: `n` or `logprobs` are given, which a stream of one answer cannot return. Others as `generate`.
         """
         refuse_in_stream("stream", n, logprobs)
-        checked_prompts = split_prompts(prompt)
+        checked_prompts = classify_prompts(prompt)
         if not checked_prompts.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
         return pieces(self._lm, *self._request(checked_prompts, max_new_tokens, sampler, stop, seed, **options))

@@ -27,7 +27,7 @@ from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.runtime.inputs import whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.sequence_state import LENGTH
-from rlx_jax.text.chat import check_messages, chosen_template
+from rlx_jax.text.chat import check_messages, choose_checked_template
 from rlx_jax.text.request_checks import Prompts
 from rlx_jax.text.token_model import check_positions
 
@@ -236,7 +236,9 @@ def open_conversation(
     lm = talker._lm
     tokenizer = lm.needed("chat needs", "generate from token ids")
     variables = options.keys() - {"tools", "chat_template", "allow_special"}
-    template = chosen_template(tokenizer, options.get("chat_template"), options.get("tools") is not None, variables)
+    template = choose_checked_template(
+        tokenizer, options.get("chat_template"), options.get("tools") is not None, variables
+    )
     is_empty = isinstance(messages, list | tuple) and not messages
     first_messages = [] if is_empty else check_messages(messages, template)
     if max_len is not None:

@@ -19,7 +19,7 @@ from rlx_jax.ir.types import TensorType
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.programs import state_shardings
 from rlx_jax.runtime.sequence_state import LENGTH, State, check_capacity
-from rlx_jax.text.padding import cropped
+from rlx_jax.text.padding import crop_to
 from rlx_jax.text.request_checks import Ids
 
 
@@ -136,7 +136,7 @@ def run_padded(
     (logits, *_), new_state = reader({ids: padded, "lengths": lengths, **(beside or {})}, state)
     if reader.key.last_only:
         return programs.run_helper(last_rows, logits, static=(len(valid),)), new_state
-    return cropped(programs, logits, len(valid), seq), new_state
+    return crop_to(programs, logits, len(valid), seq), new_state
 
 
 # -- slices of padded outputs; compiled, as an eager slice would transfer its indices to the device --------------------

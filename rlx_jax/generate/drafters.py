@@ -448,7 +448,7 @@ def check_draft_model(draft: LanguageModel, lm: LanguageModel) -> None:
     prefix = f"speculative: {draft.model.name} cannot draft for {lm.model.name}"
     if draft.vocab_size != lm.vocab_size:
         raise RequestError(f"{prefix}: it has {draft.vocab_size} tokens, and expected are {lm.vocab_size}")
-    if draft.tokenizer and lm.tokenizer and not draft.tokenizer.same_ids(lm.tokenizer):
+    if draft.tokenizer and lm.tokenizer and not draft.tokenizer.has_same_ids(lm.tokenizer):
         raise RequestError(
             f"{prefix}: their tokenizers give other ids to the same tokens; use a model of one tokenizer"
         )

@@ -22,7 +22,7 @@ from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
-from rlx_jax.text.tokenizer import Tokenizer, configured_ids
+from rlx_jax.text.tokenizer import Tokenizer, config_token_ids
 from rlx_jax.weights.format import OpenOptions
 
 
@@ -138,7 +138,7 @@ def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Ca
     if tokenizer is not None:  # it has read the ids from the same files
         eos, bos = tokenizer.eos_ids, tokenizer.bos_id
     else:
-        eos, bos = configured_ids(folder, "eos"), next(iter(configured_ids(folder, "bos")), None)
+        eos, bos = config_token_ids(folder, "eos"), next(iter(config_token_ids(folder, "bos")), None)
     for field, ids in (("eos_token_id", eos), ("bos_token_id", () if bos is None else (bos,))):
         if any(i >= pretrained.vocab_size for i in ids):
             where = f"{quote(folder.path)}: {field}"

@@ -24,9 +24,9 @@ from rlx_jax.runtime.inputs import bind_sizes, whole_number
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Variant
 from rlx_jax.runtime.sequence_state import as_state
-from rlx_jax.text.padding import block_width, cropped, pad_block, padded_to
-from rlx_jax.text.request_checks import Ids, pad_rows, split_prompts, token_block
-from rlx_jax.text.token_model import check_positions, primary
+from rlx_jax.text.padding import block_width, crop_to, pad_block, pad_to
+from rlx_jax.text.request_checks import Ids, classify_prompts, pad_rows, token_block
+from rlx_jax.text.token_model import check_positions, primary_output
 
 ROOM = 256  # free slots of the cache after a prompt, where `prefill` is called without max_len
 
@@ -39,7 +39,7 @@ def logits_of(lm: LanguageModel, tokens: Any, lengths: Any, mask: Any, inputs: A
     # Padding is only safe where prefill can be derived: then tokens do not see later ones, and rows not each other.
     padded = block if model.programs.derivation_error(model.name, "prefill") else pad_block(lm.buckets, block, limit)
     other_inputs = request_inputs(model, inputs, len(block), lm.inputs).padded(len(padded))
-    values = cropped(model.programs, primary(model(padded, **other_inputs)), *block.shape)
+    values = crop_to(model.programs, primary_output(model(padded, **other_inputs)), *block.shape)
     return as_given(model, values, starts)
 
 
@@ -73,13 +73,13 @@ def extend(
     """Extend a state by more tokens; see `CausalLM.extend`."""
     model = lm.model
     check_is_state(state, "extend").take(lm.owner, peek=True)
-    block, valid, _ = token_block(tokens, lm.vocab_size, lengths, low=0)
+    block, valid, _ = token_block(tokens, lm.vocab_size, lengths, min_length=0)
     if block.shape[0] != len(state.lengths):
         raise RequestError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
     state.check_capacity(valid)
     seq = block.shape[1]  # a block of width 1, a decoding step, is not padded: it has a program of its own
     width = seq if seq == 1 else block_width(lm.buckets, seq, state.sizes["context"], step=1)
-    padded = padded_to(block, state.sizes["batch"], width)
+    padded = pad_to(block, state.sizes["batch"], width)
     variant = Variant(last_only(logits), model.output_names[:1], state.given)
     reader = model.as_program("extend").bound({**state.sizes, "seq": padded.shape[1]}, variant=variant)
     arrays = state.take(lm.owner)
@@ -190,7 +190,7 @@ def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array
     names = model.output_names[1:]
     if not names:
         raise RequestError(f"capture: {model.name} has no captures: load it with recipe.at('layers.*').capture()")
-    rows = lm.rows(split_prompts(prompts))
+    rows = lm.rows(classify_prompts(prompts))
     if not rows:
         raise RequestError("capture: there are no prompts")
     for i, row in enumerate(rows):

@@ -28,7 +28,7 @@ from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Variant
-from rlx_jax.text.request_checks import as_known_arrays, id_list
+from rlx_jax.text.request_checks import convert_foreign_arrays, id_list
 from rlx_jax.text.token_model import check_positions
 
 # The most alternative last tokens of one prefix, in addition to the first one.
@@ -368,7 +368,7 @@ def scored_tokens(lm: LanguageModel, texts: Any) -> tuple[list[ScoredTokens], bo
             tokenizer, or no begin token. TokenIdError: the model does not have an id. SequenceLengthError: an item is
             over the model's positions.
     """
-    texts = as_known_arrays("texts", texts)
+    texts = convert_foreign_arrays("texts", texts)
     single = _is_one(texts)
     if not single and not isinstance(texts, list | tuple | np.ndarray | jax.Array):
         raise RequestError(

@@ -420,7 +420,7 @@ def check_length(seq: int, bounds: Bounds, flow: str) -> None:
         SequenceLengthError: it is longer.
     """
     if bounds.positions is not None and seq > bounds.positions:
-        raise SequenceLengthError(f"{flow}: {seq} tokens, and the model knows {bounds.positions} positions")
+        raise SequenceLengthError(f"{flow}: {seq} tokens, and the model has {bounds.positions} positions")
 
 
 def random_key(what: str, seed: Any) -> jax.Array:

@@ -47,8 +47,8 @@ RENDER_WAIT = 30.0
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
 NO_TEMPLATE = (
-    "the checkpoint has no chat template, as base models have none: put its chat_template.jinja beside the weights, or "
-    "in Python pass chat_template=…, in Jinja as transformers writes it; or generate from a prompt without chat"
+    "the checkpoint has no chat template, as is usual for base models: put a chat_template.jinja next to the weights, "
+    "or in Python pass chat_template=…, a Jinja template as in transformers; or generate from a prompt without chat"
 )
 
 
@@ -72,7 +72,7 @@ def load_templates(folder: Folder, settings: Mapping[str, Any], where: str) -> d
         PathEscapeError: a file is a link that leads out of the directory.
     """
     paths = template_files(folder)
-    from_files = {name: text for name, path in paths.items() if (text := _read(folder, path)) is not None}
+    from_files = {name: text for name, path in paths.items() if (text := _read_template(folder, path)) is not None}
     if from_files:
         return from_files
     setting = settings.get("chat_template")
@@ -107,7 +107,7 @@ def template_files(folder: Folder) -> dict[str, str]:
     return paths
 
 
-def _read(folder: Folder, name: str) -> str | None:
+def _read_template(folder: Folder, name: str) -> str | None:
     """Return the text of a template file; None if there is none."""
     raw = folder.read(name, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", TokenizerError)
     try:
@@ -116,24 +116,24 @@ def _read(folder: Folder, name: str) -> str | None:
         raise TokenizerError(f"{folder.where(name)}: not UTF-8 at byte {cause.start}") from cause
 
 
-def choose_template(templates: Mapping[str, str], asked: str | None, tools: bool) -> str:
+def choose_template(templates: Mapping[str, str], requested: str | None, has_tools: bool) -> str:
     """Return the template to use.
 
     Args:
         templates: the checkpoint's templates by name.
-        asked: the requested template: a name or the template itself; None: the one for tools if `tools` and there is
-            one, else the default.
-        tools: whether the conversation has tools.
+        requested: a name, or the template itself; None: the template for tools if `has_tools` and there is one, else
+            the default.
+        has_tools: whether the conversation has tools.
 
     Raises:
-        RequestError: there is no template, or no default, or `asked` is neither a name nor a template.
+        RequestError: there is no template, or no default, or `requested` is neither a name nor a template.
         LimitError: the template is over `MAX_TEMPLATE_BYTES`.
     """
-    if asked is not None and not isinstance(asked, str):
-        raise RequestError(f"chat_template: expected a name or a template, got {type(asked).__name__}")
-    if asked is not None:
-        template = templates.get(asked, asked)
-    elif tools and TOOL_USE in templates:
+    if requested is not None and not isinstance(requested, str):
+        raise RequestError(f"chat_template: expected a name or a template, got {type(requested).__name__}")
+    if requested is not None:
+        template = templates.get(requested, requested)
+    elif has_tools and TOOL_USE in templates:
         template = templates[TOOL_USE]
     elif DEFAULT in templates:
         template = templates[DEFAULT]
@@ -145,11 +145,12 @@ def choose_template(templates: Mapping[str, str], asked: str | None, tools: bool
         raise RequestError(NO_TEMPLATE)
     size = len(template.encode(errors="surrogatepass"))
     limits.check_limit(size, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", "the chat template: the size in bytes")
-    if asked is not None and asked not in templates and not any(mark in asked for mark in ("{{", "{%", "{#")):
-        raise RequestError(
-            f"chat_template: {quote(asked)} is no template, as it has no '{{{{' and no '{{%', and no name of one: "
-            f"{listing(templates) or 'the checkpoint has none'}{did_you_mean(asked, templates)}"
-        )
+    if requested is None or requested in templates or any(mark in requested for mark in ("{{", "{%", "{#")):
+        return template
+    raise RequestError(
+        f"chat_template: {quote(requested)} is not a template, as it has no '{{{{' and no '{{%', and not the name of "
+        f"one: {listing(templates) or 'the checkpoint has none'}{did_you_mean(requested, templates)}"
+    )
     return template
 
 
@@ -165,7 +166,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         LimitError: over `RENDER_SECONDS`, `RENDER_WAIT`, `RENDER_MEMORY` or `MAX_RENDERED_CHARS`.
         StorageError: no process could be started.
     """
-    return _text(render_each(template, [variables])[0])
+    return _rendered_text(render_each(template, [variables])[0])
 
 
 def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -177,7 +178,7 @@ def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[
         RequestError, TokenizerError, LimitError, StorageError: as `render`.
     """
     answer, twin_answer = render_each(template, [variables, twin])
-    return _text(answer), twin_answer.get("text")
+    return _rendered_text(answer), twin_answer.get("text")
 
 
 def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -196,7 +197,7 @@ def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[d
     }
     try:
         process = subprocess.run(
-            [sys.executable, "-I", "-S", "-X", "utf8", *_worker()],
+            [sys.executable, "-I", "-S", "-X", "utf8", *_worker_arguments()],
             input=json.dumps(request).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -207,30 +208,30 @@ def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[d
         raise LimitError(f"the chat template: not rendered within RENDER_WAIT = {RENDER_WAIT:g} s") from cause
     except OSError as cause:
         raise StorageError(f"no process to render the chat template in: {quote(sys.executable)}: {cause}") from cause
-    return _answers(process)
+    return _parse_answers(process)
 
 
-def _answers(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, str]]:
+def _parse_answers(process: subprocess.CompletedProcess[bytes]) -> list[dict[str, str]]:
     """Return the answers in a worker's output.
 
     Raises:
         LimitError: the worker ran out of CPU time. TokenizerError: it ended without answers.
     """
-    if sys.platform != "win32" and done.returncode == -signal.SIGPROF:
+    if sys.platform != "win32" and process.returncode == -signal.SIGPROF:
         raise LimitError(f"the chat template: rendering takes more than RENDER_SECONDS = {RENDER_SECONDS:g} s")
     try:
-        answers: list[dict[str, str]] = json.loads(done.stdout)
+        answers: list[dict[str, str]] = json.loads(process.stdout)
     except ValueError:
-        status = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        status = f"signal {-process.returncode}" if process.returncode < 0 else f"exit status {process.returncode}"
         raise TokenizerError(f"the chat template ended the process that renders it: {status}") from None
     return answers
 
 
-def _text(answer: Mapping[str, str]) -> str:
+def _rendered_text(answer: Mapping[str, str]) -> str:
     """Return the text of an answer, or raise the error that it describes; a template's message becomes one line."""
     if "text" in answer:
         if not is_text(answer["text"]):
-            raise TokenizerError("the chat template writes half of a surrogate pair; it is no Unicode text")
+            raise TokenizerError("the chat template writes half of a surrogate pair, which is not valid Unicode text")
         return answer["text"]
     message = one_line(answer["message"])
     match answer["error"]:
@@ -247,7 +248,7 @@ def _text(answer: Mapping[str, str]) -> str:
 
 
 @functools.cache
-def _worker() -> tuple[str, ...]:
+def _worker_arguments() -> tuple[str, ...]:
     """Return the worker's file and the directories of jinja2 and markupsafe, as command-line arguments.
 
     The worker runs without site packages (`-S`), which keeps its start short, so it needs these directories.

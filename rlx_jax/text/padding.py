@@ -30,15 +30,15 @@ def block_width(buckets: Buckets, seq: int, limit: int | None, step: int = PROMP
 def pad_block(buckets: Buckets, block: Ids, limit: int | None) -> Ids:
     """Return a block `[B, S]` of prompts, padded to the sizes of its program."""
     batch, seq = block.shape
-    return padded_to(block, buckets.rows(batch), block_width(buckets, seq, limit))
+    return pad_to(block, buckets.rows(batch), block_width(buckets, seq, limit))
 
 
-def padded_to(block: np.ndarray[Any, Any], rows: int, width: int) -> np.ndarray[Any, Any]:
+def pad_to(block: np.ndarray[Any, Any], rows: int, width: int) -> np.ndarray[Any, Any]:
     """Return a block `[B, S]` padded with zeros at the end of each axis to `[rows, width]`."""
     return np.pad(block, ((0, rows - block.shape[0]), (0, width - block.shape[1])))
 
 
-def cut(sizes: tuple[int, ...], array: Any) -> Any:
+def crop(sizes: tuple[int, ...], array: Any) -> Any:
     """Return the first `sizes` entries of an array's first axes.
 
     Callers compile it, as an eager slice would transfer its indices to the device.
@@ -46,7 +46,7 @@ def cut(sizes: tuple[int, ...], array: Any) -> Any:
     return array[tuple(slice(size) for size in sizes)]
 
 
-def cropped(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
+def crop_to(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
     """Return the first `sizes` entries of an array's first axes; the array itself if these are all.
 
     Every combination of sizes compiles a small program. Once compilation is closed, the host slices instead.
@@ -55,9 +55,9 @@ def cropped(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
         return array
     if programs.forbids_compiles and not isinstance(array, jax.core.Tracer):
         target = programs.replicated or (array.sharding if array.committed else None)
-        result: jax.Array = jax.device_put(cut(sizes, jax.device_get(array)), target)
+        result: jax.Array = jax.device_put(crop(sizes, jax.device_get(array)), target)
     else:
-        result = programs.run_helper(cut, array, static=(sizes,))
+        result = programs.run_helper(crop, array, static=(sizes,))
     return result
 
 
@@ -70,7 +70,7 @@ def check_buckets(buckets: Buckets, max_positions: int | None) -> None:
     for name in ("prompt", "context"):
         sizes = getattr(buckets, name)
         if max_positions is not None and sizes and sizes[-1] > max_positions:
-            raise ProfileError(f"buckets.{name}: {sizes[-1]} tokens, and the model knows {max_positions} positions")
+            raise ProfileError(f"buckets.{name}: {sizes[-1]} tokens, and the model has {max_positions} positions")
     if buckets.context and buckets.prompt and buckets.prompt[0] > buckets.context[-1]:
         raise ProfileError(
             f"buckets.prompt: the smallest, {buckets.prompt[0]}, is over the largest of buckets.context, "
@@ -88,6 +88,6 @@ def check_sizes(buckets: Buckets, names: tuple[str, ...] = ("prompt", "batch")) 
     if empty_names:
         joined = " and ".join(f"buckets.{name}" for name in empty_names)
         raise RequestError(
-            f"warmup: the profile has no {joined}, so requests come in every size; set them, as in "
+            f"warmup: the profile has no {joined}, so requests can have any size; set them, as in "
             'profile.replace(buckets={"prompt": [128, 512], "batch": [1, 8]})'
         )

@@ -19,7 +19,7 @@ LIST_BYTES = 40  # memory of an id in a Python list, and approximately of the li
 
 
 def token_block(
-    tokens: Any, vocab_size: int, lengths: Any = None, mask: Any = None, low: int = 1, what: str = "tokens"
+    tokens: Any, vocab_size: int, lengths: Any = None, mask: Any = None, min_length: int = 1, name: str = "tokens"
 ) -> tuple[Ids, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Check a block of token ids `[B, S]`, and left-align the valid ids of each row.
 
@@ -28,10 +28,10 @@ def token_block(
     Args:
         tokens: an array or nested list of ids.
         vocab_size: exclusive upper bound of ids.
-        lengths: the number of valid ids of each row, each at least `low`; all by default.
+        lengths: the number of valid ids of each row, each at least `min_length`; all by default.
         mask: 1 for valid ids, 0 for padding; only one of `lengths` and `mask` is allowed.
-        low: the least allowed length.
-        what: the name of the argument in messages.
+        min_length: the minimum length of a row.
+        name: the name of the argument in messages.
 
     Returns:
         The ids, int32 `[B, S]`, with zeros after the valid ones; the number of valid ids of each row, int64 `[B]`;
@@ -43,26 +43,26 @@ def token_block(
     """
     is_text = isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(t, str) for t in tokens))
     if mask is not None and is_text:
-        raise RequestError(f"{what}: attention_mask goes with token ids, padded to [batch, seq]; strings need none")
-    padding_advice = "pass lengths= where the model takes it" if mask is None else "say where in attention_mask"
-    array = id_array(what, tokens, vocab_size, padding_advice)
+        raise RequestError(f"{name}: attention_mask goes with token ids, padded to [batch, seq]; strings need none")
+    padding_advice = "pass lengths= where the model takes it" if mask is None else "mark it in attention_mask"
+    array = id_array(name, tokens, vocab_size, padding_advice)
     if array.ndim != 2 or 0 in array.shape:
-        raise RequestError(f"{what}: expected [batch, seq] with at least one token, got shape {list(array.shape)}")
+        raise RequestError(f"{name}: expected [batch, seq] with at least one token, got shape {list(array.shape)}")
     if mask is not None and lengths is not None:
-        raise RequestError("lengths and attention_mask say the same; pass one of them")
+        raise RequestError("lengths and attention_mask are alternatives; pass one of them")
     positions, starts = np.arange(array.shape[1])[None], np.zeros(len(array), np.int64)
     if mask is None:
-        valid = row_lengths(lengths, array.shape, low)
+        valid = row_lengths(lengths, array.shape, min_length)
         keep = positions < valid[:, None]
     else:
         keep, valid, starts = mask_spans(mask, array.shape)
-    block = ids_in(what, np.where(keep, array, 0), vocab_size).astype(np.int32)
+    block = ids_in(name, np.where(keep, array, 0), vocab_size).astype(np.int32)
     if starts.any():
         block = np.take_along_axis(block, (positions + starts[:, None]) % block.shape[1], axis=1)
     return block, valid, starts
 
 
-def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
+def id_list(ids: Any, vocab_size: int, name: str) -> list[int]:
     """Return one sequence of token ids as a list of Python ints.
 
     Raises:
@@ -70,27 +70,27 @@ def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
         RequestError: not a sequence, or an array of another rank.
     """
     if isinstance(ids, jax.core.Tracer):
-        raise RequestError(f"{what}: traced by jax.jit or the like, and ids are read on the host: call it outside")
+        raise RequestError(f"{name}: traced by jax.jit or the like, and ids are read on the host: call it outside")
     if isinstance(ids, np.ndarray | jax.Array):
         if ids.ndim != 1:
-            raise RequestError(f"{what}: expected one sequence of ids, got shape {list(ids.shape)}")
-        ids = read_array(what, ids)
+            raise RequestError(f"{name}: expected one sequence of ids, got shape {list(ids.shape)}")
+        ids = read_array(name, ids)
         ids = ids.tolist() if ids.dtype.kind in "iu" else list(ids)
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-        raise RequestError(f"{what}: expected a list of token ids, got {type(ids).__name__}")
+        raise RequestError(f"{name}: expected a list of token ids, got {type(ids).__name__}")
     if set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size:
         return list(ids)  # several times faster than the loop, which is needed for the position in messages
     for position, i in enumerate(ids):
         if isinstance(i, bool | np.bool_) or not isinstance(i, int | np.integer):
-            raise TokenIdError(f"{what}[{position}]: a token id is an integer, got {shown(i)}")
+            raise TokenIdError(f"{name}[{position}]: a token id is an integer, got {shown(i)}")
         if not 0 <= i < vocab_size:
-            raise TokenIdError(f"{what}[{position}]: id {number(int(i))} is not in [0, {vocab_size})")
+            raise TokenIdError(f"{name}[{position}]: id {number(int(i))} is not in [0, {vocab_size})")
     return [int(i) for i in ids]
 
 
 NO_TOKENIZER = (
-    "a checkpoint's is tokenizer.json, which save_pretrained of transformers' AutoTokenizer writes; a flow of your own "
-    "is given one, tokenizer="
+    "a checkpoint requires tokenizer.json, which save_pretrained of transformers' AutoTokenizer writes; for a custom "
+    "flow, pass tokenizer="
 )
 
 
@@ -103,66 +103,66 @@ class Prompts:
     single: bool
 
 
-def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Prompts:
-    """Classify prompts: a string, a list of strings, an id list (if `flat`) or a list of id lists, or arrays of them.
+def classify_prompts(prompts: Any, name: str = "prompts", allow_flat: bool = True) -> Prompts:
+    """Classify prompts: a string, a list of strings, an id list (if `allow_flat`), a list of id lists, or arrays.
 
     Raises:
         RequestError: none of these, or a mix.
     """
-    prompts = as_known_arrays(what, prompts)
+    prompts = convert_foreign_arrays(name, prompts)
     if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UTO":  # texts, or rows of many lengths
         prompts = prompts.tolist()
     if isinstance(prompts, str):
         return Prompts([prompts], None, True)
     if isinstance(prompts, jax.core.Tracer):
-        raise RequestError(f"{what}: traced by jax.jit or the like, and prompts are read on the host: call it outside")
+        raise RequestError(f"{name}: traced by jax.jit or the like, and prompts are read on the host: call it outside")
     if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim:
-        limits.check_memory(LIST_BYTES * (prompts.size + len(prompts)), what)
-        return Prompts(None, [prompts] if prompts.ndim == 1 else list(read_array(what, prompts)), prompts.ndim == 1)
+        limits.check_memory(LIST_BYTES * (prompts.size + len(prompts)), name)
+        return Prompts(None, [prompts] if prompts.ndim == 1 else list(read_array(name, prompts)), prompts.ndim == 1)
     if not isinstance(prompts, list | tuple):
-        raise RequestError(f"{what}: expected a string, token ids, or a list of them, got {type(prompts).__name__}")
+        raise RequestError(f"{name}: expected a string, token ids, or a list of them, got {type(prompts).__name__}")
     if prompts and all(isinstance(p, str) for p in prompts):
         return Prompts(list(prompts), None, False)
-    if flat and prompts and all(isinstance(p, int | np.integer) and not isinstance(p, bool) for p in prompts):
+    if allow_flat and prompts and all(isinstance(p, int | np.integer) and not isinstance(p, bool) for p in prompts):
         return Prompts(None, [list(prompts)], True)
-    kinds = [_kind(p, flat) for p in prompts]
+    kinds = [_prompt_kind(p, allow_flat) for p in prompts]
     for i, kind in enumerate(kinds):
         if kind is None:
-            raise RequestError(f"{what}[{i}]: expected {kinds[0] or 'a string or token ids'}, got {shown(prompts[i])}")
+            raise RequestError(f"{name}[{i}]: expected {kinds[0] or 'a string or token ids'}, got {shown(prompts[i])}")
         if kind != kinds[0]:
             raise RequestError(
-                f"{what}[{i}]: expected {kinds[0]}, as {what}[0] is, all of one kind; got {shown(prompts[i])}"
+                f"{name}[{i}]: expected {kinds[0]}, as {name}[0] is: all of one kind; got {shown(prompts[i])}"
             )
     return Prompts(None, list(prompts), False)
 
 
-def as_known_arrays(what: str, value: Any) -> Any:
+def convert_foreign_arrays(name: str, value: Any) -> Any:
     """Convert arrays of other libraries, such as torch tensors, to NumPy, also in lists; return other values unchanged.
 
     Raises:
         RequestError: an array cannot be read, or `value` is a mapping.
     """
     if isinstance(value, list | tuple) and any(map(is_foreign, value)):
-        items = [as_known_arrays(f"{what}[{i}]", item) for i, item in enumerate(value)]
+        items = [convert_foreign_arrays(f"{name}[{i}]", item) for i, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
-    return read_array(what, value) if is_foreign(value) or isinstance(value, Mapping) else value
+    return read_array(name, value) if is_foreign(value) or isinstance(value, Mapping) else value
 
 
-def _kind(prompt: Any, flat: bool) -> str | None:
-    """Return the kind of one item of a prompt list, for messages; None if it is no prompt (nor an id, if `flat`)."""
+def _prompt_kind(prompt: Any, allow_id: bool) -> str | None:
+    """Return the kind of one item of a prompt list, for messages; None if it is no prompt (nor an id, if allowed)."""
     if isinstance(prompt, str):
         return "a string"
-    if flat and isinstance(prompt, int | np.integer) and not isinstance(prompt, bool):
+    if allow_id and isinstance(prompt, int | np.integer) and not isinstance(prompt, bool):
         return "a token id"
     rows = isinstance(prompt, list | tuple | np.ndarray | jax.Array) and not isinstance(prompt, jax.core.Tracer)
     return "a list of token ids" if rows else None
 
 
-def row_lengths(lengths: Any, shape: tuple[int, ...], low: int) -> np.ndarray[Any, Any]:
+def row_lengths(lengths: Any, shape: tuple[int, ...], min_length: int) -> np.ndarray[Any, Any]:
     """Return the number of valid tokens of each row of a `[B, S]` block, int64 `[B]`; S for each if `lengths` is None.
 
     Raises:
-        RequestError: not B integers. SequenceLengthError: one is not between `low` and S.
+        RequestError: not B integers. SequenceLengthError: one is not between `min_length` and S.
     """
     batch, seq = shape
     if lengths is None:
@@ -172,8 +172,8 @@ def row_lengths(lengths: Any, shape: tuple[int, ...], low: int) -> np.ndarray[An
         raise RequestError(f"lengths: expected integers, got {short_name(array.dtype)}")
     if array.shape != (batch,):
         raise RequestError(f"lengths: expected shape [{batch}], one for each row, got shape {list(array.shape)}")
-    if (array < low).any() or (array > seq).any():
-        raise SequenceLengthError(f"lengths: expected {low} to {seq}, got {array.tolist()[:8]}")
+    if (array < min_length).any() or (array > seq).any():
+        raise SequenceLengthError(f"lengths: expected {min_length} to {seq}, got {array.tolist()[:8]}")
     return array.astype(np.int64)
 
 
@@ -207,8 +207,10 @@ def mask_spans(
     positions = np.arange(shape[1])[None]
     span = (positions >= starts[:, None]) & (positions < (starts + valid)[:, None])
     for row in np.flatnonzero((valid == 0) | (span != keep).any(axis=1))[:1]:
-        what = "hides every token" if valid[row] == 0 else "has a hole"
-        raise RequestError(f"attention_mask: row {row} {what}; a row has a 1 at least, and its 1s stand together")
+        problem = "hides every token" if valid[row] == 0 else "has a gap"
+        raise RequestError(
+            f"attention_mask: row {row} {problem}; expected at least one 1, and all 1s of a row adjacent"
+        )
     return keep, valid.astype(np.int64), starts.astype(np.int64)
 
 

@@ -51,7 +51,7 @@ class GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
+def make_environment() -> ImmutableSandboxedEnvironment:
     """Return the environment that templates of transformers expect: its settings, filters and functions."""
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     env.filters["tojson"] = to_json
@@ -80,10 +80,10 @@ def strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def limit(seconds: float, memory_bytes: int) -> None:
+def set_limits(seconds: float, memory_bytes: int) -> None:
     """Limit the CPU time and memory of this process, and forbid it to open or write files. Only Linux limits memory."""
     # Render once before: codecs and the time zone's file are loaded at first use, which is impossible afterwards.
-    environment().from_string("{{ strftime_now('%d')|pprint }}{% if x is defined %}{% endif %}").render()
+    make_environment().from_string("{{ strftime_now('%d')|pprint }}{% if x is defined %}{% endif %}").render()
     if sys.platform != "win32":
         import resource
         import signal
@@ -100,20 +100,20 @@ def limit(seconds: float, memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 
 
-def pieces(template: str, variables: dict[str, Any], most: int) -> Iterator[str]:
-    """Yield the rendered text in pieces; raise `Overlong` once it has more than `most` characters."""
+def render_pieces(template: str, variables: dict[str, Any], max_chars: int) -> Iterator[str]:
+    """Yield the rendered text in pieces; raise `Overlong` once it has more than `max_chars` characters."""
     length = 0
-    for piece in environment().from_string(template).generate(variables):
+    for piece in make_environment().from_string(template).generate(variables):
         length += len(piece)
-        if length > most:
+        if length > max_chars:
             raise Overlong
         yield piece
 
 
-def answer(request: dict[str, Any], variables: dict[str, Any]) -> dict[str, str]:
+def render_answer(request: dict[str, Any], variables: dict[str, Any]) -> dict[str, str]:
     """Return an object with the rendered text, or with the error and its message."""
     try:
-        return {"text": "".join(pieces(request["template"], variables, request["output_chars"]))}
+        return {"text": "".join(render_pieces(request["template"], variables, request["output_chars"]))}
     except Refusal as error:
         return {"error": "refused", "message": str(error)[:2000]}
     except Overlong:
@@ -140,8 +140,8 @@ def template_line(error: Exception) -> int | None:
 def main() -> None:
     """Read a request from stdin and write the answers to stdout."""
     request = json.loads(sys.stdin.buffer.read())
-    limit(request["seconds"], request["memory_bytes"])
-    sys.stdout.write(json.dumps([answer(request, variables) for variables in request["variables"]]))
+    set_limits(request["seconds"], request["memory_bytes"])
+    sys.stdout.write(json.dumps([render_answer(request, variables) for variables in request["variables"]]))
 
 
 if __name__ == "__main__":

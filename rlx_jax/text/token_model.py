@@ -71,7 +71,7 @@ def open_token_model(
     ]  # fmt: skip
     if required:
         raise GraphError(
-            f"{model.name}: token ids are all that requests bring, and the flow also requires "
+            f"{model.name}: requests only provide token ids, but the flow also requires "
             f"{listing(required)}; give them a default, or call rlx_jax.compile(flow)"
         )
     shape = model.template().built.primary_shape
@@ -80,7 +80,7 @@ def open_token_model(
     return model, rows
 
 
-def in_one_line(kind: str, model: CompiledModel, vocab_size: int, max_positions: int | None) -> str:
+def model_repr(kind: str, model: CompiledModel, vocab_size: int, max_positions: int | None) -> str:
     """Return the `repr` of a `CausalLM` or an `Encoder`."""
     positions = max_positions or "any number of"
     target = model.settings.target
@@ -96,15 +96,15 @@ def check_logits(model: CompiledModel, vocab_size: int) -> None:
     flow, built = model.flow, model.template().built
     if (width := built.primary_shape[-1]) != vocab_size:
         raise ShapeError(
-            f"{flow.name}: a CausalLM's output is logits [batch, seq, {vocab_size}], as many as the embedding "
-            f"has rows; got width {width}"
+            f"{flow.name}: a CausalLM's output is logits [batch, seq, {vocab_size}], one for each row of the "
+            f"embedding; got width {width}"
         )
     dtype = built.hir.type(built.hir.outputs[0]).dtype
     if not is_float(dtype):
         raise DTypeError(f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {short_name(dtype)}")
 
 
-def check_hidden(model: CompiledModel, vocab_size: int) -> None:
+def check_hidden_states(model: CompiledModel, vocab_size: int) -> None:
     """Check that the output of an encoder is hidden states, and not the logits of a causal model's head.
 
     Raises:
@@ -119,13 +119,13 @@ def check_hidden(model: CompiledModel, vocab_size: int) -> None:
         return
     if has_head:
         raise GraphError(
-            f"{model.name}: the output {quote(name)} is logits [batch, seq, {vocab_size}], and an Encoder takes hidden "
-            "states [batch, seq, hidden]: leave the head out, rlx_jax.Encoder(dataclasses.replace(recipe, "
-            "hidden_only=True)) of a recipe, and without its LmHead of a flow of your own"
+            f"{model.name}: the output {quote(name)} is logits [batch, seq, {vocab_size}], but an Encoder takes hidden "
+            "states [batch, seq, hidden]: leave the head out. For a recipe: rlx_jax.Encoder(dataclasses.replace("
+            "recipe, hidden_only=True)); for a custom flow: remove its LmHead"
         )
 
 
-class OpenedModel:
+class TaskModel:
     """Base class of `CausalLM`, `Encoder` and similar classes.
 
     They print as the blocks of their model, and cannot be called: `lm(tokens)` could mean logits, text or all outputs.
@@ -179,7 +179,7 @@ def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
     if not name or (path.is_file() and path.name != TOKENIZER):
         raise RequestError(
             f"tokenizer is {shown(tokenizer)}; expected a directory with a {TOKENIZER}, that file, a fast tokenizer of "
-            "transformers, or what rlx_jax.text.tokenizer.load_tokenizer(directory) returns"
+            "transformers, or the result of rlx_jax.text.tokenizer.load_tokenizer(directory)"
         )
     try:
         folder = open_folder(path.parent if path.name == TOKENIZER else name)
@@ -188,17 +188,17 @@ def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
         raise
     loaded = load_tokenizer(folder)
     if loaded is None:
-        raise MissingFileError(f"tokenizer: {folder.where(TOKENIZER)}: no such file, which the tokenizer is read from")
+        raise MissingFileError(f"tokenizer: {folder.where(TOKENIZER)}: no such file")
     return loaded
 
 
-def known_positions(model: CompiledModel) -> int | None:
+def supported_positions(model: CompiledModel) -> int | None:
     """Return the longest sequence that the model and its position tables support; None without a limit."""
     positions: int | None = model.template("forward").bounds.positions
     return positions
 
 
-def check_positions(tokens: int, max_positions: int | None, what: str, prompt: int | None = None) -> None:
+def check_positions(tokens: int, max_positions: int | None, subject: str, prompt: int | None = None) -> None:
     """Check that a sequence of `tokens` fits the model.
 
     Args:
@@ -211,10 +211,10 @@ def check_positions(tokens: int, max_positions: int | None, what: str, prompt: i
         advice = "" if prompt is None else f"; at most {max_positions - prompt} new tokens fit"
         if prompt is not None and prompt >= max_positions:
             advice = f"; cut the prompt to {max_positions - 1} tokens or fewer"
-        raise SequenceLengthError(f"{what}: {number(tokens)} positions, the model knows {max_positions}{advice}")
+        raise SequenceLengthError(f"{subject}: {number(tokens)} positions, the model has {max_positions}{advice}")
 
 
-def primary(outputs: Any) -> jax.Array:
+def primary_output(outputs: Any) -> jax.Array:
     """Return the primary output of a flow; side outputs come after it in the dictionary."""
     output: jax.Array = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
     return output

@@ -60,7 +60,7 @@ _BERT_SETTINGS = {
 }
 _ROLES_WITH_IDS = ("bos", "eos", "pad")
 _ROLES = (*_ROLES_WITH_IDS, "unk", "sep", "cls", "mask")
-_SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class AddedToken(NamedTuple):
@@ -100,7 +100,7 @@ class Tokenizer:
     chat_templates: Mapping[str, str] = field(repr=False)
     _native: Any = field(repr=False)
 
-    def same_ids(self, other: Tokenizer) -> bool:
+    def has_same_ids(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both tokenizers."""
         return self is other or bool(self._native.get_vocab() == other._native.get_vocab())
 
@@ -187,23 +187,23 @@ class Tokenizer:
         num_special = self.special_count if special else 0
         whole_number("max_length", max_length, max(1, num_special))
 
-        def within() -> list[list[int]]:
+        def encode_truncated() -> list[list[int]]:
             """Encode the texts, truncated to `max_length`."""
             # Few texts are too long, so only those are encoded again, without special tokens.
             rows = [row.ids for row in encode(texts, add_special_tokens=special)]
             long_rows = [i for i, ids in enumerate(rows) if len(ids) > max_length]
             for i, row in zip(long_rows, encode([texts[i] for i in long_rows], add_special_tokens=False), strict=True):
-                rows[i] = self._cut(row, max_length - num_special, special)
+                rows[i] = self._truncate(row, max_length - num_special, special)
             return rows
 
-        return _guard(within, "encoding failed")
+        return _guard(encode_truncated, "encoding failed")
 
     # Native truncation is a setting of the shared object, so concurrent calls would overwrite each other's; hence the
     # text's tokens are truncated here, and special tokens are added afterwards.
-    def _cut(self, encoding: Any, room: int, special: bool) -> list[int]:
-        """Return the ids of an encoding of at most `room` tokens, with special tokens around them if `special`."""
-        if len(encoding) > room:
-            encoding.truncate(room, direction=self.truncation_side)
+    def _truncate(self, encoding: Any, max_tokens: int, special: bool) -> list[int]:
+        """Return the first `max_tokens` ids of an encoding, with special tokens around them if `special`."""
+        if len(encoding) > max_tokens:
+            encoding.truncate(max_tokens, direction=self.truncation_side)
         if special:
             encoding = self._native.post_process(encoding, None, True)
         ids: list[int] = encoding.ids
@@ -238,21 +238,21 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     raw, document = content
     # The native library parses the file again, so the vocabulary, its largest part, is freed before that. Only Unigram
     # models have a list here.
-    by_place = isinstance(document.pop("model").get("vocab"), list)
+    is_unigram = isinstance(document.pop("model").get("vocab"), list)
     native = _guard(lambda: _native_tokenizer(raw), where)
-    words, vocab_size = _vocabulary(native, by_place, document, where)
+    words, vocab_size = _vocabulary(native, is_unigram, document, where)
 
-    tokenizer_config, special_tokens_map = (Fields(folder.json(name), folder.where(name)) for name in _SIDE_FILES)
+    tokenizer_config, special_tokens_map = (Fields(folder.json(name), folder.where(name)) for name in _COMPANION_FILES)
     settings = tokenizer_config.values
-    _check_declared(words, tokenizer_config)
+    _check_added_tokens(words, tokenizer_config)
     names = {role: _token_name((tokenizer_config, special_tokens_map), role, words) for role in _ROLES}
     _guard(lambda: _apply_normalizer(native, settings, lowercase), where)
     if settings.get("split_special_tokens") is True:
         native.encode_special_tokens = True
-    special_count = _check_works(native, words, where)
+    special_count = _check_probe(native, words, where)
 
     tokenizer_ids = {role: () if (name := names[role]) is None else (words[name],) for role in _ROLES_WITH_IDS}
-    bos, eos, pad = (configured_ids(folder, role) or tokenizer_ids[role] for role in _ROLES_WITH_IDS)
+    bos, eos, pad = (config_token_ids(folder, role) or tokenizer_ids[role] for role in _ROLES_WITH_IDS)
     return Tokenizer(
         vocab_size=vocab_size,
         eos_ids=eos,
@@ -288,7 +288,7 @@ def _read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] |
 def _fetch_files(folder: Folder) -> None:
     """Fetch the tokenizer files of a Hub model in one parallel call; do nothing without a `tokenizer.json`."""
     if folder.hub_file(TOKENIZER) is not None:
-        companions = (*_SIDE_FILES, "generation_config.json")
+        companions = (*_COMPANION_FILES, "generation_config.json")
         bounds: dict[str, SizeBound] = {TOKENIZER: (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES")}
         bounds |= dict.fromkeys(companions, json_size_bound())
         bounds |= dict.fromkeys(template_files(folder).values(), (MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES"))
@@ -298,14 +298,14 @@ def _fetch_files(folder: Folder) -> None:
 # -- native code -------------------------------------------------------------------------------
 
 
-def _guard(call: Callable[[], T], doing: str) -> T:
+def _guard(call: Callable[[], T], action: str) -> T:
     """Return `call()`; anything that native code raises, panics included, becomes a TokenizerError."""
     try:
         return call()
     except (KeyboardInterrupt, SystemExit, MemoryError, TokenizerError):
         raise
     except BaseException as cause:  # pyo3's PanicException does not derive from Exception
-        raise TokenizerError(f"{doing}: {type(cause).__name__}: {quote(cause)}") from cause
+        raise TokenizerError(f"{action}: {type(cause).__name__}: {quote(cause)}") from cause
 
 
 def _native_tokenizer(raw: bytes) -> Any:
@@ -337,12 +337,12 @@ def _apply_normalizer(native: Any, settings: Mapping[str, Any], lowercase: bool)
 # -- checks ------------------------------------------------------------------------------------
 
 
-def _vocabulary(native: Any, by_place: bool, document: Mapping[str, Any], where: str) -> tuple[dict[str, int], int]:
+def _vocabulary(native: Any, is_unigram: bool, document: Mapping[str, Any], where: str) -> tuple[dict[str, int], int]:
     """Return the ids of all tokens by text, and the largest id plus one.
 
     Ids must be unique, and every id up to the largest one of a token that is not an added token must have a token.
     (Added tokens above that may leave gaps: tiktoken's do.) Unigram models number their pieces by position
-    (`by_place`): a piece that occurs twice takes its last position as its id, so its first position is not an error.
+    (`is_unigram`): a piece that occurs twice takes its last position as its id, so its first position is not an error.
     """
     words, model = _guard(lambda: (native.get_vocab(True), native.get_vocab(False)), where)
     if not words:
@@ -357,16 +357,17 @@ def _vocabulary(native: Any, by_place: bool, document: Mapping[str, Any], where:
     for content, declared_id in added_ids.items():
         if words.get(content) != declared_id:
             raise TokenizerError(
-                f"{where}: added token {quote(content)} has id {declared_id}, but would be read as {words.get(content)}"
+                f"{where}: added token {quote(content)} has id {declared_id}, but would be encoded as "
+                f"{words.get(content)}"
             )
     last_id = max((i for content, i in model.items() if content not in added_ids), default=0)
     missing_ids = sorted(set(range(last_id)).difference(words.values()))
-    if missing_ids and not by_place:
+    if missing_ids and not is_unigram:
         raise TokenizerError(f"{where}: token ids without a token: {listing(missing_ids)}")
     return words, largest_id + 1
 
 
-def _check_declared(words: Mapping[str, int], source: Fields) -> None:
+def _check_added_tokens(words: Mapping[str, int], source: Fields) -> None:
     """Check that the tokens and ids in `tokenizer_config.json` agree with `tokenizer.json`."""
     decoder, mismatches = source.group("added_tokens_decoder"), []
     for id_text, entry in ({} if decoder is None else decoder.values).items():
@@ -376,10 +377,12 @@ def _check_declared(words: Mapping[str, int], source: Fields) -> None:
         if str(words.get(content)) != id_text:
             mismatches.append(f"{content} = {id_text}")
     if mismatches:
-        raise TokenizerError(f"{source.where}: added_tokens_decoder: not so in tokenizer.json: {listing(mismatches)}")
+        raise TokenizerError(
+            f"{source.where}: added_tokens_decoder: differs from tokenizer.json: {listing(mismatches)}"
+        )
 
 
-def _check_works(native: Any, words: Mapping[str, int], where: str) -> int:
+def _check_probe(native: Any, words: Mapping[str, int], where: str) -> int:
     """Encode a probe text, so that a broken tokenizer fails at load; return the number of added special tokens."""
 
     def probe() -> tuple[list[int], list[int], list[int], int]:
@@ -391,9 +394,11 @@ def _check_works(native: Any, words: Mapping[str, int], where: str) -> int:
     bare, with_special, post_processed, count = _guard(probe, where)
     unknown = sorted(set(with_special).difference(words.values(), bare))
     if unknown:
-        raise TokenizerError(f"{where}: post_processor adds token ids that the vocabulary lacks: {listing(unknown)}")
+        raise TokenizerError(
+            f"{where}: post_processor adds token ids that are not in the vocabulary: {listing(unknown)}"
+        )
     if with_special != post_processed or len(with_special) != len(bare) + count:
-        raise TokenizerError(f"{where}: post_processor does more than to put special tokens around a text")
+        raise TokenizerError(f"{where}: post_processor does more than add special tokens around a text")
     return count
 
 
@@ -411,12 +416,12 @@ def _token_name(sources: Sequence[Fields], role: str, words: Mapping[str, int]) 
             raise ConfigError(f"{source.where}: {role}_token: expected a str or 'content', found {quote(value)}")
         # Only bos, eos and pad need an id here. Other roles are passed to chat templates as text.
         if content not in words and role in _ROLES_WITH_IDS:
-            raise TokenizerError(f"{source.where}: {role}_token is {quote(content)}, which tokenizer.json lacks")
+            raise TokenizerError(f"{source.where}: {role}_token is {quote(content)}, which is not in tokenizer.json")
         return content
     return None
 
 
-def configured_ids(folder: Folder, role: str) -> tuple[int, ...]:
+def config_token_ids(folder: Folder, role: str) -> tuple[int, ...]:
     """Return the ids of a role (`eos`) from `generation_config.json`, else from `config.json`; `()` without either.
 
     Raises:
@@ -456,13 +461,13 @@ def model_max_length(config: Fields) -> int | None:
 # -- requests ----------------------------------------------------------------------------------
 
 
-def _check_text(text: object, what: str) -> None:
+def _check_text(text: object, name: str) -> None:
     """Check that `text` is a str without lone surrogates, on which the native library fails."""
     if not isinstance(text, str):
-        raise RequestError(f"{what}: expected a str, found {type(text).__name__}")
+        raise RequestError(f"{name}: expected a str, found {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as cause:
         raise RequestError(
-            f"{what}: half of a surrogate pair at character {cause.start}; it is no Unicode text"
+            f"{name}: half of a surrogate pair at character {cause.start}, which is not valid Unicode text"
         ) from None
