@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlx_jax.errors import GraphError, did_you_mean, listing, quote
 from rlx_jax.ir.types import as_names
-from rlx_jax.lowering.hir.explicit import caches_of
+from rlx_jax.lowering.hir.explicit import collect_caches
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -80,7 +80,7 @@ def _named_values(emit: Emit) -> dict[str, FlowValue]:
 
 def _tap_caches(emit: Emit, where: str) -> tuple[str, ...]:
     """Register keys, values and states for later tokens as side outputs, and return their names."""
-    taps, states = caches_of(emit.builder)
+    taps, states = collect_caches(emit.builder)
     if states:
         emit.state.repeats.clear()  # CSE can merge a state with ops of its block only outside of regions
         taps |= states

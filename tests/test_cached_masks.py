@@ -78,8 +78,8 @@ def test_what_a_cache_cannot_know() -> None:
     """A mask of each head; and in explicit any, as its caches are keys and values alone."""
     heads = flow(lambda e, x: e.transpose(x[:, :, :HEADS], (0, 2, 1))[:, :, None])
     for made, program, said in (
-        (heads, "extend", r"the mask .*\[batch,2,1,seq\], which is not one of keys alone, .*bias=lambda q, k: …"),
-        (flow(own), "explicit", "over new keys, and cached ones have none; explicit masks by its own input"),
+        (heads, "extend", r"the mask .*\[batch,2,1,seq\], which is no mask of keys, .*bias=lambda q, k: …"),
+        (flow(own), "explicit", "over new keys, which has no entries for cached keys; explicit masks both by its own"),
     ):
         with pytest.raises(DeriveError, match=said):
             rlx.compile(made, WEIGHTS, program=program).text("mir")

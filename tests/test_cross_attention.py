@@ -168,8 +168,8 @@ def derived(read: Any) -> None:
     (lambda e, x, i: e.attention(x, i, i, heads=2, window=2), "keys of another sequence, causally"),
     (lambda e, x, i: e.attention(x, e.concat([i, x], 1), e.concat([i, x], 1), heads=2), "concat"),
     (lambda e, x, i: e.attention(i, x, x, heads=2), "mixes positions"),
-    (lambda e, x, i: x + e.last_token(x), "reads the last token of each row beside every token"),
-    (lambda e, x, i: x * e.tanh(e.last_token(x)) + x, "reads the last token of each row beside every token"),
+    (lambda e, x, i: x + e.last_token(x), "combines the last token of each row with every token"),
+    (lambda e, x, i: x * e.tanh(e.last_token(x)) + x, "combines the last token of each row with every token"),
     (lambda e, x, i: e.attention(x, x, x, heads=2), "mixes positions"),
     (lambda e, x, i: x + (i - i.mean(0, keepdims=True)).sum(1, keepdims=True), "rows of the batch alone"),
 ])  # fmt: skip

@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "not causal": (lambda: attend_flow(mask="none"), r"outer\.self_attn.*not causal.*explicit has no meaning"),
     "an operand": (
         lambda: attend_flow(("m", ("batch", "seq")), mask="custom", mask_input="m"),
-        r"outer\.self_attn.*the operand 'keep'.*explicit masks by its own input 'mask'",
+        r"outer\.self_attn.*the operand 'keep'.*explicit masks both by its own input 'mask'",
     ),
     "keys of another sequence": (
         lambda: tokens_flow().input("memory", ("batch", "mem", H)).custom_named(
@@ -250,7 +250,7 @@ def test_an_input_that_nothing_reads_is_refused() -> None:
     step = compiled(flow, EMBEDDING, program="explicit")
     past = {f"past_{kind}_0": np.ones((BATCH, 2, H), np.float32) for kind in "kv"}
     assert step(TOKENS, **past)["kv.0.k"].shape == (BATCH, 2 + SEQ, H)
-    with pytest.raises(DeriveError, match="input 'position_ids' is given, and nothing in the flow would read it"):
+    with pytest.raises(DeriveError, match="input 'position_ids' is passed, but nothing in the flow reads it"):
         step(TOKENS, position_ids=TOKENS, **past)
 
 

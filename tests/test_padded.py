@@ -142,7 +142,7 @@ def test_rows_at_their_own_lengths(kind: str) -> None:
 def test_buckets_are_refused_where_padding_may_be_read() -> None:
     for kind, sizes, said in (
         ("mean", {"prompt": [8]}, "leave out buckets.prompt"),
-        ("rows too", {"batch": [4]}, r"reduce_mean.* is not proved to treat rows alone.*buckets.batch"),
+        ("rows too", {"batch": [4]}, r"reduce_mean.* is not proved to treat rows independently.*buckets.batch"),
     ):
         found = encoder(MIXING[kind][0], profile=buckets(**sizes))
         for call in (lambda f=found: f.embed(TEXTS), lambda f=found: f.hidden_states([[1, 2, 3]]), found.warmup):
@@ -196,7 +196,7 @@ def test_what_is_no_mask_over_tokens() -> None:
     made = rlx.ModelFlow("own").input("tokens", ("batch", "seq"), dtype="int32")
     made = made.input("attention_mask", ("batch", 1, 1, "seq"), dtype="int32", default=None).embed("table").custom(read)
     found = rlx.Encoder(made, {"table": TABLE})
-    assert "input 'attention_mask' is i32[batch,1,1,seq]; padded masks tokens by it, [batch, seq]" in found.own_lengths
+    assert "is i32[batch,1,1,seq]; padded expects the token mask, [batch, seq]" in found.own_lengths
     hidden = found.hidden_states(block(TEXTS[:2], 6), lengths=[5, 1])
     assert_close(np.asarray(hidden)[0, :5], ALONE["no mask"][1](TABLE[TEXTS[0]]))
 
@@ -214,7 +214,7 @@ def test_what_padded_has_no_rule_for() -> None:
         found = emit.broadcast_to(emit.param("latents"), (x.shape[0], 3, WIDTH))
         return x + emit.attention(found, x, x, heads=HEADS, causal=True)[:, :1]
 
-    with pytest.raises(DeriveError, match="which are not the tokens, is causal or in a window"):
+    with pytest.raises(DeriveError, match="which are not the tokens, is causal or has a window"):
         rlx.compile(flow(stage), {"table": TABLE, "latents": LATENTS}, program="padded").text("mir")
 
 

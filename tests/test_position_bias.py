@@ -160,7 +160,7 @@ def test_what_cannot_be_derived() -> None:
     made = rlx.ModelFlow("biased").input("tokens", ("batch", "seq"), dtype="int32").embed("e")
     for stage, said in (
         (array, r"a function of the positions of queries and keys, attention\(…, bias=lambda q, k: …\)"),
-        (summed, "bias is not proved to treat each of the keys alone: cumsum accumulates along 'keys'"),
+        (summed, "bias is not proved to treat keys independently: cumsum accumulates along 'keys'"),
     ):
         with pytest.raises(DeriveError, match=said):
             rlx.compile(made.custom(stage), {"e": WEIGHTS["e"]}, program="extend").text("mir")

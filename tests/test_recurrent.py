@@ -236,7 +236,7 @@ def test_ids_in_a_window_are_ids() -> None:
 
 def test_a_block_of_a_plugin_is_tried() -> None:
     """One that follows the protocol generates by the same rule; one that reads padding is refused by its path."""
-    plugin = rlx.Plugin("p", derive={RunningTotal: rules.carried})
+    plugin = rlx.Plugin("p", derive={RunningTotal: rules.carry_state})
     with rlx.plugins.using(plugin):
         right, wrong = (
             head(tokens_flow().custom_named("sum", adds(op))) for op in (RunningTotal(), RunningTotal(True))
@@ -246,7 +246,7 @@ def test_a_block_of_a_plugin_is_tried() -> None:
         assert held.state is not None
         assert_close(held.state.leaves["sum.total"][1], EMBEDDING["e"][2])
         compiled(wrong, EMBEDDING)
-        with pytest.raises(DeriveError, match="^sum: .*result 0 of tokens 2 to 2 of a row read in pieces"):
+        with pytest.raises(DeriveError, match="^sum: .*result 0 of tokens 2 to 2 of a row differs"):
             compiled(wrong, EMBEDDING, program="prefill").text("mir")
 
 

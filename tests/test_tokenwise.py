@@ -262,14 +262,15 @@ MIXERS = [
     Case("size as a length", lambda x: x + lax.scan(lambda c, _: (c + 1, None), 0.0, length=x.shape[1])[0],
         reason="does not trace with symbolic sizes"),
     Case("dropout", dropout, reason="random_bits depends on the size of 'seq'"),
-    Case("reshape that swaps", lambda x: x.reshape(x.shape[1], x.shape[0], 8), reason="reshape does not keep apart"),
-    Case("two flattenings", swapped_merge, reason="add lays out in two ways 'seq' (axis 0 of f32[batch*seq,8])"),
-    Case("left flattened", lambda x: x.reshape(-1, 8), reason="output 0 does not hold 'seq' as one whole axis"),
+    Case("reshape that swaps", lambda x: x.reshape(x.shape[1], x.shape[0], 8), reason="reshape mixes positions of"),
+    Case("two flattenings", swapped_merge,
+         reason="add has operands with two layouts of 'seq' (axis 0 of f32[batch*seq,8])"),
+    Case("left flattened", lambda x: x.reshape(-1, 8), reason="output 0 does not have 'seq' as one full axis"),
     Case("concatenation", lambda x: jnp.concatenate([x, x], axis=1), reason="concatenate concatenates along"),
     Case("constant halves", constant_halves, reason="concatenate concatenates along"),
     Case("tile", lambda x: jnp.tile(x, (1, 2, 1)), reason="tile repeats"),
     Case("mutable array", through_a_ref, reason="new_ref has effects"),
-    Case("inverse", lambda x: jnp.linalg.inv(x), (SQUARE,), "input 0 does not hold 'seq' as one whole axis"),
+    Case("inverse", lambda x: jnp.linalg.inv(x), (SQUARE,), "input 0 does not have 'seq' as one full axis"),
     Case("branch on the size", lambda x: x * 2 if x.shape[1] > 4 else x, reason="InconclusiveDimensionOperation"),
     Case("constant table cut to size", lambda x: x + weight(10, 8)[None, : x.shape[1]], reason="does not trace"),
     Case("batch norm", lambda x: x - x.mean(0, keepdims=True), reason="reduce_sum reduces over 'batch'", dim="batch"),
@@ -279,9 +280,9 @@ MIXERS = [
 # Refused although token-wise: safe, and each is here so that it is known.
 CONSERVATIVE = [
     Case("kernel of width 1", lambda x: conv(x, 1), reason="conv_general_dilated slides over"),
-    Case("inverse per position", lambda w: jnp.linalg.inv(w), ("float32 batch seq 4 4",), "is not known to keep apart"),
+    Case("inverse per position", lambda w: jnp.linalg.inv(w), ("float32 batch seq 4 4",), "is not known to be independent along"),
     Case("there and back", lambda x: lax.rev(lax.rev(x, (1,)), (1,)), reason="rev reverses"),
-    Case("host callback", lambda x: jax.pure_callback(np.sin, x, x), reason="pure_callback is not known to keep apart"),
+    Case("host callback", lambda x: jax.pure_callback(np.sin, x, x), reason="pure_callback is not known to be independent along"),
 ]  # fmt: skip
 
 
@@ -347,7 +348,7 @@ def test_a_branch_on_size_one_is_not_seen() -> None:
 def test_input_holds_the_dim_as_a_whole(size: str) -> None:
     scope = jax.export.SymbolicScope()
     aval = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"{size}, 8", scope=scope), jnp.float32)
-    assert token_wise(lambda x: x, [aval], "seq").reason.startswith("input 0 does not hold 'seq' as one whole axis")
+    assert token_wise(lambda x: x, [aval], "seq").reason.startswith("input 0 does not have 'seq' as one full axis")
 
 
 def test_dim_is_matched_as_a_word() -> None:

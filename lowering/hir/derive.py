@@ -30,15 +30,23 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import unroll
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import TensorType, symbol
-from rlx_jax.lowering.hir.explicit import Behind
-from rlx_jax.lowering.hir.independence import prove, try_blocks, try_slices, why_not_alone
-from rlx_jax.lowering.hir.per_request import REQUEST, Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
+from rlx_jax.lowering.hir.explicit import ExplicitCache
+from rlx_jax.lowering.hir.independence import cache_chunk_tests, cache_slice_tests, prove, why_not_independent
+from rlx_jax.lowering.hir.per_request import (
+    REQUEST,
+    RequestLevels,
+    RequestSplitter,
+    find_request_levels,
+    prune_operands,
+    reads_fixed_keys,
+    used_inputs,
+)
 from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS, TokenMask, check_bias
-from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carried, rule_of
+from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carry_state, rule_of
 
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
 # Inputs that programs have in addition to the flow's inputs.
-ADDED = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (SEGMENTS, POSITIONS)}
+ADDED_INPUTS = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (SEGMENTS, POSITIONS)}
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
 
 
@@ -53,8 +61,8 @@ def derive(
     program: str,
     types: TypeCache,
     last_only: bool = False,
-    kv: np.dtype[Any] | None = None,
-    given: Collection[str] = (),
+    kv_dtype: np.dtype[Any] | None = None,
+    supplied: Collection[str] = (),
 ) -> Graph:
     """Return the HIR of `program`, derived from the forward graph.
 
@@ -63,9 +71,9 @@ def derive(
         program: one of `PROGRAMS`.
         types: the cache of inferred types and of proofs.
         last_only: whether to compute outputs of each row's last token only, `[B, 1, …]`.
-        kv: dtype of cached keys and values; None caches them in their own dtype (in `explicit` as float32, like every
-            output).
-        given: names of the optional inputs that calls will supply.
+        kv_dtype: dtype of cached keys and values; None caches them in their own dtype (in `explicit` as float32, like
+            every output).
+        supplied: names of the optional inputs that calls will supply.
 
     Raises:
         DeriveError: the sequence dimension is a number, or a stage mixes positions and has no rule.
@@ -82,35 +90,37 @@ def derive(
     # Plugins' blocks, and then the nodes without a rule, are tried in one XLA program each: compilation dominates.
     if program in CACHED_PROGRAMS:
         check_last_tokens(graph)
-        try_blocks(graph, types, lambda op: rule_of(op) is carried)
-    try_slices(graph, types, rule_of)
-    d = Derivation(program, types, kv)
+        cache_chunk_tests(graph, types, lambda op: rule_of(op) is carry_state)
+    cache_slice_tests(graph, types, rule_of)
+    d = Derivation(program, types, kv_dtype)
     if program == "explicit":
-        d.behind = Behind.of(graph, kv, given)
+        d.explicit_cache = ExplicitCache.of(graph, kv_dtype, supplied)
     if program == "padded":
-        d.tokens = TokenMask.of(graph, given)
+        d.token_mask = TokenMask.of(graph, supplied)
     # Nodes that depend on the request but on no token are rewritten separately: `prefill` stores their values for
     # `extend`, `explicit` computes them in every call.
     has_request_values = program in CACHED_PROGRAMS or program == "explicit" and not reads_cache(graph)
-    request_levels, fn = request_of(graph) if has_request_values else Brought(), by_rules(d)
+    request_levels, fn = find_request_levels(graph) if has_request_values else RequestLevels(), rule_rewrite(d)
 
     def enter(graph: Graph) -> Rewrite:
         if program == "padded":
-            return beside_padding(d, graph, fn)
-        return fn if id(graph) not in request_levels.graphs else beside_request(d, graph, request_levels, fn)
+            return padding_rewrite(d, graph, fn)
+        return fn if id(graph) not in request_levels.by_graph else request_rewrite(d, graph, request_levels, fn)
 
     program_graph = rewrite(graph, enter, types, program)
-    if program in ("extend", "verify") and request_levels.graphs:
+    if program in ("extend", "verify") and request_levels.by_graph:
         # The state has all that is computed from the other inputs, so they are no inputs of these programs.
-        program_graph = replace(program_graph, inputs=tuple(inputs_read(program_graph)))
+        program_graph = replace(program_graph, inputs=tuple(used_inputs(program_graph)))
     if program == "packed":
-        return replace(program_graph, inputs=(*program_graph.inputs, *ADDED[program]))
+        return replace(program_graph, inputs=(*program_graph.inputs, *ADDED_INPUTS[program]))
     if program == "padded":
-        return d.tokens.finish(program_graph)
-    return _with_length(program_graph, types, program) if d.behind is None else d.behind.finish(program_graph, types)
+        return d.token_mask.finish(program_graph)
+    if d.explicit_cache is not None:
+        return d.explicit_cache.finish(program_graph, types)
+    return _with_length(program_graph, types, program)
 
 
-def by_rules(d: Derivation) -> Rewrite:
+def rule_rewrite(d: Derivation) -> Rewrite:
     """Return the rewrite that applies the rule of each block.
 
     A node without a rule stays unchanged if it is proved to treat each token independently, and is refused otherwise.
@@ -126,41 +136,42 @@ def by_rules(d: Derivation) -> Rewrite:
         # Rejected tokens have to leave the state again. The rules of `RULES` handle that; plugins have no way to yet.
         if d.program == "verify" and type(node.op) not in RULES and len(b.writes) > num_writes:
             raise DeriveError(
-                f"{node.op.text()} keeps a state by the rule of its plugin, which does not say how tokens are "
-                "taken back: no verify rule; generate without speculative="
+                f"{node.op.text()} keeps a state by the rule of its plugin, which cannot remove rejected tokens from "
+                "it: no verify rule; generate without speculative="
             )
         return results
 
     return rewritten
 
 
-def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -> Rewrite:
+def request_rewrite(d: Derivation, graph: Graph, request_levels: RequestLevels, fn: Rewrite) -> Rewrite:
     """Return `fn` extended by the nodes of a graph that depend on the request but on no token.
 
     `fn` rewrites the nodes that depend on tokens. The other values that they read are stored in the state by `prefill`
     and read from there by `extend`; `explicit` computes them in every call. Nodes of the request have to treat rows of
     the batch independently, and have no token dimension.
     """
-    cutting = Cutting(graph, brought.levels(graph), d.program) if brought.cuts(graph) and d.behind is None else None
-    levels, is_fixed = brought.levels(graph), id(graph) in brought.whole
+    levels, is_fixed = request_levels.levels_of(graph), id(graph) in request_levels.fixed_regions
+    stores_values = request_levels.has_stored_values(graph) and d.explicit_cache is None
+    splitter = RequestSplitter(graph, levels, d.program) if stores_values else None
 
-    def alone(node: Node) -> None:
+    def check_independent(node: Node) -> None:
         check_token_wise(d, node, tuple(map(graph.type, node.inputs)))
 
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if is_fixed or levels[number] == REQUEST:
-            alone(node)
-            return cutting.dropped(b, number, node) if cutting is not None and d.program != "prefill" else None
+            check_independent(node)
+            return splitter.drop(b, number, node) if splitter is not None and d.program != "prefill" else None
         if isinstance(node.op, Leaf):
             return fn(b, number, node, inputs)
-        if cutting is not None:
-            inputs = cutting.operands(b, node, inputs, d.state)
+        if splitter is not None:
+            inputs = splitter.operands(b, node, inputs, d.state)
         if node.op.regions():
-            op, inputs = pruned(node.op, inputs, d.types)
+            op, inputs = prune_operands(node.op, inputs, d.types)
             return b.add(op, *inputs)
-        if reads_fixed(levels, node):
+        if reads_fixed_keys(levels, node):
             check_fixed_keys(node)
-            alone(node)
+            check_independent(node)
             return b.add(node.op, *inputs)
         results = fn(b, number, node, inputs)
         return b.add(node.op, *inputs) if results is None else results
@@ -168,17 +179,17 @@ def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -
     return rewritten
 
 
-def beside_padding(d: Derivation, graph: Graph, fn: Rewrite) -> Rewrite:
+def padding_rewrite(d: Derivation, graph: Graph, fn: Rewrite) -> Rewrite:
     """Return `fn` extended by the rules of `padded`: attention and end-of-text tokens do not read padding."""
 
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if isinstance(node.op, hir.EndToken):
-            return (d.tokens.end_token(b, node.op, *inputs),)
+            return (d.token_mask.end_token(b, node.op, *inputs),)
         if not isinstance(node.op, hir.Attention):
             return fn(b, number, node, inputs)
         if "seq" in b.type(inputs[1]).symbols:
             check_bias(d.types, node.op, tuple(b.type(v) for v in inputs))
-            return d.tokens.attention(b, graph, node, inputs)
+            return d.token_mask.attention(b, graph, node, inputs)
         # Keys of another sequence contain no padding of this one.
         check_fixed_keys(node)
         check_token_wise(d, node, tuple(b.type(v) for v in inputs))
@@ -197,8 +208,8 @@ def check_fixed_keys(node: Node) -> None:
     assert isinstance(op, hir.Attention)
     if op.causal or op.window is not None:
         raise DeriveError(
-            "attention reads keys of another sequence, causally or in a window: those that a token reads would hang on "
-            "how many tokens there are; use a mask"
+            "attention over keys of another sequence is causal or has a window: the keys that a token reads would "
+            "depend on the number of tokens; use a mask"
         )
 
 
@@ -221,8 +232,8 @@ def check_last_tokens(graph: Graph) -> None:
                 )  # otherwise its rule refuses it, with a more precise message
             elif last_reads and reads_all_tokens:
                 raise DeriveError(
-                    f"{path_text(node.origin.path)}: {node.op.text()} reads the last token of each row beside every "
-                    "token: an earlier one would read a later one"
+                    f"{path_text(node.origin.path)}: {node.op.text()} combines the last token of each row with every "
+                    "token: an earlier token would read a later one"
                 )
             if isinstance(node.op, hir.LastToken) or last_reads:
                 last_token_nodes.add(number)
@@ -240,7 +251,7 @@ def check_inputs(graph: Graph, program: str) -> None:
         shapes = ", ".join(f"{i.input} {i.type}" for i in graph.inputs)
         raise DeriveError(f"{program} needs an input with the symbolic dimensions batch and seq; the flow has {shapes}")
     names = {i.input for i in graph.inputs}
-    for name in (i.input for i in ADDED.get(program, ()) if i.input in names):
+    for name in (i.input for i in ADDED_INPUTS.get(program, ()) if i.input in names):
         raise DeriveError(f"{program} adds an input {quote(name)}; the flow has one of that name already, rename it")
 
 
@@ -252,7 +263,7 @@ def reads_cache(graph: Graph) -> bool:
 def _with_length(graph: Graph, types: TypeCache, program: str) -> Graph:
     """Add the input `lengths` and advance the state's length by it; `verify` leaves the length unchanged."""
     b = Builder.resume(graph, types)
-    b.inputs += ADDED[program]
+    b.inputs += ADDED_INPUTS[program]
     length = b(LENGTH)
     b.writes.append((LENGTH_LEAF, length if program == "verify" else b(Binary("add"), length, b(LENGTHS))))
     return b.finish(graph.outputs, graph.output_names)
@@ -271,9 +282,9 @@ def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]
     for dim, entries in (("seq", "positions"), ("batch", "rows of the batch")):
         if not any(dim in t.symbols for t in (*operands, *node.types)):
             continue
-        if reason := why_not_alone(d.types, node, operands, dim):
+        if reason := why_not_independent(d.types, node, operands, dim):
             raise DeriveError(
-                f"{node.op.text()} is not proved to treat {entries} alone: {reason}. "
+                f"{node.op.text()} is not proved to treat {entries} independently: {reason}. "
                 f"It has no {d.program} rule; build it from token-wise ops and the attention stages"
             )
 
@@ -283,8 +294,8 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
 
     The suffix continues through the query operand of causal attention: the last query alone determines the last row.
     """
-    try_slices(graph, types, rule_of)
-    suffix = _suffix(graph, types)
+    cache_slice_tests(graph, types, rule_of)
+    suffix = _token_wise_suffix(graph, types)
 
     def enter(inner: Graph) -> Rewrite:
         moved: dict[Value, Value] = {}  # one gather for all readers of a value
@@ -294,7 +305,7 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
                 return None
             gathered = []
             for index, (old, new) in enumerate(zip(node.inputs, inputs, strict=True)):
-                if by_row(node.op, index) and old.node not in suffix and "seq" in b.type(new).symbols:
+                if is_row_wise(node.op, index) and old.node not in suffix and "seq" in b.type(new).symbols:
                     if new not in moved:
                         moved[new] = b(hir.LastToken(), new)
                     new = moved[new]
@@ -311,36 +322,36 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
     return b.finish(outputs, new_graph.output_names)
 
 
-def _suffix(graph: Graph, types: TypeCache) -> set[int]:
+def _token_wise_suffix(graph: Graph, types: TypeCache) -> set[int]:
     """Return the token-wise nodes with results that only outputs and other suffix nodes read, row by row."""
     users: dict[int, set[int]] = {}
     full_readers = {v.node for _, v in graph.writes}
     for number, node in enumerate(graph.nodes):
         for index, v in enumerate(node.inputs):
             users.setdefault(v.node, set()).add(number)
-            if not by_row(node.op, index):
+            if not is_row_wise(node.op, index):
                 full_readers.add(v.node)
     suffix: set[int] = set()
     for number in range(len(graph.nodes) - 1, -1, -1):  # backwards, as a node's users decide whether it is in
         node = graph.nodes[number]
-        plain = not (isinstance(node.op, Leaf) or node.op.regions() or rule_of(node.op))
+        is_plain = not (isinstance(node.op, Leaf) or node.op.regions() or rule_of(node.op))
         if number in full_readers or not users.get(number, set()) <= suffix:
             continue
         operands = tuple(graph.type(v) for v in node.inputs)
-        if has_last_query(node.op) and all(t.shape[1] == symbol("seq") for t in operands[:3]):
+        if needs_last_query_only(node.op) and all(t.shape[1] == symbol("seq") for t in operands[:3]):
             suffix.add(number)
-        if not plain:
+        if not is_plain:
             continue
         if "seq" in operands[0].symbols or any("seq" in t.symbols for t in operands):
             verdict = types.ask(prove, node.op, operands, "seq")
-            alone = verdict.token_wise and not why_not_alone(types, node, operands, "seq")
-            if alone and all(axis == 1 for axis in verdict.out_axes):
+            is_independent = verdict.token_wise and not why_not_independent(types, node, operands, "seq")
+            if is_independent and all(axis == 1 for axis in verdict.out_axes):
                 if all(t.shape[1:2] == (symbol("seq"),) for t in operands if "seq" in t.symbols):
                     suffix.add(number)
     return suffix
 
 
-def has_last_query(op: Op) -> bool:
+def needs_last_query_only(op: Op) -> bool:
     """Return whether the op is attention that computes its last row from the last query alone.
 
     That needs causal attention without a mask or bias array, because single queries are aligned with the last keys.
@@ -348,6 +359,6 @@ def has_last_query(op: Op) -> bool:
     return isinstance(op, hir.Attention) and op.causal and not op.extra
 
 
-def by_row(op: Op, operand: int) -> bool:
+def is_row_wise(op: Op, operand: int) -> bool:
     """Return whether a row of the result needs only the same row of the operand."""
     return operand == 0 or not isinstance(op, hir.Attention)

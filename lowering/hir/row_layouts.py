@@ -30,9 +30,9 @@ from rlx_jax.ir.types import TensorType, is_float, symbol
 from rlx_jax.lowering.hir.independence import prove
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
-EACH = TensorType((symbol("batch"), symbol("seq")), I32)
-SEGMENTS, POSITIONS = Input("segments", type=EACH), Input("positions", type=EACH)
-ALL = (None, None, None)
+PER_TOKEN = TensorType((symbol("batch"), symbol("seq")), I32)
+SEGMENTS, POSITIONS = Input("segments", type=PER_TOKEN), Input("positions", type=PER_TOKEN)
+FULL = (None, None, None)
 
 
 def packed_attention(types: TypeCache, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -55,9 +55,9 @@ def packed_attention(types: TypeCache, b: Builder, node: Node, inputs: tuple[Val
     if op.last or any(b.type(x).shape[1] != symbol("seq") for x in (q, k)):
         raise DeriveError(f"attention reads keys {b.type(k)} of another sequence: there is no packed rule for that")
     segments = b.leaf(SEGMENTS)
-    keep = b(Compare("eq"), b(Slice((ALL, None, ALL, None)), segments), b(Slice((ALL, None, None, ALL)), segments))
+    keep = b(Compare("eq"), b(Slice((FULL, None, FULL, None)), segments), b(Slice((FULL, None, None, FULL)), segments))
     if flow_keep is not None:
-        keep = kept_by_both(b, keep, flow_keep)
+        keep = combine_masks(b, keep, flow_keep)
     if op.bias_of is not None:
         positions = b.leaf(POSITIONS)
         bias, op = b(PairBias(op.bias_of), positions, positions, *other_operands[op.sinks :]), replace(op, bias_of=None)
@@ -88,17 +88,17 @@ def check_bias(types: TypeCache, op: hir.Attention, operands: tuple[TensorType, 
     for name in ("queries", "keys"):
         verdict = types.ask(prove, pairs, (*positions, *bias_operands), name)
         if not verdict.token_wise:
-            raise DeriveError(f"attention's bias is not proved to treat each of the {name} alone: {verdict.reason}")
+            raise DeriveError(f"attention's bias is not proved to treat {name} independently: {verdict.reason}")
 
 
-def kept_by_both(b: Builder, one: Value, other: Value) -> Value:
+def combine_masks(b: Builder, one: Value, other: Value) -> Value:
     """Return the conjunction of two keep masks, each `[B|1, T]` or `[B|1, N|1, S|1, T]`."""
     if b.type(one).rank != b.type(other).rank:
-        one, other = (x if b.type(x).rank == 4 else b(Slice((ALL, None, None, ALL)), x) for x in (one, other))
-    return b(Where(), kept(b, one), b(CastTo(F32), other), b.leaf(constant(0.0, F32)))
+        one, other = (x if b.type(x).rank == 4 else b(Slice((FULL, None, None, FULL)), x) for x in (one, other))
+    return b(Where(), to_bool_mask(b, one), b(CastTo(F32), other), b.leaf(constant(0.0, F32)))
 
 
-def kept(b: Builder, mask: Value) -> Value:
+def to_bool_mask(b: Builder, mask: Value) -> Value:
     """Return a keep mask as bools: numbers of at least ½ are True."""
     if b.type(mask).dtype == np.bool_:
         return mask
@@ -121,7 +121,7 @@ def counted_positions(b: Builder, op: hir.CountedPositions, ids: Value) -> tuple
 
 MASK = "attention_mask"
 # The input that is added to a flow without one of that name.
-ADDED = Input(MASK, type=EACH)
+ADDED_MASK = Input(MASK, type=PER_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -130,41 +130,41 @@ class TokenMask:
 
     Attributes:
         mask: the mask input; None if there is no padding.
-        same: the numbers of the nodes that are equal to the mask, by the id of their graph or region.
+        nodes_by_graph: the numbers of the nodes that are equal to the mask, by the id of their graph or region.
     """
 
     mask: Input | None = None
-    same: dict[int, set[int]] = field(default_factory=dict)
+    nodes_by_graph: dict[int, set[int]] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: Graph, given: Collection[str]) -> TokenMask:
+    def of(graph: Graph, supplied: Collection[str]) -> TokenMask:
         """Return the token mask of a flow.
 
         Args:
             graph: the flow's HIR.
-            given: names of the optional inputs that calls will supply.
+            supplied: names of the optional inputs that calls will supply.
 
         Raises:
             DeriveError: the flow's input of that name is not of shape `[batch, seq]`.
         """
         mask_input = next((i for i in graph.inputs if i.input == MASK), None)
         if mask_input is None:
-            return TokenMask(ADDED if MASK in given else None)
-        if mask_input.type.shape != EACH.shape:
-            raise DeriveError(f"input {quote(MASK)} is {mask_input.type}; padded masks tokens by it, [batch, seq]")
-        same: dict[int, set[int]] = {}
-        _find(graph, mask_input, frozenset(), same)
-        return TokenMask(mask_input, same)
+            return TokenMask(ADDED_MASK if MASK in supplied else None)
+        if mask_input.type.shape != PER_TOKEN.shape:
+            raise DeriveError(f"input {quote(MASK)} is {mask_input.type}; padded expects the token mask, [batch, seq]")
+        nodes_by_graph: dict[int, set[int]] = {}
+        _find_mask_nodes(graph, mask_input, frozenset(), nodes_by_graph)
+        return TokenMask(mask_input, nodes_by_graph)
 
     def finish(self, graph: Graph) -> Graph:
         """Return the program with the mask added to its inputs, if the flow has none."""
-        return replace(graph, inputs=(*graph.inputs, ADDED)) if self.mask is ADDED else graph
+        return replace(graph, inputs=(*graph.inputs, ADDED_MASK)) if self.mask is ADDED_MASK else graph
 
     def _is_mask(self, graph: Graph, keep: Value) -> bool:
         """Return whether `keep`, an operand of attention, already is the token mask over its keys."""
         batch, *between, keys = graph.type(keep).shape
-        over_keys = (batch, keys) == EACH.shape and all(size == 1 for size in between)
-        return over_keys and keep.node in self.same.get(id(graph), ())
+        over_keys = (batch, keys) == PER_TOKEN.shape and all(size == 1 for size in between)
+        return over_keys and keep.node in self.nodes_by_graph.get(id(graph), ())
 
     def attention(self, b: Builder, graph: Graph, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         """Rewrite attention(q, k, v[, keep]) so that it reads no padding; None if it does not anyway."""
@@ -178,13 +178,13 @@ class TokenMask:
         mask = b.leaf(self.mask)
         if keep_index is None:
             return b.add(replace(op, extra=("keep", *op.extra)), *inputs[:3], mask, *inputs[3:])
-        return b.add(op, *inputs[:keep_index], kept_by_both(b, mask, inputs[keep_index]), *inputs[keep_index + 1 :])
+        return b.add(op, *inputs[:keep_index], combine_masks(b, mask, inputs[keep_index]), *inputs[keep_index + 1 :])
 
     def end_token(self, b: Builder, op: hir.EndToken, x: Value, ids: Value) -> Value:
         """Rewrite end_token(x, ids) so that ids at padding never match: they are replaced by −1."""
         if self.mask is None:
             return b(op, x, ids)
-        return b(op, x, b(Where(), kept(b, b.leaf(self.mask)), ids, b.scalar(-1, ids)))
+        return b(op, x, b(Where(), to_bool_mask(b, b.leaf(self.mask)), ids, b.scalar(-1, ids)))
 
 
 def check_keys(op: hir.Attention, q: TensorType, k: TensorType) -> None:
@@ -195,35 +195,37 @@ def check_keys(op: hir.Attention, q: TensorType, k: TensorType) -> None:
     """
     seq = symbol("seq")
     if k.shape[1] != seq:
-        raise DeriveError(f"attention reads keys {k} that are not the tokens alone: padded has no rule for that")
+        raise DeriveError(f"attention reads keys {k} that are not only the tokens: padded has no rule for that")
     if (op.causal or op.window is not None) and q.shape[1] != seq:
         raise DeriveError(
-            f"attention of queries {q}, which are not the tokens, is causal or in a window: the keys that they read "
-            "would hang on how long the row is; use a mask"
+            f"attention of queries {q}, which are not the tokens, is causal or has a window: the keys that they read "
+            "would depend on the length of the row; use a mask"
         )
 
 
 def optional_inputs(graph: Graph) -> tuple[Input, ...]:
     """Return the optional input that the program adds to the flow's inputs, if any."""
-    return () if any(i.input == MASK for i in graph.inputs) else (ADDED,)
+    return () if any(i.input == MASK for i in graph.inputs) else (ADDED_MASK,)
 
 
-def _find(graph: Graph, mask: Input, given: Collection[int], same: dict[int, set[int]]) -> None:
+def _find_mask_nodes(
+    graph: Graph, mask: Input, equal_operands: Collection[int], nodes_by_graph: dict[int, set[int]]
+) -> None:
     """Find the nodes of a graph and its regions that are equal to a mask: itself, cast, or with axes of size 1 added.
 
     Args:
         graph: the graph or region.
         mask: the mask input.
-        given: indices of the region's operands that are equal to the mask.
-        same: the result by graph id, extended in place.
+        equal_operands: indices of the region's operands that are equal to the mask.
+        nodes_by_graph: the result by graph id, extended in place.
     """
-    mask_nodes = same[id(graph)] = set()
+    mask_nodes = nodes_by_graph[id(graph)] = set()
     for number, node in enumerate(graph.nodes):
         op = node.op
         if isinstance(op, BodyInput):
-            is_equal = op.index in given
+            is_equal = op.index in equal_operands
         elif isinstance(op, CastTo | Slice):
-            is_equal = node.inputs[0].node in mask_nodes and _is_whole(op, graph.type(node.inputs[0]))
+            is_equal = node.inputs[0].node in mask_nodes and _keeps_all_values(op, graph.type(node.inputs[0]))
         else:
             is_equal = op == mask
         if is_equal:
@@ -231,10 +233,10 @@ def _find(graph: Graph, mask: Input, given: Collection[int], same: dict[int, set
         # Operands that a region carries change from step to step.
         shared = [i for i, v in enumerate(node.inputs) if v.node in mask_nodes and i >= op.carried()]
         for region in op.regions():
-            _find(region, mask, shared, same)
+            _find_mask_nodes(region, mask, shared, nodes_by_graph)
 
 
-def _is_whole(op: CastTo | Slice, x: TensorType) -> bool:
+def _keeps_all_values(op: CastTo | Slice, x: TensorType) -> bool:
     """Return whether the op keeps all values of a mask: a cast of floats does not, as it may round them."""
     if isinstance(op, CastTo):
         return not is_float(x.dtype)

@@ -24,8 +24,8 @@ from rlx_jax.ir.plugins import derive_rule, is_ours
 from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import TensorType, symbol
 from rlx_jax.lowering.hir import row_layouts
-from rlx_jax.lowering.hir.explicit import Behind
-from rlx_jax.lowering.hir.independence import pieces_differ
+from rlx_jax.lowering.hir.explicit import ExplicitCache
+from rlx_jax.lowering.hir.independence import chunk_failure
 from rlx_jax.lowering.hir.row_layouts import TokenMask
 
 I32 = np.dtype(np.int32)
@@ -42,18 +42,18 @@ class Derivation:
     Attributes:
         program: the name of the program.
         types: the cache of inferred types and of proofs.
-        kv: dtype of cached keys and values, None for their own.
-        behind: the cache inputs and outputs of `explicit`, else None.
-        tokens: the token mask of `padded`.
-        slots: the paths and names of state leaves so far.
+        kv_dtype: dtype of cached keys and values, None for their own.
+        explicit_cache: the cache inputs and outputs of `explicit`, else None.
+        token_mask: the token mask of `padded`.
+        leaf_names: the paths and names of state leaves so far.
     """
 
     program: str
     types: TypeCache
-    kv: np.dtype[Any] | None = None
-    behind: Behind | None = None
-    tokens: TokenMask = field(default_factory=TokenMask)
-    slots: set[tuple[Path, str]] = field(default_factory=set)
+    kv_dtype: np.dtype[Any] | None = None
+    explicit_cache: ExplicitCache | None = None
+    token_mask: TokenMask = field(default_factory=TokenMask)
+    leaf_names: set[tuple[Path, str]] = field(default_factory=set)
 
     def state(self, b: Builder, path: Path, slot: str, type: TensorType, roles: Roles) -> tuple[StateLeaf, Value]:
         """Add a leaf to the state of one block.
@@ -69,10 +69,10 @@ class Derivation:
             The leaf and its value at the beginning of the program.
         """
         name, n = slot, 1
-        while (path, name) in self.slots:
+        while (path, name) in self.leaf_names:
             n += 1
             name = f"{slot}{n}"
-        self.slots.add((path, name))
+        self.leaf_names.add((path, name))
         leaf = StateLeaf(path, name)
         return leaf, b.leaf(StateRead(leaf, roles, type=type))
 
@@ -80,14 +80,14 @@ class Derivation:
 Rule = Callable[[Derivation, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
 
 
-def keep(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+def keep_unchanged(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
     """Leave the block as it is: it depends on the sequence only through positions, which have a rule."""
 
 
 def positions(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
     """Rewrite positions(x) → state.length[:, None] + iota; prefill starts at 0 and leaves positions(x)."""
-    if d.behind is not None:
-        return (d.behind.positions(b, *inputs),)
+    if d.explicit_cache is not None:
+        return (d.explicit_cache.positions(b, *inputs),)
     if d.program == "prefill":
         return None
     steps = b(Reshape((1, -1)), b(Iota(1), *inputs))
@@ -119,17 +119,17 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     row_layouts.check_bias(d.types, op, tuple(b.type(x) for x in inputs))
     if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
-    if d.behind is not None:
-        return (d.behind.attention(b, op, q, k, v, *other_operands),)
+    if d.explicit_cache is not None:
+        return (d.explicit_cache.attention(b, op, q, k, v, *other_operands),)
     roles = ("batch", None, "kv_heads", None)
     slots = (t.shape[0], symbol("context" if op.window is None else f"context_{op.window}"), op.kv_heads)
     (leaf_k, cache_k), (leaf_v, cache_v) = (
-        d.state(b, node.origin.path, slot, TensorType((*slots, x.shape[2] // op.kv_heads), d.kv or x.dtype), roles)
-        for slot, x in (("k", t), ("v", b.type(v)))
+        d.state(b, node.origin.path, name, TensorType((*slots, x.shape[2] // op.kv_heads), dtype), roles)
+        for name, x, dtype in (("k", t, d.kv_dtype or t.dtype), ("v", b.type(v), d.kv_dtype or b.type(v).dtype))
     )
     leaves, masks = [leaf_k, leaf_v], list[Value]()
     if op.extra:  # later calls need the mask of cached keys too, so it is part of the state
-        keep = keys_kept(b, rest[0])
+        keep = key_mask(b, rest[0])
         leaf, cache = d.state(b, node.origin.path, "keep", TensorType(slots[:2], b.type(keep).dtype), roles[:2])
         leaves, masks = [*leaves, leaf], [keep, cache]
     block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
@@ -138,7 +138,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     return (out,)
 
 
-def keys_kept(b: Builder, keep: Value) -> Value:
+def key_mask(b: Builder, keep: Value) -> Value:
     """Return a keep mask over the new keys as bools `[batch, seq]`.
 
     Raises:
@@ -147,12 +147,12 @@ def keys_kept(b: Builder, keep: Value) -> Value:
     t = b.type(keep)
     if t.shape[-1] != symbol("seq") or any(size != 1 for size in t.shape[1:-1]):
         raise DeriveError(
-            f"attention reads the mask {t}, which is not one of keys alone, [batch, seq]: of a cached key it does not "
-            "say which later tokens read it; a function of positions does, attention(…, bias=lambda q, k: …)"
+            f"attention reads the mask {t}, which is no mask of keys, [batch, seq]: it does not define which later "
+            "tokens read a cached key; use a function of positions, attention(…, bias=lambda q, k: …)"
         )
     if t.rank == 4:
-        keep = b(Slice((row_layouts.ALL, 0, 0, row_layouts.ALL)), keep)
-    keep = row_layouts.kept(b, keep)
+        keep = b(Slice((row_layouts.FULL, 0, 0, row_layouts.FULL)), keep)
+    keep = row_layouts.to_bool_mask(b, keep)
     if t.shape[0] != 1:
         return keep
     # Broadcast over the batch: the state has a row of the mask for each sequence.
@@ -168,17 +168,18 @@ def check_extra(d: Derivation, op: hir.Attention) -> None:
     """
     if "bias" in op.extra:
         raise DeriveError(
-            f"attention adds a bias that is an array, and {d.program} has keys that it knows nothing of: give a "
-            "function of the positions of queries and keys, attention(…, bias=lambda q, k: …)"
+            f"attention adds a bias array, which has no entries for the cached keys of {d.program}: pass a function of "
+            "the positions of queries and keys, attention(…, bias=lambda q, k: …)"
         )
-    if op.extra and d.behind is not None:
+    if op.extra and d.explicit_cache is not None:
         raise DeriveError(
-            f"attention reads the operand {op.extra[0]!r} over new keys, and cached ones have none; explicit masks by "
-            "its own input 'mask' both: make the flow's an optional input (default=None), or use prefill and extend"
+            f"attention reads the operand {op.extra[0]!r} over new keys, which has no entries for cached keys; "
+            "explicit masks both by its own input 'mask': make the flow's mask an optional input (default=None), or "
+            "use prefill and extend"
         )
 
 
-def from_the_left(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+def keep_causal_block(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
     """Leave a block that carries a state along the tokens as it is: padding comes after the tokens.
 
     Raises:
@@ -189,20 +190,20 @@ def from_the_left(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ..
         raise DeriveError(f"{op.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
 
 
-def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+def carry_state(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """Rewrite block(x, …) → carried(block, x, …, state.slot …, state.length, lengths), and write each slot's leaf.
 
     Raises:
         DeriveError: a plugin's block gives other results when its tokens arrive in chunks.
     """
     block: Any = node.op  # implements `hir.CarriesState`
-    from_the_left(d, b, node, inputs)
+    keep_causal_block(d, b, node, inputs)
     operands = tuple(b.type(v) for v in inputs)
-    if not is_ours(type(block)) and (reason := d.types.ask(pieces_differ, block, operands)):
-        raise DeriveError(f"{block.text()} carries a state, and {reason}: {d.program} would give other numbers")
+    if not is_ours(type(block)) and (reason := d.types.ask(chunk_failure, block, operands)):
+        raise DeriveError(f"{block.text()} carries a state, and {reason}: {d.program} would compute other numbers")
     slots = block.slots(*operands)
-    if d.behind is not None:
-        return tuple(d.behind.carried(b, block, inputs, slots))
+    if d.explicit_cache is not None:
+        return tuple(d.explicit_cache.carry_state(b, block, inputs, slots))
     batch = operands[0].shape[0]
     roles = [("batch", *(s.roles or (None,) * s.type.rank)) for s in slots]
     leaves = [d.state(b, node.origin.path, s.name, s.leaf(batch), r) for s, r in zip(slots, roles, strict=True)]
@@ -219,7 +220,7 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
     return values[:num_results]
 
 
-def exported(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+def refuse_exported_state(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
     """Refuse a state that `export_kv` made an output: the derived program keeps the state itself.
 
     Raises:
@@ -231,15 +232,15 @@ def exported(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -
     )
 
 
-def growing(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+def keep_growing_attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
     """Leave attention over a cache that the flow reads itself as it is; only `explicit` has a rule for it.
 
     Raises:
         DeriveError: the program is another one.
     """
-    if d.behind is None:
+    if d.explicit_cache is None:
         raise DeriveError(f"the flow reads cached keys and values itself (BindDecodeInputs): no {d.program} rule")
-    d.behind.layers += 1
+    d.explicit_cache.num_attentions += 1
 
 
 def ring_sizes(graph: Graph) -> dict[str, int]:
@@ -254,13 +255,13 @@ def ring_sizes(graph: Graph) -> dict[str, int]:
 
 def last_token(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
     """Rewrite last_token(x) → last_token(x, lengths − 1)."""
-    if d.behind is not None:  # `explicit` has no lengths, so every token is valid
+    if d.explicit_cache is not None:  # `explicit` has no lengths, so every token is valid
         return None
     lengths = b.leaf(LENGTHS)
     return (b(hir.LastToken(), inputs[0], b(Binary("sub"), lengths, b.scalar(1, lengths))),)
 
 
-def unpacked(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+def refuse_plugin_rule(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
     """Refuse a plugin's op in `packed` and `padded`: its derive rule covers rows of one sequence only.
 
     Raises:
@@ -273,38 +274,41 @@ def unpacked(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -
 # write caches.
 RULES: dict[type[Op], Rule] = {
     hir.Positions: positions,
-    hir.RopeAngles: keep,
-    hir.RopeRows: keep,
+    hir.RopeAngles: keep_unchanged,
+    hir.RopeRows: keep_unchanged,
     hir.Attention: attention,
-    hir.GrowingAttention: growing,
+    hir.GrowingAttention: keep_growing_attention,
     hir.LastToken: last_token,
-    hir.Recurrent: carried,
-    hir.Carried: exported,
-    hir.CausalWindow: carried,
-    hir.CausalConv: carried,
-    hir.GatedDelta: carried,
-    hir.SelectiveScan: carried,
+    hir.Recurrent: carry_state,
+    hir.Carried: refuse_exported_state,
+    hir.CausalWindow: carry_state,
+    hir.CausalConv: carry_state,
+    hir.GatedDelta: carry_state,
+    hir.SelectiveScan: carry_state,
 }
 
 
 # Rules of `packed`, with rows of several sequences. A block without a rule is proved to be token-wise, or refused.
 PACKED: dict[type[Op], Rule] = {
     hir.Positions: lambda d, b, node, inputs: (b.leaf(row_layouts.POSITIONS),),
-    hir.RopeAngles: keep,
-    hir.RopeRows: keep,
+    hir.RopeAngles: keep_unchanged,
+    hir.RopeRows: keep_unchanged,
     hir.Attention: lambda d, b, node, inputs: row_layouts.packed_attention(d.types, b, node, inputs),
     hir.CountedPositions: lambda d, b, node, inputs: row_layouts.counted_positions(b, cast(Any, node.op), *inputs),
-    hir.RelativeBias: keep,
+    hir.RelativeBias: keep_unchanged,
 }
 
 
-# Rules of `padded`: these blocks read no later token, so padding at the end does not change them. `beside_padding` has
+# Rules of `padded`: these blocks read no later token, so padding at the end does not change them. `padding_rewrite` has
 # the rules of the other blocks.
 PADDED: dict[type[Op], Rule] = {
-    **dict.fromkeys(
-        (hir.Positions, hir.RopeAngles, hir.RopeRows, hir.CountedPositions, hir.RelativeBias, hir.FirstToken), keep
-    ),
-    **{block: from_the_left for block, rule in RULES.items() if rule is carried},
+    hir.Positions: keep_unchanged,
+    hir.RopeAngles: keep_unchanged,
+    hir.RopeRows: keep_unchanged,
+    hir.CountedPositions: keep_unchanged,
+    hir.RelativeBias: keep_unchanged,
+    hir.FirstToken: keep_unchanged,
+    **{block: keep_causal_block for block, rule in RULES.items() if rule is carry_state},
 }
 
 
@@ -316,12 +320,12 @@ def rule_of(op: Op, program: str = "") -> Rule | None:
     if program not in ("packed", "padded"):
         return RULES.get(type(op)) or derive_rule(type(op))
     table = PACKED if program == "packed" else PADDED
-    return table.get(type(op)) or (unpacked if derive_rule(type(op)) else None)
+    return table.get(type(op)) or (refuse_plugin_rule if derive_rule(type(op)) else None)
 
 
-def reads_from_the_left(graph: Graph) -> str:
+def find_causal_block(graph: Graph) -> str:
     """Return a block that reads every preceding position, so that padding has to come last; empty if there is none."""
     for _, node in graph.walk():
-        if rule_of(node.op, "padded") is from_the_left:
+        if rule_of(node.op, "padded") is keep_causal_block:
             return f"{path_text(node.origin.path)}: {node.op.text()}"
     return ""

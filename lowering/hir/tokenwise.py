@@ -76,20 +76,20 @@ def token_wise(fn: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], di
     symbolic_dim = _Dim(dim)
     leaves = jax.tree.leaves(list(avals))
     for i, aval in enumerate(leaves):
-        if not symbolic_dim.is_whole(aval):
-            return Verdict(False, f"input {i} does not hold {dim!r} as one whole axis: {_text(aval)}", ())
+        if not symbolic_dim.has_full_axis(aval):
+            return Verdict(False, f"input {i} does not have {dim!r} as one full axis: {_text(aval)}", ())
     try:
         closed = jax.make_jaxpr(fn)(*avals)
     except Exception as error:
         if not _is_about_symbols(error, leaves):
             raise  # a fault of the function itself, which the caller should see
         return Verdict(False, f"does not trace with symbolic sizes: {first_line(error)}", ())
-    states = _run(closed, [_Apart(1, 1) if symbolic_dim.axes(aval) else None for aval in leaves], symbolic_dim)
+    states = _run(closed, [_Separate(1, 1) if symbolic_dim.axes(aval) else None for aval in leaves], symbolic_dim)
     for i, (state, aval) in enumerate(zip(states, closed.out_avals, strict=True)):
         if isinstance(state, _Mixed):
             return Verdict(False, state.reason, ())
-        if not symbolic_dim.is_whole(aval):
-            return Verdict(False, f"output {i} does not hold {dim!r} as one whole axis: {_text(aval)}", ())
+        if not symbolic_dim.has_full_axis(aval):
+            return Verdict(False, f"output {i} does not have {dim!r} as one full axis: {_text(aval)}", ())
     return Verdict(True, "", tuple(next(iter(symbolic_dim.axes(aval)), None) for aval in closed.out_avals))
 
 
@@ -108,7 +108,7 @@ def _is_about_symbols(error: Exception, leaves: Sequence[Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Apart:
+class _Separate:
     """State of a value with positions separate on one axis: entry i of it belongs to position i // inner % dim.
 
     The size of that axis is outer * dim * inner. Both factors are 1 if the axis is the dim alone; the reshape
@@ -126,7 +126,7 @@ class _Mixed:
     reason: str
 
 
-_State = _Apart | _Mixed | None  # None: independent of the position; all entries along the dim, if any, are the same
+_State = _Separate | _Mixed | None  # None: independent of the position; all entries along the dim, if any, are the same
 
 
 def _join(a: _State, b: _State) -> _State:
@@ -135,8 +135,8 @@ def _join(a: _State, b: _State) -> _State:
         return a
     if isinstance(b, _Mixed) or a is None or a == b:
         return b
-    # Only branches and loops report this message; `_apply` replaces it by one that names the equation.
-    return _Mixed("a branch or loop lays out positions in two ways")
+    # Only branches and loops report this message; `_apply_rule` replaces it by one that names the equation.
+    return _Mixed("a branch or loop has two layouts of positions")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class _Dim:
 
     name: str
 
-    def within(self, value: Any) -> bool:
+    def occurs_in(self, value: Any) -> bool:
         """Return whether a size, or any other parameter of an equation, mentions the dim in its printed form."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return False
@@ -153,23 +153,23 @@ class _Dim:
 
     def axes(self, aval: Any) -> list[int]:
         """Return the axes of an array with sizes that mention the dim."""
-        return [axis for axis, size in enumerate(getattr(aval, "shape", ())) if self.within(size)]
+        return [axis for axis, size in enumerate(getattr(aval, "shape", ())) if self.occurs_in(size)]
 
-    def is_whole(self, aval: Any) -> bool:
+    def has_full_axis(self, aval: Any) -> bool:
         """Return whether an array has the dim as one full axis, or does not have it."""
         return [str(aval.shape[axis]) for axis in self.axes(aval)] in ([], [self.name])
 
-    def layouts(self, state: _State, size: Any) -> list[_Apart]:
+    def layouts(self, state: _State, size: Any) -> list[_Separate]:
         """Return the layouts that positions may have on an axis of this size.
 
         A value with all entries equal along the dim fits two: the dim as the slowest or as the fastest factor.
         """
-        if isinstance(state, _Apart):
+        if isinstance(state, _Separate):
             rest = _quotient(size, state.outer * state.inner)
             return [state] if str(rest) == self.name else []
         scope = getattr(size, "scope", None)
         rest = scope and _quotient(size, export.symbolic_shape(self.name, scope=scope)[0])
-        return [] if rest is None or self.within(rest) else [_Apart(1, rest), _Apart(rest, 1)]
+        return [] if rest is None or self.occurs_in(rest) else [_Separate(1, rest), _Separate(rest, 1)]
 
 
 def _quotient(size: Any, factor: Any) -> Any:
@@ -199,7 +199,7 @@ def _run(jaxpr: Any, arguments: Sequence[_State], dim: _Dim) -> list[_State]:
 
     for eqn in jaxpr.eqns:
         states = [read(atom) for atom in eqn.invars]
-        outputs = _CONTROL.get(eqn.primitive.name, _leaf)(eqn, states, dim)
+        outputs = _CONTROL.get(eqn.primitive.name, _plain_equation)(eqn, states, dim)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -227,15 +227,15 @@ class _Equation:
         return _Mixed(f"{self.name} {verb} {self.dim.name!r} ({location})")
 
 
-def _leaf(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
+def _plain_equation(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
     """Return the states of the results of an equation without control flow; all results have the same state."""
     state: _State = next((state for state in states if isinstance(state, _Mixed)), None)
     if state is None and eqn.outvars:
-        state = _apply(_Equation(eqn, dim), functools.reduce(_join, states, None), bool(eqn.effects))
+        state = _apply_rule(_Equation(eqn, dim), functools.reduce(_join, states, None), bool(eqn.effects))
     return [state] * len(eqn.outvars)
 
 
-def _apply(eqn: _Equation, state: _State, has_effects: bool) -> _State:
+def _apply_rule(eqn: _Equation, state: _State, has_effects: bool) -> _State:
     """Return the state of an equation's results.
 
     Args:
@@ -243,18 +243,18 @@ def _apply(eqn: _Equation, state: _State, has_effects: bool) -> _State:
         state: the state that its operands have in common, `_Mixed` if they lay out positions differently.
         has_effects: whether the equation reads or writes mutable arrays, or has other effects.
     """
-    verb, keeps = _RULES.get(eqn.name, ("is not known to keep apart", lambda eqn, axis: False))
+    verb, keeps = _RULES.get(eqn.name, ("is not known to be independent along", lambda eqn, axis: False))
     if has_effects:  # invisible in the data flow: a mutable array may carry a value to another position
         return eqn.mixes("has effects, which may join positions of")
     if isinstance(state, _Mixed):
-        return eqn.mixes("lays out in two ways")
+        return eqn.mixes("has operands with two layouts of")
     if eqn.where is not None and not keeps(eqn, eqn.dim.axes(eqn.where)[0]):
         return eqn.mixes(verb)
     for key, value in eqn.params.items():
         nested = isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
         # Parameters may name the dim where they describe its axis. A nested jaxpr, or an equation on values without
         # the dim, computes with its size.
-        if (nested or eqn.where is None) and eqn.dim.within(value):
+        if (nested or eqn.where is None) and eqn.dim.occurs_in(value):
             return _Mixed(f"{eqn.name} depends on the size of {eqn.dim.name!r} ({key}={value})")
     if eqn.name == "reshape" and eqn.where is not None:
         state = _reshaped(eqn, state)
@@ -280,15 +280,15 @@ def _reshaped(eqn: _Equation, state: _State) -> _State:
             outer = _quotient(math.prod(old[:old_axis]) * layout.outer, math.prod(new[: new_axes[0]]))
             inner = _quotient(layout.inner * math.prod(old[old_axis + 1 :]), math.prod(new[new_axes[0] + 1 :]))
             if outer is not None and inner is not None:
-                return _Apart(outer, inner)
-    return eqn.mixes("does not keep apart")
+                return _Separate(outer, inner)
+    return eqn.mixes("mixes positions of")
 
 
 # -- rules of equations ------------------------------------------------------------------------
 
 # A rule is a verb for the message (what the primitive does to the dim if it mixes) and a check: whether positions stay
-# separate, given the axis of the first operand that has the dim. `_apply` refuses in any case a result that lost the
-# dim, or that has it twice.
+# separate, given the axis of the first operand that has the dim. `_apply_rule` refuses in any case a result that lost
+# the dim, or that has it twice.
 _Check = Callable[[_Equation, int], bool]
 _Rule = tuple[str, _Check]
 
@@ -298,12 +298,12 @@ def _always(eqn: _Equation, axis: int) -> bool:
     return True
 
 
-def _not_along(key: str) -> _Check:
+def _not_the_axis(key: str) -> _Check:
     """Return a check that the primitive's parameter `key`, an axis or several, does not include the dim's axis."""
     return lambda eqn, axis: axis not in np.ravel(eqn.params[key])
 
 
-def _in_full(eqn: _Equation, axis: int, size: Any) -> bool:
+def _is_full_size(eqn: _Equation, axis: int, size: Any) -> bool:
     """Return whether `size` is the full size of the first operand's axis."""
     return bool(size == eqn.inputs[0].shape[axis])
 
@@ -311,7 +311,7 @@ def _in_full(eqn: _Equation, axis: int, size: Any) -> bool:
 def _slice(eqn: _Equation, axis: int) -> bool:
     """Return whether a slice takes the axis in full and in order."""
     start, limit, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
-    return start[axis] == 0 and _in_full(eqn, axis, limit[axis]) and (strides is None or strides[axis] == 1)
+    return start[axis] == 0 and _is_full_size(eqn, axis, limit[axis]) and (strides is None or strides[axis] == 1)
 
 
 def _reduce_window(eqn: _Equation, axis: int) -> bool:
@@ -328,7 +328,7 @@ def _gather(eqn: _Equation, axis: int) -> bool:
     numbers, operand_axis = eqn.params["dimension_numbers"], eqn.axes[0]
     if operand_axis is None or operand_axis in numbers.operand_batching_dims:
         return True
-    full = _in_full(eqn, operand_axis, eqn.params["slice_sizes"][operand_axis])
+    full = _is_full_size(eqn, operand_axis, eqn.params["slice_sizes"][operand_axis])
     return full and operand_axis not in numbers.collapsed_slice_dims
 
 
@@ -344,7 +344,7 @@ def _scatter(eqn: _Equation, axis: int) -> bool:
         return bool(indices_axis == pair and updates_axis == scattered[pair])
     window = [a for a in range(eqn.inputs[0].ndim) if a not in (*numbers.inserted_window_dims, *batching)]
     shared = indices_axis is None and operand_axis in window and windows[window.index(operand_axis)] == updates_axis
-    return shared and _in_full(eqn, operand_axis, eqn.inputs[2].shape[updates_axis])
+    return shared and _is_full_size(eqn, operand_axis, eqn.inputs[2].shape[updates_axis])
 
 
 _ELEMENTWISE = """
@@ -357,35 +357,37 @@ _ELEMENTWISE = """
 """
 
 
-def _each_of(names: str, verb: str, keeps: _Check = _always) -> dict[str, _Rule]:
+def _same_rule(names: str, verb: str, keeps: _Check = _always) -> dict[str, _Rule]:
     return dict.fromkeys(names.split(), (verb, keeps))
 
 
 _RULES: dict[str, _Rule] = {
-    **_each_of("broadcast_in_dim transpose stack" + _ELEMENTWISE, "joins"),
-    **_each_of("reduce reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor", "reduces over"),
-    **_each_of("argmax argmin", "reduces over"),
-    **_each_of("reduce_window reduce_window_sum reduce_window_max reduce_window_min", "slides over", _reduce_window),
-    **_each_of("cumsum cumprod cummax cummin cumlogsumexp", "accumulates along", _not_along("axis")),
-    **_each_of("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max", "writes positions of", _scatter),
+    **_same_rule("broadcast_in_dim transpose stack" + _ELEMENTWISE, "joins"),
+    **_same_rule("reduce reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor", "reduces over"),
+    **_same_rule("argmax argmin", "reduces over"),
+    **_same_rule("reduce_window reduce_window_sum reduce_window_max reduce_window_min", "slides over", _reduce_window),
+    **_same_rule("cumsum cumprod cummax cummin cumlogsumexp", "accumulates along", _not_the_axis("axis")),
+    **_same_rule(
+        "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max", "writes positions of", _scatter
+    ),
     "squeeze": ("removes", _always),
-    "unstack": ("takes apart", _always),
+    "unstack": ("unstacks", _always),
     "dot_general": ("contracts", _always),
-    "reshape": ("does not keep apart", _always),
-    "iota": ("counts along", _not_along("dimension")),
-    "sort": ("sorts along", _not_along("dimension")),
-    "concatenate": ("concatenates along", _not_along("dimension")),
-    "rev": ("reverses", _not_along("dimensions")),
-    "top_k": ("ranks", _not_along("axis")),
-    "approx_top_k": ("ranks", _not_along("reduction_dimension")),
-    "split": ("splits", _not_along("axis")),
+    "reshape": ("mixes positions of", _always),
+    "iota": ("counts along", _not_the_axis("dimension")),
+    "sort": ("sorts along", _not_the_axis("dimension")),
+    "concatenate": ("concatenates along", _not_the_axis("dimension")),
+    "rev": ("reverses", _not_the_axis("dimensions")),
+    "top_k": ("ranks", _not_the_axis("axis")),
+    "approx_top_k": ("ranks", _not_the_axis("reduction_dimension")),
+    "split": ("splits", _not_the_axis("axis")),
     "pad": ("pads", lambda eqn, axis: not any(eqn.params["padding_config"][axis])),
     "tile": ("repeats", lambda eqn, axis: bool(eqn.params["reps"][axis] == 1)),
     "fft": ("transforms along", lambda eqn, axis: axis < eqn.inputs[0].ndim - len(eqn.params["fft_lengths"])),
     "slice": ("takes a part of", _slice),
     # The start is clamped, so along an axis that is taken in full it is 0.
-    "dynamic_slice": ("takes a part of", lambda eqn, axis: _in_full(eqn, axis, eqn.params["slice_sizes"][axis])),
-    "dynamic_update_slice": ("writes a part of", lambda eqn, axis: _in_full(eqn, axis, eqn.inputs[1].shape[axis])),
+    "dynamic_slice": ("takes a part of", lambda eqn, axis: _is_full_size(eqn, axis, eqn.params["slice_sizes"][axis])),
+    "dynamic_update_slice": ("writes a part of", lambda eqn, axis: _is_full_size(eqn, axis, eqn.inputs[1].shape[axis])),
     "gather": ("picks from", _gather),
     "conv_general_dilated": (
         "slides over or contracts",
@@ -415,7 +417,7 @@ def _while(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
     """Return the states of a while loop's results: all are mixed if its condition is."""
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond, body, carry = states[:num_cond], states[num_cond:][:num_body], states[num_cond + num_body :]
-    carry = _settled(carry, lambda carry: _run(eqn.params["body_jaxpr"], [*body, *carry], dim))
+    carry = _fixed_point(carry, lambda carry: _run(eqn.params["body_jaxpr"], [*body, *carry], dim))
     (condition,) = _run(eqn.params["cond_jaxpr"], [*cond, *carry], dim)
     return [condition] * len(carry) if isinstance(condition, _Mixed) else carry
 
@@ -423,17 +425,17 @@ def _while(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
 def _scan(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
     """Return the states of a scan's results: all are mixed if it runs over the dim itself."""
     params = eqn.params
-    if dim.within(params["length"]):
+    if dim.occurs_in(params["length"]):
         return [_Mixed(f"scan runs over {dim.name!r} (length={params['length']})")] * len(eqn.outvars)
     if "ft_in" in params:  # from JAX 0.11 on
         num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
     else:
         num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry, xs = states[:num_consts], states[num_consts:][:num_carry], states[num_consts + num_carry :]
-    return _settled(carry, lambda carry: _run(params["jaxpr"], consts + carry + xs, dim))
+    return _fixed_point(carry, lambda carry: _run(params["jaxpr"], consts + carry + xs, dim))
 
 
-def _settled(carry: list[_State], body: Callable[[list[_State]], list[_State]]) -> list[_State]:
+def _fixed_point(carry: list[_State], body: Callable[[list[_State]], list[_State]]) -> list[_State]:
     """Return the states of a loop's carry, valid before and after every step, then the states of its other results."""
     while True:  # ends: joining only moves a state from None to separate to mixed
         results = body(carry)

@@ -22,7 +22,7 @@ from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import DeriveError, RequestError, UnboundInputError, check_names, shown, suggest_keywords
 from rlx_jax.lowering.hir.independence import why_rows_mix
 from rlx_jax.lowering.hir.row_layouts import MASK
-from rlx_jax.lowering.hir.rules import reads_from_the_left
+from rlx_jax.lowering.hir.rules import find_causal_block
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
@@ -373,7 +373,7 @@ class Encoder(TaskModel):
     @functools.cached_property
     def _from_the_left(self) -> str:
         """Description of what reads all preceding tokens, including padding in front; empty if nothing does."""
-        return reads_from_the_left(self.model.template().hir)
+        return find_causal_block(self.model.template().hir)
 
     def _why_not(self, program: str, given: frozenset[str]) -> str:
         """Return the reason why the derived `program` is not available with the `given` inputs; empty if it is."""

@@ -17,7 +17,7 @@ from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import pooled_of
 from rlx_jax.encode.sentence import SentencePipeline, pool
-from rlx_jax.lowering.hir.row_layouts import EACH, MASK
+from rlx_jax.lowering.hir.row_layouts import MASK, PER_TOKEN
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.padding import block_width, pad_to
@@ -30,7 +30,7 @@ BATCH = 32
 
 def masks_of(model: CompiledModel) -> frozenset[str]:
     """Return the attention mask as a set of input names; empty if the flow does not declare or does not read it."""
-    mask = frozenset(i.name for i in model.flow._inputs if i.name == MASK and i.type.shape == EACH.shape)
+    mask = frozenset(i.name for i in model.flow._inputs if i.name == MASK and i.type.shape == PER_TOKEN.shape)
     return mask.difference(model.programs.unread_inputs(model.name, mask)) if mask else mask
 
 
