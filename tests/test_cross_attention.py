@@ -164,8 +164,8 @@ def derived(read: Any) -> None:
 
 
 @pytest.mark.parametrize(("read", "says"), [
-    (lambda e, x, i: e.attention(x, i, i, heads=2, causal=True), "keys of another sequence, causally"),
-    (lambda e, x, i: e.attention(x, i, i, heads=2, window=2), "keys of another sequence, causally"),
+    (lambda e, x, i: e.attention(x, i, i, heads=2, causal=True), "keys of another sequence is causal"),
+    (lambda e, x, i: e.attention(x, i, i, heads=2, window=2), "keys of another sequence is causal"),
     (lambda e, x, i: e.attention(x, e.concat([i, x], 1), e.concat([i, x], 1), heads=2), "concat"),
     (lambda e, x, i: e.attention(i, x, x, heads=2), "mixes positions"),
     (lambda e, x, i: x + e.last_token(x), "combines the last token of each row with every token"),

@@ -243,7 +243,7 @@ def _apply_rule(eqn: _Equation, state: _State, has_effects: bool) -> _State:
         state: the state that its operands have in common, `_Mixed` if they lay out positions differently.
         has_effects: whether the equation reads or writes mutable arrays, or has other effects.
     """
-    verb, keeps = _RULES.get(eqn.name, ("is not known to be independent along", lambda eqn, axis: False))
+    verb, keeps = _RULES.get(eqn.name, ("has no rule that proves independence along", lambda eqn, axis: False))
     if has_effects:  # invisible in the data flow: a mutable array may carry a value to another position
         return eqn.mixes("has effects, which may join positions of")
     if isinstance(state, _Mixed):
