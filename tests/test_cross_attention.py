@@ -171,7 +171,7 @@ def derived(read: Any) -> None:
     (lambda e, x, i: x + e.last_token(x), "combines the last token of each row with every token"),
     (lambda e, x, i: x * e.tanh(e.last_token(x)) + x, "combines the last token of each row with every token"),
     (lambda e, x, i: e.attention(x, x, x, heads=2), "mixes positions"),
-    (lambda e, x, i: x + (i - i.mean(0, keepdims=True)).sum(1, keepdims=True), "rows of the batch alone"),
+    (lambda e, x, i: x + (i - i.mean(0, keepdims=True)).sum(1, keepdims=True), "rows of the batch independently"),
 ])  # fmt: skip
 def test_not_derived(read: Any, says: str) -> None:
     """What hangs on how many tokens there are, or on other rows, is refused by name."""
