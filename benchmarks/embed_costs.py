@@ -3,8 +3,8 @@
     python benchmarks/embed_costs.py          MiniLM's shape, random weights: f32 on a CPU, bf16 on a GPU
     python benchmarks/embed_costs.py --tiny   a small shape and few calls: checks the script
 
-A call of R rows of W tokens takes `token · (call + R·W·(1 + seen·W))`: `token` is the time of one token that sees no
-other, `call` what a call costs by itself and `seen` what it costs a token to see one more, both in that time. The
+A call of R rows of W tokens takes `token · (call + R·W·(1 + attention·W))`: `token` is the time of a token that sees no
+other, `call` what a call costs by itself and `attention` what it costs a token to see one more, both in that time. The
 three are fitted to the medians of calls of many sizes, each in its own proportion, and the row of the table is printed.
 `tokens` is the smallest call whose tokens cost at most 3 % more than in the cheapest. It has no goal.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from report import emit, seconds, table
 
 import rlx_jax as rlx
-from rlx_jax.encode.embedding import PackedForm
+from rlx_jax.encode.embedding import PackedBatcher
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.models.bert import BertConfig, BertFlow
@@ -33,15 +33,15 @@ MORE = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Tokens of a call, on a CPU and elsewhere."""
 
 
-def form_of(config: BertConfig) -> PackedForm:
+def form_of(config: BertConfig) -> PackedBatcher:
     """Rows of several texts, of a model with random weights."""
     precision = {} if jax.default_backend() == "cpu" else {"compute": "bf16", "weights": "bf16"}
     model = rlx.Encoder(BertFlow(config), profile=rlx.CompileProfile().replace(precision=precision)).model
     model = replace(model.replace(model.init(0)), program="packed", last=None)
-    return PackedForm(model, SentencePipeline(), sizes_for(costs_on(model.settings.target), 512))
+    return PackedBatcher(model, SentencePipeline(), sizes_for(costs_on(model.settings.target), 512))
 
 
-def time_of(form: PackedForm, rows: int, width: int, rounds: int) -> float:
+def time_of(form: PackedBatcher, rows: int, width: int, rounds: int) -> float:
     """Seconds of a call whose rows are full of texts of a quarter of their width; the first call is not counted."""
     length = width // 4
     block = Block(rows, width, form.sizes.slots(width), (tuple(range(4)),) * rows)
@@ -55,12 +55,12 @@ def time_of(form: PackedForm, rows: int, width: int, rounds: int) -> float:
 
 
 def fitted(times: dict[tuple[int, int], float]) -> tuple[float, float, float]:
-    """`token`, `call` and `seen`, by least squares of the relative errors."""
+    """`token`, `call` and `attention`, by least squares of the relative errors."""
     sizes, took = np.array(list(times)), np.array(list(times.values()))
     tokens = sizes.prod(axis=1)
     parts = np.stack([np.ones(len(sizes)), tokens, tokens * sizes[:, 1]], axis=1) / took[:, None]
-    (call, token, seen), *_ = np.linalg.lstsq(parts, np.ones(len(sizes)), rcond=None)
-    return float(token), float(call / token), float(seen / token)
+    (call, token, attention), *_ = np.linalg.lstsq(parts, np.ones(len(sizes)), rcond=None)
+    return float(token), float(call / token), float(attention / token)
 
 
 def main() -> None:
@@ -73,10 +73,10 @@ def main() -> None:
     wanted = (128, 256) if args.tiny else TOKENS.get(kind, MORE)
     sizes = [(tokens // width, width) for tokens in wanted for width in WIDTHS if width <= tokens]
     times = {size: time_of(form, *size, 3 if args.tiny else args.rounds) for size in sizes}
-    token, call, seen = fitted(times)
+    token, call, attention = fitted(times)
 
     def modelled(rows: int, width: int) -> float:
-        return token * (call + rows * width * (1 + seen * width))
+        return token * (call + rows * width * (1 + attention * width))
 
     print(table(
         ["rows x width", "ms", "µs a token", "fit / measured"],
@@ -88,9 +88,9 @@ def main() -> None:
     narrow = {rows * width: t / (rows * width) for (rows, width), t in times.items() if width == WIDTHS[1]}
     enough = min(tokens for tokens, each in narrow.items() if each <= 1.03 * min(narrow.values()))
     now = costs_on(kind)
-    made = replace(now, tokens=enough, call=round(call, 1), seen=round(seen, 5))
+    made = replace(now, tokens=enough, call=round(call, 1), attention=round(attention, 5))
     print(f"one token: {1e9 * token:.1f} ns\nin the table: {now}\nmeasured:     {made}")
-    emit(benchmark="embed_costs", device=kind, token_ns=1e9 * token, call=call, seen=seen, tokens=enough)
+    emit(benchmark="embed_costs", device=kind, token_ns=1e9 * token, call=call, seen=attention, tokens=enough)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax.encode import embedding
-from rlx_jax.encode.packing import COSTS, apart, plan, sizes_for
+from rlx_jax.encode.packing import COSTS, plan_blocks, plan_one_per_row, sizes_for
 from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
 from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError
 from tests.divided import windowed
@@ -62,7 +62,7 @@ def test_every_text_has_its_place(lengths: list[int], kind: str, tokens: int | N
     """Once, in a row with room for it, in blocks that there are programs for; the widest of which holds the longest."""
     sizes = sizes_for(COSTS[kind], max(lengths, default=1), tokens, share)
     assert len(sizes.blocks) <= 8
-    for blocks in (plan(lengths, sizes), apart(lengths, sizes)):
+    for blocks in (plan_blocks(lengths, sizes), plan_one_per_row(lengths, sizes)):
         assert sorted(text for b in blocks for row in b.texts for text in row) == [*range(len(lengths))]
         for b in blocks:
             assert (b.rows, b.width) in sizes.blocks and len(b.texts) <= b.rows and b.rows % share == 0

@@ -161,7 +161,7 @@ def test_masks_with_holes() -> None:
         x = TABLE[[1, 2, 3, 4, 5]]
         assert_close(np.asarray(found)[0], attend(x, x, x, keep[0]))
     mixing = encoder(MIXING["mean"][0])
-    with pytest.raises(RequestError, match="row 0 is not ones, and zeros behind them, and own is run at the length"):
+    with pytest.raises(RequestError, match="row 0 is not ones followed by zeros, and own is run at the length"):
         mixing.hidden_states([[1, 2, 3, 4, 5]], attention_mask=keep)
     with pytest.raises(RequestError, match="traced"):
         jax.jit(lambda m: mixing.hidden_states(np.ones((1, 5), np.int32), attention_mask=m))(jnp.asarray(keep))
@@ -172,7 +172,7 @@ def test_padding_in_front_of_what_carries_a_state(keep: list[int]) -> None:
     """It would be read, as any token before another is; padding behind the tokens is not."""
     found = encoder(decaying)
     for mask in (np.array([keep]), jnp.array([keep])):
-        with pytest.raises(RequestError, match=r"row 0 is not ones, and zeros behind.*recurrent\(step\); pad behind"):
+        with pytest.raises(RequestError, match=r"row 0 is not ones followed by zeros.*recurrent\(step\); pad after"):
             found.hidden_states([[1, 2, 3, 4, 5]], attention_mask=mask)
     behind = found.hidden_states([[1, 2, 3, 4, 5]], attention_mask=[[1, 1, 1, 0, 0]])
     assert_close(np.asarray(behind)[0, :3], ALONE["a state"][1](TABLE[[1, 2, 3]]))
@@ -203,7 +203,7 @@ def test_what_is_no_mask_over_tokens() -> None:
 
 def test_warm_up_ends() -> None:
     """Where a text may have any length, there is no largest program."""
-    with pytest.raises(RequestError, match="own has no longest text, and so no largest program: pass max_positions="):
+    with pytest.raises(RequestError, match="own has no maximum length, so no largest program: pass max_positions="):
         encoder(read).warmup()
 
 

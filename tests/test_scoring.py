@@ -16,7 +16,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.blocks import Custom, Embed, Linear
 from rlx_jax.compiler.settings import Buckets
-from rlx_jax.encode.packing import plan
+from rlx_jax.encode.packing import plan_blocks
 from rlx_jax.generate import score_program
 from tests import divided
 from tests.oracles import checkpoints, hugging_face, numpy_reference
@@ -178,7 +178,7 @@ def test_there_are_at_most_eight_programs(positions: int | None, target: str) ->
     assert longest == positions if positions else longest >= 100_000
     widths = np.random.default_rng(0).integers(1, longest + 1, 333).tolist()
     widths += [min(longest, n) for n in range(1, 300)]
-    calls = plan(widths, sizes)
+    calls = plan_blocks(widths, sizes)
     assert sorted(t for call in calls for (t,) in call.texts) == list(range(len(widths)))
     for call in calls:
         assert (call.rows, call.width) in sizes.blocks and len(call.texts) <= call.rows

@@ -190,7 +190,9 @@ def test_pixel_values_of_no_picture() -> None:
     encoder = vision("dinov2")
     levels = np.tile(PLAIN.transpose(2, 0, 1)[None].astype(np.float32), (1, 1, 5, 6))
     levels[0, 0, 0, :2] = 0, 255
-    with pytest.warns(errors.RlxNumericsWarning, match="pixel_values: 0 to 1, .* took the mean off; embed takes uint8"):
+    with pytest.warns(
+        errors.RlxNumericsWarning, match="pixel_values: 0 to 1, .*the mean is not subtracted.; embed takes uint8"
+    ):
         encoder.embed(levels / 255)
     assert encoder.processor is not None and encoder.processor.range == pytest.approx((-2.1179, 2.64), abs=1e-4)
     mean, std = (np.asarray(v, np.float32)[:, None, None] for v in (encoder.processor.mean, encoder.processor.std))
@@ -219,7 +221,7 @@ def test_images_that_are_refused() -> None:
         vision("dinov2_swiglu").embed([PLAIN])
     with pytest.raises(errors.NumericsError, match=r"embed: 1 of 2 vectors are not finite: 'images\[1\]'"):
         encoder.embed(np.stack([np.zeros((3, 30, 30), np.float32), np.full((3, 30, 30), np.nan, np.float32)]))
-    told = r"images\[1\]: \[3, 8, 9\] when it is made, and the first \[3, 9, 8\]"
+    told = r"images\[1\]: \[3, 8, 9\] after processing, and the first \[3, 9, 8\]"
     with pytest.raises(errors.RequestError, match=told):
         ImageProcessor(shortest_edge=8)([PLAIN, PLAIN.transpose(1, 0, 2)])
 

@@ -32,7 +32,7 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write what a checkpoint is: its config as interpreted, its weights, its tokenizer; with --batch or --context also
     the memory that it needs, and whether the device has that much. Reads no weights."""
     root = open_folder(args.directory, args.revision, progress=session.status)
-    checkpoint = Checkpoint(root, ignore_fields=args.ignore_field, headers=True)
+    checkpoint = Checkpoint(root, ignore_fields=args.ignore_field, headers_only=True)
     pretrained, source, tokenizer = checkpoint.pretrained, checkpoint.weights, checkpoint.tokenizer
     recipe: Any = pretrained.recipe
     specs, unpacked_weights = [source.spec(key) for key in source.keys()], decode_mxfp4(source)

@@ -22,7 +22,7 @@ from rlx_jax.weights.source import WeightSource, open_headers, open_with
 from rlx_jax.weights.views import MarkedSource
 
 # The options of `OpenOptions` that apply to reading weights.
-READING = ("strict", "on_nonfinite", "links", "verify", "subtree", "max_bytes")
+WEIGHT_OPTIONS = ("strict", "on_nonfinite", "links", "verify", "subtree", "max_bytes")
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,34 @@ class Checkpoint:
         root: the directory.
         options: how to open the weights.
         ignore_fields: fields of `config.json` that are not refused; see `rlx_jax.load`.
-        as_task: apply the modules of sentence-transformers: they define where the model is, and that it has no head.
-        headers: fetch only names, shapes and dtypes of the weights.
+        use_modules: apply the modules of sentence-transformers, which define where the model is and that it has no
+            head.
+        headers_only: fetch only names, shapes and dtypes of the weights.
     """
 
     root: Folder
     options: OpenOptions = OpenOptions()
     ignore_fields: Iterable[str] = ()
-    as_task: bool = True
-    headers: bool = False
+    use_modules: bool = True
+    headers_only: bool = False
 
     @cached_property
     def pipeline(self) -> SentencePipeline | None:
         """The pipeline of a sentence-transformers checkpoint; None if it is not one."""
-        return load_pipeline(self.root) if self.as_task else None
+        return load_pipeline(self.root) if self.use_modules else None
 
     @property
-    def inside(self) -> str:
+    def model_subfolder(self) -> str:
         """Directory of the weights and their `config.json`, relative to `root`; empty for `root` itself."""
         return self.pipeline.transformer if self.pipeline else ""
 
     @cached_property
     def folder(self) -> Folder:
-        """The directory `inside` of `root`."""
-        return self.root.subfolder(self.inside)
+        """The directory `model_subfolder` of `root`."""
+        return self.root.subfolder(self.model_subfolder)
 
     @cached_property
-    def _known(self) -> tuple[Fields, Family | plugins.Opens]:
+    def _config_and_family(self) -> tuple[Fields, Family | plugins.Opens]:
         """The config and the family, which are read together."""
         return family_of(self.folder, self.ignore_fields, headless=self.pipeline is not None)
 
@@ -70,7 +71,7 @@ class Checkpoint:
         Raises:
             ConfigError: it is malformed. MissingFileError: there is none. UnsupportedError: as `family`.
         """
-        return self._known[0]
+        return self._config_and_family[0]
 
     @property
     def family(self) -> Family | plugins.Opens:
@@ -79,13 +80,13 @@ class Checkpoint:
         Raises:
             UnsupportedError: the family is not built; or the directory is of another kind, such as GGUF files.
         """
-        return self._known[1]
+        return self._config_and_family[1]
 
     @cached_property
     def weights(self) -> WeightSource:
         """The source of the weights, opened once the family is known to be supported; errors as `open_weights`."""
         # Reading `family` first refuses an unsupported model before anything large is fetched.
-        if self.family and self.headers:
+        if self.family and self.headers_only:
             return open_headers(self.folder)
         source = open_with(self.folder, self.options)
         return MarkedSource(source, "incomplete") if self.options.missing == "init" else source
@@ -152,8 +153,8 @@ def open_checkpoint(
     token: str | bool | None = None,
     subfolder: str = "",
     ignore_fields: Iterable[str] = (),
-    as_task: bool = True,
-    known: Iterable[str] = (),
+    use_modules: bool = True,
+    other_arguments: Iterable[str] = (),
 ) -> Checkpoint:
     """Return the checkpoint at a path, without reading anything yet.
 
@@ -162,17 +163,19 @@ def open_checkpoint(
         caller: name of the function that the user called, for messages.
         options: its keyword options, which become `OpenOptions`.
         revision, token, subfolder, ignore_fields: as in `rlx_jax.load`.
-        as_task: see `Checkpoint`.
-        known: names of the other arguments of `caller`, for messages.
+        use_modules: see `Checkpoint`.
+        other_arguments: names of the other arguments of `caller`, for messages.
 
     Raises:
         TypeError: an unknown option, as Python raises it. MissingFileError and others: as `open_folder`.
     """
-    names = ["revision", "token", "subfolder", "ignore_fields", *known]
-    check_keywords(caller, options, [*names, *(READING if caller != "load" else (f.name for f in fields(OpenOptions)))])
+    names = ["revision", "token", "subfolder", "ignore_fields", *other_arguments]
+    check_keywords(
+        caller, options, [*names, *(WEIGHT_OPTIONS if caller != "load" else (f.name for f in fields(OpenOptions)))]
+    )
     open_options = OpenOptions(**options)
     folder = open_folder(path, revision, token, open_options.progress, subfolder)
-    return Checkpoint(folder, open_options, ignore_fields, as_task)
+    return Checkpoint(folder, open_options, ignore_fields, use_modules)
 
 
 def from_pretrained(
@@ -189,7 +192,7 @@ def from_pretrained(
     Edit it, then call `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`, `ignore_fields`: as in `rlx_jax.load`.
     """
     where: dict[str, Any] = dict(revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields)
-    checkpoint = open_checkpoint(path, "from_pretrained", options, as_task=False, **where)
+    checkpoint = open_checkpoint(path, "from_pretrained", options, use_modules=False, **where)
     return ModelFlow.from_recipe(checkpoint.pretrained.recipe)
 
 
@@ -209,4 +212,4 @@ def recipe_for(
     another checkpoint of the same config. `revision`, `token`, `subfolder`, `ignore_fields`: as in `rlx_jax.load`.
     """
     where: dict[str, Any] = dict(revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields)
-    return open_checkpoint(path, "recipe_for", options, as_task=False, **where).pretrained.recipe
+    return open_checkpoint(path, "recipe_for", options, use_modules=False, **where).pretrained.recipe

@@ -39,7 +39,7 @@ class DualEncoder(TaskModel):
             `rlx_jax.load`.
     """
 
-    _methods = "embed(texts), embed_images(images) and similarity(texts, images) give vectors and how alike they are"
+    _methods = "embed(texts) and embed_images(images) return vectors, similarity(texts, images) their similarity"
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
@@ -79,13 +79,12 @@ class DualEncoder(TaskModel):
         `both.model = both.model.replace(params)`.
 
         Raises:
-            RequestError: one tower got other parameters than the rest; or it is set to a model that is not one of its
-                own.
+            RequestError: one tower got other parameters than the rest; or the new model was compiled separately.
         """
         parts = [self.images.model, *([] if self.compare is None else [self.compare])]
         params = self.texts.model.params
         for part in parts:
-            if _differ(params, part.params):
+            if _differ_in_arrays(params, part.params):
                 raise RequestError(
                     f"{part.name} has other parameters than {self.texts.model.name}, and a DualEncoder has one set: "
                     "both.model = both.texts.model.replace(params) gives them to all parts"
@@ -96,8 +95,8 @@ class DualEncoder(TaskModel):
     def model(self, model: CompiledModel) -> None:
         if model.programs is not self.texts.model.programs:
             raise RequestError(
-                "model: expected one of this DualEncoder with other parameters, both.model.replace(params), got one of "
-                f"{model.name} that was compiled by itself; for other programs make a DualEncoder of them"
+                "model: expected this DualEncoder's model with other parameters, both.model.replace(params), got a "
+                f"separately compiled {model.name}; for other programs make a DualEncoder of them"
             )
         params = model.require_params("a DualEncoder")
         towers = [self.texts.model.replace(params), self.images.model.replace(params)]
@@ -159,7 +158,7 @@ class DualEncoder(TaskModel):
         return profile_run([self.texts.model.programs], lambda: self.similarity(texts, images))
 
 
-def _differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+def _differ_in_arrays(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
     """Return whether two sets of parameters are not the same array objects."""
     if one is None or other is None:
         return one is not other

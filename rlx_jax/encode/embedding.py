@@ -1,6 +1,6 @@
 """Run texts through an encoder: lay them out in calls, dispatch without waiting, and restore their order.
 
-`PackedForm` puts several texts in a row, `RowForm` (in `padded_rows.py`) one; `Stream` runs either.
+`PackedBatcher` puts several texts in a row, `RowBatcher` (in `padded_rows.py`) one; `Stream` runs either.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.encode.packing import Block, BlockSizes, apart, packed_rows, plan
-from rlx_jax.encode.padded_rows import RowForm, masks_of
+from rlx_jax.encode.packing import Block, BlockSizes, pack_rows, plan_blocks, plan_one_per_row
+from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -28,11 +28,11 @@ from rlx_jax.text.request_checks import Ids
 # Texts that are read and tokenised at once, in a thread, while the previous chunk runs.
 CHUNK = 2048
 # Maximum number of calls in flight; bounds the memory of results that are not fetched yet.
-AHEAD = 32
+MAX_IN_FLIGHT = 32
 # Number of threads that make calls, by platform; 1 if not listed. On a CPU, XLA runs the calls of one thread one after
 # the other, and not every op keeps all cores busy. Measured on 2 cores: a core was idle for a quarter of the time with
 # one thread, for a twentieth with two.
-LANES = {"cpu": min(2, os.cpu_count() or 1)}
+MAX_THREADS = {"cpu": min(2, os.cpu_count() or 1)}
 
 # Name of the input with the number of prompt tokens, in packed programs that leave the prompt out of pooling.
 SKIP = "skip"
@@ -65,7 +65,7 @@ class PooledSegments:
 
 
 @dataclass(frozen=True)
-class PackedForm:
+class PackedBatcher:
     """Rows of several texts, run by the program `packed` of `model`.
 
     `skip`: number of tokens of the prompt that pooling leaves out; None: pooling reads every prompt.
@@ -76,40 +76,40 @@ class PackedForm:
     sizes: BlockSizes
     skip: int | None
 
-    def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
+    def plan(self, lengths: Sequence[int], has_more: bool) -> list[Block]:
         """Return calls for texts of these lengths.
 
-        If `more` texts follow, only full calls are returned; the other texts are left for later.
+        If more texts follow (`has_more`), only full calls are returned; the other texts are left for later.
         """
-        blocks = plan(lengths, self.sizes)
-        return [b for b in blocks if len(b.texts) == self.sizes.of(b.width)[0]] if more else blocks
+        blocks = plan_blocks(lengths, self.sizes)
+        return [b for b in blocks if len(b.texts) == self.sizes.row_counts(b.width)[0]] if has_more else blocks
 
-    def apart(self, lengths: Sequence[int]) -> list[Block]:
+    def plan_one_per_row(self, lengths: Sequence[int]) -> list[Block]:
         """Return calls in which every text has a row of its own."""
-        return apart(lengths, self.sizes)
+        return plan_one_per_row(lengths, self.sizes)
 
-    def lanes(self, block: Block) -> int:
+    def num_threads(self, block: Block) -> int:
         """Return the number of threads that may make this call at the same time as others."""
         # With sharding, collectives must be enqueued in the same order on all devices.
         if self.model.programs.model_sharding is not None:
             return 1
-        lanes = LANES.get(self.model.settings.target, 1)
+        num_threads = MAX_THREADS.get(self.model.settings.target, 1)
         # The first call compiles, and must do so in the caller's thread: JAX's context settings are per thread.
-        return lanes if self._program(block).is_compiled else 1
+        return num_threads if self._program(block).is_compiled else 1
 
     def _program(self, block: Block) -> BoundProgram:
         """Return the program for the sizes of a block."""
         return self.model.bound(
             {"batch": block.rows, "seq": block.width},
             PooledSegments(self.pipeline, block.slots),
-            Variant(last_only=False, outputs=self.model.output_names[:1], optional_inputs=masks_of(self.model)),
+            Variant(last_only=False, outputs=self.model.output_names[:1], optional_inputs=read_mask_names(self.model)),
         )
 
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
         """Return the vectors of a block `[rows, slots, D]`. The text numbers of the block are indices into `ids`."""
-        tokens, segments, positions = packed_rows(block, [[ids[text] for text in texts] for texts in block.texts])
+        tokens, segments, positions = pack_rows(block, [[ids[text] for text in texts] for texts in block.texts])
         inputs = {self.model.first_input: tokens, "segments": segments, "positions": positions}
-        inputs |= dict.fromkeys(masks_of(self.model), (segments > 0).astype(np.int32))
+        inputs |= dict.fromkeys(read_mask_names(self.model), (segments > 0).astype(np.int32))
         if self.skip is not None:
             inputs[SKIP] = np.int32(self.skip)
         (vectors,), _ = self._program(block)(inputs, {})
@@ -117,7 +117,7 @@ class PackedForm:
 
 
 # The two ways in which texts are laid out and run.
-Form = PackedForm | RowForm
+Batcher = PackedBatcher | RowBatcher
 
 
 # -- running -----------------------------------------------------------------------------------
@@ -128,35 +128,35 @@ class Stream:
     """Texts that are being embedded by a form.
 
     Attributes:
-        form: how texts are laid out and run.
+        batcher: how texts are laid out and run.
         vectors: result buffer `[capacity, D]`, in the order of the texts.
         ids: token ids of all texts so far.
         waiting: numbers of the texts that no call has taken yet.
         running: results of calls in flight, with the text numbers of each row.
-        lanes: the threads that make calls, if there are several.
+        executor: the threads that make calls, if there are several.
     """
 
-    form: Form
+    batcher: Batcher
     vectors: Vectors
     ids: list[Ids] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     running: deque[tuple[Future[Vectors] | jax.Array, list[list[int]]]] = field(default_factory=deque)
-    lanes: ThreadPoolExecutor | None = None
+    executor: ThreadPoolExecutor | None = None
 
-    def add(self, rows: Sequence[Ids], more: bool) -> None:
-        """Add texts, and start calls for them and for the waiting texts; all of them if no `more` follow."""
+    def add(self, rows: Sequence[Ids], has_more: bool) -> None:
+        """Add texts, and start calls for them and for the waiting texts; all of them unless `has_more`."""
         self.waiting += range(len(self.ids), len(self.ids) + len(rows))
         self.ids += rows
-        self._make_room()
+        self._grow_buffer()
         texts = self.waiting
-        blocks = self.form.plan([len(self.ids[text]) for text in texts], more)
+        blocks = self.batcher.plan([len(self.ids[text]) for text in texts], has_more)
         self._run(blocks, texts)
         started = {text for block in blocks for row in block.texts for text in row}
         self.waiting = [text for index, text in enumerate(texts) if index not in started]
 
-    def again(self, texts: Sequence[int]) -> None:
+    def rerun(self, texts: Sequence[int]) -> None:
         """Run texts once more, each in a row of its own."""
-        self._run(self.form.apart([len(self.ids[text]) for text in texts]), texts)
+        self._run(self.batcher.plan_one_per_row([len(self.ids[text]) for text in texts]), texts)
 
     def finish(self) -> Vectors:
         """Wait for all calls and return all vectors."""
@@ -166,27 +166,27 @@ class Stream:
 
     def close(self) -> None:
         """Stop the threads; calls that have not begun are dropped."""
-        if self.lanes is not None:
-            self.lanes.shutdown(cancel_futures=True)
+        if self.executor is not None:
+            self.executor.shutdown(cancel_futures=True)
 
     def _run(self, blocks: Sequence[Block], texts: Sequence[int]) -> None:
         """Start calls for blocks. The numbers in the blocks are indices into `texts`."""
         ids = [self.ids[text] for text in texts]
         for block in blocks:
-            result = self._call(block, ids, self.form.lanes(block) if len(blocks) > 1 else 1)
+            result = self._call(block, ids, self.batcher.num_threads(block) if len(blocks) > 1 else 1)
             self.running.append((result, [[texts[index] for index in row] for row in block.texts]))
-            if len(self.running) > AHEAD:
+            if len(self.running) > MAX_IN_FLIGHT:
                 self._fetch()
 
-    def _call(self, block: Block, ids: Sequence[Ids], lanes: int) -> Future[Vectors] | jax.Array:
+    def _call(self, block: Block, ids: Sequence[Ids], num_threads: int) -> Future[Vectors] | jax.Array:
         """Start one call and return its result, or a future of it if threads make the calls."""
-        if lanes == 1:
-            vectors = self.form.run(block, ids)
+        if num_threads == 1:
+            vectors = self.batcher.run(block, ids)
             vectors.copy_to_host_async()
             return vectors
-        if self.lanes is None:
-            self.lanes = ThreadPoolExecutor(lanes)
-        return self.lanes.submit(lambda: np.asarray(jax.device_get(self.form.run(block, ids))))
+        if self.executor is None:
+            self.executor = ThreadPoolExecutor(num_threads)
+        return self.executor.submit(lambda: np.asarray(jax.device_get(self.batcher.run(block, ids))))
 
     def _fetch(self) -> None:
         """Wait for the oldest call and copy its vectors into the result buffer."""
@@ -195,7 +195,7 @@ class Stream:
         for row, texts in zip(host.reshape(len(host), -1, self.vectors.shape[1]), rows, strict=False):
             self.vectors[texts] = row[: len(texts)]
 
-    def _make_room(self) -> None:
+    def _grow_buffer(self) -> None:
         """Grow the result buffer, at least by a factor of two, so that an iterator of n texts copies O(n) rows."""
         if len(self.ids) > len(self.vectors):
             larger = np.zeros((max(len(self.ids), 2 * len(self.vectors)), self.vectors.shape[1]), np.float32)
@@ -211,7 +211,7 @@ def chunks(items: Iterable[T], size: int | None = None) -> Iterator[tuple[int, l
         start += len(chunk)
 
 
-def ahead(chunks: Iterator[T], prepare: Callable[[T], R]) -> Iterator[tuple[R, bool]]:
+def prefetch(chunks: Iterator[T], prepare: Callable[[T], R]) -> Iterator[tuple[R, bool]]:
     """Yield (prepared chunk, whether another follows). A thread prepares the next chunk in the meantime."""
     chunk = next(chunks, None)
     if chunk is None:

@@ -14,9 +14,9 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from rlx_jax.encode.embedding import Form, PackedForm, Stream, ahead, chunks
+from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream, chunks, prefetch
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
-from rlx_jax.encode.padded_rows import RowForm, exact_rows, masks_of
+from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names, run_exact_rows
 from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import DeriveError, RequestError, UnboundInputError, check_names, shown, suggest_keywords
@@ -52,11 +52,11 @@ from rlx_jax.text.token_model import (
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 # Number of texts from which `embed` shows progress by default, on a terminal.
-LONG = 10_000
+PROGRESS_THRESHOLD = 10_000
 # Maximum length of a text, in tokens, that is assumed for a model without a limit.
-UNKNOWN = 2**20
+DEFAULT_MAX_POSITIONS = 2**20
 
-_BUCKETS = (
+_BUCKETS_ADVICE = (
     "Buckets pad blocks with tokens that it may read: leave out buckets.{} of the profile, and texts run at their own "
     "lengths"
 )
@@ -85,7 +85,7 @@ class Encoder(TaskModel):
     """
 
     _methods = (
-        "embed(texts) gives vectors, hidden_states(tokens) those of every token, model(tokens) every output of the flow"
+        "embed(texts) returns vectors, hidden_states(tokens) one per token, model(tokens) every output of the flow"
     )
 
     @suggest_keywords(*CompileOptions.__annotations__)
@@ -114,7 +114,7 @@ class Encoder(TaskModel):
         check_buckets(self.buckets, self.max_positions)
         self.padding = check_padding(padding, self.vocab_size, self.max_positions)
         self.width = int(self.model.template().built.primary_shape[-1])
-        self._read: RequestReport | None = None
+        self._last_request: RequestReport | None = None
 
     def __repr__(self) -> str:
         return model_repr("Encoder", self.model, self.vocab_size, self.max_positions)
@@ -149,7 +149,7 @@ class Encoder(TaskModel):
             if name == MASK and not isinstance(value, jax.Array):
                 inputs[name] = keep_mask(value, block.shape)
         if lengths is not None and MASK in inputs:
-            raise RequestError(f"lengths and {MASK} say the same; pass one of them")
+            raise RequestError(f"lengths and {MASK} have the same meaning; pass one of them")
         has_buckets = bool(self.buckets.batch or self.buckets.prompt)
         # Without lengths, mask and buckets no token is padding, so the plain forward program runs.
         if lengths is None and MASK not in inputs and not has_buckets:
@@ -157,16 +157,16 @@ class Encoder(TaskModel):
         # With buckets the padded program also runs blocks that fill their bucket: one program per size.
         has_mask = MASK in inputs
         inputs = {MASK: np.arange(block.shape[1])[None] < valid[:, None], **inputs}
-        form = self._rows(frozenset(inputs))
-        if form.exact:
-            hidden = exact_rows(form, block, inputs, self._row_lengths(inputs[MASK], block.shape))
+        batcher = self._row_batcher(frozenset(inputs))
+        if batcher.exact:
+            hidden = run_exact_rows(batcher, block, inputs, self._row_lengths(inputs[MASK], block.shape))
         else:
             # A stage that carries a state would carry masked tokens into the valid ones after them.
-            if has_mask and self._from_the_left:
+            if has_mask and self._left_context_reason:
                 self._row_lengths(inputs[MASK], block.shape)
-            sizes = form.sizes(*block.shape) if has_buckets else block.shape
-            hidden = crop_to(self.model.programs, primary_output(form.outputs(block, inputs, *sizes)), *block.shape)
-        self.model.last = form.model.last
+            sizes = batcher.sizes(*block.shape) if has_buckets else block.shape
+            hidden = crop_to(self.model.programs, primary_output(batcher.outputs(block, inputs, *sizes)), *block.shape)
+        self.model.last = batcher.model.last
         return hidden
 
     def _row_lengths(self, mask: Any, shape: tuple[int, ...]) -> list[int]:
@@ -183,10 +183,10 @@ class Encoder(TaskModel):
         for row in np.flatnonzero((valid == 0) | is_misplaced.any(axis=1))[:1]:
             why = f"is run at the length of each row: {self.own_lengths}"
             if not self.own_lengths:
-                why = f"carries a state past what the mask leaves out: {self._from_the_left}; pad behind the tokens"
-            raise RequestError(
-                f"attention_mask: row {row} is not ones, and zeros behind them, and {self.model.name} {why}"
-            )
+                why = (
+                    f"carries a state past what the mask leaves out: {self._left_context_reason}; pad after the tokens"
+                )
+            raise RequestError(f"attention_mask: row {row} is not ones followed by zeros, and {self.model.name} {why}")
         return [int(n) for n in valid]
 
     @suggest_keywords()
@@ -222,15 +222,15 @@ class Encoder(TaskModel):
         prompt_text = self.pipeline.choose_prompt(prompt_name, prompt)
         prompt_argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
         tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
-        form = self._form(tokens, self._prompt_tokens(prompt_text))
+        batcher = self._make_batcher(tokens, self._prompt_tokens(prompt_text))
         if not isinstance(show_progress, bool | None):
             raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")
         rows, total, single = self._requests(texts, prompt_text, prompt_argument)
         if show_progress is None:
-            show_progress = total is not None and total >= LONG and sys.stderr.isatty()
+            show_progress = total is not None and total >= PROGRESS_THRESHOLD and sys.stderr.isatty()
         width = pooled_width(self.model) if self.pools else self.width * len(self.pipeline.pooling)
         clock = self.model.programs.start_timer()
-        stream = Stream(form, np.zeros((total or 0, width), np.float32))
+        stream = Stream(batcher, np.zeros((total or 0, width), np.float32))
         try:
             for token_rows, has_more in rows:
                 stream.add(token_rows, has_more)
@@ -238,12 +238,14 @@ class Encoder(TaskModel):
                     total_text = "" if total is None else f" of {total}"
                     line = f"\rembed: {len(stream.ids)}{total_text} texts"
                     print(line, end="" if has_more else "\n", file=sys.stderr, flush=True)
-            out = self._finite(stream)
+            out = self._checked_vectors(stream)
         finally:
             stream.close()
             seconds, compiled = clock()
-            self._read = RequestReport("texts", len(stream.ids), sum(map(len, stream.ids)), seconds, compiled=compiled)
-        self.model.last = form.model.last or self.model.last
+            self._last_request = RequestReport(
+                "texts", len(stream.ids), sum(map(len, stream.ids)), seconds, compiled=compiled
+            )
+        self.model.last = batcher.model.last or self.model.last
         return out[0] if single else out
 
     def _prompt_tokens(self, prompt: str) -> int:
@@ -254,18 +256,18 @@ class Encoder(TaskModel):
         """
         if not prompt or self.pipeline.include_prompt or self.tokenizer is None:
             return 0
-        ids = self.tokenizer.encode(prompt, max_length=self._longest)
+        ids = self.tokenizer.encode(prompt, max_length=self._max_text_tokens)
         return len(ids) - any(map(self.tokenizer.is_special, ids[-1:]))
 
     def _requests(
-        self, texts: Any, prompt: str, chosen: str
+        self, texts: Any, prompt: str, prompt_argument: str
     ) -> tuple[Iterator[tuple[list[Ids], bool]], int | None, bool]:
         """Tokenise the texts of a request lazily, chunk by chunk.
 
         Args:
             texts: as in `embed`.
             prompt: the text in front of each string.
-            chosen: name of the argument that gave the prompt, for messages; empty for the default prompt.
+            prompt_argument: name of the argument that gave the prompt, for messages; empty for the default prompt.
 
         Returns:
             An iterator of (ids of a chunk, whether another chunk follows); the number of texts, None for an iterator of
@@ -273,9 +275,11 @@ class Encoder(TaskModel):
         """
 
         def ids(items: Sequence[Any], is_text: bool, first: int) -> list[Ids]:
-            if prompt and chosen and items and not is_text:
-                raise RequestError(f"{chosen} is for strings, and these are token ids, which are read as they are")
-            return self._ids(items, prompt if is_text else None, first)
+            if prompt and prompt_argument and items and not is_text:
+                raise RequestError(
+                    f"{prompt_argument} is for strings, and these are token ids, which are read as they are"
+                )
+            return self._token_rows(items, prompt if is_text else None, first)
 
         if isinstance(texts, Iterator):
 
@@ -283,12 +287,12 @@ class Encoder(TaskModel):
                 request = classify_prompts(chunk[1], f"texts[{chunk[0]}:]", allow_flat=False)
                 return ids(request.texts or request.ids or [], request.texts is not None, chunk[0])
 
-            return ahead(chunks(texts), read), None, False
+            return prefetch(chunks(texts), read), None, False
         request = classify_prompts(texts, "texts", allow_flat=False)
         is_text, entries = request.texts is not None, request.texts or request.ids or []
-        return ahead(chunks(entries), lambda chunk: ids(chunk[1], is_text, chunk[0])), len(entries), request.single
+        return prefetch(chunks(entries), lambda chunk: ids(chunk[1], is_text, chunk[0])), len(entries), request.single
 
-    def _ids(self, items: Sequence[Any], prompt: str | None, first: int) -> list[Ids]:
+    def _token_rows(self, items: Sequence[Any], prompt: str | None, first: int) -> list[Ids]:
         """Return the token ids of some texts, padded if the model reads padding.
 
         Args:
@@ -296,7 +300,7 @@ class Encoder(TaskModel):
             prompt: the text in front of each string.
             first: index of the first of the items in the request, for messages.
         """
-        rows = self._listed(items, first) if prompt is None else self._tokenised(items, prompt, first)
+        rows = self._check_id_lists(items, first) if prompt is None else self._tokenize(items, prompt, first)
         if self.padding is not None:
             tokens, fill = self.padding
             for i, row in enumerate(rows, first):
@@ -305,7 +309,7 @@ class Encoder(TaskModel):
         self._check_buckets([len(row) for row in rows], first)
         return rows
 
-    def _listed(self, items: Sequence[Any], first: int) -> list[Ids]:
+    def _check_id_lists(self, items: Sequence[Any], first: int) -> list[Ids]:
         """Return id lists as arrays, after checking their ids and lengths."""
         rows = []
         for i, ids in enumerate(items, first):
@@ -316,19 +320,19 @@ class Encoder(TaskModel):
         return rows
 
     @property
-    def _longest(self) -> int | None:
+    def _max_text_tokens(self) -> int | None:
         """Maximum number of tokens of a text, where it is truncated; None without a limit."""
         # The checkpoint's max_seq_length replaces the tokenizer's own limit.
         length = self.pipeline.max_seq_length or (None if self.tokenizer is None else self.tokenizer.model_max_length)
         limits = (length, self.max_positions, self.padding[0] if self.padding else None)
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _tokenised(self, texts: Sequence[str], prompt: str, first: int) -> list[Ids]:
-        """Return the token ids of strings, truncated to `_longest`."""
+    def _tokenize(self, texts: Sequence[str], prompt: str, first: int) -> list[Ids]:
+        """Return the token ids of strings, truncated to `_max_text_tokens`."""
         if self.tokenizer is None:
             raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
         prompted_texts = [prompt + text for text in texts] if prompt else texts
-        lists = self.tokenizer.encode_batch(prompted_texts, max_length=self._longest, first=first)
+        lists = self.tokenizer.encode_batch(prompted_texts, max_length=self._max_text_tokens, first=first)
         rows = [np.array(ids, np.int32) for ids in lists]
         for i, row in enumerate(rows, first):
             if not len(row) or row.max() >= self.vocab_size:
@@ -337,7 +341,7 @@ class Encoder(TaskModel):
                 raise RequestError(f"texts[{i}] has no tokens: the tokenizer puts none around a text")
         return rows
 
-    def _finite(self, stream: Stream) -> np.ndarray[Any, Any]:
+    def _checked_vectors(self, stream: Stream) -> np.ndarray[Any, Any]:
         """Return the vectors of a stream, after checking that all are finite.
 
         A text with non-finite hidden states can spoil the other texts of its row. So all texts with failed vectors run
@@ -349,7 +353,7 @@ class Encoder(TaskModel):
         out = stream.finish()
         failed = np.flatnonzero(~np.isfinite(out).all(axis=1))
         if failed.size:
-            stream.again(failed.tolist())
+            stream.rerun(failed.tolist())
             out = stream.finish()
             check_finite(out, "texts")
         return out
@@ -362,8 +366,8 @@ class Encoder(TaskModel):
         if self.padding is not None:
             return "texts are padded, and the padding is read"
         if self.buckets.batch or self.buckets.prompt:
-            return "the profile's buckets say which blocks there are"
-        return self._why_not("packed", masks_of(self.model))
+            return "the profile's buckets define the block sizes"
+        return self._why_not("packed", read_mask_names(self.model))
 
     @functools.cached_property
     def own_lengths(self) -> str:
@@ -371,48 +375,50 @@ class Encoder(TaskModel):
         return self._why_not("padded", frozenset({MASK}))
 
     @functools.cached_property
-    def _from_the_left(self) -> str:
+    def _left_context_reason(self) -> str:
         """Description of what reads all preceding tokens, including padding in front; empty if nothing does."""
         return find_causal_block(self.model.template().hir)
 
-    def _why_not(self, program: str, given: frozenset[str]) -> str:
-        """Return the reason why the derived `program` is not available with the `given` inputs; empty if it is."""
-        return self.model.programs.derivation_error(self.model.name, program, given)
+    def _why_not(self, program: str, input_names: frozenset[str]) -> str:
+        """Return the reason why the derived `program` is not available with these inputs; empty if it is."""
+        return self.model.programs.derivation_error(self.model.name, program, input_names)
 
-    def _rows(self, given: frozenset[str] = frozenset({MASK})) -> RowForm:
+    def _row_batcher(self, input_names: frozenset[str] = frozenset({MASK})) -> RowBatcher:
         """Return the form that runs rows of different lengths.
 
         Args:
-            given: names of the inputs that the request passes along with the tokens.
+            input_names: names of the inputs that the request passes along with the tokens.
 
         Raises:
             DeriveError: the profile has buckets for lengths, but tokens may read the padding that buckets add.
         """
-        reason = self._why_not("padded", given)
+        reason = self._why_not("padded", input_names)
         if not reason:
-            return RowForm(replace(self.model, program="padded", last=None), self.buckets, self.max_positions)
+            return RowBatcher(replace(self.model, program="padded", last=None), self.buckets, self.max_positions)
         if self.buckets.prompt:
-            raise DeriveError(f"{reason}. {_BUCKETS.format('prompt')}")
-        return self._exact(masks_of(self.model))
+            raise DeriveError(f"{reason}. {_BUCKETS_ADVICE.format('prompt')}")
+        return self._exact_batcher(read_mask_names(self.model))
 
-    def _exact(self, mask: frozenset[str]) -> RowForm:
+    def _exact_batcher(self, mask: frozenset[str]) -> RowBatcher:
         """Return the form that runs rows unpadded, one row per call if rows may influence each other."""
         template = self.model.template()
         reason = why_rows_mix(template.hir, template.types)
         if reason and self.buckets.batch:
-            raise DeriveError(f"{reason}. {_BUCKETS.format('batch')}")
-        return RowForm(self.model, self.buckets, exact=True, single=bool(reason), mask=mask)
+            raise DeriveError(f"{reason}. {_BUCKETS_ADVICE.format('batch')}")
+        return RowBatcher(self.model, self.buckets, exact=True, one_row_per_call=bool(reason), mask=mask)
 
-    def _form(self, max_tokens: int | None, prompt_tokens: int = 0) -> Form:
+    def _make_batcher(self, max_tokens: int | None, prompt_tokens: int = 0) -> Batcher:
         """Return how `embed` lays out and runs texts: packed rows, padded rows, or rows at their own lengths."""
         # The length is an input of the program, so that one program serves prompts of all lengths.
         skip = None if self.pipeline.include_prompt else prompt_tokens
         if self.packing:
-            rows = self._rows() if self.padding is None else self._exact(frozenset())
+            rows = self._row_batcher() if self.padding is None else self._exact_batcher(frozenset())
             return replace(rows, pipeline=None if self.pools else self.pipeline, tokens=max_tokens, skip=skip)
         settings = self.model.settings
-        sizes = sizes_for(costs_on(settings.target), self.max_positions or UNKNOWN, max_tokens, settings.buckets.share)
-        return PackedForm(replace(self.model, program="packed", last=None), self.pipeline, sizes, skip)
+        sizes = sizes_for(
+            costs_on(settings.target), self.max_positions or DEFAULT_MAX_POSITIONS, max_tokens, settings.buckets.share
+        )
+        return PackedBatcher(replace(self.model, program="packed", last=None), self.pipeline, sizes, skip)
 
     def _check_buckets(self, lengths: list[int], first: int) -> None:
         """Refuse texts that are longer than the largest bucket, before any text runs."""
@@ -436,15 +442,15 @@ class Encoder(TaskModel):
             RequestError: each text has a row of its own, and the profile has no buckets for lengths and rows; or rows
                 are not padded; or the model has no maximum length.
         """
-        form = self._form(None)
-        if isinstance(form, RowForm) and form.exact and self.padding is None:
+        batcher = self._make_batcher(None)
+        if isinstance(batcher, RowBatcher) and batcher.exact and self.padding is None:
             raise RequestError(f"warmup: each length of a text is a program of its own: {self.own_lengths}")
-        if isinstance(form, PackedForm):
+        if isinstance(batcher, PackedBatcher):
             if self.max_positions is None:
                 raise RequestError(
-                    f"warmup: {self.model.name} has no longest text, and so no largest program: pass max_positions="
+                    f"warmup: {self.model.name} has no maximum length, so no largest program: pass max_positions="
                 )
-            blocks = [Block(rows, width, form.sizes.slots(width), ((0,),)) for rows, width in form.sizes.blocks]
+            blocks = [Block(rows, width, batcher.sizes.slots(width), ((0,),)) for rows, width in batcher.sizes.blocks]
         else:
             check_sizes(self.buckets, ("prompt", "batch") if self.padding is None else ("batch",))
             widths = self.buckets.prompt if self.padding is None else self.padding[:1]
@@ -452,8 +458,8 @@ class Encoder(TaskModel):
             blocks = [Block(rows, width, 1, ((0,),) * rows) for rows, width in sizes]
         with self.model.programs.warm_up():
             for block in blocks:
-                length = block.width if isinstance(form, RowForm) else 1
-                jax.block_until_ready(form.run(block, [np.zeros(length, np.int32)]))
+                length = block.width if isinstance(batcher, RowBatcher) else 1
+                jax.block_until_ready(batcher.run(block, [np.zeros(length, np.int32)]))
 
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and the requirements of the last program.
@@ -463,7 +469,7 @@ class Encoder(TaskModel):
         layout = self.packing or "several texts in a row"
         if self.packing and self.padding is None and self.own_lengths:
             layout = f"rows at their own lengths: {self.own_lengths}"
-        return replace(self.model.report(**sizes), embedding=layout, request=self._read)
+        return replace(self.model.report(**sizes), embedding=layout, request=self._last_request)
 
     @suggest_keywords()
     def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:

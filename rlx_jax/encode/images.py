@@ -81,13 +81,13 @@ class ImageProcessor:
         named_items = named_images(images)[0]
         if not named_items:
             raise RequestError("images: there are none")
-        return self.together(named_items, [])
+        return self.process_batch(named_items, [])
 
-    def together(self, named: Sequence[tuple[str, Any]], sizes: list[tuple[int, ...]]) -> PixelValues:
+    def process_batch(self, named_items: Sequence[tuple[str, Any]], sizes: list[tuple[int, ...]]) -> PixelValues:
         """Return pixel values `[n, C, H, W]` of one image or more, given as (name, image).
 
         Args:
-            named: names for messages, and images.
+            named_items: names for messages, and images.
             sizes: the shape that every image must have after processing, once the first image determines it; this
                 method appends it to an empty list.
 
@@ -95,29 +95,29 @@ class ImageProcessor:
             RequestError: as `__call__`.
         """
         batch = []
-        for name, image in named:
-            pixels = self.one(image, name)
+        for name, image in named_items:
+            pixels = self.process_one(image, name)
             sizes += [] if sizes else [pixels.shape]
             if pixels.shape != sizes[0]:
                 raise RequestError(
-                    f"{name}: {list(pixels.shape)} when it is made, and the first {list(sizes[0])}: the "
-                    "checkpoint's image processor gives sizes in proportion; pass images of one size together"
+                    f"{name}: {list(pixels.shape)} after processing, and the first {list(sizes[0])}: the "
+                    "checkpoint's image processor preserves proportions; pass images of one size together"
                 )
             batch.append(pixels)
         return np.stack(batch)
 
-    def one(self, image: Any, name: str = "image") -> PixelValues:
+    def process_one(self, image: Any, name: str = "image") -> PixelValues:
         """Return pixel values `[C, H, W]` float32 of one image."""
-        pixels = self.colours(image, name)
+        pixels = self.to_rgb(image, name)
         if self.size is not None or self.shortest_edge is not None:
-            height, width = self.resized(pixels.shape[0], pixels.shape[1])
+            height, width = self.target_size(pixels.shape[0], pixels.shape[1])
             if height * width > limits.MAX_RESIZED_PIXELS:
                 raise RequestError(
                     f"{name}: {pixels.shape[0]} × {pixels.shape[1]} pixels become {height} × {width}; the limit "
                     f"limits.MAX_RESIZED_PIXELS is {limits.MAX_RESIZED_PIXELS}"
                 )
             pixels = resize(pixels, height, width, self.resample, self.resizer)
-        pixels = pixels if self.crop is None else cropped_middle(pixels, *self.crop, self.resizer)
+        pixels = pixels if self.crop is None else center_crop(pixels, *self.crop, self.resizer)
         values: Any = pixels.astype(np.float32)
         if self.rescale is not None:
             # The reference multiplies in float64 and then rounds to float32.
@@ -135,7 +135,7 @@ class ImageProcessor:
             levels = (levels - np.asarray(self.mean)) / np.asarray(self.std)
         return float(levels.min()), float(levels.max())
 
-    def resized(self, height: int, width: int) -> tuple[int, int]:
+    def target_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width that an image is resized to."""
         if self.size is not None:
             return self.size
@@ -145,7 +145,7 @@ class ImageProcessor:
             return int(edge * height / width), edge
         return edge, int(edge * width / height)
 
-    def colours(self, image: Any, name: str) -> Pixels:
+    def to_rgb(self, image: Any, name: str) -> Pixels:
         """Return the image as `[H, W, 3]` uint8."""
         pixels = as_pixels(image, name, self.convert_rgb)
         channels = pixels.shape[2]
@@ -197,10 +197,10 @@ def named_images(images: Any) -> tuple[list[tuple[str, Any]], bool]:
             "images: expected uint8 arrays [H, W, C], Pillow's images, or pixel values [B, C, H, W], got "
             f"{shown(images)}{file}"
         )
-    return numbered(images), False
+    return number_images(images), False
 
 
-def numbered(images: Sequence[Any], first: int = 0) -> list[tuple[str, Any]]:
+def number_images(images: Sequence[Any], first: int = 0) -> list[tuple[str, Any]]:
     """Return images with names for messages, numbered from `first`."""
     return [(f"images[{i}]", image) for i, image in enumerate(images, first)]
 
@@ -233,8 +233,8 @@ def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
     pixels = read_array(name, image)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.dtype != np.uint8:
-        hint = "; pixel values go in as one array [B, C, H, W]" if pixels.dtype.kind == "f" else ""
-        hint = "; divide it by 257, say, and cast it" if pixels.dtype == np.uint16 else hint
+        hint = "; pass pixel values as one array [B, C, H, W]" if pixels.dtype.kind == "f" else ""
+        hint = "; divide it by 257, for example, and cast it" if pixels.dtype == np.uint16 else hint
         raise RequestError(f"{name}: expected u8, got {short_name(pixels.dtype)}{hint}")
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4):
         advice = "; transpose it" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
@@ -258,8 +258,8 @@ def _check_levels(image: Any, name: str) -> None:
         low, high = image.convert("I").getextrema() if needs_conversion else image.getextrema()
         if low < 0 or high > 255 or 0 < high <= 1 and mode == "F":
             raise RequestError(
-                f"{name}: mode {quote(mode)} with values from {low:g} to {high:g}; expected 0 to 255: bring them there "
-                "as your data means them, a 16-bit grey divided by 257, say, and make a uint8 array of it"
+                f"{name}: mode {quote(mode)} with values from {low:g} to {high:g}; expected 0 to 255: convert it "
+                "to a uint8 array, for example by dividing 16-bit grey by 257"
             )
 
 
@@ -272,7 +272,7 @@ def _check_size(rows: int, columns: int, name: str) -> None:
         )
 
 
-def cropped_middle(pixels: Pixels, height: int, width: int, resizer: Resizer = "pillow") -> Pixels:
+def center_crop(pixels: Pixels, height: int, width: int, resizer: Resizer = "pillow") -> Pixels:
     """Return the middle of an image as `[height, width, C]`; a smaller image is centered in zeros.
 
     If an odd number of lines is cut off, the larger half comes off the end. If an odd number of zero lines is added,
@@ -286,11 +286,11 @@ def cropped_middle(pixels: Pixels, height: int, width: int, resizer: Resizer = "
     return out
 
 
-def _overlap(old: int, new: int, late: bool) -> tuple[slice, slice]:
+def _overlap(old: int, new: int, extra_before: bool) -> tuple[slice, slice]:
     """Return the slice of the new side that gets pixels, and the slice of the old side that they come from."""
     if old >= new:
         return slice(0, new), slice((old - new) // 2, (old - new) // 2 + new)
-    start = (new - old + late) // 2
+    start = (new - old + extra_before) // 2
     return slice(start, start + old), slice(0, old)
 
 
@@ -298,7 +298,7 @@ def _overlap(old: int, new: int, late: bool) -> tuple[slice, slice]:
 
 
 @dataclass(frozen=True)
-class Defaults:
+class ProcessorDefaults:
     """Defaults of an image processor of transformers, for settings that its file leaves out.
 
     `square`: a size given as one number is height and width, not the shorter side.
@@ -317,11 +317,11 @@ HALF = (0.5, 0.5, 0.5)
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SQUARE = {"height": 224, "width": 224}
 # By the prefix of the class name, which one of ENDINGS follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` …
-PROCESSORS: dict[str, Defaults] = {
-    "ViT": Defaults(SQUARE, 2, HALF, HALF, square=True, convert_rgb=False),
-    "CLIP": Defaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
-    "Bit": Defaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
-    "Siglip": Defaults(SQUARE, 3, HALF, HALF),
+PROCESSORS: dict[str, ProcessorDefaults] = {
+    "ViT": ProcessorDefaults(SQUARE, 2, HALF, HALF, square=True, convert_rgb=False),
+    "CLIP": ProcessorDefaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
+    "Bit": ProcessorDefaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
+    "Siglip": ProcessorDefaults(SQUARE, 3, HALF, HALF),
 }
 
 # Suffix of processors that have always resized with torch. The others resized with Pillow when their files were
@@ -331,7 +331,7 @@ ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "Feature
 # Settings that do not change the pixels.
 INERT = ("_valid_processor_keys", "data_format", "disable_grouping", "processor_class", "return_tensors", "use_fast")
 # Settings that may change pixels, with the values at which they do not.
-OFF = {
+NEUTRAL = {
     "do_pad": (False,),
     "do_reduce_labels": (False,),
     "do_flip_channel_order": (False,),
@@ -386,18 +386,18 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
         resample=resample,
         crop=_sides(c, "crop_size", d.crop or 224) if crops else None,
         rescale=c.real("rescale_factor", 1 / 255) if c.flag("do_rescale", True) else None,
-        mean=_numbers(c, "image_mean", d.mean, -math.inf) if normalises else None,
-        std=_numbers(c, "image_std", d.std, 0.0) if normalises else None,
+        mean=_channel_values(c, "image_mean", d.mean, -math.inf) if normalises else None,
+        std=_channel_values(c, "image_std", d.std, 0.0) if normalises else None,
         convert_rgb=c.flag("do_convert_rgb", d.convert_rgb),
         resizer=resizer,
     )
     # A setting is not read if the step that uses it is off; then its value does not matter.
     known_fields = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")
-    c.finish_model((*INERT, *known_fields), OFF)
+    c.finish_model((*INERT, *known_fields), NEUTRAL)
     return processor
 
 
-def _size(c: Fields, d: Defaults) -> tuple[tuple[int, int] | None, int | None]:
+def _size(c: Fields, d: ProcessorDefaults) -> tuple[tuple[int, int] | None, int | None]:
     """Return (height and width, None), or (None, length of the shorter side)."""
     size = c.raw("size", dict(d.size))
     if not isinstance(size, dict):
@@ -421,7 +421,7 @@ def _sides(c: Fields, name: str, default: Any) -> tuple[int, int]:
     return sides
 
 
-def _numbers(c: Fields, name: str, default: Sequence[float], low: float) -> tuple[float, ...]:
+def _channel_values(c: Fields, name: str, default: Sequence[float], low: float) -> tuple[float, ...]:
     """Return a number over `low` for each channel, given as a list or as one number for all."""
     if not isinstance(c.values.get(name, default), list | tuple):
         return (c.real(name, low=low),) * CHANNELS

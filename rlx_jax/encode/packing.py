@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 # Widths of rows in tokens, for models with texts of up to 512 tokens and for longer ones.
-FINE, COARSE = (64, 128, 256, 512), (128, 512, 1024, 2048, 8192)
+SHORT_WIDTHS, LONG_WIDTHS = (64, 128, 256, 512), (128, 512, 1024, 2048, 8192)
 # Maximum number of programs, unless there are more widths than that.
-MOST = 8
+MAX_BLOCK_SIZES = 8
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Costs:
 
     Attributes:
         tokens: rows × width of a full call.
-        small: (rows, width) of smaller blocks, in the order of how much they save.
+        small_blocks: (rows, width) of smaller blocks, in the order of how much they save.
         call: fixed cost of a call.
-        seen: cost for a token of attending to one more token.
-        slot: a row holds at most one text per `slot` tokens of its width.
+        attention: cost for a token of attending to one more token.
+        tokens_per_slot: a row holds at most one text per `tokens_per_slot` tokens of its width.
     """
 
     tokens: int
-    small: tuple[tuple[int, int], ...]
+    small_blocks: tuple[tuple[int, int], ...]
     call: float
-    seen: float
-    slot: int
+    attention: float
+    tokens_per_slot: int
 
 
-# `slot` of rows that hold a single text, whatever their width.
-FULL = 2**31
+# `tokens_per_slot` of rows that hold a single text, whatever their width.
+ONE_TEXT_PER_ROW = 2**31
 COSTS = {
     "cpu": Costs(512, ((1, 64), (1, 256), (1, 16), (1, 128)), 16.0, 0.001, 4),
     "cuda": Costs(16384, ((1, 64), (16, 64), (4, 512)), 2500.0, 0.0015, 8),
@@ -79,21 +79,22 @@ class BlockSizes:
 
     def cost(self, rows: int, width: int) -> float:
         """Return the cost of one call."""
-        return self.costs.call + rows * width * (1 + self.costs.seen * width)
+        return self.costs.call + rows * width * (1 + self.costs.attention * width)
 
-    def of(self, width: int) -> list[int]:
+    def row_counts(self, width: int) -> list[int]:
         """Return the row counts of the blocks of a width, largest first."""
         return sorted((rows for rows, w in self.blocks if w == width), reverse=True)
 
     def cost_of_rows(self, rows: Mapping[int, Sequence[tuple[int, ...]]]) -> float:
         """Return the cost of `rows`, given by width, as fractions of full calls."""
         return sum(
-            len(group) * self.cost(self.of(width)[0], width) / self.of(width)[0] for width, group in rows.items()
+            len(group) * self.cost(self.row_counts(width)[0], width) / self.row_counts(width)[0]
+            for width, group in rows.items()
         )
 
     def slots(self, width: int) -> int:
         """Return the maximum number of texts in a row of this width."""
-        return max(1, width // self.costs.slot)
+        return max(1, width // self.costs.tokens_per_slot)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -101,7 +102,9 @@ class BlockSizes:
         return tuple(sorted({width for _, width in self.blocks}))
 
 
-def sizes_for(costs: Costs, longest: int, tokens: int | None = None, share: int = 1, most: int = MOST) -> BlockSizes:
+def sizes_for(
+    costs: Costs, longest: int, tokens: int | None = None, share: int = 1, max_block_sizes: int = MAX_BLOCK_SIZES
+) -> BlockSizes:
     """Return the blocks for texts of up to `longest` tokens.
 
     Args:
@@ -109,29 +112,29 @@ def sizes_for(costs: Costs, longest: int, tokens: int | None = None, share: int 
         longest: maximum length of a text, in tokens.
         tokens: maximum rows × width of a block, which has at least one row; None: the default of the device.
         share: number of devices that rows are sharded over; the number of rows is a multiple of it.
-        most: maximum number of blocks, unless there are more widths.
+        max_block_sizes: maximum number of blocks, unless there are more widths.
     """
     limit = costs.tokens if tokens is None else tokens
-    widths = list(FINE if longest <= FINE[-1] else COARSE)
+    widths = list(SHORT_WIDTHS if longest <= SHORT_WIDTHS[-1] else LONG_WIDTHS)
     # Beyond the largest standard width each is four times the previous one, which keeps the number of programs small.
     while widths[-1] < longest:
         widths.append(4 * widths[-1])
     widths = widths[: 1 + next(i for i, width in enumerate(widths) if width >= longest)]
     full = {(max(1, limit // width), width) for width in widths}
-    candidates = [(r, w) for r, w in costs.small if r * w <= limit and w <= widths[-1] and (r, w) not in full]
-    small = candidates[: max(0, most - len(full))]
+    candidates = [(r, w) for r, w in costs.small_blocks if r * w <= limit and w <= widths[-1] and (r, w) not in full]
+    small_blocks = candidates[: max(0, max_block_sizes - len(full))]
     return BlockSizes(
-        tuple(sorted({(-(-rows // share) * share, width) for rows, width in (*full, *small)})), limit, costs
+        tuple(sorted({(-(-rows // share) * share, width) for rows, width in (*full, *small_blocks)})), limit, costs
     )
 
 
-def fill(lengths: Sequence[int], sizes: BlockSizes, narrowest: int = 0) -> dict[int, list[tuple[int, ...]]]:
+def fill_rows(lengths: Sequence[int], sizes: BlockSizes, min_width_index: int = 0) -> dict[int, list[tuple[int, ...]]]:
     """Return rows, as tuples of text numbers, by width.
 
-    The longest remaining text opens a row of the narrowest width that holds it, not counting the first `narrowest`
-    widths. Then the longest text that still fits is added, until none fits or the row has all its slots.
+    The longest remaining text opens a row of the narrowest width that holds it, from width number
+    `min_width_index` on. Then the longest text that still fits is added, until none fits or the row has all its slots.
     """
-    widths = sizes.widths[narrowest:]
+    widths = sizes.widths[min_width_index:]
     waiting: dict[int, list[int]] = {}
     for text, length in enumerate(lengths):
         waiting.setdefault(length, []).append(text)
@@ -151,14 +154,14 @@ def fill(lengths: Sequence[int], sizes: BlockSizes, narrowest: int = 0) -> dict[
     return rows
 
 
-def blocks_of(width: int, rows: Sequence[tuple[int, ...]], sizes: BlockSizes) -> list[Block]:
+def make_blocks(width: int, rows: Sequence[tuple[int, ...]], sizes: BlockSizes) -> list[Block]:
     """Return calls for rows of one width: full ones, and for the remaining rows the cheapest single block size."""
-    full = sizes.of(width)[0]
+    full = sizes.row_counts(width)[0]
     full_rows = len(rows) // full * full
     blocks = [Block(full, width, sizes.slots(width), tuple(rows[at : at + full])) for at in range(0, full_rows, full)]
     rest = rows[full_rows:]
     if rest:
-        size = min(sizes.of(width), key=lambda n: -(-len(rest) // n) * sizes.cost(n, width))
+        size = min(sizes.row_counts(width), key=lambda n: -(-len(rest) // n) * sizes.cost(n, width))
         blocks += [
             Block(size, width, sizes.slots(width), tuple(rest[at : at + size])) for at in range(0, len(rest), size)
         ]
@@ -169,32 +172,38 @@ def blocks_of(width: int, rows: Sequence[tuple[int, ...]], sizes: BlockSizes) ->
 SAMPLE = 512
 
 
-def plan(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
+def plan_blocks(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
     """Return the cheapest calls for texts of these lengths, over all choices of the narrowest width."""
     if not lengths:
         return []
-    candidates = [narrowest for narrowest, width in enumerate(sizes.widths) if not narrowest or width <= sizes.tokens]
+    candidates = [
+        min_width_index
+        for min_width_index, width in enumerate(sizes.widths)
+        if not min_width_index or width <= sizes.tokens
+    ]
     # With many calls the last, partly filled ones hardly matter, so a sample of the lengths decides.
     if len(lengths) > SAMPLE and sum(lengths) > 4 * sizes.tokens:
         sample = lengths[:: -(-len(lengths) // SAMPLE)]
-        candidates = [min(candidates, key=lambda narrowest: sizes.cost_of_rows(fill(sample, sizes, narrowest)))]
+        candidates = [
+            min(candidates, key=lambda min_width_index: sizes.cost_of_rows(fill_rows(sample, sizes, min_width_index)))
+        ]
     plans = []
-    for narrowest in candidates:
-        rows = fill(lengths, sizes, narrowest)
-        blocks = [block for width, width_rows in rows.items() for block in blocks_of(width, width_rows, sizes)]
-        plans.append((sum(sizes.cost(b.rows, b.width) for b in blocks), narrowest, blocks))
+    for min_width_index in candidates:
+        rows = fill_rows(lengths, sizes, min_width_index)
+        blocks = [block for width, width_rows in rows.items() for block in make_blocks(width, width_rows, sizes)]
+        plans.append((sum(sizes.cost(b.rows, b.width) for b in blocks), min_width_index, blocks))
     return min(plans)[2]
 
 
-def apart(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
+def plan_one_per_row(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
     """Return calls in which every text has a row of its own."""
     rows: dict[int, list[tuple[int, ...]]] = {}
     for text, length in enumerate(lengths):
         rows.setdefault(next(w for w in sizes.widths if w >= length), []).append((text,))
-    return [block for width, width_rows in rows.items() for block in blocks_of(width, width_rows, sizes)]
+    return [block for width, width_rows in rows.items() for block in make_blocks(width, width_rows, sizes)]
 
 
-def packed_rows(block: Block, texts: Sequence[Sequence[Any]]) -> np.ndarray[Any, np.dtype[np.int32]]:
+def pack_rows(block: Block, texts: Sequence[Sequence[Any]]) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the inputs of the program `packed` for a block: tokens, segments and positions, int32 `[3, rows, width]`.
 
     `texts`: for each row of the block the token ids of its texts. Segments number the texts of a row from 1; 0 is

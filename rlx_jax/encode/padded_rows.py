@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.encode.packing import Block
-from rlx_jax.encode.pooled import pooled_of
+from rlx_jax.encode.pooled import get_pooled
 from rlx_jax.encode.sentence import SentencePipeline, pool
 from rlx_jax.lowering.hir.row_layouts import MASK, PER_TOKEN
 from rlx_jax.runtime.inputs import as_host_array
@@ -28,19 +28,19 @@ from rlx_jax.text.token_model import primary_output
 BATCH = 32
 
 
-def masks_of(model: CompiledModel) -> frozenset[str]:
+def read_mask_names(model: CompiledModel) -> frozenset[str]:
     """Return the attention mask as a set of input names; empty if the flow does not declare or does not read it."""
     mask = frozenset(i.name for i in model.flow._inputs if i.name == MASK and i.type.shape == PER_TOKEN.shape)
     return mask.difference(model.programs.unread_inputs(model.name, mask)) if mask else mask
 
 
-def pooled(pipeline: SentencePipeline, hidden: jax.Array, keep: jax.Array, skip: jax.Array | int = 0) -> jax.Array:
+def pool_rows(pipeline: SentencePipeline, hidden: jax.Array, keep: jax.Array, skip: jax.Array | int = 0) -> jax.Array:
     """Return `pool` of hidden states, with the static argument first so that it can be jitted."""
     return pool(hidden, keep, pipeline, skip)
 
 
 @dataclass(frozen=True)
-class RowForm:
+class RowBatcher:
     """One row for each text, shortest first; rows × width of a call is at most `tokens`, with at least one row.
 
     By default the program `padded` of `model` runs rows that are padded to few sizes.
@@ -48,7 +48,7 @@ class RowForm:
     Attributes:
         exact: run the program `forward` on unpadded rows of one length instead. This is for flows that may read
             padding, and for texts that already contain the padding that the model reads.
-        single: one row per call, because rows may influence each other.
+        one_row_per_call: one row per call, because rows may influence each other.
         mask: names of the inputs that are 1 everywhere.
         pipeline: how to pool; None: the vector is the flow's output `pooled`.
         skip: number of tokens of the prompt that pooling leaves out; None: pooling reads every prompt.
@@ -58,7 +58,7 @@ class RowForm:
     buckets: Buckets
     max_positions: int | None = None
     exact: bool = False
-    single: bool = False
+    one_row_per_call: bool = False
     mask: frozenset[str] = frozenset()
     pipeline: SentencePipeline | None = None
     tokens: int | None = None
@@ -67,7 +67,7 @@ class RowForm:
     def sizes(self, rows: int, width: int) -> tuple[int, int]:
         """Return the (rows, width) of the program that runs `rows` rows of up to `width` tokens."""
         buckets = self.buckets
-        rows = 1 if self.single else smallest(buckets.batch, rows) or buckets.rows(bucket(rows, 1, BATCH))
+        rows = 1 if self.one_row_per_call else smallest(buckets.batch, rows) or buckets.rows(bucket(rows, 1, BATCH))
         return rows, width if self.exact else block_width(buckets, width, self.max_positions)
 
     def outputs(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> Any:
@@ -85,9 +85,9 @@ class RowForm:
             inputs |= dict.fromkeys(self.mask, np.ones((rows, width), bool))
         return self.model(pad_to(block, rows, width), **inputs)
 
-    def calls(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], tuple[int, int]]]:
+    def plan_calls(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], tuple[int, int]]]:
         """Yield (row numbers, sizes of the program) of each call, shortest rows first."""
-        max_rows = 1 if self.single else self.buckets.batch[-1] if self.buckets.batch else BATCH
+        max_rows = 1 if self.one_row_per_call else self.buckets.batch[-1] if self.buckets.batch else BATCH
         order = sorted(range(len(lengths)), key=lambda row: lengths[row])
         while order:
             candidates = order[:max_rows]
@@ -100,15 +100,15 @@ class RowForm:
             yield order[:count], sizes
             order = order[count:]
 
-    def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
+    def plan(self, lengths: Sequence[int], has_more: bool) -> list[Block]:
         """Return calls for texts of these lengths, as `PackedForm.plan` does."""
-        return self.apart(lengths)
+        return self.plan_one_per_row(lengths)
 
-    def apart(self, lengths: Sequence[int]) -> list[Block]:
+    def plan_one_per_row(self, lengths: Sequence[int]) -> list[Block]:
         """Return calls in which every text has a row of its own, as `PackedForm.apart` does."""
-        return [Block(*sizes, 1, tuple((text,) for text in texts)) for texts, sizes in self.calls(lengths)]
+        return [Block(*sizes, 1, tuple((text,) for text in texts)) for texts, sizes in self.plan_calls(lengths)]
 
-    def lanes(self, block: Block) -> int:
+    def num_threads(self, block: Block) -> int:
         """Return the number of threads for this call, as `PackedForm.lanes` does."""
         return 1
 
@@ -119,15 +119,15 @@ class RowForm:
         keep = np.arange(longest)[None] < np.array([[len(row)] for row in rows])
         outputs = self.outputs(pad_rows(rows, longest), {MASK: keep}, block.rows, block.width)
         if self.pipeline is None:
-            return pooled_of(outputs)  # type: ignore[no-any-return]
+            return get_pooled(outputs)  # type: ignore[no-any-return]
         valid, skip = pad_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
         vectors: jax.Array = self.model.programs.run_helper(
-            pooled, primary_output(outputs), valid, *skip, static=(self.pipeline,)
+            pool_rows, primary_output(outputs), valid, *skip, static=(self.pipeline,)
         )
         return vectors
 
 
-def restored(width: int, order: tuple[int, ...], *hidden: jax.Array) -> jax.Array:
+def restore_order(width: int, order: tuple[int, ...], *hidden: jax.Array) -> jax.Array:
     """Return hidden states of blocks of rows, `[rows, width, H]` each, as one `[B, S, H]` in the original order.
 
     Row i of the result is row `order[i]` of the concatenated blocks. Positions that no block covers are 0.
@@ -136,14 +136,14 @@ def restored(width: int, order: tuple[int, ...], *hidden: jax.Array) -> jax.Arra
     return jnp.concatenate(padded_blocks)[np.array(order)]
 
 
-def exact_rows(form: RowForm, block: Ids, inputs: Mapping[str, Any], lengths: Sequence[int]) -> jax.Array:
+def run_exact_rows(batcher: RowBatcher, block: Ids, inputs: Mapping[str, Any], lengths: Sequence[int]) -> jax.Array:
     """Return hidden states `[B, S, H]` of a block; row i runs at its own `lengths[i]` tokens and is 0 after them."""
     host = {name: as_host_array(name, jax.device_get(value)) for name, value in inputs.items()}
     blocks, positions, offset = [], dict[int, int](), 0
-    for row_ids, (rows, width) in form.calls(lengths):
+    for row_ids, (rows, width) in batcher.plan_calls(lengths):
         row_inputs = {name: value[row_ids, :width] for name, value in host.items()}
-        blocks.append(primary_output(form.outputs(block[row_ids, :width], row_inputs, rows, width)))
+        blocks.append(primary_output(batcher.outputs(block[row_ids, :width], row_inputs, rows, width)))
         positions |= {row: offset + i for i, row in enumerate(row_ids)}
         offset += rows
     static = block.shape[1], tuple(positions[row] for row in range(len(block)))
-    return form.model.programs.run_helper(restored, *blocks, static=static)  # type: ignore[no-any-return]
+    return batcher.model.programs.run_helper(restore_order, *blocks, static=static)  # type: ignore[no-any-return]

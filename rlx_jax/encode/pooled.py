@@ -34,12 +34,12 @@ def pooled_width(model: CompiledModel) -> int:
     return spec.shape[1]
 
 
-def pooled_of(outputs: Any) -> Any:
+def get_pooled(outputs: Any) -> Any:
     """Return the vectors among the outputs of a call."""
     return outputs[POOLED] if isinstance(outputs, dict) else outputs
 
 
-def check_finite(vectors: Vectors, what: str) -> None:
+def check_finite(vectors: Vectors, label: str) -> None:
     """Check that all vectors are finite.
 
     Raises:
@@ -47,7 +47,7 @@ def check_finite(vectors: Vectors, what: str) -> None:
     """
     failed = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if failed.size:
-        names = listing((f"{what}[{i}]" for i in failed), 8)
+        names = listing((f"{label}[{i}]" for i in failed), 8)
         message = f"embed: {failed.size} of {len(vectors)} vectors are not finite: {names}"
         raise NumericsError(message, dict.fromkeys(failed.tolist(), 0), [*vectors])
 

@@ -83,13 +83,13 @@ def resize(image: Pixels, height: int, width: int, resample: int, resizer: Resiz
     """
     sizes, is_torch = (height, width), resizer == "torch"
     if resample == NEAREST:
-        source_pixels = _middle if is_torch else _nearest
+        source_pixels = _nearest_exact if is_torch else _nearest
         rows, columns = (source_pixels(old, new) for old, new in zip(image.shape, sizes, strict=False))
         result: Pixels = image[rows][:, columns]
         return result
     rows_last = is_torch or not columns_first(image.shape[0], image.shape[1], height, width)
     for axis in (1, 0) if rows_last else (0, 1):
-        image = _passed(image, axis, sizes[axis], FILTERS[resample], is_torch)
+        image = _resize_axis(image, axis, sizes[axis], FILTERS[resample], is_torch)
     return image
 
 
@@ -110,7 +110,7 @@ def _nearest(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     return np.add.accumulate(steps).astype(np.intp)
 
 
-def _middle(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+def _nearest_exact(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return the source pixel under the middle of each new one (torch's `nearest-exact`), computed in float32 as torch
     does."""
     centres = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(old / new))
@@ -118,12 +118,12 @@ def _middle(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     return positions
 
 
-def _passed(image: Pixels, axis: int, size: int, chosen: Filter, fixed: bool) -> Pixels:
+def _resize_axis(image: Pixels, axis: int, size: int, kernel_filter: Filter, torch_precision: bool) -> Pixels:
     """Return the image after one pass along an axis; unchanged if it already has that size."""
     old_size = image.shape[axis]
     if old_size == size:
         return image
-    positions, weights, bits = taps(old_size, size, chosen, fixed)
+    positions, weights, bits = filter_taps(old_size, size, kernel_filter, torch_precision)
     shape = [1, 1, 1]
     shape[axis] = size
     # The sum starts at half a unit, so that the shift below rounds to nearest.
@@ -135,16 +135,16 @@ def _passed(image: Pixels, axis: int, size: int, chosen: Filter, fixed: bool) ->
     return levels
 
 
-def taps(
-    old: int, new: int, chosen: Filter, fixed: bool = False
+def filter_taps(
+    old: int, new: int, kernel_filter: Filter, torch_precision: bool = False
 ) -> tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, Any], int]:
     """Return the source pixels and the fixed-point weights of each of `new` pixels.
 
     Args:
         old, new: length of the axis before and after.
-        chosen: the filter.
-        fixed: choose torch's number of fractional bits, the largest that keeps all weights below `WORD`, and not
-            `BITS`.
+        kernel_filter: the filter.
+        torch_precision: choose torch's number of fractional bits, the largest that keeps all weights below
+            `WORD`, and not `BITS`.
 
     Returns:
         Source positions `[new, taps]`, weights `[new, taps]` int32, and the number of fractional bits of the weights.
@@ -152,16 +152,16 @@ def taps(
     scale = old / new
     # Downscaling widens the filter to cover all source pixels (antialiasing); upscaling does not.
     stretch = max(scale, 1.0)
-    support = chosen.support * stretch
+    support = kernel_filter.support * stretch
     centre = (np.arange(new) + 0.5) * scale
     start = np.maximum((centre - support + 0.5).astype(np.intp), 0)
     stop = np.minimum((centre + support + 0.5).astype(np.intp), old)
     positions = start[:, None] + np.arange(math.ceil(support) * 2 + 1)
-    weights = chosen.kernel((positions - centre[:, None] + 0.5) / stretch) * (positions < stop[:, None])
+    weights = kernel_filter.kernel((positions - centre[:, None] + 0.5) / stretch) * (positions < stop[:, None])
     sums = weights.sum(axis=1, keepdims=True)
     weights = np.divide(weights, sums, out=weights, where=sums != 0)
     bits, top = BITS, float(weights.max())
-    if fixed:
+    if torch_precision:
         bits = next((n for n in range(BITS) if int(0.5 + top * (1 << (n + 1))) >= WORD), BITS)
     weights *= 1 << bits
     return np.minimum(positions, old - 1), np.trunc(weights + np.copysign(0.5, weights)).astype(np.int32), bits

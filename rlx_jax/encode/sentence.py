@@ -56,7 +56,7 @@ _TRANSFORMER_FILES = tuple(
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 # Values that sentence-transformers writes by default. Any other value needs code that this package does not have.
-_TRANSFORMER_ONLY = {"transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",)}
+_TRANSFORMER_NEUTRAL = {"transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",)}
 _TRANSFORMER_EMPTY = (
     "model_args",
     "model_kwargs",
@@ -153,7 +153,7 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
             f"{where}: modules {listing(kinds)}; supported are 'Transformer', 'Pooling', then maybe 'Normalize'"
         )
     paths = [path for _, path in modules]
-    _bring(folder, paths)
+    _fetch_settings(folder, paths)
     max_seq_length, do_lower_case = _transformer_settings(folder, paths[0])
     pooling, width, include_prompt = _pooling_settings(folder, paths[1])
     if len(paths) == 3:
@@ -223,11 +223,11 @@ def pool_segments(
 
 # -- pooling modes -----------------------------------------------------------------------------
 
-# Each maps tokens `[B, S, H]` float32, zero where keep `[B, S]` is False, to `[B, H]`. place `[B, S]` is the number of
-# a token within its text, from 0.
+# Each maps tokens `[B, S, H]` float32, zero where keep `[B, S]` is False, to `[B, H]`. position `[B, S]` is the number
+# of a token within its text, from 0.
 
 
-def _at(tokens: jax.Array, position: jax.Array) -> jax.Array:
+def _token_at(tokens: jax.Array, position: jax.Array) -> jax.Array:
     """Return the token vector of each row at its position `[B]`."""
     return jnp.take_along_axis(tokens, position[:, None, None], axis=1)[:, 0, :]
 
@@ -242,31 +242,31 @@ def _count(keep: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.sum(keep.astype(jnp.float32), axis=1, keepdims=True), 1e-9)
 
 
-def _cls(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
-    return _at(tokens, _first(keep))
+def _cls(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
+    return _token_at(tokens, _first(keep))
 
 
-def _last(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
+def _last(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
     # argmax finds the first True, which in the reversed row is the last.
-    return _at(tokens, keep.shape[1] - 1 - jnp.argmax(keep[:, ::-1], axis=1))
+    return _token_at(tokens, keep.shape[1] - 1 - jnp.argmax(keep[:, ::-1], axis=1))
 
 
-def _max(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
+def _max(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
     largest = jnp.max(jnp.where(keep[:, :, None], tokens, -jnp.inf), axis=1)
     # A row without tokens gives zeros, not -inf.
     return jnp.where(jnp.any(keep, axis=1, keepdims=True), largest, 0.0)
 
 
-def _mean(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
+def _mean(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
     return jnp.sum(tokens, axis=1) / _count(keep)
 
 
-def _mean_sqrt_len(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
+def _mean_sqrt_len(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
     return jnp.sum(tokens, axis=1) / jnp.sqrt(_count(keep))
 
 
-def _weighted_mean(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
-    weights = jnp.where(keep, place + 1, 0).astype(jnp.float32)
+def _weighted_mean(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
+    weights = jnp.where(keep, position + 1, 0).astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1e-9)
     return jnp.sum(tokens * weights[:, :, None], axis=1) / total
 
@@ -300,21 +300,21 @@ def _read_modules(folder: Folder) -> list[tuple[str, str]] | None:
     return modules
 
 
-def _bring(folder: Folder, paths: Sequence[str]) -> None:
+def _fetch_settings(folder: Folder, paths: Sequence[str]) -> None:
     """Fetch the files of a Hub model that are read next in one go: the settings of the modules and of the model."""
-    transformer = (_inside(paths[0], file) for file in _TRANSFORMER_FILES)
+    transformer = (_module_file(paths[0], file) for file in _TRANSFORMER_FILES)
     settings = next((name for name in transformer if folder.hub_file(name) is not None), None)
-    names = [_inside(path, "config.json") for path in paths if path or path == paths[0]]
+    names = [_module_file(path, "config.json") for path in paths if path or path == paths[0]]
     names += ["config_sentence_transformers.json"] + ([] if settings is None else [settings])
     folder.fetch(*names, bounds=dict.fromkeys(names, json_size_bound()))
 
 
-def _module(c: Fields, place: int) -> tuple[str, str]:
-    """Return the (kind, path) of entry number `place` of `modules.json`."""
+def _module(c: Fields, position: int) -> tuple[str, str]:
+    """Return the (kind, path) of entry number `position` of `modules.json`."""
     path, kind = c.text("path"), c.text("type")
     if path:
         files.check_name(path)
-    if c.raw("idx", place) != place:
+    if c.raw("idx", position) != position:
         raise ConfigError(f"{c.where} has idx {quote(c.raw('idx'))}; the modules run in the listed order")
     if kind not in _MODULE_TYPES:
         raise UnsupportedError(
@@ -323,14 +323,14 @@ def _module(c: Fields, place: int) -> tuple[str, str]:
     return _MODULE_TYPES[kind], path
 
 
-def _inside(path: str, name: str) -> str:
+def _module_file(path: str, name: str) -> str:
     """Return the name of a file in a module's directory, relative to the checkpoint."""
     return f"{path}/{name}" if path else name
 
 
 def _fields(folder: Folder, path: str, name: str) -> Fields:
     """Return the fields of a file of a module; no fields if the file does not exist."""
-    name = _inside(path, name)
+    name = _module_file(path, name)
     return Fields(folder.json(name), folder.where(name))
 
 
@@ -351,7 +351,7 @@ def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
             "'message', which is a chat template"
         )
     lowercase, length = c.flag("do_lower_case", False), c.whole_or_null("max_seq_length", None, high=2**31 - 1)
-    c.finish(_TRANSFORMER_INERT, _TRANSFORMER_ONLY)
+    c.finish(_TRANSFORMER_INERT, _TRANSFORMER_NEUTRAL)
     if length is not None:
         return length, lowercase
     # Newer releases take the length from the tokenizer, limited by the number of positions of the model.
@@ -366,9 +366,9 @@ def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
 def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int | None, bool]:
     """Return the pooling modes, the size of a token vector if it is known, and `include_prompt`."""
     if not path:
-        raise ConfigError(f"{folder.where('modules.json')}: the pooling module needs a path of its own")
+        raise ConfigError(f"{folder.where('modules.json')}: the pooling module needs its own path")
     # Without the file the pooling mode is unknown, and a default could be wrong.
-    folder.required_json(_inside(path, "config.json"))
+    folder.required_json(_module_file(path, "config.json"))
     c = _fields(folder, path, "config.json")
     # A file without any flag has the default of sentence-transformers, which is the mean.
     has_flags = any(name.startswith("pooling_mode_") for name in c.values)

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.settings import bucket, smallest
-from rlx_jax.encode.embedding import ahead, chunks
-from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, numbered
-from rlx_jax.encode.pooled import Vectors, check_finite, pooled_of, pooled_width
+from rlx_jax.encode.embedding import chunks, prefetch
+from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, number_images
+from rlx_jax.encode.pooled import Vectors, check_finite, get_pooled, pooled_width
 from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggest_keywords
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
@@ -44,8 +44,8 @@ class VisionEncoder(TaskModel):
     """
 
     _methods = (
-        "embed(images) gives vectors, hidden_states(pixel_values) those of every patch, model(pixel_values) every "
-        "output of the flow"
+        "embed(images) returns vectors, hidden_states(pixel_values) one per patch, model(pixel_values) every output of "
+        "the flow"
     )
 
     @suggest_keywords(*CompileOptions.__annotations__)
@@ -62,7 +62,7 @@ class VisionEncoder(TaskModel):
         self.model = open_model(flow, weights, OpenOptions(**options), serves=("forward",))
         self.processor, self.buckets = processor, self.model.settings.buckets
         self.channels = check_images(self.model)
-        self._read: RequestReport | None = None
+        self._last_request: RequestReport | None = None
 
     def __repr__(self) -> str:
         return f"VisionEncoder({self.model.name}: {self.channels} channels, target {self.model.settings.target})"
@@ -81,7 +81,7 @@ class VisionEncoder(TaskModel):
             raise GraphError(
                 f"{self.model.name}: the output is {list(shape)}; hidden states are [batch, tokens, hidden]"
             )
-        return primary_output(self.model(self._checked(pixel_values)))
+        return primary_output(self.model(self._check_pixel_values(pixel_values)))
 
     @suggest_keywords()
     def embed(self, images: Any) -> Vectors:
@@ -100,17 +100,17 @@ class VisionEncoder(TaskModel):
         width = pooled_width(self.model)
         clock = self.model.programs.start_timer()
         if _is_pixel_values(images):
-            pixels, single = np.asarray(self._checked(images, least=0)), False
-            batches: Iterator[Any] = (pixels[i : i + self._most] for i in range(0, len(pixels), self._most))
+            pixels, single = np.asarray(self._check_pixel_values(images, min_images=0)), False
+            batches: Iterator[Any] = (pixels[i : i + self._max_batch] for i in range(0, len(pixels), self._max_batch))
         else:
-            batches, single = self._processed(images)
-        vectors = np.concatenate([np.zeros((0, width), np.float32), *map(self._pooled, batches)])
+            batches, single = self._preprocess(images)
+        vectors = np.concatenate([np.zeros((0, width), np.float32), *map(self._run_batch, batches)])
         seconds, compiled = clock()
-        self._read = RequestReport("images", len(vectors), 0, seconds, compiled=compiled)
+        self._last_request = RequestReport("images", len(vectors), 0, seconds, compiled=compiled)
         check_finite(vectors, "images")
         return vectors[0] if single else vectors
 
-    def _processed(self, images: Any) -> tuple[Iterator[Any], bool]:
+    def _preprocess(self, images: Any) -> tuple[Iterator[Any], bool]:
         """Return batches of pixel values of images, and whether it is a single image.
 
         A thread makes the next batch while the model runs one. All images must have the processed size of the first.
@@ -125,32 +125,32 @@ class VisionEncoder(TaskModel):
         sizes: list[tuple[int, ...]] = []
 
         def make(chunk: tuple[int, list[Any]]) -> PixelValues:
-            items = chunk[1] if named_items is not None else numbered(chunk[1], chunk[0])
-            return processor.together(items, sizes)
+            items = chunk[1] if named_items is not None else number_images(chunk[1], chunk[0])
+            return processor.process_batch(items, sizes)
 
         source: Any = images if named_items is None else named_items
-        return (pixels for pixels, _ in ahead(chunks(source, self._most), make)), single
+        return (pixels for pixels, _ in prefetch(chunks(source, self._max_batch), make)), single
 
     @property
-    def _most(self) -> int:
+    def _max_batch(self) -> int:
         """Maximum number of images in a batch."""
         return self.buckets.batch[-1] if self.buckets.batch else BATCH
 
-    def _pooled(self, pixels: Any) -> Vectors:
+    def _run_batch(self, pixels: Any) -> Vectors:
         """Return the vectors of a batch, padded with zeros to one of few sizes, so that few programs compile."""
         rows = len(pixels)
-        padded_rows = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, self._most))
+        padded_rows = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, self._max_batch))
         padded = np.pad(pixels, ((0, padded_rows - rows), (0, 0), (0, 0), (0, 0)))
         outputs = self.model(padded)
-        vectors: Vectors = np.asarray(jax.device_get(pooled_of(outputs)))[:rows]
+        vectors: Vectors = np.asarray(jax.device_get(get_pooled(outputs)))[:rows]
         return vectors
 
-    def _checked(self, pixel_values: Any, least: int = 1) -> Any:
-        """Return the pixel values of a request, after checking their shape and dtype; at least `least` images."""
+    def _check_pixel_values(self, pixel_values: Any, min_images: int = 1) -> Any:
+        """Return the pixel values of a request, after checking their shape and dtype; at least `min_images` images."""
         if on_host := not isinstance(pixel_values, jax.Array):
             pixel_values = as_host_array("pixel_values", pixel_values)
         shape = list(pixel_values.shape)
-        if len(shape) != 4 or 0 in shape[1:] or shape[0] < least or shape[1] != self.channels:
+        if len(shape) != 4 or 0 in shape[1:] or shape[0] < min_images or shape[1] != self.channels:
             is_channels_last = len(shape) == 4 and shape[3] == self.channels
             hint = "; an image to be processed is uint8, [height, width, channels]" if len(shape) == 3 else ""
             hint = "; x[None] is a batch of one" if len(shape) == 3 and shape[0] == self.channels else hint
@@ -181,14 +181,14 @@ class VisionEncoder(TaskModel):
             )
         with self.model.programs.warm_up():
             for rows in self.buckets.batch:
-                self._pooled(np.zeros((rows, self.channels, *sides), np.float32))
+                self._run_batch(np.zeros((rows, self.channels, *sides), np.float32))
 
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and the requirements of the last program.
 
         With `sizes` it reports the requirements of `forward` at these sizes.
         """
-        return replace(self.model.report(**sizes), request=self._read)
+        return replace(self.model.report(**sizes), request=self._last_request)
 
     @suggest_keywords()
     def profile(self, images: Any) -> BlockTimes:
@@ -214,8 +214,8 @@ def check_images(model: CompiledModel) -> int:
     required = [i.name for i in model.inputs if not i.optional and i.name != image_input.name]
     if required:
         raise GraphError(
-            f"{model.name}: images are all that requests bring, and the flow also requires {listing(required)}; give "
-            "them a default, or call rlx_jax.compile(flow)"
+            f"{model.name}: requests contain only images, and the flow also requires {listing(required)}; give "
+            "these inputs a default, or call rlx_jax.compile(flow)"
         )
     return shape[1]
 
@@ -234,8 +234,8 @@ def warn_of_range(pixels: np.ndarray[Any, Any], processor: ImageProcessor) -> No
     is_scaled = vmin < -0.5 and 1.5 < vmax < 200 and 0 <= low and high <= 1 and high - low > 0.9
     if is_raw or is_scaled:
         warnings.warn(
-            f"pixel_values: {low:g} to {high:g}, and the image processor makes {vmin:.2g} to {vmax:.2g}: they look as "
-            f"they were before it{' divided them' if is_raw else ' took the mean off'}; embed takes uint8 images, and "
+            f"pixel_values: {low:g} to {high:g}, and the image processor makes {vmin:.2g} to {vmax:.2g}: they look "
+            f"unprocessed ({'not rescaled' if is_raw else 'the mean is not subtracted'}); embed takes uint8 images; "
             "processor(images) makes their pixel values",
             RlxNumericsWarning,
             stacklevel=5,

@@ -63,7 +63,7 @@ def load(
     """
     checkpoint = open_checkpoint(
         path, "load", options, revision=revision, token=token, subfolder=subfolder,
-        ignore_fields=ignore_fields, known=("dtype", "recipe", "adapter"),
+        ignore_fields=ignore_fields, other_arguments=("dtype", "recipe", "adapter"),
     )  # fmt: skip
     check_kind(checkpoint)
     original = checkpoint.pretrained.recipe
@@ -82,7 +82,9 @@ def load(
     if adapter is not None:
         edit = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
     note = "" if model_recipe is original or model_recipe == original else f"the model was loaded with {edit}"
-    loaded_model.loaded_from = CheckpointOrigin(checkpoint.root, checkpoint.inside, note, loaded_model.model.built)
+    loaded_model.loaded_from = CheckpointOrigin(
+        checkpoint.root, checkpoint.model_subfolder, note, loaded_model.model.built
+    )
     return loaded_model
 
 

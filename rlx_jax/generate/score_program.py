@@ -19,7 +19,17 @@ from jax import lax
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.pipeline import head_operands
 from rlx_jax.compiler.settings import Buckets
-from rlx_jax.encode.packing import FULL, MOST, Block, BlockSizes, apart, costs_on, packed_rows, plan, sizes_for
+from rlx_jax.encode.packing import (
+    MAX_BLOCK_SIZES,
+    ONE_TEXT_PER_ROW,
+    Block,
+    BlockSizes,
+    costs_on,
+    pack_rows,
+    plan_blocks,
+    plan_one_per_row,
+    sizes_for,
+)
 from rlx_jax.errors import GraphError, RequestError, shown
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.ir.types import is_static
@@ -108,9 +118,13 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
         blocks = {(rows, width) for rows in buckets.batch for width in widths}
     else:
         full = {(max(1, costs.tokens // width), width) for width in widths}
-        single_row = {(1, width) for width in ALONE[: MOST - len(widths)] if width in widths and not buckets.prompt}
+        single_row = {
+            (1, width) for width in ALONE[: MAX_BLOCK_SIZES - len(widths)] if width in widths and not buckets.prompt
+        }
         blocks = {(buckets.rows(rows), width) for rows, width in full | single_row}
-    return BlockSizes(tuple(sorted(blocks)), costs.tokens, replace(costs, slot=FULL))  # FULL: one text fills a row
+    return BlockSizes(
+        tuple(sorted(blocks)), costs.tokens, replace(costs, tokens_per_slot=ONE_TEXT_PER_ROW)
+    )  # one text fills a row
 
 
 # -- forms -------------------------------------------------------------------------------------
@@ -130,15 +144,15 @@ class ScoreForm:
 
     def plan(self, texts: Sequence[SharedTokens]) -> list[Block]:
         """Return the cheapest calls for these texts."""
-        return plan([self._room(text) for text in texts], self.sizes)
+        return plan_blocks([self._room(text) for text in texts], self.sizes)
 
-    def apart(self, texts: Sequence[SharedTokens]) -> list[Block]:
+    def plan_one_per_row(self, texts: Sequence[SharedTokens]) -> list[Block]:
         """Return calls that place every text in a row of its own, although rows could be shared."""
-        return apart([self._room(text) for text in texts], self.sizes)
+        return plan_one_per_row([self._room(text) for text in texts], self.sizes)
 
     def _room(self, text: SharedTokens) -> int:
         """Return the tokens of a row that a text needs: the row has room for one alternative end in each slot."""
-        return max(len(text.read), self.sizes.costs.slot * (len(text.ends) - 1) if self.shared else 0)
+        return max(len(text.read), self.sizes.costs.tokens_per_slot * (len(text.ends) - 1) if self.shared else 0)
 
     def program(self, rows: int, width: int) -> BoundProgram:
         """Return the program for blocks of this size; see `score_program`."""
@@ -148,8 +162,8 @@ class ScoreForm:
     def inputs(self, block: Block, texts: Sequence[SharedTokens]) -> Mapping[str, Any]:
         """Return the inputs of the program for a block."""
         rows = [[texts[number] for number in numbers] for numbers in block.texts]
-        tokens, segments, positions = packed_rows(block, [[text.read for text in row] for row in rows])
-        aim, *_ = packed_rows(block, [[(*text.read[1:], text.ends[0]) for text in row] for row in rows])
+        tokens, segments, positions = pack_rows(block, [[text.read for text in row] for row in rows])
+        aim, *_ = pack_rows(block, [[(*text.read[1:], text.ends[0]) for text in row] for row in rows])
         slots = self.sizes.slots(block.width) if self.shared else MOST_OTHERS
         others, places = np.zeros((2, block.rows, slots), np.int32)
         for loc in places_in(block, texts):
@@ -204,13 +218,13 @@ def shared_sizes(
 
     The former are for texts of over `SHARED` tokens; None where the model has fewer positions.
     """
-    wide_sizes, max_shared, costs = None, MOST, costs_on(target)
+    wide_sizes, max_shared, costs = None, MAX_BLOCK_SIZES, costs_on(target)
     if max_positions is None or max_positions > SHARED:
         wide_sizes = score_sizes(target, Buckets(share=share), max_positions, longest, above=SHARED)
-        max_shared = MOST - len(wide_sizes.blocks)
+        max_shared = MAX_BLOCK_SIZES - len(wide_sizes.blocks)
     # Even for a model of few positions, a row has room for all alternative ends of a text.
-    widest = min(max(max_positions or SHARED, MOST_OTHERS * costs.slot), SHARED)
-    return wide_sizes, sizes_for(costs, widest, share=share, most=max_shared)
+    widest = min(max(max_positions or SHARED, MOST_OTHERS * costs.tokens_per_slot), SHARED)
+    return wide_sizes, sizes_for(costs, widest, share=share, max_block_sizes=max_shared)
 
 
 # Tokens per chunk of logits, on each device; an unknown target is treated as a GPU. Every chunk loads the weight of the

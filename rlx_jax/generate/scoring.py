@@ -119,7 +119,7 @@ def score_all(
     if shared is not None:
         retried = take(shared, fitting_texts, shared.plan(fitting_texts))
         # A NaN of one text may have spread to the other texts of its row, as 0 · NaN is NaN in masked attention.
-        take(shared, retried, shared.apart(retried))
+        take(shared, retried, shared.plan_one_per_row(retried))
     if alone is not None:
         take(alone, wide_texts, alone.plan(wide_texts))
     if failed:
