@@ -21,7 +21,7 @@ from report import Goals, emit, median_ratio, table
 
 import rlx_jax as rlx
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
-from rlx_jax.runtime.programs import ProgramKey
+from rlx_jax.runtime.program_key import ProgramKey
 
 GOAL = 1.5
 SHALLOW, DEEP = 4, 64

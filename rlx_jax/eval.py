@@ -13,7 +13,7 @@ from typing import Any
 from rlx_jax.errors import RequestError, SequenceLengthError, UnsupportedError, listing
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.sampler import OPTIONS, Sampler
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 
 MISSING: ModuleNotFoundError | None = None
 try:
@@ -60,10 +60,10 @@ class LMEval(TemplateLM):  # type: ignore[misc]
         if not lm.eos_ids:
             raise RequestError("LMEval: the model has no end token; pass eos_ids= to CausalLM")
         self.lm, self.texts, self.seed = lm, lm.tokenizer, seed
-        self.batch_size = whole_number("batch_size", batch_size, 1)
-        self.max_gen_toks = whole_number("max_gen_toks", max_gen_toks, 1)
+        self.batch_size = check_integer("batch_size", batch_size, 1)
+        self.max_gen_toks = check_integer("max_gen_toks", max_gen_toks, 1)
         model_limit = lm.max_positions or MAX_LENGTH
-        self.max_length = model_limit if max_length is None else whole_number("max_length", max_length, 2)
+        self.max_length = model_limit if max_length is None else check_integer("max_length", max_length, 2)
         if lm.max_positions is not None and self.max_length > lm.max_positions:
             raise SequenceLengthError(f"LMEval: max_length is {max_length}; the model has {lm.max_positions} positions")
 

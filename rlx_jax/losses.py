@@ -38,7 +38,7 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import is_static, short_name, symbols_of
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.lowering.sharding import ModelSharding
-from rlx_jax.runtime.inputs import as_host_array, check_ids, host_view, token_ids, whole_number
+from rlx_jax.runtime.inputs import as_host_array, check_ids, check_integer, host_view, token_ids
 from rlx_jax.runtime.model import CompiledModel
 
 AnyArray = Any
@@ -358,7 +358,7 @@ def count_chunks(
             1 if model_sharding is None else model_sharding.num_batch_shards(batch) * model_sharding.num_shards("vocab")
         )
         chunk = max(1, share * chunk_bytes // (4 * batch * int(vocab)))
-    return math.ceil(seq / whole_number("cross_entropy: chunk", chunk, 1))
+    return math.ceil(seq / check_integer("cross_entropy: chunk", chunk, 1))
 
 
 def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:

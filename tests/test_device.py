@@ -160,7 +160,7 @@ def test_the_generating_loop() -> None:
         profile = rlx.CompileProfile().replace(backend={"cpu": tables})
         lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
         texts.append(lm.generate([[1, 2, 3]], max_new_tokens=7))
-        (loop,) = [k.around for k in lm.model.programs.executables if k.program == "extend"]
+        (loop,) = [k.wrapper for k in lm.model.programs.executables if k.program == "extend"]
         assert (loop.steps, loop.early) == (steps, early) and f"{steps} steps a dispatch" in str(lm.report())
     assert texts[0] == texts[1]
 

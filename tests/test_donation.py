@@ -64,7 +64,7 @@ def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
 def decode_step(model: Any, batch: int, context: int) -> Any:
     """Compile the loop that generates with a vocabulary of 61 tokens, as `generate` does; nothing runs."""
     loop = DecodeLoop(SamplingSteps(), "input_ids", steps=4, early_exit=True)
-    key = model.bound({"batch": batch, "context": context, "seq": 1}, loop).key
+    key = model.bind_to_sizes({"batch": batch, "context": context, "seq": 1}, loop).key
     state = jax.eval_shape(partial(model.init_state, batch, context)).arrays()
     rows = jax.eval_shape(
         partial(new_rows, False), jax.random.key(0), np.ones(batch, bool), np.int32(4), np.zeros((batch, 0), bool)

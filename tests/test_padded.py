@@ -14,7 +14,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.errors import DeriveError, RequestError
 from rlx_jax.ir.text import dump
-from rlx_jax.runtime.programs import ProgramKey
+from rlx_jax.runtime.program_key import ProgramKey
 from tests.divided import mesh
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close

@@ -22,7 +22,7 @@ from rlx_jax.ir.types import TensorType, as_dtype, symbol
 from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.runtime.compile_flow import compile_together
 from rlx_jax.runtime.model_setup import make_programs
-from rlx_jax.runtime.programs import ProgramKey, Variant
+from rlx_jax.runtime.program_key import ProgramKey, Variant
 from rlx_jax.weights.format import OpenOptions
 from tests.divided import RING_VOCAB, windowed
 from tests.oracles import checkpoints
@@ -270,14 +270,14 @@ def test_outputs_of_a_program_are_chosen_by_name() -> None:
     m, tokens = rlx.compile(flow, weights), {"tokens": np.array([[1, 2, 3]], np.int32)}
     whole = m(tokens["tokens"])
     for names in (None, ("raw",), ("output",), ("raw", "output")):
-        program = m.bound({"batch": 1, "seq": 3}, variant=Variant(outputs=names))
+        program = m.bind_to_sizes({"batch": 1, "seq": 3}, variant=Variant(outputs=names))
         outputs, _ = program(tokens, {})
         for name, got in zip(names or ("output", "raw"), outputs, strict=True):
             assert_close(got, whole[name][:, -1:])
     (less, more) = (m.programs.template(ProgramKey("m", "forward", outputs=(n,))).mir for n in ("raw", "output"))
     assert len(less.params()) == 1 and len(more.params()) == 2
     with pytest.raises(errors.GraphError, match="m: no output 'rwa'; .*did you mean 'raw'"):
-        m.bound({"batch": 1, "seq": 3}, variant=Variant(outputs=("rwa",)))
+        m.bind_to_sizes({"batch": 1, "seq": 3}, variant=Variant(outputs=("rwa",)))
 
 
 def test_a_state_is_copied(plain: Any) -> None:

@@ -23,14 +23,14 @@ from rlx_jax.cli.command import (
     table,
 )
 from rlx_jax.errors import RequestError, quote
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 
 
 def bench(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Measure a checkpoint on random tokens: for a language model, tokens per second of prefill and of generation; for
     an encoder, texts and tokens per second. Programs are compiled first; the fastest of several runs counts."""
     names = ("batch", "prompt_tokens", "new_tokens", "runs")
-    batch, prompt, new, runs = (whole_number(f"--{n.replace('_', '-')}", getattr(args, n), 1) for n in names)
+    batch, prompt, new, runs = (check_integer(f"--{n.replace('_', '-')}", getattr(args, n), 1) for n in names)
     model = load_model(args, session)
     if isinstance(model, rlx.CausalLM):
         figures = bench_language_model(model, batch, prompt, new, runs)

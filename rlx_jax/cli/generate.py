@@ -29,7 +29,7 @@ from rlx_jax.cli.command import (
 )
 from rlx_jax.cli.terminal import is_interactive, read_line, read_stdin
 from rlx_jax.errors import RlxError, SequenceLengthError
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.report import Report
 
 
@@ -158,7 +158,7 @@ def chat(args: argparse.Namespace, session: Session) -> Iterator[str]:
     sampler = make_sampler(args)
     check_texts({"--system": args.system or "", "--stop": args.stop})
     if args.max_new_tokens is not None:
-        whole_number("--max-new-tokens", args.max_new_tokens, 1)
+        check_integer("--max-new-tokens", args.max_new_tokens, 1)
     lm = load_language_model(args, session)
     first_messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     # Start the conversation before the first message is read, as it raises if there is no template.

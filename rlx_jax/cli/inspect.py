@@ -20,7 +20,7 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.text.token_model import check_positions
@@ -97,9 +97,9 @@ def batch_needs(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, A
         raise RequestError(
             f"{quote(args.directory)} is of kind {pretrained.kind}: --batch and --context require a model of tokens"
         )
-    batch = whole_number("--batch", 1 if args.batch is None else args.batch, 1)
+    batch = check_integer("--batch", 1 if args.batch is None else args.batch, 1)
     longest = pretrained.max_positions or 2048
-    context = whole_number("--context", min(2048, longest) if args.context is None else args.context, 1)
+    context = check_integer("--context", min(2048, longest) if args.context is None else args.context, 1)
     check_positions(context, pretrained.max_positions, "--context")
     model = open_without_weights(pretrained, args)
     needs, memory = estimate_memory(model, batch, context, pretrained.max_positions), running_device().memory

@@ -22,7 +22,7 @@ from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
-from rlx_jax.runtime.programs import Variant
+from rlx_jax.runtime.program_key import Variant
 from rlx_jax.text.request_checks import Ids
 
 # Texts that are read and tokenised at once, in a thread, while the previous chunk runs.
@@ -99,7 +99,7 @@ class PackedBatcher:
 
     def _program(self, block: Block) -> BoundProgram:
         """Return the program for the sizes of a block."""
-        return self.model.bound(
+        return self.model.bind_to_sizes(
             {"batch": block.rows, "seq": block.width},
             PooledSegments(self.pipeline, block.slots),
             Variant(last_only=False, outputs=self.model.output_names[:1], optional_inputs=read_mask_names(self.model)),

@@ -26,7 +26,7 @@ from rlx_jax.lowering.hir.rules import find_causal_block
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.runtime.inputs import as_host_array, whole_number
+from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.padding import check_buckets, check_sizes, crop_to
 from rlx_jax.text.request_checks import (
@@ -221,7 +221,7 @@ class Encoder(TaskModel):
         self.model.require_params("embed")
         prompt_text = self.pipeline.choose_prompt(prompt_name, prompt)
         prompt_argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
-        tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
+        tokens = None if max_tokens is None else check_integer("max_tokens", max_tokens, 1)
         batcher = self._make_batcher(tokens, self._prompt_tokens(prompt_text))
         if not isinstance(show_progress, bool | None):
             raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import GraphError, NumericsError, RequestError, listing, shown
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.request_checks import id_list
 from rlx_jax.text.token_model import check_positions
@@ -62,6 +62,6 @@ def check_padding(padding: Any, vocab_size: int, positions: int | None) -> tuple
         return None
     if not isinstance(padding, tuple) or len(padding) != 2:
         raise RequestError(f"padding is {shown(padding)}; expected (tokens, id)")
-    tokens = whole_number("padding[0]", padding[0], 1)
+    tokens = check_integer("padding[0]", padding[0], 1)
     check_positions(tokens, positions, "padding[0]")
     return tokens, id_list([padding[1]], vocab_size, "padding[1:]")[0]

@@ -483,7 +483,7 @@ class CausalLM(TaskModel):
         programs = ("forward", *CACHED_PROGRAMS)  # a compiled model passed by the user may have run other programs
         executables = self.model.programs.executables
         used_keys = [key for key in executables if key.flow == self.model.name and key.program in programs]
-        model = replace(self.model, program=used_keys[-1].program, last=used_keys[-1]) if used_keys else self.model
+        model = replace(self.model, program=used_keys[-1].program, last_key=used_keys[-1]) if used_keys else self.model
         speculated = None if self._drafted is None else self._drafted.speculated
         seed, last_request = None, self._last
         if isinstance(last_request, tuple):

@@ -24,7 +24,7 @@ from rlx_jax.generate.request import PrefixState, Request, SnapshotPoint, StopLi
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.ir.plugins import derive_rule
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.sequence_state import LENGTH
 from rlx_jax.text.chat import check_messages, choose_checked_template
@@ -133,7 +133,7 @@ class Conversation:
         """Check the arguments of a turn and return it; nothing has run yet."""
         messages = [*self.messages, *as_messages(message)]
         ids = self._rendered(messages)
-        budget = whole_number("max_new_tokens", max_new_tokens, 0)
+        budget = check_integer("max_new_tokens", max_new_tokens, 0)
         if budget == 0:
             raise RequestError(
                 "max_new_tokens is 0, and a turn has a reply: to say something without one, add the message to "
@@ -242,7 +242,7 @@ def open_conversation(
     is_empty = isinstance(messages, list | tuple) and not messages
     first_messages = [] if is_empty else check_messages(messages, template)
     if max_len is not None:
-        check_positions(whole_number("max_len", max_len, 1), lm.max_positions, "max_len")
+        check_positions(check_integer("max_len", max_len, 1), lm.max_positions, "max_len")
     if not isinstance(keep_copy, bool):
         raise RequestError(f"keep_copy is {shown(keep_copy)}; expected True or False")
     return Conversation(talker, first_messages, options, max_len, keep_copy)

@@ -41,9 +41,10 @@ from rlx_jax.generate.speculative import (
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.program import Buildable, Built, MtpFactory
 from rlx_jax.runtime.compile_flow import companion_model
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import ProgramKey, Programs, Variant
+from rlx_jax.runtime.program_key import ProgramKey, Variant
+from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.sequence_state import LENGTH
 from rlx_jax.text.request_checks import pad_rows
 
@@ -104,7 +105,7 @@ class DraftModel(ProgramDrafter):
     def bind(self, sizes: Mapping[str, int]) -> DraftModel:
         """Return the drafter with the program `extend` for one token, and without parameters; see `Drafter`."""
         model, logits = self.unbound_model, self.unbound_model.output_names[:1]
-        key = model.as_program("extend").sized({**sizes, "seq": 1}, Variant(outputs=logits, spare=self.tokens))
+        key = model.as_program("extend").key_for_sizes({**sizes, "seq": 1}, Variant(outputs=logits, spare=self.tokens))
         back = self.programs.template(model.as_program("verify").key(outputs=logits)).rollback_arrays
         return replace(self, model=None, max_positions=None, keys=(key,), recurrent_arrays=back)
 
@@ -171,7 +172,7 @@ class MtpModule(ProgramDrafter):
     def bind(self, sizes: Mapping[str, int]) -> MtpModule:
         """Return the drafter with its two programs, and without parameters; see `Drafter`."""
         extend = self.unbound_model.as_program("extend")
-        keys = tuple(extend.sized({**sizes, "seq": seq}) for seq in (self.tokens + 1, 1))
+        keys = tuple(extend.key_for_sizes({**sizes, "seq": seq}) for seq in (self.tokens + 1, 1))
         return replace(self, model=None, keys=keys)
 
     def start(
@@ -419,7 +420,7 @@ def drafter_of(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Drafte
             the draft model has another vocabulary or other inputs than tokens. UnsupportedError: the draft model is
             over another mesh; as `mtp_module`.
     """
-    count = whole_number("draft_tokens", draft_tokens, 1)
+    count = check_integer("draft_tokens", draft_tokens, 1)
     if count > MAX_DRAFTS:
         raise RequestError(f"draft_tokens is {count}; expected at most {MAX_DRAFTS}")
     if speculative is None:

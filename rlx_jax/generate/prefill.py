@@ -20,9 +20,9 @@ from rlx_jax.generate.decode_state import DecodeState, check_is_state, moved_bac
 from rlx_jax.generate.request import LanguageModel, RequestInputs, request_inputs
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET
 from rlx_jax.ir.types import TensorType, is_static
-from rlx_jax.runtime.inputs import bind_sizes, whole_number
+from rlx_jax.runtime.inputs import bind_sizes, check_integer
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import Variant
+from rlx_jax.runtime.program_key import Variant
 from rlx_jax.runtime.sequence_state import as_state
 from rlx_jax.text.padding import block_width, crop_to, pad_block, pad_to
 from rlx_jax.text.request_checks import Ids, classify_prompts, pad_rows, token_block
@@ -52,7 +52,7 @@ def prefill(
     longest = int(valid.max())
     check_positions(longest, limit, "the prompt")
     if max_len is not None:
-        check_positions(whole_number("max_len", max_len, 1), limit, "max_len")
+        check_positions(check_integer("max_len", max_len, 1), limit, "max_len")
         if longest > max_len:
             raise SequenceLengthError(f"a prompt of {longest} tokens does not fit max_len={max_len}")
     padded = pad_block(lm.buckets, block, max_len or limit)
@@ -61,7 +61,7 @@ def prefill(
     other_inputs = request_inputs(model, inputs, len(block), lm.inputs)
     sizes = {**other_inputs.sizes, "batch": rows, "context": slots}
     variant = Variant(last_only(logits), model.output_names[:1], other_inputs.given)
-    reader = model.as_program("prefill").bound({**sizes, "seq": width}, variant=variant)
+    reader = model.as_program("prefill").bind_to_sizes({**sizes, "seq": width}, variant=variant)
     values, new_state = run_padded(reader, {}, padded, valid, block.shape[1], other_inputs.padded(rows))
     state = DecodeState(as_state(new_state), valid, max_len or slots, sizes, lm.owner, other_inputs.given, text=block)
     return (values if logits == "last" else as_given(model, values, starts)), state
@@ -81,7 +81,7 @@ def extend(
     width = seq if seq == 1 else block_width(lm.buckets, seq, state.sizes["context"], step=1)
     padded = pad_to(block, state.sizes["batch"], width)
     variant = Variant(last_only(logits), model.output_names[:1], state.given)
-    reader = model.as_program("extend").bound({**state.sizes, "seq": padded.shape[1]}, variant=variant)
+    reader = model.as_program("extend").bind_to_sizes({**state.sizes, "seq": padded.shape[1]}, variant=variant)
     arrays = state.take(lm.owner)
     try:
         values, new_state = run_padded(reader, arrays.arrays(), padded, valid, block.shape[1])
@@ -237,7 +237,7 @@ def run(
     """
     ids_input = model.first_input
     sizes = {**beside.sizes, **bind_sizes({ids_input: ids}, {ids_input: block}, model.name)}
-    program = model.bound(sizes, variant=Variant(last_only=False, outputs=names, optional_inputs=beside.given))
+    program = model.bind_to_sizes(sizes, variant=Variant(last_only=False, outputs=names, optional_inputs=beside.given))
     used_inputs = {i.input for i in model.programs.template(program.key.symbolic).mir.inputs}
     values, _ = program(
         {name: value for name, value in {ids_input: block, **arrays}.items() if name in used_inputs}, {}

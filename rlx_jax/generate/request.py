@@ -23,7 +23,7 @@ from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.program import InputDecl
-from rlx_jax.runtime.inputs import bind_sizes, host_value, random_key, read_array, whole_number
+from rlx_jax.runtime.inputs import bind_sizes, check_integer, host_value, random_key, read_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
@@ -329,7 +329,7 @@ def check_request(
         RequestError: see `rlx_jax.errors`.
     """
     check_answers(lm, n, logprobs, sampler, drafter is not None)
-    budget = whole_number("max_new_tokens", max_new_tokens, 0)
+    budget = check_integer("max_new_tokens", max_new_tokens, 0)
     before: PrefixState | None = None
     if state is None:
         rows, checked_inputs = lm.rows(prompts), NONE
@@ -383,13 +383,13 @@ def check_answers(lm: LanguageModel, n: Any, logprobs: Any, sampler: Sampler | N
         RequestError: a number is out of range; several greedy answers, which would be equal; or one of the options is
             combined with drafts.
     """
-    answers = 1 if n is None else whole_number("n", n, 1)
+    answers = 1 if n is None else check_integer("n", n, 1)
     if answers > 1 and sampler is not None and sampler.temperature == 0:
         raise RequestError(f"n is {answers}, and a greedy sampler gives one answer; pass Sampler(temperature=1.0)")
     if drafts and (answers > 1 or logprobs is not None):
         name = "logprobs" if logprobs is not None else "n"
         raise RequestError(f"{name}= and speculative= do not go together; leave one of them out")
-    if logprobs is not None and whole_number("logprobs", logprobs, 0) > lm.vocab_size:
+    if logprobs is not None and check_integer("logprobs", logprobs, 0) > lm.vocab_size:
         raise RequestError(f"logprobs is {shown(logprobs)}; the model has {lm.vocab_size} tokens")
 
 

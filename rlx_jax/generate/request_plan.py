@@ -17,7 +17,7 @@ from rlx_jax.generate.request import LanguageModel, Request, SnapshotPoint
 from rlx_jax.generate.sampler import SamplerValues, SamplingSteps
 from rlx_jax.generate.speculative import VerifyLoop
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
-from rlx_jax.runtime.programs import ProgramKey, Variant
+from rlx_jax.runtime.program_key import ProgramKey, Variant
 from rlx_jax.text.padding import PROMPT_BUCKET
 from rlx_jax.text.request_checks import pad_rows
 
@@ -125,17 +125,17 @@ def plan_keys(
         variant = Variant(True, logits, inputs.given)
         if drafter is None:
             wrapper: Any = DecodeLoop(sampling_steps, model.first_input, loop.steps, loop.early, top)
-            key = model.as_program("extend").sized({**state, "seq": 1}, variant)
+            key = model.as_program("extend").key_for_sizes({**state, "seq": 1}, variant)
         else:
             verify = model.as_program("verify")
             variant = replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
             recurrent_arrays = model.programs.template(verify.key(inputs.given, logits)).rollback_arrays
             drafter_args = (drafter.bind(sizes.state), recurrent_arrays)
             wrapper = VerifyLoop(sampling_steps, model.first_input, loop.steps, *drafter_args)
-            key = verify.sized({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
+            key = verify.key_for_sizes({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
         readers = reader_keys(model, widths, {**state, "batch": rows[0]}, variant, has_prefix)
         alone = reader_keys(model, shared, {**state, "batch": rows[1]}, replace(variant, hidden=False))
-        return readers, alone, replace(key, around=wrapper)
+        return readers, alone, replace(key, wrapper=wrapper)
 
     if drafter is not None:
         return find()
@@ -218,9 +218,9 @@ def reader_keys(
     The first one is `prefill`, and the others are `extend`; with a state to continue (`behind`) all are `extend`.
     """
     blocks = [{**sizes, "seq": width} for width in widths]
-    prefill_keys = [model.as_program("prefill").sized(blocks.pop(0), variant)] if blocks and not behind else []
+    prefill_keys = [model.as_program("prefill").key_for_sizes(blocks.pop(0), variant)] if blocks and not behind else []
     extend = model.as_program("extend")
-    return (*prefill_keys, *(extend.sized(block, variant) for block in blocks))
+    return (*prefill_keys, *(extend.key_for_sizes(block, variant) for block in blocks))
 
 
 def bind_readers(

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.folder import Folder
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 
 Array = jax.Array
 # The range of positive normal float32 numbers; devices flush smaller ones to 0.
@@ -83,7 +83,7 @@ class SamplerOption:
             RequestError: it is not valid.
         """
         if self.is_integer:
-            whole_number(name, value, 1)
+            check_integer(name, value, 1)
             return
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not number or not -math.inf < value < math.inf:

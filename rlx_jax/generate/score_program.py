@@ -331,12 +331,12 @@ def score_program(model: CompiledModel, reads: tuple[str, ...], rows: int, width
     Raises:
         RequestError: it is not compiled, and the profile makes that an error.
     """
-    key = model.sized({"batch": rows, "seq": width}, Variant(last_only=False, outputs=model.output_names[:1]))
+    key = model.key_for_sizes({"batch": rows, "seq": width}, Variant(last_only=False, outputs=model.output_names[:1]))
     try:
         pieces = _in_pieces(model, model.template().head, rows, width)
     except GraphError:  # the output is not a matrix product, so there is no head to split into chunks
         pieces = None
-    return model.bind(replace(key, headless=pieces is not None, around=ScoreTokens(reads, pieces)))
+    return model.bind(replace(key, headless=pieces is not None, wrapper=ScoreTokens(reads, pieces)))
 
 
 def _in_pieces(model: CompiledModel, head: Head, rows: int, width: int) -> LossChunking | None:

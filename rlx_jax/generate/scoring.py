@@ -29,7 +29,7 @@ from rlx_jax.generate.score_program import (
     shared_tokens,
     text_ids,
 )
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import RequestReport
 from rlx_jax.text.token_model import check_positions
@@ -197,10 +197,10 @@ def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) 
     """
     if context is None and lm.max_positions is None:
         raise RequestError("perplexity: the model has no longest text; pass context=, the tokens of a window")
-    size = lm.max_positions if context is None else whole_number("context", context, 2)
+    size = lm.max_positions if context is None else check_integer("context", context, 2)
     assert size is not None
     check_positions(size, lm.max_positions, "perplexity: context")
-    step = max(1, size // 2) if stride is None else whole_number("stride", stride, 1)
+    step = max(1, size // 2) if stride is None else check_integer("stride", stride, 1)
     if step > size:
         raise RequestError(f"stride is {step}, over the {size} tokens of a window: those between would be left out")
     ids = text_ids(lm, text, "text")

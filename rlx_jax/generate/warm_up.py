@@ -22,8 +22,8 @@ from rlx_jax.generate.request_plan import CONTEXT_BUCKET, plan_request
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import warm_scores
 from rlx_jax.generate.speculative import Drafter
-from rlx_jax.runtime.inputs import whole_number
-from rlx_jax.runtime.programs import Variant
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.program_key import Variant
 from rlx_jax.text.padding import check_sizes
 from rlx_jax.text.request_checks import Ids
 
@@ -45,7 +45,7 @@ def warm_all(
         RequestError: as there.
     """
     buckets = lm.model.settings.buckets
-    budget = whole_number("max_new_tokens", max_new_tokens, 1)
+    budget = check_integer("max_new_tokens", max_new_tokens, 1)
     if lm.required:
         raise RequestError(f"warmup: requests bring {listing(lm.required)}, of sizes that are not known ahead")
     check_sizes(buckets)
@@ -112,7 +112,7 @@ def warm_reading(lm: LanguageModel) -> None:
         arrays = read(np.zeros((1, 1), np.int32), None, small).take(lm.owner).arrays()
         sizes = {"batch": buckets.rows(1), "context": large, "seq": 1}
         state_behind(
-            lm.model.as_program("extend").bound(sizes, variant=variant), PrefixState(arrays, (0,), (1,), small)
+            lm.model.as_program("extend").bind_to_sizes(sizes, variant=variant), PrefixState(arrays, (0,), (1,), small)
         )
 
 

@@ -32,8 +32,9 @@ from rlx_jax.lowering.inspect.hlo import (
     parse_instructions,
     without_layer_numbers,
 )
-from rlx_jax.runtime.inputs import whole_number
-from rlx_jax.runtime.programs import ProgramKey, Programs
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.sequence_state import State
 
 # These replace a block path for: kernels without a block, such as XLA's copies and loop control; kernels outside the
@@ -109,7 +110,7 @@ class BlockTimes:
         Raises:
             RequestError: `rows` is not a positive integer.
         """
-        rows = whole_number("rows", rows, 1)
+        rows = check_integer("rows", rows, 1)
         mean = f", the mean of {self.runs} runs" if self.runs > 1 else ""
         lines, widths = [f"{_ms(self.seconds)} ms a run on {self.device}{mean}"], (WIDTH - 30, 11, 10, 9)
         for program in self.programs:
@@ -430,7 +431,7 @@ class _Compiled:
 
     def instructions(self) -> dict[str, Instruction]:
         """Return the instructions by name, and by the name of their kernel."""
-        companions = self.key.around.beside().values() if isinstance(self.key.around, RunsOthers) else ()
+        companions = self.key.wrapper.beside().values() if isinstance(self.key.wrapper, RunsOthers) else ()
         paths = frozenset().union(*(block_paths(lir.graph) for lir in (self.executable.lir, *companions)))
         parsed = parse_instructions(self.executable.call.as_text() or "", paths)
         return {kernel_name(name): instruction for name, instruction in parsed.items()} | parsed

@@ -25,7 +25,8 @@ from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import MtpFactory, Weights
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
-from rlx_jax.runtime.programs import Companion, ProgramKey, Programs
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Companion, Programs
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
@@ -180,7 +181,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
         loading = pool.submit(load_params, programs, device, cancelled)
         try:
             for model in models.values():
-                model.warm()
+                model.compile_if_static()
             params, seconds = loading.result()
         except BaseException:  # Ctrl-C too: leaving the pool waits for the loader, which should stop early
             cancelled.set()

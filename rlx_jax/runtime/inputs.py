@@ -458,7 +458,7 @@ def random_key(what: str, seed: Any) -> jax.Array:
     raise RequestError(f"{what}: expected a seed, an integer from 0 to 2**64 - 1, or one key of jax.random, got {got}")
 
 
-def whole_number(name: str, value: Any, low: int) -> int:
+def check_integer(name: str, value: Any, low: int) -> int:
     """Return an integer argument of a request, checked to be at least `low`.
 
     Raises:

@@ -15,42 +15,28 @@ import jax
 from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Around, Arrays, Executable, Results, StateArrays
 from rlx_jax.compiler.meshes import at_home, own_mesh
-from rlx_jax.compiler.pipeline import Template, derived_program, text_after
-from rlx_jax.compiler.settings import Settings
+from rlx_jax.compiler.pipeline import derived_program, text_after
 from rlx_jax.device import check_fits, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import as_dim
-from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import Change, CompileProfile
-from rlx_jax.program import Buildable, Built, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes, profile_calls
-from rlx_jax.runtime.inputs import (
-    as_row,
-    bind_names,
-    bind_sizes,
-    check_counted,
-    check_new_tokens,
-    check_required,
-    check_rows,
-    random_key,
-    refuse_unread,
-    value_or_spec,
-    whole_number,
-)
+from rlx_jax.runtime.inputs import check_integer, random_key
+from rlx_jax.runtime.model_program import ModelProgram
 from rlx_jax.runtime.model_setup import init_model_params
-from rlx_jax.runtime.programs import LAST_TOKEN, ProgramKey, Programs, Variant
+from rlx_jax.runtime.program_key import LAST_TOKEN, ProgramKey, Variant
 from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
-from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity, state_arrays
+from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity
 from rlx_jax.weights.execute import weights_by_key
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
 
 
 @dataclass(eq=False)
-class CompiledModel:
+class CompiledModel(ModelProgram):
     """A jitted callable: `model(x)` checks inputs, compiles each size once, and runs.
 
     Attributes:
@@ -60,16 +46,13 @@ class CompiledModel:
         params: the arrays by parameter name; None without weights: use `init`, `apply` or `lower`.
         load_seconds: the seconds that loading the parameters took.
         traced: whether `params` are tracers of a `jax.grad` or `jax.jit` around the call.
-        last: the key of the program that ran last, for `report` and `text`.
+        last_key: the key of the program that ran last, for `report` and `text`.
     """
 
-    programs: Programs = field(repr=False)
-    name: str
-    program: str = "forward"
     params: dict[str, Any] | None = field(default=None, repr=False)
     load_seconds: float = 0.0
     traced: bool = field(default=False, repr=False)
-    last: ProgramKey | None = field(default=None, repr=False)
+    last_key: ProgramKey | None = field(default=None, repr=False)
 
     # -- calling -----------------------------------------------------------------------------
 
@@ -97,29 +80,29 @@ class CompiledModel:
             check_capacity(state.length, values["lengths"], dict(key.binding).get("context"))
         return self._result(self.execute(key, params, arrays, values), key)
 
-    def bound(
-        self, sizes: Mapping[str, int], around: Around | None = None, variant: Variant = LAST_TOKEN
+    def bind_to_sizes(
+        self, sizes: Mapping[str, int], wrapper: Around | None = None, variant: Variant = LAST_TOKEN
     ) -> BoundProgram:
         """Return the program for these sizes.
 
         Args:
             sizes: the size of each symbolic dimension, such as `batch`, `seq` and `context`.
-            around: a wrapper, such as a generation loop, that is compiled with the program as one.
+            wrapper: a function around the program, such as a generation loop, that is compiled with the program as one.
             variant: the outputs and optional inputs; by default all outputs, at each row's last token.
 
         Raises:
             RequestError: the program is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
-        key = self.sized(sizes, variant)
-        return self.bind(replace(key, around=around or key.around))
+        key = self.key_for_sizes(sizes, variant)
+        return self.bind(replace(key, wrapper=wrapper or key.wrapper))
 
     def bind(self, key: ProgramKey) -> BoundProgram:
-        """Return the program of a key; raises as `bound` does."""
+        """Return the program of a key; raises as `bind_to_sizes` does."""
         self.programs.check_compiled(key)
         return BoundProgram(self, key)
 
-    def sized(self, sizes: Mapping[str, int], variant: Variant = LAST_TOKEN) -> ProgramKey:
-        """Return the key of the program for these sizes; see `bound`.
+    def key_for_sizes(self, sizes: Mapping[str, int], variant: Variant = LAST_TOKEN) -> ProgramKey:
+        """Return the key of the program for these sizes; see `bind_to_sizes`.
 
         A `prefill` program is called without a state: the wrapper `FromEmpty` creates the empty one inside it.
         """
@@ -127,7 +110,7 @@ class CompiledModel:
         if self.program == "prefill":
             # The length of the prompt changes no array of the state.
             state_sizes = {name: size for name, size in sizes.items() if name != "seq"}
-            key = replace(key, around=FromEmpty(self.programs.empty_state(key, state_sizes, variant.spare)))
+            key = replace(key, wrapper=FromEmpty(self.programs.empty_state(key, state_sizes, variant.spare)))
         key = replace(key, hidden=variant.hidden)
         template = self.programs.template(key.symbolic)
         slots = self.programs.ring_sizes(template, sizes.get("context"), variant.spare)
@@ -137,7 +120,7 @@ class CompiledModel:
 
     def as_program(self, program: str) -> CompiledModel:
         """Return the model that runs another program of the same flow, with the same parameters."""
-        return replace(self, program=program, last=None)
+        return replace(self, program=program, last_key=None)
 
     def execute(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         """Run the program of `key`, compiled at its first call; traced arguments are inlined into the caller's trace.
@@ -196,7 +179,7 @@ class CompiledModel:
         """
         check_params(params, self.param_specs())
         values, key, arrays = self._bind(inputs, named, state)
-        self.last = key = replace(key, headless=headless)
+        self.last_key = key = replace(key, headless=headless)
         refuse_consumed(params, values)  # a donated array would fail inside the caller's jax.jit, without its name
         arguments = at_home((dict(params), arrays, values), self.programs.model_sharding)
         traced = is_traced(jax.tree.leaves(arguments))
@@ -230,7 +213,7 @@ class CompiledModel:
 
     def _executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
         """Return the executable of `key`, which becomes the last one for `report` and `text`."""
-        self.last = key
+        self.last_key = key
         # Checked before a compile alone: for a compiled program, `_explain` finds a wrong parameter if the call fails.
         if key not in self.programs.executables:
             check_params(params, self.param_specs())
@@ -243,122 +226,7 @@ class CompiledModel:
         result = outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
         return (result, as_state(state)) if state else result
 
-    def _bind(
-        self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None
-    ) -> tuple[dict[str, Any], ProgramKey, StateArrays]:
-        """Check and normalize the inputs.
-
-        Returns:
-            The inputs by name, the key of the program for their sizes, and the arrays of the state.
-        """
-        flow, decls, values_by_name = self.flow, *self._given(args, named)
-        optional = frozenset(d.name for d in decls if d.optional and d.name in values_by_name)
-        template = self._template(optional)
-        refuse_unread(optional, self._unread(optional), flow.name)
-        declared = {i.input: i.type for i in template.mir.inputs}
-        check_required(declared, values_by_name, flow.name)
-        bounds = template.bounds
-        devices = self.settings.check_ids
-        one_row = {d.name for d in decls if d.rows_optional}
-        # Callers may pass the first input even if no output reads it: it is checked like the others, then dropped.
-        unread = {d.name: d.type for d in flow._inputs[:1] if d.name in values_by_name and d.name not in declared}
-        types = {**declared, **unread}
-        values = {n: value_or_spec(n, values_by_name[n], t, bounds.ids.get(n), devices) for n, t in types.items()}
-        values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == types[n].rank - 1}
-        sizes = bind_sizes(types, values, flow.name)
-        if unread:
-            symbols = {symbol for t in declared.values() for symbol in t.symbols}
-            sizes = {symbol: size for symbol, size in sizes.items() if symbol in symbols}
-        values = at_home({n: values[n] for n in declared}, self.programs.model_sharding)
-        check_counted(sizes, bounds, flow.name)
-        check_rows(values, bounds, sizes, devices)
-        arrays = state_arrays(self.program, template.state, state, sizes)
-        if self.program in CACHED_PROGRAMS:
-            low = 1 if self.program == "prefill" else 0
-            check_new_tokens(values["lengths"], sizes["seq"], low, sizes.get("context"))
-        key = ProgramKey(self.name, self.program, optional, binding=tuple(sorted(sizes.items())))
-        return values, key, arrays
-
-    @property
-    def inputs(self) -> tuple[InputDecl, ...]:
-        """Return the inputs of the program: first the inputs of the flow, then those added by stages or `derive`.
-
-        Added ones are, for example, `lengths` and the arrays of an explicit cache. Required inputs that no output
-        reads, or that the program has in its state, are left out.
-        """
-        return self._inputs(frozenset())
-
-    def _given(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[InputDecl, ...], dict[str, Any]]:
-        """Return the inputs that a call may have, and the values that this call passes, by name.
-
-        Which inputs the program reads depends on the optional ones that are passed.
-        """
-        decls = self.inputs
-        if optional := frozenset(d.name for d in decls if d.optional and named.get(d.name) is not None):
-            decls = self._inputs(optional)
-        unread = self._unread(optional)
-        first_unread = next((d.name for d in self.flow._inputs[:1] if d.name in unread and not d.optional), "")
-        return decls, bind_names(decls, args, named, self.flow.name, unread, first_unread)
-
-    def _inputs(self, optional_inputs: frozenset[str]) -> tuple[InputDecl, ...]:
-        """Return the inputs of the program with the optional inputs `optional_inputs`; see `inputs`."""
-        template = self._template(optional_inputs)
-        read_names = {i.input for i in template.mir.inputs}
-        flow_decls = tuple(d for d in self.flow._inputs if d.optional or d.name in read_names)
-        names = {d.name for d in flow_decls}
-        added = (i for i in template.mir.inputs if i.input not in names)
-        optional = (InputDecl(i.input, i.type, None) for i in template.optional if i.input not in names)
-        return (*flow_decls, *(InputDecl(i.input, i.type) for i in added), *optional)
-
-    @property
-    def first_input(self) -> str:
-        """Return the name of the first input that an output reads; for a text model, its tokens."""
-        return self.programs.first_input(self.name)
-
-    @property
-    def flow(self) -> Buildable:
-        """Return the flow that was compiled."""
-        return self.programs.flows[self.name]
-
-    @property
-    def built(self) -> Built:
-        """Return the built flow, without optional inputs."""
-        return self.programs.build(self.name, frozenset())[0]
-
-    @property
-    def settings(self) -> Settings:
-        """Return the profile, resolved for this model."""
-        return self.programs.settings
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """Return the names of the outputs, the primary one first."""
-        names: tuple[str, ...] = self._template().mir.output_names
-        return names
-
-    def template(self, program: str | None = None, *, last_only: bool = False) -> Template:
-        """Return the template of a program, its form with symbolic sizes; by default of `self.program`."""
-        return self.programs.template(ProgramKey(self.name, program or self.program, last_only=last_only))
-
-    def _template(self, optional_inputs: frozenset[str] = frozenset()) -> Template:
-        return self.programs.template(self.key(optional_inputs))
-
-    def _unread(self, optional_inputs: frozenset[str] = frozenset()) -> tuple[str, ...]:
-        """Return the inputs that no output reads; () for programs that the package calls, which pass no such input."""
-        return self._template(optional_inputs).unread if self.program in ("forward", "train", "explicit") else ()
-
-    def key(
-        self,
-        optional_inputs: frozenset[str] = frozenset(),
-        outputs: tuple[str, ...] | None = None,
-        last_only: bool = False,
-    ) -> ProgramKey:
-        """Return the key of this program, without sizes, for these optional inputs and outputs."""
-        # All outputs by name and None mean the same program, and must have the same key.
-        names = None if outputs is None or outputs == self.output_names else outputs
-        return ProgramKey(self.name, self.program, optional_inputs, outputs=names, last_only=last_only)
-
-    def warm(self) -> None:
+    def compile_if_static(self) -> None:
         """Compile the program now if every size is known: the flow is static, or has a binding for its symbols."""
         flow = self.flow
         template = self._template()
@@ -491,14 +359,14 @@ class CompiledModel:
         if level == "mir":
             return dump(template.mir, "mir")
         if level == "lir" and (inputs or named):  # no compile: a plan can be inspected on a device that cannot run it
-            self.last = self._bind(inputs, named, named.pop("state", None))[1]
+            self.last_key = self._bind(inputs, named, named.pop("state", None))[1]
         elif inputs or named:
             self.lower(*inputs, **named)
         if level == "jaxpr":
             return str(jaxpr_of(self.programs, template, self.param_specs()))
-        if self.last is None:
+        if self.last_key is None:
             raise GraphError(f"text({level!r}) needs sizes: call the model first, or give inputs: text({level!r}, x)")
-        return text_of(self.programs, self.last, level)
+        return text_of(self.programs, self.last_key, level)
 
     def outline(self) -> Outline:
         """Return the table of blocks that `print(model)` prints and a notebook displays.
@@ -506,7 +374,9 @@ class CompiledModel:
         Its columns are the block path, the output type, parameters, FLOPs and bytes. Sizes come from the last call,
         else the binding of the flow, else 1.
         """
-        last_sizes = dict(self.last.binding) if self.last is not None and self.last.program == self.program else {}
+        last_sizes = (
+            dict(self.last_key.binding) if self.last_key is not None and self.last_key.program == self.program else {}
+        )
         return self._template().outline({**self.flow._binding, **last_sizes})
 
     def __str__(self) -> str:
@@ -531,7 +401,7 @@ class CompiledModel:
             GraphError: a size is missing or unknown. SequenceLengthError: more tokens than the model has positions.
         """
         seconds = {**self._template().seconds, "load": self.load_seconds}
-        return report_of(self.programs, self._template(), self.last, seconds, sizes)
+        return report_of(self.programs, self._template(), self.last_key, seconds, sizes)
 
     def compare(self, ours: CompileProfile, theirs: CompileProfile) -> tuple[Change, ...]:
         """Return the changes in this program from the profile `ours` to `theirs`; see `CompileProfile.diff`.
@@ -542,7 +412,7 @@ class CompiledModel:
             ProfileError: one of the profiles does not apply to this program.
         """
         built = self._template().built
-        sizes = None if self.last is None or self.last.program != self.program else dict(self.last.binding)
+        sizes = None if self.last_key is None or self.last_key.program != self.program else dict(self.last_key.binding)
         settings = [self.programs.resolve_settings(profile, self.name) for profile in (ours, theirs)]
         return program_changes(built, settings[0], settings[1], self.program, self.programs.fuses_by_default, sizes)
 
@@ -557,8 +427,8 @@ class CompiledModel:
             Others as a call.
         """
         self.refuse_traced()
-        _, values = self._given(inputs, named)
-        return profile_calls(self.programs, self, values, state, whole_number("runs", runs, 1))
+        _, values = self._named_values(inputs, named)
+        return profile_calls(self.programs, self, values, state, check_integer("runs", runs, 1))
 
 
 @dataclass(frozen=True, eq=False)

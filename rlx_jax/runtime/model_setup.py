@@ -41,7 +41,8 @@ from rlx_jax.profiles import CompileProfile
 from rlx_jax.profiles.effects import warn_of_idle
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.inputs import random_key
-from rlx_jax.runtime.programs import ProgramKey, Programs
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.initial import initial_params, initial_weights
 from rlx_jax.weights.overlay import has_values, with_initialized

@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import (
-    Around,
     Arrays,
     Executable,
     Function,
@@ -56,69 +55,8 @@ from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.inputs import check_length
 from rlx_jax.runtime.lru import LruCache
+from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.sequence_state import EmptyState, empty_state
-
-
-@dataclass(frozen=True)
-class ProgramKey:
-    """The key of an executable: a flow of the model, one of its programs, and sizes.
-
-    All flows share the profile and the layout, so neither is part of the key. Without `binding` it is the key of the
-    template, which has symbolic sizes.
-
-    Attributes:
-        flow, program: the names of the flow and of the program.
-        optional_inputs: the names of the optional inputs that calls pass.
-        outputs: the names of the outputs to compute; None for all.
-        last_only: compute the outputs for each row's last token only.
-        headless: end before the head; its operands are the outputs.
-        hidden: the outputs are the logits and the hidden states `[B, S, H]` that the head reads. `last_only` then
-            applies to the logits alone.
-        binding: the sizes by name, sorted.
-        around: a wrapper that is compiled with the program, such as a generation loop.
-    """
-
-    flow: str
-    program: str
-    optional_inputs: frozenset[str] = frozenset()
-    outputs: tuple[str, ...] | None = None
-    last_only: bool = False
-    headless: bool = False
-    hidden: bool = False
-    binding: tuple[tuple[str, int], ...] = ()
-    around: Around | None = None
-
-    @property
-    def symbolic(self) -> ProgramKey:
-        """Return the key of the template, without sizes and wrapper."""
-        return replace(self, binding=(), around=None)
-
-    @property
-    def text(self) -> str:
-        """Return the program and its sizes as text, such as `prefill of batch 1, seq 16`."""
-        sizes = ", ".join(f"{name} {size}" for name, size in self.binding)
-        return f"{self.program} of {sizes}" if sizes else self.program
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The options of a program besides its sizes.
-
-    Attributes:
-        last_only, outputs, given, hidden: see `ProgramKey`.
-        spare: the number of tokens that may be rolled back from ring buffers of the state; it applies if it exceeds the
-            profile's `buckets.spare`.
-    """
-
-    last_only: bool = True
-    outputs: tuple[str, ...] | None = None
-    optional_inputs: frozenset[str] = frozenset()
-    spare: int = 0
-    hidden: bool = False
-
-
-# All outputs, at each row's last token: the variant that generation runs most.
-LAST_TOKEN = Variant()
 
 
 @dataclass(frozen=True)
@@ -280,8 +218,8 @@ class Programs:
             run = make_function(lir, self.layout, self.model_sharding)
             if key.hidden:
                 run = with_hidden(run, self.template(self.full_key(key)).head, key.last_only)
-            if key.around is not None:  # the wrapper has other inputs, which the plan knows nothing about
-                lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
+            if key.wrapper is not None:  # the wrapper has other inputs, which the plan knows nothing about
+                lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.wrapper(run)
             return SpecializedProgram(lir, run, jax.jit(in_any_mesh(run, template, lir, self.model_sharding)), seconds)
 
         return self.functions(key, make)
@@ -302,7 +240,7 @@ class Programs:
             self.report_progress(step, 0, 1)
             program = self.function(key)
             with own_mesh(self.model_sharding):
-                companions = key.around.beside() if isinstance(key.around, RunsOthers) else None
+                companions = key.wrapper.beside() if isinstance(key.wrapper, RunsOthers) else None
                 shardings = self.shardings(key, inputs)
                 executable = compile_program(
                     program.lir, program.run, params, state, inputs, shardings, companions, key.text
@@ -345,7 +283,7 @@ class Programs:
     def shardings(self, key: ProgramKey, inputs: Arrays) -> Shardings | None:
         """Return the shardings of a program's arguments and results, None on one device.
 
-        Extra inputs of a wrapper (`key.around`) are replicated, and so are its outputs.
+        Extra inputs of a wrapper (`key.wrapper`) are replicated, and so are its outputs.
         """
         if self.model_sharding is None:
             return None
@@ -361,9 +299,9 @@ class Programs:
             for name, value in inputs.items()
         }
         outputs = None if set(inputs) <= set(declared) else model_sharding.replicated
-        state = state_shardings(template, sizes, model_sharding, of_results=key.around is None)
+        state = state_shardings(template, sizes, model_sharding, of_results=key.wrapper is None)
         nbytes = model_sharding.gathered_bytes(self.layout.leaves.values())
-        if isinstance(key.around, RunsOthers) and (other := key.around.divided()) is not None:
+        if isinstance(key.wrapper, RunsOthers) and (other := key.wrapper.divided()) is not None:
             placements, state, nbytes = (
                 placements | other.inputs,
                 state | other.state,
@@ -514,7 +452,7 @@ class Programs:
             )
             return f"{key.flow}: {described}: of the optional inputs, warm-up was {then}, not {now}", f"call it {then}"
         in_buckets = self.is_warm and not buckets.foreign(sizes)
-        if in_buckets and (difference := new_arguments(key.around, (k.around for k in self.executables))):
+        if in_buckets and (difference := new_arguments(key.wrapper, (k.wrapper for k in self.executables))):
             return f"{key.flow}: {described}: {difference}", "warm up for that too"
         programs = {k.program for k in self.executables if k.flow == key.flow}
         if in_buckets and programs and key.program not in programs:

@@ -22,7 +22,8 @@ from rlx_jax.lowering.lir.plan import Layout, Lir
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.runtime.block_times import shorten
 from rlx_jax.runtime.inputs import check_counted
-from rlx_jax.runtime.programs import ProgramKey, Programs
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Programs
 
 # The attributes of `Cost` and `Report` that are numbers: the label of their line, and the text after the number.
 COST_LABELS = {

@@ -28,7 +28,7 @@ from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
 from rlx_jax.runtime.compile_flow import open_model
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from rlx_jax.weights.format import OpenOptions
@@ -57,10 +57,10 @@ def open_token_model(
             does not have one row for each token.
     """
     if max_positions is not None:
-        max_positions = whole_number("max_positions", max_positions, 1)
+        max_positions = check_integer("max_positions", max_positions, 1)
     model = open_model(flow, weights, options, programs, max_positions)
     if model.program != "forward":
-        model = replace(model, program="forward", last=None)
+        model = replace(model, program="forward", last_key=None)
     ids = model.first_input
     rows = model.template().bounds.ids.get(ids)
     if rows is None:

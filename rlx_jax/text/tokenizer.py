@@ -30,7 +30,7 @@ from rlx_jax.io.folder import Folder, json_size_bound
 from rlx_jax.io.hub import SizeBound
 from rlx_jax.io.strict_json import parse
 from rlx_jax.models.config import Fields
-from rlx_jax.runtime.inputs import whole_number
+from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.request_checks import id_list
 from rlx_jax.text.tokenizer_checks import refuse_panics
@@ -185,7 +185,7 @@ class Tokenizer:
         if max_length is None:
             return _guard(lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed")
         num_special = self.special_count if special else 0
-        whole_number("max_length", max_length, max(1, num_special))
+        check_integer("max_length", max_length, max(1, num_special))
 
         def encode_truncated() -> list[list[int]]:
             """Encode the texts, truncated to `max_length`."""

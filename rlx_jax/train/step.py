@@ -16,7 +16,7 @@ from rlx_jax.compiler.executable import Arrays
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import RequestError, SessionStateError, listing, shown, suggest_keywords
 from rlx_jax.ir.user_functions import is_consumed
-from rlx_jax.runtime.inputs import as_host_array, whole_number
+from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.checks import check_signature
 from rlx_jax.train.state import Optimizer, TrainState, check_trainable, promoting
@@ -235,7 +235,7 @@ def make_step(
         raise RequestError(f"make_step: loss is a function of (model, params, tokens), got {shown(loss)}")
     # The loss may require further keyword arguments, which come from the batch.
     check_signature(loss, ("model", "params", "tokens"), "make_step: loss", RequestError, named=True)
-    return TrainStep(model, optimizer, loss, whole_number("make_step: microbatches", microbatches, 1))
+    return TrainStep(model, optimizer, loss, check_integer("make_step: microbatches", microbatches, 1))
 
 
 def _added(p: AnyArray, update: AnyArray) -> AnyArray:

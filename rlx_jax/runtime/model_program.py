@@ -1,0 +1,160 @@
+"""This module defines `ModelProgram`: one program of a compiled flow, its inputs and outputs, without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.meshes import at_home
+from rlx_jax.compiler.pipeline import Template
+from rlx_jax.compiler.settings import Settings
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
+from rlx_jax.program import Buildable, Built, InputDecl
+from rlx_jax.runtime.inputs import (
+    as_row,
+    bind_names,
+    bind_sizes,
+    check_counted,
+    check_new_tokens,
+    check_required,
+    check_rows,
+    refuse_unread,
+    value_or_spec,
+)
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.sequence_state import State, state_arrays
+
+
+@dataclass(eq=False)
+class ModelProgram:
+    """One program of a compiled flow: its inputs, its outputs, and the check of the arguments of a call.
+
+    Attributes:
+        programs: the compiled programs of the model.
+        name: the name of the flow.
+        program: the name of the program, such as `forward`.
+    """
+
+    programs: Programs = field(repr=False)
+    name: str
+    program: str = "forward"
+
+    @property
+    def inputs(self) -> tuple[InputDecl, ...]:
+        """Return the inputs of the program: first the inputs of the flow, then those added by stages or `derive`.
+
+        Added ones are, for example, `lengths` and the arrays of an explicit cache. Required inputs that no output
+        reads, or that the program has in its state, are left out.
+        """
+        return self._input_decls(frozenset())
+
+    def _named_values(
+        self, args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[tuple[InputDecl, ...], dict[str, Any]]:
+        """Return the inputs that a call may have, and the values that this call passes, by name.
+
+        Which inputs the program reads depends on the optional ones that are passed.
+        """
+        decls = self.inputs
+        if optional := frozenset(d.name for d in decls if d.optional and named.get(d.name) is not None):
+            decls = self._input_decls(optional)
+        unread = self._unread(optional)
+        first_unread = next((d.name for d in self.flow._inputs[:1] if d.name in unread and not d.optional), "")
+        return decls, bind_names(decls, args, named, self.flow.name, unread, first_unread)
+
+    def _input_decls(self, optional_inputs: frozenset[str]) -> tuple[InputDecl, ...]:
+        """Return the inputs of the program with the optional inputs `optional_inputs`; see `inputs`."""
+        template = self._template(optional_inputs)
+        read_names = {i.input for i in template.mir.inputs}
+        flow_decls = tuple(d for d in self.flow._inputs if d.optional or d.name in read_names)
+        names = {d.name for d in flow_decls}
+        added = (i for i in template.mir.inputs if i.input not in names)
+        optional = (InputDecl(i.input, i.type, None) for i in template.optional if i.input not in names)
+        return (*flow_decls, *(InputDecl(i.input, i.type) for i in added), *optional)
+
+    @property
+    def first_input(self) -> str:
+        """Return the name of the first input that an output reads; for a text model, its tokens."""
+        return self.programs.first_input(self.name)
+
+    @property
+    def flow(self) -> Buildable:
+        """Return the flow that was compiled."""
+        return self.programs.flows[self.name]
+
+    @property
+    def built(self) -> Built:
+        """Return the built flow, without optional inputs."""
+        return self.programs.build(self.name, frozenset())[0]
+
+    @property
+    def settings(self) -> Settings:
+        """Return the profile, resolved for this model."""
+        return self.programs.settings
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Return the names of the outputs, the primary one first."""
+        names: tuple[str, ...] = self._template().mir.output_names
+        return names
+
+    def template(self, program: str | None = None, *, last_only: bool = False) -> Template:
+        """Return the template of a program, its form with symbolic sizes; by default of `self.program`."""
+        return self.programs.template(ProgramKey(self.name, program or self.program, last_only=last_only))
+
+    def _template(self, optional_inputs: frozenset[str] = frozenset()) -> Template:
+        return self.programs.template(self.key(optional_inputs))
+
+    def _unread(self, optional_inputs: frozenset[str] = frozenset()) -> tuple[str, ...]:
+        """Return the inputs that no output reads; () for programs that the package calls, which pass no such input."""
+        return self._template(optional_inputs).unread if self.program in ("forward", "train", "explicit") else ()
+
+    def key(
+        self,
+        optional_inputs: frozenset[str] = frozenset(),
+        outputs: tuple[str, ...] | None = None,
+        last_only: bool = False,
+    ) -> ProgramKey:
+        """Return the key of this program, without sizes, for these optional inputs and outputs."""
+        # All outputs by name and None mean the same program, and must have the same key.
+        names = None if outputs is None or outputs == self.output_names else outputs
+        return ProgramKey(self.name, self.program, optional_inputs, outputs=names, last_only=last_only)
+
+    def _bind(
+        self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None
+    ) -> tuple[dict[str, Any], ProgramKey, StateArrays]:
+        """Check and normalize the inputs.
+
+        Returns:
+            The inputs by name, the key of the program for their sizes, and the arrays of the state.
+        """
+        flow, decls, values_by_name = self.flow, *self._named_values(args, named)
+        optional = frozenset(d.name for d in decls if d.optional and d.name in values_by_name)
+        template = self._template(optional)
+        refuse_unread(optional, self._unread(optional), flow.name)
+        declared = {i.input: i.type for i in template.mir.inputs}
+        check_required(declared, values_by_name, flow.name)
+        bounds = template.bounds
+        devices = self.settings.check_ids
+        one_row = {d.name for d in decls if d.rows_optional}
+        # Callers may pass the first input even if no output reads it: it is checked like the others, then dropped.
+        unread = {d.name: d.type for d in flow._inputs[:1] if d.name in values_by_name and d.name not in declared}
+        types = {**declared, **unread}
+        values = {n: value_or_spec(n, values_by_name[n], t, bounds.ids.get(n), devices) for n, t in types.items()}
+        values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == types[n].rank - 1}
+        sizes = bind_sizes(types, values, flow.name)
+        if unread:
+            symbols = {symbol for t in declared.values() for symbol in t.symbols}
+            sizes = {symbol: size for symbol, size in sizes.items() if symbol in symbols}
+        values = at_home({n: values[n] for n in declared}, self.programs.model_sharding)
+        check_counted(sizes, bounds, flow.name)
+        check_rows(values, bounds, sizes, devices)
+        arrays = state_arrays(self.program, template.state, state, sizes)
+        if self.program in CACHED_PROGRAMS:
+            low = 1 if self.program == "prefill" else 0
+            check_new_tokens(values["lengths"], sizes["seq"], low, sizes.get("context"))
+        key = ProgramKey(self.name, self.program, optional, binding=tuple(sorted(sizes.items())))
+        return values, key, arrays
