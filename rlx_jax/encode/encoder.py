@@ -166,7 +166,7 @@ class Encoder(TaskModel):
                 self._row_lengths(inputs[MASK], block.shape)
             sizes = batcher.sizes(*block.shape) if has_buckets else block.shape
             hidden = crop_to(self.model.programs, primary_output(batcher.outputs(block, inputs, *sizes)), *block.shape)
-        self.model.last = batcher.model.last
+        self.model.last_key = batcher.model.last_key
         return hidden
 
     def _row_lengths(self, mask: Any, shape: tuple[int, ...]) -> list[int]:
@@ -245,7 +245,7 @@ class Encoder(TaskModel):
             self._last_request = RequestReport(
                 "texts", len(stream.ids), sum(map(len, stream.ids)), seconds, compiled=compiled
             )
-        self.model.last = batcher.model.last or self.model.last
+        self.model.last_key = batcher.model.last_key or self.model.last_key
         return out[0] if single else out
 
     def _prompt_tokens(self, prompt: str) -> int:
@@ -394,7 +394,7 @@ class Encoder(TaskModel):
         """
         reason = self._why_not("padded", input_names)
         if not reason:
-            return RowBatcher(replace(self.model, program="padded", last=None), self.buckets, self.max_positions)
+            return RowBatcher(replace(self.model, program="padded", last_key=None), self.buckets, self.max_positions)
         if self.buckets.prompt:
             raise DeriveError(f"{reason}. {_BUCKETS_ADVICE.format('prompt')}")
         return self._exact_batcher(read_mask_names(self.model))
@@ -418,7 +418,7 @@ class Encoder(TaskModel):
         sizes = sizes_for(
             costs_on(settings.target), self.max_positions or DEFAULT_MAX_POSITIONS, max_tokens, settings.buckets.share
         )
-        return PackedBatcher(replace(self.model, program="packed", last=None), self.pipeline, sizes, skip)
+        return PackedBatcher(replace(self.model, program="packed", last_key=None), self.pipeline, sizes, skip)
 
     def _check_buckets(self, lengths: list[int], first: int) -> None:
         """Refuse texts that are longer than the largest bucket, before any text runs."""

@@ -37,7 +37,7 @@ from rlx_jax.losses import LossChunking, chunk_logits, count_chunks, split_token
 from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
-from rlx_jax.runtime.programs import Variant
+from rlx_jax.runtime.program_key import Variant
 from rlx_jax.text.request_checks import convert_foreign_arrays, id_list
 from rlx_jax.text.token_model import check_positions
 
