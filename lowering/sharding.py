@@ -25,7 +25,7 @@ from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Program, Role, Roles, Stack, printed_name
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.rewrite import everywhere, rewrite
-from rlx_jax.ir.roles import of_dims, of_program
+from rlx_jax.ir.roles import dim_roles, program_roles
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 
 
@@ -51,7 +51,7 @@ class ModelSharding:
 
     def num_weight_shards(self, program: Program, axis: int) -> int:
         """Return the number of shards of a parameter's axis in the compute sharding."""
-        role = of_program(program, self.roles)[axis]
+        role = program_roles(program, self.roles)[axis]
         return math.prod(self.mesh.shape[name] for name in self._compute_axes(role))
 
     def num_batch_shards(self, rows: int) -> int:
@@ -62,20 +62,20 @@ class ModelSharding:
     def is_kv_replicated(self, program: Program, axis: int) -> bool:
         """Return whether an axis of a parameter is key heads with fewer shards than the query heads have."""
         is_replicated = self.num_shards("kv_heads") < self.num_shards("heads")
-        return is_replicated and of_program(program, self.roles)[axis] == "kv_heads"
+        return is_replicated and program_roles(program, self.roles)[axis] == "kv_heads"
 
     # -- shardings ---------------------------------------------------------------------------
 
     def storage_sharding(self, program: Program) -> NamedSharding:
         """Return the storage sharding of a parameter: sharded over all mesh axes of its roles."""
-        return self._sharding(of_program(program, self.roles), program.type.shape, ())
+        return self._sharding(program_roles(program, self.roles), program.type.shape, ())
 
     def compute_sharding(self, program: Program) -> NamedSharding:
         """Return the compute sharding of a parameter.
 
         It is gathered along the mesh axes that shard the batch. Only experts stay sharded; tokens are sent to them.
         """
-        return self._sharding(of_program(program, self.roles), program.type.shape, self._batch_axes)
+        return self._sharding(program_roles(program, self.roles), program.type.shape, self._batch_axes)
 
     def value_sharding(self, roles: Roles, shape: Iterable[DimLike]) -> NamedSharding:
         """Return the sharding of a value or a state leaf.
@@ -90,7 +90,7 @@ class ModelSharding:
 
         The names of its dims determine their roles.
         """
-        return self.value_sharding(of_dims(t), shape)
+        return self.value_sharding(dim_roles(t), shape)
 
     def describe_storage(self, program: Program) -> tuple[str, int]:
         """Return the storage sharding of a parameter as text, `(tensor, -)`, and its bytes per device."""
@@ -232,7 +232,7 @@ def check_divisible(model_sharding: ModelSharding, programs: Iterable[Program]) 
         UnsupportedError: an axis does not divide; names the parameter.
     """
     for program in programs:
-        for axis, role in enumerate(of_program(program, model_sharding.roles)):
+        for axis, role in enumerate(program_roles(program, model_sharding.roles)):
             parts = model_sharding.num_weight_shards(program, axis)
             if int(program.type.shape[axis]) % parts:
                 assert isinstance(role, str)
@@ -253,11 +253,11 @@ def add_sharding_constraints(graph: Graph, model_sharding: ModelSharding, types:
         if isinstance(node.op, RopeTable):  # replicated: every device computes its own table
             return b.add(node.op, *(b(Shard((None,) * b.type(v).rank), v) for v in inputs))
         if isinstance(node.op, TopK):  # per row, on the device of the row: XLA would gather all rows
-            roles = list(of_dims(b.type(inputs[0])))
+            roles = list(dim_roles(b.type(inputs[0])))
             roles[node.op.axis] = None
             return b.add(replace(node.op, roles=tuple(roles)), *inputs) if any(roles) else None
         if isinstance(node.op, ExpertFfn):  # results are sharded over rows only, as the tokens are
-            rows = of_dims(b.type(inputs[0]))[:-1]
+            rows = dim_roles(b.type(inputs[0]))[:-1]
             return (b(Shard((*rows, None)), b(replace(node.op, roles=rows), *inputs)),)
         weight = 0 if isinstance(node.op, Gather) else 1
         if not isinstance(node.op, MatMul | FusedMatMulBiasAct | Gather) or len(inputs) <= weight:
@@ -266,8 +266,10 @@ def add_sharding_constraints(graph: Graph, model_sharding: ModelSharding, types:
         if param is None:
             return None
         product = b(node.op, *inputs)
-        *lead, _ = of_dims(b.type(product))
-        return (b(Shard((*lead, _last_axis_role(node, of_program(param.programs[0], model_sharding.roles)))), product),)
+        *lead, _ = dim_roles(b.type(product))
+        return (
+            b(Shard((*lead, _last_axis_role(node, program_roles(param.programs[0], model_sharding.roles)))), product),
+        )
 
     return rewrite(graph, everywhere(fn), types, "divide")
 

@@ -35,7 +35,7 @@ from rlx_jax.ir.region import roll
 from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import as_dim, as_name, is_float, is_static
-from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.verify import verify
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.layer_stack import Stages
@@ -327,7 +327,9 @@ class ModelFlow(Stages):
 
     # -- building ----------------------------------------------------------------------------
 
-    def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> BuiltModel:
+    def build(
+        self, weights: Weights = None, given: Iterable[str] = (), captured: CapturedArrays | None = None
+    ) -> BuiltModel:
         """Run the stages and return the HIR of the forward program. Reads shapes of weights, never their data.
 
         Args:

@@ -13,7 +13,7 @@ from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Roles, keys_of, stored_keys
 from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.types import TensorType
-from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.profiles import CompileProfile
@@ -57,7 +57,9 @@ class Buildable(Protocol):
     @property
     def _binding(self) -> Mapping[str, int]: ...
 
-    def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built: ...
+    def build(
+        self, weights: Weights = None, given: Iterable[str] = (), captured: CapturedArrays | None = None
+    ) -> Built: ...
 
 
 # Function from the weights of a model to the flow of its drafting module: see `ModelFlow.with_mtp`.
@@ -92,7 +94,7 @@ class Built:
     stage: GraphStage = GraphStage.HIR
     plan: Plan | None = None
     program: str = "forward"
-    captured: Captured = field(default_factory=Captured, repr=False, compare=False)
+    captured: CapturedArrays = field(default_factory=CapturedArrays, repr=False, compare=False)
     roles: Mapping[str, Roles] = field(default_factory=dict, repr=False)
     inits: Mapping[str, Init] = field(default_factory=dict, repr=False)
     fresh: tuple[str, ...] = ()
@@ -112,7 +114,9 @@ class Built:
     def _binding(self) -> Mapping[str, int]:
         return self.binding
 
-    def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built:
+    def build(
+        self, weights: Weights = None, given: Iterable[str] = (), captured: CapturedArrays | None = None
+    ) -> Built:
         """Return a new build of the same flow, with other weights or other optional inputs."""
         return self.flow.build(self.source if weights is None else weights, given, captured or self.captured)
 

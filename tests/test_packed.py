@@ -20,7 +20,7 @@ from rlx_jax.errors import (
     WeightError,
     WeightShapeError,
 )
-from rlx_jax.ir.packed import SCHEMES, Packed, PackedSpec, decoded, stored_bytes, suspects
+from rlx_jax.ir.packed import SCHEMES, Packed, PackedSpec, decode_packed, finite_check_floats, stored_bytes
 from rlx_jax.ir.param import (
     Dequantized,
     Joined,
@@ -37,7 +37,7 @@ from rlx_jax.ir.param import (
     stored_keys,
 )
 from rlx_jax.ir.types import as_dtype, tensor_type
-from rlx_jax.ir.weight_reads import read_from
+from rlx_jax.ir.weight_reads import with_source
 from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf, pieces
 from rlx_jax.weights.mapping import MappingSource
 from tests.oracles.packed import BLOCKS, DECODED, FLOATS, damaged, meaning, numbers, packed, random_bytes
@@ -68,18 +68,18 @@ def test_decoding(scheme: str, rows: list[int], blocks: int, seed: int) -> None:
     shape = (*rows, 32 * blocks)
     value = packed(scheme, shape, seed)
     want = meaning(value)
-    found = decoded(value.data, scheme)
+    found = decode_packed(value.data, scheme)
     assert found.dtype == np.float32 and found.shape == shape
     np.testing.assert_array_equal(found, want)
-    np.testing.assert_array_equal(jax.jit(lambda data: decoded(data, scheme))(jnp.asarray(value.data)), want)
+    np.testing.assert_array_equal(jax.jit(lambda data: decode_packed(data, scheme))(jnp.asarray(value.data)), want)
     spread = np.repeat(value.data, 2, -1)[..., ::2]
-    np.testing.assert_array_equal(decoded(spread, scheme), want)
-    np.testing.assert_array_equal(decoded(np.asfortranarray(value.data), scheme), want)
+    np.testing.assert_array_equal(decode_packed(spread, scheme), want)
+    np.testing.assert_array_equal(decode_packed(np.asfortranarray(value.data), scheme), want)
 
 
 def read_key(value: Packed, key: str = "w") -> Program:
     """The program of a declared float32 key over a source that has it packed."""
-    return read_from(Key(key, tensor_type(tuple(value.shape), "f32", key)), MappingSource({key: value}))
+    return with_source(Key(key, tensor_type(tuple(value.shape), "f32", key)), MappingSource({key: value}))
 
 
 @pytest.mark.oracle
@@ -90,7 +90,7 @@ def test_live_decoding(scheme: str) -> None:
 
     kind = gguf.GGMLQuantizationType[scheme.removeprefix("gguf_").upper()]
     data = random_bytes(scheme, (7, 5, 96))
-    np.testing.assert_array_equal(decoded(data, scheme), gguf.quants.dequantize(data, kind))
+    np.testing.assert_array_equal(decode_packed(data, scheme), gguf.quants.dequantize(data, kind))
     original = np.random.default_rng(1).standard_normal((6, 128)).astype(np.float32)
     theirs = gguf.quants.quantize(original, kind)
     value = Packed(theirs, scheme, original.shape)
@@ -143,7 +143,7 @@ def test_what_is_no_packed_value(value: Any, error: type[Exception], message: st
 
 @pytest.mark.parametrize("scheme", sorted(set(BLOCKS) - set(DECODED)))
 def test_what_is_not_decoded_yet(scheme: str) -> None:
-    """Opens, and is refused by name when a flow reads it: before anything is compiled or read."""
+    """FamilyHandler, and is refused by name when a flow reads it: before anything is compiled or read."""
     value = packed(scheme, (4, 256))
     source = rlx.open_weights({"w": value})
     np.testing.assert_array_equal(source.read("w"), value.data)
@@ -153,7 +153,7 @@ def test_what_is_not_decoded_yet(scheme: str) -> None:
         ):
             rlx.ModelFlow("m").input("x", (2, 256)).linear("w").build(weights)
     with pytest.raises(UnsupportedError, match=f"a packed tensor: {scheme} is not decoded yet"):
-        decoded(value.data, scheme)
+        decode_packed(value.data, scheme)
 
 
 def test_a_source_of_packed_values() -> None:
@@ -221,7 +221,7 @@ def test_infinity_in_a_block() -> None:
 @pytest.mark.parametrize("scheme", BLOCKS)
 def test_every_float_of_a_block_is_looked_at(scheme: str) -> None:
     """Of schemes that are not decoded yet, too."""
-    assert np.isfinite(suspects(packed(scheme, (3, 512)).data, scheme)).all()
+    assert np.isfinite(finite_check_floats(packed(scheme, (3, 512)).data, scheme)).all()
     for at in range(len(FLOATS[scheme])):
         with pytest.raises(NonFiniteWeightError, match="NaN"):
             rlx.open_weights({"w": damaged(scheme, np.nan, at)}).read("w")
@@ -261,7 +261,7 @@ PROGRAMS: list[tuple[Program, Any, str]] = [
 @pytest.mark.parametrize(("declared", "means", "name"), PROGRAMS, ids=[name for *_, name in PROGRAMS])
 def test_a_program_over_packed_keys(declared: Program, means: Any, name: str) -> None:
     """Is what it is over the numbers: its type, its value in any dtype, its name; and read backwards the numbers."""
-    want, program = means(STORED), read_from(declared, SOURCE)
+    want, program = means(STORED), with_source(declared, SOURCE)
     assert program.type == declared.type and is_lossy(program) and printed_name(program).replace("}.{", "},{") == name
     np.testing.assert_array_equal(load_leaf(program, SOURCE), want)
     larger = np.zeros((*want.shape[:-1], want.shape[-1] + 2), np.float32)
@@ -270,7 +270,7 @@ def test_a_program_over_packed_keys(declared: Program, means: Any, name: str) ->
 
     np.testing.assert_array_equal(load_leaf(cast(program, BF16), SOURCE), want.astype(BF16))
     assert cast(cast(program, np.dtype(np.float64)), np.dtype(np.float32)) == program
-    assert read_from(program, SOURCE) == program == read_from(cast(program, np.dtype(np.float32)), SOURCE)
+    assert with_source(program, SOURCE) == program == with_source(cast(program, np.dtype(np.float32)), SOURCE)
 
     assert list(stored_keys(program)) == list(stored_keys(declared)), "logical types"
     assert dict(packed_keys(program)) == {k: VALUES[k].scheme for k in keys_of(declared)}
@@ -281,7 +281,7 @@ def test_a_program_over_packed_keys(declared: Program, means: Any, name: str) ->
 
 def test_join_decodes() -> None:
     """Arrays of NumPy or JAX, as the other steps do; and what it makes cannot be cut into bytes."""
-    program = read_from(M, SOURCE)
+    program = with_source(M, SOURCE)
     assert isinstance(program, Dequantized)
     np.testing.assert_array_equal(program.join(VALUES["m.0"].data), STORED["m.0"])
     np.testing.assert_array_equal(program.join(jnp.asarray(VALUES["m.0"].data)), STORED["m.0"])
@@ -302,12 +302,12 @@ def test_what_is_read_of_a_part() -> None:
     source = Counting(VALUES)
     for part, shape in ((Sliced(A, 0, 1, 2), (1, 3, 68)), (Sliced(A, 2, 32, 64), (2, 3, 34)), (A, (2, 3, 68))):
         asked.clear()
-        load_leaf(read_from(part, source), source)
+        load_leaf(with_source(part, source), source)
         assert asked == [("a.w", shape)]
-    m = read_from(M, source)
+    m = with_source(M, source)
     assert host_bytes_to_load(m) == 2 * m.type.nbytes + 6 * 68
     assert host_bytes_to_load(cast(m, BF16)) == 2 * (m.type.nbytes // 2) + m.type.nbytes + 6 * 68
-    assert host_bytes_to_load(Stack((m, read_from(N, source)))) == 2 * m.type.nbytes + m.type.nbytes + 6 * 68
+    assert host_bytes_to_load(Stack((m, with_source(N, source)))) == 2 * m.type.nbytes + m.type.nbytes + 6 * 68
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f64"])
@@ -315,7 +315,7 @@ def test_another_logical_dtype(dtype: str) -> None:
     """The numbers are rounded to it, and then to what the program computes in."""
     value = Packed(VALUES["m.0"].data, "gguf_q8_0", (6, 64), dtype)
     want = STORED["m.0"].astype(as_dtype(dtype))
-    program = read_from(Key("w", tensor_type((6, 64), dtype, "w")), MappingSource({"w": value}))
+    program = with_source(Key("w", tensor_type((6, 64), dtype, "w")), MappingSource({"w": value}))
     assert program.type.dtype == as_dtype(dtype) and isinstance(program, Dequantized)
     leaf = np.empty(want.shape, want.dtype)
     fill(leaf, program, MappingSource({"w": value}))
@@ -339,12 +339,12 @@ BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
     (lambda: Dequantized(Sliced(BYTES, 1, 3, 37), "gguf_q8_0", F32), WeightShapeError, "expected whole blocks"),
     (lambda: Dequantized(BYTES, "gguf_q8_0", F32).with_parts(Transposed(BYTES)), WeightShapeError,
         "a stored tensor is decoded, or a part of one, not transpose"),
-    (lambda: read_from(Sliced(M, 1, 0, 48), SOURCE), WeightShapeError,
+    (lambda: with_source(Sliced(M, 1, 0, 48), SOURCE), WeightShapeError,
         r"dequantize\(m.0, gguf_q8_0\): 0:48 of f32\[6,64\] along axis 1 cuts a block of 32; take multiples"),
-    (lambda: read_from(Sliced(M, 1, 16, 32), SOURCE), WeightShapeError, "16:32 .* cuts a block"),
-    (lambda: read_from(Key("m.0", tensor_type((6, 32), "f32", "m.0")), SOURCE), WeightShapeError,
+    (lambda: with_source(Sliced(M, 1, 16, 32), SOURCE), WeightShapeError, "16:32 .* cuts a block"),
+    (lambda: with_source(Key("m.0", tensor_type((6, 32), "f32", "m.0")), SOURCE), WeightShapeError,
         r"weight 'm.0' \(mapping\): expected f32\[6,32\], got f32\[6,64\]"),
-    (lambda: read_from(Key("m.0", tensor_type((6, 64), "c64", "m.0")), SOURCE), WeightError,
+    (lambda: with_source(Key("m.0", tensor_type((6, 64), "c64", "m.0")), SOURCE), WeightError,
         r"expected c64\[6,64\], got f32\[6,64\]"),
 ])  # fmt: skip
 def test_what_is_no_program(make: Any, error: type[Exception], message: str) -> None:

@@ -33,7 +33,7 @@ from rlx_jax.ir.param import (
 )
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import as_dtype, tensor_type
-from rlx_jax.ir.weight_reads import read_from
+from rlx_jax.ir.weight_reads import with_source
 from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.weights.execute import fill, join_pieces, load_leaf, pieces
 from rlx_jax.weights.mapping import MappingSource
@@ -84,7 +84,7 @@ def test_a_program_is_what_numpy_says(program: Program, meaning: Any, name: str)
     fill(larger[..., 1:-1], program, source)
     np.testing.assert_array_equal(larger[..., 1:-1], want)
     assert not larger[..., [0, -1]].any()
-    assert printed_name(program) == name and read_from(program, source) == program and not is_lossy(program)
+    assert printed_name(program) == name and with_source(program, source) == program and not is_lossy(program)
     for library in (np, jnp):
         for piece in pieces(program, library.asarray(want)):
             np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.selection])
@@ -106,7 +106,7 @@ def test_a_program_in_another_dtype(program: Program, meaning: Any, name: str) -
     wide = cast(program, np.dtype(np.float64))
     assert not is_lossy(wide) and cast(wide, np.dtype(np.float32)) == program
     halves = {name: value.astype(BF16) for name, value in STORED.items()}
-    read = read_from(program, MappingSource(halves))
+    read = with_source(program, MappingSource(halves))
     np.testing.assert_array_equal(load_leaf(read, MappingSource(halves)), meaning(halves).astype(np.float32))
 
 

@@ -170,7 +170,7 @@ def test_scoped_plugins() -> None:
             rlx.ModelFlow("f").stage(rlx.plugins.stage("mine.nrom"))
         with pytest.raises(GraphError, match="'mine' and 'yours' both give stages 'mine.norm'"):
             rlx.plugins.using(rlx.Plugin("yours", stages={"mine.norm": blocks.Linear})).__enter__()
-    assert rlx.plugins.known().stages == {}
+    assert rlx.plugins.active_plugin().stages == {}
 
 
 def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

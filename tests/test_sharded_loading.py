@@ -39,7 +39,7 @@ from rlx_jax.ir.param import (
     slice_axis,
 )
 from rlx_jax.ir.types import as_dtype, tensor_type
-from rlx_jax.ir.weight_reads import read_from
+from rlx_jax.ir.weight_reads import with_source
 from rlx_jax.weights import orbax as orbax_format
 from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf, load_leaves, weights_by_key
 from rlx_jax.weights.mapping import MappingSource
@@ -79,7 +79,7 @@ class Counting(MappingSource):
 def key(name: str, dtype: str | None = None) -> Program:
     """What is stored under a name, in a dtype of the model's."""
     spec = MappingSource(VALUES).spec(name)
-    return read_from(Key(name, tensor_type(spec.shape, dtype or spec.dtype, name)), MappingSource(VALUES))
+    return with_source(Key(name, tensor_type(spec.shape, dtype or spec.dtype, name)), MappingSource(VALUES))
 
 
 def value(program: Program) -> np.ndarray[Any, Any]:

@@ -343,7 +343,7 @@ def _token_wise_suffix(graph: Graph, types: TypeCache) -> set[int]:
         if not is_plain:
             continue
         if "seq" in operands[0].symbols or any("seq" in t.symbols for t in operands):
-            verdict = types.ask(prove, node.op, operands, "seq")
+            verdict = types.cached(prove, node.op, operands, "seq")
             is_independent = verdict.token_wise and not why_not_independent(types, node, operands, "seq")
             if is_independent and all(axis == 1 for axis in verdict.out_axes):
                 if all(t.shape[1:2] == (symbol("seq"),) for t in operands if "seq" in t.symbols):

@@ -21,7 +21,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Hir, Leaf, Node, Op, TypeCache
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.plugins import is_ours
+from rlx_jax.ir.plugins import is_builtin
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
 from rlx_jax.lowering.lower import as_function
@@ -54,7 +54,7 @@ def cache_results(
     """
     nodes = ((node, tuple(map(inner.type, node.inputs))) for inner, node in graph.walk())
     candidates = dict.fromkeys((node.op, operands) for node, operands in nodes if is_needed(node, operands))
-    unknown = [candidate for candidate in candidates if not types.is_known(analysis, *candidate)]
+    unknown = [candidate for candidate in candidates if not types.is_cached(analysis, *candidate)]
     if len(unknown) < 2:
         return  # a single node is tested on demand
     try:
@@ -62,7 +62,7 @@ def cache_results(
     except Exception:  # one of them fails at these sizes; the test on demand will report which one
         return
     for result, candidate in zip(results, unknown, strict=True):
-        types.tell(result, analysis, *candidate)
+        types.store(result, analysis, *candidate)
 
 
 def slice_failures(types: TypeCache, op: Op, operands: tuple[TensorType, ...]) -> dict[str, str]:
@@ -144,12 +144,12 @@ def why_not_independent(types: TypeCache, node: Node, operands: tuple[TensorType
 
     The result is cached for all programs. A node that its author declared token-wise is tested instead of proved.
     """
-    verdict = types.ask(prove, node.op, operands, dim)
+    verdict = types.cached(prove, node.op, operands, dim)
     if not (verdict.token_wise or node.origin.token_wise):
         return verdict.reason
     if not needs_slice_test(types, node, operands, dim):
         return ""
-    return types.ask(slice_failures, node.op, operands).get(dim, "")
+    return types.cached(slice_failures, node.op, operands).get(dim, "")
 
 
 def why_rows_mix(graph: Graph, types: TypeCache) -> str:
@@ -176,7 +176,7 @@ def needs_slice_test(types: TypeCache, node: Node, operands: tuple[TensorType, .
     A declared claim is tested if there is no proof. A JAX closure is tested in spite of its proof, as it may branch on
     a size of 1, which the proof on symbolic sizes does not cover.
     """
-    is_proved = types.ask(prove, node.op, operands, dim).token_wise
+    is_proved = types.cached(prove, node.op, operands, dim).token_wise
     return isinstance(node.op, JaxFn) if is_proved else node.origin.token_wise
 
 
@@ -201,7 +201,7 @@ def cache_chunk_tests(graph: Graph, types: TypeCache, is_carried: Callable[[Op],
     """Test all blocks of plugins that carry a state, in one XLA program."""
 
     def is_needed(node: Node, _: tuple[TensorType, ...]) -> bool:
-        return is_carried(node.op) and not is_ours(type(node.op))
+        return is_carried(node.op) and not is_builtin(type(node.op))
 
     cache_results(graph, types, chunk_failure, run_chunk_tests, is_needed)
 

@@ -86,7 +86,7 @@ def check_bias(types: TypeCache, op: hir.Attention, operands: tuple[TensorType, 
     positions = tuple(TensorType((1, symbol(name)), I32) for name in ("queries", "keys"))
     bias_operands = operands[3 + len(op.extra) + op.sinks :]
     for name in ("queries", "keys"):
-        verdict = types.ask(prove, pairs, (*positions, *bias_operands), name)
+        verdict = types.cached(prove, pairs, (*positions, *bias_operands), name)
         if not verdict.token_wise:
             raise DeriveError(f"attention's bias is not proved to treat {name} independently: {verdict.reason}")
 

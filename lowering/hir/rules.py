@@ -20,7 +20,7 @@ from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
 from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import Path, path_text
-from rlx_jax.ir.plugins import derive_rule, is_ours
+from rlx_jax.ir.plugins import derive_rule, is_builtin
 from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import TensorType, symbol
 from rlx_jax.lowering.hir import row_layouts
@@ -199,7 +199,7 @@ def carry_state(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]
     block: Any = node.op  # implements `hir.CarriesState`
     keep_causal_block(d, b, node, inputs)
     operands = tuple(b.type(v) for v in inputs)
-    if not is_ours(type(block)) and (reason := d.types.ask(chunk_failure, block, operands)):
+    if not is_builtin(type(block)) and (reason := d.types.cached(chunk_failure, block, operands)):
         raise DeriveError(f"{block.text()} carries a state, and {reason}: {d.program} would compute other numbers")
     slots = block.slots(*operands)
     if d.explicit_cache is not None:

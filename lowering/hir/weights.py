@@ -20,7 +20,7 @@ from rlx_jax.ir.ops.pointwise import CastTo, Unary
 from rlx_jax.ir.ops.shape import Narrow, Shard
 from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, pad_axis, slice_axis
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
-from rlx_jax.ir.roles import of_dims, of_program
+from rlx_jax.ir.roles import dim_roles, program_roles
 from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.lir.plan import tied_groups
 from rlx_jax.lowering.mir.small import dce, live
@@ -92,7 +92,7 @@ def pad_vocabulary(graph: Graph, model_sharding: ModelSharding, types: TypeCache
 
     def find_padding(program: Program) -> tuple[int, int] | None:
         """Return the axis to pad and its new size, or None."""
-        for axis, role in enumerate(of_program(program, model_sharding.roles)):
+        for axis, role in enumerate(program_roles(program, model_sharding.roles)):
             size, parts = int(program.type.shape[axis]), model_sharding.num_weight_shards(program, axis)
             if role in PADDED_ROLES and size % parts:
                 return axis, -(-size // parts) * parts
@@ -117,7 +117,7 @@ def pad_vocabulary(graph: Graph, model_sharding: ModelSharding, types: TypeCache
                 product = b(replace(node.op), inputs[0], *(with_padding(b, w) for w in weights[1:] if w is not None))
                 (logits_type,) = node.types
                 # Unshard the vocabulary axis first: its size without padding does not divide into equal shards.
-                logits = b(Shard((*of_dims(logits_type)[:-1], None)), product)
+                logits = b(Shard((*dim_roles(logits_type)[:-1], None)), product)
                 return (b(Narrow(logits_type.rank - 1, 0, int(logits_type.shape[-1])), logits),)
             return None
 
@@ -144,7 +144,7 @@ def unpack(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Gra
                     return None
                 part, role = result
                 # Without a constraint XLA would shard the replicated parts too, and gather them again for the state.
-                lead = of_dims(b.type(part))[:-1]
+                lead = dim_roles(b.type(part))[:-1]
                 values.append(b(Shard((*lead, role)), part) if role is None or isinstance(role, str) else part)
                 start += size
             return tuple(values)
@@ -186,7 +186,7 @@ def compute_columns(
         (slice_axis(p, axis, start, stop) for p in param.programs) for param, axis in zip(params, axes, strict=True)
     )
     parts = [make_param(programs) for programs in slices]
-    role = of_program(parts[0].programs[0], model_sharding.roles)[output_axis]
+    role = program_roles(parts[0].programs[0], model_sharding.roles)[output_axis]
     if isinstance(node.op, hir.Linear):
         with b.at(node.origin):
             return b(node.op, node.inputs[0], *map(b.leaf, parts)), role
@@ -200,7 +200,7 @@ def compute_columns(
 
 def is_packed(program: Program, model_sharding: ModelSharding) -> bool:
     """Return whether an axis of a parameter packs several parts, one of which is sharded over devices."""
-    axes = (role for role in of_program(program, model_sharding.roles) if isinstance(role, Parts))
+    axes = (role for role in program_roles(program, model_sharding.roles) if isinstance(role, Parts))
     return any(model_sharding.num_shards(role) > 1 for axis in axes for _, role in axis.of)
 
 

@@ -19,7 +19,7 @@ from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Va
 from rlx_jax.ir.param import Stack, printed_name
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
 from rlx_jax.ir.text import bytes_text, dump_graph
-from rlx_jax.ir.traits import nothing
+from rlx_jax.ir.traits import zero
 from rlx_jax.lowering.lir.plan import XLA_CHOICE, Lir
 
 ALIGNMENT = 64
@@ -238,7 +238,7 @@ def _phases(graph: Graph) -> tuple[str, ...]:
 
 def _contracts(node: Node) -> bool:
     """Return whether a node is a contraction, the only kind of op with a count of FLOPs."""
-    return isinstance(node.op, Mir) and node.op.traits.flops is not nothing
+    return isinstance(node.op, Mir) and node.op.traits.flops is not zero
 
 
 def fingerprint(lir: Lir) -> str:

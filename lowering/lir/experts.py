@@ -33,7 +33,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlx_jax.device import Device
-from rlx_jax.ir.ops.experts import ExpertFfn, plus
+from rlx_jax.ir.ops.experts import ExpertFfn, add_bias
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.plan import Call, Choice
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
@@ -253,8 +253,10 @@ def expert_ffn(
     wide, narrow = ("fh", "hf") if op.contract else ("hf", "fh")
     gate_bias, up_bias, down_bias = biases or NO_BIASES
     projections = ((gate, gate_bias), (up, up_bias))
-    inner = op.gated(*(plus(op.product(f"{rows}h,{experts}{wide}->{rows}f", x, w), bias) for w, bias in projections))
-    return plus(op.product(f"{rows}f,{experts}{narrow}->{rows}h", inner, down, result), down_bias)
+    inner = op.gated(
+        *(add_bias(op.product(f"{rows}h,{experts}{wide}->{rows}f", x, w), bias) for w, bias in projections)
+    )
+    return add_bias(op.product(f"{rows}f,{experts}{narrow}->{rows}h", inner, down, result), down_bias)
 
 
 def gathered(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
@@ -380,7 +382,7 @@ def ragged(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     def product(x: AnyArray, w: AnyArray, bias: AnyArray | None, dtype: Any) -> AnyArray:
         oriented, precision = w.swapaxes(1, 2) if op.contract else w, lax.Precision(op.precision)
         projected = lax.ragged_dot(x, oriented, counts, precision=precision, preferred_element_type=dtype)
-        return plus(projected, None if bias is None else jnp.take(bias, flat[order], axis=0, mode="clip"))
+        return add_bias(projected, None if bias is None else jnp.take(bias, flat[order], axis=0, mode="clip"))
 
     gate_bias, up_bias, down_bias = biases or NO_BIASES
     inner = op.gated(*(product(sorted_x, w, bias, x.dtype) for w, bias in ((gate, gate_bias), (up, up_bias))))

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from rlx_jax.device import Device
-from rlx_jax.ir.graph import Graph, Mir, located
+from rlx_jax.ir.graph import Graph, Mir, locate_errors
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -216,7 +216,7 @@ def choose_implementations(
     for inner, node in graph.walk():
         if isinstance(node.op, CHOICE_OPS):
             call = call_of(inner, node)
-            with located(node.origin):
+            with locate_errors(node.origin):
                 choice = rules[type(node.op)](call)
             choices |= {} if choice is None else {call: choice}
     return choices

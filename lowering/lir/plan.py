@@ -22,7 +22,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import Program, Roles, Stack, printed_name, stored_keys
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.state_leaf import StateLeaf, every_key
+from rlx_jax.ir.state_leaf import StateLeaf, per_token_key
 from rlx_jax.ir.types import TensorType, short_name
 
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
@@ -183,7 +183,7 @@ def returned_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, 
     leaves = state_leaves(graph, stacked)
     for name, axis, t in _per_token_arrays(graph, stacked):
         _, roles = leaves[name]
-        leaves[every_key(name)] = t, (*roles[: axis + 1], "sequence", *roles[axis + 1 :])
+        leaves[per_token_key(name)] = t, (*roles[: axis + 1], "sequence", *roles[axis + 1 :])
     return leaves
 
 

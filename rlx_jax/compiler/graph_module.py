@@ -28,7 +28,7 @@ from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import block_paths, dump
 from rlx_jax.ir.types import as_dim, as_names
-from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.inspect.buffers import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan
@@ -374,7 +374,9 @@ class GraphModule(ModuleBuilder):
         """Return the sizes to compile in advance: none."""
         return {}
 
-    def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> BuiltModel:
+    def build(
+        self, weights: Weights = None, given: Iterable[str] = (), captured: CapturedArrays | None = None
+    ) -> BuiltModel:
         """Return the graph bound to weights, like `ModelFlow.build`. Only shapes are read.
 
         Args:
@@ -395,7 +397,7 @@ class GraphModule(ModuleBuilder):
         unread_keys = self.plan.unread if self.plan else ()
         return BuiltModel(
             self.name, graph, source, profile, types, self, tuple(keys), unread_keys, stage=stage, plan=self.plan,
-            captured=captured or Captured(),
+            captured=captured or CapturedArrays(),
         )  # fmt: skip
 
 

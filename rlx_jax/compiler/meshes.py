@@ -21,7 +21,7 @@ from rlx_jax.errors import GraphError, ProfileError, RequestError, UnsupportedEr
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage
 from rlx_jax.ir.param import Conflict, Roles
-from rlx_jax.ir.roles import agreed, of_dims
+from rlx_jax.ir.roles import common_roles, dim_roles
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.plan import Lir, returned_leaves
 from rlx_jax.lowering.lower import expand_composites
@@ -138,7 +138,7 @@ def all_roles(builds: Sequence[Built]) -> dict[str, Roles]:
     roles_by_key: dict[str, Roles] = {}
     for built in builds:
         for key, roles in built.roles.items():
-            roles_by_key[key] = agreed(roles_by_key.get(key, roles), roles)
+            roles_by_key[key] = common_roles(roles_by_key.get(key, roles), roles)
     return roles_by_key
 
 
@@ -200,7 +200,7 @@ def in_any_mesh(function: Function, template: Template, lir: Lir, model_sharding
         return function
     leaves = returned_leaves(lir.graph, lir.plan.scan)
     outputs = tuple(
-        model_sharding.value_sharding(of_dims(template.mir.type(symbolic)), lir.graph.type(bound).shape).spec
+        model_sharding.value_sharding(dim_roles(template.mir.type(symbolic)), lir.graph.type(bound).shape).spec
         for symbolic, bound in zip(template.mir.outputs, lir.graph.outputs, strict=True)
     )
     written = {name: model_sharding.value_sharding(roles, t.shape).spec for name, (t, roles) in leaves.items()}

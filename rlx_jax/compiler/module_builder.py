@@ -14,11 +14,11 @@ from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Param, Value
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Roles, cast, key_descriptions
-from rlx_jax.ir.paths import Origin, Path, free_path
+from rlx_jax.ir.paths import Origin, Path, unique_path
 from rlx_jax.ir.types import DimLike, as_name, as_names, device_dtype, tensor_type
-from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.verify import verify
-from rlx_jax.ir.weight_reads import as_stored
+from rlx_jax.ir.weight_reads import source_program
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.compat import SpecBuilders
@@ -48,7 +48,7 @@ class ModuleBuilder(SpecBuilders[Value]):
     output_names: tuple[str, ...] = ()
     policy: str = "direct"
     plan: Plan | None = None
-    captured: Captured = field(default_factory=Captured, repr=False)
+    captured: CapturedArrays = field(default_factory=CapturedArrays, repr=False)
     taken: set[Path] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class ModuleBuilder(SpecBuilders[Value]):
         """
         if not callable(build):
             raise GraphError(f"{self.name}: named takes a function GraphModule → value, got {shown(build)}")
-        path = free_path(self.builder.origin.path, as_name(name, f"{self.name}: named"), self.taken)
+        path = unique_path(self.builder.origin.path, as_name(name, f"{self.name}: named"), self.taken)
         self.taken.add(path)
         with self.builder.at(Origin(path)):
             return build(self)
@@ -208,7 +208,7 @@ def declared_param(
     if packed is None:
         stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, location))
     else:
-        stored = as_stored(name, PackedSpec(sizes, dtype, packed), location)
+        stored = source_program(name, PackedSpec(sizes, dtype, packed), location)
     declared = dict(key_descriptions(stored))[name]
     for node in nodes:
         for key, kind in key_descriptions(node.op.programs[0]) if isinstance(node.op, Param) else ():

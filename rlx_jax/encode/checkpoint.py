@@ -60,7 +60,7 @@ class Checkpoint:
         return self.root.subfolder(self.model_subfolder)
 
     @cached_property
-    def _config_and_family(self) -> tuple[Fields, Family | plugins.Opens]:
+    def _config_and_family(self) -> tuple[Fields, Family | plugins.FamilyHandler]:
         """The config and the family, which are read together."""
         return family_of(self.folder, self.ignore_fields, headless=self.pipeline is not None)
 
@@ -74,7 +74,7 @@ class Checkpoint:
         return self._config_and_family[0]
 
     @property
-    def family(self) -> Family | plugins.Opens:
+    def family(self) -> Family | plugins.FamilyHandler:
         """The family that the config names.
 
         Raises:

@@ -29,7 +29,7 @@ from rlx_jax.generate.sampler import (
     sample,
     warp_logits,
 )
-from rlx_jax.ir.state_leaf import every_key
+from rlx_jax.ir.state_leaf import per_token_key
 from rlx_jax.lowering.inspect.hlo import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import Programs
@@ -316,7 +316,7 @@ class VerifyLoop(TokenChooser):
         model_state[LENGTH] = draft_step.state_lengths + verified.num_emitted
         for name, axis in self.recurrent_arrays:
             model_state[name] = state_after_tokens(
-                model_state[name], model_state.pop(every_key(name)), verified.num_emitted, axis
+                model_state[name], model_state.pop(per_token_key(name)), verified.num_emitted, axis
             )
         drafter_state = self.drafter.accept(drafter_state, draft_step, verified)
         state = model_state | {DRAFTER_PREFIX + name: array for name, array in drafter_state.state.items()}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from rlx_jax.errors import UnsupportedError, WeightShapeError
-from rlx_jax.ir.packed import SCHEMES, decoded, decoder_of, packed_types
+from rlx_jax.ir.packed import SCHEMES, decode_packed, decoder_of, packed_types
 from rlx_jax.ir.types import TensorType
 
 
@@ -57,8 +57,8 @@ class Conflict:
 
     def __str__(self) -> str:
         return " and ".join(
-            f"{str(role)!r} in {place} place"
-            for role, place in zip(self.of, ("one", "another", "a third"), strict=False)
+            f"{str(role)!r} in {ordinal} place"
+            for role, ordinal in zip(self.of, ("one", "another", "a third"), strict=False)
         )
 
 
@@ -323,7 +323,7 @@ class Dequantized(UnaryStep):
         return blocks if inner_box == full_box(blocks.type.shape) else DecodedBox(blocks, inner_box)
 
     def join(self, *values: Any) -> Any:
-        return decoded(values[0], self.scheme).astype(self.dtype)
+        return decode_packed(values[0], self.scheme).astype(self.dtype)
 
     def split(self, value: Any) -> tuple[Any, ...]:
         raise UnsupportedError(f"{self}: numbers are not packed again")

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlx_jax.errors import GraphError, PluginError, check_names, listing, quote, shown
 from rlx_jax.ir.graph import Graph, TypeCache
-from rlx_jax.ir.plugins import HirExtension, known
+from rlx_jax.ir.plugins import HirExtension, active_plugin
 from rlx_jax.ir.types import as_name, as_names
 from rlx_jax.ir.verify import verify
 
@@ -29,20 +29,20 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
         GraphError: a plugin has an extension of that name.
     """
     as_name(name, "register_hir_extension")
-    arities = [n for n in (2, 1) if callable(extension) and _takes(extension, n)]
+    arities = [n for n in (2, 1) if callable(extension) and _accepts(extension, n)]
     if not arities:
         raise PluginError(
             f"register_hir_extension: {quote(name)} is {shown(extension)}; expected a function of a graph, or of "
             "a graph and its types"
         )
-    if name in known().extensions:
+    if name in active_plugin().extensions:
         raise GraphError(f"register_hir_extension: a plugin has an extension {quote(name)}; use another name")
     _registered.pop(name, None)  # extensions run in the order of the dict, and a new registration runs last
     rewrite: Any = extension
     _registered[name] = rewrite if arities[0] == 2 else lambda graph, types: rewrite(graph)
 
 
-def _takes(fn: Callable[..., Any], count: int) -> bool:
+def _accepts(fn: Callable[..., Any], count: int) -> bool:
     try:
         inspect.signature(fn).bind(*range(count))
     except (TypeError, ValueError):  # a function in C may have no signature
@@ -59,7 +59,7 @@ def registered_hir_extensions() -> tuple[str, ...]:
 
 
 def _extensions() -> dict[str, HirExtension]:
-    extensions = dict(known().extensions)
+    extensions = dict(active_plugin().extensions)
     if duplicates := extensions.keys() & _registered.keys():
         raise GraphError(f"a plugin and register_hir_extension both give extension {listing(sorted(duplicates))}")
     return extensions | _registered

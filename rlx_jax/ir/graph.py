@@ -28,7 +28,7 @@ from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Origin, path_text
 from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits, check_traits
-from rlx_jax.ir.type_inference import arity, as_in_jit, kept_types, misfit, traced_types
+from rlx_jax.ir.type_inference import arity, as_in_jit, cached_types, trace_error, traced_types
 from rlx_jax.ir.types import TensorType, check_elements
 
 T = TypeVar("T")
@@ -101,8 +101,8 @@ class Op:
         """Return the name that dumps and messages use: `rms_norm` for `RmsNorm`."""
         return re.sub(r"(?<=[^A-Z])(?=[A-Z])", "_", cls.__name__).lower()
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
-        """Return how `init` initializes a weight that the op reads as operand number `place`.
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
+        """Return how `init` initializes a weight that the op reads as operand number `operand_index`.
 
         By default a vector is all ones, and a matrix is normal with the size of its last axis as fan-in.
         """
@@ -137,7 +137,7 @@ class Mir(Op):
         super().__init_subclass__(**options)
         check_traits(cls, Traits, "traits = ELEMENTWISE")
 
-    def eval(self, *arrays: Any, **how: Any) -> Any:
+    def eval(self, *arrays: Any, **options: Any) -> Any:
         """Return the result for these arrays: one array, or a tuple if the op has several results."""
         raise NotImplementedError(type(self).__name__)
 
@@ -151,7 +151,7 @@ class Mir(Op):
         self.check(*operands)
         # The process-wide cache takes only ops with plain values as attributes: another op may hold a user's function,
         # which the cache would keep alive.
-        return kept_types(self, operands) if self.traits.stored else traced_types(self, operands)
+        return cached_types(self, operands) if self.traits.stored else traced_types(self, operands)
 
 
 class Hir(Op):
@@ -167,8 +167,8 @@ class Hir(Op):
         """Append the ops of the block to `b` and return their results."""
         raise NotImplementedError(type(self).__name__)
 
-    def packed(self, place: int | None) -> int | None:
-        """Return the number of heads packed into the last axis of operand `place`, or of the result if `place` is None.
+    def packed_heads(self, operand_index: int | None) -> int | None:
+        """Return the number of heads packed into the last axis of an operand; of the result if `operand_index` is None.
 
         None means that the axis has no packed heads.
         """
@@ -334,43 +334,41 @@ class Graph:
 
 
 class TypeCache:
-    """Cache of facts about an op on given operand types: the results of `infer`, and answers to other questions.
+    """Cache of facts about an op on given operand types: the results of `infer`, and of other functions.
 
     It belongs to one build, and the programs of that build share it. It is not global, because ops may hold user
     closures.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Op, tuple[TensorType, ...]], tuple[TensorType, ...]] = {}
-        self.captured: dict[Op, tuple[Any, ...]] = {}  # arrays that the user's functions captured
-        self._answers: dict[tuple[Hashable, ...], Any] = {}
+        self._result_types: dict[tuple[Op, tuple[TensorType, ...]], tuple[TensorType, ...]] = {}
+        self.captured_arrays: dict[Op, tuple[Any, ...]] = {}  # arrays that the user's functions captured
+        self._results: dict[tuple[Hashable, ...], Any] = {}
 
-    def ask(self, question: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *more: Hashable) -> T:
-        """Return `question(self, op, operands, *more)`, computed once and cached."""
-        if not self.is_known(question, op, operands, *more):
+    def cached(self, fn: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *args: Hashable) -> T:
+        """Return `fn(self, op, operands, *args)`, computed once and cached."""
+        if not self.is_cached(fn, op, operands, *args):
             with as_in_jit():
-                self.tell(question(self, op, operands, *more), question, op, operands, *more)
-        answer: T = self._answers[question, op, operands, *more]
-        return answer
+                self.store(fn(self, op, operands, *args), fn, op, operands, *args)
+        result: T = self._results[fn, op, operands, *args]
+        return result
 
-    def tell(
-        self, answer: T, question: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *more: Hashable
-    ) -> None:
-        """Store `answer` for later calls of `ask`, for code that computes several answers at a time."""
-        self._answers[question, op, operands, *more] = answer
+    def store(self, result: T, fn: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *args: Hashable) -> None:
+        """Store a result for later calls of `cached`, for code that computes several results at a time."""
+        self._results[fn, op, operands, *args] = result
 
-    def is_known(self, *question: Hashable) -> bool:
-        """Return whether the answer is cached."""
-        return question in self._answers
+    def is_cached(self, *call: Hashable) -> bool:
+        """Return whether the result of a call, `fn` and its arguments as in `cached`, is stored."""
+        return call in self._results
 
     def infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
         """Return the result types of an op, cached by op and operand types."""
         if isinstance(op, Leaf):  # its type is an attribute, so there is nothing to cache
             return (op.type,)
         key = (op, operands)
-        result_types = self._known.get(key)
+        result_types = self._result_types.get(key)
         if result_types is None:
-            result_types = self._known[key] = self._infer(op, operands)
+            result_types = self._result_types[key] = self._infer(op, operands)
         return result_types
 
     def _infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
@@ -385,7 +383,7 @@ class TypeCache:
         except (RlxError, RecursionError):
             raise
         except Exception as error:  # whatever jax raises on shapes that do not fit
-            raise misfit(op.text(), operands, error) from error
+            raise trace_error(op.text(), operands, error) from error
         for result in results:
             check_elements(result.shape, op.text())
         return results
@@ -411,14 +409,14 @@ class Builder:
         return b
 
     @property
-    def here(self) -> Origin:
+    def current_origin(self) -> Origin:
         """The origin of nodes appended now. Outside of all blocks, the path is the name of the program."""
         return self.origin if self.origin.path else replace(self.origin, path=(self.name,))
 
     def add(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
         """Append a node and return all of its results."""
         types = self.types.infer(op, tuple(self.type(v) for v in inputs))
-        self.nodes.append(Node(op, inputs, types, self.here))
+        self.nodes.append(Node(op, inputs, types, self.current_origin))
         return tuple(Value(len(self.nodes) - 1, i) for i in range(len(types)))
 
     def __call__(self, op: Op, *inputs: Value) -> Value:
@@ -444,7 +442,7 @@ class Builder:
         """
         return self(Boundary(role), value) if self.marks_blocks else value
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Remove the nodes after the first `length`."""
         del self.nodes[length:]
         self._leaves = {op: value for op, value in self._leaves.items() if value.node < length}
@@ -480,7 +478,7 @@ class Builder:
 
 
 @contextlib.contextmanager
-def located(origin: Origin) -> Iterator[None]:
+def locate_errors(origin: Origin) -> Iterator[None]:
     """Add the block path to an error that does not have one yet."""
     try:
         yield

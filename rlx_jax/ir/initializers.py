@@ -25,7 +25,7 @@ INITS: Mapping[str, InitFunction] = {
 }
 
 
-def drawn(init: Init, key: jax.Array, stored: TensorType, where: str) -> jax.Array:
+def init_weight(init: Init, key: jax.Array, stored: TensorType, where: str) -> jax.Array:
     """Return the initialized weight, in the dtype of `stored`, its type in a checkpoint.
 
     Raises:

@@ -20,11 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, did_you_mean, quote, wrong_arity
-from rlx_jax.ir.types import DTYPE_NAMES, DimLike, TensorType, as_dtype, is_float, is_static, is_whole
+from rlx_jax.ir.types import DTYPE_NAMES, DimLike, TensorType, as_dtype, is_float, is_integer, is_static
 
 T = TypeVar("T")
-KINDS = {"float": ("floats", is_float), "int": ("integers", is_whole), "num": ("numbers", lambda t: t != np.bool_)}
-_OPERAND = re.compile(r"(?P<name>\w+)(?P<given>\?\w*)?(?::(?P<kind>\w+))?(?:@(?P<axis>\w+))?(?:\[(?P<dims>[^\]]*)\])?")
+KINDS = {"float": ("floats", is_float), "int": ("integers", is_integer), "num": ("numbers", lambda t: t != np.bool_)}
+_OPERAND = re.compile(
+    r"(?P<name>\w+)(?P<condition>\?\w*)?(?::(?P<kind>\w+))?(?:@(?P<axis>\w+))?(?:\[(?P<dims>[^\]]*)\])?"
+)
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,14 @@ class Operand:
 
     Attributes:
         name: the name in messages.
-        given: None for a required operand, "?" for an optional one, else "?" and the name of the attribute of the op
+        condition: None for a required operand, "?" for an optional one, else "?" and the name of the op's attribute
             that is true if the operand exists.
         kind, axis: None if the declaration does not restrict them.
         dims: the sizes between the brackets; None if the operand may have any shape.
     """
 
     name: str
-    given: str | None
+    condition: str | None
     kind: str | None
     axis: str | None
     dims: str | None
@@ -70,7 +72,7 @@ def parse_operands(declaration: str) -> tuple[Operand, ...]:
 
 def operands_of(op: Any, declaration: str) -> list[Operand]:
     """Return the operands that an op with these attributes has, including optional ones."""
-    return [w for w in parse_operands(declaration) if w.given in (None, "?") or getattr(op, w.given[1:])]
+    return [w for w in parse_operands(declaration) if w.condition in (None, "?") or getattr(op, w.condition[1:])]
 
 
 def named_operands(op: Any, operands: Sequence[T]) -> dict[str, T]:
@@ -93,7 +95,7 @@ def check_declared(op: Any, operands: Sequence[TensorType]) -> None:
         check_operands(op, op.text().partition("(")[0].removesuffix("_op"), declaration, operands)
 
 
-def check_operands(op: Any, name: str, declaration: str, given: Sequence[TensorType]) -> None:
+def check_operands(op: Any, name: str, declaration: str, operands: Sequence[TensorType]) -> None:
     """Check the operands of an op against its declaration.
 
     Raises:
@@ -102,19 +104,19 @@ def check_operands(op: Any, name: str, declaration: str, given: Sequence[TensorT
             operands.
     """
     specs, sizes = operands_of(op, declaration), dict[str, Any]()
-    least, variadic = sum(spec.given != "?" for spec in specs), declaration.endswith("*")
-    if len(given) < least or (len(given) > len(specs) and not variadic):
+    least, variadic = sum(spec.condition != "?" for spec in specs), declaration.endswith("*")
+    if len(operands) < least or (len(operands) > len(specs) and not variadic):
         count = f"{least} or more" if variadic else str(least) if least == len(specs) else f"{least} to {len(specs)}"
-        raise wrong_arity(name, count, len(given), f": {', '.join(spec.name for spec in specs)}")
-    dtypes = {spec.name: operand_type.dtype for spec, operand_type in zip(specs, given, strict=False)}
-    for number, (spec, operand_type) in enumerate(zip(specs, given, strict=False)):
+        raise wrong_arity(name, count, len(operands), f": {', '.join(spec.name for spec in specs)}")
+    dtypes = {spec.name: operand_type.dtype for spec, operand_type in zip(specs, operands, strict=False)}
+    for number, (spec, operand_type) in enumerate(zip(specs, operands, strict=False)):
         check_axes(name, getattr(op, spec.axis) if spec.axis else None, operand_type)
         dtype_fits = _has_kind(operand_type.dtype, spec.kind, dtypes)
         if dtype_fits and (spec.dims is None or _has_shape(op, operand_type.shape, spec.sizes, sizes)):
             continue
         problem = (
             f"{name}: {spec.name} is {operand_type}; expected {', '.join(spec.text(op) for spec in specs)}; got "
-            f"{', '.join(map(str, given))}"
+            f"{', '.join(map(str, operands))}"
         )
         if dtype_fits:
             raise ShapeError(problem).at_operands(number)

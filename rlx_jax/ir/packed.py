@@ -30,9 +30,9 @@ _CHUNK = 2**14  # blocks decoded at a time: the temporaries then fit in the CPU'
 _NIBBLES = np.array([[[0], [4]]], np.uint8)
 
 
-def _float16(blocks: Any, at: int) -> Any:
-    """Return the float16 at byte `at` of each block, as float32 `[count, 1]`."""
-    return blocks[:, at : at + 2].view(np.dtype("<f2")).astype(np.float32)
+def _float16(blocks: Any, offset: int) -> Any:
+    """Return the float16 at byte `offset` of each block, as float32 `[count, 1]`."""
+    return blocks[:, offset : offset + 2].view(np.dtype("<f2")).astype(np.float32)
 
 
 def _decode_q4_0(blocks: Any) -> Any:
@@ -227,7 +227,7 @@ def stored_bytes(spec: WeightSpec) -> int:
 # -- decoded values ----------------------------------------------------------------------------
 
 
-def decoded(data: Any, scheme: str) -> Any:
+def decode_packed(data: Any, scheme: str) -> Any:
     """Return the values of a packed tensor: uint8 `[..., n · bytes]` of NumPy or JAX → float32 `[..., n · elements]`.
 
     Raises:
@@ -240,12 +240,12 @@ def decoded(data: Any, scheme: str) -> Any:
     blocks = _blocks(data, packing)
     out = np.empty((len(blocks), packing.elements), np.float32)
     with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale times 0 gives NaN; sources check for it
-        for at in range(0, len(blocks), _CHUNK):
-            out[at : at + _CHUNK] = decode(blocks[at : at + _CHUNK])
+        for start in range(0, len(blocks), _CHUNK):
+            out[start : start + _CHUNK] = decode(blocks[start : start + _CHUNK])
     return out.reshape(shape)
 
 
-def suspects(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
+def finite_check_floats(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
     """Return floats that are all finite if and only if all values of the tensor are.
 
     These are the floats in the blocks, which are few compared with the values. If one of them is not finite, return the
@@ -253,11 +253,15 @@ def suspects(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
     """
     packing = SCHEMES[scheme]
     blocks = _blocks(data, packing)
-    float_ends = [at + np.dtype(dtype).itemsize for at, dtype in packing.floats]
-    floats = [blocks[:, at:end].view(dtype) for (at, dtype), end in zip(packing.floats, float_ends, strict=True)]
+    float_ends = [offset + np.dtype(dtype).itemsize for offset, dtype in packing.floats]
+    floats = [
+        blocks[:, offset:end].view(dtype) for (offset, dtype), end in zip(packing.floats, float_ends, strict=True)
+    ]
     block_floats = np.concatenate([np.ascontiguousarray(f) for f in floats], axis=1)
     return (
-        block_floats if packing.decode is None or np.isfinite(block_floats).all() else np.asarray(decoded(data, scheme))
+        block_floats
+        if packing.decode is None or np.isfinite(block_floats).all()
+        else np.asarray(decode_packed(data, scheme))
     )
 
 

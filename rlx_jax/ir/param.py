@@ -38,7 +38,7 @@ from rlx_jax.ir.checkpoint_tensor import Role as Role
 from rlx_jax.ir.checkpoint_tensor import Roles as Roles
 from rlx_jax.ir.checkpoint_tensor import Sliced as Sliced
 from rlx_jax.ir.checkpoint_tensor import Strided as Strided
-from rlx_jax.ir.types import TensorType, is_float, short_name, widens
+from rlx_jax.ir.types import TensorType, is_float, is_lossless_cast, short_name
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Cast(UnaryStep):
     @property
     def lossy(self) -> bool:
         """Whether the cast may lose bits of a float."""
-        return is_float(self.of.type.dtype) and not widens(self.of.type.dtype, self.dtype)
+        return is_float(self.of.type.dtype) and not is_lossless_cast(self.of.type.dtype, self.dtype)
 
     def __str__(self) -> str:
         return f"cast({self.of}, {short_name(self.dtype)})"
@@ -275,7 +275,7 @@ def cast(program: Program, dtype: np.dtype[Any]) -> Program:
     """
     if program.type.dtype == dtype:
         return program
-    if isinstance(program, Cast) and widens(program.of.type.dtype, program.type.dtype):
+    if isinstance(program, Cast) and is_lossless_cast(program.of.type.dtype, program.type.dtype):
         return cast(program.of, dtype)
     if isinstance(program, Zeros):
         return Zeros(program.type.with_dtype(dtype))

@@ -36,12 +36,12 @@ def path_text(path: Path) -> str:
     return ".".join(str(segment) for segment in path)
 
 
-def free_path(around: Path, name: str, taken: Collection[Path]) -> Path:
-    """Return the path of a new block `name` inside `around`, or `name_2` and so on if the path is in `taken`."""
-    path, number = (*around, name), 1
-    while path in taken:
+def unique_path(parent: Path, name: str, used_paths: Collection[Path]) -> Path:
+    """Return the path of a new block `name` inside `parent`, or `name_2` and so on if the path is in `used_paths`."""
+    path, number = (*parent, name), 1
+    while path in used_paths:
         number += 1
-        path = (*around, f"{name}_{number}")
+        path = (*parent, f"{name}_{number}")
     return path
 
 

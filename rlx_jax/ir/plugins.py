@@ -6,8 +6,8 @@ A package registers a `Plugin` by an entry point of the group `rlx_jax.plugins`:
     acme = "acme_blocks:PLUGIN"
 
 Plugins are imported when a lookup needs a name or a block that rlx_jax does not have, never by `import rlx_jax`.
-`using` adds plugins for the duration of a `with` block. `known` merges all plugins into one table, which is never
-edited.
+`using` adds plugins for the duration of a `with` block. `active_plugin` merges all plugins into one table, which is
+never edited.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUP = "rlx_jax.plugins"
 TABLES = ("stages", "families", "derive", "direct", "extensions")
 
 
-class Opens(Protocol):
+class FamilyHandler(Protocol):
     """The protocol of the handler of a `model_type`: a `rlx_jax.models.families.Family`."""
 
     @property
@@ -66,7 +66,7 @@ class Plugin:
 
     name: str
     stages: Mapping[str, MakeStage] = field(default_factory=dict)
-    families: Mapping[str, Opens] = field(default_factory=dict)
+    families: Mapping[str, FamilyHandler] = field(default_factory=dict)
     ops: tuple[type[Op], ...] = ()
     derive: Mapping[type[Op], DeriveRule] = field(default_factory=dict)
     direct: Mapping[type[Hir], DirectRule] = field(default_factory=dict)
@@ -87,18 +87,18 @@ class Plugin:
                         f"plugin {quote(self.name)}: {kind} maps a name to {expected}, got {shown(key)}: {shown(value)}"
                     )
         for cls in (*self.ops, *self.derive, *self.direct):
-            _check_own(self.name, cls, Hir if cls in self.direct else Op)
+            _check_op_class(self.name, cls, Hir if cls in self.direct else Op)
 
     def op_classes(self) -> dict[str, type[Op]]:
         """Return the blocks and tensor ops of the plugin, by class name."""
         return {cls.__name__: cls for cls in (*self.ops, *self.derive, *self.direct)}
 
 
-def _check_own(plugin: str, cls: Any, kind: type[Op]) -> None:
+def _check_op_class(plugin: str, cls: Any, kind: type[Op]) -> None:
     """Check that `cls` is an op class of the plugin itself, below `kind`, with a name that JSON can distinguish."""
     if not (isinstance(cls, type) and issubclass(cls, kind) and issubclass(cls, Mir | Hir)):
         raise PluginError(f"plugin {quote(plugin)}: expected a class below {kind.__name__}, got {shown(cls)}")
-    if is_ours(cls):
+    if is_builtin(cls):
         raise PluginError(f"plugin {quote(plugin)}: {cls.__name__} is a class of rlx_jax: rules are for ops of its own")
     if cls.__name__ in {c.__name__ for c in (*hir.BLOCKS, *OPS)}:
         raise GraphError(
@@ -107,14 +107,14 @@ def _check_own(plugin: str, cls: Any, kind: type[Op]) -> None:
         )
 
 
-def is_ours(cls: type[Any]) -> bool:
+def is_builtin(cls: type[Any]) -> bool:
     """Return whether a class belongs to rlx_jax itself, so that no plugin can have a rule for it."""
     return cls.__module__.partition(".")[0] == "rlx_jax"
 
 
 # -- the table -----------------------------------------------------------------------------------
 
-_added: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=())
+_context_plugins: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=())
 
 
 @functools.cache
@@ -125,10 +125,10 @@ def installed() -> tuple[Plugin, ...]:
         PluginError: a plugin cannot be imported or is no `Plugin`; the message names the package.
     """
     points = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
-    return tuple(dict.fromkeys(_loaded(point) for point in points))  # an entry point may occur twice on the path
+    return tuple(dict.fromkeys(_load(point) for point in points))  # an entry point may occur twice on the path
 
 
-def _loaded(point: EntryPoint) -> Plugin:
+def _load(point: EntryPoint) -> Plugin:
     """Import the plugin of an entry point and return it."""
     package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
     where = f"plugin {quote(point.name)}{package} ({GROUP}: {point.value})"
@@ -155,26 +155,26 @@ def using(*added: Plugin) -> Iterator[None]:
     for plugin in added:
         if not isinstance(plugin, Plugin):
             raise PluginError(f"using takes plugins, as Plugin(name, …) makes them, got {shown(plugin)}")
-    token = _added.set((*_added.get(), *added))
+    token = _context_plugins.set((*_context_plugins.get(), *added))
     try:
-        known()  # raises now rather than at the first lookup if plugins conflict
+        active_plugin()  # raises now rather than at the first lookup if plugins conflict
         yield
     finally:
-        _added.reset(token)
+        _context_plugins.reset(token)
 
 
-def known() -> Plugin:
+def active_plugin() -> Plugin:
     """Return all plugins merged into one.
 
     Raises:
         GraphError: two plugins provide something under the same name.
         PluginError: an installed plugin cannot be used.
     """
-    return _merged((*installed(), *_added.get()))
+    return _merge((*installed(), *_context_plugins.get()))
 
 
 @functools.lru_cache(maxsize=8)
-def _merged(plugins: tuple[Plugin, ...]) -> Plugin:
+def _merge(plugins: tuple[Plugin, ...]) -> Plugin:
     """Return `plugins` as one. The cache is small: the argument only changes with `using`."""
     tables: dict[str, dict[Any, Any]] = {name: {} for name in (*TABLES, "ops")}
     providers: dict[tuple[str, Any], Plugin] = {}
@@ -199,7 +199,7 @@ def stage(name: str, *fields: Any, **options: Any) -> Any:
     Raises:
         PluginError: no plugin provides a stage of that name.
     """
-    stages = known().stages
+    stages = active_plugin().stages
     if name not in stages:
         raise PluginError(
             f"no plugin gives a stage {shown(name)}; known are {listing(stages) or 'none'}"
@@ -210,9 +210,9 @@ def stage(name: str, *fields: Any, **options: Any) -> Any:
 
 def derive_rule(cls: type[Op]) -> DeriveRule | None:
     """Return the derive rule of a plugin for one of its ops; None if there is none."""
-    return None if is_ours(cls) else known().derive.get(cls)
+    return None if is_builtin(cls) else active_plugin().derive.get(cls)
 
 
 def direct_rule(cls: type[Hir]) -> DirectRule | None:
     """Return the direct lowering of a plugin for one of its blocks; None if there is none."""
-    return None if is_ours(cls) else known().direct.get(cls)
+    return None if is_builtin(cls) else active_plugin().direct.get(cls)

@@ -89,9 +89,9 @@ def inline_into(
         op = node.op
         new_values: tuple[Value, ...]
         if isinstance(op, Input):
-            new_values = (_fits(b, graph, op.input, op.type, inputs[op.input]),)
+            new_values = (_checked_value(b, graph, op.input, op.type, inputs[op.input]),)
         elif isinstance(op, Param) and params is not None:
-            new_values = (_fits(b, graph, keys[op], op.type, params[keys[op]]),)
+            new_values = (_checked_value(b, graph, keys[op], op.type, params[keys[op]]),)
         elif isinstance(op, Leaf):
             new_values = (b.leaf(op),)
         else:
@@ -101,16 +101,18 @@ def inline_into(
     return tuple(value_map[v] for v in graph.outputs)
 
 
-def _check_bound(graph: Graph, what: str, names: list[str], given: Mapping[str, Value]) -> None:
-    missing = [name for name in names if name not in given]
+def _check_bound(graph: Graph, kind: str, names: list[str], values: Mapping[str, Value]) -> None:
+    missing = [name for name in names if name not in values]
     if missing:
-        raise GraphError(f"{graph.name}: {what} {listing(missing)} are not bound; bound are {listing(given) or 'none'}")
-    check_names(given, names, f"{graph.name}:", f" is none of its {what}, which are")
+        raise GraphError(
+            f"{graph.name}: {kind} {listing(missing)} are not bound; bound are {listing(values) or 'none'}"
+        )
+    check_names(values, names, f"{graph.name}:", f" is none of its {kind}, which are")
 
 
-def _fits(b: Builder, graph: Graph, name: str, want: TensorType, value: Value) -> Value:
-    if b.type(value) != want:
-        raise ShapeError(f"{graph.name}: {quote(name)} is {want}, and bound to {b.type(value)}")
+def _checked_value(b: Builder, graph: Graph, name: str, expected: TensorType, value: Value) -> Value:
+    if b.type(value) != expected:
+        raise ShapeError(f"{graph.name}: {quote(name)} is {expected}, and bound to {b.type(value)}")
     return value
 
 

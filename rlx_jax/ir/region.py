@@ -143,7 +143,7 @@ class _Region:
     def _source(self, ref: Ref) -> Source | None:
         """Return the origin of a value that the second iteration reads from the first; None for any other value."""
         layer = ref.layer - self.start
-        return (layer, ref.at, ref.index) if 0 <= layer < self.period else None
+        return (layer, ref.position, ref.index) if 0 <= layer < self.period else None
 
     def _find_operands(self) -> None:
         """Find the carries, their initial values and the shared operands, from the first two iterations.
@@ -188,7 +188,7 @@ class _Region:
                 return carry_inputs[self.carries[source]]
             if self._is_outer(ref):
                 return shared_inputs[self._shared_at[ref]]
-            return results[(ref.layer - self.start, ref.at)][ref.index]
+            return results[(ref.layer - self.start, ref.position)][ref.index]
 
         for j in range(self.period, 2 * self.period):
             layer = self.layers[j]

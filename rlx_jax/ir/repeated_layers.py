@@ -15,21 +15,21 @@ from typing import Any
 
 from rlx_jax.ir.graph import Graph, Leaf, Node, Op, Param, Value
 from rlx_jax.ir.types import TensorType
-from rlx_jax.ir.user_functions import Meaning, meaning, trace
+from rlx_jax.ir.user_functions import Fingerprint, fingerprint, trace
 
 
 @dataclass(frozen=True)
 class Ref:
     """An operand: a leaf (`op`), or result `index` of node number `node`.
 
-    That node is op number `at` of layer `layer`; both are −1 if the node precedes all layers.
+    That node is op number `position` of layer `layer`; both are −1 if the node precedes all layers.
     """
 
     op: Leaf | None = None
     node: int = -1
     index: int = 0
     layer: int = -1
-    at: int = -1
+    position: int = -1
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Layer:
     operands: tuple[tuple[TensorType, ...], ...]
 
     @functools.cached_property
-    def reach(self) -> float:
+    def lowest_read(self) -> float:
         """The lowest number of a layer that this layer reads; infinity if it reads none."""
         return min((ref.layer for refs in self.refs for ref in refs if ref.layer >= 0), default=math.inf)
 
@@ -67,7 +67,7 @@ def layers_of(graph: Graph, bounds: Sequence[int]) -> list[Layer]:
     layers: list[Layer] = []
     for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         body = [i for i in range(start, end) if not isinstance(graph.nodes[i].op, Leaf)]
-        positions.update({i: (number, at) for at, i in enumerate(body)})
+        positions.update({i: (number, position) for position, i in enumerate(body)})
         nodes = tuple(graph.nodes[i] for i in body)
         refs = tuple(tuple(_ref(graph, v, positions) for v in node.inputs) for node in nodes)
         operands = tuple(tuple(graph.type(v) for v in node.inputs) for node in nodes)
@@ -75,11 +75,11 @@ def layers_of(graph: Graph, bounds: Sequence[int]) -> list[Layer]:
     return layers
 
 
-def _ref(graph: Graph, value: Value, home: dict[int, tuple[int, int]]) -> Ref:
+def _ref(graph: Graph, value: Value, positions: dict[int, tuple[int, int]]) -> Ref:
     op = graph.nodes[value.node].op
     if isinstance(op, Leaf):
         return Ref(op)
-    return Ref(None, value.node, value.index, *home.get(value.node, (-1, -1)))
+    return Ref(None, value.node, value.index, *positions.get(value.node, (-1, -1)))
 
 
 # -- runs of layers ----------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class _Stack:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.kinds = layers, _kinds(layers)
-        self._other_reads = functools.cache(functools.partial(_other_reads, layers))
+        self._read_difference = functools.cache(functools.partial(_read_difference, layers))
 
     def fewest_bodies(self) -> list[Run]:
         """Return the runs that minimize the number of bodies, by dynamic programming from the last layer."""
@@ -154,32 +154,32 @@ class _Stack:
     def longest(self, start: int, period: int) -> tuple[Run, int]:
         """Return the longest run from `start` with this period, and the number of the layer that ends it."""
         kinds, end = self.kinds, start + period
-        while end < len(kinds) and kinds[end] == kinds[end - period] and not self._misread(end, start, period):
+        while end < len(kinds) and kinds[end] == kinds[end - period] and not self._reads_differ(end, start, period):
             # The end of the second iteration: all carries are known now, so their initial values can be checked.
             if end == start + 2 * period - 1 and _entry_conflict(self.layers, start, period):
                 break
             end += 1
         return Run(start, period, (end - start) // period), end
 
-    def _misread(self, number: int, start: int, period: int) -> str:
+    def _reads_differ(self, number: int, start: int, period: int) -> str:
         """Return why the operands of layer `number` do not correspond to those one period earlier; "" if they do."""
         # If neither layer reads a layer before the run, the result does not depend on `start`. A common value of it
         # then lets the cache answer for all starts.
-        earliest = min(number - 2 * period, *(self.layers[i].reach for i in (number, number - period)))
-        return self._other_reads(number, max(start, int(earliest)), period)
+        earliest = min(number - 2 * period, *(self.layers[i].lowest_read for i in (number, number - period)))
+        return self._read_difference(number, max(start, int(earliest)), period)
 
     def difference(self, number: int, start: int, period: int) -> str:
         """Return why layer `number` ends a run from `start`."""
         if self.kinds[number] != self.kinds[number - period]:
-            return _other_ops(self.layers[number - period], self.layers[number], {})
-        return self._misread(number, start, period) or _entry_conflict(self.layers, start, period)
+            return _op_difference(self.layers[number - period], self.layers[number], {})
+        return self._reads_differ(number, start, period) or _entry_conflict(self.layers, start, period)
 
 
 # -- the same ops ------------------------------------------------------------------------------
 
 
 # The jaxpr and the captured arrays of closures, by their id and operand types.
-Traces = dict[tuple[int, tuple[TensorType, ...]], Meaning]
+Traces = dict[tuple[int, tuple[TensorType, ...]], Fingerprint]
 
 
 def _kinds(layers: Sequence[Layer]) -> list[int]:
@@ -188,11 +188,11 @@ def _kinds(layers: Sequence[Layer]) -> list[int]:
     traces: Traces = {}
     for layer in layers:
         distinct = dict.fromkeys(kinds)
-        kinds.append(next((k for k in distinct if not _other_ops(layers[k], layer, traces)), len(kinds)))
+        kinds.append(next((k for k in distinct if not _op_difference(layers[k], layer, traces)), len(kinds)))
     return kinds
 
 
-def _other_ops(a: Layer, b: Layer, traces: Traces) -> str:
+def _op_difference(a: Layer, b: Layer, traces: Traces) -> str:
     """Return why the ops of `b` differ from those of `a`, as text that continues "layer N"; "" if they are the same."""
     if len(a.nodes) != len(b.nodes):
         return f" has {len(b.nodes)} ops, the layer before it {len(a.nodes)}"
@@ -200,7 +200,7 @@ def _other_ops(a: Layer, b: Layer, traces: Traces) -> str:
         if x.types != y.types or not _same_op(x.op, y.op, operands, traces):
             return f", op {y.op.text()}: the layer before it has {x.op.text()}"
         if x.origin.token_wise != y.origin.token_wise:
-            return f", op {y.op.text()}: one of both is said to be token_wise"
+            return f", op {y.op.text()}: only one of the two is marked token_wise"
     return ""
 
 
@@ -236,14 +236,14 @@ def _same_body(a: Graph, b: Graph, traces: Traces) -> bool:
 def _same_closure(f: Any, g: Any, operands: tuple[TensorType, ...], traces: Traces) -> bool:
     for fn in (f, g):
         if (id(fn), operands) not in traces:
-            traces[id(fn), operands] = meaning(trace(fn, operands)[0])
+            traces[id(fn), operands] = fingerprint(trace(fn, operands)[0])
     return traces[id(f), operands] == traces[id(g), operands]
 
 
 # -- the same operands -------------------------------------------------------------------------
 
 
-def _other_reads(layers: Sequence[Layer], number: int, start: int, period: int) -> str:
+def _read_difference(layers: Sequence[Layer], number: int, start: int, period: int) -> str:
     """Return why the operands of layer `number` do not correspond to those one period earlier; "" if they do.
 
     `start` is the first layer of the run. The text continues "layer N".
@@ -265,7 +265,7 @@ def _same_ref(p: Ref, q: Ref, start: int, period: int) -> bool:
     if p.op is not None and q.op is not None:
         return p.op.type == q.op.type if isinstance(p.op, Param) and isinstance(q.op, Param) else p.op == q.op
     if p.layer >= start and q.layer >= start:
-        return (p.layer + period, p.at, p.index) == (q.layer, q.at, q.index)
+        return (p.layer + period, p.position, p.index) == (q.layer, q.position, q.index)
     return p == q and p.layer < start
 
 

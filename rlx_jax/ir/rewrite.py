@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Param, TypeCache, Value, located
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Param, TypeCache, Value, locate_errors
 from rlx_jax.ir.types import TensorType
-from rlx_jax.ir.weight_reads import WeightSource, read_from
+from rlx_jax.ir.weight_reads import WeightSource, with_source
 
 # A function of the builder, a node's number, the node and its already rewritten operands. It returns the values that
 # replace the node's results, None to keep the node, or () to drop a node that nothing reads.
@@ -17,7 +17,7 @@ Rewrite = Callable[[Builder, int, Node, tuple[Value, ...]], tuple[Value, ...] | 
 
 def rewrite(
     graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str = "",
-    given: tuple[TensorType, ...] = (),
+    input_types: tuple[TensorType, ...] = (),
 ) -> Graph:  # fmt: skip
     """Return `graph` rebuilt node by node, regions first.
 
@@ -28,7 +28,7 @@ def rewrite(
         enter: called for the graph and every region; returns the rewrite of its nodes.
         types: infers the types.
         by: the name of the pass, recorded on new nodes.
-        given: the operand types of the region, if the graph is one.
+        input_types: the operand types of the region, if the graph is one.
     """
     b = Builder(graph.name, types)
     b.inputs = list(graph.inputs)  # inputs remain in the signature even if nothing reads them
@@ -37,14 +37,14 @@ def rewrite(
     for number, node in enumerate(graph.nodes):
         inputs = tuple(value_map[v] for v in node.inputs if v in value_map)
         op = node.op
-        if isinstance(op, BodyInput) and given:
-            op = BodyInput(op.index, type=given[op.index])
+        if isinstance(op, BodyInput) and input_types:
+            op = BodyInput(op.index, type=input_types[op.index])
         # If an operand was dropped, `fn` drops this node too.
         if op.regions() and len(inputs) == len(node.inputs):
             operand_types = tuple(b.type(v) for v in inputs)
             op = op.with_regions(tuple(rewrite(r, enter, types, by, operand_types) for r in op.regions()))
         start = len(b.nodes)
-        with b.at(node.origin), located(node.origin):
+        with b.at(node.origin), locate_errors(node.origin):
             results = fn(b, number, replace(node, op=op), inputs)
             if results is None:
                 results = b.append(op, *inputs)
@@ -75,6 +75,6 @@ def bind_params(graph: Graph, source: WeightSource, types: TypeCache) -> Graph:
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, Param):
             return None
-        return (b.leaf(Param(tuple(read_from(p, source) for p in node.op.programs), type=node.op.type)),)
+        return (b.leaf(Param(tuple(with_source(p, source) for p in node.op.programs), type=node.op.type)),)
 
     return rewrite(graph, everywhere(fn), types)

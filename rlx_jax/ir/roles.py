@@ -57,7 +57,7 @@ def check_roles(roles: Sequence[R], t: TensorType, where: str) -> tuple[R, ...]:
     return tuple(roles)
 
 
-def agreed(first: Roles, second: Roles) -> Roles:
+def common_roles(first: Roles, second: Roles) -> Roles:
     """Return the common roles of a weight's axes, given the roles by two of its uses.
 
     An embedding table that is also the output head has the role "vocab". If one use has "heads" and the other
@@ -83,14 +83,14 @@ def roles_of_bias(out: Role) -> Roles:
     return ("channel" if out == "hidden" else out,)
 
 
-def of_program(program: Program, known: Mapping[str, Roles]) -> Roles:
-    """Return the roles of a parameter's axes, given the roles of checkpoint tensors by key (`known`)."""
+def program_roles(program: Program, key_roles: Mapping[str, Roles]) -> Roles:
+    """Return the roles of a parameter's axes, given the roles of checkpoint tensors by key (`key_roles`)."""
     if isinstance(program, Key):
-        return known.get(program.key) or (("channel",) if program.type.rank == 1 else (None,) * program.type.rank)
-    return program.roles(*(of_program(part, known) for part in program.parts))
+        return key_roles.get(program.key) or (("channel",) if program.type.rank == 1 else (None,) * program.type.rank)
+    return program.roles(*(program_roles(part, key_roles) for part in program.parts))
 
 
-def of_dims(t: TensorType) -> tuple[str | None, ...]:
+def dim_roles(t: TensorType) -> tuple[str | None, ...]:
     """Return the roles of a value's axes by the names of its symbolic sizes: `batch` and `seq` have roles."""
     role_by_symbol = {"batch": "batch", "seq": "sequence"}
     return tuple(role_by_symbol.get(str(dim)) for dim in t.shape)

@@ -34,14 +34,14 @@ from rlx_jax.ir.ops.recurrent import TokenScan
 from rlx_jax.ir.paths import Origin, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.state_leaf import StateLeaf
-from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, short_name, spelled, tensor_type
-from rlx_jax.ir.user_functions import meaning, trace
+from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, dim_text, short_name, tensor_type
+from rlx_jax.ir.user_functions import fingerprint, trace
 
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16
 
 # Every op of this package that can be serialized, by name.
-STORED: dict[str, type[Op]] = {
+SERIALIZABLE_OPS: dict[str, type[Op]] = {
     cls.__name__: cls
     for cls in (
         *(Input, Param, Constant, StateRead, BodyInput, Repeat),
@@ -127,7 +127,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, TensorType):
         return {
             "dtype": short_name(value.dtype),
-            "shape": [d if isinstance(d, int) else spelled(d) for d in value.shape],
+            "shape": [d if isinstance(d, int) else dim_text(d) for d in value.shape],
         }
     if isinstance(value, tuple | list):
         return [encode(v) for v in value]
@@ -154,14 +154,14 @@ def _default(f: dataclasses.Field[Any]) -> Any:
 # -- decoding ----------------------------------------------------------------------------------
 
 
-def decode_graph(data: Any, types: TypeCache, where: str = "graph", given: tuple[TensorType, ...] = ()) -> Graph:
+def decode_graph(data: Any, types: TypeCache, where: str = "graph", input_types: tuple[TensorType, ...] = ()) -> Graph:
     """Return the graph that JSON data describes.
 
     Args:
         data: the output of `encode_graph`.
         types: infers the types again.
         where: the path of `data` in its document, for messages.
-        given: the operand types of the region, if the graph is one.
+        input_types: the operand types of the region, if the graph is one.
 
     Raises:
         FormatError: the data is malformed; the message has the place, what was expected and what was found.
@@ -174,7 +174,7 @@ def decode_graph(data: Any, types: TypeCache, where: str = "graph", given: tuple
         raise LimitError(f"{where}.nodes has {len(rows)} entries, over the limit MAX_NODES = {MAX_NODES}")
     nodes: list[Node] = []
     for number, row in enumerate(rows):
-        nodes.append(_decode_node(row, nodes, types, f"{where}.nodes[{number}]", given))
+        nodes.append(_decode_node(row, nodes, types, f"{where}.nodes[{number}]", input_types))
     writes = []
     for i, pair in enumerate(_array(fields["writes"], f"{where}.writes")):
         leaf, value = _array(pair, f"{where}.writes[{i}]", 2)
@@ -189,12 +189,14 @@ def decode_graph(data: Any, types: TypeCache, where: str = "graph", given: tuple
     )
 
 
-def _decode_node(data: Any, nodes: list[Node], types: TypeCache, where: str, given: tuple[TensorType, ...]) -> Node:
+def _decode_node(
+    data: Any, nodes: list[Node], types: TypeCache, where: str, input_types: tuple[TensorType, ...]
+) -> Node:
     """Return the node that JSON data describes; `nodes` are the nodes decoded before it. See `decode_graph`."""
     fields = object_with({"op", "inputs", "types", "origin"}, data, where)
     inputs = tuple(_value(v, nodes, f"{where}.inputs") for v in _array(fields["inputs"], f"{where}.inputs"))
     operands = tuple(nodes[v.node].types[v.index] for v in inputs)
-    op = _decode_op(fields["op"], types, f"{where}.op", operands, given)
+    op = _decode_op(fields["op"], types, f"{where}.op", operands, input_types)
     try:
         inferred_types = types.infer(op, operands)
     except RlxError as error:
@@ -203,23 +205,23 @@ def _decode_node(data: Any, nodes: list[Node], types: TypeCache, where: str, giv
     declared_types = decode(tuple[str, ...], fields["types"], f"{where}.types")
     if declared_types != tuple(map(str, inferred_types)):
         inferred_text = listing(map(str, inferred_types))
-        raise FormatError(f"{where}.types says {listing(declared_types)}, {quote(op.text())} gives {inferred_text}")
+        raise FormatError(f"{where}.types is {listing(declared_types)}; {quote(op.text())} gives {inferred_text}")
     return Node(op, inputs, inferred_types, _record(Origin, fields["origin"], f"{where}.origin"))
 
 
 def _decode_op(
-    data: Any, types: TypeCache, where: str, operands: tuple[TensorType, ...], given: tuple[TensorType, ...]
+    data: Any, types: TypeCache, where: str, operands: tuple[TensorType, ...], input_types: tuple[TensorType, ...]
 ) -> Op:
     """Return the op that JSON data describes.
 
-    `operands` are the operand types of the op, `given` the operand types of the enclosing region.
+    `operands` are the operand types of the op, `input_types` the operand types of the enclosing region.
     """
     tag, fields = _tagged(data, where)
     if tag == "BodyInput":
         index = decode(int, object_with({"index"}, fields, where)["index"], f"{where}.index")
-        if not 0 <= index < len(given):
-            raise FormatError(f"{where}: body input {index} of a region with {len(given)} operands")
-        return BodyInput(index, type=given[index])
+        if not 0 <= index < len(input_types):
+            raise FormatError(f"{where}: body input {index} of a region with {len(input_types)} operands")
+        return BodyInput(index, type=input_types[index])
     if tag == "Repeat":
         repeat_fields = object_with({"count", "carries", "body"}, fields, where)
         count, carries = (decode(int, repeat_fields[name], f"{where}.{name}") for name in ("count", "carries"))
@@ -318,10 +320,12 @@ def _decode_record(hint: Any, data: Any, where: str) -> Any:
     if not (isinstance(hint, type) and dataclasses.is_dataclass(hint) or hint in (Op, Mir, Hir)):
         raise FormatError(f"{where}: values of {hint} cannot be stored")
     tag, fields = _tagged(data, where)
-    classes = STORED if issubclass(hint, Op) else {hint.__name__: hint}
+    classes = SERIALIZABLE_OPS if issubclass(hint, Op) else {hint.__name__: hint}
     # Plugins are imported only for a tag that this package does not have.
     if issubclass(hint, Op) and tag not in classes:
-        classes = STORED | {name: cls for name, cls in plugins.known().op_classes().items() if cls.traits.stored}  # type: ignore[attr-defined]
+        plugin_ops = plugins.active_plugin().op_classes()
+        storable = {name: cls for name, cls in plugin_ops.items() if cls.traits.stored}  # type: ignore[attr-defined]
+        classes = SERIALIZABLE_OPS | storable
     if tag not in classes or not issubclass(classes[tag], hint):
         raise FormatError(f"{where}: unknown {hint.__name__} {quote(tag)}{did_you_mean(tag, classes)}")
     return _record(classes[tag], fields, where)
@@ -382,14 +386,14 @@ def object_with(names: set[str], data: Any, where: str) -> dict[str, Any]:
     return data
 
 
-def one_of(where: str, data: Any, known: tuple[str, ...]) -> str:
-    """Return `data` if it is one of the `known` strings.
+def one_of(where: str, data: Any, choices: tuple[str, ...]) -> str:
+    """Return `data` if it is one of the `choices` strings.
 
     Raises:
         FormatError: it is not.
     """
-    if not isinstance(data, str) or data not in known:
-        raise _expected(f"one of {', '.join(known)}", data, where)
+    if not isinstance(data, str) or data not in choices:
+        raise _expected(f"one of {', '.join(choices)}", data, where)
     return data
 
 
@@ -399,10 +403,10 @@ def _array(data: Any, where: str, length: int | None = None) -> list[Any]:
     return data
 
 
-def _expected(what: str, data: Any, where: str) -> FormatError:
+def _expected(expected: str, data: Any, where: str) -> FormatError:
     keys = ", ".join(map(quote, list(data)[:8])) or "nothing" if isinstance(data, dict) else ""
     description = f"an object with {keys}" if keys else quote(data)
-    return FormatError(f"{where}: expected {what}, found {description}")
+    return FormatError(f"{where}: expected {expected}, found {description}")
 
 
 # -- digests -----------------------------------------------------------------------------------
@@ -410,5 +414,5 @@ def _expected(what: str, data: Any, where: str) -> FormatError:
 
 def closure_digest(fn: Any, operands: tuple[TensorType, ...]) -> str:
     """Return a text that identifies what a user's function computes: its jaxpr and hashes of the arrays it captures."""
-    text, arrays = meaning(trace(fn, operands)[0])
+    text, arrays = fingerprint(trace(fn, operands)[0])
     return text + " ".join(hashlib.sha256(array).hexdigest() for array in arrays)

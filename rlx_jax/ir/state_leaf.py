@@ -20,7 +20,7 @@ class StateLeaf:
     every: bool = False
 
     def __str__(self) -> str:
-        return every_key(self.slot) if self.every else self.slot
+        return per_token_key(self.slot) if self.every else self.slot
 
     def key(self, iteration: int | None) -> str:
         """Return the array's key in a state, such as `layers.3.self_attn.k`.
@@ -30,6 +30,6 @@ class StateLeaf:
         return path_text((*bind_path(self.path, iteration), str(self)))
 
 
-def every_key(key: str) -> str:
+def per_token_key(key: str) -> str:
     """Return the key of the values after each token of the state array `key`."""
     return f"{key}/every"

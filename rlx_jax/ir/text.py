@@ -110,29 +110,31 @@ def block_paths(graph: Graph) -> set[Path]:
 
 
 def summary(
-    graph: Graph, placed: Callable[[Program], tuple[str, int]] | None = None, unread: Collection[str] = ()
+    graph: Graph, device_shard: Callable[[Program], tuple[str, int]] | None = None, unread: Collection[str] = ()
 ) -> str:
     """Return a table with one row for each block path: its output, its number of parameters, and the weights it reads.
 
     Args:
         graph: the HIR.
-        placed: returns the sharding of a weight as text, and its bytes on one device; the table then has both.
+        device_shard: returns the sharding of a weight as text, and its bytes on one device; the table then has both.
         unread: the inputs that the first line omits.
     """
     rows = block_rows(graph)
-    head = ["block", "output", "parameters", *([] if placed is None else ["bytes of one device"]), "weights"]
+    head = ["block", "output", "parameters", *([] if device_shard is None else ["bytes of one device"]), "weights"]
     table, total, device_bytes = list[list[str]](), 0, 0
     for path, row in rows.items():
         total += row.count
         weights, bytes_cell = list(row.weights), ""
-        if placed is not None:
-            weights = [f"{name} {placed(programs[0])[0]}" for name, programs in row.weights.items()]
-            block_bytes = sum(placed(program)[1] for program in row.new)
+        if device_shard is not None:
+            weights = [f"{name} {device_shard(programs[0])[0]}" for name, programs in row.weights.items()]
+            block_bytes = sum(device_shard(program)[1] for program in row.new)
             device_bytes, bytes_cell = device_bytes + block_bytes, f"{block_bytes:,}" if block_bytes else ""
         count = f"{row.count:,}" if row.count else ""
-        table.append([path_text(path), row.shape, count, *([] if placed is None else [bytes_cell]), ", ".join(weights)])
+        table.append(
+            [path_text(path), row.shape, count, *([] if device_shard is None else [bytes_cell]), ", ".join(weights)]
+        )
     signature = f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs if i.input not in unread)}"
-    device_note = "" if placed is None else f", {device_bytes:,} bytes of them on one device"
+    device_note = "" if device_shard is None else f", {device_bytes:,} bytes of them on one device"
     text_table = TextTable(table, head, left=len(head), indent="  ")
     return f"{signature}\n{text_table}\n  {total:,} parameters{device_note}"
 

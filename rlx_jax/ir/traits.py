@@ -22,12 +22,12 @@ Count = Callable[[Any, Types, Types], int]
 Numeric = Literal["compute", "reduction", "elementwise", "movement", "state"]
 
 
-def nothing(op: Any, operands: Types, results: Types) -> int:
+def zero(op: Any, operands: Types, results: Types) -> int:
     """Return 0."""
     return 0
 
 
-def each_once(op: Any, operands: Types, results: Types) -> int:
+def all_moved(op: Any, operands: Types, results: Types) -> int:
     """Return the bytes of an op that reads every operand once and writes every result once."""
     return sum(t.nbytes for t in (*operands, *results))
 
@@ -84,7 +84,7 @@ class Traits:
 
 # Common traits; an op may change some of them (`dataclasses.replace`).
 ELEMENTWISE = Traits(
-    "elementwise", narrows=None, widens=True, pinned=False, flops=nothing, bytes=each_once, workspace=nothing,
+    "elementwise", narrows=None, widens=True, pinned=False, flops=zero, bytes=all_moved, workspace=zero,
     view=lambda op, operands, results: None, writes=(), stored=True,
 )  # fmt: skip
 REDUCTION = replace(ELEMENTWISE, numeric="reduction")
@@ -141,6 +141,6 @@ def check_traits(cls: type[Any], kind: type[Any], example: str) -> None:
     # Inherited traits do not count: a subclass may compute something else.
     if not isinstance(cls.__dict__.get("traits"), kind):
         raise GraphError(
-            f"{cls.__module__}.{cls.__qualname__}: an op says what is true of it, and leaves nothing open: "
+            f"{cls.__module__}.{cls.__qualname__}: an op declares all of its traits itself: "
             f"traits = {kind.__name__}(…), or one of those in rlx_jax/ir/traits.py, such as {example}"
         )

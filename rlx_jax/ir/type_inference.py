@@ -15,7 +15,7 @@ from rlx_jax.errors import GraphError, ShapeError, first_line
 from rlx_jax.ir.types import TensorType
 
 # The errors that JAX raises if traced code needs the value of an array.
-READS_NUMBERS = (
+CONCRETE_VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -23,7 +23,7 @@ READS_NUMBERS = (
 )
 
 
-def misfit(op: str, operands: Sequence[TensorType], error: Exception) -> GraphError:
+def trace_error(op: str, operands: Sequence[TensorType], error: Exception) -> GraphError:
     """Return the error of rlx_jax for an error that JAX raised while it traced an op.
 
     Args:
@@ -32,7 +32,7 @@ def misfit(op: str, operands: Sequence[TensorType], error: Exception) -> GraphEr
         error: the exception of JAX.
     """
     operand_types, detail = ", ".join(map(str, operands)), first_line(error)
-    if isinstance(error, READS_NUMBERS):
+    if isinstance(error, CONCRETE_VALUE_ERRORS):
         return GraphError(
             f"{op} on ({operand_types}) branches on numbers or reads them, and there are none while the flow is "
             f"traced: use jnp.where, jax.lax.cond or jax.lax.select. {detail}"
@@ -66,7 +66,7 @@ def traced_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType,
         return types_of(jax.eval_shape(op.eval, *(t.spec for t in operands)))
 
 
-def kept_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+def cached_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     """Return `traced_types` for an op with plain values as attributes, cached for all builds of the process.
 
     Tracing an op takes longer than all other work of the compiler for that op.
@@ -74,14 +74,14 @@ def kept_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, .
     names = getattr(op, "__dataclass_fields__", ())
     kinds = tuple(type(getattr(op, name)) for name in names)  # 1, 1.0 and True are equal keys
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    return _kept(op, operands, kinds, type(op).eval, bool(x64))
+    return _cached_types(op, operands, kinds, type(op).eval, bool(x64))
 
 
 @functools.lru_cache(2**14)
-def _kept(
-    op: Any, operands: tuple[TensorType, ...], kinds: tuple[type, ...], formula: Callable[..., Any], wide: bool
+def _cached_types(
+    op: Any, operands: tuple[TensorType, ...], kinds: tuple[type, ...], formula: Callable[..., Any], x64: bool
 ) -> tuple[TensorType, ...]:
-    """Return `traced_types`; `kinds`, `formula` and `wide` are in the cache key because the result depends on them."""
+    """Return `traced_types`; `kinds`, `formula` and `x64` are in the cache key because the result depends on them."""
     return traced_types(op, operands)
 
 

@@ -54,7 +54,7 @@ DTYPE_NAMES: dict[str, str] = {
     "f8_e5m2": "float8_e5m2", "f8_e4m3fnuz": "float8_e4m3fnuz", "f8_e5m2fnuz": "float8_e5m2fnuz", "bf16": "bfloat16",
     "f16": "float16", "f32": "float32", "f64": "float64", "c64": "complex64",
 }  # fmt: skip
-FROM_ML_DTYPES = ("bfloat", "float8", "int4", "uint4")
+ML_DTYPE_PREFIXES = ("bfloat", "float8", "int4", "uint4")
 _SHORT = {long: short for short, long in DTYPE_NAMES.items()}
 _BY_NAME = {**DTYPE_NAMES, **{long: long for long in DTYPE_NAMES.values()}}
 
@@ -70,7 +70,7 @@ def as_dtype(dtype: Any, where: str = "") -> np.dtype[Any]:
             choices = f"; known are {listing(DTYPE_NAMES, len(DTYPE_NAMES))}"
             raise DTypeError(f"{where}unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME) or choices}")
         dtype = (
-            getattr(ml_dtypes, long_name) if (long_name := _BY_NAME[dtype]).startswith(FROM_ML_DTYPES) else long_name
+            getattr(ml_dtypes, long_name) if (long_name := _BY_NAME[dtype]).startswith(ML_DTYPE_PREFIXES) else long_name
         )
     try:
         np_dtype: np.dtype[Any] = np.dtype(dtype if dtype is not None else "none")  # NumPy takes None for float64
@@ -99,17 +99,17 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     return bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
-def is_whole(dtype: np.dtype[Any]) -> bool:
+def is_integer(dtype: np.dtype[Any]) -> bool:
     """Return whether `dtype` is an integer dtype, including 4-bit integers."""
     return bool(jax.numpy.issubdtype(dtype, np.integer))
 
 
-def widens(narrow: np.dtype[Any], wide: np.dtype[Any]) -> bool:
+def is_lossless_cast(narrow: np.dtype[Any], wide: np.dtype[Any]) -> bool:
     """Return whether `wide` represents every value of `narrow` exactly.
 
-    >>> widens(np.dtype("float16"), np.dtype("float32"))
+    >>> is_lossless_cast(np.dtype("float16"), np.dtype("float32"))
     True
-    >>> widens(np.dtype("float32"), np.dtype("float16"))
+    >>> is_lossless_cast(np.dtype("float32"), np.dtype("float16"))
     False
     """
     if narrow == wide:
@@ -158,7 +158,7 @@ def as_names(names: Any, where: str) -> tuple[str, ...]:
         raise GraphError(f"{where}: expected a list of names, got {shown(names)}")
     valid_names = tuple(as_name(name, where) for name in names)
     if len(set(valid_names)) < len(valid_names):
-        raise GraphError(f"{where}: a name stands twice in {listing(valid_names)}")
+        raise GraphError(f"{where}: a name occurs twice in {listing(valid_names)}")
     return valid_names
 
 
@@ -272,7 +272,7 @@ class TensorType:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle symbols by name, so that they become symbols of the process that unpickles them."""
-        return _tensor_type_of, (tuple(d if is_static(d) else spelled(d) for d in self.shape), self.dtype)
+        return _unpickle_type, (tuple(d if is_static(d) else dim_text(d) for d in self.shape), self.dtype)
 
     def __copy__(self) -> TensorType:  # immutable; a copy by way of `__reduce__` would refuse other expressions
         return self
@@ -289,11 +289,11 @@ class TensorType:
         return TensorType(tuple(bound(d, binding) for d in self.shape), self.dtype)
 
 
-def _tensor_type_of(shape: tuple[int | str, ...], dtype: np.dtype[Any]) -> TensorType:
+def _unpickle_type(shape: tuple[int | str, ...], dtype: np.dtype[Any]) -> TensorType:
     return TensorType(tuple(as_dim(d, "a pickled type") if isinstance(d, str) else d for d in shape), dtype)
 
 
-def spelled(dim: DimLike) -> str:
+def dim_text(dim: DimLike) -> str:
     """Return a symbolic dimension as text that `as_dim` reads.
 
     Raises:
@@ -338,10 +338,10 @@ def check_elements(shape: Sequence[DimLike], where: str) -> None:
 
 def _arithmetic(op: Callable[[DimLike, DimLike], DimLike]) -> tuple[_DimMethod, _DimMethod]:
     """Return the two methods of `Dim` for an operator of two sizes: `dim op other` and `other op dim`."""
-    return lambda dim, other: _computed(op, dim, other), lambda dim, other: _computed(op, other, dim)
+    return lambda dim, other: _apply_operator(op, dim, other), lambda dim, other: _apply_operator(op, other, dim)
 
 
-def _computed(op: Callable[[DimLike, DimLike], DimLike], left: Any, right: Any) -> Dim | int:
+def _apply_operator(op: Callable[[DimLike, DimLike], DimLike], left: Any, right: Any) -> Dim | int:
     """Return the result of JAX's own arithmetic of sizes.
 
     Raises:
@@ -397,18 +397,18 @@ class Dim:
             return bool(self.expr == other.expr)
         if isinstance(other, str):  # a comparison by name, such as `x.shape[0] == "batch"`, depends on no size
             return str(self.expr) == other
-        raise ShapeError(self._refusal(other))
+        raise ShapeError(self._comparison_error(other))
 
     def __hash__(self) -> int:
         return hash(self.expr)
 
     def __lt__(self, other: object) -> bool:
-        raise ShapeError(self._refusal(other))
+        raise ShapeError(self._comparison_error(other))
 
     __gt__ = __le__ = __ge__ = __lt__
 
     def __bool__(self) -> bool:
-        raise ShapeError(self._refusal("a truth value"))
+        raise ShapeError(self._comparison_error("a truth value"))
 
     def __index__(self) -> int:
         raise ShapeError(
@@ -421,7 +421,7 @@ class Dim:
     def __repr__(self) -> str:
         return str(self.expr)
 
-    def _refusal(self, other: object) -> str:
+    def _comparison_error(self, other: object) -> str:
         return (
             f"symbolic dimension {self.expr} cannot be compared with {other!r} while the flow is traced: "
             "one program serves every size; declare the input with a static size to specialise"

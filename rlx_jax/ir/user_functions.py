@@ -24,7 +24,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex
 
 from rlx_jax.errors import GraphError, RlxError
-from rlx_jax.ir.type_inference import as_in_jit, misfit
+from rlx_jax.ir.type_inference import as_in_jit, trace_error
 from rlx_jax.ir.types import TensorType
 
 MAX_CAPTURED = 2**20  # bytes that a function may capture
@@ -32,40 +32,42 @@ MAX_CAPTURED = 2**20  # bytes that a function may capture
 CAPTURED_LIMIT = f"the limit is {MAX_CAPTURED}: name the array as a weight and read it with emit.param(key)"
 
 # The text of a jaxpr and the bytes of the arrays that it captured.
-Meaning = tuple[str, tuple[bytes, ...]]
+Fingerprint = tuple[str, tuple[bytes, ...]]
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _PRECISION = re.compile(r"^\s*precision=.*\n", re.MULTILINE)
 _attempts = itertools.count()
 
 
-class Captured:
+class CapturedArrays:
     """The arrays that the functions of one model captured at its first build, by label, operand types and jaxpr."""
 
     def __init__(self) -> None:
         self.closed = False  # the first build is complete
         self._arrays: dict[Hashable, set[tuple[bytes, ...]]] = {}
 
-    def record(self, what: str, operands: tuple[TensorType, ...], meaning: Meaning, fn: Callable[..., Any]) -> None:
+    def record(
+        self, label: str, operands: tuple[TensorType, ...], fingerprint: Fingerprint, fn: Callable[..., Any]
+    ) -> None:
         """Record a function during the first build, and check one of a later build against the recorded functions.
 
         Args:
-            what: the label of the function, as in messages.
+            label: the label of the function, as in messages.
             operands: the types that it was traced with.
-            meaning: the jaxpr and the captured arrays.
+            fingerprint: the jaxpr and the captured arrays.
             fn: the function itself, for the message.
 
         Raises:
             GraphError: the first build traced it to the same jaxpr with other captured arrays.
         """
-        text, arrays = meaning
-        recorded_arrays = self._arrays.get((what, operands, text))
+        text, arrays = fingerprint
+        recorded_arrays = self._arrays.get((label, operands, text))
         if self.closed and recorded_arrays is not None and arrays not in recorded_arrays:
-            raise GraphError(changed(what, fn))
-        self._arrays.setdefault((what, operands, text), set()).add(arrays)
+            raise GraphError(changed_message(label, fn))
+        self._arrays.setdefault((label, operands, text), set()).add(arrays)
 
 
-def meaning(closed: Any, precision: bool = True) -> Meaning:
+def fingerprint(closed: Any, precision: bool = True) -> Fingerprint:
     """Return what a closed jaxpr computes: its text and the bytes of its captured arrays.
 
     Without `precision`, the text omits the precision of matrix products.
@@ -78,21 +80,21 @@ def meaning(closed: Any, precision: bool = True) -> Meaning:
 def trace(fn: Callable[..., Any], operands: Sequence[TensorType]) -> tuple[Any, Any]:
     """Return the jaxpr of a function, and the pytree of its result types.
 
-    JAX may still use cached traces of the functions that `fn` calls; see `trace_anew`.
+    JAX may still use cached traces of the functions that `fn` calls; see `trace_uncached`.
     """
     with as_in_jit():  # a new lambda, because JAX caches the traces of functions that it has seen
         closed_jaxpr, out = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*(t.spec for t in operands))  # noqa: PLW0108
     return closed_jaxpr, out
 
 
-def trace_anew(fn: Callable[..., Any], operands: Sequence[TensorType]) -> Any:
+def trace_uncached(fn: Callable[..., Any], operands: Sequence[TensorType]) -> Any:
     """Return the jaxpr of a function as it is now, without cached traces of the functions that it calls."""
     # The metadata are a part of the key of JAX's trace caches, so a new value makes all of them miss.
     with set_xla_metadata(rlx_jax_trace=str(next(_attempts))):
         return trace(fn, operands)[0]
 
 
-def changed(what: str, fn: Callable[..., Any]) -> str:
+def changed_message(label: str, fn: Callable[..., Any]) -> str:
     """Return the error message for a function with captured values that changed after its first trace."""
     try:
         closure_vars = inspect.getclosurevars(fn)
@@ -102,7 +104,7 @@ def changed(what: str, fn: Callable[..., Any]) -> str:
         names = []
     hint = f" (it reads {', '.join(names)})" if names else ""
     return (
-        f"{what}: what the function captures{hint} has changed since the model was built, so that programs of other "
+        f"{label}: what the function captures{hint} has changed since the model was built, so that programs of other "
         "sizes would not agree with those that are there. Make it a weight (emit.param) or an input of the flow, or "
         "build and compile a new flow after the change, with a new function where JAX has compiled this one"
     )
@@ -116,18 +118,18 @@ def captured_arrays(closed: Any) -> Iterator[Any]:
             yield from captured_arrays(inner)
 
 
-def check_captures(what: str, arrays: Sequence[Any]) -> None:
+def check_captures(label: str, arrays: Sequence[Any]) -> None:
     """Check the arrays that a function captures.
 
     Raises:
         GraphError: an earlier call consumed (donated) one of them, or together they exceed `MAX_CAPTURED` bytes. The
-            message begins with `what`.
+            message begins with `label`.
     """
     if any(map(is_consumed, arrays)):
-        raise GraphError(f"{what} captures an array that an earlier call consumed: it has no values any more")
+        raise GraphError(f"{label} captures an array that an earlier call consumed: it has no values any more")
     size = sum(array.nbytes for array in arrays)
     if size > MAX_CAPTURED:
-        raise GraphError(f"{what} captures {size} bytes of constants, {CAPTURED_LIMIT}")
+        raise GraphError(f"{label} captures {size} bytes of constants, {CAPTURED_LIMIT}")
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
@@ -156,7 +158,7 @@ class TokenStep:
 
     Attributes:
         label: the name in dumps and messages.
-        given: the types of the operands.
+        operand_types: the types of the operands.
         text, captured: the jaxpr, without the precision of products, and the bytes of the captured arrays.
         results: the types of the flattened results.
         y_form: the pytree structure of y.
@@ -164,7 +166,7 @@ class TokenStep:
     """
 
     label: str
-    given: tuple[TensorType, ...]
+    operand_types: tuple[TensorType, ...]
     text: str
     captured: tuple[bytes, ...]
     results: tuple[TensorType, ...] = field(compare=False)
@@ -197,17 +199,17 @@ class TokenStep:
         """
         if precision not in self.traces:
             with as_in_jit(), jax.default_matmul_precision(precision):
-                self.traces[precision] = retraced = jax.make_jaxpr(self.fn)(*(t.spec for t in self.given))
-            if meaning(retraced, precision=False)[0] != self.text:
-                raise GraphError(_unsteady(self.label))
+                self.traces[precision] = retraced = jax.make_jaxpr(self.fn)(*(t.spec for t in self.operand_types))
+            if fingerprint(retraced, precision=False)[0] != self.text:
+                raise GraphError(_impure_message(self.label))
         # A cached trace refers to the user's arrays themselves, which may have changed in place since.
-        if meaning(self.traces[precision], precision=False) != (self.text, self.captured):
-            raise GraphError(changed(f"recurrent({self.label})", self.fn))
+        if fingerprint(self.traces[precision], precision=False) != (self.text, self.captured):
+            raise GraphError(changed_message(f"recurrent({self.label})", self.fn))
         traced_fn: Callable[..., Sequence[Any]] = jex.jaxpr_as_fun(self.traces[precision])
         return traced_fn
 
 
-def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType]) -> TokenStep:
+def trace_step(label: str, fn: Callable[..., Any], operand_types: Sequence[TensorType]) -> TokenStep:
     """Trace a function and return it as a `TokenStep`.
 
     Raises:
@@ -215,30 +217,30 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
             earlier call consumed, or computes something else when it is traced again.
     """
     try:
-        closed_jaxpr, (_, y) = trace(fn, given)
-        retraced, _ = trace(fn, given)
+        closed_jaxpr, (_, y) = trace(fn, operand_types)
+        retraced, _ = trace(fn, operand_types)
     except jax.errors.UnexpectedTracerError as error:
-        raise GraphError(_of_another_trace(label)) from error
+        raise GraphError(_foreign_tracer_message(label)) from error
     except (RlxError, RecursionError):
         raise
     except Exception as error:  # whatever jax raises on shapes that do not fit
-        raise GraphError(str(misfit(f"recurrent({label})", given, error))) from error
+        raise GraphError(str(trace_error(f"recurrent({label})", operand_types, error))) from error
     arrays = list(captured_arrays(closed_jaxpr))
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
-        raise GraphError(_of_another_trace(label))
+        raise GraphError(_foreign_tracer_message(label))
     check_captures(f"recurrent({label})", arrays)
     effects = sorted({*(type(e).__name__ for e in closed_jaxpr.effects), *callbacks(closed_jaxpr.jaxpr)})
     if effects:
         raise GraphError(
-            f"recurrent({label}) has effects beside its results ({', '.join(effects)}): a step is a pure function of "
+            f"recurrent({label}) has side effects ({', '.join(effects)}): a step is a pure function of "
             "the state, the token and the parameters"
         )
-    text, captured = meaning(closed_jaxpr, precision=False)
-    if (text, captured) != meaning(retraced, precision=False):
-        raise GraphError(_unsteady(label))
+    text, captured = fingerprint(closed_jaxpr, precision=False)
+    if (text, captured) != fingerprint(retraced, precision=False):
+        raise GraphError(_impure_message(label))
     results = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in closed_jaxpr.out_avals)
     y_form = jax.tree.structure(y)
-    return TokenStep(label, tuple(given), text, captured, results, y_form, fn, {"default": closed_jaxpr})
+    return TokenStep(label, tuple(operand_types), text, captured, results, y_form, fn, {"default": closed_jaxpr})
 
 
 def callbacks(jaxpr: Any) -> set[str]:
@@ -248,16 +250,16 @@ def callbacks(jaxpr: Any) -> set[str]:
     return impure.union(*(callbacks(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)))
 
 
-def _of_another_trace(label: str) -> str:
+def _foreign_tracer_message(label: str) -> str:
     return (
         f"recurrent({label}) reads a value that another trace computes (a global of a jitted function, a value of "
         "jax.grad or jax.vmap around the build): give it as one of the parameters"
     )
 
 
-def _unsteady(label: str) -> str:
+def _impure_message(label: str) -> str:
     return (
-        f"recurrent({label}) is another function each time that it is traced: it reads or writes something beside its "
-        "arguments (a counter, a random number of NumPy), so that prefill and decode would not agree. Carry it in the "
-        "state, or give it as a parameter"
+        f"recurrent({label}) is another function each time that it is traced: it reads or writes something other than "
+        "its arguments (a counter, a random number of NumPy), so that prefill and decode would not agree. Carry it in "
+        "the state, or give it as a parameter"
     )

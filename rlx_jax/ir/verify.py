@@ -115,9 +115,9 @@ def _signature_problems(graph: Graph) -> Iterator[Problem]:
         yield GraphError, "there are no outputs"
     if len(graph.output_names) != len(graph.outputs):
         yield GraphError, f"{len(graph.outputs)} outputs have {len(graph.output_names)} output names"
-    yield from ((GraphError, f"two outputs are called {n!r}") for n in _twice(graph.output_names))
+    yield from ((GraphError, f"two outputs are called {n!r}") for n in _duplicates(graph.output_names))
     declared = {i.input: i for i in graph.inputs}
-    yield from ((GraphError, f"input {n!r} is declared twice") for n in _twice(i.input for i in graph.inputs))
+    yield from ((GraphError, f"input {n!r} is declared twice") for n in _duplicates(i.input for i in graph.inputs))
     for op in dict.fromkeys(n.op for _, n in graph.walk() if isinstance(n.op, Input)):
         if op.input not in declared:
             yield UnboundInputError, f"input {op.input!r} is read and not declared"
@@ -129,7 +129,7 @@ def _signature_problems(graph: Graph) -> Iterator[Problem]:
             yield GraphError, f"parameter {key.key!r} is {stored[key.key]} and {key.type}"
 
 
-def _twice(names: Iterable[str]) -> list[str]:
+def _duplicates(names: Iterable[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
@@ -156,11 +156,11 @@ def _type_problems(graph: Graph, node: Node, types: TypeCache) -> Iterator[Probl
         yield ShapeError, f"declared {', '.join(map(str, node.types))}, inferred {', '.join(map(str, inferred_types))}"
 
 
-def _region_problems(region: Graph, given: tuple[object, ...]) -> Iterator[Problem]:
-    """Return the problems of a region's body inputs, for the operand types `given`."""
+def _region_problems(region: Graph, operand_types: tuple[object, ...]) -> Iterator[Problem]:
+    """Return the problems of a region's body inputs, for the operand types `operand_types`."""
     for node in region.nodes:
         if isinstance(node.op, BodyInput):
-            if node.op.index >= len(given):
-                yield GraphError, f"{node.op.text()}: the region has {len(given)} operands"
-            elif node.op.type != given[node.op.index]:
-                yield ShapeError, f"{node.op.text()} is {node.op.type}, the operand is {given[node.op.index]}"
+            if node.op.index >= len(operand_types):
+                yield GraphError, f"{node.op.text()}: the region has {len(operand_types)} operands"
+            elif node.op.type != operand_types[node.op.index]:
+                yield ShapeError, f"{node.op.text()} is {node.op.type}, the operand is {operand_types[node.op.index]}"

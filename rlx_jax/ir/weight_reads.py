@@ -43,7 +43,7 @@ def shapes_only(source: WeightSource) -> bool:
     return bool(getattr(source, "shapes_only", underlying is not None and shapes_only(underlying)))
 
 
-def as_stored(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
+def source_program(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
     """Return the program of a tensor of a source in its dtype there; for a packed tensor, in its logical dtype.
 
     Messages begin with `where`.
@@ -59,7 +59,7 @@ def as_stored(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
     return Dequantized(Key(key, byte_type), spec.scheme, logical_type.dtype)
 
 
-def read_from(program: Program, source: WeightSource) -> Program:
+def with_source(program: Program, source: WeightSource) -> Program:
     """Return the same program over the tensors of `source`, which may have other dtypes or another packing.
 
     Raises:
@@ -69,27 +69,28 @@ def read_from(program: Program, source: WeightSource) -> Program:
         UnsupportedError: decoding of the tensor's scheme is not implemented.
     """
     if isinstance(program, Key | Sliced | Strided | Dequantized):
-        return cast(_over_stored(program, source), program.type.dtype)
+        return cast(_with_source_tensor(program, source), program.type.dtype)
     if isinstance(program, Cast) and isinstance(program.of, Key | Sliced | Strided | Dequantized):
-        return cast(_over_stored(program.of, source), program.dtype)  # the cast starts from the source's dtype now
-    return program.with_parts(*(read_from(part, source) for part in program.parts))
+        # The cast starts from the source's dtype now.
+        return cast(_with_source_tensor(program.of, source), program.dtype)
+    return program.with_parts(*(with_source(part, source) for part in program.parts))
 
 
-def _over_stored(program: Any, source: WeightSource) -> Program:
+def _with_source_tensor(program: Any, source: WeightSource) -> Program:
     """Return the same steps over the tensor of the source, without a cast to the declared dtype."""
     declared = program.logical if isinstance(program, Dequantized) else program
     if isinstance(declared, Key):
-        return _stored(declared, source)
-    program_over_source: Program = declared.with_parts(_over_stored(declared.of, source))
+        return _source_program(declared, source)
+    program_over_source: Program = declared.with_parts(_with_source_tensor(declared.of, source))
     return program_over_source
 
 
-def _stored(declared: Key, source: WeightSource) -> Key | Dequantized:
+def _source_program(declared: Key, source: WeightSource) -> Key | Dequantized:
     """Return the program of a key in the source, after a check of its shape and dtype."""
     where = f"weight {quote(declared.key)} ({source.where(declared.key)})"
-    source_program = as_stored(declared.key, source.spec(declared.key), where)
-    if source_program.type.shape != declared.type.shape:
-        raise WeightShapeError(f"{where}: expected {declared.type}, got {source_program.type}")
-    if (source_program.type.dtype.kind == "c") != (declared.type.dtype.kind == "c"):
-        raise WeightError(f"{where}: expected {declared.type}, got {source_program.type}")
-    return source_program
+    program = source_program(declared.key, source.spec(declared.key), where)
+    if program.type.shape != declared.type.shape:
+        raise WeightShapeError(f"{where}: expected {declared.type}, got {program.type}")
+    if (program.type.dtype.kind == "c") != (declared.type.dtype.kind == "c"):
+        raise WeightError(f"{where}: expected {declared.type}, got {program.type}")
+    return program

@@ -191,13 +191,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def _of_plugins() -> Mapping[str, plugins.Opens]:
+def _of_plugins() -> Mapping[str, plugins.FamilyHandler]:
     """Return the families of plugins.
 
     Raises:
         GraphError: a plugin redefines a family of the package.
     """
-    families = plugins.known().families
+    families = plugins.active_plugin().families
     if duplicates := sorted(families.keys() & FAMILIES.keys()):
         raise GraphError(f"plugins give the families {listing(duplicates)}, which rlx_jax has: see rlx_jax.plugins")
     return families
@@ -205,7 +205,7 @@ def _of_plugins() -> Mapping[str, plugins.Opens]:
 
 def family_of(
     folder: Folder, ignore_fields: Iterable[str] = (), headless: bool = False
-) -> tuple[Fields, Family | plugins.Opens]:
+) -> tuple[Fields, Family | plugins.FamilyHandler]:
     """Return the config of a checkpoint, and the family that it names.
 
     Args:
@@ -238,7 +238,7 @@ def family_of(
     return config, family
 
 
-def bound(folder: Folder, config: Fields, family: Family | plugins.Opens, source: WeightSource) -> Pretrained:
+def bound(folder: Folder, config: Fields, family: Family | plugins.FamilyHandler, source: WeightSource) -> Pretrained:
     """Return the recipe of a family for a config, bound to weights.
 
     Raises:

@@ -26,9 +26,9 @@ from rlx_jax.models.lora_files import (
     TASKS,
     AdapterSizes,
     BaseModel,
-    as_stored,
     base_of,
     open_adapter,
+    source_program,
     write_adapter,
 )
 from rlx_jax.program import Buildable
@@ -134,7 +134,7 @@ def lora(
         if sizes.dropout and dropout is None:
             problem = f"the adapter says lora_dropout {sizes.dropout:g}"
             no_training = f"{problem}, and there is no dropout here: rlx_jax.lora(…, dropout=0) trains on without"
-        return _patched(recipe, WithAdapter(*as_stored(sizes, source, renamed), renamed, no_training))
+        return _patched(recipe, WithAdapter(*source_program(sizes, source, renamed), renamed, no_training))
     if pattern is None:
         raise RequestError("lora: expected a pattern of blocks and a rank, or adapter=, the directory of PEFT's files")
     if not isinstance(rank, int | np.integer) or isinstance(rank, bool) or rank < 1:

@@ -102,7 +102,7 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
     return AdapterSizes(sizes, dropout=dropout), RenamedSource(source, names)
 
 
-def as_stored(
+def source_program(
     sizes: AdapterSizes, source: WeightSource, renamed: Sequence[tuple[str, str]]
 ) -> tuple[AdapterSizes, WeightSource]:
     """Return an adapter with its modules renamed to the checkpoint's names.

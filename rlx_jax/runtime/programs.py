@@ -46,7 +46,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.ir.types import DimLike
-from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Layout, Lir, returned_leaves, state_leaves
 from rlx_jax.lowering.mir.small import unread_inputs
@@ -101,7 +101,7 @@ class Programs:
 
     def __init__(
         self, flows: Mapping[str, Buildable], source: WeightSource | None, settings: Settings, layout: Layout,
-        captured: Mapping[str, Captured], progress: Progress | None,
+        captured: Mapping[str, CapturedArrays], progress: Progress | None,
     ) -> None:  # fmt: skip
         self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
         self.captured = captured

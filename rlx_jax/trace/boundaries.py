@@ -52,7 +52,7 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
         if emit.placeholder_writer is None or block is None:
             raise
         # Drop the nodes of the failed stage, but keep the mark of its input.
-        builder.cut(start + (value is not None))
+        builder.truncate(start + (value is not None))
         emit.state, emit.repeating = saved_state, repeating
         with builder.at(Origin(block)), emit.stage():
             result = emit.placeholder_writer(block, active, error)
@@ -276,7 +276,7 @@ class HeadCounter:
     def _evidence_of(self, number: int, operand: int | None) -> HeadCounts:
         """Return the evidence of one node for operand number `operand`, or for its result if `operand` is None."""
         node = self.nodes[number]
-        packed = node.op.packed(operand) if isinstance(node.op, Hir) else None
+        packed = node.op.packed_heads(operand) if isinstance(node.op, Hir) else None
         if packed is not None:
             return HeadCounts(frozenset({packed}))
         if isinstance(node.op, Reshape):

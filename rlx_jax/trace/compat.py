@@ -14,7 +14,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
-from rlx_jax.ir.plugins import known
+from rlx_jax.ir.plugins import active_plugin
 from rlx_jax.ir.types import is_static
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import bind_kind, items_of
@@ -166,7 +166,7 @@ class SpecBuilders(Builders[V]):
         Raises:
             GraphError: no plugin has an op of that name, or it has other attributes.
         """
-        ops = known().op_classes()
+        ops = active_plugin().op_classes()
         if name not in ops:
             suggestion = did_you_mean(name, ops) or f"; known are {listing(ops) or 'none'}: see docs/plugins.md"
             raise GraphError(f"{self.path}: custom_op: no plugin has an op {quote(name)}{suggestion}")

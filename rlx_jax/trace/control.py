@@ -16,12 +16,12 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, first_line, shown
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Value, located
+from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Value, locate_errors
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While, in_tensor_ops
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.types import TensorType, is_float, is_static
-from rlx_jax.ir.user_functions import traced_step
+from rlx_jax.ir.user_functions import trace_step
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.image_ops import Images
 from rlx_jax.trace.parameters import F32, WeightKey
@@ -59,7 +59,7 @@ class Control(Images[V]):
         if not callable(fn):
             raise GraphError(f"{self.path}: {what} takes a function of values, got {shown(fn)}")
         outer = self.builder
-        inner = Builder(f"the body of {what}", outer.types, outer.here)
+        inner = Builder(f"the body of {what}", outer.types, outer.current_origin)
         inner.inputs = list(outer.inputs)
         body = Body(inner, outer, len(given), captures, what)
         # With the inner builder in place, all methods that `fn` calls write into the body.
@@ -260,8 +260,8 @@ class Control(Images[V]):
         leaf_types = [s.type for s in slots] + [step_type(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
         forms = (state_form, x_form, weights_form)
         fn = _flatten_step(step, name, [s.name for s in slots], len(xs), leaf_types, forms)
-        with located(self.builder.here):
-            step_trace = traced_step(name, fn, leaf_types)
+        with locate_errors(self.builder.current_origin):
+            step_trace = trace_step(name, fn, leaf_types)
         self.captured.record(where, tuple(leaf_types), (step_trace.text, step_trace.captured), step)
         block = hir.Recurrent(step_trace, slots, len(xs), unroll)
         return jax.tree.unflatten(step_trace.y_form, self.add_all(block, *xs, *weights, *learned))

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from rlx_jax.errors import GraphError, MissingWeightError, ShapeError, listing, quote, shown
-from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Value, located
+from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Value, locate_errors
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.paths import Origin, Path, path_text
@@ -349,7 +349,7 @@ class _Rewriter:
             values.mapping[Value(number)] = self._new_value(node.inputs[0], values)
             return
         try:
-            with self.builder.at(origin), located(origin):
+            with self.builder.at(origin), locate_errors(origin):
                 copied_op = replace(op, activation="") if isinstance(op, Linear) else op
                 results = self.builder.add(copied_op, *(self._new_value(v, values) for v in node.inputs))
             if activation:

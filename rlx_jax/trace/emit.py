@@ -28,7 +28,7 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, located
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, locate_errors
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Role, Roles, stored_keys
 from rlx_jax.ir.paths import Path, path_text
@@ -40,7 +40,7 @@ from rlx_jax.ir.types import (
     short_name,
     tensor_type,
 )
-from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.trace.checks import missing_method_text
 from rlx_jax.trace.compat import SpecBuilders
@@ -88,14 +88,14 @@ class Emit(SpecBuilders[FlowValue]):
         self,
         builder: Builder,
         source: WeightSource | None,
-        captured: Captured | None = None,
+        captured: CapturedArrays | None = None,
         binding: Mapping[str, int] | None = None,
         declared: Sequence[WeightDecl] = (),
         profile: Any = None,
     ) -> None:
         self.builder = builder
         self.profile = profile
-        self.captured = Captured() if captured is None else captured
+        self.captured = CapturedArrays() if captured is None else captured
         self.parameters = Parameters(source, declared)
         self.binding = dict(binding or {})
         self.state = FlowState()
@@ -219,7 +219,7 @@ class Emit(SpecBuilders[FlowValue]):
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op and return all of its results. A shape error names the weights at fault."""
-        with located(self.builder.here):
+        with locate_errors(self.builder.current_origin):
             try:
                 return super().add_all(op, *values)
             except ShapeError as error:
@@ -236,7 +236,7 @@ class Emit(SpecBuilders[FlowValue]):
         self.builder.types.infer(
             op, tuple(self.builder.type(v) for v in operands)
         )  # reports errors of the composite itself
-        with self.builder.at(replace(self.builder.here, label=op.name())):
+        with self.builder.at(replace(self.builder.current_origin, label=op.name())):
             return as_values(op.expand(self.builder, *operands))
 
     def _weights_of(self, value: Value) -> Iterator[str]:

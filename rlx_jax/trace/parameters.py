@@ -29,9 +29,9 @@ from rlx_jax.ir.param import (
     slice_axis,
     stride_axis,
 )
-from rlx_jax.ir.roles import agreed, check_roles
+from rlx_jax.ir.roles import check_roles, common_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
-from rlx_jax.ir.weight_reads import WeightSource, as_stored, shapes_only
+from rlx_jax.ir.weight_reads import WeightSource, shapes_only, source_program
 from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.checks import check_init
 
@@ -276,7 +276,7 @@ class Parameters:
                 f"{path}: {self.describe(key)}: expected {len(roles)} axes, {axes}, got {list(t.shape)}"
             )
         checked_roles = check_roles(roles, t, where)
-        self.roles[key] = agreed(self.roles.get(key, checked_roles), checked_roles)
+        self.roles[key] = common_roles(self.roles.get(key, checked_roles), checked_roles)
 
     def describe(self, key: str) -> str:
         """Return a weight's name for messages, with the file that has it, or the declaration of its shape."""
@@ -394,7 +394,7 @@ class Parameters:
         assert self.source is not None
         spec = self.source.spec(key)
         if isinstance(spec, PackedSpec):
-            stored: Key | Dequantized = as_stored(key, spec, f"{path}: {self.describe(key)}")
+            stored: Key | Dequantized = source_program(key, spec, f"{path}: {self.describe(key)}")
         else:
             kind = (tuple(spec.shape), spec.dtype)
             stored = Key(key, self._types.get(kind) or self._types.setdefault(kind, tensor_type(*kind, key)))

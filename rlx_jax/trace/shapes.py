@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, quote, shown
-from rlx_jax.ir.graph import Value, located
+from rlx_jax.ir.graph import Value, locate_errors
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
@@ -45,7 +45,7 @@ class Shapes(Arithmetic[V]):
     def reshape(self, x: V, shape: Shape | int) -> V:
         """Reshape x to ints, at most one -1, and symbolic sizes of x; a product of symbolic sizes must be the -1."""
         sizes = shape if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
-        with located(self.builder.here):
+        with locate_errors(self.builder.current_origin):
             dims = [-1 if not isinstance(d, Dim | str) and d == -1 else as_dim(d, "reshape") for d in sizes]
             op = reshape_to(self.type_of(x), dims)
         return self.add_node(op, x)
@@ -244,7 +244,7 @@ class Shapes(Arithmetic[V]):
             raise ShapeError(f"{where}: widths are whole numbers, got {shown(pad_width)}")
         if not is_number(constant_values):
             raise GraphError(f"{where}: constant_values is a number, got {shown(constant_values)}")
-        with located(self.builder.here):
+        with locate_errors(self.builder.current_origin):
             small_constant(constant_values, self.type_of(x).dtype)  # refuses what the dtype cannot hold
         pairs = tuple((int(low), int(high)) for low, high in widths)
         return self.add_node(Pad(pairs, mode, float(constant_values)), x)
@@ -418,7 +418,7 @@ class Shapes(Arithmetic[V]):
         chosen = self.type_of(x).dtype if dtype is None else as_dtype(dtype)
         if not is_number(value):
             raise GraphError(f"{self.path}: full_like takes a number, got {shown(value)}")
-        with located(self.builder.here):
+        with locate_errors(self.builder.current_origin):
             small_constant(value, chosen)  # refuses what the dtype cannot hold
         return self.add_node(FullLike(float(value), chosen), x)
 

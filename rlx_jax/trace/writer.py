@@ -34,13 +34,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, describe_type
-from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, located
+from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, locate_errors
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import Dim, DimLike, TensorType, is_static
-from rlx_jax.ir.user_functions import Captured
+from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.value_type import ValueType
 from rlx_jax.trace.checks import check_attributes, check_calls, check_out_shape
 from rlx_jax.trace.checks import is_number as is_number
@@ -91,7 +91,7 @@ class Writer(Generic[V]):
     """Base class of the builders of ops, generic in the type of their values `V`."""
 
     builder: Builder
-    captured: Captured
+    captured: CapturedArrays
     _bodies: tuple[Body, ...] = ()
 
     def __init_subclass__(cls) -> None:
@@ -148,7 +148,7 @@ class Writer(Generic[V]):
     @property
     def path(self) -> str:
         """The current block path, such as `layers.3.self_attn`, or the name of the program outside of all blocks."""
-        return path_text(self.builder.here.path)
+        return path_text(self.builder.current_origin.path)
 
     def type_of(self, value: V) -> TensorType:
         """Return the IR type of a value."""
@@ -169,7 +169,7 @@ class Writer(Generic[V]):
         if self.level != GraphStage.HIR and isinstance(op, Hir):
             raise GraphError(f"{op.name()} is a HIR block; module {self.builder.name!r} is at {self.level}")
         operands, num_nodes = [self.own(v) for v in values], len(self.builder.nodes)
-        with located(self.builder.here):
+        with locate_errors(self.builder.current_origin):
             try:
                 results = self._write(op, *operands)
                 self._check_elements(op, results, num_nodes)
@@ -215,7 +215,7 @@ class Writer(Generic[V]):
         Raises:
             DTypeError: `dtype` cannot hold a value. GraphError: over 1 MiB.
         """
-        with located(self.builder.here):
+        with locate_errors(self.builder.current_origin):
             return self.wrap(self.builder.leaf(small_constant(value, dtype)))
 
     def lift(self, value: Any, like: V) -> V:
@@ -255,9 +255,9 @@ class Writer(Generic[V]):
         op = JaxFn(fn)
         results = self.add_all(op, *values)
         operands = tuple(self.type_of(v) for v in values)
-        out = op.remember(operands)
+        out = op.record_trace(operands)
         # Later builds compare with this record, because every program has to capture the same arrays.
-        self.captured.record(f"{self.path}: {op.text()}", operands, op.first[0][1], fn)
+        self.captured.record(f"{self.path}: {op.text()}", operands, op.recorded[0][1], fn)
         return results if isinstance(out, tuple | list) else results[0]
 
 

@@ -21,10 +21,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from rlx_jax.device import check_space, freed
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.ir.checkpoint_tensor import Box, box_index, concat_axis
-from rlx_jax.ir.packed import PackedSpec, decoded
+from rlx_jax.ir.packed import PackedSpec, decode_packed
 from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, Zeros, select_box, stored_keys
 from rlx_jax.ir.types import TensorType, short_name
-from rlx_jax.ir.weight_reads import WeightSource, as_stored
+from rlx_jax.ir.weight_reads import WeightSource, source_program
 from rlx_jax.weights.finite import narrow_values
 
 HostArray = np.ndarray[Any, Any]
@@ -223,7 +223,7 @@ def read_numbers(key: str, source: WeightSource) -> HostArray:
     spec = source.spec(key)
     if not isinstance(spec, PackedSpec):
         return source.read(key)
-    return _read_stored(as_stored(key, spec, f"weight {quote(key)} ({source.where(key)})"), source)
+    return _read_stored(source_program(key, spec, f"weight {quote(key)} ({source.where(key)})"), source)
 
 
 def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray:
@@ -233,7 +233,7 @@ def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource) -> Ho
         WeightError, WeightShapeError: `read` of the source returns another type than its `spec` declared.
     """
     if isinstance(stored, Dequantized):
-        numbers: HostArray = decoded(_read_stored(stored.of, source), stored.scheme)
+        numbers: HostArray = decode_packed(_read_stored(stored.of, source), stored.scheme)
         return numbers if numbers.dtype == stored.dtype else _cast(numbers, stored, stored.dtype, source)
     key = stored.source_key
     data = source.read(key.key, _index(stored))

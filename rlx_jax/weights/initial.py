@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx_jax.errors import quote
 from rlx_jax.ir.graph import Graph, Node, Param
-from rlx_jax.ir.initializers import Init, drawn
+from rlx_jax.ir.initializers import Init, init_weight
 from rlx_jax.ir.param import Dequantized, Key, Program, keys_of, stored_keys
 from rlx_jax.ir.traits import Normal
 from rlx_jax.ir.types import TensorType
@@ -45,7 +45,7 @@ def initial_params(
     keys = dict(zip(stored, _split(key, max(len(stored), 1)), strict=False))
     custom_inits = inits or {}
     values = {
-        name: drawn(custom_inits[name], keys[name], t, f"weight {quote(name)}")
+        name: init_weight(custom_inits[name], keys[name], t, f"weight {quote(name)}")
         if name in custom_inits
         else _init_weight(*readers[name], t, keys[name])
         for name, t in stored.items()

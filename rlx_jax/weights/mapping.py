@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, WeightShapeError, quote
-from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, packed_types, suspects
+from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, finite_check_floats, packed_types
 from rlx_jax.ir.types import short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
@@ -124,7 +124,7 @@ class MappingSource(NamedTensors[Any]):
         part = np.asarray(value[slices] if slices else value)
         part = part.astype(part.dtype.newbyteorder("="), copy=False).view()
         part.flags.writeable = False
-        checked = suspects(part, entry.scheme) if isinstance(entry, Packed) else part
+        checked = finite_check_floats(part, entry.scheme) if isinstance(entry, Packed) else part
         check_finite(checked, key, self._name, self._on_nonfinite)
         return part
 

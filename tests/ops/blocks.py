@@ -10,7 +10,7 @@ import numpy as np
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Op, constant
 from rlx_jax.ir.ops.experts import ClampedGate
-from rlx_jax.ir.user_functions import traced_step
+from rlx_jax.ir.user_functions import trace_step
 from tests.ops import sequences
 from tests.ops.elements import activation, normed, product, rms_norm
 from tests.ops.evaluate import wide
@@ -243,7 +243,7 @@ DECODER = ("f32 2 3 8; f32 8; f32 8; f32 8 8; f32 4 8; f32 4 8; f32 8 8; f32 8; 
            "f32 1 3 2; f32 1 3 2")  # fmt: skip
 
 
-STEP = traced_step("decay", decay, [operand(text) for text in ("f32 4", "f32 4", "f32")])
+STEP = trace_step("decay", decay, [operand(text) for text in ("f32 4", "f32 4", "f32")])
 
 
 SLOT, START = operand("f32 4"), constant(np.linspace(-0.5, 0.5, 4), F32)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Op
-from rlx_jax.ir.user_functions import traced_step
+from rlx_jax.ir.user_functions import trace_step
 from tests.ops.sample import Array, Meaning, Sample, o, operand
 from tests.oracles import op_formulas as formula
 from tests.oracles.gated_delta import causal_conv, gated_delta
@@ -158,7 +158,7 @@ def attention() -> Iterator[Sample]:
 
 def recurring() -> Iterator[Sample]:
     """Steps over tokens and recurrences: from zeros and from a state, ragged, with every state, of one token."""
-    step = traced_step("decay", decay, [operand(text) for text in ("f32 4", "f32 4", "f32")])
+    step = trace_step("decay", decay, [operand(text) for text in ("f32 4", "f32 4", "f32")])
     for start in ("f32 batch 4", "f32 4", "f32"):
         yield Sample(o.TokenScan(step, 1, 1), f"{start}; f32 batch seq 4; f32")
     op = o.TokenScan(step, 1, 1, ragged=True, every=True, unroll=2)

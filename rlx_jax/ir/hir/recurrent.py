@@ -101,7 +101,7 @@ class CarriesState(Protocol):
         ...
 
 
-class FromNothing:
+class StatefulForward:
     """Defines `expand`, the forward program of a block with a state, as a run from the initial state."""
 
     def expand(self: Any, b: Builder, *operands: Value) -> tuple[Value, ...]:
@@ -139,7 +139,7 @@ class Carried(Hir):
         slots = block.slots(*(b.type(v) for v in block_operands))
         start = None
         if not self.fresh:
-            start = [_entered(b, s, v, length, block_operands) for s, v in zip(slots, leaves, strict=True)]
+            start = [_start_state(b, s, v, length, block_operands) for s, v in zip(slots, leaves, strict=True)]
         run = block.expand_from(b, block_operands, start, lengths, self.every)
         # A state leaf is donated, so its type must stay the same.
         for slot, leaf, after in zip(slots, leaves, run.after, strict=True):
@@ -152,12 +152,12 @@ class Carried(Hir):
         return f"carried({self.block.text()}{''.join(notes)})"
 
 
-def _entered(b: Builder, slot: StateSlot, leaf: Value, length: Value, given: Sequence[Value]) -> Value:
+def _start_state(b: Builder, slot: StateSlot, leaf: Value, length: Value, operands: Values) -> Value:
     """Return the state that a call starts from: the leaf, or the initial value in rows that have no token yet."""
     if slot.initial is None:  # a new leaf is zeros already
         return leaf
     rank = slot.type.rank
-    start = initial_value(b, slot, given)
+    start = initial_value(b, slot, operands)
     start = b(Slice((None, Ellipsis)), start)
     is_empty = b(Compare("eq"), length, b.scalar(0, length))
     return b(Where(), b(Reshape((-1, *(1,) * rank)), is_empty), start, leaf)
@@ -175,7 +175,7 @@ def initial_value(b: Builder, slot: StateSlot, operands: Sequence[Value]) -> Val
 
 
 @dataclass(frozen=True)
-class Recurrent(FromNothing, Hir):
+class Recurrent(StatefulForward, Hir):
     """A custom `state, y_t = step(state, x_t, *params)`, scanned along the tokens: see `TokenScan`.
 
     Operands: `tokens` values `[B, S, …]`, the parameters of the step, then the initial values that are operands. The
@@ -191,7 +191,7 @@ class Recurrent(FromNothing, Hir):
 
     def check(self, *operands: TensorType) -> None:
         num_learned = sum(isinstance(slot.initial, int) for slot in self.state)
-        check_arity("recurrent", len(operands), len(self.step.given) - len(self.state) + num_learned)
+        check_arity("recurrent", len(operands), len(self.step.operand_types) - len(self.state) + num_learned)
 
     def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
         """Return the slots that the user declared with the initial state."""
@@ -202,7 +202,7 @@ class Recurrent(FromNothing, Hir):
     ) -> BlockRun:
         """Append the ops of the block, run from a state: see `CarriesState`."""
         num_states = len(self.state)
-        step_operands = operands[: len(self.step.given) - num_states]
+        step_operands = operands[: len(self.step.operand_types) - num_states]
         initial = start or [initial_value(b, slot, operands) for slot in self.state]
         op = TokenScan(self.step, num_states, self.tokens, lengths is not None, every, self.unroll)
         results = b.add(op, *initial, *step_operands, *([] if lengths is None else [lengths]))
@@ -216,7 +216,7 @@ class Recurrent(FromNothing, Hir):
 
 
 @dataclass(frozen=True)
-class CausalWindow(FromNothing, Hir):
+class CausalWindow(StatefulForward, Hir):
     """The last `width` tokens up to each token, with zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
 
     The state is the last `width − 1` tokens.
@@ -244,13 +244,13 @@ class CausalWindow(FromNothing, Hir):
         (x,) = operands
         if self.width == 1:
             return BlockRun((b(TokenWindows(1), x),), ())
-        tokens = rows_behind(b, x, self.width, start, lengths)
+        tokens = prepend_state(b, x, self.width, start, lengths)
         windows = b(TokenWindows(self.width), tokens.rows)
-        return BlockRun((windows,), (tokens.tail,), (tokens.tails(b, windows),) if every else ())
+        return BlockRun((windows,), (tokens.tail,), (tokens.state_per_token(b, windows),) if every else ())
 
 
 @dataclass(frozen=True)
-class RowsBehind:
+class PrecededTokens:
     """Tokens after the `past` preceding ones, for a block that reads a window of `past + 1` tokens.
 
     Attributes:
@@ -263,12 +263,14 @@ class RowsBehind:
     tail: Value
     past: int
 
-    def tails(self, b: Builder, windows: Value) -> Value:
+    def state_per_token(self, b: Builder, windows: Value) -> Value:
         """Return the state after each token, `[B, S, past, …]`, given the windows of `past + 1` rows."""
         return in_dtype(b, b(Narrow(2, 1, self.past), windows), b.type(self.tail).dtype)
 
 
-def rows_behind(b: Builder, x: Value, width: int, start: Sequence[Value] | None, lengths: Value | None) -> RowsBehind:
+def prepend_state(
+    b: Builder, x: Value, width: int, start: Sequence[Value] | None, lengths: Value | None
+) -> PrecededTokens:
     """Return tokens x `[B, S, …]` after the rows of the state, or after zeros if there is no state.
 
     `width`, at least 2, is the size of the windows; for `start` and `lengths` see `CarriesState.expand_from`. The
@@ -280,7 +282,7 @@ def rows_behind(b: Builder, x: Value, width: int, start: Sequence[Value] | None,
     else:
         rows = b(Concat(1), in_dtype(b, start[0], x_type.dtype), x)
     tail = b(Narrow(1, -past, past), rows) if lengths is None else b(TailRows(past), rows, lengths)
-    return RowsBehind(rows, in_dtype(b, tail, F32 if is_float(x_type.dtype) else x_type.dtype), past)
+    return PrecededTokens(rows, in_dtype(b, tail, F32 if is_float(x_type.dtype) else x_type.dtype), past)
 
 
 @dataclass(frozen=True)
@@ -306,13 +308,13 @@ class TimeSteps(Hir):
             step = b(Binary("min"), step, b.scalar(self.high, step))
         return step, b(Unary("neg"), b(Unary("exp"), a_log))
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return 1 for the bias and 0 for A_log, so that A starts at −1."""
-        return 1.0 if place == 1 else 0.0
+        return 1.0 if operand_index == 1 else 0.0
 
 
 @dataclass(frozen=True)
-class CausalConv(FromNothing, Hir):
+class CausalConv(StatefulForward, Hir):
     """A depthwise causal convolution over the last J tokens: see `CausalConvOp`.
 
     Operands: x `[B,S,C]`, w `[C,J]` or as in checkpoints `[C,1,J]`, with `bias` also the bias `[C]`. Result: `[B,S,C]`.
@@ -346,13 +348,13 @@ class CausalConv(FromNothing, Hir):
             w = b(merge_axes(3, 1), w)
         if taps == 1:
             return BlockRun((b(CausalConvOp(self.bias), x, w, *bias),), ())
-        tokens = rows_behind(b, x, taps, start, lengths)
-        every_state = (tokens.tails(b, b(TokenWindows(taps), tokens.rows)),) if every else ()
+        tokens = prepend_state(b, x, taps, start, lengths)
+        every_state = (tokens.state_per_token(b, b(TokenWindows(taps), tokens.rows)),) if every else ()
         return BlockRun((b(CausalConvOp(self.bias), tokens.rows, w, *bias),), (tokens.tail,), every_state)
 
 
 @dataclass(frozen=True)
-class GatedDelta(FromNothing, Hir):
+class GatedDelta(StatefulForward, Hir):
     """The gated delta rule over packed heads: q, k `[B,S,Hk·K]`, v `[B,S,Hv·V]`, g and beta `[B,S,Hv]` → `[B,S,Hv·V]`.
 
     See `GatedDeltaOp`. State: `[Hv,K,V]`. `key_heads` Hk divides `value_heads` Hv. With `unit` each head of q and k is
@@ -367,8 +369,8 @@ class GatedDelta(FromNothing, Hir):
     scale: float | None = None
     unit: float | None = None
 
-    def packed(self, place: int | None) -> int | None:
-        return self.key_heads if place in (0, 1) else self.value_heads
+    def packed_heads(self, operand_index: int | None) -> int | None:
+        return self.key_heads if operand_index in (0, 1) else self.value_heads
 
     def check(self, *operands: TensorType) -> None:
         q, k, v, *_ = operands
@@ -406,7 +408,7 @@ class GatedDelta(FromNothing, Hir):
 
 
 @dataclass(frozen=True)
-class SelectiveScan(FromNothing, Hir):
+class SelectiveScan(StatefulForward, Hir):
     """A selective scan over packed heads: see `SelectiveScanOp`.
 
     x `[B,S,H·P]`, Δ `[B,S,H]`, A `[H]` or `[H,N]`, B and C `[B,S,G·N]` → `[B,S,H·P]`. State: `[H,P,N]`. `groups` G
@@ -419,8 +421,8 @@ class SelectiveScan(FromNothing, Hir):
     heads: int
     groups: int = 1
 
-    def packed(self, place: int | None) -> int | None:
-        return {None: self.heads, 0: self.heads, 1: self.heads, 3: self.groups, 4: self.groups}.get(place)
+    def packed_heads(self, operand_index: int | None) -> int | None:
+        return {None: self.heads, 0: self.heads, 1: self.heads, 3: self.groups, 4: self.groups}.get(operand_index)
 
     def check(self, *operands: TensorType) -> None:
         if min(self.heads, self.groups) < 1 or self.heads % self.groups:

@@ -152,8 +152,8 @@ class Attention(Hir):
     bias_of: Graph | None = None
     sinks: bool = False
 
-    def packed(self, place: int | None) -> int | None:
-        return {None: self.heads, 0: self.heads, 1: self.kv_heads, 2: self.kv_heads}.get(place)
+    def packed_heads(self, operand_index: int | None) -> int | None:
+        return {None: self.heads, 0: self.heads, 1: self.kv_heads, 2: self.kv_heads}.get(operand_index)
 
     def check(self, *operands: TensorType) -> None:
         if self.bias_of is None:
@@ -191,9 +191,9 @@ class Attention(Hir):
         op = self.op(self.kv_heads * times)
         return b(replace(op, extra=(*extra_operands, *at)), q, k, v, *extra_operands.values(), *at.values())
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return 0 for sinks, and the default for any other weight."""
-        return 0.0 if self.sinks and place == 3 + len(self.extra) else super().initial(place, weight)
+        return 0.0 if self.sinks and operand_index == 3 + len(self.extra) else super().initial(operand_index, weight)
 
     def _places(self, b: Builder, q: Value, k: Value, at: Mapping[str, Value]) -> tuple[Value, Value]:
         """Return the positions of queries `[B|1, S]` and of keys `[B|1, T]`.

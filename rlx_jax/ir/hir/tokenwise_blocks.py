@@ -45,9 +45,9 @@ class Linear(Hir):
         y = b(Binary("add"), y, operands[2]) if self.bias else y
         return b(Unary(self.activation), y) if self.activation else y
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return 0 for the bias and a normal distribution with fan-in scaling for the matrix."""
-        if place == 2:
+        if operand_index == 2:
             return 0.0
         return 1.0 if weight.rank < 2 else Normal(int(weight.shape[self.contract]))
 
@@ -116,9 +116,9 @@ class RmsNorm(Hir):
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(RmsNormOp(self.eps, self.offset), *operands)
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return 0 for β, and for γ the value that makes `offset + γ` 1."""
-        return 0.0 if place == 2 else 1.0 - self.offset
+        return 0.0 if operand_index == 2 else 1.0 - self.offset
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class LayerNorm(Hir):
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(LayerNormOp(self.eps, self.scaled, self.shifted), *operands)
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return 0 for β and 1 for γ."""
-        return 0.0 if place == 1 + self.scaled else super().initial(place, weight)
+        return 0.0 if operand_index == 1 + self.scaled else super().initial(operand_index, weight)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Route(Hir):
             weights = b(Binary("mul"), weights, b.scalar(self.scale, weights))
         return weights, ids
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return 0 for the bias."""
         return 0.0
 
@@ -238,8 +238,10 @@ class Experts(Hir):
         share, is_chosen = (b(Reduce(kind, (rank - 1,)), v) for kind, v in (("sum", shares), ("any", hits)))
         gate_bias, up_bias, down_bias = biases or (None, None, None)
         gate_and_up = ((gate, gate_bias), (up, up_bias))
-        inner = self._gated(b, *(_plus(b, b(Einsum(f"...h,{in_axes}->...ef"), x, w), bias) for w, bias in gate_and_up))
-        outputs = _plus(b, b(Einsum(f"...ef,{out_axes}->...eh", result=F32), inner, down), down_bias)
+        inner = self._gated(
+            b, *(_add_bias(b, b(Einsum(f"...h,{in_axes}->...ef"), x, w), bias) for w, bias in gate_and_up)
+        )
+        outputs = _add_bias(b, b(Einsum(f"...ef,{out_axes}->...eh", result=F32), inner, down), down_bias)
         weighted = b(Binary("mul"), outputs, b(Reshape((*leading_axes[:-1], experts, 1)), share))
         # A product with weight 0 is not enough: an expert that was not chosen may overflow, and 0 · inf is NaN.
         selected = b(
@@ -258,14 +260,14 @@ class Experts(Hir):
         clamped_up = b(Binary("max"), b(Binary("min"), up, limit), neg_limit)
         return b(Binary("mul"), b(Binary("div"), activated, alpha), b(Binary("add"), clamped_up, offset))
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return a normal distribution with fan-in scaling for the matrices of the experts, and 0 for their biases."""
-        return initial_of_expert(place, weight, self.contract)
+        return initial_of_expert(operand_index, weight, self.contract)
 
     def text(self) -> str:
         return f"experts({self.activation})"
 
 
-def _plus(b: Builder, product: Value, bias: Value | None) -> Value:
+def _add_bias(b: Builder, product: Value, bias: Value | None) -> Value:
     """Return a product plus its bias, if there is one, in the product's dtype."""
     return product if bias is None else b(Binary("add"), product, in_dtype(b, bias, b.type(product).dtype))

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import TOKENS, Types, each_once, product_traits
+from rlx_jax.ir.traits import TOKENS, Types, all_moved, product_traits
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 # Declarations of attention's optional operands, which follow q, k and v, in the notation of `rlx_jax.ir.operands`.
@@ -274,7 +274,7 @@ class RopeTable(Mir):
             column i of the tables uses coordinate `axes[i]`.
     """
 
-    traits = replace(TOKENS, bytes=each_once)
+    traits = replace(TOKENS, bytes=all_moved)
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
@@ -314,7 +314,7 @@ class SinusoidTable(Mir):
     the cosines first.
     """
 
-    traits = replace(TOKENS, bytes=each_once)
+    traits = replace(TOKENS, bytes=all_moved)
     operands = "t:num[B]"
 
     channels: int
@@ -354,7 +354,7 @@ class RopeOp(Mir):
     columns are read.
     """
 
-    traits = replace(TOKENS, narrows=1, bytes=each_once)
+    traits = replace(TOKENS, narrows=1, bytes=all_moved)
     choices = {"style": ROPE_STYLES}
     operands = "x[B,S,W!] cos[_,S,R!] sin[_,S,R!]"
 

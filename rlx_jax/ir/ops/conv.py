@@ -119,7 +119,7 @@ class Conv(Mir):
             precision=lax.Precision(self.precision), preferred_element_type=x.dtype,
         )  # fmt: skip
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         return Normal(math.prod(weight.shape[1:]))
 
 
@@ -168,7 +168,7 @@ class ConvTranspose(Mir):
             precision=lax.Precision(self.precision), preferred_element_type=x.dtype,
         )  # fmt: skip
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         return Normal(weight.shape[0] * math.prod(weight.shape[2:]))
 
 

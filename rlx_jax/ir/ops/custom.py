@@ -17,7 +17,7 @@ from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.traits import Types, product_traits
 from rlx_jax.ir.type_inference import types_of
-from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, is_whole, short_name
+from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, is_integer, short_name
 
 Array = jax.Array
 
@@ -33,7 +33,7 @@ def check_constants(graph: Graph, types: TypeCache) -> None:
         location = f"{path_text(node.origin.path)} {node.op.text()}"
         if isinstance(node.op, Constant):
             sizes.setdefault(node.op.data, (len(node.op.data), location))
-        for array in types.captured.get(node.op, ()):
+        for array in types.captured_arrays.get(node.op, ()):
             is_tracer = isinstance(array, jax.core.Tracer)  # a tracer has no bytes to compare
             sizes.setdefault(id(array) if is_tracer else np.asarray(array).tobytes(), (array.nbytes, location))
     total = sum(size for size, _ in sizes.values())
@@ -55,10 +55,11 @@ def check_captured(graph: Graph) -> None:
     """
     for _, node in graph.walk():
         if isinstance(node.op, JaxFn):
-            for operands, recorded in node.op.first:
-                if user_functions.meaning(user_functions.trace_anew(node.op.fn, operands), precision=False) != recorded:
+            for operands, recorded in node.op.recorded:
+                closed_jaxpr = user_functions.trace_uncached(node.op.fn, operands)
+                if user_functions.fingerprint(closed_jaxpr, precision=False) != recorded:
                     location = f"{path_text(node.origin.path)}: {node.op.text()}"
-                    raise GraphError(user_functions.changed(location, node.op.fn))
+                    raise GraphError(user_functions.changed_message(location, node.op.fn))
 
 
 def small_constant(value: Any, dtype: Any = None) -> Constant:
@@ -81,44 +82,46 @@ def small_constant(value: Any, dtype: Any = None) -> Constant:
     if array.size * array.itemsize > user_functions.MAX_CAPTURED:
         raise GraphError(f"a constant of {array.size * array.itemsize} bytes, {user_functions.CAPTURED_LIMIT}")
     has_big_ints = array.dtype == object and all(isinstance(v, int) for v in array.flat)  # ints beyond 64 bits
-    if not (has_big_ints or is_float(array.dtype) or array.dtype.kind in "biuc" or is_whole(array.dtype)):
+    if not (has_big_ints or is_float(array.dtype) or array.dtype.kind in "biuc" or is_integer(array.dtype)):
         raise GraphError(f"a constant is a number or an array of them, got {shown(value)}")
     requested = array.dtype if dtype is None and not has_big_ints else as_dtype("i32" if dtype is None else dtype)
     target = device_dtype(requested)
     with np.errstate(all="ignore"):
-        misfits = _misfits(array, target)
-        if misfits.any():
-            misfit = array.reshape(-1)[int(np.argmax(misfits.reshape(-1)))]
-            raise DTypeError(f"a constant of {short_name(target)} cannot hold {misfit}{_way_out(requested, target)}")
+        is_invalid = _unrepresentable(array, target)
+        if is_invalid.any():
+            invalid_value = array.reshape(-1)[int(np.argmax(is_invalid.reshape(-1)))]
+            raise DTypeError(
+                f"a constant of {short_name(target)} cannot hold {invalid_value}{_range_advice(requested, target)}"
+            )
         return constant(array, target)
 
 
-def _way_out(asked: np.dtype[Any], held: np.dtype[Any]) -> str:
+def _range_advice(requested: np.dtype[Any], target: np.dtype[Any]) -> str:
     """Return the end of the message about a number that does not fit its dtype: the reason and a remedy.
 
     Args:
-        asked: the requested dtype.
-        held: the dtype that the program uses for it.
+        requested: the requested dtype.
+        target: the dtype that the program uses for it.
     """
-    if asked == held:
+    if requested == target:
         return "; give it a dtype that does"
-    remedy = "; f32 holds large whole numbers, rounded" if held.kind in "iu" else ": scale it"
-    return f", and numbers of {short_name(asked)} are held in {short_name(held)}: programs have 32 bits{remedy}"
+    remedy = "; f32 holds large whole numbers, rounded" if target.kind in "iu" else ": scale it"
+    return f", and numbers of {short_name(requested)} are target in {short_name(target)}: programs have 32 bits{remedy}"
 
 
-def _misfits(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a mask of the values of `given` that `dtype` cannot represent; rounding of floats is accepted."""
-    if given.dtype.kind == "c":
-        return (given.imag != 0) if dtype.kind != "c" else np.zeros(given.shape, bool)
+def _unrepresentable(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return a mask of the values of `values` that `dtype` cannot represent; rounding of floats is accepted."""
+    if values.dtype.kind == "c":
+        return (values.imag != 0) if dtype.kind != "c" else np.zeros(values.shape, bool)
     if is_float(dtype) or dtype.kind == "c":
-        exact = given.astype(np.float64)
+        exact = values.astype(np.float64)
         converted = exact.astype(dtype).astype(np.complex128 if dtype.kind == "c" else np.float64)
         return np.asarray(np.isfinite(exact) & ~np.isfinite(converted))
     info = None if dtype.kind == "b" else jax.numpy.iinfo(dtype)  # NumPy has no iinfo of 4-bit integers
     low, high = (0, 1) if info is None else (int(info.min), int(info.max))
-    if given.dtype.kind in "biuO":
-        return np.asarray(~((given >= low) & (given <= high)), bool)
-    exact = given.astype(np.float64)
+    if values.dtype.kind in "biuO":
+        return np.asarray(~((values >= low) & (values <= high)), bool)
+    exact = values.astype(np.float64)
     return np.asarray(~((exact >= low) & (exact <= high) & (exact == np.trunc(exact))))
 
 
@@ -156,7 +159,7 @@ class JaxFn(Mir):
         fn: the function.
         label: name in dumps and messages, by default the name of the function.
         precision: default precision of matrix products inside the function.
-        first: operand types and the meaning of `fn` on them when the model was built; see `remember`.
+        first: operand types and the meaning of `fn` on them when the model was built; see `record_trace`.
     """
 
     traits = replace(product_traits(traced_flops), widens=True, stored=False)
@@ -164,12 +167,12 @@ class JaxFn(Mir):
     fn: Callable[..., Any]
     label: str = ""
     precision: str = "default"
-    first: list[tuple[Types, user_functions.Meaning]] = field(default_factory=list, compare=False, repr=False)
+    recorded: list[tuple[Types, user_functions.Fingerprint]] = field(default_factory=list, compare=False, repr=False)
 
-    def remember(self, operands: Types) -> Any:
+    def record_trace(self, operands: Types) -> Any:
         """Record what `fn` computes now, for `check_captured`, and return the structure of its result."""
         closed, result = user_functions.trace(self.fn, operands)
-        self.first.append((operands, user_functions.meaning(closed, precision=False)))
+        self.recorded.append((operands, user_functions.fingerprint(closed, precision=False)))
         return result
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -177,8 +180,8 @@ class JaxFn(Mir):
         leaves = result if isinstance(result, tuple | list) else (result,)
         if not leaves or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in leaves):
             raise GraphError(f"{self.text()} returns {type(result).__name__}; expected an array or a tuple of arrays")
-        types.captured[self] = tuple(user_functions.captured_arrays(closed))
-        user_functions.check_captures(self.text(), types.captured[self])
+        types.captured_arrays[self] = tuple(user_functions.captured_arrays(closed))
+        user_functions.check_captures(self.text(), types.captured_arrays[self])
         return types_of(closed.out_avals)
 
     def eval(self, *arrays: Array) -> Any:

@@ -61,12 +61,12 @@ def expert_operands(contract: int) -> str:
     return EXPERTS.format(wide=wide, narrow=narrow)
 
 
-def initial_of_expert(place: int, weight: TensorType, contract: int) -> Initial:
-    """Return the initializer of operand `place`: normal by the number of inputs of one expert; 0 for biases.
+def initial_of_expert(operand_index: int, weight: TensorType, contract: int) -> Initial:
+    """Return the initializer of operand `operand_index`: normal by the number of inputs of one expert; 0 for biases.
 
     It is the same for experts that are stored separately and for a stack of experts.
     """
-    if place >= len(EXPERT_OPERANDS):
+    if operand_index >= len(EXPERT_OPERANDS):
         return 0.0
     return Normal(int(weight.shape[-1 if contract else -2])) if weight.rank > 1 else 1.0
 
@@ -134,10 +134,10 @@ class ExpertFfn(Mir):
         hits = ids[..., None] == jnp.arange(gate.shape[0], dtype=ids.dtype).reshape((1,) * ids.ndim + (-1,))
         share = jnp.where(hits, weights.astype(jnp.float32)[..., None], 0.0).sum(-2)
         projections = ((gate, gate_bias), (up, up_bias))
-        inner = self.gated(*(plus(self.product(f"...h,{wide}->...ef", x, w), bias) for w, bias in projections))
+        inner = self.gated(*(add_bias(self.product(f"...h,{wide}->...ef", x, w), bias) for w, bias in projections))
         outputs = self.product(f"...ef,{narrow}->e...h", inner, down, jnp.float32)  # a batched product by expert
         if down_bias is not None:
-            outputs = plus(outputs, down_bias.reshape(len(down), *(1,) * (x.ndim - 1), -1))
+            outputs = add_bias(outputs, down_bias.reshape(len(down), *(1,) * (x.ndim - 1), -1))
         is_chosen, shares = (jnp.moveaxis(a, -1, 0)[..., None] for a in (hits.any(-2), share))
         # `where`, not the product alone: 0 · inf of an expert that was not chosen would be NaN.
         return jnp.where(is_chosen, outputs * shares, 0.0).sum(0).astype(x.dtype)
@@ -156,9 +156,9 @@ class ExpertFfn(Mir):
         gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
         return act(clamp.alpha * gate) / clamp.alpha * (up + clamp.offset)
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
-        """Return the initializer of operand `place`; see `initial_of_expert`."""
-        return initial_of_expert(place, weight, self.contract)
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
+        """Return the initializer of operand `operand_index`; see `initial_of_expert`."""
+        return initial_of_expert(operand_index, weight, self.contract)
 
     def text(self) -> str:
         notes = [self.activation] * (self.activation != "silu") + ["contract=0"] * (not self.contract)
@@ -167,8 +167,8 @@ class ExpertFfn(Mir):
         return f"experts({', '.join(notes)})" if notes else "experts"
 
 
-def plus(made: Array, bias: Array | None) -> Array:
+def add_bias(product: Array, bias: Array | None) -> Array:
     """Return a product plus its bias, if there is one, in the product's dtype."""
     if bias is None:
-        return made
-    return jnp.add(*same_rank(made, bias.astype(made.dtype)))
+        return product
+    return jnp.add(*same_rank(product, bias.astype(product.dtype)))

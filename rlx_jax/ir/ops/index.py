@@ -162,9 +162,9 @@ def _check_scatter(op: str, kind: str, x: TensorType) -> None:
         raise DTypeError(f"{op}: {kind} needs numbers, got {x}")
 
 
-def _write(x: Array, places: tuple[Array, ...], updates: Array, kind: str) -> Array:
-    """Return x with `updates` combined at `places`, one index array per axis; indices out of range are dropped."""
-    written: Array = getattr(x.at[places], kind)(updates, mode="drop")
+def _write(x: Array, indices: tuple[Array, ...], updates: Array, kind: str) -> Array:
+    """Return x with `updates` combined at `indices`, one index array per axis; indices out of range are dropped."""
+    written: Array = getattr(x.at[indices], kind)(updates, mode="drop")
     return written
 
 

@@ -227,9 +227,9 @@ class Binary(Mir):
     def eval(self, a: Array, b: Array) -> Array:
         return BINARY[self.kind](*same_rank(a, b))
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return 0 for a bias, a weight of rank 0 or 1 that is added or subtracted."""
-        return 0.0 if weight.rank < 2 and self.kind in ("add", "sub") else super().initial(place, weight)
+        return 0.0 if weight.rank < 2 and self.kind in ("add", "sub") else super().initial(operand_index, weight)
 
     def text(self) -> str:
         return self.kind

@@ -249,8 +249,8 @@ class CausalConvOp(Mir):
         total = functools.reduce(jnp.add, parts)
         return (total + bias[0].astype(jnp.float32)[None, None] if bias else total).astype(z.dtype)
 
-    def initial(self, place: int, weight: TensorType) -> Initial:
-        return Normal(int(weight.shape[1])) if place == 1 else 0.0
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
+        return Normal(int(weight.shape[1])) if operand_index == 1 else 0.0
 
 
 # -- custom steps over the tokens of a sequence ------------------------------------------------
@@ -309,13 +309,13 @@ class TokenScan(Mir):
     precision: str = "default"
 
     def check(self, *operands: TensorType) -> None:
-        num_operands = len(self.step.given) + self.ragged
+        num_operands = len(self.step.operand_types) + self.ragged
         if len(operands) != num_operands:
             raise wrong_arity("token_scan", str(num_operands), len(operands))
         xs = operands[self.states : self.states + self.tokens]
         if any(x.rank < 2 or x.shape[:2] != xs[0].shape[:2] for x in xs):
             raise ShapeError(f"token_scan: what is read is [B, S, …], got {', '.join(map(str, xs))}")
-        for number, (operand, expected) in enumerate(zip(operands, self.step.given, strict=False)):
+        for number, (operand, expected) in enumerate(zip(operands, self.step.operand_types, strict=False)):
             num_leading = 2 if self.states <= number < self.states + self.tokens else 0
             shape = operand.shape[num_leading:]
             is_state = number < self.states and (shape == () or shape[1:] == expected.shape)
@@ -323,15 +323,15 @@ class TokenScan(Mir):
                 raise ShapeError(f"token_scan: the step takes {expected} as argument {number}, got {operand}")
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        types.captured[self] = self.step.arrays  # they count towards the limit of constants in a program
+        types.captured_arrays[self] = self.step.arrays  # they count towards the limit of constants in a program
         return super().infer(types, *operands)
 
     def eval(self, *arrays: Array) -> tuple[Array, ...]:
         num_states, num_batched = self.states, self.states + self.tokens
         batch, count = arrays[num_states].shape[:2]
         floats = [x.dtype for x in arrays[num_states:num_batched] if is_float(x.dtype)]
-        args = [a.astype(t.dtype) for a, t in zip(arrays, self.step.given, strict=False)]
-        shapes = [(batch, *t.shape) for t in self.step.given[:num_states]]
+        args = [a.astype(t.dtype) for a, t in zip(arrays, self.step.operand_types, strict=False)]
+        shapes = [(batch, *t.shape) for t in self.step.operand_types[:num_states]]
         state = [
             a if a.ndim == len(s) else jnp.broadcast_to(a, s) for a, s in zip(args[:num_states], shapes, strict=True)
         ]

@@ -68,7 +68,7 @@ class Reduce(Mir):
         if self.kind in OF_FLOATS and not jnp.issubdtype(dtype, jnp.inexact):
             raise DTypeError(f"reduce_{self.kind}: needs floats, got {operands[0]}; cast it to f32 first")
         if len({axis % operands[0].rank for axis in self.axes}) < len(self.axes):
-            raise ShapeError(f"reduce_{self.kind}: an axis stands twice in {list(self.axes)}")
+            raise ShapeError(f"reduce_{self.kind}: an axis is repeated in {list(self.axes)}")
         if self.ddof and self.kind not in ("var", "std"):
             raise ShapeError(f"reduce_{self.kind}: ddof is for a variance or deviation, got {self.ddof}")
         if self.kind in ("sum", "prod") and dtype == jnp.bool_:

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.operands import check_axes
-from rlx_jax.ir.traits import MOVEMENT, Types, each_once, first_moved, nothing, results_moved
+from rlx_jax.ir.traits import MOVEMENT, Types, all_moved, first_moved, results_moved, zero
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 
 Array = jax.Array
@@ -43,7 +43,7 @@ class Reshape(Mir):
     A target never contains a symbol, so that binding symbols needs no substitution.
     """
 
-    traits = replace(MOVEMENT, bytes=nothing, view=_whole)
+    traits = replace(MOVEMENT, bytes=zero, view=_whole)
 
     target: tuple[int | AxisOf, ...]
 
@@ -77,7 +77,7 @@ class Reshape(Mir):
 class Shard(Mir):
     """Identity that assigns roles to the axes of x (`rlx_jax.ir.roles`; None for no role); a mesh shards x by them."""
 
-    traits = replace(MOVEMENT, widens=False, bytes=nothing, view=_whole)
+    traits = replace(MOVEMENT, widens=False, bytes=zero, view=_whole)
 
     roles: tuple[str | None, ...]
 
@@ -257,7 +257,7 @@ class SplitLast(Mir):
     separate slices would pad each gradient to the full size and add them.
     """
 
-    traits = replace(MOVEMENT, bytes=each_once)
+    traits = replace(MOVEMENT, bytes=all_moved)
     operands = "x[…,N!]"
 
     sizes: tuple[int, ...]
