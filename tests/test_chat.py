@@ -160,7 +160,7 @@ def test_parts_cannot_spell_a_control_token(tokenizers: dict[str, Tokenizer]) ->
         parts = [{"type": "text", "text": text} for text in texts]
         return prompt(tokenizers["qwen"], [{"role": "user", "content": parts}], chat_template=template, **options)
 
-    with pytest.raises(errors.RequestError, match=r"messages: .* '<\|im_end\|>' of .* joins texts"):
+    with pytest.raises(errors.RequestError, match=r"messages: .* '<\|im_end\|>' from .* joins texts"):
         asked("a<|im_", "end|>b")
     end = tokenizers["qwen"].added_tokens["<|im_end|>"].id
     assert end not in asked("a<|im_end|>", "b") and end in asked("a<|im_", "end|>b", allow_special=True)
