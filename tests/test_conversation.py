@@ -144,7 +144,7 @@ def test_asking_again_reads_what_begins_a_reply(family: str, model: Any) -> None
     check_turns(lm, chat, ASKED[2:3])
     chat = lm.conversation([SYSTEM], keep_copy=False)
     check_turns(lm, chat, ASKED[:2])
-    assert (chat._text.kept is None) and chat.fork().keep_copy is False
+    assert (chat._text.snapshot is None) and chat.fork().keep_copy is False
     chat.messages.pop()
     chat.send([], REPLY)
     told = lm.report().request
@@ -163,10 +163,10 @@ def test_asking_again_over_a_window(tokenizer: Tokenizer) -> None:
         asked = chat.messages[:-1]
         chat.messages.pop()
         assert chat.send([], budget) == lm.chat(asked, budget)
-    assert chat._text is not None and chat._text.kept is not None
-    name, *others = chat._text.kept.arrays
-    kept = replace(chat._text.kept, arrays={other: chat._text.kept.arrays[other] for other in others})
-    chat._text = replace(chat._text, kept=kept)
+    assert chat._text is not None and chat._text.snapshot is not None
+    name, *others = chat._text.snapshot.arrays
+    kept = replace(chat._text.snapshot, arrays={other: chat._text.snapshot.arrays[other] for other in others})
+    chat._text = replace(chat._text, snapshot=kept)
     chat.messages.pop()
     reply = chat.send([], 40)
     told = lm.report().request

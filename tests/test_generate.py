@@ -15,8 +15,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.request import PART, settled, stopped_at
-from rlx_jax.generate.request import cut as cut_text
+from rlx_jax.generate.stop_strings import INCOMPLETE_CHAR, stable_prefix, stop_length, truncate_at_stop
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import Weights
@@ -165,18 +164,19 @@ def decode(ids: list[int]) -> str:
 
 def test_half_of_a_character_is_no_stop_string() -> None:
     """Only once it can no longer become whole; what may become a stop string is held, what stands before one not."""
-    assert settled("one two", ("wot", "oh")) == "one t"
-    assert settled("one two", ("ne t", "x")) == "o"
-    assert stopped_at(decode, [*b"one two"], 2, ("two",)) and not stopped_at(decode, [*b"one two"], 2, ())
+    assert stable_prefix("one two", ("wot", "oh")) == "one t"
+    assert stable_prefix("one two", ("ne t", "x")) == "o"
+    assert stop_length(decode, [*b"one two"], 2, ("two",)) and not stop_length(decode, [*b"one two"], 2, ())
     ids = list("né€😀".encode())
     for n in range(1, len(ids) + 1):
-        assert not stopped_at(decode, ids[:n], 1, (PART,))
-        assert "né€😀".startswith(settled(decode(ids[:n]), (PART,)))
+        assert not stop_length(decode, ids[:n], 1, (INCOMPLETE_CHAR,))
+        assert "né€😀".startswith(stable_prefix(decode(ids[:n]), (INCOMPLETE_CHAR,)))
     long = list("😀".encode()) * 80  # the last tokens begin within a character
-    assert not stopped_at(decode, long, 1, (PART, "x"))
+    assert not stop_length(decode, long, 1, (INCOMPLETE_CHAR, "x"))
     broken = [*b"ab\xf0\x9f", *b"c"]
-    assert stopped_at(decode, broken, 1, (PART,)) and not stopped_at(decode, broken[:-1], 1, (PART,))
-    assert settled(decode(broken), (PART,)) == cut_text(decode(broken), (PART,)) == "ab"
+    stops = (INCOMPLETE_CHAR,)
+    assert stop_length(decode, broken, 1, stops) and not stop_length(decode, broken[:-1], 1, stops)
+    assert stable_prefix(decode(broken), stops) == truncate_at_stop(decode(broken), stops) == "ab"
 
 
 def test_where_a_tokenizer_is(chat: Any) -> None:

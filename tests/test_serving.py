@@ -154,10 +154,10 @@ def test_a_surprise_consumes_no_state(warm: Any) -> None:
 
 def programs(sizes: Sizes, budget: int) -> set[tuple[str, int, int, int]]:
     """What a request runs: a program for each chunk of its prompt, and the loop where there is more than one token."""
-    first, *rest = sizes.widths
-    found = {("prefill", sizes.batch, first, sizes.slots)}
-    found |= {("extend", sizes.batch, width, sizes.slots) for width in rest}
-    return found | ({("loop", sizes.batch, 1, sizes.slots)} if budget > 1 else set())
+    first, *rest = sizes.prefill_widths
+    found = {("prefill", sizes.batch, first, sizes.cache_len)}
+    found |= {("extend", sizes.batch, width, sizes.cache_len) for width in rest}
+    return found | ({("loop", sizes.batch, 1, sizes.cache_len)} if budget > 1 else set())
 
 
 sizes_of = st.lists(st.integers(1, 40), min_size=1, max_size=3)
@@ -187,7 +187,7 @@ def test_warm_up_runs_what_any_request_needs(
         except errors.RequestError as error:
             assert longest + budget > buckets.context[-1] and f"{longest} tokens + {budget} new" in str(error)
             continue
-        assert sum(sizes.widths) >= longest and sizes.slots >= longest + budget and sizes.batch >= rows
+        assert sum(sizes.prefill_widths) >= longest and sizes.cache_len >= longest + budget and sizes.batch >= rows
         assert programs(sizes, budget) <= run
 
 

@@ -18,18 +18,18 @@ from rlx_jax.errors import RequestError, RlxWarning, listing, shown, suggest_key
 from rlx_jax.generate.conversation import Conversation, open_conversation, refuse_in_stream
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, drafter_of
-from rlx_jax.generate.generation import NewTokens, answered, pieces
-from rlx_jax.generate.prefill import capture, extend, logits_of, prefill
+from rlx_jax.generate.generation import NewTokens, run_request, stream_request
+from rlx_jax.generate.prefill import capture, compute_logits, extend, prefill
 from rlx_jax.generate.request import (
+    DecodingOptions,
     GenerateOptions,
     Inputs,
     LanguageModel,
     Request,
     StopLike,
     StreamOptions,
-    TurnOptions,
     check_request,
-    declared,
+    declared_inputs,
 )
 from rlx_jax.generate.sampler import SAMPLING, Sampler, one_sampler
 from rlx_jax.generate.score_program import ScoredTokens, scored_tokens
@@ -93,7 +93,7 @@ class CausalLM(TaskModel):
         self.max_positions = supported_positions(self.model)
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
-        self._inputs = declared(self.model)
+        self._inputs = declared_inputs(self.model)
         self._captures = self.model.built.captures  # emptied by the first warning, so that it comes once
         self._drafted: NewTokens | None = None
         self._last: tuple[Request, NewTokens] | RequestReport | None = None
@@ -132,7 +132,7 @@ class CausalLM(TaskModel):
             inputs: other inputs of the flow by name, `{"image": pixels}`, with one row for each row of tokens.
         """
         self._warn_of_captures()
-        return logits_of(self._lm, tokens, lengths, attention_mask, inputs)
+        return compute_logits(self._lm, tokens, lengths, attention_mask, inputs)
 
     @suggest_keywords()
     def prefill(
@@ -249,7 +249,7 @@ class CausalLM(TaskModel):
         request_args = self._request(
             checked_prompts, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options
         )
-        outputs = answered(self._lm, *request_args)
+        outputs = run_request(self._lm, *request_args)
         return outputs[0] if checked_prompts.single else outputs
 
     @suggest_keywords(*StreamOptions.__annotations__)
@@ -270,7 +270,7 @@ class CausalLM(TaskModel):
         checked_prompts = classify_prompts(prompt)
         if not checked_prompts.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        return pieces(self._lm, *self._request(checked_prompts, max_new_tokens, sampler, stop, seed, **options))
+        return stream_request(self._lm, *self._request(checked_prompts, max_new_tokens, sampler, stop, seed, **options))
 
     # -- scores ------------------------------------------------------------------------------
 
@@ -353,12 +353,12 @@ class CausalLM(TaskModel):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
         if stream:
             refuse_in_stream("chat(…, stream=True)", n, logprobs)
-        turn_options = {name: options.pop(name) for name in TurnOptions.__annotations__ if name in options}
+        turn_options = {name: options.pop(name) for name in DecodingOptions.__annotations__ if name in options}
         checked_prompts = Prompts(None, [self.apply_chat_template(messages, **options)], True)
         request_args = self._request(
             checked_prompts, max_new_tokens, sampler, stop, seed, text=True, n=n, logprobs=logprobs, **turn_options
         )
-        return pieces(self._lm, *request_args) if stream else answered(self._lm, *request_args)[0]
+        return stream_request(self._lm, *request_args) if stream else run_request(self._lm, *request_args)[0]
 
     def conversation(
         self, messages: Any = (), *, max_len: int | None = None, keep_copy: bool = True, **options: Any
@@ -403,7 +403,7 @@ class CausalLM(TaskModel):
             LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.text.chat_template`.
         """
         return chat_prompt(
-            self._lm.needed("chat needs", "generate from token ids"), messages, tools=tools,
+            self._lm.require_tokenizer("chat needs", "generate from token ids"), messages, tools=tools,
             chat_template=chat_template, add_generation_prompt=add_generation_prompt, tokenize=tokenize,
             allow_special=allow_special, variables=variables,
         )  # fmt: skip

@@ -19,8 +19,8 @@ import numpy as np
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggest_keywords
-from rlx_jax.generate.generation import Generation, NewTokens, answered, pieces
-from rlx_jax.generate.request import PrefixState, Request, SnapshotPoint, StopLike, TurnOptions, common
+from rlx_jax.generate.generation import Generation, NewTokens, run_request, stream_request
+from rlx_jax.generate.request import DecodingOptions, PrefixState, Request, SnapshotPoint, StopLike, common_prefix_len
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.ir.plugins import derive_rule
@@ -35,7 +35,7 @@ Message = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class TurnTaken:
+class Turn:
     """A checked turn, before its reply is generated: all messages, the request, and the number of the turn."""
 
     messages: list[dict[str, Any]]
@@ -57,7 +57,7 @@ class Conversation:
     A turn that fails, or that is abandoned before its end, adds no message.
 
     Attributes:
-        talker: the `CausalLM` that replies.
+        causal_lm: the `CausalLM` that replies.
         messages: `[{"role": "user", "content": "Hello"}, …]`, replies included.
         options: other arguments of the chat template.
         max_len: the most tokens of the conversation; None for as many as the model has positions.
@@ -65,18 +65,18 @@ class Conversation:
             truncated.
     """
 
-    talker: Any = field(repr=False)
+    causal_lm: Any = field(repr=False)
     messages: list[dict[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
     max_len: int | None = None
     keep_copy: bool = True
     _text: CachedText | None = field(default=None, repr=False)
-    _number: int = field(default=0, repr=False)
+    _turn_number: int = field(default=0, repr=False)
 
-    @suggest_keywords(*TurnOptions.__annotations__)
+    @suggest_keywords(*DecodingOptions.__annotations__)
     def send(
         self, message: Message, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
-        seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[TurnOptions],
+        seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[DecodingOptions],
     ) -> Any:  # fmt: skip
         """Return the reply to a message, as text, and append both to `messages`.
 
@@ -93,15 +93,15 @@ class Conversation:
         """
         if n is not None:
             raise RequestError(f"n is {shown(n)}: a conversation goes on from one reply; fork() it for each of several")
-        turn = self._take(message, max_new_tokens, sampler, stop, seed, logprobs=logprobs, **options)
-        (reply,) = answered(self.talker._lm, self._begun(turn), turn.new)
-        self._ended(turn, reply if logprobs is None else reply.text)
+        turn = self._check_turn(message, max_new_tokens, sampler, stop, seed, logprobs=logprobs, **options)
+        (reply,) = run_request(self.causal_lm._lm, self._begin_turn(turn), turn.new)
+        self._finish_turn(turn, reply if logprobs is None else reply.text)
         return reply
 
-    @suggest_keywords(*TurnOptions.__annotations__)
+    @suggest_keywords(*DecodingOptions.__annotations__)
     def stream(
         self, message: Message, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
-        seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[TurnOptions],
+        seed: Any = None, *, n: int | None = None, logprobs: int | None = None, **options: Unpack[DecodingOptions],
     ) -> Iterator[str]:  # fmt: skip
         """Yield the reply to a message as it grows; arguments as in `send`.
 
@@ -112,49 +112,49 @@ class Conversation:
             SessionStateError: another turn began during the iteration.
         """
         refuse_in_stream("stream", n, logprobs)
-        return self._pieces(self._take(message, max_new_tokens, sampler, stop, seed, **options))
+        return self._stream_turn(self._check_turn(message, max_new_tokens, sampler, stop, seed, **options))
 
     def fork(self) -> Conversation:
         """Return an independent copy of the conversation, with a copy of the state."""
         text = None if self._text is None else self._text.copy()
-        return replace(self, messages=[dict(m) for m in self.messages], _text=text, _number=0)
+        return replace(self, messages=[dict(m) for m in self.messages], _text=text, _turn_number=0)
 
     # -- a turn ------------------------------------------------------------------------------
 
-    def _pieces(self, taken: TurnTaken) -> Iterator[str]:
+    def _stream_turn(self, turn: Turn) -> Iterator[str]:
         """Run a turn and yield its reply as it grows; append it to the messages at the end."""
         reply = ""
-        for piece in pieces(self.talker._lm, self._begun(taken), taken.new):
+        for piece in stream_request(self.causal_lm._lm, self._begin_turn(turn), turn.new):
             reply += piece
             yield piece
-        self._ended(taken, reply)
+        self._finish_turn(turn, reply)
 
-    def _take(self, message: Any, max_new_tokens: int, *asked: Any, **options: Any) -> TurnTaken:
+    def _check_turn(self, message: Any, max_new_tokens: int, *args: Any, **options: Any) -> Turn:
         """Check the arguments of a turn and return it; nothing has run yet."""
         messages = [*self.messages, *as_messages(message)]
-        ids = self._rendered(messages)
+        ids = self._render(messages)
         budget = check_integer("max_new_tokens", max_new_tokens, 0)
         if budget == 0:
             raise RequestError(
                 "max_new_tokens is 0, and a turn has a reply: to say something without one, add the message to "
                 "`messages`"
             )
-        self._check_room(len(messages), len(ids), budget)
-        request, new = self.talker._request(Prompts(None, [ids], True), budget, *asked, text=True, **options)
-        return TurnTaken(messages, request, new, self._number)
+        self._check_length(len(messages), len(ids), budget)
+        request, new = self.causal_lm._request(Prompts(None, [ids], True), budget, *args, text=True, **options)
+        return Turn(messages, request, new, self._turn_number)
 
-    def _rendered(self, messages: list[dict[str, Any]], reply: bool = True) -> list[int]:
+    def _render(self, messages: list[dict[str, Any]], reply: bool = True) -> list[int]:
         """Return messages as ids by the chat template, with the beginning of a reply or without."""
-        ids: list[int] = self.talker.apply_chat_template(messages, add_generation_prompt=reply, **self.options)
+        ids: list[int] = self.causal_lm.apply_chat_template(messages, add_generation_prompt=reply, **self.options)
         return ids
 
-    def _check_room(self, messages: int, tokens: int, budget: int) -> None:
+    def _check_length(self, messages: int, tokens: int, budget: int) -> None:
         """Check that the conversation fits with `budget` new tokens.
 
         Raises:
             SequenceLengthError: it does not.
         """
-        limits = [n for n in (self.max_len, self.talker._lm.max_positions) if n is not None]
+        limits = [n for n in (self.max_len, self.causal_lm._lm.max_positions) if n is not None]
         if limits and tokens + budget > min(limits):
             limit_name = "max_len" if min(limits) == self.max_len else "the model's positions"
             count = "1 message is" if messages == 1 else f"{messages} messages are"
@@ -163,62 +163,65 @@ class Conversation:
                 f"than {limit_name}, {min(limits)}; take old messages out of `messages`, or ask for fewer new tokens"
             )
 
-    def _begun(self, taken: TurnTaken) -> Request:
+    def _begin_turn(self, turn: Turn) -> Request:
         """Return the request of a turn with the state as its prefix. The request now owns the state.
 
         Raises:
             SessionStateError: another turn began after this one was checked.
         """
-        self._check_current(taken.number)
-        self._number += 1
-        model, request, text = self.talker._lm.model, taken.request, self._text
+        self._check_current(turn.number)
+        self._turn_number += 1
+        model, request, text = self.causal_lm._lm.model, turn.request, self._text
         self._text = None  # a request that fails may have consumed the state
-        before, reason, backup = continued(model, text, taken.ids)
+        prefix, reason, backup = find_prefix(model, text, turn.ids)
         if text is not None and request.drafter is not None and request.drafter.needs_hidden:
-            before = backup = None
+            prefix = backup = None
             reason = "the module for drafts reads hidden states of all tokens, which no state has"
-        leaves, turn_number = self._leaves(taken), self._number
-        mark = self._mark(taken, 0 if before is None else before.lengths[0], leaves)
-        # A retained copy may be incomplete: an array joins `leaves` when the text outgrows its sliding window.
-        needs_copy = backup is None or not set(leaves) <= set(backup.arrays)
-        if mark is None and needs_copy and leaves and before is not None:
-            backup = KeptArrays(before.lengths[0], copied({name: before.arrays[name] for name in leaves}))
+        array_names, turn_number = self._snapshot_arrays(turn), self._turn_number
+        snapshot_point = self._snapshot_point(turn, 0 if prefix is None else prefix.lengths[0], array_names)
+        # A retained copy may be incomplete: an array joins `array_names` when the text outgrows its sliding window.
+        needs_copy = backup is None or not set(array_names) <= set(backup.arrays)
+        if snapshot_point is None and needs_copy and array_names and prefix is not None:
+            backup = StateSnapshot(prefix.lengths[0], copy_arrays({name: prefix.arrays[name] for name in array_names}))
 
-        def ended(generation: Generation) -> None:
-            copy = backup
-            if mark is not None:  # a request that failed early may not have reached it
-                copy = None if generation.marked is None else KeptArrays(mark.at, generation.marked)
-            if self._number == turn_number:  # otherwise a later turn has begun, and this state is outdated
-                self._text = after(generation, taken.ids, copy)
+        def on_end(generation: Generation) -> None:
+            copy, arrays = backup, generation.snapshot
+            if snapshot_point is not None:  # a request that failed early may not have reached it
+                copy = None if arrays is None else StateSnapshot(snapshot_point.num_tokens, arrays)
+            if self._turn_number == turn_number:  # otherwise a later turn has begun, and this state is outdated
+                self._text = cached_text(generation, turn.ids, copy)
 
-        return replace(request, before=before, mark=mark, room=self.max_len or 0, reread=reason, ended=ended)
+        return replace(
+            request, prefix=prefix, snapshot_point=snapshot_point, min_cache_len=self.max_len or 0, reread=reason,
+            on_end=on_end,
+        )  # fmt: skip
 
-    def _leaves(self, taken: TurnTaken) -> tuple[str, ...]:
+    def _snapshot_arrays(self, turn: Turn) -> tuple[str, ...]:
         """Return the names of the arrays to copy before the reply: the ones that cannot be truncated."""
-        if not self.keep_copy or (taken.request.drafter is not None and taken.request.drafter.needs_hidden):
+        if not self.keep_copy or (turn.request.drafter is not None and turn.request.drafter.needs_hidden):
             return ()
-        return kept_at_mark(self.talker._lm.model, len(taken.ids) + taken.request.budget)
+        return snapshot_array_names(self.causal_lm._lm.model, len(turn.ids) + turn.request.budget)
 
-    def _mark(self, taken: TurnTaken, start: int, leaves: tuple[str, ...]) -> SnapshotPoint | None:
+    def _snapshot_point(self, turn: Turn, start: int, array_names: tuple[str, ...]) -> SnapshotPoint | None:
         """Return the position at which to copy the arrays: after the messages, before the beginning of the reply.
 
         Some templates render the replies of earlier turns differently from how they were generated, so that the next
         turn can only continue from there. The position is at most the last token, as prefill needs one token to compute
         logits.
         """
-        if not leaves:
+        if not array_names:
             return None
-        position = min(common(self._rendered(taken.messages, reply=False), taken.ids), len(taken.ids) - 1)
-        return SnapshotPoint(position, leaves) if start < position else None
+        position = min(common_prefix_len(self._render(turn.messages, reply=False), turn.ids), len(turn.ids) - 1)
+        return SnapshotPoint(position, array_names) if start < position else None
 
-    def _ended(self, taken: TurnTaken, reply: str) -> None:
+    def _finish_turn(self, turn: Turn, reply: str) -> None:
         """Append the messages of a turn and its reply."""
-        self._check_current(taken.number + 1)
-        self.messages = [*taken.messages, {"role": "assistant", "content": reply}]
+        self._check_current(turn.number + 1)
+        self.messages = [*turn.messages, {"role": "assistant", "content": reply}]
 
-    def _check_current(self, turn: int) -> None:
-        """Check that no other turn has begun since turn number `turn`."""
-        if self._number != turn:
+    def _check_current(self, number: int) -> None:
+        """Check that no other turn has begun since turn number `number`."""
+        if self._turn_number != number:
             raise SessionStateError(
                 "conversation: another turn has begun since; read a stream to its end before the next message, or "
                 "fork() the conversation"
@@ -226,15 +229,15 @@ class Conversation:
 
 
 def open_conversation(
-    talker: Any, messages: Any, max_len: Any, keep_copy: Any, options: Mapping[str, Any]
+    causal_lm: Any, messages: Any, max_len: Any, keep_copy: Any, options: Mapping[str, Any]
 ) -> Conversation:
     """Check the arguments of `CausalLM.conversation` and return the conversation.
 
     Raises:
         RequestError, TokenizerError: as there.
     """
-    lm = talker._lm
-    tokenizer = lm.needed("chat needs", "generate from token ids")
+    lm = causal_lm._lm
+    tokenizer = lm.require_tokenizer("chat needs", "generate from token ids")
     variables = options.keys() - {"tools", "chat_template", "allow_special"}
     template = choose_checked_template(
         tokenizer, options.get("chat_template"), options.get("tools") is not None, variables
@@ -245,7 +248,7 @@ def open_conversation(
         check_positions(check_integer("max_len", max_len, 1), lm.max_positions, "max_len")
     if not isinstance(keep_copy, bool):
         raise RequestError(f"keep_copy is {shown(keep_copy)}; expected True or False")
-    return Conversation(talker, first_messages, options, max_len, keep_copy)
+    return Conversation(causal_lm, first_messages, options, max_len, keep_copy)
 
 
 def as_messages(message: Any) -> list[dict[str, Any]]:
@@ -279,10 +282,10 @@ def refuse_in_stream(where: str, n: Any, logprobs: Any) -> None:
 
 
 @dataclass(frozen=True)
-class KeptArrays:
-    """Copies of arrays of a state, taken after `at` tokens."""
+class StateSnapshot:
+    """Copies of arrays of a state, taken after `num_tokens` tokens."""
 
-    at: int
+    num_tokens: int
     arrays: StateArrays
 
 
@@ -293,29 +296,29 @@ class CachedText:
     Attributes:
         ids: the tokens.
         arrays: arrays of the state.
-        slots: length of its cache.
-        kept: an earlier copy of the arrays that cannot be truncated.
+        cache_len: length of its cache.
+        snapshot: an earlier copy of the arrays that cannot be truncated.
     """
 
     ids: tuple[int, ...]
     arrays: StateArrays
-    slots: int
-    kept: KeptArrays | None = None
+    cache_len: int
+    snapshot: StateSnapshot | None = None
 
     def copy(self) -> CachedText:
         """Return a copy with new arrays."""
-        backup = self.kept and KeptArrays(self.kept.at, copied(self.kept.arrays))
-        return CachedText(self.ids, copied(self.arrays), self.slots, backup)
+        snapshot = self.snapshot and StateSnapshot(self.snapshot.num_tokens, copy_arrays(self.snapshot.arrays))
+        return CachedText(self.ids, copy_arrays(self.arrays), self.cache_len, snapshot)
 
 
-def copied(arrays: StateArrays) -> StateArrays:
+def copy_arrays(arrays: StateArrays) -> StateArrays:
     """Return copies of arrays in new buffers."""
     return {name: jnp.copy(array) for name, array in arrays.items()}
 
 
-def continued(
+def find_prefix(
     model: CompiledModel, text: CachedText | None, ids: Sequence[int]
-) -> tuple[PrefixState | None, str, KeptArrays | None]:
+) -> tuple[PrefixState | None, str, StateSnapshot | None]:
     """Find the longest prefix of `ids` that the state of the previous text has.
 
     Returns:
@@ -325,78 +328,78 @@ def continued(
     """
     if text is None:
         return None, "", None
-    shared, total = common(text.ids, ids), len(text.ids)
+    shared, total = common_prefix_len(text.ids, ids), len(text.ids)
     start = wanted = min(shared, len(ids) - 1)
     if start == 0:
         return None, f"the text differs from its first token on, and all {total} tokens held were dropped", None
-    arrays, why, backup = text.arrays, "", text.kept
-    if start < total and not can_cut(model, text, start):
+    arrays, reason, backup = text.arrays, "", text.snapshot
+    if start < total and not can_truncate(model, text, start):
         if (
-            text.kept is None
-            or not 0 < text.kept.at <= start
-            or not can_cut(model, text, text.kept.at, text.kept.arrays)
+            text.snapshot is None
+            or not 0 < text.snapshot.num_tokens <= start
+            or not can_truncate(model, text, text.snapshot.num_tokens, text.snapshot.arrays)
         ):
-            why = f"the text differs at token {shared} of {total} that were held, and its state cannot be taken back"
-            return None, why, None
-        start = text.kept.at
+            reason = f"the text differs at token {shared} of {total} that were held, and its state cannot be taken back"
+            return None, reason, None
+        start = text.snapshot.num_tokens
         # Copied once more, as the request writes into its arrays, and the next turn may need the retained ones again.
-        arrays = {**arrays, **copied(text.kept.arrays)}
+        arrays = {**arrays, **copy_arrays(text.snapshot.arrays)}
     if start < total:  # `move_state` uses the length in the state to locate tokens in the cache
         length = np.full(arrays[LENGTH].shape, start, np.int32)
         arrays = {**arrays, LENGTH: jax.device_put(length, arrays[LENGTH].sharding)}
     if start < wanted:
-        why = f"its state was kept at token {start}, and cannot be taken back to another"
+        reason = f"its state was kept at token {start}, and cannot be taken back to another"
     if shared < min(total, len(ids)):
-        why = f"the text differs at token {shared} of {total} that were held" + (f"; {why}" if why else "")
-    before = PrefixState(arrays, (0,), (start,), text.slots, consumed=True)
-    return before, why, backup if backup is not None and backup.at <= start else None
+        reason = f"the text differs at token {shared} of {total} that were held" + (f"; {reason}" if reason else "")
+    prefix = PrefixState(arrays, (0,), (start,), text.cache_len, donated=True)
+    return prefix, reason, backup if backup is not None and backup.num_tokens <= start else None
 
 
-def can_cut(model: CompiledModel, text: CachedText, at: int, besides: Collection[str] = ()) -> bool:
-    """Return whether the state can be truncated to `at` tokens by setting its length alone.
+def can_truncate(model: CompiledModel, text: CachedText, length: int, replaced: Collection[str] = ()) -> bool:
+    """Return whether the state can be truncated to `length` tokens by setting its length alone.
 
     Args:
-        besides: arrays that are replaced anyhow, and need no check.
+        replaced: arrays that are replaced anyhow, and need no check.
     """
     num_tokens, rings, template = len(text.ids), windows(model), _template(model)
 
-    def cuts(name: str) -> bool:
+    def is_truncatable(name: str) -> bool:
         if name not in rings:
             return False
         axis = next(i for i, size in enumerate(template.state[name].shape) if str(size) in template.rings)
         slots = text.arrays[name].shape[axis]
         # Either the ring buffer has never wrapped around, or the dropped tokens overwrote none of the window before
         # them.
-        return bool(num_tokens <= slots or num_tokens - at <= slots - rings[name])
+        return bool(num_tokens <= slots or num_tokens - length <= slots - rings[name])
 
-    return all(name in besides or cuts(name) for name in uncut(model))
+    return all(name in replaced or is_truncatable(name) for name in untruncatable_arrays(model))
 
 
-def kept_at_mark(model: CompiledModel, tokens: int) -> tuple[str, ...]:
+def snapshot_array_names(model: CompiledModel, tokens: int) -> tuple[str, ...]:
     """Return the names of the arrays to copy, for a text of up to `tokens` tokens: the ones that cannot be truncated.
 
     A ring buffer that the text does not outgrow can be.
     """
     rings = windows(model)
-    return tuple(name for name in uncut(model) if name not in rings or tokens > rings[name])
+    return tuple(name for name in untruncatable_arrays(model) if name not in rings or tokens > rings[name])
 
 
-def after(generation: Generation, ids: Sequence[int], kept: KeptArrays | None) -> CachedText | None:
+def cached_text(generation: Generation, ids: Sequence[int], snapshot: StateSnapshot | None) -> CachedText | None:
     """Return the text of a request of one row that has run or was abandoned; None if its state is gone, as after an
     interrupted call, which has donated it."""
     arrays = {name: array for name, array in generation.state.items() if not name.startswith(DRAFTER_PREFIX)}
     if any(array.is_deleted() for array in arrays.values()):
         return None
     length = int(jax.device_get(arrays[LENGTH])[0])
-    all_ids = (*ids, *generation.chosen(0))
+    all_ids = (*ids, *generation.all_tokens(0))
     assert len(ids) <= length <= len(all_ids)  # otherwise some tokens of the state are unknown
-    return CachedText(all_ids[:length], arrays, generation.slots, kept)
+    return CachedText(all_ids[:length], arrays, generation.cache_len, snapshot)
 
 
 # -- which arrays ------------------------------------------------------------------------------
 
 
-def uncut(model: CompiledModel) -> tuple[str, ...]:
+def untruncatable_arrays(model: CompiledModel) -> tuple[str, ...]:
     """Return the names of the state arrays that setting the length does not truncate.
 
     These are the arrays without one slot per token: ring buffers and recurrent states. If a block has a state by the

@@ -32,18 +32,18 @@ class Sizes:
 
     Attributes:
         batch: number of rows.
-        widths: tokens of each prefill program, one for each chunk of the prompts.
-        slots: length of the cache.
+        prefill_widths: tokens of each prefill program, one for each chunk of the prompts.
+        cache_len: length of the cache.
     """
 
     batch: int
-    widths: tuple[int, ...]
-    slots: int
+    prefill_widths: tuple[int, ...]
+    cache_len: int
 
     @property
     def state(self) -> dict[str, int]:
         """Return the sizes of the state by symbol."""
-        return {"batch": self.batch, "context": self.slots}
+        return {"batch": self.batch, "context": self.cache_len}
 
 
 @jax.tree_util.register_dataclass

@@ -34,7 +34,7 @@ class DecodeState:
         sizes: sizes of the arrays by symbol, such as `batch` and `context`; as they are padded to a bucket, there may
             be more rows and slots than in use.
         owner: `LanguageModel.owner` of the model that the state belongs to.
-        given: names of the optional inputs that the prompt was prefilled with.
+        optional_inputs: names of the optional inputs that the prompt was prefilled with.
         text: `[B, n]` int32, the tokens on the host. Entries past `lengths` are undefined. Successive states share the
             array.
     """
@@ -44,7 +44,7 @@ class DecodeState:
     capacity: int
     sizes: Mapping[str, int]
     owner: object
-    given: frozenset[str] = frozenset()
+    optional_inputs: frozenset[str] = frozenset()
     text: Ids = field(kw_only=True, repr=False)
 
     @property
@@ -52,7 +52,7 @@ class DecodeState:
         """Return the tokens of each row."""
         return [row[:count].tolist() for row, count in zip(self.text, self.lengths, strict=True)]
 
-    def note(self, block: Ids, valid: np.ndarray[Any, Any]) -> None:
+    def append_tokens(self, block: Ids, valid: np.ndarray[Any, Any]) -> None:
         """Append the first `valid` `[B]` tokens of each row of a block `[B, S]` to `text`."""
         end = int((self.lengths + valid).max())
         if end > self.text.shape[1]:  # at least double the width, so that appending takes amortized constant time
@@ -119,7 +119,7 @@ def check_is_state(state: Any, where: str) -> DecodeState:
 
 
 def run_padded(
-    reader: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int, beside: Arrays | None = None
+    program: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int, other_inputs: Arrays | None = None
 ) -> tuple[jax.Array, StateArrays]:
     """Run a prefill or extend program on padded tokens, and return its logits without padding, and the new state.
 
@@ -127,14 +127,14 @@ def run_padded(
         padded: tokens, with padding.
         valid: number of tokens in each row of the request.
         seq: width of the tokens without padding.
-        beside: the other inputs of the flow.
+        other_inputs: the other inputs of the flow.
     """
-    programs, ids = reader.model.programs, reader.model.first_input
+    programs, ids = program.model.programs, program.model.first_input
     # Prefill needs at least one token in every row, also in padding.
-    idle = np.full(len(padded) - len(valid), int(reader.key.program == "prefill"))
+    idle = np.full(len(padded) - len(valid), int(program.key.program == "prefill"))
     lengths = np.concatenate([valid, idle]).astype(np.int32)
-    (logits, *_), new_state = reader({ids: padded, "lengths": lengths, **(beside or {})}, state)
-    if reader.key.last_only:
+    (logits, *_), new_state = program({ids: padded, "lengths": lengths, **(other_inputs or {})}, state)
+    if program.key.last_only:
         return programs.run_helper(last_rows, logits, static=(len(valid),)), new_state
     return crop_to(programs, logits, len(valid), seq), new_state
 
@@ -147,13 +147,13 @@ def last_rows(rows: int, logits: jax.Array) -> jax.Array:
     return logits[:rows, 0]
 
 
-def moved_back(array: jax.Array, starts: jax.Array) -> jax.Array:
-    """Move the rows of `[B, S, …]` back to the left-padded columns of the caller, where row i begins at `starts[i]`."""
+def shift_rows(array: jax.Array, starts: jax.Array) -> jax.Array:
+    """Shift row i of `[B, S, …]` right by `starts[i]` columns, back to the left-padded columns of the caller."""
     source = (jnp.arange(array.shape[1], dtype=jnp.int32)[None] - starts[:, None]) % array.shape[1]
     return jnp.take_along_axis(array, source.reshape(*source.shape, *(1,) * (array.ndim - 2)), axis=1)
 
 
-def fork_of(batch: int, answers: int, prompts: int) -> Ids:
+def prompt_indices(batch: int, answers: int, prompts: int) -> Ids:
     """Return the index of the prompt of each of `batch` rows, `[batch]` int32.
 
     The answers to a prompt are adjacent rows. Padding rows have any valid prompt.
@@ -161,7 +161,7 @@ def fork_of(batch: int, answers: int, prompts: int) -> Ids:
     return np.minimum(np.arange(batch) // answers, prompts - 1).astype(np.int32)
 
 
-def fork_rows(axis: int, array: jax.Array, rows: jax.Array) -> jax.Array:
+def gather_rows(axis: int, array: jax.Array, rows: jax.Array) -> jax.Array:
     """Gather rows of an array along `axis`: `[…, P, …]` and indices `[B]` → `[…, B, …]`."""
     return jnp.take(array, rows, axis=axis, mode="clip")
 
@@ -172,15 +172,15 @@ class LeafMove:
 
     Attributes:
         name: the array.
-        rows: its row axis.
-        slots: its slot axis; None if the number of slots stays the same.
-        many: the new number of slots.
+        row_axis: its row axis.
+        slot_axis: its slot axis; None if the number of slots stays the same.
+        num_slots: the new number of slots.
     """
 
     name: str
-    rows: int
-    slots: int | None = None
-    many: int = 0
+    row_axis: int
+    slot_axis: int | None = None
+    num_slots: int = 0
 
 
 def move_state(
@@ -193,31 +193,32 @@ def move_state(
         rows: `[B]`, indices of the rows to gather.
         lengths: `[B]`, new lengths, to truncate the state; by default they stay.
     """
-    length = fork_rows(0, state[LENGTH], rows)
+    length = gather_rows(0, state[LENGTH], rows)
     moved = {leaf.name: move_leaf(leaf, state[leaf.name], rows, length) for leaf in leaves}
     return state | moved | {LENGTH: length if lengths is None else lengths}
 
 
-def move_leaf(leaf: LeafMove, array: jax.Array, rows: jax.Array, held: jax.Array) -> jax.Array:
+def move_leaf(leaf: LeafMove, array: jax.Array, rows: jax.Array, lengths: jax.Array) -> jax.Array:
     """Return an array with other rows and slots.
 
     The token at position p is in slot p mod T, both in a full cache and in a ring buffer of the last T tokens.
     """
-    array = fork_rows(leaf.rows, array, rows)
-    if leaf.slots is None:
+    array = gather_rows(leaf.row_axis, array, rows)
+    if leaf.slot_axis is None:
         return array
-    last_position, old_slots = held[:, None] - 1, array.shape[leaf.slots]
+    last_position, old_slots = lengths[:, None] - 1, array.shape[leaf.slot_axis]
     # The latest position in each new slot, and whether the old array still has its token.
-    position = last_position - jnp.remainder(last_position - jnp.arange(leaf.many, dtype=jnp.int32)[None], leaf.many)
+    slots = jnp.arange(leaf.num_slots, dtype=jnp.int32)[None]
+    position = last_position - jnp.remainder(last_position - slots, leaf.num_slots)
     is_cached = position >= jnp.maximum(last_position + 1 - old_slots, 0)
     shape = [1] * array.ndim
-    shape[leaf.rows], shape[leaf.slots] = position.shape
+    shape[leaf.row_axis], shape[leaf.slot_axis] = position.shape
     slot = jnp.where(is_cached, jnp.remainder(position, old_slots), 0).reshape(shape)
-    moved = jnp.take_along_axis(array, slot, axis=leaf.slots, mode="clip")
+    moved = jnp.take_along_axis(array, slot, axis=leaf.slot_axis, mode="clip")
     return jnp.where(is_cached.reshape(shape), moved, jnp.zeros_like(moved))
 
 
-def moved_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: Ids | None = None) -> StateArrays:
+def resize_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: Ids | None = None) -> StateArrays:
     """Copy rows of a state of the same flow to the sizes of `program`, in new arrays; see `move_state`."""
     programs, sizes = program.model.programs, dict(program.key.binding)
     template, mesh_sharding = programs.template(program.key.symbolic), programs.model_sharding
@@ -241,5 +242,7 @@ def _move(name: str, t: TensorType, sizes: Mapping[str, int], shape: Sequence[in
     if "batch" not in axes:
         return None
     target = t.bind(sizes).shape
-    slots = next((i for i, size in enumerate(target) if i != axes["batch"] and size != shape[i]), None)
-    return LeafMove(name, axes["batch"]) if slots is None else LeafMove(name, axes["batch"], slots, int(target[slots]))
+    slot_axis = next((i for i, size in enumerate(target) if i != axes["batch"] and size != shape[i]), None)
+    if slot_axis is None:
+        return LeafMove(name, axes["batch"])
+    return LeafMove(name, axes["batch"], slot_axis, int(target[slot_axis]))

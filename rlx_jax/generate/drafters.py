@@ -28,7 +28,7 @@ from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.errors import GraphError, RequestError, UnsupportedError, did_you_mean, listing, shown
 from rlx_jax.generate.decode import Array, Sizes
 from rlx_jax.generate.request import LanguageModel
-from rlx_jax.generate.request_plan import PromptPart, bind_readers, prompt_blocks
+from rlx_jax.generate.request_plan import PromptChunk, bind_prefill, prompt_blocks
 from rlx_jax.generate.speculative import (
     Drafter,
     DrafterState,
@@ -114,9 +114,9 @@ class DraftModel(ProgramDrafter):
     ) -> tuple[Any, StateArrays]:
         """Prefill the prompts; see `Drafter`."""
         variant = Variant(outputs=self.unbound_model.output_names[:1], spare=self.tokens)
-        readers = bind_readers(self.unbound_model, sizes.widths, sizes.state, variant)
-        parts = [PromptPart(width, width) for width in sizes.widths]
-        *_, last_block = prompt_blocks(readers, parts, prompts, sizes.batch, {})
+        prefill_programs = bind_prefill(self.unbound_model, sizes.prefill_widths, sizes.state, variant)
+        chunks = [PromptChunk(width, width) for width in sizes.prefill_widths]
+        *_, last_block = prompt_blocks(prefill_programs, chunks, prompts, sizes.batch, {})
         return None, last_block.state
 
     def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:
@@ -181,13 +181,15 @@ class MtpModule(ProgramDrafter):
         """Prefill the pairs of the prompts, except the last pair, which the first `propose` reads; see `Drafter`."""
         padded = [*prompts, *([0] for _ in range(sizes.batch - len(prompts)))]
         lengths = np.array([len(p) for p in padded], np.int32)
-        readers = bind_readers(self.unbound_model, sizes.widths, sizes.state, Variant(outputs=(HIDDEN,)))
+        prefill_programs = bind_prefill(
+            self.unbound_model, sizes.prefill_widths, sizes.state, Variant(outputs=(HIDDEN,))
+        )
         state: StateArrays = {}
         offset = 0
-        for reader, width, block in zip(readers, sizes.widths, hidden, strict=True):
+        for program, width, block in zip(prefill_programs, sizes.prefill_widths, hidden, strict=True):
             tokens = pad_rows([p[offset + 1 : offset + 1 + width] for p in padded], width)  # pair i has token i + 1
             reader_inputs = {self.ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - offset, 0, width)}
-            _, state = reader(reader_inputs, state)
+            _, state = program(reader_inputs, state)
             offset += width
         initial_pairs = programs.run_helper(
             first_pair, hidden, lengths, first, static=(self.tokens + 1,), out_shardings=programs.replicated
@@ -323,11 +325,11 @@ class PromptLookup:
 
     tokens: int
     # T, set where it is bound: a program has no such size if all of its layers have windows or recurrent states.
-    slots: int = 0
+    cache_len: int = 0
 
     def bind(self, sizes: Mapping[str, int]) -> PromptLookup:
         """Return the drafter for a cache of this length; see `Drafter`."""
-        return replace(self, slots=sizes["context"])
+        return replace(self, cache_len=sizes["context"])
 
     def params(self) -> None:
         """Return None, as it has no parameters."""
@@ -336,7 +338,7 @@ class PromptLookup:
         self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
     ) -> tuple[Any, StateArrays]:
         """Return the tokens `[batch, slots]` of the prompts, with the first new token of each; see `Drafter`."""
-        tokens, lengths = np.zeros((sizes.batch, sizes.slots), np.int32), np.zeros(sizes.batch, np.int32)
+        tokens, lengths = np.zeros((sizes.batch, sizes.cache_len), np.int32), np.zeros(sizes.batch, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         return programs.run_helper(append_first_token, tokens, lengths, first, out_shardings=programs.replicated), {}
@@ -453,8 +455,8 @@ def check_draft_model(draft: LanguageModel, lm: LanguageModel) -> None:
         raise RequestError(
             f"{prefix}: their tokenizers give other ids to the same tokens; use a model of one tokenizer"
         )
-    if draft.required:
-        raise RequestError(f"{prefix}: beside tokens it reads {listing(draft.required)}")
+    if draft.required_inputs:
+        raise RequestError(f"{prefix}: beside tokens it reads {listing(draft.required_inputs)}")
     largest = max((*lm.buckets.prompt, *lm.buckets.context), default=0)
     if draft.max_positions is not None and draft.max_positions < largest:
         raise RequestError(

@@ -17,10 +17,11 @@ import numpy as np
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, RequestRows, new_rows
-from rlx_jax.generate.decode_state import fits, fork_of, fork_rows, moved_state
-from rlx_jax.generate.request import LanguageModel, PrefixState, Request, settled, stopped_at
+from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
+from rlx_jax.generate.request import LanguageModel, PrefixState, Request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
+from rlx_jax.generate.stop_strings import stable_prefix, stop_length
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.programs import state_shardings
@@ -54,44 +55,44 @@ class NewTokens:
     Attributes:
         rows: the ids of each row.
         failed: number of tokens before the logits of a row were not finite, by row.
-        grown: number of tokens that the last block added, by row.
-        ended: rows that the host ended, which grow no more.
+        num_added: number of tokens that the last block added, by row.
+        ended_rows: rows that the host ended, which grow no more.
         speculated: counts of speculative decoding.
         log_probs: log-probabilities of the tokens, by row.
-        top: the likeliest tokens at each position with their log-probabilities, by row.
+        top_logprobs: the likeliest tokens at each position with their log-probabilities, by row.
         report: report of the request so far.
     """
 
     rows: list[list[int]]
     failed: dict[int, int] = field(default_factory=dict)
-    grown: dict[int, int] = field(default_factory=dict)
-    ended: list[int] = field(default_factory=list)
+    num_added: dict[int, int] = field(default_factory=dict)
+    ended_rows: list[int] = field(default_factory=list)
     speculated: Speculated | None = None
     log_probs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    top: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=lambda: defaultdict(list))
+    top_logprobs: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=lambda: defaultdict(list))
     report: RequestReport | None = None
 
-    def append(self, block: np.ndarray[Any, Any], told: LogProbs | None = None) -> None:
+    def append(self, block: np.ndarray[Any, Any], log_probs: LogProbs | None = None) -> None:
         """Append a block of tokens, and their log-probabilities."""
         block = block.copy()
-        block[self.ended] = STOPPED  # the device computed the block ahead, before the host ended these rows
+        block[self.ended_rows] = STOPPED  # the device computed the block ahead, before the host ended these rows
         counts = (block >= 0).sum(axis=1)
-        self.grown = {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
-        for i in self.grown:
+        self.num_added = {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
+        for i in self.num_added:
             is_token = block[i] >= 0
             self.rows[i].extend(block[i][is_token].tolist())
-            if told is not None:
-                self.log_probs[i].extend(told.chosen[i][is_token].tolist())
-                pairs = zip(told.ids[i][is_token].tolist(), told.likeliest[i][is_token].tolist(), strict=True)
-                self.top[i].extend(tuple(zip(ids, values, strict=True)) for ids, values in pairs)
+            if log_probs is not None:
+                self.log_probs[i].extend(log_probs.chosen[i][is_token].tolist())
+                pairs = zip(log_probs.ids[i][is_token].tolist(), log_probs.likeliest[i][is_token].tolist(), strict=True)
+                self.top_logprobs[i].extend(tuple(zip(ids, values, strict=True)) for ids, values in pairs)
         self.failed |= {int(i): len(self.rows[i]) for i in np.flatnonzero((block == NOT_FINITE).any(axis=1))}
 
     def end(self, row: int, count: int) -> None:
         """End a row after its first `count` tokens, and drop the others."""
-        for values in (self.rows[row], self.log_probs[row], self.top[row]):
+        for values in (self.rows[row], self.log_probs[row], self.top_logprobs[row]):
             del values[count:]
         self.failed.pop(row, None)
-        self.ended.append(row)
+        self.ended_rows.append(row)
 
     def failure(self, outputs: Sequence[Any], n: int | None = None) -> NumericsError:
         """Return the error for rows that failed.
@@ -124,19 +125,19 @@ class Generation:
         decode: the program of the loop.
         count: number of rows; the others are padding.
         budget: the most tokens of a row.
-        steps: turns of the loop per block; each gives at least one token to every running row.
+        steps: steps of the loop per block; each gives at least one token to every running row.
         inputs: inputs of the loop, updated with every block.
         state: the state of the loop.
         tokens: the latest block on the device.
-        slots: length of the cache.
-        turns: turns in the latest block: 1 for the first block, then `steps`.
+        cache_len: length of the cache.
+        block_steps: steps in the latest block: 1 for the first block, then `steps`.
         speculated: counts of speculative decoding.
-        told: log-probabilities of `tokens` on the device, if requested.
+        device_log_probs: log-probabilities of `tokens` on the device, if requested.
         log_probs: log-probabilities of the block that was returned last, on the host.
-        marked: copies of state arrays at the request's mark.
-        blocks: all blocks that were returned, if the request has a callback `ended` that needs them; None otherwise, as
-            a long stream would accumulate them.
-        seen: the block that was returned last, on the device.
+        snapshot: copies of state arrays at the request's snapshot point.
+        returned_blocks: all blocks that were returned, if the request has a callback `on_end` that needs them; None
+            otherwise, as a long stream would accumulate them.
+        returned_tokens: the block that was returned last, on the device.
     """
 
     decode: BoundProgram
@@ -146,30 +147,32 @@ class Generation:
     inputs: dict[str, Any]
     state: StateArrays
     tokens: AnyArray
-    slots: int
-    turns: int = 1
+    cache_len: int
+    block_steps: int = 1
     speculated: Speculated | None = None
-    told: LogProbs | None = None
+    device_log_probs: LogProbs | None = None
     log_probs: LogProbs | None = None
-    marked: StateArrays | None = None
-    blocks: list[np.ndarray[Any, Any]] | None = None
-    seen: AnyArray = None
+    snapshot: StateArrays | None = None
+    returned_blocks: list[np.ndarray[Any, Any]] | None = None
+    returned_tokens: AnyArray = None
 
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
         done = 0
         while True:
-            tokens, rows, counts, probs = self.tokens, self.inputs["rows"], self.inputs.get("counts"), self.told
-            done += self.turns
+            tokens, rows, counts = self.tokens, self.inputs["rows"], self.inputs.get("counts")
+            log_probs = self.device_log_probs
+            done += self.block_steps
             is_last, can_run_ahead = done >= self.budget, self.decode.is_compiled
             # Dispatch the next block before waiting for this one, unless that would compile first.
             if can_run_ahead and not is_last:
                 self._advance()
-            block, counts, self.log_probs = jax.device_get((tokens, counts, probs))
+            block, counts, self.log_probs = jax.device_get((tokens, counts, log_probs))
             if counts is not None:
                 self.speculated = Speculated(*counts.tolist())
-            self.seen = tokens
-            if self.blocks is not None:
-                self.blocks.append(block.copy())  # a copy, as the array may be a view that keeps a larger buffer alive
+            self.returned_tokens = tokens
+            if self.returned_blocks is not None:
+                # Copied, as the array may be a view that keeps a larger buffer alive.
+                self.returned_blocks.append(block.copy())
             yield block[: self.count]
             if is_last or not jax.device_get(rows.running).any():
                 return
@@ -182,49 +185,52 @@ class Generation:
         running[list(rows)] = False
         self.inputs["rows"] = replace(self.inputs["rows"], running=running)
 
-    def chosen(self, row: int) -> list[int]:
+    def all_tokens(self, row: int) -> list[int]:
         """Return all tokens that the device chose for a row, also the ones not returned to the host yet.
 
         The state has all of them except the last one, or all of them where the host ended the row.
         """
-        unseen = [] if self.seen is self.tokens else [jax.device_get(self.tokens)]
-        assert self.blocks is not None
-        row_tokens = np.concatenate([block[row] for block in (*self.blocks, *unseen)])
+        unseen = [] if self.returned_tokens is self.tokens else [jax.device_get(self.tokens)]
+        assert self.returned_blocks is not None
+        row_tokens = np.concatenate([block[row] for block in (*self.returned_blocks, *unseen)])
         ids: list[int] = row_tokens[row_tokens >= 0].tolist()
         return ids
 
     def _advance(self) -> None:
         """Dispatch the program for the next block, without waiting for it."""
         (self.tokens, self.inputs["rows"], *extras), self.state = self.decode(self.inputs, self.state)
-        if self.told is not None:
-            (self.told,) = extras
+        if self.device_log_probs is not None:
+            (self.device_log_probs,) = extras
         else:
             self.inputs |= dict(zip(("drafter_carry", "counts"), extras, strict=False))
-        self.turns = self.steps
+        self.block_steps = self.steps
 
 
 # -- from a request to its answers -------------------------------------------------------------
 
 
-def blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None]:
+def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None]:
     """Run a request, and yield after every block, when its tokens have been appended to `new`."""
     if not (request.rows and request.budget):
         return
     clock = lm.model.programs.start_timer()
     first_token: tuple[float, int] | None = None
     num_repeats = len(request.rows) - 1  # prefill of a shared prefix runs for the first prompt only
-    cached_tokens = sum(request.before.lengths) if request.before else request.shared * num_repeats
-    generation = start(plan_request(lm, request))
-    generation.blocks = None if request.ended is None else []
+    cached_tokens = sum(request.prefix.lengths) if request.prefix else request.shared_prefix_len * num_repeats
+    generation = start_generation(plan_request(lm, request))
+    generation.returned_blocks = None if request.on_end is None else []
     try:
         for block in generation:
             new.append(block, generation.log_probs)
             new.speculated = generation.speculated
-            if request.words:
-                counts = {i: stopped_at(lm.decode, new.rows[i], n, request.words) for i, n in new.grown.items()}
-                stops = {i: count for i, count in counts.items() if count is not None}
-                for i, count in stops.items():
-                    new.end(i, count)
+            if request.stop_strings:
+                lengths = {
+                    i: stop_length(lm.decode, new.rows[i], count, request.stop_strings)
+                    for i, count in new.num_added.items()
+                }
+                stops = {i: length for i, length in lengths.items() if length is not None}
+                for i, length in stops.items():
+                    new.end(i, length)
                 if stops:
                     generation.stop(stops)
             seconds, compiled = clock()
@@ -236,23 +242,27 @@ def blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None
             )  # fmt: skip
             yield
     finally:
-        if request.ended is not None:
-            request.ended(generation)
+        if request.on_end is not None:
+            request.on_end(generation)
 
 
-def answered(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
+def run_request(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
     """Run a request to its end, and return the output for each prompt.
 
     Raises:
         NumericsError: logits of a row were not finite; `outputs` of the error has the tokens so far.
     """
-    for _ in blocks(lm, request, new):
+    for _ in run_blocks(lm, request, new):
         pass
-    rows: list[Any] = [lm.text(ids, request.words) for ids in new.rows] if request.text else [*new.rows]
+    rows: list[Any] = [*new.rows]
+    if request.as_text:
+        rows = [lm.answer_text(ids, request.stop_strings) for ids in new.rows]
     if request.logprobs is not None:
-        texts = rows if request.text else [None] * len(rows)
+        texts = rows if request.as_text else [None] * len(rows)
         rows = [
-            Completion(text, tuple(ids), tuple(new.log_probs[i]), tuple(top[: request.logprobs] for top in new.top[i]))
+            Completion(
+                text, tuple(ids), tuple(new.log_probs[i]), tuple(top[: request.logprobs] for top in new.top_logprobs[i])
+            )
             for i, (text, ids) in enumerate(zip(texts, new.rows, strict=True))
         ]
     n = request.n
@@ -262,18 +272,18 @@ def answered(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
     return outputs
 
 
-def pieces(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]:
+def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]:
     """Run a request of one row, and yield its new text, or its ids, as they come; joined, they are the output of
     `generate`."""
     (ids,), sent = new.rows, 0
-    for _ in blocks(lm, request, new):
-        stable: Any = settled(lm.decode(ids), request.words) if request.text else ids
+    for _ in run_blocks(lm, request, new):
+        stable: Any = stable_prefix(lm.decode(ids), request.stop_strings) if request.as_text else ids
         if piece := stable[sent:]:
-            yield from [piece] if request.text else piece
+            yield from [piece] if request.as_text else piece
             sent = len(stable)
-    answer = lm.text(ids, request.words) if request.text else ids
+    answer = lm.answer_text(ids, request.stop_strings) if request.as_text else ids
     # What was withheld as the beginning of a stop string is part of the answer if none followed.
-    if request.text and answer[sent:]:
+    if request.as_text and answer[sent:]:
         yield answer[sent:]
     if new.failed:
         raise new.failure([answer])
@@ -282,40 +292,41 @@ def pieces(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]
 # -- prefill -----------------------------------------------------------------------------------
 
 
-def start(plan: RequestPlan) -> Generation:
+def start_generation(plan: RequestPlan) -> Generation:
     """Prefill the prompts, and choose the first new token of each row; the loop has not run yet."""
     request, sizes, loop = plan.request, plan.sizes, plan.loop
     programs, n = loop.model.programs, request.n or 1
     # Transfer these once, not with every block.
-    sampler_values, stop_mask = jax.device_put((plan.sampler_values, plan.ends), programs.replicated)
-    before = read_shared(plan) if request.shared else request.before
-    prefix_lens: Sequence[int] = [0] * len(request.rows) if before is None else before.lengths
-    state: StateArrays = {} if before is None else state_behind(plan.readers[0], before)
+    sampler_values, stop_mask = jax.device_put((plan.sampler_values, plan.stop_mask), programs.replicated)
+    prefix = prefill_shared_prefix(plan) if request.shared_prefix_len else request.prefix
+    prefix_lens: Sequence[int] = [0] * len(request.rows) if prefix is None else prefix.lengths
+    state: StateArrays = {} if prefix is None else prepare_prefix_state(plan.prefill_programs[0], prefix)
     live = np.arange(sizes.batch) < len(request.rows) * n
-    rows = start_rows(plan, live)
+    rows = initial_rows(plan, live)
     first_ids: AnyArray = np.full((sizes.batch, 1), STOPPED, np.int32)
-    log_probs, marked, hidden = None, None, []
+    log_probs, snapshot, hidden = None, None, []
+    point = request.snapshot_point
     suffixes = [prompt[count:] for prompt, count in zip(request.rows, prefix_lens, strict=True)]
-    inputs = request.inputs.padded(plan.read) if request.inputs.arrays else {}
-    for block in prompt_blocks(plan.readers, plan.parts, suffixes, plan.read, inputs, state):
-        state, logits, ends_now = block.state, block.logits, block.now
+    inputs = request.inputs.padded(plan.prefill_batch) if request.inputs.arrays else {}
+    for block in prompt_blocks(plan.prefill_programs, plan.chunks, suffixes, plan.prefill_batch, inputs, state):
+        state, logits, is_end = block.state, block.logits, block.is_end
         hidden += [] if block.hidden is None else [block.hidden]
-        if request.mark is not None and prefix_lens[0] + block.read == request.mark.at:
-            marked = {name: jnp.copy(state[name]) for name in request.mark.leaves}
-        if not ends_now.any():  # no prompt ends in this chunk
+        if point is not None and prefix_lens[0] + block.num_tokens == point.num_tokens:
+            snapshot = {name: jnp.copy(state[name]) for name in point.array_names}
+        if not is_end.any():  # no prompt ends in this chunk
             continue
         if n > 1:
-            prompt_of_row = fork_of(sizes.batch, n, len(request.rows))
+            prompt_of_row = prompt_indices(sizes.batch, n, len(request.rows))
             logits = programs.run_helper(
-                fork_rows, logits, prompt_of_row, static=(0,), out_shardings=programs.replicated
+                gather_rows, logits, prompt_of_row, static=(0,), out_shardings=programs.replicated
             )
-            ends_now = ends_now[prompt_of_row] & live
-        arguments = (logits, rows, ends_now, first_ids, sampler_values, stop_mask, log_probs)
+            is_end = is_end[prompt_of_row] & live
+        arguments = (logits, rows, is_end, first_ids, sampler_values, stop_mask, log_probs)
         first_ids, rows, log_probs = programs.run_helper(
-            FirstTokens(plan.sampling_steps, plan.top), *arguments, out_shardings=programs.replicated
+            FirstTokens(plan.sampling_steps, plan.num_logprobs), *arguments, out_shardings=programs.replicated
         )
     if n > 1:
-        state = moved_state(loop, state, fork_of(sizes.batch, n, len(request.rows)))
+        state = resize_state(loop, state, prompt_indices(sizes.batch, n, len(request.rows)))
     operands = {"rows": rows, "sampler_values": sampler_values, "stop_mask": stop_mask}
     if (drafter := request.drafter) is not None:
         drafter_arrays, draft_state = drafter.start(programs, sizes, request.rows, first_ids, tuple(hidden))
@@ -323,51 +334,52 @@ def start(plan: RequestPlan) -> Generation:
         operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": np.zeros(3, np.int32)}
     return Generation(
         loop, len(request.rows) * n, request.budget, programs.settings.loop.steps, operands, state, first_ids,
-        sizes.slots, told=log_probs, marked=marked,
+        sizes.cache_len, device_log_probs=log_probs, snapshot=snapshot,
     )  # fmt: skip
 
 
-def start_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
+def initial_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
     """Return the rows of a request before their first new token.
 
     Args:
         live: `[B]` bool, rows of the request; the others are padding.
     """
     request, programs = plan.request, plan.loop.model.programs
-    seen = np.zeros((len(live), len(plan.ends) if plan.sampling_steps.penalised else 0), bool)
+    seen_tokens = np.zeros((len(live), len(plan.stop_mask) if plan.sampling_steps.penalised else 0), bool)
     if plan.sampling_steps.penalised:  # the repetition penalty applies to prompt tokens, too
         for row in np.flatnonzero(live):
-            seen[row, list(request.rows[row // (request.n or 1)])] = True
-    arguments = (random_key("seed", request.seed), live, np.int32(request.budget), seen)
+            seen_tokens[row, list(request.rows[row // (request.n or 1)])] = True
+    arguments = (random_key("seed", request.seed), live, np.int32(request.budget), seen_tokens)
     rows: RequestRows = programs.run_helper(
         new_rows, *arguments, static=(plan.sampling_steps.do_sample,), out_shardings=programs.replicated
     )
     return rows
 
 
-def read_shared(plan: RequestPlan) -> PrefixState:
+def prefill_shared_prefix(plan: RequestPlan) -> PrefixState:
     """Prefill the common prefix of all prompts once, and return it as prefix of each."""
     request = plan.request
-    prompt = [request.rows[0][: request.shared]]
-    *_, last_block = prompt_blocks(plan.shared_readers, plan.shared, prompt, plan.alone, {})
+    prompt = [request.rows[0][: request.shared_prefix_len]]
+    *_, last_block = prompt_blocks(plan.shared_programs, plan.shared_chunks, prompt, plan.shared_batch, {})
     num_prompts = len(request.rows)
-    return PrefixState(last_block.state, (0,) * num_prompts, (request.shared,) * num_prompts, plan.sizes.slots)
+    lengths = (request.shared_prefix_len,) * num_prompts
+    return PrefixState(last_block.state, (0,) * num_prompts, lengths, plan.sizes.cache_len)
 
 
-def state_behind(reader: BoundProgram, before: PrefixState) -> StateArrays:
+def prepare_prefix_state(program: BoundProgram, prefix: PrefixState) -> StateArrays:
     """Return the state for the prefill programs of the rest of the prompts; padding rows are empty.
 
     Raises:
         SessionStateError: the state was consumed after the request was checked.
     """
-    as_state(before.arrays).check_alive()
-    sizes, model = dict(reader.key.binding), reader.model
+    as_state(prefix.arrays).check_alive()
+    sizes, model = dict(program.key.binding), program.model
     rows, lengths = (np.zeros(sizes["batch"], np.int32) for _ in range(2))
-    rows[: len(before.rows)], lengths[: len(before.rows)] = before.rows, before.lengths
+    rows[: len(prefix.rows)], lengths[: len(prefix.rows)] = prefix.rows, prefix.lengths
     # A state that the request owns, of the right sizes and row order, is used without a copy.
-    if not before.consumed or not fits(reader, before.arrays) or before.rows != tuple(range(len(before.rows))):
-        return moved_state(reader, before.arrays, rows, lengths)
+    if not prefix.donated or not fits(program, prefix.arrays) or prefix.rows != tuple(range(len(prefix.rows))):
+        return resize_state(program, prefix.arrays, rows, lengths)
     mesh_sharding = model.programs.model_sharding
-    template = model.programs.template(reader.key.symbolic)
+    template = model.programs.template(program.key.symbolic)
     length_sharding = None if mesh_sharding is None else state_shardings(template, sizes, mesh_sharding)[LENGTH]
-    return {**before.arrays, LENGTH: jax.device_put(lengths, length_sharding)}
+    return {**prefix.arrays, LENGTH: jax.device_put(lengths, length_sharding)}

@@ -16,8 +16,8 @@ from jax import lax
 
 from rlx_jax.compiler.settings import Buckets, bucket, smallest
 from rlx_jax.errors import RequestError, SequenceLengthError, quote, shown
-from rlx_jax.generate.decode_state import DecodeState, check_is_state, moved_back, run_padded
-from rlx_jax.generate.request import LanguageModel, RequestInputs, request_inputs
+from rlx_jax.generate.decode_state import DecodeState, check_is_state, run_padded, shift_rows
+from rlx_jax.generate.request import LanguageModel, RequestInputs, check_inputs
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET
 from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.runtime.inputs import bind_sizes, check_integer
@@ -28,19 +28,19 @@ from rlx_jax.text.padding import block_width, crop_to, pad_block, pad_to
 from rlx_jax.text.request_checks import Ids, classify_prompts, pad_rows, token_block
 from rlx_jax.text.token_model import check_positions, primary_output
 
-ROOM = 256  # free slots of the cache after a prompt, where `prefill` is called without max_len
+DEFAULT_HEADROOM = 256  # free slots of the cache after a prompt, where `prefill` is called without max_len
 
 
-def logits_of(lm: LanguageModel, tokens: Any, lengths: Any, mask: Any, inputs: Any) -> jax.Array:
+def compute_logits(lm: LanguageModel, tokens: Any, lengths: Any, mask: Any, inputs: Any) -> jax.Array:
     """Return the logits of every position; see `CausalLM.logits`."""
     model, limit = lm.model, lm.max_positions
     block, _, starts = token_block(tokens, lm.vocab_size, lengths, mask)
     check_positions(block.shape[1], limit, "tokens")
     # Padding is only safe where prefill can be derived: then tokens do not see later ones, and rows not each other.
     padded = block if model.programs.derivation_error(model.name, "prefill") else pad_block(lm.buckets, block, limit)
-    other_inputs = request_inputs(model, inputs, len(block), lm.inputs).padded(len(padded))
+    other_inputs = check_inputs(model, inputs, len(block), lm.inputs).padded(len(padded))
     values = crop_to(model.programs, primary_output(model(padded, **other_inputs)), *block.shape)
-    return as_given(model, values, starts)
+    return restore_left_padding(model, values, starts)
 
 
 def prefill(
@@ -57,14 +57,16 @@ def prefill(
             raise SequenceLengthError(f"a prompt of {longest} tokens does not fit max_len={max_len}")
     padded = pad_block(lm.buckets, block, max_len or limit)
     rows, width = padded.shape
-    slots = prefill_slots(lm.buckets, longest, width, max_len, limit)
-    other_inputs = request_inputs(model, inputs, len(block), lm.inputs)
-    sizes = {**other_inputs.sizes, "batch": rows, "context": slots}
-    variant = Variant(last_only(logits), model.output_names[:1], other_inputs.given)
-    reader = model.as_program("prefill").bind_to_sizes({**sizes, "seq": width}, variant=variant)
-    values, new_state = run_padded(reader, {}, padded, valid, block.shape[1], other_inputs.padded(rows))
-    state = DecodeState(as_state(new_state), valid, max_len or slots, sizes, lm.owner, other_inputs.given, text=block)
-    return (values if logits == "last" else as_given(model, values, starts)), state
+    cache_len = prefill_cache_len(lm.buckets, longest, width, max_len, limit)
+    other_inputs = check_inputs(model, inputs, len(block), lm.inputs)
+    sizes = {**other_inputs.sizes, "batch": rows, "context": cache_len}
+    variant = Variant(last_only(logits), model.output_names[:1], other_inputs.optional_inputs)
+    program = model.as_program("prefill").bind_to_sizes({**sizes, "seq": width}, variant=variant)
+    values, new_state = run_padded(program, {}, padded, valid, block.shape[1], other_inputs.padded(rows))
+    state = DecodeState(
+        as_state(new_state), valid, max_len or cache_len, sizes, lm.owner, other_inputs.optional_inputs, text=block
+    )
+    return (values if logits == "last" else restore_left_padding(model, values, starts)), state
 
 
 def extend(
@@ -80,24 +82,26 @@ def extend(
     seq = block.shape[1]  # a block of width 1, a decoding step, is not padded: it has a program of its own
     width = seq if seq == 1 else block_width(lm.buckets, seq, state.sizes["context"], step=1)
     padded = pad_to(block, state.sizes["batch"], width)
-    variant = Variant(last_only(logits), model.output_names[:1], state.given)
-    reader = model.as_program("extend").bind_to_sizes({**state.sizes, "seq": padded.shape[1]}, variant=variant)
+    variant = Variant(last_only(logits), model.output_names[:1], state.optional_inputs)
+    program = model.as_program("extend").bind_to_sizes({**state.sizes, "seq": padded.shape[1]}, variant=variant)
     arrays = state.take(lm.owner)
     try:
-        values, new_state = run_padded(reader, arrays.arrays(), padded, valid, block.shape[1])
+        values, new_state = run_padded(program, arrays.arrays(), padded, valid, block.shape[1])
     except BaseException:
         if not arrays.length.is_deleted():  # the program did not start, so the state was not donated and is still valid
             state.state = arrays
         raise
-    state.note(block, valid)
+    state.append_tokens(block, valid)
     return values, replace(state, state=as_state(new_state), lengths=state.lengths + valid)
 
 
-def prefill_slots(buckets: Buckets, longest: int, width: int, max_len: int | None, max_positions: int | None) -> int:
+def prefill_cache_len(
+    buckets: Buckets, longest: int, width: int, max_len: int | None, max_positions: int | None
+) -> int:
     """Return the length of the cache that `prefill` allocates.
 
-    It is `max_len`, or else `ROOM` more than the width of the block, rounded up to a bucket of the profile. Without
-    buckets, the latter is rounded up to a power of two, but not over the model's positions.
+    It is `max_len`, or else `DEFAULT_HEADROOM` more than the width of the block, rounded up to a bucket of the profile.
+    Without buckets, the latter is rounded up to a power of two, but not over the model's positions.
 
     Args:
         longest: number of tokens of the longest row.
@@ -106,9 +110,9 @@ def prefill_slots(buckets: Buckets, longest: int, width: int, max_len: int | Non
     if max_len is not None:
         return smallest(buckets.context, max(max_len, width)) or max_len
     if buckets.context and buckets.context[-1] >= longest:
-        return smallest(buckets.context, width + ROOM) or buckets.context[-1]
-    slots = bucket(width + ROOM, CONTEXT_BUCKET, None)
-    return slots if max_positions is None else max(longest, min(slots, max_positions))
+        return smallest(buckets.context, width + DEFAULT_HEADROOM) or buckets.context[-1]
+    cache_len = bucket(width + DEFAULT_HEADROOM, CONTEXT_BUCKET, None)
+    return cache_len if max_positions is None else max(longest, min(cache_len, max_positions))
 
 
 def last_only(logits: str) -> bool:
@@ -122,9 +126,9 @@ def last_only(logits: str) -> bool:
     return logits == "last"
 
 
-def as_given(model: CompiledModel, array: jax.Array, starts: np.ndarray[Any, Any]) -> jax.Array:
+def restore_left_padding(model: CompiledModel, array: jax.Array, starts: np.ndarray[Any, Any]) -> jax.Array:
     """Move the rows of `[B, S, …]` back to the columns `starts` `[B]`, where left-padded rows began."""
-    return model.programs.run_helper(moved_back, array, starts.astype(np.int32)) if starts.any() else array
+    return model.programs.run_helper(shift_rows, array, starts.astype(np.int32)) if starts.any() else array
 
 
 @dataclass(frozen=True)
@@ -190,13 +194,13 @@ def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array
     names = model.output_names[1:]
     if not names:
         raise RequestError(f"capture: {model.name} has no captures: load it with recipe.at('layers.*').capture()")
-    rows = lm.rows(classify_prompts(prompts))
+    rows = lm.encode_prompts(classify_prompts(prompts))
     if not rows:
         raise RequestError("capture: there are no prompts")
     for i, row in enumerate(rows):
         check_positions(len(row), limit, f"prompts[{i}]")
-    extras = request_inputs(model, inputs, len(rows), lm.inputs)
-    graph = model.programs.template(model.key(extras.given, names)).mir
+    other_inputs = check_inputs(model, inputs, len(rows), lm.inputs)
+    graph = model.programs.template(model.key(other_inputs.optional_inputs, names)).mir
     ids = next(decl.type for decl in model.flow._inputs if decl.name == model.first_input)
     types = dict(zip(graph.output_names, map(graph.type, graph.outputs), strict=True))
     axes = {name: CaptureAxes.of(value, ids) for name, value in types.items()}
@@ -205,10 +209,10 @@ def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array
     block = pad_rows(rows, width)
     call = model.programs.run_helper
     # Where prefill can be derived, no capture depends on later tokens or other rows, so that rows may be padded.
-    error = model.programs.derivation_error(model.name, "prefill", extras.given)
+    error = model.programs.derivation_error(model.name, "prefill", other_inputs.optional_inputs)
     if all(a.is_plain for a in axes.values()) and not error:
         padded = pad_block(lm.buckets, block, limit)
-        values = run(model, tuple(axes), padded, ids, extras, extras.padded(len(padded)))
+        values = run_forward(model, tuple(axes), padded, ids, other_inputs, other_inputs.padded(len(padded)))
         static = {name: (a, *block.shape) for name, a in axes.items()}
         return {name: call(trim_padding, value, lengths, static=static[name]) for name, value in values.items()}
     if len(rows) > 1 and (mixed := [name for name, a in axes.items() if not a.is_plain or a.rows is None]):
@@ -217,14 +221,17 @@ def capture(lm: LanguageModel, prompts: Any, inputs: Any) -> dict[str, jax.Array
         )
     # Otherwise each prompt runs by itself, without padding.
     blocks = (np.array([row], np.int32) for row in rows)
-    captures = [run(model, tuple(axes), block, ids, extras, extras.of_row(i)) for i, block in enumerate(blocks)]
+    captures = [
+        run_forward(model, tuple(axes), block, ids, other_inputs, other_inputs.select_row(i))
+        for i, block in enumerate(blocks)
+    ]
     if len(rows) == 1:
         return captures[0]
     return {name: call(join_rows, *(row[name] for row in captures), static=(a, width)) for name, a in axes.items()}
 
 
-def run(
-    model: CompiledModel, names: tuple[str, ...], block: Ids, ids: TensorType, beside: RequestInputs,
+def run_forward(
+    model: CompiledModel, names: tuple[str, ...], block: Ids, ids: TensorType, other_inputs: RequestInputs,
     arrays: Mapping[str, Any],
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Run the program `forward` and return its outputs `names`.
@@ -232,12 +239,14 @@ def run(
     Args:
         block: tokens `[B, S]`.
         ids: type of the token input.
-        beside: the other inputs of the request, for their sizes.
+        other_inputs: the other inputs of the request, for their sizes.
         arrays: the other inputs, padded to the rows of `block`.
     """
     ids_input = model.first_input
-    sizes = {**beside.sizes, **bind_sizes({ids_input: ids}, {ids_input: block}, model.name)}
-    program = model.bind_to_sizes(sizes, variant=Variant(last_only=False, outputs=names, optional_inputs=beside.given))
+    sizes = {**other_inputs.sizes, **bind_sizes({ids_input: ids}, {ids_input: block}, model.name)}
+    program = model.bind_to_sizes(
+        sizes, variant=Variant(last_only=False, outputs=names, optional_inputs=other_inputs.optional_inputs)
+    )
     used_inputs = {i.input for i in model.programs.template(program.key.symbolic).mir.inputs}
     values, _ = program(
         {name: value for name, value in {ids_input: block, **arrays}.items() if name in used_inputs}, {}

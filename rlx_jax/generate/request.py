@@ -22,6 +22,7 @@ from rlx_jax.errors import RequestError, SequenceLengthError, did_you_mean, list
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
+from rlx_jax.generate.stop_strings import truncate_at_stop
 from rlx_jax.program import InputDecl
 from rlx_jax.runtime.inputs import bind_sizes, check_integer, host_value, random_key, read_array
 from rlx_jax.runtime.model import CompiledModel
@@ -42,13 +43,13 @@ class RequestInputs:
     Attributes:
         arrays: by name.
         sizes: sizes that the arrays bind to symbols other than `batch`.
-        given: the names of optional inputs that the request passes; each set of them has programs of its own.
+        optional_inputs: the names of optional inputs that the request passes; each set of them has programs of its own.
         rows: the batch axis of each array that has one.
     """
 
     arrays: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
-    given: frozenset[str] = frozenset()
+    optional_inputs: frozenset[str] = frozenset()
     rows: Mapping[str, int] = field(default_factory=dict)
 
     def padded(self, batch: int) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class RequestInputs:
                 arrays[name] = (jnp if isinstance(arrays[name], jax.Array) else np).pad(arrays[name], pad_widths)
         return arrays
 
-    def of_row(self, row: int) -> dict[str, Any]:
+    def select_row(self, row: int) -> dict[str, Any]:
         """Return the arrays reduced to one row of the batch, with the batch axis kept."""
         return {
             name: a[(slice(None),) * self.rows[name] + (slice(row, row + 1),)] if name in self.rows else a
@@ -69,20 +70,20 @@ class RequestInputs:
         }
 
 
-NONE = RequestInputs()
+NO_INPUTS = RequestInputs()
 
 
-def declared(model: CompiledModel) -> dict[str, InputDecl]:
+def declared_inputs(model: CompiledModel) -> dict[str, InputDecl]:
     """Return the declarations, by name, of the inputs that a request passes in addition to its tokens.
 
     These are the inputs that some output reads and that have no dimension `seq`; the others are computed from the
     tokens.
     """
-    idle = unread(model) | {model.first_input}
+    idle = unread_inputs(model) | {model.first_input}
     return {d.name: d for d in model.flow._inputs if d.name not in idle and "seq" not in d.type.symbols}
 
 
-def unread(model: CompiledModel) -> frozenset[str]:
+def unread_inputs(model: CompiledModel) -> frozenset[str]:
     """Return the names of the inputs that no output reads, neither with all optional inputs nor without them."""
     optional = frozenset(d.name for d in model.flow._inputs if d.optional)
     # An optional input can change what is read, so both extremes are traced; without one, once is enough.
@@ -90,14 +91,14 @@ def unread(model: CompiledModel) -> frozenset[str]:
     return idle & model.programs.unread_inputs(model.name, optional) if idle and optional else idle
 
 
-def request_inputs(
-    model: CompiledModel, inputs: Mapping[str, Any] | None, rows: int, known: Mapping[str, InputDecl]
+def check_inputs(
+    model: CompiledModel, inputs: Mapping[str, Any] | None, rows: int, declarations: Mapping[str, InputDecl]
 ) -> RequestInputs:
     """Check `inputs=` of a request and return its arrays.
 
     Args:
         rows: number of prompts, which every array with a batch axis must have.
-        known: the result of `declared`.
+        declarations: the result of `declared_inputs`.
 
     Raises:
         RequestError: an input is missing, the flow has none of that name or reads it with the tokens, or the number of
@@ -107,21 +108,21 @@ def request_inputs(
         raise RequestError(f"inputs is {shown(inputs)}; expected a mapping of input names to arrays")
     passed = {name: value for name, value in (inputs or {}).items() if value is not None}
     for name in passed:
-        if name not in known:
+        if name not in declarations:
             with_tokens = name in (d.name for d in model.flow._inputs)
-            reason = "it belongs to the tokens, which a request brings itself" if with_tokens else "the flow has none"
-            reason = "none of the outputs reads it" if name in unread(model) else reason
+            reason = "it depends on the tokens, and the request computes it" if with_tokens else "the flow has none"
+            reason = "none of the outputs reads it" if name in unread_inputs(model) else reason
             raise RequestError(
-                f"inputs: {quote(name)}: {reason}; a request may bring {listing(known) or 'nothing beside tokens'}"
-                f"{did_you_mean(str(name), known)}"
+                f"inputs: {quote(name)}: {reason}; a request may pass {listing(declarations) or 'nothing but tokens'}"
+                f"{did_you_mean(str(name), declarations)}"
             )
-    missing = [name for name, d in known.items() if not d.optional and name not in passed]
+    missing = [name for name, d in declarations.items() if not d.optional and name not in passed]
     if missing:
         raise RequestError(f"{model.name}: the flow reads {listing(missing)}: pass inputs={{{missing[0]!r}: …}}")
     if not passed:
-        return NONE
-    types = {name: known[name].type for name in passed}
-    optional_names = frozenset(name for name in passed if known[name].optional)
+        return NO_INPUTS
+    types = {name: declarations[name].type for name in passed}
+    optional_names = frozenset(name for name in passed if declarations[name].optional)
     ids = model.programs.template(model.key(optional_names)).bounds.ids
     arrays = {
         name: host_value(name, value, types[name], ids.get(name), model.settings.check_ids)
@@ -135,14 +136,14 @@ def request_inputs(
     return RequestInputs(arrays, {n: size for n, size in sizes.items() if n != "batch"}, optional_names, axes)
 
 
-class TurnOptions(Sampling, total=False):
+class DecodingOptions(Sampling, total=False):
     """Keyword arguments common to `CausalLM.generate`, `stream`, `chat`, and turns of a conversation."""
 
     speculative: Any
     draft_tokens: int
 
 
-class StreamOptions(TurnOptions, total=False):
+class StreamOptions(DecodingOptions, total=False):
     """Keyword arguments of `CausalLM.stream`."""
 
     inputs: Inputs
@@ -159,7 +160,7 @@ class GenerateOptions(StreamOptions, total=False):
 class LanguageModel:
     """The part of a `CausalLM` that requests need: its model, tokenizer, limits and special tokens.
 
-    Fields are as in `CausalLM`; `inputs` are the result of `declared`.
+    Fields are as in `CausalLM`; `inputs` are the result of `declared_inputs`.
     """
 
     model: CompiledModel
@@ -177,46 +178,48 @@ class LanguageModel:
         return self.model.programs, self.model.name
 
     @property
-    def required(self) -> list[str]:
+    def required_inputs(self) -> list[str]:
         """Return the names of the inputs that a request has to pass."""
         return [name for name, d in self.inputs.items() if not d.optional]
 
-    def needed(self, what: str = "strings need", instead: str = "pass token ids") -> Tokenizer:
+    def require_tokenizer(self, subject: str = "strings need", alternative: str = "pass token ids") -> Tokenizer:
         """Return the tokenizer.
 
         Args:
-            what: beginning of the error message: what needs a tokenizer.
-            instead: end of the error message: what works without one.
+            subject: beginning of the error message: what needs a tokenizer.
+            alternative: end of the error message: what works without one.
 
         Raises:
             RequestError: there is none.
         """
         if self.tokenizer is None:
-            raise RequestError(f"{what} a tokenizer, and this model has none: {NO_TOKENIZER}; or {instead}")
+            raise RequestError(f"{subject} a tokenizer, and this model has none: {NO_TOKENIZER}; or {alternative}")
         return self.tokenizer
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of new tokens."""
-        return self.needed().decode(ids)
+        return self.require_tokenizer().decode(ids)
 
-    def text(self, ids: list[int], words: tuple[str, ...]) -> str:
-        """Return the text of new tokens up to the first of the stop strings `words`."""
-        return cut(self.decode(ids), words)
+    def answer_text(self, ids: list[int], stop_strings: tuple[str, ...]) -> str:
+        """Return the text of new tokens up to the first stop string."""
+        return truncate_at_stop(self.decode(ids), stop_strings)
 
-    def rows(self, prompts: Prompts) -> list[list[int]]:
+    def encode_prompts(self, prompts: Prompts) -> list[list[int]]:
         """Return prompts as ids, each with at least one: an empty prompt becomes the begin token.
 
         Raises:
             RequestError: a prompt is empty, and there is no begin token. TokenIdError: the model does not have an id.
         """
-        prompt_ids = prompts.ids or [] if prompts.texts is None else self.needed().encode_batch(prompts.texts)
+        prompt_ids = prompts.ids or []
+        if prompts.texts is not None:
+            prompt_ids = self.require_tokenizer().encode_batch(prompts.texts)
         rows = [id_list(row, self.vocab_size, f"prompts[{i}]") for i, row in enumerate(prompt_ids)]
         for i, row in enumerate(rows):
             if not row and self.bos_id is None:
                 raise RequestError(f"prompts[{i}] is empty, and the model has no begin token to start from")
         return [row or [self.bos_id] for row in rows]  # type: ignore[list-item]
 
-    def stops(self, stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def parse_stop(self, stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Return the strings and the ids that end a row; the ids include the end tokens.
 
         Raises:
@@ -229,13 +232,13 @@ class LanguageModel:
         if isinstance(stop, bytes | bytearray | Mapping | jax.Array) or not (single or isinstance(stop, Iterable)):
             raise RequestError(f"stop is {shown(stop)}; expected a string, a token id, or a list of them")
         items = [stop] if single else list(stop)
-        words = tuple(s for s in items if isinstance(s, str))
-        if not all(words):
+        stop_strings = tuple(s for s in items if isinstance(s, str))
+        if not all(stop_strings):
             raise RequestError("stop: an empty string would end every row at once")
-        if words:
-            self.needed("stop: strings need")
+        if stop_strings:
+            self.require_tokenizer("stop: strings need")
         ids = id_list([s for s in items if not isinstance(s, str)], self.vocab_size, "stop") if items else []
-        return words, tuple(sorted({*ids, *self.eos_ids}))
+        return stop_strings, tuple(sorted({*ids, *self.eos_ids}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,25 +250,25 @@ class PrefixState:
         rows: the row of the state that each prompt continues.
         lengths: number of tokens of each prompt in the state, less than the prompt has. A length below the length of
             the state truncates it; the caller guarantees that the state is correct when truncated.
-        slots: length of its cache.
-        consumed: whether the request may write into its arrays; else it copies them.
+        cache_len: length of its cache.
+        donated: whether the request may write into its arrays; else it copies them.
     """
 
     arrays: StateArrays
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
-    slots: int
-    consumed: bool = False
+    cache_len: int
+    donated: bool = False
 
 
 class SnapshotPoint(NamedTuple):
-    """A position in a prompt, after `at` tokens, and the names of the state arrays to copy there.
+    """A position in a prompt, after `num_tokens` tokens, and the names of the state arrays to copy there.
 
     `CausalLM.conversation` marks the end of the messages, to return to it if the reply is rendered differently later.
     """
 
-    at: int
-    leaves: tuple[str, ...]
+    num_tokens: int
+    array_names: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,37 +279,37 @@ class Request:
         rows: prompts as ids, each with at least one; they include the tokens that a state already has.
         budget: number of new tokens for each row, at most.
         sampler: how tokens are chosen.
-        ends, words: ids and strings that end a row.
+        stop_ids, stop_strings: ids and strings that end a row.
         seed: seed or key of the random draws.
-        text: whether text is returned, not ids.
+        as_text: whether text is returned, not ids.
         inputs: the inputs other than tokens.
         drafter: the source of drafts; None for plain decoding.
         n: number of answers to each prompt, in adjacent rows; None for one answer that is not in a list.
         logprobs: number of likeliest tokens to return at each step; None to return no log-probabilities.
-        before: the state that the prompts continue, if there is one.
-        shared: length of the common prefix to prefill once and repeat; 0 to prefill each prompt by itself.
-        mark: position in the single prompt at which to copy arrays of the state, into `Generation.marked`.
-        room: lower bound of `cache_len`, the length of the cache.
-        ended: callback for the `Generation` when it has run or was abandoned.
+        prefix: the state that the prompts continue, if there is one.
+        shared_prefix_len: length of the common prefix to prefill once and repeat; 0 to prefill each prompt by itself.
+        snapshot_point: position in the single prompt at which to copy arrays of the state, into `Generation.snapshot`.
+        min_cache_len: lower bound of `cache_len`, the length of the cache.
+        on_end: callback for the `Generation` when it has run or was abandoned.
         reread: why prefill repeats tokens that a state had; empty if it repeats none.
     """
 
     rows: tuple[tuple[int, ...], ...]
     budget: int
     sampler: Sampler = field(default_factory=Sampler)
-    ends: tuple[int, ...] = ()
-    words: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     seed: Any = 0
-    text: bool = False
-    inputs: RequestInputs = NONE
+    as_text: bool = False
+    inputs: RequestInputs = NO_INPUTS
     drafter: Drafter | None = None
     n: int | None = None
     logprobs: int | None = None
-    before: PrefixState | None = None
-    shared: int = 0
-    mark: SnapshotPoint | None = None
-    room: int = 0
-    ended: Callable[[Any], None] | None = None
+    prefix: PrefixState | None = None
+    shared_prefix_len: int = 0
+    snapshot_point: SnapshotPoint | None = None
+    min_cache_len: int = 0
+    on_end: Callable[[Any], None] | None = None
     reread: str = ""
 
     @property
@@ -330,12 +333,12 @@ def check_request(
     """
     check_answers(lm, n, logprobs, sampler, drafter is not None)
     budget = check_integer("max_new_tokens", max_new_tokens, 0)
-    before: PrefixState | None = None
+    prefix: PrefixState | None = None
     if state is None:
-        rows, checked_inputs = lm.rows(prompts), NONE
+        rows, checked_inputs = lm.encode_prompts(prompts), NO_INPUTS
     else:
-        rows, before, checked_inputs = rows_behind(lm, prompts, state)
-    words, ends = lm.stops(stop)
+        rows, prefix, checked_inputs = join_state(lm, prompts, state)
+    stop_strings, stop_ids = lm.parse_stop(stop)
     sampler.values(lm.vocab_size)
     if seed is None and sampler.temperature and jax.process_count() > 1:  # the processes would choose different seeds
         raise RequestError("seed: give one, the same in every process, where several run a model together")
@@ -345,35 +348,38 @@ def check_request(
         raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")
     for i, row in enumerate(rows):
         check_length(lm, len(row), budget, f"prompts[{i}]", drafter)
-    if before is None and rows and (inputs is not None or lm.inputs):
-        checked_inputs = request_inputs(lm.model, inputs, len(rows), lm.inputs)
+    if prefix is None and rows and (inputs is not None or lm.inputs):
+        checked_inputs = check_inputs(lm.model, inputs, len(rows), lm.inputs)
     if state is not None or share_prefix is not False:
-        check_together(state is not None, share_prefix, inputs, drafter)
+        check_combination(state is not None, share_prefix, inputs, drafter)
     text = text or prompts.texts is not None
+    shared_prefix_len = 0
+    if share_prefix and len(rows) > 1:
+        # Each prompt keeps at least one token after the prefix: its last token gives the logits of the first new one.
+        shared_prefix_len = common_prefix_len(*rows, limit=min(map(len, rows)) - 1)
     return Request(
-        tuple(map(tuple, rows)), budget, sampler, ends, words, seed, text, checked_inputs, drafter, n, logprobs, before,
-        # Each prompt keeps at least one token of its own, as its last token gives the logits of the first new one.
-        shared=common(*rows, most=min(map(len, rows)) - 1) if share_prefix and len(rows) > 1 else 0,
+        tuple(map(tuple, rows)), budget, sampler, stop_ids, stop_strings, seed, text, checked_inputs, drafter, n,
+        logprobs, prefix, shared_prefix_len,
     )  # fmt: skip
 
 
-def check_length(lm: LanguageModel, tokens: int, budget: int, what: str, drafter: Drafter | None) -> None:
+def check_length(lm: LanguageModel, tokens: int, budget: int, name: str, drafter: Drafter | None) -> None:
     """Check that a prompt and its answer fit the positions of the model and of the drafter.
 
     Args:
         tokens: length of the prompt.
         budget: number of new tokens.
-        what: the prompt, for the error message.
+        name: the prompt, for the error message.
 
     Raises:
         SequenceLengthError: they do not.
     """
     limits = {"": lm.max_positions, "speculative: ": None if drafter is None else drafter.max_positions}
-    for prefix, limit in limits.items():
+    for option, limit in limits.items():
         if tokens + budget > min(limit or MAX_SLOTS, MAX_SLOTS):
-            what = f"{what}: {tokens} tokens + {number(budget)} new"
-            check_positions(tokens + budget, limit, f"{prefix}{what}", tokens)
-            raise SequenceLengthError(f"{what}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
+            name = f"{name}: {tokens} tokens + {number(budget)} new"
+            check_positions(tokens + budget, limit, f"{option}{name}", tokens)
+            raise SequenceLengthError(f"{name}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
 
 
 def check_answers(lm: LanguageModel, n: Any, logprobs: Any, sampler: Sampler | None, drafts: bool) -> None:
@@ -393,7 +399,7 @@ def check_answers(lm: LanguageModel, n: Any, logprobs: Any, sampler: Sampler | N
         raise RequestError(f"logprobs is {shown(logprobs)}; the model has {lm.vocab_size} tokens")
 
 
-def check_together(state: bool, share_prefix: Any, inputs: Any, drafter: Drafter | None) -> None:
+def check_combination(state: bool, share_prefix: Any, inputs: Any, drafter: Drafter | None) -> None:
     """Check that `state=` or `share_prefix=` can be combined with the other options of a request.
 
     Raises:
@@ -420,7 +426,7 @@ def check_together(state: bool, share_prefix: Any, inputs: Any, drafter: Drafter
 # -- a request that continues a state ----------------------------------------------------------
 
 
-def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[list[int]], PrefixState, RequestInputs]:
+def join_state(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[list[int]], PrefixState, RequestInputs]:
     """Join a state and the prompts that continue it.
 
     Returns:
@@ -433,7 +439,7 @@ def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[l
     """
     cache: DecodeState = check_is_state(state, "state")
     arrays = cache.take(lm.owner, peek=True).arrays()
-    encode = lm.needed().encode if prompts.texts is not None else None
+    encode = lm.require_tokenizer().encode if prompts.texts is not None else None
     texts = [encode(text, add_special_tokens=False) for text in prompts.texts or []] if encode else []
     prompt_ids: list[Any] = prompts.ids or texts
     new = [id_list(row, lm.vocab_size, f"prompts[{i}]") for i, row in enumerate(prompt_ids)]
@@ -451,53 +457,11 @@ def rows_behind(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[l
     rows = tuple(range(len(new))) if len(cache.lengths) > 1 else (0,) * len(new)
     state_ids = cache.ids
     sizes = {name: size for name, size in cache.sizes.items() if name not in ("batch", "context")}
-    before = PrefixState(arrays, rows, tuple(len(state_ids[row]) for row in rows), cache.sizes["context"])
+    prefix = PrefixState(arrays, rows, tuple(len(state_ids[row]) for row in rows), cache.sizes["context"])
     full = [state_ids[row] + ids for row, ids in zip(rows, new, strict=True)]
-    return full, before, RequestInputs(sizes=sizes, given=cache.given)
+    return full, prefix, RequestInputs(sizes=sizes, optional_inputs=cache.optional_inputs)
 
 
-def common(*rows: Sequence[int], most: int = MAX_SLOTS) -> int:
-    """Return the length of the common prefix of all rows, at most `most`."""
-    return min(len(os.path.commonprefix([tuple(row) for row in rows])), most)
-
-
-TAIL = 32  # allowance, in tokens, for tokens without visible text within a stop string
-# Tokenizers decode an incomplete UTF-8 character to the replacement character.
-PART = "\ufffd"
-
-
-def stopped_at(decode: Callable[[list[int]], str], ids: list[int], new: int, words: tuple[str, ...]) -> int | None:
-    """Return the length of the shortest prefix of `ids` with a stop string in its text, or None.
-
-    Only the last `new` ids are new: earlier prefixes have been checked before.
-    """
-    if not words:
-        return None
-    # Decode only the last tokens, as decoding all of them in every step would be quadratic. A character has at most
-    # four bytes, and so four tokens.
-    text = decode(ids[-(new + TAIL + max(map(len, words)) * 4) :])
-    if not any(word in text for word in words):
-        return None
-    # Confirm on the full text: the text of the last tokens may begin with an incomplete character.
-    for count in range(len(ids) - new + 1, len(ids) + 1):
-        full_text = decode(ids[:count]).rstrip(PART)
-        if any(word in full_text for word in words):
-            return count
-    return None
-
-
-def cut(text: str, words: tuple[str, ...]) -> str:
-    """Return `text` up to the first stop string."""
-    positions = [position for word in words if (position := text.find(word)) >= 0]
-    return text[: min(positions)] if positions else text
-
-
-def settled(text: str, words: tuple[str, ...]) -> str:
-    """Return the part of a growing text that later tokens cannot change."""
-    text = text.rstrip(PART)
-    answer = cut(text, words)
-    if len(answer) < len(text):
-        return answer
-    # Withhold an end of the text that may become a stop string.
-    num_withheld = max((n for w in words for n in range(1, len(w)) if text.endswith(w[:n])), default=0)
-    return text[: len(text) - num_withheld]
+def common_prefix_len(*rows: Sequence[int], limit: int = MAX_SLOTS) -> int:
+    """Return the length of the common prefix of all rows, at most `limit`."""
+    return min(len(os.path.commonprefix([tuple(row) for row in rows])), limit)

@@ -23,11 +23,11 @@ from rlx_jax.text.request_checks import pad_rows
 
 CONTEXT_BUCKET = 64  # the smallest cache length without buckets in the profile
 # Programs return 0, 8, 16, 32 … likeliest tokens, so that there are few of them; the host drops the surplus.
-TOP = 8
+LOGPROBS_BUCKET = 8
 
 
-class PromptPart(NamedTuple):
-    """One chunk of the prompts: up to `tokens` tokens of each row, read by a program of width `width`."""
+class PromptChunk(NamedTuple):
+    """One chunk of the prompts: up to `tokens` tokens of each row, for a program of width `width`."""
 
     width: int
     tokens: int
@@ -44,28 +44,28 @@ class RequestPlan:
     Attributes:
         request: the request.
         sampling_steps, sampler_values: how tokens are chosen.
-        top: number of likeliest tokens that programs return; None for no log-probabilities.
-        ends: `[V]` bool, ids that end a row.
+        num_logprobs: number of likeliest tokens that programs return; None for no log-probabilities.
+        stop_mask: `[V]` bool, ids that end a row.
         sizes: number of rows, padding included; widths of the prefill programs for full prompts; length of the cache.
-        read: rows of the prefill programs, fewer than `sizes.batch` where prompts have several answers.
-        alone: rows of the prefill programs for the common prefix.
-        parts: the chunks of the prompts, without tokens that a state has already.
-        shared: the chunks of the common prefix, which is prefilled once, from the first prompt.
-        readers, shared_readers, loop: the programs.
+        prefill_batch: rows of the prefill programs, fewer than `sizes.batch` where prompts have several answers.
+        shared_batch: rows of the prefill programs for the common prefix.
+        chunks: the chunks of the prompts, without tokens that a state has already.
+        shared_chunks: the chunks of the common prefix, which is prefilled once, from the first prompt.
+        prefill_programs, shared_programs, loop: the programs.
     """
 
     request: Request
     sampling_steps: SamplingSteps
     sampler_values: SamplerValues
-    top: int | None
-    ends: np.ndarray[Any, Any]
+    num_logprobs: int | None
+    stop_mask: np.ndarray[Any, Any]
     sizes: Sizes
-    read: int
-    alone: int
-    parts: tuple[PromptPart, ...]
-    shared: tuple[PromptPart, ...]
-    readers: tuple[BoundProgram, ...]
-    shared_readers: tuple[BoundProgram, ...]
+    prefill_batch: int
+    shared_batch: int
+    chunks: tuple[PromptChunk, ...]
+    shared_chunks: tuple[PromptChunk, ...]
+    prefill_programs: tuple[BoundProgram, ...]
+    shared_programs: tuple[BoundProgram, ...]
     loop: BoundProgram
 
 
@@ -75,79 +75,83 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     Raises:
         RequestError: one of the programs is not compiled, and the profile makes that an error.
     """
-    buckets, before, n = lm.buckets, request.before, request.n or 1
+    buckets, prefix, n = lm.buckets, request.prefix, request.n or 1
     limits = (lm.max_positions, None if request.drafter is None else request.drafter.max_positions)
     limit = min((n for n in limits if n is not None), default=None)  # model and drafter have caches of one length
     lengths = [len(row) for row in request.rows for _ in range(n)]
     sizes = request_sizes(buckets, lengths, request.budget, limit)
-    cache_len = max(request.room, before.slots if before is not None and before.consumed else 0)
-    if cache_len > sizes.slots:
-        sizes = replace(sizes, slots=max(sizes.slots, smallest(buckets.context, cache_len) or cache_len))
+    cache_len = max(request.min_cache_len, prefix.cache_len if prefix is not None and prefix.donated else 0)
+    if cache_len > sizes.cache_len:
+        sizes = replace(sizes, cache_len=max(sizes.cache_len, smallest(buckets.context, cache_len) or cache_len))
     sampling_steps = request.sampler.sampling_steps(lm.vocab_size)
     # With buckets, warm-up has to cover every sampler, so use few methods.
     sampling_steps = sampling_steps.widened() if buckets.prompt or buckets.batch else sampling_steps
-    ends = np.zeros(lm.vocab_size, bool)
-    ends[list(request.ends)] = True
-    top = request.logprobs and bucket(request.logprobs, TOP, lm.vocab_size)
-    read = sizes.batch if n == 1 else buckets.rows(len(request.rows))
-    alone = buckets.rows(1) if request.shared else 1
-    prefix_lens = (request.shared,) * len(request.rows) if before is None else before.lengths
+    sampler_values = request.sampler.values(lm.vocab_size, sampling_steps.biased)
+    stop_mask = np.zeros(lm.vocab_size, bool)
+    stop_mask[list(request.stop_ids)] = True
+    num_logprobs = request.logprobs and bucket(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)
+    prefill_batch = sizes.batch if n == 1 else buckets.rows(len(request.rows))
+    shared_batch = buckets.rows(1) if request.shared_prefix_len else 1
+    prefix_lens = (request.shared_prefix_len,) * len(request.rows) if prefix is None else prefix.lengths
     suffix_len = max(len(row) - count for row, count in zip(request.rows, prefix_lens, strict=True))
-    parts = parts_of(buckets, limit, max(lengths) - suffix_len, max(lengths), request.mark)
-    shared = parts_of(buckets, limit, 0, request.shared) if request.shared else ()
-    keys = plan_keys(lm, request, sampling_steps, top, sizes, (read, alone), (parts, shared))
+    chunks = make_chunks(buckets, limit, max(lengths) - suffix_len, max(lengths), request.snapshot_point)
+    shared_chunks = make_chunks(buckets, limit, 0, request.shared_prefix_len) if request.shared_prefix_len else ()
+    keys = plan_keys(
+        lm, request, sampling_steps, num_logprobs, sizes, (prefill_batch, shared_batch), (chunks, shared_chunks)
+    )
     runner = lm.model.as_program("extend")
     loop = runner.bind(keys[2])
-    readers, shared_readers = (tuple(map(runner.bind, part)) for part in keys[:2])
+    prefill_programs, shared_programs = (tuple(map(runner.bind, program_keys)) for program_keys in keys[:2])
     return RequestPlan(
-        request, sampling_steps, request.sampler.values(lm.vocab_size, sampling_steps.biased), top, ends, sizes, read,
-        alone, parts, shared, readers, shared_readers, loop,
+        request, sampling_steps, sampler_values, num_logprobs, stop_mask, sizes, prefill_batch, shared_batch, chunks,
+        shared_chunks, prefill_programs, shared_programs, loop,
     )  # fmt: skip
 
 
 def plan_keys(
-    lm: LanguageModel, request: Request, sampling_steps: SamplingSteps, top: int | None, sizes: Sizes,
-    rows: tuple[int, int], parts: tuple[tuple[PromptPart, ...], tuple[PromptPart, ...]],
+    lm: LanguageModel, request: Request, sampling_steps: SamplingSteps, num_logprobs: int | None, sizes: Sizes,
+    rows: tuple[int, int], chunks: tuple[tuple[PromptChunk, ...], tuple[PromptChunk, ...]],
 ) -> PlanKeys:  # fmt: skip
     """Return the programs of a request, cached by sizes, method and inputs for requests without drafts.
 
     Args:
         rows: numbers of rows of the prefill programs: for the prompts, and for their common prefix.
-        parts: chunks of the prompts, and of their common prefix.
+        chunks: chunks of the prompts, and of their common prefix.
     """
     model, inputs, drafter, loop = lm.model, request.inputs, request.drafter, lm.model.programs.settings.loop
-    has_prefix = request.before is not None or bool(request.shared)
-    widths, shared = ([part.width for part in some] for some in parts)
+    has_prefix = request.prefix is not None or bool(request.shared_prefix_len)
+    widths, shared_widths = ([chunk.width for chunk in part] for part in chunks)
 
-    def find() -> PlanKeys:
+    def make_keys() -> PlanKeys:
         logits = model.output_names[:1]
         state = {**inputs.sizes, **sizes.state}
-        variant = Variant(True, logits, inputs.given)
+        variant = Variant(True, logits, inputs.optional_inputs)
         if drafter is None:
-            wrapper: Any = DecodeLoop(sampling_steps, model.first_input, loop.steps, loop.early, top)
+            wrapper: Any = DecodeLoop(sampling_steps, model.first_input, loop.steps, loop.early, num_logprobs)
             key = model.as_program("extend").key_for_sizes({**state, "seq": 1}, variant)
         else:
             verify = model.as_program("verify")
             variant = replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
-            recurrent_arrays = model.programs.template(verify.key(inputs.given, logits)).rollback_arrays
+            recurrent_arrays = model.programs.template(verify.key(inputs.optional_inputs, logits)).rollback_arrays
             drafter_args = (drafter.bind(sizes.state), recurrent_arrays)
             wrapper = VerifyLoop(sampling_steps, model.first_input, loop.steps, *drafter_args)
             key = verify.key_for_sizes({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
-        readers = reader_keys(model, widths, {**state, "batch": rows[0]}, variant, has_prefix)
-        alone = reader_keys(model, shared, {**state, "batch": rows[1]}, replace(variant, hidden=False))
-        return readers, alone, replace(key, wrapper=wrapper)
+        keys = prefill_keys(model, widths, {**state, "batch": rows[0]}, variant, has_prefix)
+        shared_keys = prefill_keys(model, shared_widths, {**state, "batch": rows[1]}, replace(variant, hidden=False))
+        return keys, shared_keys, replace(key, wrapper=wrapper)
 
     if drafter is not None:
-        return find()
-    cache_key = (model.name, sampling_steps, top, sizes, rows, *map(tuple, (widths, shared)), has_prefix)
-    keys: PlanKeys = model.programs.request_keys((*cache_key, tuple(inputs.sizes.items()), inputs.given), find)
+        return make_keys()
+    cache_key = (model.name, sampling_steps, num_logprobs, sizes, rows, tuple(widths), tuple(shared_widths), has_prefix)
+    inputs_key = (tuple(inputs.sizes.items()), inputs.optional_inputs)
+    keys: PlanKeys = model.programs.request_keys((*cache_key, *inputs_key), make_keys)
     return keys
 
 
 # -- sizes -------------------------------------------------------------------------------------
 
 
-def read_widths(buckets: Buckets, tokens: int, max_positions: int | None) -> tuple[int, ...]:
+def chunk_widths(buckets: Buckets, tokens: int, max_positions: int | None) -> tuple[int, ...]:
     """Return the widths of successive prefill programs for so many tokens.
 
     Without buckets it is one program with a power of two as width. With buckets they are programs of the largest bucket
@@ -172,58 +176,62 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
         RequestError: no bucket is large enough for the rows or the cache, and `on_recompile` is `error`.
     """
     longest = max(lengths)
-    widths = read_widths(buckets, longest, max_positions)
-    min_slots = max(longest + budget, widths[0])
-    slots = smallest(buckets.context, min_slots)
+    widths = chunk_widths(buckets, longest, max_positions)
+    min_cache_len = max(longest + budget, widths[0])
+    cache_len = smallest(buckets.context, min_cache_len)
     if buckets.on_recompile == "error":
         if buckets.batch and smallest(buckets.batch, len(lengths)) is None:
             raise RequestError(
                 f"prompts: {len(lengths)} rows, and buckets.batch = {list(buckets.batch)}; send fewer at once, or add "
                 "a bucket to the profile"
             )
-        if buckets.context and slots is None:
+        if buckets.context and cache_len is None:
             raise RequestError(
                 f"prompts[{lengths.index(longest)}]: {longest} tokens + {budget} new, and the caches that are compiled "
                 f"have {list(buckets.context)} slots; ask for fewer tokens, or add to buckets.context of the profile"
             )
-    return Sizes(buckets.rows(len(lengths)), widths, slots or bucket(min_slots, CONTEXT_BUCKET, max_positions))
+    return Sizes(buckets.rows(len(lengths)), widths, cache_len or bucket(min_cache_len, CONTEXT_BUCKET, max_positions))
 
 
 def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int | None) -> tuple[int, int]:
     """Return the rows and the cache length of a state for `batch` prompts of `context` tokens each, with the answer."""
-    slots = smallest(buckets.context, context) or bucket(context, CONTEXT_BUCKET, max_positions)
-    return buckets.rows(batch), slots
+    cache_len = smallest(buckets.context, context) or bucket(context, CONTEXT_BUCKET, max_positions)
+    return buckets.rows(batch), cache_len
 
 
-def parts_of(
-    buckets: Buckets, limit: int | None, start: int, end: int, mark: SnapshotPoint | None = None
-) -> tuple[PromptPart, ...]:
-    """Return the chunks from token `start` to `end`, with a boundary at the mark if it is between them."""
-    boundaries = [start, *([mark.at] if mark is not None and start < mark.at < end else []), end]
-    parts = []
+def make_chunks(
+    buckets: Buckets, limit: int | None, start: int, end: int, snapshot_point: SnapshotPoint | None = None
+) -> tuple[PromptChunk, ...]:
+    """Return the chunks from token `start` to `end`, with a boundary at the snapshot point if it is between them."""
+    boundaries = [start, end]
+    if snapshot_point is not None and start < snapshot_point.num_tokens < end:
+        boundaries.insert(1, snapshot_point.num_tokens)
+    result = []
     for begin, stop in zip(boundaries, boundaries[1:], strict=False):
-        *chunks, rest = read_widths(buckets, stop - begin, limit)
-        parts += [*(PromptPart(width, width) for width in chunks), PromptPart(rest, stop - begin - sum(chunks))]
-    return tuple(parts)
+        *chunks, rest = chunk_widths(buckets, stop - begin, limit)
+        result += [*(PromptChunk(width, width) for width in chunks), PromptChunk(rest, stop - begin - sum(chunks))]
+    return tuple(result)
 
 
 # -- prefill programs --------------------------------------------------------------------------
 
 
-def reader_keys(
-    model: CompiledModel, widths: Sequence[int], sizes: Mapping[str, int], variant: Variant, behind: bool = False
+def prefill_keys(
+    model: CompiledModel, widths: Sequence[int], sizes: Mapping[str, int], variant: Variant, has_prefix: bool = False
 ) -> tuple[ProgramKey, ...]:
     """Return the successive prefill programs for chunks of these widths.
 
-    The first one is `prefill`, and the others are `extend`; with a state to continue (`behind`) all are `extend`.
+    The first one is `prefill`, and the others are `extend`; with a state to continue (`has_prefix`) all are `extend`.
     """
     blocks = [{**sizes, "seq": width} for width in widths]
-    prefill_keys = [model.as_program("prefill").key_for_sizes(blocks.pop(0), variant)] if blocks and not behind else []
+    first_keys = (
+        [model.as_program("prefill").key_for_sizes(blocks.pop(0), variant)] if blocks and not has_prefix else []
+    )
     extend = model.as_program("extend")
-    return (*prefill_keys, *(extend.key_for_sizes(block, variant) for block in blocks))
+    return (*first_keys, *(extend.key_for_sizes(block, variant) for block in blocks))
 
 
-def bind_readers(
+def bind_prefill(
     model: CompiledModel, widths: Sequence[int], sizes: Mapping[str, int], variant: Variant
 ) -> list[BoundProgram]:
     """Return the bound prefill programs for full prompts.
@@ -231,7 +239,7 @@ def bind_readers(
     Raises:
         RequestError: as `plan_request`.
     """
-    return list(map(model.as_program("extend").bind, reader_keys(model, widths, sizes, variant)))
+    return list(map(model.as_program("extend").bind, prefill_keys(model, widths, sizes, variant)))
 
 
 class PromptBlock(NamedTuple):
@@ -240,26 +248,26 @@ class PromptBlock(NamedTuple):
     Attributes:
         logits: `[B, 1, V]`, logits of the last token of each row.
         state: the state after the chunk.
-        now: `[B]` bool, rows with a prompt that ends in this chunk.
+        is_end: `[B]` bool, rows with a prompt that ends in this chunk.
         hidden: `[B, S, H]`, hidden states of all tokens, if the program returns them.
-        read: number of tokens prefilled so far, for prompts of that length or more.
+        num_tokens: number of tokens prefilled so far, for prompts of that length or more.
     """
 
     logits: Any
     state: StateArrays
-    now: np.ndarray[Any, Any]
+    is_end: np.ndarray[Any, Any]
     hidden: jax.Array | None
-    read: int
+    num_tokens: int
 
 
 def prompt_blocks(
-    readers: Sequence[BoundProgram], parts: Sequence[PromptPart], prompts: Sequence[Sequence[int]], batch: int,
+    programs: Sequence[BoundProgram], chunks: Sequence[PromptChunk], prompts: Sequence[Sequence[int]], batch: int,
     inputs: Mapping[str, Any], state: StateArrays | None = None,
 ) -> Iterator[PromptBlock]:  # fmt: skip
     """Prefill the prompts chunk by chunk, and yield the result of each chunk.
 
     Args:
-        readers, parts: the programs and their chunks.
+        programs, chunks: the programs and their chunks.
         prompts: ids of each row, without tokens that the state has already.
         batch: number of rows, padding included; a padding row has one token, as prefill needs one.
         inputs: the other inputs of the flow.
@@ -267,12 +275,12 @@ def prompt_blocks(
     """
     padded_prompts = [*prompts, *([0] for _ in range(batch - len(prompts)))]
     lengths, live = np.array([len(p) for p in padded_prompts]), np.arange(batch) < len(prompts)
-    state, offset, first_input = state or {}, 0, readers[0].model.first_input
-    for reader, (width, count) in zip(readers, parts, strict=True):
+    state, offset, first_input = state or {}, 0, programs[0].model.first_input
+    for program, (width, count) in zip(programs, chunks, strict=True):
         num_new = np.clip(lengths - offset, 0, count)
         tokens = pad_rows([p[offset : offset + count] for p in padded_prompts], width)
-        (logits, *others), state = reader({first_input: tokens, "lengths": num_new.astype(np.int32), **inputs}, state)
-        hidden = others[0] if reader.key.hidden else None
+        (logits, *others), state = program({first_input: tokens, "lengths": num_new.astype(np.int32), **inputs}, state)
+        hidden = others[0] if program.key.hidden else None
         offset += count
         yield PromptBlock(logits, state, live & (offset - count < lengths) & (lengths <= offset), hidden, offset)
         inputs = {}  # the state caches what depends on them

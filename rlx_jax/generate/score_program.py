@@ -400,7 +400,7 @@ def scored_tokens(lm: LanguageModel, texts: Any) -> tuple[list[ScoredTokens], bo
 def text_ids(lm: LanguageModel, text: Any, what: str) -> list[int]:
     """Return the ids of a string, with the special tokens that the tokenizer adds, or ids unchanged."""
     if isinstance(text, str):
-        text = lm.needed("strings need").encode(text)
+        text = lm.require_tokenizer("strings need").encode(text)
     return id_list(text, lm.vocab_size, what)
 
 
@@ -438,7 +438,7 @@ def pair_ids(lm: LanguageModel, context: Any, continuation: Any, what: str) -> S
         all_ids, context_ids = (text_ids(lm, text, what) for text in (context + continuation, context))
         context_ids, target_ids = all_ids[: len(context_ids)] or [first_id(lm)], all_ids[len(context_ids) :]
     else:
-        encoded = lm.needed("strings need").encode(continuation, add_special_tokens=False)
+        encoded = lm.require_tokenizer("strings need").encode(continuation, add_special_tokens=False)
         target_ids = id_list(encoded, lm.vocab_size, what)
         context_ids = [first_id(lm)]
         if target_ids[:1] == context_ids:  # the text has the token already, for example as `<s>`

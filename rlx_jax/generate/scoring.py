@@ -67,8 +67,10 @@ def scores_of(lm: LanguageModel, items: Sequence[ScoredTokens], what: str) -> tu
     """
     model = lm.model
     clock = model.programs.start_timer()
-    if lm.required:
-        raise RequestError(f"{what}: {model.name} reads {listing(lm.required)} beside tokens; {what} takes texts alone")
+    if lm.required_inputs:
+        raise RequestError(
+            f"{what}: {model.name} reads {listing(lm.required_inputs)} beside tokens; {what} takes texts alone"
+        )
     # Deriving a prefill program proves that tokens do not see later ones, and rows not each other.
     model.programs.any_template(model.as_program("prefill").key())
     longest = max((item.width for item in items), default=1)

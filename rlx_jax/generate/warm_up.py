@@ -15,7 +15,7 @@ import numpy as np
 from rlx_jax.compiler.settings import Buckets, bucket
 from rlx_jax.errors import RequestError, listing
 from rlx_jax.generate.decode_state import DecodeState
-from rlx_jax.generate.generation import start, state_behind
+from rlx_jax.generate.generation import prepare_prefix_state, start_generation
 from rlx_jax.generate.prefill import extend, prefill
 from rlx_jax.generate.request import LanguageModel, PrefixState, Request, check_answers
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET, plan_request
@@ -27,10 +27,10 @@ from rlx_jax.runtime.program_key import Variant
 from rlx_jax.text.padding import check_sizes
 from rlx_jax.text.request_checks import Ids
 
-# A sampler for each method that `Method.widened` can return.
-KINDS = (Sampler(), Sampler(temperature=1.0), Sampler(repetition_penalty=2.0), Sampler(temperature=1.0, top_k=1))
+# A sampler for each value that `SamplingSteps.widened` can return.
+ALL_SAMPLERS = (Sampler(), Sampler(temperature=1.0), Sampler(repetition_penalty=2.0), Sampler(temperature=1.0, top_k=1))
 # A seed of more than 32 bits, since the key of a large seed needs one more program.
-HIGH = 2**32
+LARGE_SEED = 2**32
 
 
 def warm_all(
@@ -46,10 +46,10 @@ def warm_all(
     """
     buckets = lm.model.settings.buckets
     budget = check_integer("max_new_tokens", max_new_tokens, 1)
-    if lm.required:
-        raise RequestError(f"warmup: requests bring {listing(lm.required)}, of sizes that are not known ahead")
+    if lm.required_inputs:
+        raise RequestError(f"warmup: requests bring {listing(lm.required_inputs)}, of sizes that are not known ahead")
     check_sizes(buckets)
-    kinds = KINDS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
+    kinds = ALL_SAMPLERS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
     if not kinds or not all(isinstance(s, Sampler) for s in kinds):
         raise RequestError("warmup: samplers are what requests will use: a Sampler or several, or None for all kinds")
     check_answers(lm, n, logprobs, None, False)
@@ -57,7 +57,7 @@ def warm_all(
     with lm.model.programs.warm_up():
         warm_generation(lm, kinds, drafter, logprobs)
         warm_answers(lm, kinds[0], n or 1)
-        warm_reading(lm)
+        warm_prefill(lm)
         if scoring:
             warm_scores(lm.model, buckets, lm.max_positions)
     return lm.buckets
@@ -71,48 +71,50 @@ def warm_generation(
     kinds: list[dict[str, Any]] = [{}]
     kinds += [{"drafter": drafter}] if drafter is not None else []
     kinds += [{"logprobs": logprobs}] if logprobs is not None else []
-    for (rows, length, slots, sampler), request_options in product(warm_requests(lm.buckets, samplers), kinds):
-        request = Request(((0,) * length,) * rows, slots - length, sampler, seed=HIGH, **request_options)
-        for step, _ in enumerate(start(plan_request(lm, request))):
+    for (rows, length, cache_len, sampler), request_options in product(warm_requests(lm.buckets, samplers), kinds):
+        request = Request(((0,) * length,) * rows, cache_len - length, sampler, seed=LARGE_SEED, **request_options)
+        for step, _ in enumerate(start_generation(plan_request(lm, request))):
             if step == 1:  # block 0 is the first token, and block 1 has run the loop
                 break
 
 
-def warm_answers(lm: LanguageModel, sampler: Sampler, most: int) -> None:
-    """Run the programs that repeat rows of a state, for up to `most` answers to a prompt."""
+def warm_answers(lm: LanguageModel, sampler: Sampler, max_answers: int) -> None:
+    """Run the programs that repeat rows of a state, for up to `max_answers` answers to a prompt."""
     buckets = lm.buckets
     pairs_by_rows: dict[tuple[int, int], tuple[int, int]] = {}
-    for prompts, answers in product(range(1, buckets.batch[-1] + 1), range(2, most + 1)):
+    for prompts, answers in product(range(1, buckets.batch[-1] + 1), range(2, max_answers + 1)):
         if prompts * answers <= buckets.batch[-1]:
             pairs_by_rows.setdefault((buckets.rows(prompts), buckets.rows(prompts * answers)), (prompts, answers))
-    for (prompts, answers), slots in product(pairs_by_rows.values(), buckets.context):
-        if slots > 1:  # room for a prompt of one token and a new token
-            start(plan_request(lm, Request(((0,),) * prompts, slots - 1, sampler, seed=HIGH, n=answers)))
+    for (prompts, answers), cache_len in product(pairs_by_rows.values(), buckets.context):
+        if cache_len > 1:  # room for a prompt of one token and a new token
+            request = Request(((0,),) * prompts, cache_len - 1, sampler, seed=LARGE_SEED, n=answers)
+            start_generation(plan_request(lm, request))
 
 
-def warm_reading(lm: LanguageModel) -> None:
+def warm_prefill(lm: LanguageModel) -> None:
     """Run the programs of `CausalLM.prefill` and `extend` with the logits of the last tokens, and the programs that
     copy the state of a conversation, which has one row, to a longer cache."""
     buckets = lm.buckets
 
-    def read(block: Ids, lengths: Any, slots: int) -> DecodeState:
-        return prefill(lm, block, lengths, slots, "last", None, None)[1]
+    def run_prefill(block: Ids, lengths: Any, cache_len: int) -> DecodeState:
+        return prefill(lm, block, lengths, cache_len, "last", None, None)[1]
 
-    for rows, slots, width in product(buckets.batch, buckets.context, buckets.prompt):
-        if width > slots:
+    for rows, cache_len, width in product(buckets.batch, buckets.context, buckets.prompt):
+        if width > cache_len:
             continue
         block = np.zeros((rows, width), np.int32)
-        state = read(block, np.ones(rows, int), slots)
+        state = run_prefill(block, np.ones(rows, int), cache_len)
         for more in (block, block[:, :1]):
             _, state = extend(lm, state, more, np.zeros(rows, int), "last")
     for rows in range(1, buckets.batch[-1]):  # slicing off padding rows takes a program for each number of rows
-        read(np.zeros((rows, 1), np.int32), None, buckets.context[0])
+        run_prefill(np.zeros((rows, 1), np.int32), None, buckets.context[0])
     variant = Variant(outputs=lm.model.output_names[:1])
-    for small, large in combinations(buckets.context, 2):
-        arrays = read(np.zeros((1, 1), np.int32), None, small).take(lm.owner).arrays()
-        sizes = {"batch": buckets.rows(1), "context": large, "seq": 1}
-        state_behind(
-            lm.model.as_program("extend").bind_to_sizes(sizes, variant=variant), PrefixState(arrays, (0,), (1,), small)
+    for cache_len, longer in combinations(buckets.context, 2):
+        arrays = run_prefill(np.zeros((1, 1), np.int32), None, cache_len).take(lm.owner).arrays()
+        sizes = {"batch": buckets.rows(1), "context": longer, "seq": 1}
+        prepare_prefix_state(
+            lm.model.as_program("extend").bind_to_sizes(sizes, variant=variant),
+            PrefixState(arrays, (0,), (1,), cache_len),
         )
 
 
@@ -123,15 +125,15 @@ def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tup
     """
     chunk = buckets.largest_chunk
     for rows in buckets.batch:
-        for slots in (size for size in buckets.context if size > 1):
+        for cache_len in (size for size in buckets.context if size > 1):
             # A short prompt runs the loop, a prompt of each width runs `prefill`, and a full chunk with a rest of each
             # width runs `extend`.
-            lengths = {1, *(min(p, slots - 1) for p in buckets.prompt if p <= slots)}
-            if chunk is not None and chunk + 1 < slots:
-                lengths |= {min(chunk + p, slots - 1) for p in buckets.prompt}
+            lengths = {1, *(min(p, cache_len - 1) for p in buckets.prompt if p <= cache_len)}
+            if chunk is not None and chunk + 1 < cache_len:
+                lengths |= {min(chunk + p, cache_len - 1) for p in buckets.prompt}
             for n, sampler in enumerate(samplers):
                 for length in sorted(lengths) if n == 0 else (1,):
-                    yield rows, length, slots, sampler
+                    yield rows, length, cache_len, sampler
 
 
 def warm_contexts(buckets: Buckets, new_tokens: int, max_positions: int | None) -> tuple[int, ...]:
@@ -139,5 +141,5 @@ def warm_contexts(buckets: Buckets, new_tokens: int, max_positions: int | None) 
     if buckets.context:
         return buckets.context
     limit = max_positions or buckets.prompt[-1] + new_tokens
-    slots = {bucket(min(p + new_tokens, limit), CONTEXT_BUCKET, max_positions) for p in buckets.prompt}
-    return tuple(sorted(slots))
+    cache_len = {bucket(min(p + new_tokens, limit), CONTEXT_BUCKET, max_positions) for p in buckets.prompt}
+    return tuple(sorted(cache_len))

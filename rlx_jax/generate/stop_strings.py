@@ -1,0 +1,48 @@
+"""Stop strings: find them in growing text, and the part of a text that later tokens cannot change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+INVISIBLE_TOKENS = 32  # allowance, in tokens, for tokens without visible text within a stop string
+# Tokenizers decode an incomplete UTF-8 character to the replacement character.
+INCOMPLETE_CHAR = "\ufffd"
+
+
+def stop_length(
+    decode: Callable[[list[int]], str], ids: list[int], num_new: int, stop_strings: tuple[str, ...]
+) -> int | None:
+    """Return the length of the shortest prefix of `ids` with a stop string in its text, or None.
+
+    Only the last `num_new` ids are new: earlier prefixes have been checked before.
+    """
+    if not stop_strings:
+        return None
+    # Decode only the last tokens, as decoding all of them in every step would be quadratic. A character has at most
+    # four bytes, and so four tokens.
+    text = decode(ids[-(num_new + INVISIBLE_TOKENS + max(map(len, stop_strings)) * 4) :])
+    if not any(word in text for word in stop_strings):
+        return None
+    # Confirm on the full text: the text of the last tokens may begin with an incomplete character.
+    for count in range(len(ids) - num_new + 1, len(ids) + 1):
+        full_text = decode(ids[:count]).rstrip(INCOMPLETE_CHAR)
+        if any(word in full_text for word in stop_strings):
+            return count
+    return None
+
+
+def truncate_at_stop(text: str, stop_strings: tuple[str, ...]) -> str:
+    """Return `text` up to the first stop string."""
+    positions = [position for word in stop_strings if (position := text.find(word)) >= 0]
+    return text[: min(positions)] if positions else text
+
+
+def stable_prefix(text: str, stop_strings: tuple[str, ...]) -> str:
+    """Return the part of a growing text that later tokens cannot change."""
+    text = text.rstrip(INCOMPLETE_CHAR)
+    answer = truncate_at_stop(text, stop_strings)
+    if len(answer) < len(text):
+        return answer
+    # Withhold an end of the text that may become a stop string.
+    num_withheld = max((n for w in stop_strings for n in range(1, len(w)) if text.endswith(w[:n])), default=0)
+    return text[: len(text) - num_withheld]
