@@ -178,7 +178,7 @@ def test_forks_streams_and_failures(model: Any) -> None:
     lm = model("mistral")
     chat = lm.conversation([SYSTEM], max_len=90)
     check_turns(lm, chat, ASKED[:1])
-    assert chat._text.slots == BUCKETS["context"][1]  # the first turn runs in the cache that the last one needs
+    assert chat._text.cache_len == BUCKETS["context"][1]  # the first turn runs in the cache that the last one needs
     other = chat.fork()
     check_turns(lm, chat, ["w20 w21"])
     check_turns(lm, other, ["w22"])
