@@ -93,21 +93,21 @@ class DraftModel(ProgramDrafter):
     """Drafter that runs `extend` of another model, one token at a time.
 
     Attributes:
-        recurrent_arrays: arrays of its state that every token changes and that have no position axis, with the axis of
+        rollback_arrays: arrays of its state that every token changes and that have no position axis, with the axis of
             their rows. They are recorded after each draft, as rejecting a draft must undo it.
     """
 
     source_name: ClassVar[str] = "another model"
     needs_hidden: ClassVar[bool] = False
 
-    recurrent_arrays: tuple[tuple[str, int], ...] = ()
+    rollback_arrays: tuple[tuple[str, int], ...] = ()
 
     def bind(self, sizes: Mapping[str, int]) -> DraftModel:
         """Return the drafter with the program `extend` for one token, and without parameters; see `Drafter`."""
         model, logits = self.unbound_model, self.unbound_model.output_names[:1]
         key = model.as_program("extend").key_for_sizes({**sizes, "seq": 1}, Variant(outputs=logits, spare=self.tokens))
         back = self.programs.template(model.as_program("verify").key(outputs=logits)).rollback_arrays
-        return replace(self, model=None, max_positions=None, keys=(key,), recurrent_arrays=back)
+        return replace(self, model=None, max_positions=None, keys=(key,), rollback_arrays=back)
 
     def start(
         self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
@@ -134,20 +134,20 @@ class DraftModel(ProgramDrafter):
             outputs, state = extend(drafter_state.params, state, extend_inputs)
             ids, finite, draft_logits, seen_tokens = choose_draft(draft_step, seen_tokens, outputs[0][:, 0], number)
             is_valid = is_valid & finite
-            recurrent_arrays = {name: state[name] for name, _ in self.recurrent_arrays}
-            return (state, ids, seen_tokens, is_valid), (ids, is_valid, draft_logits, recurrent_arrays)
+            rollback_arrays = {name: state[name] for name, _ in self.rollback_arrays}
+            return (state, ids, seen_tokens, is_valid), (ids, is_valid, draft_logits, rollback_arrays)
 
         start = (dict(drafter_state.state), rows.ids, rows.seen_tokens, rows.running)
-        (state, *_), (*steps, recurrent_arrays) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
-        before = {name: drafter_state.state[name] for name, _ in self.recurrent_arrays}
-        return Drafts.from_steps(count, *steps), replace(drafter_state, carry=(before, recurrent_arrays), state=state)
+        (state, *_), (*steps, rollback_arrays) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
+        before = {name: drafter_state.state[name] for name, _ in self.rollback_arrays}
+        return Drafts.from_steps(count, *steps), replace(drafter_state, carry=(before, rollback_arrays), state=state)
 
     def accept(self, drafter_state: DrafterState, draft_step: DraftStep, verified: VerifiedTokens) -> DrafterState:
         """Reset the state to the accepted tokens."""
         before, after = drafter_state.carry
         # The length truncates arrays with a position axis.
         state = drafter_state.state | {LENGTH: draft_step.state_lengths + verified.num_emitted}
-        for name, axis in self.recurrent_arrays:
+        for name, axis in self.rollback_arrays:
             states = jnp.moveaxis(after[name], 0, axis + 1)
             state[name] = state_after_tokens(before[name], states, verified.num_emitted, axis)
         return replace(drafter_state, carry=None, state=state)

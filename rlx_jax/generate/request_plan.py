@@ -132,8 +132,8 @@ def plan_keys(
         else:
             verify = model.as_program("verify")
             variant = replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
-            recurrent_arrays = model.programs.template(verify.key(inputs.optional_inputs, logits)).rollback_arrays
-            drafter_args = (drafter.bind(sizes.state), recurrent_arrays)
+            rollback_arrays = model.programs.template(verify.key(inputs.optional_inputs, logits)).rollback_arrays
+            drafter_args = (drafter.bind(sizes.state), rollback_arrays)
             wrapper = VerifyLoop(sampling_steps, model.first_input, loop.steps, *drafter_args)
             key = verify.key_for_sizes({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
         keys = prefill_keys(model, widths, {**state, "batch": rows[0]}, variant, has_prefix)

@@ -247,7 +247,7 @@ class VerifyLoop(TokenChooser):
         ids_input: name of the token input of `verify`.
         steps: number of steps.
         drafter: the bound drafter.
-        recurrent_arrays: arrays of the state that every token changes and that have no position axis, such as recurrent
+        rollback_arrays: arrays of the state that every token changes and that have no position axis, such as recurrent
             states, with the axis of their rows. `verify` returns them after each token, as rejecting a draft must undo
             it.
     """
@@ -255,7 +255,7 @@ class VerifyLoop(TokenChooser):
     ids_input: str
     steps: int
     drafter: Drafter
-    recurrent_arrays: tuple[tuple[str, int], ...] = ()
+    rollback_arrays: tuple[tuple[str, int], ...] = ()
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.SaysArguments`."""
@@ -314,7 +314,7 @@ class VerifyLoop(TokenChooser):
         verified = replace(verified, hidden=outputs[1] if len(outputs) > 1 else None)
         # The cache past this length, of rejected drafts, is overwritten later.
         model_state[LENGTH] = draft_step.state_lengths + verified.num_emitted
-        for name, axis in self.recurrent_arrays:
+        for name, axis in self.rollback_arrays:
             model_state[name] = state_after_tokens(
                 model_state[name], model_state.pop(per_token_key(name)), verified.num_emitted, axis
             )
