@@ -16,9 +16,10 @@ from rlx_jax.errors import WeightError, WeightShapeError
 from rlx_jax.ir.packed import Packed, PackedSpec
 from rlx_jax.ir.types import as_dtype
 from tests.oracles.checkpoints import FIXTURES
-from tests.oracles.packed import BLOCKS, DECODED, damaged, meaning, packed
+from tests.oracles.packed import BLOCKS, damaged, meaning, packed
 from tests.small import Own
 
+SCHEMES = ("gguf_q4_0", "gguf_q8_0")
 F32 = np.dtype(np.float32)
 
 
@@ -86,7 +87,7 @@ def layers(count: int) -> rlx.ModelFlow:
 def test_merged_and_stacked(program: str, merge: bool, count: int) -> None:
     """Weights of several schemes, and some that are not packed, side by side in one leaf."""
     keys = [f"{i}.{name}" for i in range(3) for name in "abc"]
-    mixed: dict[str, Any] = {k: packed(DECODED[n % 2], (32, 32), n) for n, k in enumerate(keys)}
+    mixed: dict[str, Any] = {k: packed(SCHEMES[n % 2], (32, 32), n) for n, k in enumerate(keys)}
     mixed["1.b"] = meaning(mixed["1.b"])
     dense = {k: v if isinstance(v, np.ndarray) else meaning(v) for k, v in mixed.items()}
     x = np.random.default_rng(0).standard_normal((2, 3, 32)).astype(np.float32)
@@ -107,8 +108,8 @@ def test_a_recipe() -> None:
     mixed: dict[str, Any] = {key: source.read(key) for key in source.keys()}
     for n, (key, value) in enumerate(mixed.items()):
         if value.ndim == 2 and value.shape[1] % 32 == 0:
-            mixed[key] = packed(DECODED[n % 2], value.shape, n)
-            scales = mixed[key].data.reshape(-1, BLOCKS[DECODED[n % 2]][1])[:, :2]
+            mixed[key] = packed(SCHEMES[n % 2], value.shape, n)
+            scales = mixed[key].data.reshape(-1, BLOCKS[SCHEMES[n % 2]][1])[:, :2]
             scales[:] = np.array([0.01], "<f2").view(np.uint8)
     assert sum(isinstance(v, Packed) for v in mixed.values()) > 8
     dense = {k: meaning(v) if isinstance(v, Packed) else v for k, v in mixed.items()}
@@ -159,7 +160,7 @@ def product(packing: str | None) -> rlx.GraphModule:
     )
 
 
-@pytest.mark.parametrize("packing, value", [(DECODED[0], TURNED), (None, TURNED), (DECODED[1], meaning(TURNED))])
+@pytest.mark.parametrize("packing, value", [(SCHEMES[0], TURNED), (None, TURNED), (SCHEMES[1], meaning(TURNED))])
 def test_a_declared_parameter(packing: str | None, value: Any) -> None:
     """Packed or not, the source says how it is stored; JSON keeps what was declared."""
     module = rlx.GraphModule.from_json(product(packing).to_json())

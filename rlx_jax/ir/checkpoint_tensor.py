@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from rlx_jax.errors import UnsupportedError, WeightShapeError
-from rlx_jax.ir.packed import SCHEMES, decode_packed, decoder_of, packed_types
+from rlx_jax.ir.packed import SCHEMES, decode_packed, packed_types, scheme_of
 from rlx_jax.ir.types import TensorType
 
 
@@ -282,7 +282,7 @@ class Dequantized(UnaryStep):
     lossy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        decoder_of(self.scheme, f"dequantize({self.of})")
+        scheme_of(self.scheme, f"dequantize({self.of})")
         _, stored = packed_types(self.type.shape, self.dtype, self.scheme, str(self))
         if self.of.type != stored or self.of.source_box[-1][0] % SCHEMES[self.scheme].bytes:
             raise WeightShapeError(f"{self}: expected whole blocks, {stored} for {self.type}, got {self.of.type}")

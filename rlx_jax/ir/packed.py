@@ -2,7 +2,7 @@
 
 A packed tensor has a logical shape and dtype, which blocks, checks and summaries use, and its bytes: for `[..., k]`
 uint8 `[..., k / elements · bytes]`, where each row is a whole number of blocks. To support the decoding of another
-scheme, write its function and name it in a row of `SCHEMES`.
+scheme, write its function and name it in a row of `SCHEMES`; `rlx_jax.ir.ggml` has the present ones.
 """
 
 from __future__ import annotations
@@ -13,37 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
-from rlx_jax.errors import UnsupportedError, WeightError, WeightShapeError, did_you_mean, quote, shown
+from rlx_jax.errors import WeightError, WeightShapeError, did_you_mean, quote, shown
+from rlx_jax.ir import ggml
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name, tensor_type
 
 UINT8 = np.dtype(np.uint8)
-_CHUNK = 2**14  # blocks decoded at a time: the temporaries then fit in the CPU's cache
-
-
-# -- decoding ----------------------------------------------------------------------------------
-#
-# From blocks, uint8 [count, bytes] of NumPy or JAX, to float32 [count, elements]. Exact: the product of an 8-bit
-# integer and a float16 has at most 19 significant bits, and float32 has 24.
-
-_NIBBLES = np.array([[[0], [4]]], np.uint8)
-
-
-def _float16(blocks: Any, offset: int) -> Any:
-    """Return the float16 at byte `offset` of each block, as float32 `[count, 1]`."""
-    return blocks[:, offset : offset + 2].view(np.dtype("<f2")).astype(np.float32)
-
-
-def _decode_q4_0(blocks: Any) -> Any:
-    """Return (q − 8) · d: element i < 16 is in the low half of byte i, and element i + 16 in the high half."""
-    halves = (blocks[:, None, 2:] >> _NIBBLES) & 15
-    return (halves.reshape(-1, 32).astype(np.float32) - 8) * _float16(blocks, 0)
-
-
-def _decode_q8_0(blocks: Any) -> Any:
-    """Return q · d for signed bytes q."""
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * _float16(blocks, 0)
+F16, F32, E8M0 = np.dtype("<f2"), np.dtype("<f4"), np.dtype(ml_dtypes.float8_e8m0fnu)
+_CHUNK = 2**19  # values decoded at a time: the temporaries then fit in the CPU's cache
 
 
 # -- schemes -----------------------------------------------------------------------------------
@@ -55,33 +34,36 @@ class Scheme:
 
     Attributes:
         name: as in `SCHEMES` and in messages.
-        floats: (byte, dtype) of every float in a block. If these are finite, so are the decoded values.
-        decode: from blocks, uint8 `[count, bytes]` of NumPy or JAX, to float32 `[count, elements]`; None if decoding is
-            not implemented.
+        decode: from blocks, uint8 `[count, bytes]` of NumPy or JAX, to float32 `[count, elements]`.
+        floats: (byte, dtype) of every float in a block, which multiply or shift codes of at most 8 bits.
     """
 
     name: str
     elements: int
     bytes: int
-    floats: tuple[tuple[int, str], ...]
-    decode: Callable[[Any], Any] | None = None
+    decode: Callable[[Any], Any]
+    floats: tuple[tuple[int, np.dtype[Any]], ...] = ()
 
 
 # The block schemes of GGML by name.
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme("gguf_q4_0", 32, 18, ((0, "<f2"),), _decode_q4_0),
-        Scheme("gguf_q4_1", 32, 20, ((0, "<f2"), (2, "<f2"))),
-        Scheme("gguf_q5_0", 32, 22, ((0, "<f2"),)),
-        Scheme("gguf_q5_1", 32, 24, ((0, "<f2"), (2, "<f2"))),
-        Scheme("gguf_q8_0", 32, 34, ((0, "<f2"),), _decode_q8_0),
-        Scheme("gguf_q2k", 256, 84, ((80, "<f2"), (82, "<f2"))),
-        Scheme("gguf_q3k", 256, 110, ((108, "<f2"),)),
-        Scheme("gguf_q4k", 256, 144, ((0, "<f2"), (2, "<f2"))),
-        Scheme("gguf_q5k", 256, 176, ((0, "<f2"), (2, "<f2"))),
-        Scheme("gguf_q6k", 256, 210, ((208, "<f2"),)),
-        Scheme("gguf_q8k", 256, 292, ((0, "<f4"),)),
+        Scheme("gguf_q4_0", 32, 18, ggml.decode_q4_0, ((0, F16),)),
+        Scheme("gguf_q4_1", 32, 20, ggml.decode_q4_1, ((0, F16), (2, F16))),
+        Scheme("gguf_q5_0", 32, 22, ggml.decode_q5_0, ((0, F16),)),
+        Scheme("gguf_q5_1", 32, 24, ggml.decode_q5_1, ((0, F16), (2, F16))),
+        Scheme("gguf_q8_0", 32, 34, ggml.decode_q8_0, ((0, F16),)),
+        Scheme("gguf_q2k", 256, 84, ggml.decode_q2_k, ((80, F16), (82, F16))),
+        Scheme("gguf_q3k", 256, 110, ggml.decode_q3_k, ((108, F16),)),
+        Scheme("gguf_q4k", 256, 144, ggml.decode_q4_k, ((0, F16), (2, F16))),
+        Scheme("gguf_q5k", 256, 176, ggml.decode_q5_k, ((0, F16), (2, F16))),
+        Scheme("gguf_q6k", 256, 210, ggml.decode_q6_k, ((208, F16),)),
+        Scheme("gguf_q8k", 256, 292, ggml.decode_q8_k, ((0, F32),)),
+        Scheme("gguf_iq4_nl", 32, 18, ggml.decode_iq4_nl, ((0, F16),)),
+        Scheme("gguf_iq4_xs", 256, 136, ggml.decode_iq4_xs, ((0, F16),)),
+        Scheme("gguf_mxfp4", 32, 17, ggml.decode_mxfp4, ((0, E8M0),)),
+        Scheme("gguf_nvfp4", 64, 36, ggml.decode_nvfp4),  # every scale byte is finite
     )
 }
 
@@ -97,22 +79,6 @@ def scheme_of(name: object, where: str) -> Scheme:
         choices = "" if suggestion else f"; known are {', '.join(SCHEMES)}"
         raise WeightError(f"{where}: unknown scheme of packing {shown(name)}{suggestion}{choices}")
     return SCHEMES[name]
-
-
-def decoder_of(name: object, where: str) -> Callable[[Any], Any]:
-    """Return the function that decodes the blocks of a scheme.
-
-    Raises:
-        UnsupportedError: decoding of the scheme is not implemented.
-        WeightError: there is no scheme with this name.
-    """
-    decode = scheme_of(name, where).decode
-    if decode is None:
-        supported = " and ".join(s.name for s in SCHEMES.values() if s.decode)
-        raise UnsupportedError(
-            f"{where}: {name} is not decoded yet, only {supported} are; store it as one of these or f16"
-        )
-    return decode
 
 
 # -- values and their types --------------------------------------------------------------------
@@ -228,41 +194,34 @@ def stored_bytes(spec: WeightSpec) -> int:
 
 
 def decode_packed(data: Any, scheme: str) -> Any:
-    """Return the values of a packed tensor: uint8 `[..., n · bytes]` of NumPy or JAX → float32 `[..., n · elements]`.
-
-    Raises:
-        UnsupportedError: decoding of the scheme is not implemented.
-    """
-    packing, decode = SCHEMES[scheme], decoder_of(scheme, "a packed tensor")
+    """Decode a packed tensor: uint8 `[..., n · bytes]` of NumPy or JAX → float32 `[..., n · elements]`."""
+    packing = SCHEMES[scheme]
     shape = (*data.shape[:-1], data.shape[-1] // packing.bytes * packing.elements)
     if not isinstance(data, np.ndarray):
-        return decode(data.reshape(-1, packing.bytes)).reshape(shape)
+        return packing.decode(data.reshape(-1, packing.bytes)).reshape(shape)
     blocks = _blocks(data, packing)
+    chunk = _CHUNK // packing.elements
     out = np.empty((len(blocks), packing.elements), np.float32)
     with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale times 0 gives NaN; sources check for it
-        for start in range(0, len(blocks), _CHUNK):
-            out[start : start + _CHUNK] = decode(blocks[start : start + _CHUNK])
+        for at in range(0, len(blocks), chunk):
+            out[at : at + chunk] = packing.decode(blocks[at : at + chunk])
     return out.reshape(shape)
 
 
 def finite_check_floats(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
-    """Return floats that are all finite if and only if all values of the tensor are.
+    """Return floats that are all finite only if all values of the tensor are: the floats of the blocks, which are few.
 
-    These are the floats in the blocks, which are few compared with the values. If one of them is not finite, return the
-    decoded values instead, so that the caller can count the bad ones; for a scheme without a decoder, still the floats.
+    If the products of one of them and codes might not be finite, return the decoded values instead, so that the caller
+    can count the bad ones.
     """
     packing = SCHEMES[scheme]
     blocks = _blocks(data, packing)
-    float_ends = [offset + np.dtype(dtype).itemsize for offset, dtype in packing.floats]
-    floats = [
-        blocks[:, offset:end].view(dtype) for (offset, dtype), end in zip(packing.floats, float_ends, strict=True)
-    ]
-    block_floats = np.concatenate([np.ascontiguousarray(f) for f in floats], axis=1)
-    return (
-        block_floats
-        if packing.decode is None or np.isfinite(block_floats).all()
-        else np.asarray(decode_packed(data, scheme))
-    )
+    floats = np.zeros((len(blocks), len(packing.floats)), np.float32)
+    for column, (at, dtype) in enumerate(packing.floats):
+        floats[:, column] = np.ascontiguousarray(blocks[:, at : at + dtype.itemsize]).view(dtype)[:, 0]
+    with np.errstate(over="ignore"):
+        is_finite = bool(np.isfinite(floats * np.float32(2**7)).all())  # codes have at most 8 bits, one for the sign
+    return floats if is_finite else np.asarray(decode_packed(data, scheme))
 
 
 def _blocks(data: np.ndarray[Any, Any], scheme: Scheme) -> np.ndarray[Any, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rlx_jax.errors import WeightError, WeightShapeError, quote
-from rlx_jax.ir.packed import PackedSpec, WeightSpec, decoder_of, packed_types
+from rlx_jax.ir.packed import PackedSpec, WeightSpec, packed_types
 from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, cast
 from rlx_jax.ir.types import TensorType
 
@@ -49,12 +49,10 @@ def source_program(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
     Messages begin with `where`.
 
     Raises:
-        UnsupportedError: decoding of the tensor's scheme is not implemented.
-        Others: as `packed_types`.
+        WeightError, WeightShapeError: as `packed_types`.
     """
     if not isinstance(spec, PackedSpec):
         return Key(key, TensorType(tuple(spec.shape), np.dtype(spec.dtype)))
-    decoder_of(spec.scheme, where)
     logical_type, byte_type = packed_types(spec.shape, spec.dtype, spec.scheme, where)
     return Dequantized(Key(key, byte_type), spec.scheme, logical_type.dtype)
 
