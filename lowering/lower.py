@@ -94,7 +94,7 @@ def linear(op: hir.Linear, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value
 
 def attention(op: hir.Attention, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """Lower attention(q, k, v) → the grouped op, without repeating key and value heads."""
-    return (op.over(b, 1, *inputs),)
+    return (op.expand_repeated(b, 1, *inputs),)
 
 
 def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
@@ -110,7 +110,7 @@ def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Va
 DIRECT: dict[type[Hir], LowerRule] = {
     hir.Linear: linear,
     hir.Attention: attention,
-    hir.CachedAttention: lambda op, b, inputs: op.grouped(b, 1, *inputs),
+    hir.CachedAttention: lambda op, b, inputs: op.expand_repeated(b, 1, *inputs),
     hir.RmsNorm: rms_norm,
     # One op, so that an implementation may compute only the experts that the router chose.
     hir.Experts: lambda op, b, inputs: b.add(

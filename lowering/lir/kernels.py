@@ -86,7 +86,7 @@ CONCURRENT_PROGRAMS = 128
 def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op over one token; the state is read once and updated in place."""
     q, k, v, g, beta = (x[:, 0] for x in operands[:5])
-    state = op.begin(*operands)
+    state = op.initial_state(*operands)
     batch, heads, keys, values = state.shape
     columns, times, scale = tile_size(values, 64), heads // k.shape[1], op.factor(keys)
 
@@ -115,7 +115,7 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
     out = jax.vmap(functools.partial(delta_output, op.factor(start.shape[-2]), dtype))(
         old_states, chunks, terms, new_values
     )
-    return from_chunks(out, tokens).astype(dtype), last_state.reshape(op.begin(*operands).shape)
+    return from_chunks(out, tokens).astype(dtype), last_state.reshape(op.initial_state(*operands).shape)
 
 
 def chunk_states(terms: Any, start: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:

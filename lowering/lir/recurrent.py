@@ -84,7 +84,7 @@ def one_token(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op over one token: its step, without a loop."""
     reference = operands[2 if isinstance(op, GatedDeltaOp) else 0]
     tokens = [x if x.ndim < 3 else x[:, 0] for x in operands[:5]]  # all except A have the token axis
-    new_state, out = op.step(op.begin(*operands), *(x.astype(jnp.float32) for x in tokens))
+    new_state, out = op.step(op.initial_state(*operands), *(x.astype(jnp.float32) for x in tokens))
     return (out[:, None].astype(reference.dtype), new_state, *((new_state[:, None],) if op.every else ()))
 
 
@@ -112,7 +112,7 @@ def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
 
     last_state, old_states = lax.scan(step, start, terms, unroll=SCAN_UNROLL)
     out = jax.vmap(chunk.compute_output)(old_states, chunks, terms)
-    return from_chunks(out, tokens).astype(dtype), last_state.reshape(op.begin(*operands).shape)
+    return from_chunks(out, tokens).astype(dtype), last_state.reshape(op.initial_state(*operands).shape)
 
 
 def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
@@ -124,7 +124,7 @@ def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
         return chunk.update_state(state, terms), chunk.compute_output(state, part, terms).astype(dtype)
 
     last_state, out = lax.scan(step, start, chunks)
-    return from_chunks(out, tokens), last_state.reshape(op.begin(*operands).shape)
+    return from_chunks(out, tokens), last_state.reshape(op.initial_state(*operands).shape)
 
 
 def split_into_chunks(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[Chunk, Any, AnyArray, tuple[int, Any]]:
@@ -134,7 +134,7 @@ def split_into_chunks(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[C
         The chunk functions, the operands split into chunks, the initial state `[B, G, R, …]`, and the number of tokens
         and dtype of the result.
     """
-    f32, state = jnp.float32, op.begin(*operands)
+    f32, state = jnp.float32, op.initial_state(*operands)
     if isinstance(op, GatedDeltaOp):
         q, k, v, g, beta = operands[:5]
         groups, result = k.shape[2], v

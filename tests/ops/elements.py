@@ -12,7 +12,7 @@ from rlx_jax.ir.graph import Op
 from rlx_jax.ir.operands import named_operands
 from rlx_jax.ir.ops.experts import ClampedGate
 from rlx_jax.ir.ops.fused import Step
-from rlx_jax.ir.ops.pointwise import OF_BITS, OF_NUMBERS, PARAMETRIC
+from rlx_jax.ir.ops.pointwise import BITWISE_BINARY, NUMERIC_UNARY, PARAMETRIC
 from rlx_jax.ir.types import is_float
 from tests.ops.sample import BF16, F32, I32, MEANING, Array, Meaning, Sample, o
 from tests.oracles import op_formulas as formula
@@ -155,14 +155,14 @@ def pointwise() -> Iterator[Sample]:
         positive, draw = kind in ("log", "log2", "log1p", "sqrt", "rsqrt", "reciprocal"), drawn.get(kind, lambda x: x)
         for x in ("f32 batch seq 8", "bf16 3 4")[: 1 + (kind in ("gelu", "log", "round", "erf", "selu"))]:
             yield Sample(o.Unary(kind), x, positive=positive, draw=draw)
-    for kind in OF_NUMBERS:
+    for kind in NUMERIC_UNARY:
         yield Sample(o.Unary(kind), "i32 batch 4")
     for kind in formula.PARAMETRIC_REFERENCE:
         for x in ("f32 batch seq 8", "bf16 3"):
             yield Sample(o.Parametric(kind, (0.7, 0.3)[: PARAMETRIC[kind][1]]), x)
     for kind in formula.BINARY_REFERENCE:
         op = o.Binary(kind)
-        if kind in OF_BITS:
+        if kind in BITWISE_BINARY:
             yield Sample(op, "i32 batch seq; i32", below=20)
             yield Sample(op, "u8 batch 1; u8 seq", below=8 if "shift" in kind else 200)
             if "shift" not in kind:

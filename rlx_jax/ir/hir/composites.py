@@ -77,31 +77,31 @@ class LlamaDecoderBlock(Hir):
         bias_by_name = dict(zip(self.biases, operands[14 + len(mask_operands) :], strict=True))
         origin = b.origin
 
-        def inside(part: str) -> AbstractContextManager[None]:
+        def block_scope(part: str) -> AbstractContextManager[None]:
             return b.at(replace(origin, path=(*origin.path, *part.split("."))))
 
         def norm(part: str, weights: str, x: Value) -> Value:
-            with inside(part):
+            with block_scope(part):
                 return b(RmsNorm(self.eps), x, values[f"{weights}_g"], values[f"{weights}_b"])
 
         def project(name: str, x: Value) -> Value:
-            with inside(PROJECTIONS[name]):
+            with block_scope(PROJECTIONS[name]):
                 bias_operands = (bias_by_name[f"{name}_bias"],) if f"{name}_bias" in bias_by_name else ()
                 return b(Linear(self.contract, bias=bool(bias_operands)), x, values[name], *bias_operands)
 
         x, add, rope = values["x"], Binary("add"), Rope(self.head_dim, self.head_dim)
         normed = norm("input_layernorm", "ln1", x)
         # The active value of `self_attn` enters after the norm, as it does in Hugging Face's module of that name.
-        with inside("self_attn"):
+        with block_scope("self_attn"):
             normed = b.boundary("input", normed)
         query, key, value = (project(name, normed) for name in "qkv")
-        with inside("self_attn"):
+        with block_scope("self_attn"):
             rotated = (b(rope, heads, values["cos"], values["sin"]) for heads in (query, key))
             context = b(attention(self.heads, self.kv_heads, self.mask), *rotated, value, *mask_operands)
         x = b(add, x, project("o", context))
         normed = norm("post_attention_layernorm", "ln2", x)
         gate, up = (project(name, normed) for name in ("gate", "up"))
-        with inside("mlp"):
+        with block_scope("mlp"):
             inner = b(GatedFfn("silu"), gate, up)
         return b(add, x, project("down", inner))
 

@@ -63,13 +63,13 @@ class BlockRun:
 
     Attributes:
         results: the results of the block.
-        after: the state after the last valid token of each row, by slot.
-        every: the state after every token, `[B, S, …]`, by slot; empty unless requested.
+        final_state: the state after the last valid token of each row, by slot.
+        all_states: the state after every token, `[B, S, …]`, by slot; empty unless requested.
     """
 
     results: tuple[Value, ...]
-    after: tuple[Value, ...]
-    every: tuple[Value, ...] = ()
+    final_state: tuple[Value, ...]
+    all_states: tuple[Value, ...] = ()
 
 
 @runtime_checkable
@@ -133,7 +133,7 @@ class Carried(Hir):
         if not self.ragged:
             num_operands = len(operands) - self.states * (not self.fresh)
             run = block.expand_from(b, operands[:num_operands], operands[num_operands:] or None, None, self.every)
-            return (*run.results, *run.after, *run.every)
+            return (*run.results, *run.final_state, *run.all_states)
         num_operands = len(operands) - self.states - 2
         block_operands, leaves, (length, lengths) = operands[:num_operands], operands[num_operands:-2], operands[-2:]
         slots = block.slots(*(b.type(v) for v in block_operands))
@@ -142,10 +142,12 @@ class Carried(Hir):
             start = [_start_state(b, s, v, length, block_operands) for s, v in zip(slots, leaves, strict=True)]
         run = block.expand_from(b, block_operands, start, lengths, self.every)
         # A state leaf is donated, so its type must stay the same.
-        for slot, leaf, after in zip(slots, leaves, run.after, strict=True):
-            if b.type(after) != b.type(leaf):
-                raise GraphError(f"{self.block.text()}: slot {slot.name} is {b.type(leaf)}, and {b.type(after)} after")
-        return (*run.results, *run.after, *run.every)
+        for slot, leaf, new_state in zip(slots, leaves, run.final_state, strict=True):
+            if b.type(new_state) != b.type(leaf):
+                raise GraphError(
+                    f"{self.block.text()}: slot {slot.name} is {b.type(leaf)}, and {b.type(new_state)} after"
+                )
+        return (*run.results, *run.final_state, *run.all_states)
 
     def text(self) -> str:
         notes = [", fresh"] * self.fresh + [", every"] * self.every + [", all valid"] * (not self.ragged)

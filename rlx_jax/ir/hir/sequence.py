@@ -168,19 +168,29 @@ class Attention(Hir):
         )
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        return self.over(b, self.heads // self.kv_heads, *operands)
+        return self.expand_repeated(b, self.heads // self.kv_heads, *operands)
 
-    def over(
-        self, b: Builder, times: int, q: Value, k: Value, v: Value, *given: Value, at: Mapping[str, Value] | None = None
+    def expand_repeated(
+        self,
+        b: Builder,
+        times: int,
+        q: Value,
+        k: Value,
+        v: Value,
+        *extra_values: Value,
+        positions: Mapping[str, Value] | None = None,
     ) -> Value:
         """Append the attention with key/value heads repeated `times` times, and return its result.
 
-        `at` has further operands of `AttentionOp`, the positions of queries and keys, by name.
+        `positions` has further operands of `AttentionOp`, the positions of queries and keys, by name.
         """
-        at = at or {}
-        extra_operands, other_operands = dict(zip(self.extra, given, strict=False)), given[len(self.extra) :]
+        positions = positions or {}
+        extra_operands, other_operands = (
+            dict(zip(self.extra, extra_values, strict=False)),
+            extra_values[len(self.extra) :],
+        )
         if self.bias_of is not None:
-            query_positions, key_positions = self._places(b, q, k, {**extra_operands, **at})
+            query_positions, key_positions = self._pair_positions(b, q, k, {**extra_operands, **positions})
             extra_operands["bias"] = b(
                 PairBias(self.bias_of), query_positions, key_positions, *other_operands[self.sinks :]
             )
@@ -189,19 +199,23 @@ class Attention(Hir):
         if times > 1:
             k, v = (b(RepeatHeads(self.kv_heads, times), x) for x in (k, v))
         op = self.op(self.kv_heads * times)
-        return b(replace(op, extra=(*extra_operands, *at)), q, k, v, *extra_operands.values(), *at.values())
+        return b(
+            replace(op, extra=(*extra_operands, *positions)), q, k, v, *extra_operands.values(), *positions.values()
+        )
 
     def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return 0 for sinks, and the default for any other weight."""
         return 0.0 if self.sinks and operand_index == 3 + len(self.extra) else super().initial(operand_index, weight)
 
-    def _places(self, b: Builder, q: Value, k: Value, at: Mapping[str, Value]) -> tuple[Value, Value]:
+    def _pair_positions(self, b: Builder, q: Value, k: Value, positions: Mapping[str, Value]) -> tuple[Value, Value]:
         """Return the positions of queries `[B|1, S]` and of keys `[B|1, T]`.
 
         By default keys have positions 0 … T−1, and queries have the last S of them.
         """
-        key_positions = at.get("key_positions") or b(Reshape((1, -1)), b(Iota(1), k))
-        query_positions = at.get("positions") or b(CutAxis(1, Bound((SizeOf(1, 1),), from_end=True)), key_positions, q)
+        key_positions = positions.get("key_positions") or b(Reshape((1, -1)), b(Iota(1), k))
+        query_positions = positions.get("positions") or b(
+            CutAxis(1, Bound((SizeOf(1, 1),), from_end=True)), key_positions, q
+        )
         return query_positions, key_positions
 
     def text(self) -> str:
@@ -344,35 +358,40 @@ class CachedAttention(Hir):
     ring: bool = False
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        return self.grouped(b, self.attend.heads // self.attend.kv_heads, *operands)
+        return self.expand_repeated(b, self.attend.heads // self.attend.kv_heads, *operands)
 
-    def grouped(self, b: Builder, times: int, *operands: Value) -> tuple[Value, ...]:
+    def expand_repeated(self, b: Builder, times: int, *operands: Value) -> tuple[Value, ...]:
         """Append the block with key/value heads repeated `times` times before attention, and return its results."""
         q, k, v, cache_k, cache_v, start, lengths, *optional = operands
         masks, other_operands = optional[: 2 * len(self.attend.extra)], optional[2 * len(self.attend.extra) :]
         kv_heads = self.attend.kv_heads
         split = split_axis(3, 2, (kv_heads, -1))
         new_k, new_v = (in_dtype(b, b(split, x), b.type(cache_k).dtype) for x in (k, v))
-        at: dict[str, Value] = {}
+        positions: dict[str, Value] = {}
         if self.ring:
             step = RingStep(self.attend.window)
             keys, key_positions, cache_k = b.add(step, cache_k, new_k, start, lengths)
             values, _, cache_v = b.add(step, cache_v, new_v, start, lengths)
-            at = {"key_positions": key_positions}
+            positions = {"key_positions": key_positions}
         else:
             update = CacheUpdate(fresh=self.block_only)
             keys = cache_k = b(update, cache_k, new_k, start, lengths)
             values = cache_v = b(update, cache_v, new_v, start, lengths)
         if self.block_only:  # attention reads the new keys; the unused rows of the cache would only be masked
-            at = {}
+            positions = {}
         else:
             k, v = (in_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
         if self.attend.last or not self.block_only:
-            at = {"positions": self._positions(b, q, start, lengths), **at}
-        keep, caches = self._kept(b, start, lengths, *masks) if masks else ((), ())
-        return self.attend.over(b, times, q, k, v, *keep, *other_operands, at=at), cache_k, cache_v, *caches
+            positions = {"positions": self._positions(b, q, start, lengths), **positions}
+        keep, caches = self._update_masks(b, start, lengths, *masks) if masks else ((), ())
+        return (
+            self.attend.expand_repeated(b, times, q, k, v, *keep, *other_operands, positions=positions),
+            cache_k,
+            cache_v,
+            *caches,
+        )
 
-    def _kept(self, b: Builder, start: Value, lengths: Value, new: Value, cache: Value) -> tuple[Masks, Masks]:
+    def _update_masks(self, b: Builder, start: Value, lengths: Value, new: Value, cache: Value) -> tuple[Masks, Masks]:
         """Return the mask over the keys that attention reads, and the cached mask after the call; each as a 1-tuple."""
         if self.ring:
             keep, _, cache = b.add(RingStep(self.attend.window), cache, new, start, lengths)
@@ -425,11 +444,11 @@ class GrowingAttention(Hir):
             b(Concat(1), cached_rows, in_dtype(b, new_rows, b.type(cached_rows).dtype))
             for cached_rows, new_rows in zip(past_kv, (k, v), strict=True)
         ]
-        extra, masks = self._kept(b, *operands[5 : 5 + self.keep])
+        extra, masks = self._mask_operands(b, *operands[5 : 5 + self.keep])
         keys, values = (in_dtype(b, x, b.type(q).dtype) for x in new_kv)
         return b(replace(self.attend, extra=extra), q, keys, values, *masks, *operands[5 + self.keep :]), *new_kv
 
-    def _kept(self, b: Builder, *keep: Value) -> tuple[tuple[str, ...], tuple[Value, ...]]:
+    def _mask_operands(self, b: Builder, *keep: Value) -> tuple[tuple[str, ...], tuple[Value, ...]]:
         """Return the names and values of the mask operands of attention.
 
         If distances matter (a window or `bias_of`), these include the position of each key among the kept keys.

@@ -84,7 +84,7 @@ class AttentionOp(Mir):
             raise GraphError(f"attention: a window keeps at least 1 key, got {self.window}")
         if self.ahead < 0 or self.ahead and (self.causal or self.window is None):
             raise GraphError(
-                f"attention: ahead={self.ahead} keys behind the query's own belong to a window that is not causal; got "
+                f"attention: ahead={self.ahead} keys after the query's own require a window that is not causal; got "
                 f"window={self.window}, causal={self.causal}"
             )
         if q.shape[2] % self.heads or k.shape[2] * self.heads != q.shape[2] * self.kv_heads:
@@ -94,7 +94,7 @@ class AttentionOp(Mir):
         extra_types = dict(zip(self.extra, extra, strict=True))
         keep, bias = extra_types.get("keep"), extra_types.get("bias")
         expected = (q.shape[0], self.heads, q.shape[1], k.shape[1])
-        if keep is not None and not _is_keep(keep, expected):
+        if keep is not None and not _is_mask_shape(keep, expected):
             raise ShapeError(
                 f"attention: the keep mask is [B,T] for keys {k}, or {list(expected)} with 1 on any axis; got {keep}"
             ).at_operands(3)
@@ -107,19 +107,19 @@ class AttentionOp(Mir):
             )
 
     def eval(
-        self, q: Array, k: Array, v: Array, *rest: Array, heads_first: bool = False, start: Array | int = 0,
+        self, q: Array, k: Array, v: Array, *extra_operands: Array, heads_first: bool = False, start: Array | int = 0,
         total: int = 0,
     ) -> Array:  # fmt: skip
         """Return the attention of all queries, or of a chunk of the queries.
 
         Args:
             q, k, v: the packed heads.
-            rest: the operands named in `extra`.
+            extra_operands: the operands named in `extra`.
             heads_first: transpose each operand to a layout by heads before its product.
             start: index of the first query of q, if q is a chunk of `total` queries.
             total: number of all queries; 0 if q has all of them.
         """
-        extra = dict(zip(self.extra, rest, strict=True))
+        extra = dict(zip(self.extra, extra_operands, strict=True))
         batch, num_queries, width = q.shape
         num_keys, dim, num_groups = k.shape[1], width // self.heads, self.heads // self.kv_heads
         precision = lax.Precision(self.precision)
@@ -218,14 +218,14 @@ def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool
     return weights / jnp.where(total == 0, jnp.ones_like(total), total)
 
 
-def _is_keep(keep: TensorType, want: tuple[DimLike, ...]) -> bool:
-    """Return whether a mask has the shape of the scores, `want` `[B,N,S,T]`, or of keys, `[B,T]`, with 1 on any axis.
+def _is_mask_shape(keep: TensorType, expected: tuple[DimLike, ...]) -> bool:
+    """Return whether a mask has the shape `expected` of the scores, `[B,N,S,T]`, or of keys, `[B,T]`, or 1 on an axis.
 
     In a mask of keys only the batch axis may be 1.
     """
     if keep.rank == 2:
-        return keep.shape[1] == want[3] and keep.shape[0] in (1, want[0])
-    return keep.rank == 4 and all(got in (1, size) for got, size in zip(keep.shape, want, strict=True))
+        return keep.shape[1] == expected[3] and keep.shape[0] in (1, expected[0])
+    return keep.rank == 4 and all(got in (1, size) for got, size in zip(keep.shape, expected, strict=True))
 
 
 def _by_group(x: Array, groups: int) -> Array:

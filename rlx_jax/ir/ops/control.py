@@ -61,30 +61,32 @@ def in_tensor_ops(graph: Graph, types: TypeCache) -> Graph:
     return graph
 
 
-def _check_given(op: Mir, bodies: Sequence[Graph], given: Sequence[TensorType], own: int = 0) -> None:
+def _check_body_operands(
+    op: Mir, bodies: Sequence[Graph], operands: Sequence[TensorType], num_preceding: int = 0
+) -> None:
     """Check that operands match the inputs of the bodies in rank and dtype; any float matches any other float.
 
     Args:
         op: the op, for messages.
         bodies: its bodies.
-        given: types of the values that the bodies receive.
-        own: number of operands of the op that precede these.
+        operands: types of the values that the bodies receive.
+        num_preceding: number of operands of the op that precede these.
 
     Raises:
         ShapeError: a type does not match. The error of `wrong_arity`: there are too few operands.
     """
     leaves = [node.op for body in bodies for node in body.nodes if isinstance(node.op, BodyInput)]
-    needed = max((leaf.index + 1 for leaf in leaves), default=0)
-    if len(given) < needed:
-        raise wrong_arity(op.name(), f"{needed + own} or more", len(given) + own)
+    num_required = max((leaf.index + 1 for leaf in leaves), default=0)
+    if len(operands) < num_required:
+        raise wrong_arity(op.name(), f"{num_required + num_preceding} or more", len(operands) + num_preceding)
     for leaf in leaves:
-        actual, expected = given[leaf.index], leaf.type
+        actual, expected = operands[leaf.index], leaf.type
         both_floats = is_float(actual.dtype) and is_float(expected.dtype)
         if actual.rank != expected.rank or (actual.dtype != expected.dtype and not both_floats):
             raise ShapeError(f"{op.name()}: a body takes {expected}, got {actual}")
 
 
-def _kept(op: Mir, before: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:
+def _cast_carries(op: Mir, before: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:
     """Return the carries after an iteration, cast to their dtypes before it.
 
     Raises:
@@ -117,11 +119,11 @@ class Switch(Mir):
         return "index:int[] *"
 
     def check(self, *operands: TensorType) -> None:
-        _check_given(self, self.branches, operands[1:], own=1)
+        _check_body_operands(self, self.branches, operands[1:], num_preceding=1)
 
-    def eval(self, index: Array, *given: Array) -> tuple[Array, ...]:
+    def eval(self, index: Array, *arguments: Array) -> tuple[Array, ...]:
         # `g=g` binds each graph at its definition; a plain closure would run the last one for every index.
-        return tuple(lax.switch(index, [lambda *a, g=g: run_body(g, a) for g in self.branches], *given))
+        return tuple(lax.switch(index, [lambda *a, g=g: run_body(g, a) for g in self.branches], *arguments))
 
     def text(self) -> str:
         return f"switch({', '.join(_size(b) for b in self.branches)})"
@@ -143,7 +145,7 @@ class While(Mir):
     body: Graph
 
     def check(self, *operands: TensorType) -> None:
-        _check_given(self, (self.cond, self.body), operands)
+        _check_body_operands(self, (self.cond, self.body), operands)
         results = [self.cond.type(v) for v in self.cond.outputs]
         if len(results) != 1 or results[0].rank or results[0].dtype != jnp.bool_:
             raise ShapeError(f"while: the condition gives one bool of rank 0, got {', '.join(map(str, results))}")
@@ -154,7 +156,7 @@ class While(Mir):
         constants = operands[self.carries :]
 
         def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            return _kept(self, carry, run_body(self.body, (*carry, *constants)))
+            return _cast_carries(self, carry, run_body(self.body, (*carry, *constants)))
 
         return lax.while_loop(lambda c: run_body(self.cond, (*c, *constants))[0], step, operands[: self.carries])
 
@@ -192,7 +194,7 @@ class Scan(Mir):
             raise ShapeError(f"scan: {self.carries} values are carried, the body gives {len(self.body.outputs)}")
         entries = [TensorType(x.shape[1:], x.dtype) for x in xs]
         constants = operands[self.carries + self.slices :]
-        _check_given(self, (self.body,), (*operands[: self.carries], *entries, *constants))
+        _check_body_operands(self, (self.body,), (*operands[: self.carries], *entries, *constants))
 
     def eval(self, *operands: Array) -> tuple[Array, ...]:
         xs = operands[self.carries : self.carries + self.slices]
@@ -200,7 +202,7 @@ class Scan(Mir):
 
         def step(carry: tuple[Array, ...], x: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
             out = run_body(self.body, (*carry, *x, *constants))
-            return _kept(self, carry, out[: self.carries]), out[self.carries :]
+            return _cast_carries(self, carry, out[: self.carries]), out[self.carries :]
 
         last_carries, stacked = lax.scan(step, operands[: self.carries], xs, length=self.length, reverse=self.reverse)
         return (*last_carries, *stacked)
@@ -224,9 +226,9 @@ class CustomVjp(Mir):
     backward: Graph
 
     def check(self, *operands: TensorType) -> None:
-        _check_given(self, (self.forward,), operands)
+        _check_body_operands(self, (self.forward,), operands)
         out = [self.forward.type(v) for v in self.forward.outputs]
-        _check_given(self, (self.backward,), (*operands, *out, *out))
+        _check_body_operands(self, (self.backward,), (*operands, *out, *out))
         if len(self.backward.outputs) != len(operands):
             raise wrong_arity("the backward of custom_vjp", f"{len(operands)} gradients", len(self.backward.outputs))
 
@@ -239,8 +241,8 @@ class CustomVjp(Mir):
             out = run_body(self.forward, xs)
             return out, (*xs, *out)
 
-        def backward(kept: tuple[Array, ...], gradients: tuple[Array, ...]) -> tuple[Any, ...]:
-            grads = run_body(self.backward, (*kept, *gradients))
+        def backward(residuals: tuple[Array, ...], gradients: tuple[Array, ...]) -> tuple[Any, ...]:
+            grads = run_body(self.backward, (*residuals, *gradients))
             for index, (x, g) in enumerate(zip(operands, grads, strict=True)):
                 if x.shape != g.shape:
                     raise ShapeError(f"custom_vjp: operand {index} is {list(x.shape)}, its gradient {list(g.shape)}")
@@ -274,19 +276,21 @@ class PairBias(Mir):
     body: Graph
 
     def check(self, *operands: TensorType) -> None:
-        _check_given(self, (self.body,), operands)
+        _check_body_operands(self, (self.body,), operands)
         if len(self.body.outputs) != 1 or self.body.type(self.body.outputs[0]).rank > 3:
             raise ShapeError("pair_bias: a body gives one value, [N, S, T] or fewer axes")
 
-    def eval(self, rows: Array, slots: Array, *given: Array) -> Array:
-        def of_row(row: Array, slot: Array) -> Array:
-            (bias,) = run_body(self.body, (row[:, None], slot[None, :], *given))
+    def eval(self, rows: Array, slots: Array, *arguments: Array) -> Array:
+        def row_bias(row: Array, slot: Array) -> Array:
+            (bias,) = run_body(self.body, (row[:, None], slot[None, :], *arguments))
             return bias.reshape((1,) * (3 - bias.ndim) + bias.shape).astype(jnp.float32)
 
         axes = tuple(None if is_static(p.shape[0]) and p.shape[0] == 1 else 0 for p in (rows, slots))
         if axes == (None, None):  # vmap needs at least one mapped axis
-            return of_row(rows[0], slots[0])[None]
-        return jax.vmap(of_row, axes)(*(p if axis == 0 else p[0] for p, axis in zip((rows, slots), axes, strict=True)))
+            return row_bias(rows[0], slots[0])[None]
+        return jax.vmap(row_bias, axes)(
+            *(p if axis == 0 else p[0] for p, axis in zip((rows, slots), axes, strict=True))
+        )
 
     def text(self) -> str:
         return f"pair_bias({_size(self.body)})"

@@ -215,7 +215,7 @@ class Pool(Mir):
         if self.kind in ("mean", "lp") and not is_float(x.dtype):
             raise DTypeError(f"{op}: needs floats, got {x}; cast it")
         if (self.ceil or self.kind == "argmax") and not all(map(is_static, x.shape[2:])):
-            raise ShapeError(f"{op}: {'ceil' if self.ceil else 'places'} needs spatial sizes that are numbers, got {x}")
+            raise ShapeError(f"{op}: {'ceil' if self.ceil else 'an index'} needs static spatial sizes, got {x}")
         if self.kind == "lp" and not self.p >= 1:
             raise GraphError(f"lp_pool: p is at least 1, got {self.p:g}")
         if self.ceil and isinstance(self.padding, str):
@@ -242,19 +242,19 @@ class Pool(Mir):
             pairs.append((low, max(high, (count - 1) * stride + r - size - low)))
         return pairs
 
-    def _over(self, x: Any, start: Any, fn: Callable[..., Any], pairs: list[tuple[int, int]]) -> Array:
+    def _reduce_windows(self, x: Any, start: Any, fn: Callable[..., Any], pairs: list[tuple[int, int]]) -> Array:
         """Return the reduction of every window by `fn` from `start`, with the padding `pairs`."""
         window, strides, dilation = ((1, 1, *sizes) for sizes in (self.window, self.strides, self.dilation))
         padding = [(0, 0), (0, 0), *pairs]
         reduced: Array = lax.reduce_window(x, start, fn, window, strides, padding, window_dilation=dilation)
         return reduced
 
-    def _of_shifted(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:
+    def _max_of_shifted(self, x: Array, lowest: Any, pairs: list[tuple[int, int]]) -> Array:
         """Return the maximum of dilated windows, as the maximum of one shifted slice for each entry of the window.
 
         JAX has no gradient of `lax.reduce_window` with dilated windows.
         """
-        padded = lax.pad(x, least, [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pairs)])
+        padded = lax.pad(x, lowest, [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pairs)])
         largest = None
         for offsets in itertools.product(*map(range, self.window)):
             shifted = padded
@@ -269,20 +269,24 @@ class Pool(Mir):
 
     def eval(self, x: Array) -> Array:
         pairs = self._pairs(x.shape[2:])
-        least = np.asarray(-np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min, x.dtype)
+        lowest = np.asarray(-np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min, x.dtype)
         if self.kind == "max":
             is_dilated = any(d > 1 for d in self.dilation)
-            return self._of_shifted(x, least, pairs) if is_dilated else self._over(x, least, lax.max, pairs)
+            return (
+                self._max_of_shifted(x, lowest, pairs)
+                if is_dilated
+                else self._reduce_windows(x, lowest, lax.max, pairs)
+            )
         if self.kind == "argmax":
-            return self._places(x, least, pairs)
+            return self._argmax(x, lowest, pairs)
         values, zero = (x.astype(jnp.float32), 0.0) if is_float(x.dtype) else (x, np.zeros((), x.dtype))
         if self.kind == "lp":
-            total = self._over(jnp.abs(values) ** self.p, 0.0, lax.add, pairs)
+            total = self._reduce_windows(jnp.abs(values) ** self.p, 0.0, lax.add, pairs)
             return (total ** (1 / self.p)).astype(x.dtype)
-        total = self._over(values, zero, lax.add, pairs)
+        total = self._reduce_windows(values, zero, lax.add, pairs)
         return (total / self._counts(x, pairs) if self.kind == "mean" else total).astype(x.dtype)
 
-    def _places(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:
+    def _argmax(self, x: Array, lowest: Any, pairs: list[tuple[int, int]]) -> Array:
         """Return the index of the largest entry of each window.
 
         Padding has the lowest value and the highest index, so that an entry of x wins every comparison with it.
@@ -290,12 +294,12 @@ class Pool(Mir):
         sizes = x.shape[2:]
         indices = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(1, 1, *sizes), x.shape)
 
-        def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        def larger(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
             a_wins = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
             return jnp.where(a_wins, a[0], b[0]), jnp.where(a_wins, a[1], b[1])
 
         winners: Array
-        _, winners = self._over((lax.stop_gradient(x), indices), (least, np.int32(2**31 - 1)), better, pairs)
+        _, winners = self._reduce_windows((lax.stop_gradient(x), indices), (lowest, np.int32(2**31 - 1)), larger, pairs)
         return winners
 
     def _counts(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
@@ -305,4 +309,4 @@ class Pool(Mir):
             declared = pairs if isinstance(self.padding, str) else self.padding
             ones = jnp.pad(ones, [(0, 0), (0, 0), *declared], constant_values=1)
             pairs = [(0, high - declared_high) for (_, high), (_, declared_high) in zip(pairs, declared, strict=True)]
-        return self._over(ones, 0.0, lax.add, pairs)
+        return self._reduce_windows(ones, 0.0, lax.add, pairs)

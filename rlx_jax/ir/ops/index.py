@@ -117,7 +117,9 @@ def _check_tuples(op: str, x: TensorType, indices: TensorType, batch_dims: int =
     """
     depth = indices.shape[-1] if indices.rank else 0
     if not is_static(depth) or not 1 <= depth <= x.rank - batch_dims or not 0 <= batch_dims < indices.rank:
-        raise ShapeError(f"{op}: the last axis of the indices numbers axes of {x} behind {batch_dims}, got {indices}")
+        raise ShapeError(
+            f"{op}: the last axis of the indices indexes axes of {x} after the first {batch_dims}, got {indices}"
+        )
     if x.shape[:batch_dims] != indices.shape[:batch_dims]:
         raise ShapeError(f"{op}: x and indices share {batch_dims} leading axes, got {x} and {indices}")
 

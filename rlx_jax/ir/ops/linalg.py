@@ -159,7 +159,7 @@ class Einsum(Mir):
 TRANSFORMS = {"fft": jnp.fft.fft, "ifft": jnp.fft.ifft, "rfft": jnp.fft.rfft, "irfft": jnp.fft.irfft}
 NORMS = ("backward", "ortho", "forward")
 # Traits of ops that lose too much accuracy with rounded operands: mixed precision does not narrow the operands.
-WHOLE = replace(REDUCTION, narrows=0)
+FULL_PRECISION = replace(REDUCTION, narrows=0)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Fft(Mir):
             1/√n in both.
     """
 
-    traits = WHOLE
+    traits = FULL_PRECISION
     choices = {"kind": TRANSFORMS, "norm": NORMS}
     operands = "x@axis"
 
@@ -220,14 +220,14 @@ class Solve(Mir):
     A singular matrix gives infinities or NaN, as in `jax.numpy.linalg.solve`.
     """
 
-    traits = replace(WHOLE, flops=eliminations)
+    traits = replace(FULL_PRECISION, flops=eliminations)
     operands = f"{MATRICES} b:a"
 
     def check(self, *operands: TensorType) -> None:
         a, b = operands
         rows: Sequence[Any] = b.shape if (a.rank, b.rank) == (2, 1) else b.shape[:-1]
         if tuple(rows) != tuple(a.shape[:-1]):
-            raise ShapeError(f"solve: b is [..., n, k] beside a [..., n, n], or [n] beside [n, n]; got {a} and {b}")
+            raise ShapeError(f"solve: expected a [..., n, n] and b [..., n, k], or a [n, n] and b [n]; got {a} and {b}")
 
     def eval(self, a: Array, b: Array) -> Array:
         solution: Array = jnp.linalg.solve(a.astype(jnp.float32), b.astype(jnp.float32))
@@ -238,7 +238,7 @@ class Solve(Mir):
 class Det(Mir):
     """Compute the determinant of each matrix in f32: `[..., n, n]` → `[...]`."""
 
-    traits = replace(WHOLE, flops=eliminations)
+    traits = replace(FULL_PRECISION, flops=eliminations)
     operands = MATRICES
 
     def eval(self, a: Array) -> Array:

@@ -16,7 +16,7 @@ from rlx_jax.ir.types import TensorType, is_float, is_static
 Array = jax.Array
 
 
-def _turned(x: Array) -> Array:
+def _reverse_order(x: Array) -> Array:
     """Return x with the order of its numbers reversed."""
     # `~` instead of `-` for integers: the lowest integer has no negative, and unsigned ones have none at all.
     return -x if is_float(x.dtype) else ~x
@@ -92,8 +92,8 @@ class TopK(Mir):
     def eval(self, x: Array) -> tuple[Array, Array]:
         # lax.top_k works on the last axis and finds the largest entries only.
         rows = jnp.moveaxis(x, self.axis, -1)
-        top, indices = jax.lax.top_k(rows if self.largest else _turned(rows), self.k)
-        values = top if self.largest else _turned(top)
+        top, indices = jax.lax.top_k(rows if self.largest else _reverse_order(rows), self.k)
+        values = top if self.largest else _reverse_order(top)
         return jnp.moveaxis(values, -1, self.axis), jnp.moveaxis(indices, -1, self.axis)
 
 

@@ -83,7 +83,7 @@ UNARY: dict[str, Callable[[Array], Array]] = {
 }
 
 # Unary functions that also accept integers.
-OF_NUMBERS = ("neg", "abs", "relu", "sign", "square", "stop_gradient")
+NUMERIC_UNARY = ("neg", "abs", "relu", "sign", "square", "stop_gradient")
 
 # Functions of one value and some constants, with the number of constants, by name.
 PARAMETRIC: dict[str, tuple[Callable[..., Array], int]] = {
@@ -114,11 +114,11 @@ BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "or": jnp.bitwise_or,
     "xor": jnp.bitwise_xor,
     "shift_left": jnp.left_shift,
-    "shift_right": jnp.right_shift,  # the sign is kept
+    "shift_right": jnp.right_shift,  # the sign bit is copied
 }
 
 # Binary functions of integers; the first three also accept bools.
-OF_BITS = ("and", "or", "xor", "shift_left", "shift_right")
+BITWISE_BINARY = ("and", "or", "xor", "shift_left", "shift_right")
 
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "eq": jnp.equal,
@@ -169,7 +169,7 @@ class Unary(Mir):
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        if self.kind not in OF_NUMBERS and not is_float(x.dtype):
+        if self.kind not in NUMERIC_UNARY and not is_float(x.dtype):
             raise DTypeError(f"{self.kind}: needs a floating operand, got {x}")
         if x.dtype.kind == "b":
             raise DTypeError(f"{self.kind}: needs numbers, got {x}")
@@ -216,7 +216,7 @@ class Binary(Mir):
 
     def check(self, *operands: TensorType) -> None:
         dtype = operands[0].dtype
-        if self.kind in OF_BITS and not (jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_):
+        if self.kind in BITWISE_BINARY and not (jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_):
             raise DTypeError(f"{self.kind}: needs whole numbers or bools, got {operands[0]} and {operands[1]}")
         if self.kind.startswith("shift") or self.kind in ("floor_div", "trunc_div", "mod", "rem"):
             if dtype == jnp.bool_:
@@ -291,18 +291,18 @@ class CastTo(Mir):
         return f"cast({short_name(self.dtype)}{', saturate' if self.saturate else ''})"
 
 
-def _bounds_in(dtype: np.dtype[Any], held: np.dtype[Any]) -> tuple[Array, Array]:
-    """Return the smallest and the largest finite number of `dtype` that `held` can represent, in dtype `held`."""
-    target, source = (jnp.finfo(d) if is_float(d) else jnp.iinfo(d) for d in (dtype, held))
+def _bounds_in(dtype: np.dtype[Any], result_dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return the smallest and the largest finite number of `dtype` that `result_dtype` represents, in that dtype."""
+    target, source = (jnp.finfo(d) if is_float(d) else jnp.iinfo(d) for d in (dtype, result_dtype))
     low, high = max(float(target.min), float(source.min)), min(float(target.max), float(source.max))
-    if not is_float(held):  # in Python ints, because f32 cannot represent 2³¹ − 1
-        return jnp.asarray(max(int(target.min), int(source.min)), held), jnp.asarray(
-            min(int(target.max), int(source.max)), held
+    if not is_float(result_dtype):  # in Python ints, because f32 cannot represent 2³¹ − 1
+        return jnp.asarray(max(int(target.min), int(source.min)), result_dtype), jnp.asarray(
+            min(int(target.max), int(source.max)), result_dtype
         )
-    top = np.asarray(high).astype(held)
+    top = np.asarray(high).astype(result_dtype)
     if float(top) > high:  # the conversion rounded up, past the range of `dtype`
-        top = np.nextafter(top, np.asarray(0).astype(held))
-    return jnp.asarray(np.asarray(low).astype(held)), jnp.asarray(top)
+        top = np.nextafter(top, np.asarray(0).astype(result_dtype))
+    return jnp.asarray(np.asarray(low).astype(result_dtype)), jnp.asarray(top)
 
 
 @dataclass(frozen=True)
@@ -377,25 +377,25 @@ class FakeQuantize(Mir):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rounded(ste: str, most: float, x: Array, s: Array) -> Array:
-    """Return `clip(round(x/s), ±most) · s`, with the gradient of `_backward`."""
-    return jnp.clip(jnp.round(x / s), -most, most) * s
+def _rounded(ste: str, q_max: float, x: Array, s: Array) -> Array:
+    """Return `clip(round(x/s), ±q_max) · s`, with the gradient of `_backward`."""
+    return jnp.clip(jnp.round(x / s), -q_max, q_max) * s
 
 
-def _forward(ste: str, most: float, x: Array, s: Array) -> tuple[Array, tuple[Array, Array]]:
+def _forward(ste: str, q_max: float, x: Array, s: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return the value, and x and s as residuals of the gradient."""
-    return _rounded(ste, most, x, s), (x, s)
+    return _rounded(ste, q_max, x, s), (x, s)
 
 
-def _backward(ste: str, most: float, kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _backward(ste: str, q_max: float, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     """Return the gradients of x and s; see `FakeQuantize`."""
-    x, s = kept
+    x, s = residuals
     slope = {
-        "identity": lambda: jnp.ones_like(x), "clipped": lambda: (jnp.abs(x) <= most * s).astype(x.dtype),
-        "tanh": lambda: 1 - jnp.tanh(x / s) ** 2, "hard_tanh": lambda: jnp.maximum(0.0, 1 - jnp.abs(x) / (most * s)),
+        "identity": lambda: jnp.ones_like(x), "clipped": lambda: (jnp.abs(x) <= q_max * s).astype(x.dtype),
+        "tanh": lambda: 1 - jnp.tanh(x / s) ** 2, "hard_tanh": lambda: jnp.maximum(0.0, 1 - jnp.abs(x) / (q_max * s)),
     }[ste]()  # fmt: skip
     z = x / s
-    scale_slope = jnp.where(jnp.abs(z) <= most, jnp.round(z) - z, jnp.sign(z) * most)
+    scale_slope = jnp.where(jnp.abs(z) <= q_max, jnp.round(z) - z, jnp.sign(z) * q_max)
     shared_axes = tuple(i for i in range(x.ndim) if s.ndim == 0 or s.shape[i] == 1)
     return dy * slope, jnp.sum(dy * scale_slope, axis=shared_axes, keepdims=s.ndim > 0).reshape(s.shape)
 

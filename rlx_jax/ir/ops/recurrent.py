@@ -29,14 +29,14 @@ F32 = np.dtype(np.float32)
 CHUNK = 64
 
 
-def check_grouped(op: str, many: Any, few: Any, what: str) -> None:
-    """Check that `many` heads are a multiple of `few` groups; `what` names the heads in the message.
+def check_grouped(op: str, many: Any, few: Any, label: str) -> None:
+    """Check that `many` heads are a multiple of `few` groups; `label` names the heads in the message.
 
     Raises:
         ShapeError: they are not, or a number is symbolic.
     """
     if not (is_static(many) and is_static(few)) or int(few) < 1 or int(many) % int(few):
-        raise ShapeError(f"{op}: {many} {what} do not divide into {few} groups")
+        raise ShapeError(f"{op}: {many} {label} do not divide into {few} groups")
 
 
 def _exact(subscripts: str, *arrays: Array) -> Array:
@@ -54,11 +54,11 @@ def _over_tokens(step: Any, state: Array, operands: Sequence[Array], every: bool
         The results `[B, S, …]` in `dtype`, the last state, and with `every` the state after each token `[B, S, …]`.
     """
 
-    def one(held: Array, tokens: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-        new_state, out = step(held, *tokens)
+    def scan_step(state: Array, tokens: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+        new_state, out = step(state, *tokens)
         return new_state, (out.astype(dtype), new_state) if every else (out.astype(dtype),)
 
-    last_state, stacked = lax.scan(one, state, tuple(jnp.moveaxis(x, 1, 0).astype(jnp.float32) for x in operands))
+    last_state, stacked = lax.scan(scan_step, state, tuple(jnp.moveaxis(x, 1, 0).astype(jnp.float32) for x in operands))
     # The scan has time first, as it stacks its results.
     out, *states = (jnp.moveaxis(x, 0, 1) for x in stacked)
     return (out, last_state, *states)
@@ -73,14 +73,14 @@ def _delta_flops(op: Any, operands: Types, results: Types) -> int:
     return 6 * v.size * int(k.shape[3])
 
 
-def _chunked(v: TensorType, inner: int, state: TensorType, kept: int, states: int) -> int:
+def _chunked_scan_bytes(v: TensorType, inner: int, state: TensorType, num_matrices: int, states: int) -> int:
     """Return the scratch bytes of a scan in chunks of `CHUNK` tokens, all f32.
 
     Args:
         v: type of the values `[B,S,H,V]`.
         inner: width of the state's other axis.
         state: type of the state.
-        kept: number of token-by-token matrices per head and chunk, and of rows of both widths per token.
+        num_matrices: number of token-by-token matrices per head and chunk, and of rows of both widths per token.
         states: number of copies of the state before each chunk.
 
     Returns:
@@ -90,13 +90,13 @@ def _chunked(v: TensorType, inner: int, state: TensorType, kept: int, states: in
     if tokens == 1:  # one step without chunks
         return 2 * state.nbytes
     chunks = -(-tokens // CHUNK)
-    rows = kept * (CHUNK + inner + width)
+    rows = num_matrices * (CHUNK + inner + width)
     return 4 * batch * heads * (chunks * CHUNK * rows + states * (chunks + 1) * inner * width)
 
 
 def _delta_workspace(op: Any, operands: Types, results: Types) -> int:
     """Return the scratch bytes of the chunked gated delta rule."""
-    return _chunked(operands[2], int(operands[1].shape[3]), results[1], kept=4, states=2)
+    return _chunked_scan_bytes(operands[2], int(operands[1].shape[3]), results[1], num_matrices=4, states=2)
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ class GatedDeltaOp(Mir):
         """Return the factor of the result for keys of this `width`: `scale`, by default width^−½."""
         return width**-0.5 if self.scale is None else self.scale
 
-    def begin(self, q: Array, k: Array, v: Array, g: Array, beta: Array, *start: Array) -> Array:
+    def initial_state(self, q: Array, k: Array, v: Array, g: Array, beta: Array, *start: Array) -> Array:
         """Return the initial state: the operand `start` if there is one, else zeros."""
         return start[0] if start else jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
 
     def eval(self, *operands: Array) -> tuple[Array, ...]:
-        return _over_tokens(self.step, self.begin(*operands), operands[:5], self.every, operands[2].dtype)
+        return _over_tokens(self.step, self.initial_state(*operands), operands[:5], self.every, operands[2].dtype)
 
     def step(self, state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, Array]:
         """Compute one token and return the new state and o; all operands are f32 without the axis S.
@@ -166,7 +166,7 @@ def _scan_flops(op: Any, operands: Types, results: Types) -> int:
 
 def _scan_workspace(op: Any, operands: Types, results: Types) -> int:
     """Return the scratch bytes of the chunked selective scan."""
-    return _chunked(operands[0], int(operands[3].shape[3]), results[1], kept=3, states=3)
+    return _chunked_scan_bytes(operands[0], int(operands[3].shape[3]), results[1], num_matrices=3, states=3)
 
 
 @dataclass(frozen=True)
@@ -195,19 +195,19 @@ class SelectiveScanOp(Mir):
         x, _, a, b, *_ = operands
         check_grouped("selective_scan", x.shape[2], b.shape[2], "heads")
         if a.shape[1:] not in ((), b.shape[3:]):
-            raise ShapeError(f"selective_scan: A is [H], or [H, N] beside B {b}, got {a}").at_operands(2)
+            raise ShapeError(f"selective_scan: A is [H], or [H, N] with B {b}, got {a}").at_operands(2)
 
-    def begin(self, x: Array, dt: Array, a: Array, b: Array, c: Array, *start: Array) -> Array:
+    def initial_state(self, x: Array, dt: Array, a: Array, b: Array, c: Array, *start: Array) -> Array:
         """Return the initial state: the operand `start` if there is one, else zeros."""
         return start[0] if start else jnp.zeros((x.shape[0], *x.shape[2:], b.shape[3]), jnp.float32)
 
     def eval(self, *operands: Array) -> tuple[Array, ...]:
         x, dt, a, b, c, *_ = operands
 
-        def step(held: Array, x: Array, dt: Array, b: Array, c: Array) -> tuple[Array, Array]:
-            return self.step(held, x, dt, a.astype(jnp.float32), b, c)
+        def step(state: Array, x: Array, dt: Array, b: Array, c: Array) -> tuple[Array, Array]:
+            return self.step(state, x, dt, a.astype(jnp.float32), b, c)
 
-        return _over_tokens(step, self.begin(*operands), (x, dt, b, c), self.every, x.dtype)
+        return _over_tokens(step, self.initial_state(*operands), (x, dt, b, c), self.every, x.dtype)
 
     def step(self, state: Array, x: Array, dt: Array, a: Array, b: Array, c: Array) -> tuple[Array, Array]:
         """Compute one token and return the new state and y; all operands are f32 without the axis S."""
@@ -271,17 +271,17 @@ def _workspace(op: Any, operands: Types, results: Types) -> int:
     """
     batch, tokens = operands[op.states].shape[:2]
     time_first = sum(t.nbytes for t in (*operands[op.states : op.states + op.tokens], *results))
-    step_bytes = _computed(op.step.jaxpr)
+    step_bytes = _computed_bytes(op.step.jaxpr)
     f32_copies = sum(4 * t.size for t in operands if is_float(t.dtype) and t.dtype.itemsize < 4)
     return (time_first if int(tokens) > 1 else 0) + 2 * int(batch) * step_bytes + f32_copies
 
 
-def _computed(jaxpr: Any) -> int:
+def _computed_bytes(jaxpr: Any) -> int:
     """Return the bytes of all values that a jaxpr computes; the body of a call or loop counts once."""
     total = 0
     for eqn in jaxpr.eqns:
         total += sum(int(v.aval.size) * int(v.aval.dtype.itemsize) for v in eqn.outvars)
-        total += sum(map(_computed, inner_jaxprs(eqn)))
+        total += sum(map(_computed_bytes, inner_jaxprs(eqn)))
     return total
 
 
@@ -340,7 +340,7 @@ class TokenScan(Mir):
         rows = jax.vmap(self.step.function(self.precision), in_axes=axes)
         lengths = arrays[-1] if self.ragged else None
 
-        def one(state: Sequence[Array], entry: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
+        def scan_step(state: Sequence[Array], entry: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
             at, x = entry
             out = rows(*state, *x, *params)
             new_state = [a.astype(s.dtype) for a, s in zip(out, state, strict=False)]
@@ -350,12 +350,12 @@ class TokenScan(Mir):
             return new_state, ys + new_state * self.every
 
         if isinstance(count, int) and count == 1:  # decoding: one step needs no loop
-            last_state, outputs = one(state, (jnp.int32(0), [x[:, 0] for x in xs]))
+            last_state, outputs = scan_step(state, (jnp.int32(0), [x[:, 0] for x in xs]))
             outputs = [m[:, None] for m in outputs]
         else:
             time_first = [jnp.moveaxis(x, 1, 0) for x in xs]
             entries = (jnp.arange(count, dtype=jnp.int32), time_first)
-            last_state, outputs = lax.scan(one, state, entries, unroll=self.unroll or 1)
+            last_state, outputs = lax.scan(scan_step, state, entries, unroll=self.unroll or 1)
             outputs = [jnp.moveaxis(m, 0, 1) for m in outputs]
         ys = len(outputs) - num_states * self.every
         return (*outputs[:ys], *last_state, *outputs[ys:])

@@ -43,7 +43,7 @@ CUMULATIVE: dict[str, tuple[Callable[..., Array], float]] = {
 
 
 # Reductions that need floats.
-OF_FLOATS = ("mean", "logsumexp", "var", "std")
+FLOAT_REDUCTIONS = ("mean", "logsumexp", "var", "std")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Reduce(Mir):
 
     def check(self, *operands: TensorType) -> None:
         dtype = operands[0].dtype
-        if self.kind in OF_FLOATS and not jnp.issubdtype(dtype, jnp.inexact):
+        if self.kind in FLOAT_REDUCTIONS and not jnp.issubdtype(dtype, jnp.inexact):
             raise DTypeError(f"reduce_{self.kind}: needs floats, got {operands[0]}; cast it to f32 first")
         if len({axis % operands[0].rank for axis in self.axes}) < len(self.axes):
             raise ShapeError(f"reduce_{self.kind}: an axis is repeated in {list(self.axes)}")
@@ -114,7 +114,7 @@ class LogSoftmax(Mir):
         return jax.nn.log_softmax(x.astype(jnp.float32), axis=self.axis).astype(x.dtype)
 
 
-def _running(x: Array, kind: str, axis: int, exclusive: bool, reverse: bool) -> Array:
+def _cumulate(x: Array, kind: str, axis: int, exclusive: bool, reverse: bool) -> Array:
     """Return the cumulative reduction `kind` of x along `axis`, in the dtype of x.
 
     Args:
@@ -127,7 +127,7 @@ def _running(x: Array, kind: str, axis: int, exclusive: bool, reverse: bool) -> 
     fn, empty_value = CUMULATIVE[kind]
     axis %= x.ndim
     if exclusive:  # shift by one entry, with the value of an empty reduction at the edge
-        edge = jnp.full((), _least(empty_value, x.dtype), x.dtype)
+        edge = jnp.full((), _identity(empty_value, x.dtype), x.dtype)
         sides = (0, 1, 0) if reverse else (1, 0, 0)
         shifted = jax.lax.pad(x, edge, [sides if i == axis else (0, 0, 0) for i in range(x.ndim)])
         start = 1 if reverse else 0
@@ -135,7 +135,7 @@ def _running(x: Array, kind: str, axis: int, exclusive: bool, reverse: bool) -> 
     return fn(x, axis=axis, reverse=reverse)
 
 
-def _least(value: float, dtype: np.dtype[Any]) -> Any:
+def _identity(value: float, dtype: np.dtype[Any]) -> Any:
     """Return `value`, or for an infinity and an integer dtype the lowest or highest number of the dtype."""
     if is_float(dtype) or math.isfinite(value):
         return value
@@ -160,7 +160,7 @@ class Cumulative(Mir):
     reverse: bool = False
 
     def eval(self, x: Array) -> Array:
-        return _running(x, self.kind, self.axis, self.exclusive, self.reverse)
+        return _cumulate(x, self.kind, self.axis, self.exclusive, self.reverse)
 
     def text(self) -> str:
         notes = [",excl"] * self.exclusive + [",reverse"] * self.reverse
@@ -183,7 +183,7 @@ class Cumsum(Mir):
 
     def eval(self, x: Array) -> Array:
         values = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        return _running(values, "sum", self.axis, self.exclusive, self.reverse).astype(x.dtype)
+        return _cumulate(values, "sum", self.axis, self.exclusive, self.reverse).astype(x.dtype)
 
     def text(self) -> str:
         notes = [",excl"] * self.exclusive + [",reverse"] * self.reverse

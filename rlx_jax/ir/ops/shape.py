@@ -31,7 +31,7 @@ class AxisOf:
         return f"@{self.axis}"
 
 
-def _whole(op: Any, operands: Types, results: Types) -> int | None:
+def _full_view(op: Any, operands: Types, results: Types) -> int | None:
     """Return byte offset 0: the result is a view of the full operand."""
     return 0
 
@@ -43,7 +43,7 @@ class Reshape(Mir):
     A target never contains a symbol, so that binding symbols needs no substitution.
     """
 
-    traits = replace(MOVEMENT, bytes=zero, view=_whole)
+    traits = replace(MOVEMENT, bytes=zero, view=_full_view)
 
     target: tuple[int | AxisOf, ...]
 
@@ -77,7 +77,7 @@ class Reshape(Mir):
 class Shard(Mir):
     """Identity that assigns roles to the axes of x (`rlx_jax.ir.roles`; None for no role); a mesh shards x by them."""
 
-    traits = replace(MOVEMENT, widens=False, bytes=zero, view=_whole)
+    traits = replace(MOVEMENT, widens=False, bytes=zero, view=_full_view)
 
     roles: tuple[str | None, ...]
 
@@ -104,7 +104,7 @@ class SizeOf:
         return f"@{self.operand}.{self.axis}"
 
 
-def _check_lenders(op: str, sizes: Sequence[SizeOf], operands: Types) -> None:
+def _check_size_refs(op: str, sizes: Sequence[SizeOf], operands: Types) -> None:
     """Check that `sizes` refer to axes that the operands have.
 
     Raises:
@@ -134,15 +134,15 @@ class Expand(Mir):
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         x = operands[0]
-        _check_lenders("expand", [size for size in self.target if isinstance(size, SizeOf)], operands)
+        _check_size_refs("expand", [size for size in self.target if isinstance(size, SizeOf)], operands)
         dims = self._dims([t.shape for t in operands])
         pairs = zip(reversed(x.shape), reversed(dims), strict=False)
         if x.rank > len(dims) or any(not (is_static(old) and old == 1) and old != new for old, new in pairs):
             raise ShapeError(f"{x} cannot be broadcast to [{', '.join(map(str, dims))}]")
         return (TensorType(dims, x.dtype),)
 
-    def eval(self, x: Array, *lenders: Array) -> Array:
-        return jnp.broadcast_to(x, self._dims([a.shape for a in (x, *lenders)]))
+    def eval(self, x: Array, *size_operands: Array) -> Array:
+        return jnp.broadcast_to(x, self._dims([a.shape for a in (x, *size_operands)]))
 
     def text(self) -> str:
         return f"expand([{', '.join(map(str, self.target))}])"
@@ -452,7 +452,7 @@ class CutAxis(Mir):
         x = operands[0]
         check_axes("cut", self.axis, x)
         bounds = (self.start, self.stop)
-        _check_lenders("cut", [size for bound in bounds for size in (*bound.sizes, *bound.minus)], operands)
+        _check_size_refs("cut", [size for bound in bounds for size in (*bound.sizes, *bound.minus)], operands)
         start, stop = self._bounds([t.shape for t in operands])
         if _is_below(start, 0) or _is_below(x.shape[self.axis], stop) or _is_below(stop - start, 1):
             cut_text = f"cut: {start}:{stop} along axis {self.axis} of {x}"
@@ -460,8 +460,8 @@ class CutAxis(Mir):
         axis = self.axis % x.rank
         return (TensorType((*x.shape[:axis], stop - start, *x.shape[axis + 1 :]), x.dtype),)
 
-    def eval(self, x: Array, *lenders: Array) -> Array:
-        start, stop = self._bounds([a.shape for a in (x, *lenders)])
+    def eval(self, x: Array, *size_operands: Array) -> Array:
+        start, stop = self._bounds([a.shape for a in (x, *size_operands)])
         return jax.lax.slice_in_dim(x, start, stop, axis=self.axis)
 
     def text(self) -> str:

@@ -21,14 +21,14 @@ from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 Sides = tuple[int, int]
 
 
-def check_sizes(op: str, what: str, sizes: Sides) -> None:
-    """Check that `sizes` are two positive ints; `what` names them in the message.
+def check_sizes(op: str, name: str, sizes: Sides) -> None:
+    """Check that `sizes` are two positive ints; `name` names them in the message.
 
     Raises:
         ShapeError: they are not.
     """
     if len(sizes) != 2 or not all(type(s) is int and s > 0 for s in sizes):
-        raise ShapeError(f"{op}: {what} is two whole numbers over 0, rows and columns; got {sizes!r}")
+        raise ShapeError(f"{op}: {name} is two whole numbers over 0, rows and columns; got {sizes!r}")
 
 
 def patches_of(op: str, images: TensorType, patch: Sides) -> tuple[DimLike, DimLike]:
@@ -96,7 +96,7 @@ def resampling(target: DimLike, size: int, antialias: bool) -> Array:
     return taps[0] + taps[1] + taps[2] + taps[3]
 
 
-def _of_table(op: GridPositions, operands: Types, results: Types) -> int:
+def _flops(op: GridPositions, operands: Types, results: Types) -> int:
     """Return the FLOPs of the two matrix products of the resampling; 0 for images of the grid's size."""
     table, images = operands
     rows, columns = (int(n) for n in patches_of("grid_positions", images, op.patch))
@@ -115,7 +115,7 @@ class GridPositions(Mir):
     for rows and one for columns resample it, bicubic in f32; see `resampling`.
     """
 
-    traits = replace(MOVEMENT, narrows=0, widens=False, flops=_of_table, bytes=first_moved)
+    traits = replace(MOVEMENT, narrows=0, widens=False, flops=_flops, bytes=first_moved)
     operands = "table:float[_,H] images[B,C,_,_]"
 
     grid: Sides
@@ -219,15 +219,15 @@ class Resize(Mir):
         if self.method != "nearest" and not is_float(x.dtype):
             raise DTypeError(f"resize: {self.method} needs floats, got {x}; cast it")
 
-    def _places(self, at: int, n: int) -> tuple[Doubles, float]:
+    def _source_coordinates(self, index: int, n: int) -> tuple[Doubles, float]:
         """Return the old coordinate c of each new entry, `[m]`, and the scale s of the axis.
 
         Args:
-            at: index of the axis in `axes`.
+            index: index of the axis in `axes`.
             n: old size of the axis.
         """
-        m = self.sizes[at]
-        i, s = np.arange(m, dtype=np.float64), m / n if self.scales is None else self.scales[at]
+        m = self.sizes[index]
+        i, s = np.arange(m, dtype=np.float64), m / n if self.scales is None else self.scales[index]
         half = (i + 0.5) / s - 0.5
         match self.coordinates:
             case "align_corners":
@@ -240,7 +240,7 @@ class Resize(Mir):
                 return n / 2 * (1 - m / (s * n)) + half, s
             case "tf_crop_and_resize":
                 assert self.roi is not None
-                start, end = self.roi[at]
+                start, end = self.roi[index]
                 if m == 1:
                     return i + (start + end) / 2 * (n - 1), s
                 return start * (n - 1) + i * (end - start) * (n - 1) / (m - 1), s
@@ -274,7 +274,7 @@ class Resize(Mir):
         y = x if self.method == "nearest" else x.astype(jnp.float32)
         for position, axis in enumerate(self.axes):
             n = x.shape[axis]
-            c, s = self._places(position, n)
+            c, s = self._source_coordinates(position, n)
             if self.method == "nearest":
                 y = jnp.take(y, self._nearest(c, n), axis=axis)
             else:
