@@ -22,7 +22,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Binary, Unary
 from rlx_jax.ir.ops.shape import Narrow, SplitLast
 from rlx_jax.ir.paths import path_text
-from rlx_jax.lowering.mir.small import live
+from rlx_jax.lowering.mir.small import live_nodes
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ def fusion_report(
         sites: the fusion sites of all passes.
         left_to_xla: names of the passes that leave their pattern to XLA.
     """
-    count = Counter(type(node.op) for node in _live_nodes(after))
-    ops = (op for node in _live_nodes(after) for op in _steps(node.op))
+    count = Counter(type(node.op) for node in _walk_live_nodes(after))
+    ops = (op for node in _walk_live_nodes(after) for op in _steps(node.op))
     pointwise = Counter(op for op in ops if isinstance(op, Unary | Binary))
     return FusionReport(
         nodes_before=sum(1 for _ in before.walk()),
         nodes_after=sum(1 for _ in after.walk()),
-        matmul_before=sum(isinstance(node.op, MatMul) for node in _live_nodes(before)),
+        matmul_before=sum(isinstance(node.op, MatMul) for node in _walk_live_nodes(before)),
         matmul_after=count[MatMul],
         attention=count[AttentionOp],
         rope=count[RopeOp],
@@ -169,9 +169,9 @@ def _steps(op: Op) -> tuple[Op, ...]:
     return tuple(step.op for step in op.steps) if isinstance(op, ElementwiseRegion) else (op,)
 
 
-def _live_nodes(graph: Graph) -> Iterator[Node]:
+def _walk_live_nodes(graph: Graph) -> Iterator[Node]:
     """Yield the nodes that contribute to outputs or writes, in regions too."""
-    for number in sorted(live(graph)):
+    for number in sorted(live_nodes(graph)):
         yield graph.nodes[number]
         for region in graph.nodes[number].op.regions():
-            yield from _live_nodes(region)
+            yield from _walk_live_nodes(region)

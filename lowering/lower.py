@@ -28,13 +28,13 @@ def expand_composites(graph: Graph, types: TypeCache) -> Graph:
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, Hir) or not node.op.traits.composite:
             return None
-        with b.at(labelled(node)):
+        with b.at(labelled_origin(node)):
             return as_values(node.op.expand(b, *inputs))
 
     return rewrite(graph, everywhere(fn), types, "expand")
 
 
-def labelled(node: Node) -> Origin:
+def labelled_origin(node: Node) -> Origin:
     """Return the origin of the nodes that replace a block: its path, and its label or else the name of its op."""
     return replace(node.origin, label=node.origin.label or node.op.name())
 
@@ -52,7 +52,7 @@ def lower(graph: Graph, policy: str, types: TypeCache) -> Graph:
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, Hir):
             return None
-        with b.at(labelled(node)):
+        with b.at(labelled_origin(node)):
             return _lower(node.op, b, inputs, policy)
 
     return rewrite(graph, everywhere(fn), types, f"lower_{policy}")
@@ -68,10 +68,10 @@ def _lower(op: Hir, b: Builder, inputs: tuple[Value, ...], policy: str) -> tuple
     out = as_values(op.expand(b, *inputs))
     if not any(isinstance(n.op, Hir) for n in b.nodes[start:]):
         return out
-    return _lower_tail(b, start, out, policy)
+    return _lower_expansion(b, start, out, policy)
 
 
-def _lower_tail(b: Builder, start: int, out: tuple[Value, ...], policy: str) -> tuple[Value, ...]:
+def _lower_expansion(b: Builder, start: int, out: tuple[Value, ...], policy: str) -> tuple[Value, ...]:
     """Lower the HIR blocks that an expansion wrote: remove its nodes from the builder and lower them one by one."""
     tail, b.nodes[start:] = b.nodes[start:], []
     mapped: dict[Value, Value] = {}

@@ -60,25 +60,25 @@ def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
     """
 
     def enter(old: Graph) -> Rewrite:
-        carried_dtypes = carried(old)
+        state_dtypes = state_node_dtypes(old)
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             if isinstance(node.op, Leaf):
-                return _leaf(b, node.op, dtype)
+                return _cast_leaf(b, node.op, dtype)
             if node.op.regions():
                 return None
             if keeps_f32(node.op):
-                return b.add(node.op, *(_as_given(b, v) for v in inputs))
+                return b.add(node.op, *(_strip_input_cast(b, v) for v in inputs))
             producers = [old.nodes[v.node].op for v in node.inputs]
-            if number in carried_dtypes:
-                return b.add(node.op, *_all_in(b, inputs, producers, carried_dtypes[number]))
+            if number in state_dtypes:
+                return b.add(node.op, *_cast_operands(b, inputs, producers, state_dtypes[number]))
             if isinstance(node.op, CastTo | FullLike) and node.op.dtype == F32:
                 return b.add(replace(node.op, dtype=dtype), *inputs)  # the flow's f32 means the compute dtype
-            return _agree(b, node.op, inputs, producers, dtype)
+            return _add_in_one_dtype(b, node.op, inputs, producers, dtype)
 
         return fn
 
-    return _outputs_in_f32(written_as_read(rewrite(graph, enter, types, "precision"), types), types)
+    return _outputs_in_f32(cast_state_writes(rewrite(graph, enter, types, "precision"), types), types)
 
 
 def keeps_f32(op: Op) -> bool:
@@ -87,7 +87,7 @@ def keeps_f32(op: Op) -> bool:
     return isinstance(block, Hir) and block.traits.keeps_f32
 
 
-def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | None:
+def _cast_leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | None:
     """Return a floating parameter, constant or input in `dtype`; None for other leaves."""
     if not is_float(op.type.dtype) or isinstance(op, BodyInput):
         return None
@@ -98,44 +98,44 @@ def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | Non
     return b.add(CastTo(dtype), b.leaf(op)) if isinstance(op, Input) else None
 
 
-def _as_given(b: Builder, value: Value) -> Value:
+def _strip_input_cast(b: Builder, value: Value) -> Value:
     """Return an input of the program without its cast, also if rows of it are gathered; any other value unchanged."""
     node = b.nodes[value.node]
     if isinstance(node.op, Reshape | Gather):
-        table = _as_given(b, node.inputs[0])
+        table = _strip_input_cast(b, node.inputs[0])
         return value if table == node.inputs[0] else b(node.op, table, *node.inputs[1:])
     cast_input = isinstance(node.op, CastTo) and isinstance(b.nodes[node.inputs[0].node].op, Input)
     return node.inputs[0] if cast_input else value
 
 
-def _agree(
-    b: Builder, op: Op, inputs: tuple[Value, ...], before: list[Op], dtype: np.dtype[Any]
+def _add_in_one_dtype(
+    b: Builder, op: Op, inputs: tuple[Value, ...], producers: list[Op], dtype: np.dtype[Any]
 ) -> tuple[Value, ...] | None:
     """Add an op with all floating operands in one dtype, and return its results."""
     floats = [is_float(b.type(v).dtype) for v in inputs]
-    is_computed = [f and not isinstance(o, Constant | Param) for f, o in zip(floats, before, strict=True)]
-    computed = {b.type(v).dtype for v, is_own in zip(inputs, is_computed, strict=True) if is_own}
+    is_computed = [f and not isinstance(o, Constant | Param) for f, o in zip(floats, producers, strict=True)]
+    computed = {b.type(v).dtype for v, is_value in zip(inputs, is_computed, strict=True) if is_value}
     widens = isinstance(op, Mir) and op.traits.widens
     target = F32 if widens and F32 in computed else dtype
-    operands = _all_in(b, inputs, before, target)
+    operands = _cast_operands(b, inputs, producers, target)
     if isinstance(op, hir.Linear | FusedMatMulBiasAct) and op.f32_result:  # the bias is added to the f32 product
-        operands[2:] = _all_in(b, inputs[2:], before[2:], F32)
+        operands[2:] = _cast_operands(b, inputs[2:], producers[2:], F32)
     results = b.add(op, *operands)
     if widens and computed != {F32}:  # a JAX function may cast to f32 by itself
         return tuple(b(CastTo(dtype), r) if b.type(r).dtype == F32 else r for r in results)
     return results
 
 
-def _all_in(b: Builder, inputs: tuple[Value, ...], before: list[Op], dtype: np.dtype[Any]) -> list[Value]:
+def _cast_operands(b: Builder, inputs: tuple[Value, ...], producers: list[Op], dtype: np.dtype[Any]) -> list[Value]:
     """Return the operands with the floating ones cast to `dtype`."""
-    pairs = zip(inputs, before, strict=True)
+    pairs = zip(inputs, producers, strict=True)
     return [_cast(b, v, op, dtype) if is_float(b.type(v).dtype) else v for v, op in pairs]
 
 
-def _cast(b: Builder, value: Value, before: Op, dtype: np.dtype[Any]) -> Value:
+def _cast(b: Builder, value: Value, producer: Op, dtype: np.dtype[Any]) -> Value:
     """Return a value in `dtype`; a constant of the original program is converted without rounding twice."""
-    if isinstance(before, Constant) and b.type(value).dtype != dtype:
-        return b.leaf(constant(before.array, dtype))
+    if isinstance(producer, Constant) and b.type(value).dtype != dtype:
+        return b.leaf(constant(producer.array, dtype))
     return in_dtype(b, value, dtype)
 
 
@@ -183,7 +183,9 @@ POLICIES: dict[str, Mapping[str, np.dtype[Any]]] = {
 }
 
 
-def mixed(graph: Graph, policy: str, types: TypeCache, classes: Mapping[str, np.dtype[Any]] | None = None) -> Graph:
+def mixed_precision(
+    graph: Graph, policy: str, types: TypeCache, classes: Mapping[str, np.dtype[Any]] | None = None
+) -> Graph:
     """Rewrite `op(x)` → `cast_f32(op(cast(x)))`. Casts are shared, and a cast that undoes another is removed.
 
     Args:
@@ -195,10 +197,10 @@ def mixed(graph: Graph, policy: str, types: TypeCache, classes: Mapping[str, np.
     dtypes = (classes or {}) if policy == "custom" else POLICIES[policy]
 
     def enter(old: Graph) -> Rewrite:
-        carried_dtypes = carried(old)
+        state_dtypes = state_node_dtypes(old)
         casts: dict[tuple[Value, np.dtype[Any]], Value] = {}
 
-        def to(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
+        def cast_to(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
             producer = b.nodes[value.node]
             if isinstance(producer.op, CastTo) and b.type(producer.inputs[0]).dtype == dtype:
                 return producer.inputs[0]
@@ -210,25 +212,25 @@ def mixed(graph: Graph, policy: str, types: TypeCache, classes: Mapping[str, np.
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             op = node.op
-            if not isinstance(op, Mir) or number in carried_dtypes or op.traits.numeric == "state":
+            if not isinstance(op, Mir) or number in state_dtypes or op.traits.numeric == "state":
                 return None  # a cache is written in place, as it is
             if isinstance(op, CastTo) and op.dtype != F32:
                 return None  # a cast to the dtype of a cache
             dtype = dtypes[op.traits.numeric]
             num_narrowed = len(inputs) if op.traits.narrows is None else op.traits.narrows
-            results = b.add(op, *(to(b, v, dtype) if i < num_narrowed else v for i, v in enumerate(inputs)))
-            return tuple(to(b, r, F32) for r in results)
+            results = b.add(op, *(cast_to(b, v, dtype) if i < num_narrowed else v for i, v in enumerate(inputs)))
+            return tuple(cast_to(b, r, F32) for r in results)
 
         return fn
 
     # A cast back to f32 is dead if all readers take the narrow value.
-    return dce(written_as_read(rewrite(graph, enter, types, f"mixed_{policy}"), types), types)
+    return dce(cast_state_writes(rewrite(graph, enter, types, f"mixed_{policy}"), types), types)
 
 
 T = TypeVar("T")
 
 
-def carried(graph: Graph) -> dict[int, np.dtype[Any]]:
+def state_node_dtypes(graph: Graph) -> dict[int, np.dtype[Any]]:
     """Return the nodes that carry a state, by number, each with the dtype of its state leaf.
 
     A node carries a leaf if it is on a path from the leaf's old value to its new value, or on a cycle of such paths
@@ -272,7 +274,7 @@ def reachable(first: Iterable[T], step: Callable[[T], Iterable[T]]) -> set[T]:
     return visited
 
 
-def written_as_read(graph: Graph, types: TypeCache) -> Graph:
+def cast_state_writes(graph: Graph, types: TypeCache) -> Graph:
     """Cast the new values of floating state leaves to the dtype in which the leaves are read."""
     read_types = {node.op.leaf: node.types[0] for node in graph.nodes if isinstance(node.op, StateRead)}
     b = Builder.resume(graph, types)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Union
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.ir.table import TextTable
 from rlx_jax.profiles import toml_text
-from rlx_jax.profiles.check import At, Options, Setting, Table, build, field_types, rows
+from rlx_jax.profiles.check import Location, Options, Setting, Table, build, field_types, iter_settings
 from rlx_jax.profiles.effects import always
 from rlx_jax.profiles.schema import (
     AttentionTable,
@@ -47,7 +47,7 @@ ProfileLike = Union["CompileProfile", str, os.PathLike[str]]
 class Change:
     """A difference between two profiles: the value `ours` in the profile with the method, `theirs` in the argument."""
 
-    what: str
+    name: str
     ours: str
     theirs: str
 
@@ -76,40 +76,40 @@ class ProfileDiff:
     def __str__(self) -> str:
         if not self.fields:
             return f"{self.ours} and {self.theirs} have the same settings"
-        lines = [f"{self.ours} → {self.theirs}", *_lines(self.fields)]
+        lines = [f"{self.ours} → {self.theirs}", *_change_lines(self.fields)]
         if self.program is not None:
-            lines += ["", "in the program" if self.program else "the program is the same", *_lines(self.program)]
+            lines += ["", "in the program" if self.program else "the program is the same", *_change_lines(self.program)]
         return "\n".join(lines)
 
 
-def _lines(changes: tuple[Change, ...]) -> list[str]:
+def _change_lines(changes: tuple[Change, ...]) -> list[str]:
     """Return a line for each change, wrapped at 80 columns."""
-    width = min(34, max((len(change.what) for change in changes), default=0))
-    rows = [(change.what, f"{change.ours} → {change.theirs}") for change in changes]
+    width = min(34, max((len(change.name) for change in changes), default=0))
+    rows = [(change.name, f"{change.ours} → {change.theirs}") for change in changes]
     return [str(TextTable(rows, widths=(width,), indent="  ", wrap=80))] if rows else []
 
 
 def field_changes(ours: Table, theirs: Table) -> Iterator[Change]:
     """List the settings that differ between two profiles, except their names."""
-    for (place, _, a), (_, _, b) in zip(rows(ours), rows(theirs), strict=True):
+    for (path, _, a), (_, _, b) in zip(iter_settings(ours), iter_settings(theirs), strict=True):
         if isinstance(a, Options):
             options = dict(a), dict(b)
             yield from (
-                Change(f"{place}.{key}", *(written(option.get(key)) for option in options))
+                Change(f"{path}.{key}", *(setting_text(option.get(key)) for option in options))
                 for key in sorted({*a, *b})
                 if options[0].get(key) != options[1].get(key)
             )
-        elif a != b and place != "name":
-            yield Change(place, written(a), written(b))
+        elif a != b and path != "name":
+            yield Change(path, setting_text(a), setting_text(b))
 
 
-def written(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """Return a setting as text similar to TOML; `unset` for a missing option."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"[{', '.join(map(written, value))}]" if isinstance(value, tuple) else str(value)
+    return f"[{', '.join(map(setting_text, value))}]" if isinstance(value, tuple) else str(value)
 
 
 @cache
@@ -118,18 +118,19 @@ def _preset(name: str) -> CompileProfile:
     if name in PRESETS:
         resource = _FOLDER.joinpath(f"{name}.rlx.toml")
         source = f"preset {quote(name)}"
-        return build(CompileProfile, {"name": name} | toml_text.parse(resource.read_bytes(), source), At(source))
+        return build(CompileProfile, {"name": name} | toml_text.parse(resource.read_bytes(), source), Location(source))
     if name in UNMEASURED:
         raise UnsupportedError(
-            f"preset {quote(name)}: its family is not built yet, so that nothing is measured; 'auto' serves every flow"
+            f"preset {quote(name)}: its family is not implemented yet, so nothing is measured; use 'auto' for any flow"
         )
-    raise _unknown(name)
+    raise _unknown_preset_error(name)
 
 
-def _unknown(name: str, where: str = "", nor: str = "") -> ProfileError:
+def _unknown_preset_error(name: str, where: str = "", suffix: str = "") -> ProfileError:
     """Return the error for a name that is no preset, with a suggestion."""
     names = ", ".join(PRESETS)
-    return ProfileError(f"{where}there is no preset {quote(name)}{nor}; there are {names}{did_you_mean(name, PRESETS)}")
+    hint = did_you_mean(name, PRESETS)
+    return ProfileError(f"{where}there is no preset {quote(name)}{suffix}; there are {names}{hint}")
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class CompileProfile(Table):
         is_path = profile.endswith(".toml") or os.path.basename(profile) != profile
         if is_path or ("\0" not in profile and os.path.isfile(profile)):
             return cls.from_toml(profile)
-        raise _unknown(profile, where, ", and no file of that name")
+        raise _unknown_preset_error(profile, where, ", and no file of that name")
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> CompileProfile:
@@ -207,12 +208,13 @@ class CompileProfile(Table):
         """
         if not isinstance(path, str | bytes | os.PathLike):
             raise ProfileError(
-                f"compile profile: path is {shown(path)}; expected that of a *.rlx.toml file "
+                f"compile profile: path is {shown(path)}; expected the path of a *.rlx.toml file "
                 "(from_toml_str reads a text, preset(name) gives a preset, CompileProfile() the defaults)"
             )
         source = f"compile profile {quote(os.fspath(path))}"
         name = re.sub(r"[^\w.-]", "_", os.path.basename(os.fsdecode(path)).removesuffix(".toml").removesuffix(".rlx"))
-        return build(cls, {"name": name[:64] or "custom"} | toml_text.parse(toml_text.read(path), source), At(source))
+        tables = toml_text.parse(toml_text.read(path), source)
+        return build(cls, {"name": name[:64] or "custom"} | tables, Location(source))
 
     @classmethod
     def near(cls, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto") -> CompileProfile:
@@ -254,7 +256,7 @@ class CompileProfile(Table):
             raise ProfileError(f"{source}: expected a string of TOML, found {type(toml).__name__}")
         # A lone surrogate is not UTF-8 either, and is reported as such.
         data = toml.encode("utf-8", "surrogatepass")
-        return build(cls, {"name": "custom"} | toml_text.parse(data, source), At(source))
+        return build(cls, {"name": "custom"} | toml_text.parse(data, source), Location(source))
 
     def to_toml(self) -> str:
         """Return every setting as TOML, defaults included; `from_toml_str` reads an equal profile of the same name."""
@@ -270,7 +272,7 @@ class CompileProfile(Table):
         Raises:
             ProfileError, UnsupportedError: as `from_toml`.
         """
-        return build(CompileProfile, _merged(_as_dict(self), changes), At("CompileProfile.replace"))
+        return build(CompileProfile, _deep_merge(_as_dict(self), changes), Location("CompileProfile.replace"))
 
     def diff(self, other: ProfileLike, model: Any = None) -> ProfileDiff:
         """Return the changes from this profile to another one. Nothing is compiled.
@@ -286,7 +288,7 @@ class CompileProfile(Table):
         theirs = CompileProfile.of(other, "diff: ")
         if model is not None and not callable(getattr(model, "compare", None)):
             raise ProfileError(
-                f"diff: model is {shown(model)}; expected what compile(flow) gives, or a CausalLM's .model"
+                f"diff: model is {shown(model)}; expected the result of compile(flow), or the .model of a CausalLM"
             )
         program = None if model is None else model.compare(self, theirs)
         return ProfileDiff(self.name, theirs.name, tuple(field_changes(self, theirs)), program)
@@ -314,10 +316,10 @@ def _as_dict(table: Table) -> dict[str, Any]:
     }
 
 
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested dicts with changes merged in, recursively."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = _deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged

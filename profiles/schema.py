@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rlx_jax.profiles import effects
-from rlx_jax.profiles.check import OTHER_PLATFORMS, Options, Table, setting
+from rlx_jax.profiles.check import UNSUPPORTED_PLATFORMS, Options, Table, setting
 from rlx_jax.profiles.effects import always, needs
 
 __all__ = ["AttentionTable", "Backend", "Backends", "BucketTable", "Checks", "Donation", "Fusion", "Layers",
@@ -38,10 +38,10 @@ class Fusion(Table):
 
     PATH: ClassVar[str] = "fusion"
     policy: Literal["direct", "fusable"] = setting("direct", needs("blocks"), "lowering policy")
-    target: Target = setting("auto", always, "planned for", "device", unsupported=OTHER_PLATFORMS)
+    target: Target = setting("auto", always, "planned for", "device", unsupported=UNSUPPORTED_PLATFORMS)
     assert_clean: bool = setting(False, always, "missed fusions are errors")
-    skip: bool = setting(False, effects.left, resolved="without")
-    disable: tuple[str, ...] = setting((), effects.disabled, resolved="off")
+    skip: bool = setting(False, effects.never, resolved_as="without")
+    disable: tuple[str, ...] = setting((), effects.needs_running_passes, resolved_as="off")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Passes(Table):
     """
 
     PATH: ClassVar[str] = "passes"
-    dce: bool = setting(True, always, resolved="off")
-    cse: bool = setting(True, always, resolved="off")
-    constant_folding: bool = setting(True, always, resolved="off")
+    dce: bool = setting(True, always, resolved_as="off")
+    cse: bool = setting(True, always, resolved_as="off")
+    constant_folding: bool = setting(True, always, resolved_as="off")
     verbose: bool = setting(False, always, "passes print")
 
 
@@ -75,10 +75,10 @@ class NumericClasses(Table):
     """
 
     PATH: ClassVar[str] = "precision.classes"
-    compute: Float = setting("f32", effects.custom_alone, "dtypes of op classes", "classes")
-    reduction: Float = setting("f32", effects.custom_alone, "dtypes of op classes", "classes")
-    elementwise: Float = setting("f32", effects.custom_alone, "dtypes of op classes", "classes")
-    movement: Float = setting("f32", effects.custom_alone, "dtypes of op classes", "classes")
+    compute: Float = setting("f32", effects.needs_custom_policy, "dtypes of op classes", "classes")
+    reduction: Float = setting("f32", effects.needs_custom_policy, "dtypes of op classes", "classes")
+    elementwise: Float = setting("f32", effects.needs_custom_policy, "dtypes of op classes", "classes")
+    movement: Float = setting("f32", effects.needs_custom_policy, "dtypes of op classes", "classes")
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,14 @@ class Precision(Table):
     matmul: Literal["default", "high", "highest"] = setting("default", needs("products"), "precision of products")
     mixed: Literal[
         "none", "auto", "always_f16", "auto_mixed_conservative", "auto_mixed", "auto_mixed_bf16", "custom"
-    ] = setting("none", effects.narrowed, "mixed precision", "mixed")
+    ] = setting("none", effects.needs_narrow_class, "mixed precision", "mixed")
     classes: NumericClasses = NumericClasses()
     weights: Literal["keep", "f32", "bf16"] = setting(
-        "keep", needs("float parameters"), resolved="stored", unsupported=("i8", "int8", "i4", "int4")
+        "keep", needs("float parameters"), resolved_as="stored", unsupported=("i8", "int8", "i4", "int4")
     )
-    kv: Literal["auto", "f32", "bf16", "f16"] = setting("auto", effects.cached, "dtype of the cache", "kv", of="state")
+    kv: Literal["auto", "f32", "bf16", "f16"] = setting(
+        "auto", effects.needs_kv_cache, "dtype of the cache", "kv", applies_to="state"
+    )
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,9 @@ class Donation(Table):
     """
 
     PATH: ClassVar[str] = "donation"
-    state: bool = setting(True, effects.stateful, "state updated in place", of="state")
-    strict: bool = setting(False, effects.donated, "copies of the state are errors", of="state")
-    inputs: tuple[str, ...] = setting((), effects.consumed, "inputs consumed")
+    state: bool = setting(True, effects.needs_state, "state updated in place", applies_to="state")
+    strict: bool = setting(False, effects.needs_donated_state, "copies of the state are errors", applies_to="state")
+    inputs: tuple[str, ...] = setting((), effects.needs_device_inputs, "inputs consumed")
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,9 @@ class Layers(Table):
     """
 
     PATH: ClassVar[str] = "layers"
-    roll: Literal["auto", "scan", "unroll"] = setting("auto", effects.scanned, resolved="plan.scan")
+    roll: Literal["auto", "scan", "unroll"] = setting("auto", effects.needs_repeated_layers, resolved_as="plan.scan")
     remat: Literal["none", "layer", "dots", "products", "offload"] = setting(
-        "none", effects.remat, "recomputed in gradients", "plan.remat", of="train"
+        "none", effects.needs_gradients, "recomputed in gradients", "plan.remat", applies_to="train"
     )
 
 
@@ -156,7 +158,7 @@ class AttentionTable(Table):
 
     PATH: ClassVar[str] = "attention"
     implementation: Literal["auto", "xla", "cudnn"] = setting(
-        "auto", needs("attention"), "attention asked for", unsupported=("pallas",)
+        "auto", needs("attention"), "attention requested", unsupported=("pallas",)
     )
 
 
@@ -178,12 +180,12 @@ class BucketTable(Table):
     """
 
     PATH: ClassVar[str] = "buckets"
-    prompt: tuple[int, ...] = setting((), effects.padded, resolved="buckets")
-    batch: tuple[int, ...] = setting((), effects.padded, resolved="buckets")
-    context: tuple[int, ...] = setting((), effects.padded_cache, resolved="buckets")
-    on_recompile: Literal["allow", "warn", "error"] = setting("allow", effects.recompiled, resolved="buckets")
-    programs: int = setting(256, always, resolved="buckets")
-    spare: int = setting(0, effects.spared, resolved="buckets", zero=True)
+    prompt: tuple[int, ...] = setting((), effects.needs_padding, resolved_as="buckets")
+    batch: tuple[int, ...] = setting((), effects.needs_padding, resolved_as="buckets")
+    context: tuple[int, ...] = setting((), effects.needs_padded_cache, resolved_as="buckets")
+    on_recompile: Literal["allow", "warn", "error"] = setting("allow", effects.needs_buckets, resolved_as="buckets")
+    programs: int = setting(256, always, resolved_as="buckets")
+    spare: int = setting(0, effects.needs_ring_buffers, resolved_as="buckets", allows_zero=True)
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class Checks(Table):
 
 def _axes(*names: str) -> tuple[str, ...]:
     """Return the field of a role, with its default mesh axes."""
-    return setting(names, effects.divided, "mesh axes of roles", "sharding")  # type: ignore[no-any-return]
+    return setting(names, effects.needs_mesh_axes, "mesh axes of roles", "sharding")  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -268,18 +270,20 @@ class Backend(Table):
 
     PATH: ClassVar[str] = "backend.*"
     weight_layout: Literal["auto", "in_out", "out_in"] = setting("auto", needs("linears"))
-    merge: bool | Literal["auto"] = setting("auto", effects.merged, resolved="merge")
-    skip_fusion: bool = setting(False, effects.left, resolved="without")
-    unfuse_regions: bool | Literal["auto"] = setting("auto", effects.left, resolved="without")
-    products: Literal["auto", "xla", "row"] = setting("auto", needs("products"), "products asked for")
+    merge: bool | Literal["auto"] = setting("auto", effects.needs_shared_projections, resolved_as="merge")
+    skip_fusion: bool = setting(False, effects.never, resolved_as="without")
+    unfuse_regions: bool | Literal["auto"] = setting("auto", effects.never, resolved_as="without")
+    products: Literal["auto", "xla", "row"] = setting("auto", needs("products"), "products requested")
     experts: Literal["auto", "dense", "gathered", "blocked", "looped", "ragged"] = setting(
-        "auto", needs("experts"), "experts asked for"
+        "auto", needs("experts"), "experts requested"
     )
-    kernels: Literal["auto", "off"] = setting("auto", effects.kernels, resolved="plan.kernels")
+    kernels: Literal["auto", "off"] = setting("auto", effects.needs_kernels, resolved_as="plan.kernels")
     steps_per_dispatch: int | Literal["auto"] = setting(
-        "auto", effects.generated, "generating loop", "loop", of="serves"
+        "auto", effects.needs_generation, "generation loop", "loop", applies_to="serves"
     )
-    stop_early: bool | Literal["auto"] = setting("auto", effects.generated, "generating loop", "loop", of="serves")
+    stop_early: bool | Literal["auto"] = setting(
+        "auto", effects.needs_generation, "generation loop", "loop", applies_to="serves"
+    )
     compiler_options: Options = setting(Options(), always, "options of XLA")
 
 

@@ -33,8 +33,8 @@ _TOKEN = re.compile(
     r"""|[\[\]{}.,=\n]""",
     re.DOTALL,
 )
-_CURLY = "“”„‟«»‘’"
-_WHERE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
+_CURLY_QUOTES = "“”„‟«»‘’"
+_POSITION_SUFFIX = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 
 
 def read(path: str | os.PathLike[str]) -> bytes:
@@ -71,13 +71,14 @@ def parse(data: bytes, source: str) -> dict[str, Any]:
             both counted from 1.
     """
     if len(data) > MAX_BYTES:
-        raise ProfileError(f"{_place(data, MAX_BYTES, source)}: a profile has at most {MAX_BYTES} bytes; this has more")
+        where = _position(data, MAX_BYTES, source)
+        raise ProfileError(f"{where}: a profile has at most {MAX_BYTES} bytes; this has more")
     if data.startswith(b"\xef\xbb\xbf"):
         raise ProfileError(f"{source}, line 1, column 1: a byte order mark; save the file as UTF-8 without it")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ProfileError(f"{_place(data, error.start, source)}: not UTF-8: {error.reason}") from error
+        raise ProfileError(f"{_position(data, error.start, source)}: not UTF-8: {error.reason}") from error
     _check_nesting(text, source)
     try:
         return tomllib.loads(text)
@@ -100,10 +101,10 @@ def _check_nesting(text: str, source: str) -> None:
                 dots = 0
         if depth > MAX_DEPTH or dots > MAX_DOTS:
             limit = f"{MAX_DEPTH} nested brackets" if depth > MAX_DEPTH else f"{MAX_DOTS} dots in a key"
-            raise ProfileError(f"{_place(text, token.start(), source)}: a profile has at most {limit}")
+            raise ProfileError(f"{_position(text, token.start(), source)}: a profile has at most {limit}")
 
 
-def _place(text: str | bytes, offset: int, source: str) -> str:
+def _position(text: str | bytes, offset: int, source: str) -> str:
     """Return `source` with the line and the column of `text[offset]`.
 
     A column counts characters, with one replacement character for each undecodable sequence.
@@ -115,40 +116,42 @@ def _place(text: str | bytes, offset: int, source: str) -> str:
 
 def _syntax_message(message: str, text: str, source: str) -> str:
     """Return the message of the TOML parser with our form of the position, and a hint for typographic quotes."""
-    match = _WHERE.fullmatch(message)
+    match = _POSITION_SUFFIX.fullmatch(message)
     problem = match[1] if match else message
     if match and match[2]:
         position = f"{source}, line {match[2]}, column {match[3]}"
     else:
-        position = _place(text, len(text), source) if match else source
+        position = _position(text, len(text), source) if match else source
     after = text.split("\n")[int(match[2]) - 1][int(match[3]) - 1 :] if match and match[2] else ""
-    hint = f' at {quote(after[:1])}; strings stand in straight quotes, "…"' if after[:1] in _CURLY and after else ""
+    is_curly = after and after[0] in _CURLY_QUOTES
+    hint = f' at {quote(after[:1])}; write strings in straight quotes, "…"' if is_curly else ""
     return f"{position}: {problem if len(problem) <= 120 else problem[:119] + '…'}{hint}"
 
 
 def dump(tables: Mapping[str, Any]) -> str:
     """Return nested mappings of scalars and arrays as TOML; empty tables are left out."""
-    return "\n".join(_blocks(tables, ""))
+    return "\n".join(_table_blocks(tables, ""))
 
 
-def _blocks(table: Mapping[str, Any], path: str) -> list[str]:
+def _table_blocks(table: Mapping[str, Any], path: str) -> list[str]:
     """Return the TOML of a table and its nested tables, one text for each header."""
     # Scalars come first: after the header of a nested table they would belong to that table.
     scalars = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
     blocks = []
     if scalars:
         header = [f"[{path}]"] if path else []
-        blocks.append("".join(f"{line}\n" for line in (*header, *(f"{k} = {_toml(v)}" for k, v in scalars.items()))))
+        lines = [*header, *(f"{k} = {_toml_value(v)}" for k, v in scalars.items())]
+        blocks.append("".join(f"{line}\n" for line in lines))
     for key, value in table.items():
         if isinstance(value, Mapping):
-            blocks += _blocks(value, f"{path}.{key}" if path else key)
+            blocks += _table_blocks(value, f"{path}.{key}" if path else key)
     return blocks
 
 
-def _toml(value: Scalar | tuple[Scalar, ...]) -> str:
+def _toml_value(value: Scalar | tuple[Scalar, ...]) -> str:
     """Return a scalar or an array as TOML."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):  # the schema allows printable text only, so that no other character needs an escape

@@ -333,7 +333,7 @@ def _make_chunking(
 ) -> LossChunking:
     """Check arguments of `cross_entropy` for tokens of shape `[B, S]`, and return the configuration of the loss."""
     head, model_sharding = model.template().head, model.programs.model_sharding
-    rows = int(head.words)
+    rows = int(head.vocab_size)
     if vocab is not None:
         if isinstance(vocab, bool) or not isinstance(vocab, int | np.integer) or not 1 <= vocab <= rows:
             raise RequestError(f"{model.name}: vocab is a number of words from 1 to {rows}, got {shown(vocab)}")

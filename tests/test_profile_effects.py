@@ -25,7 +25,7 @@ from rlx_jax.lowering.lir import attention
 from rlx_jax.lowering.precision import POLICIES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles import PRESETS, NumericClasses, effects
-from rlx_jax.profiles.check import rows
+from rlx_jax.profiles.check import iter_settings
 from tests.oracles.checkpoints import FIXTURES
 from tests.small import equations, profile, relative
 
@@ -562,7 +562,7 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
         (generating, 3, "no layer attends in a window"),
         (llama, 3, "only prefill and extend have rings"),
     ],
-    "buckets.on_recompile": [(llama, "error", "no list of buckets says what is foreign"), (generating, "error", "")],
+    "buckets.on_recompile": [(llama, "error", "no list of buckets limits the sizes"), (generating, "error", "")],
     "checks.ids": [(flat, "all", "no op reads a table by ids"), (generating, "all", ""), (embedding, "all", "")],
     **{
         f"sharding.{role}": [
@@ -607,7 +607,8 @@ def test_a_setting_acts_or_says_that_it_does_not(place: str, make: Any, value: A
 
 def test_every_setting_that_may_be_idle_is_above() -> None:
     """Idle where it is known to be; only those that act everywhere are missing."""
-    missing = {place for place, row, _ in rows(rlx.CompileProfile()) if row.idle is not effects.always} - set(IDLE)
+    settings = iter_settings(rlx.CompileProfile())
+    missing = {place for place, row, _ in settings if row.no_effect is not effects.always} - set(IDLE)
     assert not {place for place in missing if not re.match(r"backend\.(cuda|rocm|tpu)\.", place)}
 
 

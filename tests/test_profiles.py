@@ -20,7 +20,7 @@ from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError
 from rlx_jax.ir.roles import ROLES
 from rlx_jax.models.families import FAMILIES
 from rlx_jax.profiles import PRESETS, Change, CompileProfile, Fusion, Options, Precision, schema
-from rlx_jax.profiles.check import OTHER_PLATFORMS, Table, field_types, rows
+from rlx_jax.profiles.check import UNSUPPORTED_PLATFORMS, Table, field_types, iter_settings
 from rlx_jax.profiles.profile import UNMEASURED
 from tests import divided, profile_page
 from tests.oracles import checkpoints, hugging_face
@@ -157,14 +157,16 @@ def test_presets_are_those_of_the_spec() -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("platform", OTHER_PLATFORMS)
+@pytest.mark.parametrize("platform", UNSUPPORTED_PLATFORMS)
 def test_platforms_that_are_not_built(platform: str) -> None:
     """As a target and as a table, be it empty."""
     for attempt in (
         lambda: read(f"[backend.{platform}]"),
         lambda: CompileProfile().replace(backend={platform: {"merge": True}}),
     ):
-        with pytest.raises(UnsupportedError, match=f"backend.{platform}: this setting is known but not built yet"):
+        with pytest.raises(
+            UnsupportedError, match=f"backend.{platform}: this setting is known but not implemented yet"
+        ):
             attempt()
 
 
@@ -182,7 +184,7 @@ def test_limits_do_not_count_strings_comments_and_numbers(toml: str) -> None:
 
 
 def test_values_that_are_not_supported() -> None:
-    refused = [(path, value) for path, row, _ in rows(CompileProfile()) for value in row.unsupported]
+    refused = [(path, value) for path, row, _ in iter_settings(CompileProfile()) for value in row.unsupported]
     for path, value in refused:
         with pytest.raises(UnsupportedError, match=f"{path}: '{value}' is known but not supported; expected '"):
             read(f'{path} = "{value}"')
@@ -268,8 +270,8 @@ def test_settings_that_differ(name: str) -> None:
     other = AUTO.replace(**changes)
     found = AUTO.diff(other)
     assert set(found.fields) == wanted and found.program is None and bool(found) == bool(wanted)
-    assert set(other.diff(AUTO).fields) == {Change(c.what, c.theirs, c.ours) for c in wanted}
-    assert all(change.what in str(found) for change in wanted)
+    assert set(other.diff(AUTO).fields) == {Change(c.name, c.theirs, c.ours) for c in wanted}
+    assert all(change.name in str(found) for change in wanted)
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +312,7 @@ def test_what_changes_in_a_program(model: Any, name: str) -> None:
     """By what is made of the flow: settings without effect there change nothing."""
     changes, wanted = IN_THE_PROGRAM[name]
     found = AUTO.diff(AUTO.replace(**changes), model)
-    told = {change.what: (change.ours, change.theirs) for change in found.program or ()}
+    told = {change.name: (change.ours, change.theirs) for change in found.program or ()}
     assert {what: told.get(what) for what in wanted} == wanted and bool(told) == bool(wanted)
     assert ("the program is the same" in str(found)) == (not wanted)
     assert all(change.ours != change.theirs for change in found.program or ())
@@ -324,9 +326,9 @@ def test_programs_with_a_state_and_sizes(model: Any) -> None:
     changes = AUTO.diff(AUTO.replace(donation={"state": False}), step).program
     assert changes == (Change("state updated in place", "yes", "no"),)
     other = AUTO.replace(fusion={"target": "h200"}, precision={"compute": "bf16"}, attention={"implementation": "xla"})
-    assert not [c for c in AUTO.diff(other, model).program or () if c.what.startswith("runs")]
+    assert not [c for c in AUTO.diff(other, model).program or () if c.name.startswith("runs")]
     model.text("lir", np.ones((2, 5), np.int32))
-    (runs,) = [c for c in AUTO.diff(other, model).program or () if c.what == "runs attention"]
+    (runs,) = [c for c in AUTO.diff(other, model).program or () if c.name == "runs attention"]
     assert "heads_first (faster on a CPU)" in runs.ours and "asked for" in runs.theirs
 
 

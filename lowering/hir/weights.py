@@ -23,7 +23,7 @@ from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import dim_roles, program_roles
 from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.lir.plan import tied_groups
-from rlx_jax.lowering.mir.small import dce, live
+from rlx_jax.lowering.mir.small import dce, live_nodes
 from rlx_jax.lowering.sharding import ModelSharding
 
 
@@ -253,7 +253,7 @@ def _has_one_reader(op: Op, uses: Counter[Program]) -> bool:
 def _missed_sites(graph: Graph, uses: Counter[Program]) -> Iterator[FusionSite]:
     """Yield one missed fusion site for each value that has several separate products."""
     groups: dict[object, list[int]] = defaultdict(list)
-    for number in sorted(live(graph)):
+    for number in sorted(live_nodes(graph)):
         node = graph.nodes[number]
         for region in node.op.regions():
             yield from _missed_sites(region, uses)

@@ -13,7 +13,7 @@ from rlx_jax.ir.paths import LayerIndex, Path, path_text
 from rlx_jax.ir.table import TextTable
 from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.mir.small import live
+from rlx_jax.lowering.mir.small import live_nodes
 
 HEADER = ("block", "output", "params", "FLOPs", "bytes")
 # Maximum widths of the columns. With the separators, no line is longer than 80 characters.
@@ -48,7 +48,7 @@ def costs(graph: Graph, times: int = 1) -> dict[Path, Cost]:
         times: how often it runs.
     """
     costs_by_path: dict[Path, Cost] = {}
-    for node in (graph.nodes[number] for number in sorted(live(graph))):
+    for node in (graph.nodes[number] for number in sorted(live_nodes(graph))):
         op, operands = node.op, [graph.type(v) for v in node.inputs]
         parts = [part for region in op.regions() for part in costs(region, op.iterations()).items()]
         if isinstance(op, Mir):

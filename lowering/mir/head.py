@@ -41,7 +41,7 @@ class Head:
     tail: Graph = field(repr=False)
 
     @property
-    def words(self) -> Any:
+    def vocab_size(self) -> Any:
         """Return the number of logits per token; the product may have padding in addition."""
         return self.tail.type(self.tail.outputs[0]).shape[-1]
 
@@ -62,27 +62,27 @@ def find_head(graph: Graph) -> Head:
         if isinstance(node.op, MatMul | FusedMatMulBiasAct):
             products.append(number)
             continue
-        _check_single(graph, node)
+        _check_elementwise(graph, node)
         tail.append(number)
         needed.update(v.node for v in node.inputs)
     if len(products) != 1:
         raise GraphError(
-            f"{graph.name}: output {graph.output_names[0]!r} is made of {len(products)} products with weights; "
-            f"a head is one, on hidden states {_LAST}"
+            f"{graph.name}: output {graph.output_names[0]!r} is computed by {len(products)} products with weights; "
+            f"a head is {_HEAD_FORM}"
         )
     node = graph.nodes[products[0]]
     operands = (node.inputs[0], *(_weight(graph, node, v) for v in node.inputs[1:]))
     product: Any = node.op
     activation = getattr(product, "activation", "")
     product = replace(product, activation="") if activation else product
-    tail_graph = _tail(graph, products[0], sorted(tail), activation)
+    tail_graph = _tail_graph(graph, products[0], sorted(tail), activation)
     return Head(product, operands, graph.type(node.inputs[0]).dtype, node.types[0], tail_graph)
 
 
-_LAST = "and after it stand casts and functions of single numbers"
+_HEAD_FORM = "one product of hidden states with a weight, followed only by casts and elementwise functions"
 
 
-def _check_single(graph: Graph, node: Node) -> None:
+def _check_elementwise(graph: Graph, node: Node) -> None:
     """Check that a node after the product is elementwise and the same for all tokens, or removes padding.
 
     Raises:
@@ -91,15 +91,17 @@ def _check_single(graph: Graph, node: Node) -> None:
     where = path_text(node.origin.path) or graph.name
     if isinstance(node.op, Constant):
         if any(size != 1 for size in node.op.type.shape[:-1]):
-            raise GraphError(f"{where}: constant {node.op.type} differs by token; behind a head all are treated alike")
+            raise GraphError(
+                f"{where}: constant {node.op.type} differs by token; ops after a head treat all tokens equally"
+            )
         return
     if isinstance(node.op, Shard) or (isinstance(node.op, Narrow) and node.op.axis == node.types[0].rank - 1):
         return  # a sharding constraint, or a slice that removes the padding of the vocabulary
     traits = getattr(node.op, "traits", None)
     if not node.inputs or not (isinstance(node.op, CastTo) or getattr(traits, "numeric", "") == "elementwise"):
         raise GraphError(
-            f"{where}: the output {graph.output_names[0]!r} comes from no head, {node.op.text()} makes it or stands "
-            f"behind the last product: a head is a product of hidden states with a weight, {_LAST}"
+            f"{where}: the output {graph.output_names[0]!r} comes from no head, {node.op.text()} computes it or "
+            f"follows the last product: a head is {_HEAD_FORM}"
         )
 
 
@@ -114,12 +116,12 @@ def _weight(graph: Graph, node: Node, value: Value) -> Value:
     if not isinstance(producer.op, Param):
         raise GraphError(
             f"{path_text(node.origin.path)}: {node.op.text()} is no head: it multiplies with {producer.op.text()}, "
-            "and not with a parameter"
+            "not with a parameter"
         )
     return value
 
 
-def _tail(graph: Graph, product: int, numbers: list[int], activation: str) -> Graph:
+def _tail_graph(graph: Graph, product: int, numbers: list[int], activation: str) -> Graph:
     """Return the nodes after the product as a separate graph, beginning with the activation fused with the product."""
     b = Builder("tail", TypeCache())
     product_value = b.leaf(BodyInput(0, type=graph.nodes[product].types[0]))

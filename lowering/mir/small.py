@@ -19,7 +19,7 @@ def dce(graph: Graph, types: TypeCache) -> Graph:
     """Drop the nodes that no output, state write or region needs. Declared inputs stay in the signature."""
 
     def enter(graph: Graph) -> Rewrite:
-        needed = live(graph)
+        needed = live_nodes(graph)
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             return None if number in needed else ()
@@ -35,7 +35,7 @@ def unread_inputs(graph: Graph) -> frozenset[str]:
 
 
 def _read_inputs(graph: Graph) -> Iterator[str]:
-    for number in live(graph):
+    for number in live_nodes(graph):
         op = graph.nodes[number].op
         if isinstance(op, Input):
             yield op.input
@@ -43,7 +43,7 @@ def _read_inputs(graph: Graph) -> Iterator[str]:
             yield from _read_inputs(region)
 
 
-def without_inputs(graph: Graph, names: Collection[str], types: TypeCache) -> Graph:
+def remove_unread_inputs(graph: Graph, names: Collection[str], types: TypeCache) -> Graph:
     """Return the program without the named inputs that it does not need, and without the dead nodes that read them."""
     dropped = unread_inputs(graph).intersection(names)
     return (
@@ -53,7 +53,7 @@ def without_inputs(graph: Graph, names: Collection[str], types: TypeCache) -> Gr
     )
 
 
-def live(graph: Graph) -> set[int]:
+def live_nodes(graph: Graph) -> set[int]:
     """Return the numbers of the nodes that an output, a state write or a region with writes needs."""
     needed = {v.node for v in graph.roots()}
     # Reads of a written state leaf stay even if their value is unused, because they have the type of the leaf.
@@ -86,7 +86,7 @@ def cse(graph: Graph, types: TypeCache) -> Graph:
     return rewrite(graph, enter, types, "cse")
 
 
-MAX_FOLDED = 4096  # bytes: a larger constant costs more to store in the program than to compute
+MAX_FOLDED_BYTES = 4096  # a larger constant costs more to store in the program than to compute
 
 
 def constant_folding(graph: Graph, types: TypeCache) -> Graph:
@@ -96,7 +96,7 @@ def constant_folding(graph: Graph, types: TypeCache) -> Graph:
         operands = [b.nodes[v.node].op for v in inputs]
         if not inputs or not isinstance(node.op, Mir) or not all(isinstance(op, Constant) for op in operands):
             return None
-        if not all(t.is_static and t.nbytes <= MAX_FOLDED for t in node.types):
+        if not all(t.is_static and t.nbytes <= MAX_FOLDED_BYTES for t in node.types):
             return None
         with jax.ensure_compile_time_eval():
             values = node.op.eval(*(np.asarray(op.array) for op in operands if isinstance(op, Constant)))
@@ -106,7 +106,7 @@ def constant_folding(graph: Graph, types: TypeCache) -> Graph:
     return rewrite(graph, everywhere(fn), types, "constant_folding")
 
 
-def with_outputs(graph: Graph, names: tuple[str, ...], types: TypeCache) -> Graph:
+def select_outputs(graph: Graph, names: tuple[str, ...], types: TypeCache) -> Graph:
     """Return the program with the named outputs, in this order.
 
     Raises:
@@ -129,11 +129,11 @@ def specialise(graph: Graph, binding: Mapping[str, int], types: TypeCache) -> Gr
     return bind_leaves(graph, binding, types)
 
 
-SMALL = 64  # maximum number of equations of a step that is unrolled
+MAX_UNROLLED_EQUATIONS = 64  # maximum number of equations of a step that is unrolled
 # Tokens per loop iteration. A GPU launches the kernels of each iteration separately. One H200, 8 rows of 512 tokens, 1
 # and 8 tokens per iteration: an Elman cell of width 1024 4.1 and 2.8 ms, a mean 5.2 and 1.7 ms, fast weights of
 # 128 × 128 10.4 and 1.9 ms. On a CPU there is no gain: 12.0 and 11.8, 0.4 and 1.0, 1.2 and 1.4 ms for smaller ones.
-TURNS = 8
+UNROLL = 8
 
 
 def unroll_steps(graph: Graph, types: TypeCache) -> Graph:
@@ -141,8 +141,8 @@ def unroll_steps(graph: Graph, types: TypeCache) -> Graph:
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         op = node.op
-        if not isinstance(op, TokenScan) or op.unroll is not None or len(op.step.jaxpr.eqns) > SMALL:
+        if not isinstance(op, TokenScan) or op.unroll is not None or len(op.step.jaxpr.eqns) > MAX_UNROLLED_EQUATIONS:
             return None
-        return b.add(replace(op, unroll=TURNS), *inputs)
+        return b.add(replace(op, unroll=UNROLL), *inputs)
 
     return rewrite(graph, everywhere(fn), types, "unroll_steps")

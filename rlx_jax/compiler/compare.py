@@ -20,7 +20,7 @@ from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.profiles import Change
-from rlx_jax.profiles.check import rows
+from rlx_jax.profiles.check import iter_settings
 from rlx_jax.program import Built
 
 # Prefixes of the names of counts: a count that only one program has is 0 in the other.
@@ -71,10 +71,10 @@ def _facts(
     yield "parameters in", ", ".join(sorted({short_name(t.dtype) for t in types.values()}))
     yield "layers", "one loop" if settings.plan.scan else "one after the other"
     scopes = {"", *(["train"] if program == "train" else []), *(["state"] if template.state else [])}
-    for place, row, _ in rows(settings.profile):
+    for place, row, _ in iter_settings(settings.profile):
         applies = not place.startswith("backend.") or place.split(".")[1] == settings.target
-        if applies and row.label and row.of in (scopes | {"serves"} if serves else scopes):
-            yield row.label, _to_text(attrgetter(row.resolved or f"profile.{place}")(settings))
+        if applies and row.label and row.applies_to in (scopes | {"serves"} if serves else scopes):
+            yield row.label, _to_text(attrgetter(row.resolved_as or f"profile.{place}")(settings))
     if serves:
         yield from ((f"buckets.{f.name}", _to_text(getattr(settings.buckets, f.name))) for f in fields(Buckets))
     if sizes is not None:

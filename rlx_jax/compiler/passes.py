@@ -29,13 +29,13 @@ from rlx_jax.lowering.mir.small import (
     constant_folding,
     cse,
     dce,
+    remove_unread_inputs,
+    select_outputs,
     specialise,
     unread_inputs,
     unroll_steps,
-    with_outputs,
-    without_inputs,
 )
-from rlx_jax.lowering.precision import compute_in, mixed, pin_matmul, store_in
+from rlx_jax.lowering.precision import compute_in, mixed_precision, pin_matmul, store_in
 from rlx_jax.lowering.sharding import add_sharding_constraints, remove_sharding_constraints
 
 HIR, MIR = GraphStage.HIR, GraphStage.MIR
@@ -136,7 +136,7 @@ def unless(value: Any, default: Any) -> Any:
 
 # All passes, in the order that they run.
 PIPELINE: tuple[Pass, ...] = (
-    Pass("outputs", HIR, with_outputs, lambda job: job.outputs),
+    Pass("outputs", HIR, select_outputs, lambda job: job.outputs),
     Pass("expand", HIR, expand_composites),
     Pass("precision", HIR, compute_in, lambda job: unless(job.settings.compute, np.float32)),
     # On one device, ops that only matter for sharding are removed.
@@ -175,12 +175,12 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     Pass("lower", MIR, lower, lambda job: job.settings.profile.fusion.policy),
     # This runs after `derive`: a derived program may read inputs that the flow does not.
-    Pass("unread_inputs", MIR, without_inputs, lambda job: unless(job.unread, frozenset())),
+    Pass("unread_inputs", MIR, remove_unread_inputs, lambda job: unless(job.unread, frozenset())),
     Pass("pin_matmul", MIR, pin_matmul, lambda job: unless(job.settings.profile.precision.matmul, "default")),
     Pass(
         "mixed",
         MIR,
-        lambda graph, settings, types: mixed(graph, settings.mixed, types, dict(settings.classes)),
+        lambda graph, settings, types: mixed_precision(graph, settings.mixed, types, dict(settings.classes)),
         lambda job: job.settings.mixed != "none" and job.settings,
     ),
     Pass("unroll_steps", MIR, unroll_steps, lambda job: job.settings.target in ("cuda", "rocm"), "layout"),

@@ -54,10 +54,10 @@ from rlx_jax.lowering.lir.implementations import choose_implementations, has_tri
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, returned_leaves, rollback_arrays, state_types
 from rlx_jax.lowering.mir.head import Head, find_head
-from rlx_jax.lowering.mir.small import without_inputs
+from rlx_jax.lowering.mir.small import remove_unread_inputs
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile, ProfileLike
-from rlx_jax.profiles.effects import Facts, warn_of_idle
+from rlx_jax.profiles.effects import ModelFacts, warn_without_effect
 from rlx_jax.program import Built
 
 
@@ -203,7 +203,7 @@ def make_template(
     if settings.profile.fusion.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
     seconds = {"build": build_s, **result.seconds}
-    read_graph = without_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
+    read_graph = remove_unread_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
     bounds = bounds_of(read_graph, settings.max_positions or built.max_positions)
     # The limits of the flow assume one sequence per row that starts at position 0; these programs differ.
     if job.program == "explicit":
@@ -248,7 +248,7 @@ def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) 
     template = make_template(built, 0.0, settings, "forward")
     used_profile = choose_profile(built, profile)
     if built.plan is None and used_profile != CompileProfile.auto():
-        warn_of_idle([facts_of(template, used_profile, settings, ("forward",), False)], 3)
+        warn_without_effect([facts_of(template, used_profile, settings, ("forward",), False)], 3)
     lir = make_lir(template, sizes, settings)
     read_keys = replace(built, hir=lir.graph).params
     unread = tuple(key for key in built.keys_read if key not in read_keys)
@@ -353,7 +353,7 @@ def last_rows(hidden: AnyArray, lengths: AnyArray) -> AnyArray:
 
 def facts_of(
     template: Template, profile: CompileProfile, settings: Settings, programs: tuple[str, ...], serves: bool
-) -> Facts:
+) -> ModelFacts:
     """Return the facts about a flow that decide which settings have an effect.
 
     They come from the flow's first template; what other programs add follows from their names.
@@ -366,7 +366,7 @@ def facts_of(
         serves: whether the model serves requests.
     """
     passes = list(_passes(template, profile, settings, programs))
-    return Facts(
+    return ModelFacts(
         template.built.name,
         profile,
         settings.target,

@@ -19,7 +19,7 @@ from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Precision
-from rlx_jax.profiles.check import field_types, rows
+from rlx_jax.profiles.check import field_types, iter_settings
 from rlx_jax.program import Buildable, Built
 
 # How blocks become tensor ops: "direct" uses the better rule of an op if there is one, "fusable" its own expansion.
@@ -282,9 +282,9 @@ def differences(first: Settings, other: Settings) -> list[str]:
 
     Tables for other backends are ignored.
     """
-    row_pairs = zip(rows(first.profile), rows(other.profile), strict=True)
+    row_pairs = zip(iter_settings(first.profile), iter_settings(other.profile), strict=True)
     ignored = ("name", *(f"backend.{name}." for name in field_types(Backends) if name != first.target))
-    places = [p for (p, row, a), (_, _, b) in row_pairs if not row.resolved and a != b and not p.startswith(ignored)]
+    places = [p for (p, row, a), (_, _, b) in row_pairs if not row.resolved_as and a != b and not p.startswith(ignored)]
     names = (f.name for f in fields(Settings) if f.name != "profile")
     return [*places, *(name for name in names if getattr(first, name) != getattr(other, name))]
 

@@ -286,7 +286,7 @@ def check_module(module: CompiledModel, model: CompiledModel) -> None:
         GraphError: names the difference.
     """
     template = model.template("forward")
-    width, vocab = template.mir.type(template.head.operands[0]).shape[-1], template.head.words
+    width, vocab = template.mir.type(template.head.operands[0]).shape[-1], template.head.vocab_size
     inputs = {d.name: d.type for d in module.flow._inputs}
     graph = module.template("forward").mir
     outputs = {name: graph.type(v) for name, v in zip(graph.output_names, graph.outputs, strict=True)}

@@ -347,7 +347,7 @@ def _in_pieces(model: CompiledModel, head: Head, rows: int, width: int) -> LossC
     vocab_size = int(head.type.shape[-1])
     chunk_bytes = 4 * vocab_size * PIECE.get(model.settings.target, PIECE["cuda"])  # bytes of f32 logits
     count = count_chunks((rows, width), None, vocab_size, sharding, chunk_bytes)
-    return LossChunking(head, count, int(head.words), 0.0, sharding)
+    return LossChunking(head, count, int(head.vocab_size), 0.0, sharding)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from rlx_jax.lowering.lir.plan import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.sharding import check_divisible, shard_type
 from rlx_jax.profiles import CompileProfile
-from rlx_jax.profiles.effects import warn_of_idle
+from rlx_jax.profiles.effects import warn_without_effect
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.program_key import ProgramKey
@@ -108,7 +108,7 @@ def make_programs(
     profiles = [(t, choose_profile(t.built, profile)) for t in templates.values() if t.built.plan is None]
     if any(used_profile != CompileProfile.auto() for _, used_profile in profiles):
         programs_run = serves or (program,)
-        warn_of_idle(
+        warn_without_effect(
             [facts_of(t, used_profile, settings, programs_run, bool(serves)) for t, used_profile in profiles], 3
         )
     for name, flow in named.items():
