@@ -1,4 +1,4 @@
-"""Run the notebooks beside this file and store their outputs: `python notebooks/execute.py [train] [tour] …`.
+"""Run the notebooks of this directory and store their outputs: `python notebooks/execute.py [train] [tour] …`.
 
 Each begins with the same code cell, `FIRST_CELL`, which is written before they run; `--first` only writes it.
 """
@@ -16,7 +16,7 @@ from PIL import Image
 HERE = Path(__file__).parent
 
 FIRST_CELL = """\
-# rlx_jax as it is installed here; else from a wheel beside this notebook; else from the package index.
+# rlx_jax as it is installed here; else from a wheel next to this notebook; else from the package index.
 import importlib.util
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ if not all(map(importlib.util.find_spec, ("rlx_jax", "matplotlib", "optax"))):
     %pip install -q {missing}
     importlib.invalidate_caches()
     if importlib.util.find_spec("rlx_jax") is None:
-        raise ModuleNotFoundError("no rlx_jax: run `make wheel` in a checkout and put the wheel beside this notebook")
+        raise ModuleNotFoundError("no rlx_jax: run `make wheel` in a checkout and put the wheel next to this notebook")
 
 print("rlx_jax:", source)
 """
