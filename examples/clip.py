@@ -1,4 +1,4 @@
-"""CLIP from scratch: two towers in one flow under transformers' keys, trained a little on pairs that are made up here.
+"""CLIP from scratch: two towers in one flow with the keys of transformers, trained briefly on synthetic pairs.
 
     python examples/clip.py path/to/clip
 
@@ -21,7 +21,7 @@ def linear(emit, x, key):
 
 
 def tower(name, config, causal):
-    """The layers of a tower as a function of their number, and its norm by key."""
+    """Return a function that builds layer `i` of a tower, and a function for its norms."""
     assert config["hidden_act"] == "quick_gelu", config["hidden_act"]
 
     def norm(emit, x, key):
@@ -95,14 +95,14 @@ def clip(directory):
 
 
 def contrastive(model, params, tokens, pixels):
-    """How surprising it is which image belongs to each text, and which text to each image."""
+    """Return CLIP's symmetric contrastive loss: cross entropy of the matching image of each text, and vice versa."""
     logits = model.apply(params, tokens, pixels)["logits"]
-    entropy, own = optax.softmax_cross_entropy_with_integer_labels, jnp.arange(len(tokens))
-    return (entropy(logits, own).mean() + entropy(logits.T, own).mean()) / 2
+    cross_entropy, labels = optax.softmax_cross_entropy_with_integer_labels, jnp.arange(len(tokens))
+    return (cross_entropy(logits, labels).mean() + cross_entropy(logits.T, labels).mean()) / 2
 
 
 def train(flow, tokens, pixels, steps=30, rate=1e-3):
-    """The model after so many steps, and the loss of each."""
+    """Train a flow; return the model, and the loss of each step."""
     model, optimizer, losses = rlx.compile(flow, program="train"), optax.adam(rate), []
     state, step = rlx.train.init(model, optimizer), rlx.train.make_step(model, optimizer, contrastive)
     for _ in range(steps):

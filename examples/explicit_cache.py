@@ -1,4 +1,4 @@
-"""Decode with a cache that this script holds: the program `explicit` is a plain function of keys and values.
+"""Decode with a cache that this script manages: the program `explicit` is a pure function of keys and values.
 
     python examples/explicit_cache.py path/to/llama
 
@@ -22,46 +22,46 @@ Arrays = dict[str, Any]
 
 
 def next_inputs(outputs: Mapping[str, Any]) -> Arrays:
-    """Return what a call gives as inputs of the next: `kv.{i}.k` as `past_k_{i}`, `state.{i}.{slot}` as
+    """Return the outputs of a call as inputs of the next: `kv.{i}.k` as `past_k_{i}`, `state.{i}.{slot}` as
     `state_{slot}_{i}`."""
     inputs = {}
     for name, array in outputs.items():
-        kind, _, place = name.partition(".")
-        number, _, slot = place.partition(".")
+        kind, _, suffix = name.partition(".")
+        number, _, slot = suffix.partition(".")
         if kind in ("kv", "state"):
             inputs[f"{'past' if kind == 'kv' else kind}_{slot}_{number}"] = array
     return inputs
 
 
 def padded_cache(cache: Mapping[str, Any], upper: int) -> Arrays:
-    """Keys and values `[B, P, K·D]` with zeros after the P tokens, `[B, upper, K·D]`; the mask drops those."""
+    """Pad keys and values `[B, P, K·D]` with zeros to `[B, upper, K·D]`; the mask hides the padding."""
     return {name: np.pad(array, ((0, 0), (0, upper - array.shape[1]), (0, 0))) for name, array in cache.items()}
 
 
 def advanced_cache(cache: Mapping[str, Any], outputs: Mapping[str, Any], upper: int) -> Arrays:
-    """The cache after a call that read `cache` padded to `upper`: the new rows, after the padding, move up."""
+    """Return the cache after a call that read `cache` padded to `upper`: the new rows, without the padding before."""
     past = next(iter(cache.values())).shape[1]
     after = {name: np.asarray(array) for name, array in next_inputs(outputs).items()}
     return {name: np.concatenate([a[:, :past], a[:, upper:]], axis=1) for name, a in after.items()}
 
 
 def bucket_mask(past: int, upper: int, new: int = 1, batch: int = 1) -> np.ndarray[Any, Any]:
-    """The mask int32 `[B, upper + new]` of a cache of `past` tokens that is padded to `upper`: 1 keeps a key."""
-    at = np.arange(upper + new)
-    return np.tile(((at < past) | (at >= upper)).astype(np.int32), (batch, 1))
+    """Return the mask int32 `[B, upper + new]` of a cache of `past` tokens that is padded to `upper`: 1 keeps a key."""
+    index = np.arange(upper + new)
+    return np.tile(((index < past) | (index >= upper)).astype(np.int32), (batch, 1))
 
 
 def bucket_positions(past: int, new: int = 1, batch: int = 1) -> np.ndarray[Any, Any]:
-    """The `position_ids` int32 `[B, new]` of new tokens after `past` cached ones, whatever they are padded to."""
+    """Return the `position_ids` int32 `[B, new]` of new tokens after `past` cached ones; padding does not count."""
     return np.tile(np.arange(past, past + new, dtype=np.int32), (batch, 1))
 
 
 def generate(directory: str, prompt: list[int], max_new_tokens: int, upper: int = 64) -> list[int]:
     """Return the greedy continuation of a prompt."""
     recipe: Any = rlx.recipe_for(directory)
-    read: Any = rlx.compile(dataclasses.replace(recipe, export_kv=True))
+    prefill: Any = rlx.compile(dataclasses.replace(recipe, export_kv=True))
     step: Any = rlx.compile(as_decode(recipe, custom_mask=True))
-    outputs = read([prompt])
+    outputs = prefill([prompt])
     cache = {name: np.asarray(array) for name, array in next_inputs(outputs).items()}
     ids = [int(np.asarray(outputs["logits"])[0, -1].argmax())]
     while len(ids) < max_new_tokens:

@@ -1,4 +1,4 @@
-"""GPT-2 from scratch: a flow of one's own under transformers' keys, which generates with a cache.
+"""GPT-2 from scratch: a custom flow with the checkpoint keys of transformers, which generates with a cache.
 
     python examples/gpt2.py path/to/gpt2 "The sky is"
 
@@ -21,7 +21,7 @@ def linear(emit, x, key):
 
 
 def layer(prefix, config):
-    """One layer: attention and a feed-forward half, each behind a norm and added to what it reads."""
+    """Return one layer: attention and a feed-forward block, each after a norm and with a residual connection."""
     eps = config["layer_norm_epsilon"]
 
     def write(emit, x):
@@ -39,11 +39,11 @@ def layer(prefix, config):
 
 
 def gpt2(directory):
-    """The flow of a checkpoint: tokens `[batch, seq]` → logits `[batch, seq, vocabulary]`."""
+    """Return the flow of a checkpoint: tokens `[batch, seq]` → logits `[batch, seq, vocabulary]`."""
     config = json.loads(Path(directory, "config.json").read_text("utf-8"))
     assert config["activation_function"] == "gelu_new", config["activation_function"]
     source = rlx.open_weights(directory)
-    p = "transformer." if source.has("transformer.wte.weight") else ""  # the first files have bare keys
+    p = "transformer." if source.has("transformer.wte.weight") else ""  # older checkpoints have no prefix
 
     def positions(emit, x):
         return x + emit.embed(f"{p}wpe.weight", emit.positions(x))

@@ -1,4 +1,4 @@
-"""LoRA on a checkpoint: adapters beside its attention and MLP are trained on a text, and saved in PEFT's files.
+"""LoRA on a checkpoint: train adapters of its attention and MLP on a text, and save them in PEFT's format.
 
     python examples/lora.py path/to/llama text.txt runs/adapter
 
@@ -17,7 +17,7 @@ from rlx_jax.text.tokenizer import load_tokenizer
 
 
 def fine_tune(directory, tokens, steps=40, rate=1e-2):
-    """The adapted model after so many steps on `tokens` `[batch, seq]`, and its loss before each."""
+    """Train adapters on `tokens` `[batch, seq]`; return the model, and the loss before each step."""
     adapted = rlx.lora(rlx.recipe_for(directory), "layers.*.{self_attn.{q,v}_proj,mlp.down_proj}", rank=4, alpha=8)
     model = rlx.compile(adapted, missing="init", key=0, program="train")
     mask = rlx.train.mask(model, "**.lora_{A,B}.weight")
@@ -29,8 +29,8 @@ def fine_tune(directory, tokens, steps=40, rate=1e-2):
     return model.replace(params=state.params), losses
 
 
-def merged(directory, model):
-    """The checkpoint with the adapters inside of its weights."""
+def merge(directory, model):
+    """Return the checkpoint with the adapters merged into its weights."""
     lm = rlx.load(directory)
     lm.model = rlx.compile(rlx.recipe_for(directory), rlx.merge_lora(model))
     return lm
@@ -49,4 +49,4 @@ if __name__ == "__main__":
     model, losses = fine_tune(args.directory, rows)
     print(losses[0], "→", losses[-1])
     rlx.save_lora(model, args.adapter, overwrite=True)
-    rlx.save(merged(args.directory, model), f"{args.adapter}-merged", overwrite=True)
+    rlx.save(merge(args.directory, model), f"{args.adapter}-merged", overwrite=True)

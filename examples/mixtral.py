@@ -1,4 +1,4 @@
-"""A mixture of experts from scratch: Mixtral's flow under transformers' keys, which generates with a cache.
+"""A mixture of experts from scratch: Mixtral's flow with the keys of transformers, which generates with a cache.
 
     python examples/mixtral.py path/to/mixtral "The sky is"
 
@@ -13,18 +13,18 @@ import rlx_jax as rlx
 
 
 def experts(emit, x, prefix, config):
-    """Each token goes to the likeliest experts; their SwiGLUs are summed with the router's shares."""
+    """Route each token to its top-k experts, and sum their SwiGLU outputs with the router's weights."""
     logits = emit.linear(x, f"{prefix}.gate.weight")
     shares, ids = emit.route(logits, top_k=config["num_experts_per_tok"])
 
-    def stack(name):  # stored one by one; one array in the model
+    def stack(name):  # separate tensors in the checkpoint, one array in the model
         return rlx.blocks.WeightStack(f"{prefix}.experts.{{}}.{name}.weight", config["num_local_experts"])
 
     return emit.experts(x, shares, ids, gate=stack("w1"), up=stack("w3"), down=stack("w2"))
 
 
 def layer(prefix, config):
-    """One layer: attention and experts, each behind a norm and added to what it reads."""
+    """Return one layer: attention and experts, each after a norm and with a residual connection."""
     heads, eps = config["num_attention_heads"], config["rms_norm_eps"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     theta = (config.get("rope_parameters") or config)["rope_theta"]  # transformers 5, or 4
@@ -44,7 +44,7 @@ def layer(prefix, config):
 
 
 def mixtral(directory):
-    """The flow of a checkpoint: tokens `[batch, seq]` → logits `[batch, seq, vocabulary]`."""
+    """Return the flow of a checkpoint: tokens `[batch, seq]` → logits `[batch, seq, vocabulary]`."""
     config = json.loads(Path(directory, "config.json").read_text("utf-8"))
     assert config["hidden_act"] == "silu", config["hidden_act"]
     return (
@@ -66,4 +66,4 @@ if __name__ == "__main__":
     args = parser.parse_args()
     lm = rlx.CausalLM(mixtral(args.directory), tokenizer=args.directory)
     print(lm.generate(args.prompt, max_new_tokens=20))
-    print(lm.report().experts)  # how they ran
+    print(lm.report().experts)  # the implementation that was selected

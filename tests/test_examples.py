@@ -174,7 +174,7 @@ def test_live_lora(tmp_path: Path) -> None:
     model, losses = lora.fine_tune(adapters.BASE, tokens.astype("i4"), steps=8)
     assert losses[-1] < 0.9 * losses[0]
     rlx.save_lora(model, tmp_path / "adapter")
-    rlx.save(lora.merged(adapters.BASE, model), tmp_path / "merged")
+    rlx.save(lora.merge(adapters.BASE, model), tmp_path / "merged")
     theirs = peft.PeftModel.from_pretrained(
         hugging_face.load(adapters.BASE, "AutoModelForCausalLM"), tmp_path / "adapter"
     ).eval()

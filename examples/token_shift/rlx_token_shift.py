@@ -1,7 +1,8 @@
-"""A plugin of rlx_jax, by `docs/adding-a-block.md` and `docs/plugins.md`: blocks, a rule, a stage, a family.
+"""A plugin of rlx_jax, as in `docs/adding-a-block.md` and `docs/plugins.md`: blocks, a rule, a stage, a family.
 
-Each feed-forward half mixes a token with the one before it (the token shift of RWKV, Peng et al. 2023) and is a squared
-ReLU inside (So et al. 2021). With the package installed, `rlx_jax.load` opens checkpoints of `shifted_llama`.
+Each feed-forward block mixes a token with the previous one (the token shift of RWKV, Peng et al. 2023) and has a
+squared ReLU activation (So et al. 2021). With the package installed, `rlx_jax.load` opens checkpoints of
+`shifted_llama`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rlx_jax.models.families import Family
 
 @dataclass(frozen=True)
 class SquaredRelu(Hir):
-    """`relu(x)²`, element by element."""
+    """`relu(x)²`, elementwise."""
 
     traits = BLOCK
 
@@ -51,7 +52,7 @@ class SquaredReluOp(Mir):
         return jnp.square(jnp.maximum(x, 0))
 
 
-def one_op(op: SquaredRelu, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+def lower_squared_relu(op: SquaredRelu, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """squared_relu(x) → squared_relu_op(x)"""
     return b.add(SquaredReluOp(), *inputs)
 
@@ -69,27 +70,27 @@ class TokenShift(Hir):
     def expand(self, b: Builder, *operands: Value) -> Value:
         (x,) = operands
         first = b(FullLike(0.0, b.type(x).dtype), b(Narrow(1, 0, 1), x))
-        return self.behind(b, first, x)
+        return self.shift_after(b, first, x)
 
-    def behind(self, b: Builder, before: Value, x: Value) -> Value:
-        """The same, with the token `before` `[B, 1, H]` in front."""
+    def shift_after(self, b: Builder, previous: Value, x: Value) -> Value:
+        """Shift `x` by one token, with the token `previous` `[B, 1, H]` in front."""
         everything, rows = (None, None, None), (None, -1, None)
-        return b(Slice((everything, rows, everything)), b(Concat(1), before, x))
+        return b(Slice((everything, rows, everything)), b(Concat(1), previous, x))
 
 
-def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+def derive_token_shift(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """token_shift(x) → [state.last ‖ x] without its last row; state.last := row `lengths` of [state.last ‖ x]
 
-    A row that gets no new tokens keeps its state: row 0 is what it had.
+    A row without new tokens keeps its state, which is row 0.
     """
     if d.program == "explicit":
         raise DeriveError("token_shift keeps its last token in the state: it has no explicit program")
     (x,) = inputs
     t = b.type(x)
-    kept = TensorType((t.shape[0], 1, t.shape[2]), t.dtype)
-    leaf, before = d.state(b, node.origin.path, "last", kept, ("batch", None, None))
-    b.writes.append((leaf, b(TakeRow(), b(Concat(1), before, x), b.leaf(LENGTHS))))
-    return (node.op.behind(b, before, x),)  # type: ignore[attr-defined]
+    state_type = TensorType((t.shape[0], 1, t.shape[2]), t.dtype)
+    leaf, previous = d.state(b, node.origin.path, "last", state_type, ("batch", None, None))
+    b.writes.append((leaf, b(TakeRow(), b(Concat(1), previous, x), b.leaf(LENGTHS))))
+    return (node.op.shift_after(b, previous, x),)  # type: ignore[attr-defined]
 
 
 # -- a stage -------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class ShiftedFfn:
     """`m = x + μ ⊙ (shift(x) − x)`, `y = relu(m Wᵤ)² W_d`.
 
     Weights: `{prefix}.mix` `[H]`, `{prefix}.up_proj.weight` `[F, H]`, `{prefix}.down_proj.weight` `[H, F]`. `inner`, F,
-    is needed only for weights that no source has.
+    is only needed without a weight source.
     """
 
     prefix: str
@@ -109,9 +110,9 @@ class ShiftedFfn:
     def emit(self, emit: rlx.Emit, value: rlx.FlowValue | None) -> rlx.FlowValue:
         x = emit.require(value, "ShiftedFfn")
         with emit.scope("mlp"):
-            before = emit.add_node(TokenShift(), x)
+            previous = emit.add_node(TokenShift(), x)
             hidden = x.type.shape[-1]
-            mixed = x + emit.param(f"{self.prefix}.mix", (hidden,), ("channel",)) * (before - x)
+            mixed = x + emit.param(f"{self.prefix}.mix", (hidden,), ("channel",)) * (previous - x)
             inner = emit.linear(mixed, f"{self.prefix}.up_proj.weight", roles=("ffn", "hidden"), columns=self.inner)
             inner = emit.add_node(SquaredRelu(), inner)
             return emit.linear(inner, f"{self.prefix}.down_proj.weight", roles=("hidden", "ffn"), columns=hidden)
@@ -151,7 +152,7 @@ class ShiftedLlamaFlow(DecoderFlow[DecoderConfig]):
 
 
 def without_shift(graph: Graph, types: TypeCache) -> Graph:
-    """token_shift(x) → x: what the model is without its look at the token before."""
+    """token_shift(x) → x: the model without access to the previous token."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         return inputs if isinstance(node.op, TokenShift) else None
@@ -164,7 +165,7 @@ PLUGIN = rlx.Plugin(
     stages={"token_shift.ffn": ShiftedFfn},
     families={"shifted_llama": Family.decoder(ShiftedLlamaFlow, "ShiftedLlamaForCausalLM")},
     ops=(SquaredReluOp,),
-    derive={TokenShift: carried},
-    direct={SquaredRelu: one_op},
+    derive={TokenShift: derive_token_shift},
+    direct={SquaredRelu: lower_squared_relu},
     extensions={"token_shift.off": without_shift},
 )
