@@ -374,8 +374,8 @@ class ModelFlow(Stages):
         return BuiltModel(
             self.name, graph, source, self.profile, types, self, tuple(read), self._left_keys, refusals,
             self._binding, program=emit.state.program, captured=emit.captured, roles=emit.parameters.roles,
-            inits=emit.parameters.inits, fresh=tuple(emit.parameters.fresh), contracts=tuple(emit.state.contracts),
-            max_positions=self._max_positions, captures=captured_blocks,
+            inits=emit.parameters.inits, missing_keys=tuple(emit.parameters.fresh),
+            contracts=tuple(emit.state.contracts), max_positions=self._max_positions, captures=captured_blocks,
         )  # fmt: skip
 
     def _run_stages(self, emit: Emit, given: Iterable[str] = ()) -> FlowValue:

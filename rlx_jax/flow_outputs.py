@@ -51,8 +51,9 @@ class FlowOutputs:
             return last if named is None else named
         if named.value != last.value:
             raise GraphError(
-                f"{where}: {quote(self.primary)} would name the last value, and it is a stream, register or side "
-                f"output of another one: outputs([{self.primary!r}]) chooses that, another name keeps both"
+                f"{where}: {quote(self.primary)} would name the last value, but a stream, register or side output "
+                f"with another value has this name: outputs([{self.primary!r}]) chooses that value, another name keeps "
+                "both"
             )
         return last
 
@@ -86,13 +87,13 @@ def _tap_caches(emit: Emit, where: str) -> tuple[str, ...]:
         taps |= states
     if not taps:
         raise GraphError(
-            f"{where}: export_kv: no stage writes causal attention, and none carries a state: there are no keys to give"
+            f"{where}: export_kv: no stage has causal attention or carries a state, so there are no keys to export"
         )
     for name, value in taps.items():
         registered = emit.state.outputs.setdefault(name, emit.wrap(value))  # a layer may have tapped it already
         if registered.value != value:
             raise GraphError(
-                f"{where}: export_kv gives {quote(name)}, and a stage has a side output of that name and of another "
+                f"{where}: export_kv exports {quote(name)}, and a stage has a side output of that name with another "
                 "value: leave out export_kv, or the stage that taps them"
             )
     return tuple(taps)

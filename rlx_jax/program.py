@@ -75,8 +75,9 @@ class Built:
         plan: the plan of a module at LIR.
         program: the program that the flow compiles to by default: `forward`, or `explicit` with cached keys and values.
         roles: roles of the axes of weights, as in the checkpoint, by key.
+        unused_keys: keys and, with a final ".", prefixes of keys that the flow leaves unread on purpose.
         inits: initializers that stages or the flow declare, by key.
-        fresh: keys of weights that no source has.
+        missing_keys: keys of weights that no source has.
         max_positions: the longest sequence that the flow declares, in tokens.
         captures: the side outputs that edits by path added.
     """
@@ -88,7 +89,7 @@ class Built:
     types: TypeCache = field(repr=False)
     flow: Buildable = field(repr=False)
     keys_read: tuple[str, ...] = ()
-    left_keys: tuple[str, ...] = ()
+    unused_keys: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
     binding: Mapping[str, int] = field(default_factory=dict)
     stage: GraphStage = GraphStage.HIR
@@ -97,7 +98,7 @@ class Built:
     captured: CapturedArrays = field(default_factory=CapturedArrays, repr=False, compare=False)
     roles: Mapping[str, Roles] = field(default_factory=dict, repr=False)
     inits: Mapping[str, Init] = field(default_factory=dict, repr=False)
-    fresh: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()
     max_positions: int | None = None
     captures: tuple[str, ...] = ()
 

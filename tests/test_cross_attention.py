@@ -145,7 +145,7 @@ def test_refused(name: str) -> None:
 def test_states_of_another_size() -> None:
     """The state says what it holds."""
     extend, prefill = (rlx.compile(flow(), WEIGHTS, program=p) for p in ("extend", "prefill"))
-    with pytest.raises(RlxError, match="init_state: give patches="):
+    with pytest.raises(RlxError, match="init_state: pass patches="):
         prefill.init_state(3, 8)
     with pytest.raises(RlxError, match="no size 'pixels'"):
         prefill.init_state(3, 8, pixels=6)

@@ -40,7 +40,7 @@ def test_stages_declare_what_the_checkpoint_has(fixture: str) -> None:
     assert {key: spec.shape for key, spec in bare.shapes().items()} == want
     for flow, weights in ((bare.assemble(), None), (replace(bare.assemble(), _missing="init"), {})):
         built = flow.build(weights)
-        assert {key: built.params[key].shape for key in built.fresh} == want
+        assert {key: built.params[key].shape for key in built.missing_keys} == want
 
 
 def test_a_size_that_no_stage_knows_comes_from_the_flow() -> None:

@@ -509,7 +509,7 @@ def test_inputs_that_no_output_reads() -> None:
     refused: list[tuple[Any, dict[str, Any], str]] = [
         ((ids,), {"scale": scale}, "input 'scale' is read by none of the outputs"),
         ((pixels, ids, scale), {}, "got 3: none of the outputs reads 'pixels'; give 'scale' by name"),
-        ((), {}, "input 'ids' is not given"),
+        ((), {}, "input 'ids' is missing"),
     ]
     for args, named, message in refused:
         with pytest.raises(errors.UnboundInputError, match=message):
@@ -540,7 +540,7 @@ def test_inputs_that_are_read_with_an_optional_one() -> None:
     close(model(X), X)
     close(model(X, unit=unit, by=unit), X + 9)
     for args, named, message in [
-        ((X,), {"by": unit}, "input 'unit' is not given"),
+        ((X,), {"by": unit}, "input 'unit' is missing"),
         ((X,), {"unit": unit}, "'unit' is read by none"),
         ((X, unit, unit), {}, r"takes 1 input \(x\), got 3: none of the outputs reads 'unit'; give 'by' by name"),
     ]:

@@ -182,6 +182,6 @@ def test_a_plan_says_which_kernels_run(case: str, monkeypatch: pytest.MonkeyPatc
     profile = rlx.CompileProfile().replace(
         fusion={"target": options["target"]}, precision={"compute": "bf16"}, backend=backend
     )
-    with pytest.warns(rlx.errors.RlxWarning, match="chosen for the one"):
+    with pytest.warns(rlx.errors.RlxWarning, match="the plan is for another device"):
         model = rlx.compile(flow, weights, profile=profile, program=program)
     assert ("grouped" in str(model.text("lir", np.ones((4, 32), np.float32)))) == want

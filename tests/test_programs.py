@@ -255,7 +255,7 @@ def test_a_weight_that_one_flow_merges_is_not_stored_twice() -> None:
 def test_flows_that_do_not_go_together() -> None:
     other = head("b").with_profile(rlx.CompileProfile().replace(precision={"matmul": "highest"}))
     for flows, error, message in (
-        ([head("a"), head("a")], errors.GraphError, "names of their own"),
+        ([head("a"), head("a")], errors.GraphError, "distinct names"),
         ([head("a"), other], errors.ProfileError, "'a' and 'b' differ in .*matmul"),
     ):
         with pytest.raises(error, match=message):

@@ -17,10 +17,10 @@ from rlx_jax import blocks
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError
 from rlx_jax.lowering.inspect.hlo import Instruction, block_paths, kernel_name, module_id
 from rlx_jax.runtime.block_times import (
+    ANNOTATION,
+    HELPERS,
     IDLE,
-    MARK,
     NOT_ATTRIBUTED,
-    SMALL,
     BlockTime,
     BlockTimes,
     Kernel,
@@ -91,7 +91,7 @@ def test_every_moment_counts_once() -> None:
         (program, "layers.0.up"): 15,
         (program, "layers.1.up"): 20,
         (program, NOT_ATTRIBUTED): 15,
-        ("", SMALL): 1,
+        ("", HELPERS): 1,
         ("", IDLE): 9,
     }
     assert ns == pytest.approx(wanted) and told.seconds == pytest.approx(30e-9)
@@ -168,7 +168,7 @@ def test_a_draft_has_rows_of_its_own() -> None:
 
 def test_a_trace_without_kernels() -> None:
     """Of a device whose traces name none."""
-    mark = SimpleNamespace(name=MARK, start_ns=5.0, duration_ns=10.0, stats=[])
+    mark = SimpleNamespace(name=ANNOTATION, start_ns=5.0, duration_ns=10.0, stats=[])
     other = SimpleNamespace(name="dot", start_ns=6.0, duration_ns=1.0, stats=[("hlo_op", "dot"), ("program_id", 3)])
 
     def data(*events: Any) -> Any:
@@ -184,7 +184,7 @@ def test_a_trace_without_kernels() -> None:
 def test_a_trace_of_a_gpu() -> None:
     """It names CUDA graphs, and in them kernels as XLA does; it numbers programs as it likes, so that their names
     count, and where two have one name, their kernels do."""
-    mark = SimpleNamespace(name=MARK, start_ns=0.0, duration_ns=10.0, stats=[])
+    mark = SimpleNamespace(name=ANNOTATION, start_ns=0.0, duration_ns=10.0, stats=[])
     stats = [("hlo_op", "command_buffer_1"), ("hlo_module", "jit_forward"), ("program_id", 9)]
     kernel = SimpleNamespace(name="fusion_7_1", start_ns=1.0, duration_ns=2.0, stats=stats)
     trace = read_trace(SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=[mark, kernel])])]))
@@ -241,7 +241,7 @@ def test_a_request_and_its_programs(lm: Any) -> None:
     assert "request" not in str(lm.report()) and "\n\n" not in str(lm.report())
     answers = lm.generate([[1, 2, 3], [4, 5]], 9)
     first = lm.report().request
-    assert first.compiled >= 2 and "were compiled in it" in str(first)
+    assert first.compiled >= 2 and "were compiled during it" in str(first)
     lm.generate([[1, 2, 3], [4, 5]], 9)
     report = lm.report()
     assert max(map(len, str(report).splitlines())) <= 80 and "layers.*.self_attn: " in str(report)
@@ -342,7 +342,7 @@ def test_what_is_printed(model: rlx.CompiledModel) -> None:
     )
     assert repr(flow) == "ModelFlow(mlp: x f32[batch,64]; 2 stages)"
     assert repr(model) == f"CompiledModel(llama: forward, {COUNT:,} parameters)"
-    assert repr(rlx.compile(flow)) == "CompiledModel(mlp: forward, 81,152 parameters, no numbers yet)"
+    assert repr(rlx.compile(flow)) == "CompiledModel(mlp: forward, 81,152 parameters, no parameters yet)"
 
 
 def test_a_flow_that_cannot_be_built_prints_its_stages() -> None:

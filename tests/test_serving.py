@@ -142,7 +142,7 @@ def test_a_surprise_consumes_no_state(warm: Any) -> None:
         _, state = warm.extend(state, np.ones((2, more), int), logits="last")
     assert warm.report().compiles == before and warm.report().recompiles == 0
     _, state = warm.prefill([[1, 2, 3]], logits="last")
-    with pytest.raises(errors.RequestError, match='length 1, .* warm-up was for logits="last", not for those of every'):
+    with pytest.raises(errors.RequestError, match='length 1, .* warm-up ran logits="last", not the logits of every'):
         warm.extend(state, [[4]])
     twin = copy.copy(state)
     logits, after = warm.extend(state, [[4, 5]], logits="last")
@@ -203,7 +203,7 @@ def test_what_compiles_after_warm_up_is_counted() -> None:
     assert allowed.report().recompiles == 2 and "recompiles" in str(allowed.report())
     late = allowed.report().recompiled
     assert len(late) == 2 and "warm-up ran 'extend', 'prefill', not forward, which `logits` runs" in late[0]
-    assert "a function beside the programs: for float32[" in late[1]
+    assert "a helper function: for float32[" in late[1]
     assert late[0] in " ".join(str(allowed.report()).split())
     allowed.warmup(max_new_tokens=100, samplers=rlx.Sampler())  # again, for longer answers
     assert len(allowed.generate([1, 2], 100)) == 100 and allowed.report().recompiles == 2

@@ -494,4 +494,4 @@ class BuiltModel(Built):
         module = self.into_graph_module()
         module.set_outputs([hir.outputs[0], *values], [hir.output_names[0], *(f"extra{i}" for i in range(len(values)))])
         extended = module.build(self.source)
-        return replace(extended, profile=self.profile, left_keys=self.left_keys, binding=self.binding)
+        return replace(extended, profile=self.profile, unused_keys=self.unused_keys, binding=self.binding)

@@ -41,12 +41,12 @@ def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception | None = No
     """
     kinds: tuple[tuple[str, Arrays, type[RlxError]], ...]
     kinds = (("params: leaf", params, WeightError), ("input", inputs, SessionStateError))
-    for what, arrays, kind in kinds:
+    for label, arrays, error_type in kinds:
         for name, array in arrays.items():
             if is_consumed(array):
-                raise kind(
-                    f"{what} {quote(name)} has no values any more: an earlier call that donates it consumed it; "
-                    "pass an array that is still there"
+                raise error_type(
+                    f"{label} {quote(name)} has no values any more: an earlier call that donates it consumed it; "
+                    "pass an array that is not deleted"
                 ) from cause
 
 
@@ -61,13 +61,13 @@ def refuse_shared(donated: Arrays, params: Arrays, inputs: Arrays, cause: Except
     Raises:
         RequestError: an array is; the message has both of its names.
     """
-    places = {f"params: leaf {quote(n)}": a for n, a in params.items()}
-    places |= {f"input {quote(n)}": a for n, a in inputs.items()} | dict(donated)
-    for what, array in donated.items():
-        for other, value in places.items():
-            if other != what and _address(value) == _address(array):
+    arrays_by_label = {f"params: leaf {quote(n)}": a for n, a in params.items()}
+    arrays_by_label |= {f"input {quote(n)}": a for n, a in inputs.items()} | dict(donated)
+    for label, array in donated.items():
+        for other, value in arrays_by_label.items():
+            if other != label and _address(value) == _address(array):
                 raise RequestError(
-                    f"{what} is donated to the call, and {other} is the same array: pass a copy, jax.numpy.copy(array)"
+                    f"{label} is donated to the call, and {other} is the same array: pass a copy, jax.numpy.copy(array)"
                 ) from cause
 
 
@@ -84,7 +84,7 @@ def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
         WeightShapeError: some are missing or unknown; the message lists them.
     """
     if not isinstance(params, Mapping):
-        order = "; they stand before the inputs: (params, x)" if isinstance(params, np.ndarray | jax.Array) else ""
+        order = "; they precede the inputs: (params, x)" if isinstance(params, np.ndarray | jax.Array) else ""
         raise WeightShapeError(
             f"params: expected a mapping of arrays by name, such as model.params, got {describe_type(params)}{order}"
         )
@@ -92,7 +92,7 @@ def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
     if missing or extra:
         parts = {"missing": missing, "unknown": extra}.items()
         close = did_you_mean(str(extra[0]), missing) if extra else ""
-        problems = "; ".join(f"{what} leaves {listing(n, 8)}" for what, n in parts if n)
+        problems = "; ".join(f"{kind} leaves {listing(names, 8)}" for kind, names in parts if names)
         raise WeightShapeError(f"params: {problems}{close}")
 
 

@@ -40,11 +40,11 @@ from rlx_jax.runtime.sequence_state import State
 # These replace a block path for: kernels without a block, such as XLA's copies and loop control; kernels outside the
 # programs, such as the choice of a first token; time in which the device is idle.
 NOT_ATTRIBUTED = "(not attributed)"
-SMALL = "(functions beside the programs)"
+HELPERS = "(helper functions)"
 IDLE = "(no kernel runs)"
 
 # The default number of blocks per program, and the width of the table in characters.
-ROWS, WIDTH = 20, 80
+DEFAULT_ROWS, WIDTH = 20, 80
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class KernelTime:
 class BlockTime:
     """The seconds per run that the kernels of one block take, and the number of calls of the block in a run.
 
-    `path` may be `NOT_ATTRIBUTED`. It is `SMALL` or `IDLE` if `program` is empty.
+    `path` may be `NOT_ATTRIBUTED`. It is `HELPERS` or `IDLE` if `program` is empty.
     """
 
     program: str
@@ -104,7 +104,7 @@ class BlockTimes:
             seconds[row.program] += row.seconds
         return tuple(sorted(seconds, key=lambda name: -seconds[name]))
 
-    def text(self, rows: int = ROWS) -> str:
+    def text(self, rows: int = DEFAULT_ROWS) -> str:
         """Return a table, 80 columns wide, of the `rows` slowest blocks of each program; one line sums up the others.
 
         Raises:
@@ -130,7 +130,7 @@ class BlockTimes:
         """
         root = Frame(f"a run of {_ms(self.seconds)} ms on {self.device}")
         for row in self.rows:
-            path = (row.path,) if row.path in (NOT_ATTRIBUTED, SMALL, IDLE) else tuple(row.path.split("."))
+            path = (row.path,) if row.path in (NOT_ATTRIBUTED, HELPERS, IDLE) else tuple(row.path.split("."))
             for kernel in row.kernels:
                 names = (row.program, *path, kernel.primitive)
                 root.add(tuple(name for name in names if name), kernel.seconds)
@@ -157,18 +157,21 @@ class BlockTimes:
         return self.text()
 
 
-def block_times(trace: Trace, found: Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]], runs: int,
-    device: str) -> BlockTimes:  # fmt: skip
+# For XLA's id and module name of a program: our name of the program, and its instructions by name.
+TracedPrograms = Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]]
+
+
+def block_times(trace: Trace, programs_by_id: TracedPrograms, runs: int, device: str) -> BlockTimes:
     """Compute the time by block from a trace.
 
     Args:
         trace: the trace of all runs together.
-        found: for XLA's id and module name of a program, our name of it and its instructions by name.
+        programs_by_id: the programs in the trace.
         runs: the number of runs in the trace.
         device: the name of the device.
     """
-    parts_of_kernels = [(kernel, _locate(kernel, found)) for kernel in trace.kernels]
-    seconds = {place: ns / runs / 1e9 for place, ns in shares(trace, parts_of_kernels).items()}
+    parts_of_kernels = [(kernel, _locate(kernel, programs_by_id)) for kernel in trace.kernels]
+    seconds = {place: ns / runs / 1e9 for place, ns in part_nanoseconds(trace, parts_of_kernels).items()}
     times: Counter[tuple[str, str, str]] = Counter()
     for kernel, (program, path, _, _) in parts_of_kernels:
         times[program, path, kernel.instruction] += 1
@@ -189,18 +192,18 @@ TimedPart = tuple[str, str, str, bool]
 IDLE_PART: TimedPart = ("", IDLE, "", False)
 
 
-def _locate(kernel: Kernel, found: Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]]) -> TimedPart:
+def _locate(kernel: Kernel, programs_by_id: TracedPrograms) -> TimedPart:
     """Return the program, the block path and the primitive of a kernel."""
-    program, instructions_by_name = found.get((kernel.program, kernel.module), ("", {}))
+    program, instructions_by_name = programs_by_id.get((kernel.program, kernel.module), ("", {}))
     if not program:
-        return "", SMALL, kernel.module, False
+        return "", HELPERS, kernel.module, False
     instruction = instructions_by_name.get(kernel.instruction, Instruction("", kernel.instruction))
     runs_others = instruction.opcode in CONTAINERS
     path = "" if runs_others else instruction.path
     return program, path or NOT_ATTRIBUTED, instruction.primitive or instruction.opcode, runs_others
 
 
-def shares(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[TimedPart, float]:
+def part_nanoseconds(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[TimedPart, float]:
     """Return the nanoseconds of each part.
 
     Every moment is shared equally among the kernels that run at that moment. Containers, such as loops, get it only if
@@ -249,7 +252,7 @@ def shorten(text: str, width: int) -> str:
 
 
 # The name of the annotation that encloses the timed runs in the trace.
-MARK = "rlx_jax.profile"
+ANNOTATION = "rlx_jax.profile"
 
 
 @dataclass(frozen=True)
@@ -279,7 +282,7 @@ class Trace:
     kernels: tuple[Kernel, ...]
 
 
-def trace_of(run: Callable[[], Any]) -> Trace:
+def record_trace(run: Callable[[], Any]) -> Trace:
     """Run a function under `jax.profiler`, wait for its result, and return the trace.
 
     Raises:
@@ -293,7 +296,7 @@ def trace_of(run: Callable[[], Any]) -> Trace:
         except RuntimeError as error:
             raise RequestError(f"profile: {first_line(error)}; one trace at a time") from error
         try:
-            with jax.profiler.TraceAnnotation(MARK):
+            with jax.profiler.TraceAnnotation(ANNOTATION):
                 jax.block_until_ready(run())
         finally:
             jax.profiler.stop_trace()
@@ -305,10 +308,10 @@ def trace_of(run: Callable[[], Any]) -> Trace:
 
 
 def read_trace(data: Any) -> Trace:
-    """Return the kernels of a `jax.profiler.ProfileData` that ran inside the annotation `MARK`."""
+    """Return the kernels of a `jax.profiler.ProfileData` that ran inside the annotation `ANNOTATION`."""
     all_events = (event for plane in data.planes for line in plane.lines for event in line.events)
     events = [(event, {name: value for name, value in event.stats if name is not None}) for event in all_events]
-    start, end = next((e.start_ns, e.start_ns + e.duration_ns) for e, _ in events if e.name == MARK)
+    start, end = next((e.start_ns, e.start_ns + e.duration_ns) for e, _ in events if e.name == ANNOTATION)
     kernels, devices = [], set()
     for event, stats in events:
         clipped_start, clipped_end = max(event.start_ns, start), min(event.start_ns + event.duration_ns, end)
@@ -337,13 +340,13 @@ class Frame:
 
     name: str
     seconds: float = 0.0
-    inside: dict[str, Frame] = field(default_factory=dict)
+    children: dict[str, Frame] = field(default_factory=dict)
 
     def add(self, names: tuple[str, ...], seconds: float) -> None:
         """Add seconds to this frame and to the frames along the path `names` inside it."""
         self.seconds += seconds
         if names:
-            self.inside.setdefault(names[0], Frame(names[0])).add(names[1:], seconds)
+            self.children.setdefault(names[0], Frame(names[0])).add(names[1:], seconds)
 
 
 def flame_graph_page(root: Frame) -> str:
@@ -353,23 +356,23 @@ def flame_graph_page(root: Frame) -> str:
     )
 
 
-def _frame_html(frame: Frame, around: float, whole: float) -> str:
+def _frame_html(frame: Frame, parent_seconds: float, run_seconds: float) -> str:
     """Return the HTML of a frame and the frames inside it.
 
     Args:
         frame: the frame.
-        around: the seconds of the frame that contains it, which its width is relative to.
-        whole: the seconds of the run.
+        parent_seconds: the seconds of the frame that contains it, which its width is relative to.
+        run_seconds: the seconds of the run.
     """
-    if not whole or frame.seconds < MIN_FRAME_SHARE * whole:
+    if not run_seconds or frame.seconds < MIN_FRAME_SHARE * run_seconds:
         return ""
-    tooltip = f"{frame.name}: {1000 * frame.seconds:,.3f} ms, {100 * frame.seconds / whole:.1f} %"
-    width, color = 100 * frame.seconds / around, 20 + sum(frame.name.encode()) % 35
-    parts = sorted(frame.inside.values(), key=lambda part: -part.seconds)
+    tooltip = f"{frame.name}: {1000 * frame.seconds:,.3f} ms, {100 * frame.seconds / run_seconds:.1f} %"
+    width, color = 100 * frame.seconds / parent_seconds, 20 + sum(frame.name.encode()) % 35
+    parts = sorted(frame.children.values(), key=lambda part: -part.seconds)
     return (
         f'<div class="frame" style="width:{width:.3f}%"><p style="background:hsl({color} 80% 70%)" '
         f'title="{html.escape(tooltip)}">{html.escape(frame.name)}</p>'
-        f"{''.join(_frame_html(part, frame.seconds, whole) for part in parts)}</div>"
+        f"{''.join(_frame_html(part, frame.seconds, run_seconds) for part in parts)}</div>"
     )
 
 
@@ -396,7 +399,7 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
         runs: the number of traced runs.
 
     Raises:
-        RequestError: the function returns an empty result. RequestError, UnsupportedError: as `trace_of`. Others as
+        RequestError: the function returns an empty result. RequestError, UnsupportedError: as `record_trace`. Others as
             `run`.
     """
     result = jax.block_until_ready(run())
@@ -407,7 +410,7 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
         for _ in range(runs):
             jax.block_until_ready(run())
 
-    trace = trace_of(repeated)
+    trace = record_trace(repeated)
     instructions_by_program: dict[tuple[int, str], set[str]] = defaultdict(set)
     for kernel in trace.kernels:
         instructions_by_program[kernel.program, kernel.module].add(kernel.instruction)
@@ -420,7 +423,7 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
 
 
 @dataclass(frozen=True)
-class _Compiled:
+class _NamedProgram:
     """A compiled program with the names that a trace may use: XLA's id `number` and `module`, and our name `text`."""
 
     number: int
@@ -437,17 +440,19 @@ class _Compiled:
         return {kernel_name(name): instruction for name, instruction in parsed.items()} | parsed
 
 
-def _compiled(models: Sequence[Programs]) -> Iterator[_Compiled]:
+def _compiled(models: Sequence[Programs]) -> Iterator[_NamedProgram]:
     """List the compiled programs of models and of their companions, which draft."""
     companions = [companion.programs for model in models for companion in model.companions.values()]
     for position, programs in enumerate(dict.fromkeys((*models, *companions))):
         for key, executable in programs.executables.items():
             for module in executable.call.runtime_executable().hlo_modules():  # type: ignore[union-attr]
                 number = module_id(module.as_serialized_hlo_module_proto())
-                yield _Compiled(number, module.name, f"{DRAFTING}: " * (position > 0) + key.text, key, executable)
+                yield _NamedProgram(number, module.name, f"{DRAFTING}: " * (position > 0) + key.text, key, executable)
 
 
-def _match_program(compiled: Sequence[_Compiled], place: tuple[int, str], names: set[str]) -> _Compiled | None:
+def _match_program(
+    compiled: Sequence[_NamedProgram], program_id: tuple[int, str], names: set[str]
+) -> _NamedProgram | None:
     """Return the program that a trace identifies by id and module name; None if there is none.
 
     A trace of a GPU has its own ids, so that the name decides there. Several programs may share a name, such as a
@@ -455,25 +460,25 @@ def _match_program(compiled: Sequence[_Compiled], place: tuple[int, str], names:
 
     Args:
         compiled: the candidates.
-        place: the id and the module name.
+        program_id: the id and the module name.
         names: the instructions that ran.
     """
-    same_name = [one for one in compiled if one.module == place[1]]
-    candidates = [one for one in same_name if one.number == place[0]] or same_name
+    same_name = [one for one in compiled if one.module == program_id[1]]
+    candidates = [one for one in same_name if one.number == program_id[0]] or same_name
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     return max(candidates, key=lambda one: len(names & one.instructions().keys()))
 
 
 def profile_calls(
-    programs: Programs, call: Callable[..., Any], given: Mapping[str, Any], state: State | None, runs: int
+    programs: Programs, call: Callable[..., Any], arguments: Mapping[str, Any], state: State | None, runs: int
 ) -> BlockTimes:
     """Return the time by block of `call(**given)`, with `state=` if there is a state.
 
     Each call gets its own copies of the arguments that it consumes.
 
     Raises:
-        RequestError, UnsupportedError: as `trace_of`. Others as a call.
+        RequestError, UnsupportedError: as `record_trace`. Others as a call.
     """
     consumed = programs.settings.plan.donate_inputs
 
@@ -482,7 +487,8 @@ def profile_calls(
 
     # One more than `runs`, for the run before the trace; copied ahead, so that the trace has no copies in it.
     copies = [
-        {name: fresh(name, value) for name, value in given.items()} | ({} if state is None else {"state": state.copy()})
+        {name: fresh(name, value) for name, value in arguments.items()}
+        | ({} if state is None else {"state": state.copy()})
         for _ in range(runs + 1)
     ]
     return profile_run([programs], lambda: call(**copies.pop()), runs)

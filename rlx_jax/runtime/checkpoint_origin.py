@@ -48,14 +48,14 @@ class CheckpointOrigin:
 
     Attributes:
         folder: the checkpoint's directory.
-        inside: the subdirectory with the weights and their `config.json`; "" for the directory itself.
-        edited: why `config.json` does not describe the model; "" if it does.
+        subfolder: the subdirectory with the weights and their `config.json`; "" for the directory itself.
+        mismatch: why `config.json` does not describe the model; "" if it does.
         built: the flow that was loaded.
     """
 
     folder: Folder
-    inside: str
-    edited: str
+    subfolder: str
+    mismatch: str
     built: Built
 
     def _check_model(self, built: Built) -> None:
@@ -64,21 +64,21 @@ class CheckpointOrigin:
         Raises:
             UnsupportedError: it does not; the message names the first block that differs.
         """
-        if self.edited:
+        if self.mismatch:
             raise UnsupportedError(
-                f"{self.edited}, and its config.json would describe another: save the weights alone, "
+                f"{self.mismatch}, and its config.json would describe another: save the weights alone, "
                 "rlx_jax.save(model.model, path)"
             )
         if built is self.built:
             return
         number_of_step: dict[_Step, int] = {}
-        ours, theirs = (_steps(one, number_of_step) for one in (built, self.built))
+        ours, theirs = (_op_numbers(one, number_of_step) for one in (built, self.built))
         for number, (path, _, _) in enumerate(number_of_step):
             if (number in ours) != (number in theirs):
                 raise UnsupportedError(
-                    f"save: the model differs from what {self.folder.where(CONFIG)} describes, first in {quote(path)}, "
-                    "as one does that was changed by its paths or has adapters (rlx_jax.merge_lora, rlx_jax.save_lora):"
-                    " save the weights alone, rlx_jax.save(model.model, path)"
+                    f"save: the model differs from what {self.folder.where(CONFIG)} describes, first in {quote(path)}: "
+                    "it was edited by path or has adapters (rlx_jax.merge_lora, rlx_jax.save_lora); save the weights "
+                    "alone, rlx_jax.save(model.model, path)"
                 )
 
     def files(self, built: Built, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
@@ -101,14 +101,14 @@ class CheckpointOrigin:
             RlxWarning: a file of `COMPANION_FILES` that rlx_jax does not need cannot be read.
         """
         self._check_model(built)
-        prefix = f"{self.inside}/" if self.inside else ""
+        prefix = f"{self.subfolder}/" if self.subfolder else ""
         contents = {}
         for name in [path.relative_to(self.folder.path).as_posix() for path in self.folder.files_read()]:
             raw = self._read(name)
             if raw is None:
                 raise ConfigError(
-                    f"{self.folder.where(name)}: it was there when the model was loaded, and is not now; put it back, "
-                    "or save the weights alone, rlx_jax.save(model.model, path)"
+                    f"{self.folder.where(name)}: the model was loaded with this file, and it is missing now; "
+                    "restore it, or save the weights alone, rlx_jax.save(model.model, path)"
                 )
             contents[name] = raw
         for name in (prefix + name for name in COMPANION_FILES if prefix + name not in contents):
@@ -132,11 +132,11 @@ class CheckpointOrigin:
         return self.folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
 
 
-def _steps(built: Built, seen: dict[_Step, int]) -> set[int]:
+def _op_numbers(built: Built, numbers_by_step: dict[_Step, int]) -> set[int]:
     """Return the set of numbers that identify the ops of a flow.
 
     Two ops have the same number if they are equal, in the same block, and read the same operands; the order of ops and
-    the types of weights do not matter. `seen` has the numbers so far, and new ops are added to it.
+    the types of weights do not matter. `numbers_by_step` has the numbers so far, and new ops are added to it.
     """
     operands, numbers = list[object](), set[int]()
     for node in unroll(built.hir, TypeCache()).nodes:
@@ -146,7 +146,9 @@ def _steps(built: Built, seen: dict[_Step, int]) -> set[int]:
             operands.append(node.op)
         else:
             reads = tuple((operands[v.node], v.index) for v in node.inputs)
-            number = seen.setdefault((path_text(node.origin.path), node.op.text(), reads), len(seen))
+            number = numbers_by_step.setdefault(
+                (path_text(node.origin.path), node.op.text(), reads), len(numbers_by_step)
+            )
             operands.append(number)
             numbers.add(number)
     return numbers
@@ -169,13 +171,13 @@ def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return result if any(name in result for name in _DTYPES) else {**result, "torch_dtype": dtype}
 
 
-def with_unused_weights(held: list[Entry], source: WeightSource, dtype: np.dtype[Any] | None) -> list[Entry]:
+def with_unused_weights(entries: list[Entry], source: WeightSource, dtype: np.dtype[Any] | None) -> list[Entry]:
     """Return the entries of a model under the checkpoint's keys, with the checkpoint's other weights copied.
 
     So the text model of a vision-language checkpoint is saved with the image tower that its `config.json` declares.
 
     Args:
-        held: the weights of the model.
+        entries: the weights of the model.
         source: the weights of the checkpoint.
         dtype: the dtype of all floating weights; None for the checkpoint's dtypes.
 
@@ -184,12 +186,12 @@ def with_unused_weights(held: list[Entry], source: WeightSource, dtype: np.dtype
     """
     stored = source
     if isinstance(source, RenamedSource):
-        stored, held = source.source, [Entry(source.stored(e.key), e.type, e.values) for e in held]
-    names = {entry.key for entry in held}
-    return [*held, *(_copied(stored, key, dtype) for key in stored.keys() if key not in names)]
+        stored, entries = source.source, [Entry(source.stored(e.key), e.type, e.values) for e in entries]
+    names = {entry.key for entry in entries}
+    return [*entries, *(_copy_entry(stored, key, dtype) for key in stored.keys() if key not in names)]
 
 
-def _copied(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entry:
+def _copy_entry(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entry:
     """Return the entry of a weight that is copied from the source when it is written."""
     spec = source.spec(key)
     if isinstance(spec, PackedSpec):

@@ -153,7 +153,7 @@ def open_model(
         return model
     arguments = {"weights": weights, "max_positions": max_positions}
     if surplus := [*(name for name, value in arguments.items() if value is not None), *options.changed_names()]:
-        raise RequestError(f"{flow.name} is compiled already: leave out {listing(surplus)}, or give the flow itself")
+        raise RequestError(f"{flow.name} is compiled already: leave out {listing(surplus)}, or pass the flow itself")
     return flow
 
 
@@ -171,7 +171,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
         return {model.name: model.replace(params=model.init(programs.init_key))}
     target, runs = programs.settings.device.name, running_device()
     if target not in (runs.name, runs.kind):
-        message = f"fusion.target is {target!r}, and JAX runs on {runs.name!r}: chosen for the one, run on the other"
+        message = f"fusion.target is {target!r}, but JAX runs on {runs.name!r}: the plan is for another device"
         warnings.warn(f"{', '.join(models)}: {message}", RlxWarning, stacklevel=3)
     # `jax.default_device` is a context of the caller's thread, which the loading thread does not see.
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFacto
     base = model.programs
     if not has_data(base):
         raise MissingWeightError(
-            f"{model.name}: its weights are shapes alone, and those of what drafts cannot be read: pass weights="
+            f"{model.name}: the weights are shapes without values, so the drafter's cannot be loaded: pass weights="
         )
     flow = make(base.source)
     built = flow.build(base.source)

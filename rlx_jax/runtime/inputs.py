@@ -68,7 +68,7 @@ def bind_names(
         pure = "; model.apply(params, …) takes parameters first" if isinstance(args[0], Mapping) else ""
         takes = f"takes {len(in_order)} input{'s' * (len(in_order) != 1)} ({', '.join(d.name for d in in_order)})"
         idle = f": none of the outputs reads {listing(unread)}" if unread and not pure else ""
-        by_name = f"; give {listing(names[len(in_order) :])} by name" if idle and len(in_order) < len(names) else ""
+        by_name = f"; pass {listing(names[len(in_order) :])} by name" if idle and len(in_order) < len(names) else ""
         raise UnboundInputError(f"{flow}: {takes}, got {len(args)}{pure}{idle}{by_name}")
     values = dict(zip(names, args, strict=False))
     refuse_unread(named, [name for name in unread if name != first], flow)
@@ -76,33 +76,33 @@ def bind_names(
     check_names(named, accepted, f"{flow}: has no input", "; its inputs are", UnboundInputError)
     for name, value in named.items():
         if name in values:
-            raise UnboundInputError(f"{flow}: input {quote(name)} is given by position and by name")
+            raise UnboundInputError(f"{flow}: input {quote(name)} is passed by position and by name")
         values[name] = value
     return {n: v for n, v in values.items() if v is not None}
 
 
-def check_required(names: Iterable[str], given: Collection[str], flow: str) -> None:
+def check_required(names: Iterable[str], values: Collection[str], flow: str) -> None:
     """Check that a call passes every input that the program reads.
 
     Raises:
         UnboundInputError: some are missing; the message lists them.
     """
-    if missing := [name for name in names if name not in given]:
-        raise UnboundInputError(f"{flow}: input {listing(missing)} is not given")
+    if missing := [name for name in names if name not in values]:
+        raise UnboundInputError(f"{flow}: input {listing(missing)} is missing")
 
 
-def refuse_unread(given: Iterable[str], unread: Sequence[str], flow: str) -> None:
+def refuse_unread(names: Iterable[str], unread: Sequence[str], flow: str) -> None:
     """Check that a call passes no input that the program does not read, as it would have no effect.
 
     Raises:
         UnboundInputError: it does; the message lists them.
     """
-    if idle := [name for name in given if name in unread]:
-        reason = "is read by none of the outputs: leave it out, or choose others"
+    if idle := [name for name in names if name in unread]:
+        reason = "is read by none of the outputs: leave it out, or choose other outputs"
         raise UnboundInputError(f"{flow}: input {listing(idle)} {reason}")
 
 
-def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None, devices: bool) -> Any:
+def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None, from_device: bool) -> Any:
     """Return `host_value` of an input, or a `jax.ShapeDtypeStruct`, which has no values, unchanged.
 
     Raises:
@@ -112,38 +112,38 @@ def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None,
         if value.dtype != declared.dtype:
             raise DTypeError(f"input {name}: expected {declared}, got {short_name(value.dtype)}")
         return value
-    return host_value(name, value, declared, rows, devices)
+    return host_value(name, value, declared, rows, from_device)
 
 
-def host_view(value: Any, devices: bool) -> np.ndarray[Any, Any] | None:
+def host_view(value: Any, from_device: bool) -> np.ndarray[Any, Any] | None:
     """Return the values of an array if the host can read them, else None.
 
     An array on a CPU device is read in place, which takes about 5 µs including the check of its ids. An array on an
-    accelerator is copied, and only if `devices`. For an array sharded over several processes the result has the
+    accelerator is copied, and only if `from_device`. For an array sharded over several processes the result has the
     addressable shards of this process, flat.
     """
     if isinstance(value, np.ndarray):
         return value
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or is_consumed(value):
         return None
-    if not devices and next(iter(value.devices())).platform not in HOST_PLATFORMS:
+    if not from_device and next(iter(value.devices())).platform not in HOST_PLATFORMS:
         return None
     if value.is_fully_addressable:
         return np.asarray(value)
     return np.concatenate([np.asarray(shard.data).ravel() for shard in value.addressable_shards])
 
 
-def check_ids(what: str, value: Any, rows: int, devices: bool) -> None:
+def check_ids(label: str, value: Any, rows: int, from_device: bool) -> None:
     """Check that integer ids are in `[0, rows)`, if the host can read them: see `host_view`.
 
     Raises:
         TokenIdError: one is not; the message has its position and value.
     """
-    if (array := host_view(value, devices)) is not None:
-        ids_in(what, array, rows)
+    if (array := host_view(value, from_device)) is not None:
+        ids_in(label, array, rows)
 
 
-def host_value(name: str, value: Any, declared: TensorType, rows: int | None, devices: bool) -> Any:
+def host_value(name: str, value: Any, declared: TensorType, rows: int | None, from_device: bool) -> Any:
     """Return one input as an array of its declared dtype.
 
     Args:
@@ -151,7 +151,7 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None, de
         value: an array of JAX or NumPy, or lists of numbers.
         declared: the type of the input.
         rows: the number of rows of the table that integer ids index; None if the input has no ids.
-        devices: whether ids on an accelerator are checked too.
+        from_device: whether ids on an accelerator are checked too.
 
     Raises:
         TokenIdError: an id is not an integer in `[0, rows)`.
@@ -160,7 +160,7 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None, de
     """
     if isinstance(value, jax.Array):
         if rows is not None and value.dtype.kind in "iu":
-            check_ids(name, value, rows, devices)
+            check_ids(name, value, rows, from_device)
         if value.dtype == declared.dtype:
             return value
         if value.dtype.kind in "biu" and np.can_cast(value.dtype, declared.dtype) and not is_float(declared.dtype):
@@ -217,14 +217,14 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def read_array(what: str, value: Any, misfit: Callable[[str], RlxError] | None = None) -> np.ndarray[Any, Any]:
+def read_array(label: str, value: Any, make_error: Callable[[str], RlxError] | None = None) -> np.ndarray[Any, Any]:
     """Return `numpy.asarray(value)`, with errors that explain the cause.
 
     Args:
-        what: the name of the value, for messages.
+        label: the name of the value, for messages.
         value: anything that NumPy may convert.
-        misfit: a function from NumPy's message to the error to raise if NumPy cannot convert the value; None to raise
-            NumPy's own error.
+        make_error: a function from NumPy's message to the error to raise if NumPy cannot convert the value; None to
+            raise NumPy's own error.
 
     Raises:
         SessionStateError: an array of JAX that an earlier call consumed.
@@ -233,23 +233,23 @@ def read_array(what: str, value: Any, misfit: Callable[[str], RlxError] | None =
     """
     if isinstance(value, Mapping):
         hint = ": pass its 'input_ids', and its 'attention_mask' where the call takes one" * ("input_ids" in value)
-        raise RequestError(f"{what}: expected an array or lists, got {type(value).__name__}{hint}")
+        raise RequestError(f"{label}: expected an array or lists, got {type(value).__name__}{hint}")
     try:
         return np.asarray(value)
     except jax.errors.TracerArrayConversionError:
         raise RequestError(
-            f"{what}: traced by jax.jit or the like, and it is read on the host: make this call outside, or trace the "
+            f"{label}: traced by jax.jit or the like, and it is read on the host: make this call outside, or trace the "
             "compiled program, model.apply(params, …) or, of a CausalLM, lm.model.apply(params, ids)"
         ) from None
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        refuse_consumed({}, {what.removeprefix("input "): value}, error)
+        refuse_consumed({}, {label.removeprefix("input "): value}, error)
         foreign = is_foreign(value)
         if not foreign and not isinstance(error, RuntimeError):
-            if misfit is None:
+            if make_error is None:
                 raise
-            raise misfit(first_line(error)) from error
-        cure = "; pass a NumPy array, tensor.detach().cpu().numpy() of a torch tensor" * foreign
-        raise RequestError(f"{what}: {type(value).__name__} cannot be read: {first_line(error)}{cure}") from error
+            raise make_error(first_line(error)) from error
+        remedy = "; pass a NumPy array, tensor.detach().cpu().numpy() of a torch tensor" * foreign
+        raise RequestError(f"{label}: {type(value).__name__} cannot be read: {first_line(error)}{remedy}") from error
 
 
 def is_foreign(value: Any) -> bool:
@@ -257,22 +257,22 @@ def is_foreign(value: Any) -> bool:
     return hasattr(value, "__array__") and not isinstance(value, np.ndarray | np.generic | jax.Array)
 
 
-def token_ids(what: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
+def token_ids(label: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
     """Return ids of any shape as an integer array, checked to be in `[0, rows)` before any cast.
 
     Raises:
         TokenIdError: ragged, not integers, or out of range; the message has the position and the value.
     """
-    return ids_in(what, id_array(what, value, rows), rows)
+    return ids_in(label, id_array(label, value, rows), rows)
 
 
 def id_array(
-    what: str, value: Any, rows: int, padding: str = "pass lengths= where the model takes it"
+    label: str, value: Any, rows: int, padding: str = "pass lengths= where the model takes it"
 ) -> np.ndarray[Any, Any]:
     """Return ids as an array of integers, without the check of their range; the first half of `token_ids`.
 
     Args:
-        what: the name of the value, for messages.
+        label: the name of the value, for messages.
         value: an array or lists.
         rows: the number of rows of the table, for messages.
         padding: the advice for callers who pad rows, for messages.
@@ -280,20 +280,20 @@ def id_array(
     Raises:
         TokenIdError: ragged, or not integers. RequestError: traced.
     """
-    ragged = TokenIdError(f"{what}: the rows differ in length, expected [batch, seq]; pad them, and {padding}")
-    array = read_array(what, value, lambda _: ragged)
+    ragged = TokenIdError(f"{label}: the rows differ in length, expected [batch, seq]; pad them, and {padding}")
+    array = read_array(label, value, lambda _: ragged)
     if array.size == 0:
         return array.astype(np.int32)
     if array.dtype.kind not in "iu":
-        raise _ids_error(what, value, array, rows)
+        raise _ids_error(label, value, array, rows)
     if isinstance(value, np.ma.MaskedArray):
-        raise TokenIdError(f"{what}: a masked array, and its mask would be lost; pass .filled(id), and {padding}")
-    check_elements(array.shape, what)  # before `ids_in` scans all of them
-    limits.check_memory(array.size * 4, what)
+        raise TokenIdError(f"{label}: a masked array, and its mask would be lost; pass .filled(id), and {padding}")
+    check_elements(array.shape, label)  # before `ids_in` scans all of them
+    limits.check_memory(array.size * 4, label)
     return array
 
 
-def ids_in(what: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
+def ids_in(label: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
     """Return ids in native byte order, checked to be in `[0, rows)`; the second half of `token_ids`.
 
     Raises:
@@ -304,11 +304,11 @@ def ids_in(what: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any,
     low, high = array.min(), array.max()
     if low < 0 or high >= rows:
         index = np.argwhere((array < 0) | (array >= rows))[0]
-        raise TokenIdError(f"{what}: id {array[tuple(index)]} at {tuple(int(i) for i in index)} is not in [0, {rows})")
+        raise TokenIdError(f"{label}: id {array[tuple(index)]} at {tuple(int(i) for i in index)} is not in [0, {rows})")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _ids_error(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> TokenIdError:
+def _ids_error(label: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> TokenIdError:
     """Return the error for a value that has no ids.
 
     For a list it names the first item that is no id; an array has one dtype for all items.
@@ -316,14 +316,14 @@ def _ids_error(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) ->
     if isinstance(value, list | tuple):
         for index, item in np.ndenumerate(np.asarray(value, object)):
             if isinstance(item, bool | np.bool_) or not isinstance(item, int | np.integer):
-                return TokenIdError(f"{what}: a token id is an integer, got {shown(item)} at {index}")
+                return TokenIdError(f"{label}: a token id is an integer, got {shown(item)} at {index}")
             if not 0 <= item < rows:
-                return TokenIdError(f"{what}: id {number(int(item))} at {index} is not in [0, {rows})")
+                return TokenIdError(f"{label}: id {number(int(item))} at {index} is not in [0, {rows})")
     got = array.dtype if array.dtype != object else type(value).__name__
     if array.dtype.kind in "UT":
-        advice = "generate, score and embed take text, and the tokenizer makes ids of it"
-        return TokenIdError(f"{what}: expected ids, got text; {advice}")
-    return TokenIdError(f"{what}: ids are integers in [0, {rows}), got {got}")
+        advice = "generate, score and embed take text and tokenize it"
+        return TokenIdError(f"{label}: expected ids, got text; {advice}")
+    return TokenIdError(f"{label}: ids are integers in [0, {rows}), got {got}")
 
 
 def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], flow: str) -> dict[str, int]:
@@ -392,14 +392,14 @@ def check_new_tokens(lengths: Any, seq: int, low: int, slots: int | None) -> Non
         )
 
 
-def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, int], devices: bool) -> None:
+def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, int], from_device: bool) -> None:
     """Check ids that index an axis with a size that depends on the call.
 
     Raises:
         TokenIdError: one is out of range; the message has the input, the id, its position and the range.
     """
     for name, rows in bounds.rows.items():
-        check_ids(f"input {name}", values.get(name), min(bound(dim, sizes) for dim in rows), devices)
+        check_ids(f"input {name}", values.get(name), min(bound(dim, sizes) for dim in rows), from_device)
 
 
 def check_counted(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> None:
@@ -423,14 +423,14 @@ def check_length(seq: int, bounds: Bounds, flow: str) -> None:
         raise SequenceLengthError(f"{flow}: {seq} tokens, and the model has {bounds.positions} positions")
 
 
-def random_key(what: str, seed: Any) -> jax.Array:
+def random_key(label: str, seed: Any) -> jax.Array:
     """Return a Threefry key from a seed of 64 bits, or from a key of `jax.random`.
 
     A Threefry key is returned unchanged. The words of a key of another implementation are folded into a Threefry key,
     so that every key has the same type and samples do not depend on `jax_default_prng_impl`.
 
     Args:
-        what: the name of the argument, for messages.
+        label: the name of the argument, for messages.
         seed: the seed or the key.
 
     Raises:
@@ -444,7 +444,7 @@ def random_key(what: str, seed: Any) -> jax.Array:
             key = jax.random.fold_in(key, jax.device_put(np.uint32(high)))
         return key
     if isinstance(seed, jax.Array):
-        refuse_consumed({}, {what: seed})
+        refuse_consumed({}, {label: seed})
         typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
         if typed and seed.ndim == 0 and str(jax.random.key_impl(seed)) == KEY_IMPL:
             return seed
@@ -455,7 +455,7 @@ def random_key(what: str, seed: Any) -> jax.Array:
                 key = jax.random.fold_in(key, word)
             return key
     got = f"{short_name(seed.dtype)} {list(seed.shape)}" if isinstance(seed, jax.Array | np.ndarray) else shown(seed)
-    raise RequestError(f"{what}: expected a seed, an integer from 0 to 2**64 - 1, or one key of jax.random, got {got}")
+    raise RequestError(f"{label}: expected a seed, an integer from 0 to 2**64 - 1, or one key of jax.random, got {got}")
 
 
 def check_integer(name: str, value: Any, low: int) -> int:

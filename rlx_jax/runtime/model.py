@@ -237,18 +237,18 @@ class CompiledModel(ModelProgram):
 
     # -- parameters --------------------------------------------------------------------------
 
-    def require_params(self, doing: str) -> dict[str, Any]:
+    def require_params(self, operation: str) -> dict[str, Any]:
         """Return `params`.
 
         Args:
-            doing: the operation that needs them, for the message.
+            operation: the operation that needs them, for the message.
 
         Raises:
             MissingWeightError: there are none; the message explains how to get them.
         """
         if self.params is None:
             raise MissingWeightError(
-                f"{self.name}: {doing} needs parameters; pass weights= to compile, "
+                f"{self.name}: {operation} needs parameters; pass weights= to compile, "
                 "or use model.replace(params=model.init(key))"
             )
         return self.params
@@ -323,8 +323,10 @@ class CompiledModel(ModelProgram):
         """
         optional = [d.name for d in self.inputs if d.optional]
         if isinstance(given, str) or (invalid := [name for name in given if name not in optional]):
-            what = shown(given) if isinstance(given, str) else listing(invalid)
-            raise GraphError(f"init_state: given is {what}; expected names of optional inputs: {listing(optional)}")
+            shown_names = shown(given) if isinstance(given, str) else listing(invalid)
+            raise GraphError(
+                f"init_state: given is {shown_names}; expected names of optional inputs: {listing(optional)}"
+            )
         if unknown := [name for name in sizes if name not in self._template().symbols]:
             raise GraphError(f"init_state: {self.name} has no size {listing(unknown)}")
         dims = {"batch": batch, **({} if context is None else {"context": context}), **sizes}
@@ -365,7 +367,7 @@ class CompiledModel(ModelProgram):
         if level == "jaxpr":
             return str(jaxpr_of(self.programs, template, self.param_specs()))
         if self.last_key is None:
-            raise GraphError(f"text({level!r}) needs sizes: call the model first, or give inputs: text({level!r}, x)")
+            raise GraphError(f"text({level!r}) needs sizes: call the model first, or pass inputs: text({level!r}, x)")
         return text_of(self.programs, self.last_key, level)
 
     def outline(self) -> Outline:
@@ -384,7 +386,7 @@ class CompiledModel(ModelProgram):
 
     def __repr__(self) -> str:
         count = sum(t.size for t in self.programs.layout.types().values())
-        suffix = "" if self.params is not None or not count else ", no numbers yet"
+        suffix = "" if self.params is not None or not count else ", no parameters yet"
         return f"CompiledModel({self.name}: {self.program}, {count:,} parameters{suffix})"
 
     def _repr_html_(self) -> str:

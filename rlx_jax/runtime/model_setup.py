@@ -74,21 +74,17 @@ def make_programs(
         ProfileError: the profiles of the flows differ.
     """
     profile = None if options.profile is None else CompileProfile.of(options.profile)
-    if not isinstance(options.strict, bool):
-        raise RequestError(f"strict is {shown(options.strict)}; expected True or False")
-    if options.progress is not None and not callable(options.progress):
-        raise RequestError(f"progress is {shown(options.progress)}; expected a function of (what, done, total)")
-    seed = check_missing(options.missing, options.key)
+    init_key = check_options(options)
     if weights is not None and any(hasattr(flow, "stored_in") for flow in flows):  # recipes inspect the keys
         weights = open_weights(weights)
     flow_list = [as_flow(flow, weights) for flow in flows]
     if program == "train":
         for flow in flow_list:
             refuse_untrainable(flow)
-    named = {flow.name: flow if seed is None else with_missing_declared(flow) for flow in flow_list}
-    if not named or len(named) < len(flow_list):
-        raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in flow_list])}")
-    builds, initialized = build_with_missing(named, build_flows(named, weights), seed)
+    flows_by_name = {flow.name: flow if init_key is None else with_missing_declared(flow) for flow in flow_list}
+    if not flows_by_name or len(flows_by_name) < len(flow_list):
+        raise GraphError(f"flows of one model have distinct names; got {listing([f.name for f in flow_list])}")
+    builds, initialized = build_with_missing(flows_by_name, build_flows(flows_by_name, weights), init_key)
     builts = [built for built, _ in builds.values()]
     source = check_sources(builts, options.strict)
     settings = shared_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
@@ -102,31 +98,31 @@ def make_programs(
     if model_sharding is not None:
         check_divisible(model_sharding, layout.leaves.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
-    programs = Programs(named, source, settings, layout, captured, options.progress)
+    programs = Programs(flows_by_name, source, settings, layout, captured, options.progress)
     programs.fuses_by_default, programs.planned_program = merge, program
-    programs.initialized_keys, programs.init_key = initialized, seed
+    programs.initialized_keys, programs.init_key = initialized, init_key
     profiles = [(t, choose_profile(t.built, profile)) for t in templates.values() if t.built.plan is None]
     if any(used_profile != CompileProfile.auto() for _, used_profile in profiles):
         programs_run = serves or (program,)
         warn_without_effect(
             [facts_of(t, used_profile, settings, programs_run, bool(serves)) for t, used_profile in profiles], 3
         )
-    for name, flow in named.items():
+    for name, flow in flows_by_name.items():
         check_inputs(settings.plan.donate_inputs, flow)
         programs.builds.insert((name, frozenset()), builds[name])
         programs.templates.insert(ProgramKey(name, first), templates[name])
     return programs
 
 
-def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
+def build_flows(flows: Mapping[str, Buildable], weights: Weights) -> Builds:
     """Return each flow built, with the seconds that the build took. The weights are opened once.
 
     Flows that are bound to one source share the source of the first built flow, with its adapter.
     """
     builds: dict[str, tuple[Built, float]] = {}
-    sources = [getattr(flow, "_weights", None) for flow in named.values()]
+    sources = [getattr(flow, "_weights", None) for flow in flows.values()]
     one_source = sources[0] is not None and all(source is sources[0] for source in sources)
-    for name, flow in named.items():
+    for name, flow in flows.items():
         start = time.perf_counter()
         with paused_gc():
             built = flow.build(weights)
@@ -136,23 +132,23 @@ def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
 
 
 def build_with_missing(
-    named: Mapping[str, Buildable], builds: Builds, seed: jax.Array | None
+    flows: Mapping[str, Buildable], builds: Builds, init_key: jax.Array | None
 ) -> tuple[Builds, tuple[str, ...]]:
     """Initialize missing weights, and build the flows again over a source that includes them.
 
     Args:
-        named: the flows by name.
+        flows: the flows by name.
         builds: the built flows by name.
-        seed: the random key; None to initialize nothing.
+        init_key: the random key; None to initialize nothing.
 
     Returns:
         The built flows, and the keys of the initialized weights. If none are missing, the flows are as before.
     """
-    initialized = {} if seed is None else init_missing_weights([built for built, _ in builds.values()], seed)
+    initialized = {} if init_key is None else init_missing_weights([built for built, _ in builds.values()], init_key)
     if not initialized:
         return builds, ()
     source = with_initialized(next(built.source for built, _ in builds.values()), initialized)
-    return {name: (flow.build(source), builds[name][1]) for name, flow in named.items()}, tuple(initialized)
+    return {name: (flow.build(source), builds[name][1]) for name, flow in flows.items()}, tuple(initialized)
 
 
 def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Settings, Layout, dict[str, Template]]:
@@ -206,13 +202,13 @@ def needs_other_params(built: Built, layout: Layout, settings: Settings, first: 
     return not layout.has(complete.hir, settings.plan.scan)
 
 
-def shared_settings(found: Mapping[str, Settings]) -> Settings:
+def shared_settings(settings_by_flow: Mapping[str, Settings]) -> Settings:
     """Return the settings that all flows share.
 
     Raises:
         ProfileError: the settings differ; the message lists the fields.
     """
-    (name, common), *rest = found.items()
+    (name, common), *rest = settings_by_flow.items()
     for other, settings in rest:
         if differ := differences(common, settings):
             raise ProfileError(
@@ -260,13 +256,15 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
         return flow
     if isinstance(getattr(flow, "programs", None), Programs):
         raise GraphError(
-            "this model is compiled already: call it, give it other numbers with .replace(params=…), or compile its "
+            "this model is compiled already: call it, replace its parameters with .replace(params=…), or compile its "
             "flow again for another mesh or profile"
         )
     if isinstance(getattr(getattr(flow, "model", None), "programs", None), Programs):
         raise GraphError(f"this {type(flow).__name__} is compiled already: pass its .model to another one")
     if isinstance(flow, type) and hasattr(flow, "assemble"):
-        raise GraphError(f"{flow.__name__} is a class, no recipe: make one by recipe_for(path) or for_prefill(config)")
+        raise GraphError(
+            f"{flow.__name__} is a class, no recipe: make one with recipe_for(path) or for_prefill(config)"
+        )
     if callable(getattr(flow, "assemble", None)):
         source = None if weights is None else open_weights(weights)
         # An empty source has no keys to adapt the recipe to.
@@ -284,7 +282,7 @@ def _flow_hint(flow: object) -> str:
     if isinstance(flow, str | os.PathLike):
         return "; rlx_jax.load(path) opens a checkpoint, and recipe_for(path) is its recipe"
     if hasattr(flow, "pattern") and hasattr(flow, "capture"):
-        return ": at(…) selects blocks; say what becomes of them, .capture(), .wrap(fn), .replace(stage) or .scale(by)"
+        return ": at(…) selects blocks; add an edit, .capture(), .wrap(fn), .replace(stage) or .scale(by)"
     return "; the flow comes first: compile(flow, weights)" if isinstance(flow, Mapping) else ""
 
 
@@ -303,10 +301,10 @@ def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
     if source is None:
         return None
     read_keys = {key for b in builts for key in b.keys_read}
-    left_keys = [key for b in builts for key in b.left_keys]
+    unused_keys = [key for b in builts for key in b.unused_keys]
     unread_keys = [
         key for key in source.keys()
-        if key not in read_keys and not any(key == k or (k.endswith(".") and key.startswith(k)) for k in left_keys)
+        if key not in read_keys and not any(key == k or (k.endswith(".") and key.startswith(k)) for k in unused_keys)
     ]  # fmt: skip
     if unread_keys:
         message = f"{name}: {len(unread_keys)} weights are in the source and nothing reads them: {listing(unread_keys)}"
@@ -316,14 +314,14 @@ def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
     return source
 
 
-def init_model_params(programs: Programs, built: Built, key: jax.Array, what: str) -> dict[str, jax.Array]:
+def init_model_params(programs: Programs, built: Built, key: jax.Array, label: str) -> dict[str, jax.Array]:
     """Return random values for all parameters of a model, under their storage sharding; see `CompiledModel.init`.
 
     Args:
         programs: the programs of the model.
         built: the built flow.
         key: the random key, which may be traced.
-        what: the operation, which begins the message of an error.
+        label: the operation, which begins the message of an error.
 
     Raises:
         LimitError, DeviceOutOfMemoryError: there is not enough memory for them.
@@ -333,19 +331,32 @@ def init_model_params(programs: Programs, built: Built, key: jax.Array, what: st
     sizes = [shard_type(t, shardings.get(name)).nbytes for name, t in programs.layout.types().items()]
     if not isinstance(key, jax.core.Tracer):
         # Values are sampled in f32 and then scaled, which takes a temporary array.
-        check_space(sum(sizes) + max(sizes, default=0), what)
+        check_space(sum(sizes) + max(sizes, default=0), label)
 
-    def draw(key: jax.Array) -> dict[str, jax.Array]:
+    def init(key: jax.Array) -> dict[str, jax.Array]:
         return initial_params(expand_composites(built.hir, built.types), leaves, key, built.inits)
 
-    with out_of_memory(what):
-        return draw(key) if resting is None else jax.jit(draw, out_shardings=resting)(key)
+    with out_of_memory(label):
+        return init(key) if resting is None else jax.jit(init, out_shardings=resting)(key)
 
 
 # -- `missing="init"` of `rlx_jax.compile` -----------------------------------------------------
 
 
-def check_missing(missing: str, key: Any) -> jax.Array | None:
+def check_options(options: OpenOptions) -> jax.Array | None:
+    """Check `strict`, `progress`, `missing` and `key`, and return the random key of missing weights.
+
+    Raises:
+        RequestError: one of them is not valid.
+    """
+    if not isinstance(options.strict, bool):
+        raise RequestError(f"strict is {shown(options.strict)}; expected True or False")
+    if options.progress is not None and not callable(options.progress):
+        raise RequestError(f"progress is {shown(options.progress)}; expected a function of (step, done, total)")
+    return init_key_of(options.missing, options.key)
+
+
+def init_key_of(missing: str, key: Any) -> jax.Array | None:
     """Return the random key for missing weights; None if a missing weight is an error.
 
     Raises:
@@ -354,7 +365,9 @@ def check_missing(missing: str, key: Any) -> jax.Array | None:
     if missing not in ("error", "init"):
         raise RequestError(f"missing is {shown(missing)}; expected 'error' or 'init'")
     if (missing == "init") != (key is not None):
-        raise RequestError("missing='init' draws weights with key=, a seed or a jax.random key: give both, or neither")
+        raise RequestError(
+            "missing='init' initializes weights with key=, a seed or a jax.random key: pass both, or neither"
+        )
     return None if key is None else random_key("compile", key)
 
 

@@ -136,7 +136,7 @@ class Programs:
         """Refuse to pickle or deep-copy any object that contains this one: executables cannot be copied."""
         raise UnsupportedError(
             f"{', '.join(self.flows)}: compiled programs cannot be pickled or deep-copied; write the parameters with "
-            "rlx_jax.save(model, directory), and make the model again with weights=directory, or by rlx_jax.load"
+            "rlx_jax.save(model, directory), and compile the model again with weights=directory, or use rlx_jax.load"
         )
 
     def template(self, key: ProgramKey) -> Template:
@@ -415,7 +415,7 @@ class Programs:
             if self.warmup_keys - set(self.executables):
                 raise RequestError(
                     f"warmup: the profile's buckets need {len(self.warmup_keys)} programs, and buckets.programs = "
-                    f"{self.executables.limit} are kept; raise it, at some megabytes each, or use fewer buckets"
+                    f"{self.executables.limit} are cached; raise it, at some megabytes each, or use fewer buckets"
                 )
             self.is_warm = True
         finally:
@@ -440,8 +440,8 @@ class Programs:
         texts = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
         described = ", ".join(text.format(binding[dim]) for dim, text in texts.items() if dim in binding)
         if not key.last_only and replace(key, last_only=True) in self.executables:
-            reason = f'{key.flow}: {described}: warm-up was for logits="last", not for those of every position'
-            return reason, 'ask for logits="last"'
+            reason = f'{key.flow}: {described}: warm-up ran logits="last", not the logits of every position'
+            return reason, 'pass logits="last"'
         warmed = next(
             (k.optional_inputs for k in self.executables if replace(k, optional_inputs=key.optional_inputs) == key),
             None,
@@ -450,7 +450,7 @@ class Programs:
             now, then = (
                 f"with {listing(sorted(names))}" if names else "without any" for names in (key.optional_inputs, warmed)
             )
-            return f"{key.flow}: {described}: of the optional inputs, warm-up was {then}, not {now}", f"call it {then}"
+            return f"{key.flow}: {described}: optional inputs: warm-up was {then}, not {now}", f"call it {then}"
         in_buckets = self.is_warm and not buckets.foreign(sizes)
         if in_buckets and (difference := new_arguments(key.wrapper, (k.wrapper for k in self.executables))):
             return f"{key.flow}: {described}: {difference}", "warm up for that too"
@@ -458,13 +458,13 @@ class Programs:
         if in_buckets and programs and key.program not in programs:
             hint = ", which `logits` runs" if key.program == "forward" else ""
             reason = f"{key.flow}: {described}: warm-up ran {listing(sorted(programs))}, not {key.program}{hint}"
-            return reason, "ask for what it ran"
+            return reason, "call a program that it ran"
         first_input = self.first_input(key.flow)
         reason = (
             f"{key.flow}: input {quote(first_input)} with {described or 'no size'}: no {key.program} "
-            f"program is compiled for that; {buckets.text() or 'warm-up was for other sizes'}"
+            f"program is compiled for that; {buckets.text() or 'warm-up ran other sizes'}"
         )
-        return reason, "ask for sizes that fit"
+        return reason, "pass sizes that fit"
 
     def check_compiled(self, key: ProgramKey) -> None:
         """Check, before anything runs, that the profile allows compiling this program now.

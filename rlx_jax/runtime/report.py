@@ -146,12 +146,12 @@ class RequestReport:
         tokens += f", {self.read_tokens:,} of them" if self.cached_tokens else ""
         unit = "tokens" if self.prompt_tokens else self.kind
         timing = f"{self.prompt_seconds:.3f} s, {self.prompt_rate:,.0f} {unit}/s"
-        text = f"{self.rows:,} {self.kind}{tokens} read in {timing}"
+        text = f"{self.rows:,} {self.kind}{tokens} processed in {timing}"
         if self.answer_seconds:
             rate = f"{self.answer_rate:,.0f} tokens/s"
-            text += f"; {self.new_tokens:,} new tokens, in {self.answer_seconds:.3f} s behind the first, {rate}"
+            text += f"; {self.new_tokens:,} new tokens, in {self.answer_seconds:.3f} s after the first, {rate}"
         text += f"; {self.reread}" if self.reread else ""
-        return text + (f"; {self.compiled} programs and functions were compiled in it" if self.compiled else "")
+        return text + (f"; {self.compiled} programs and functions were compiled during it" if self.compiled else "")
 
 
 def per_second(count: int, seconds: float) -> float:
@@ -243,7 +243,7 @@ class Report:
             ("loaded", self.loaded and f"{self.loaded} from the compile cache"),
             ("evicted", self.evicted),
             ("recompiles", self.recompiles),
-            *(("compiled late", reason) for reason in self.recompiled),
+            *(("recompiled", reason) for reason in self.recompiled),
             ("program", self.program),
         ]
         for name, (label, unit) in COST_LABELS.items():
@@ -255,7 +255,7 @@ class Report:
         for name in ("attention", "products", "experts"):
             rows += [(name, each) for each in merge_equal_layers(getattr(self, name))]
         rows += [("recurrence", r) for r in self.recurrences]
-        rows += [("generating loop", self.loop), ("embedding", self.embedding), ("request", self.request)]
+        rows += [("generation loop", self.loop), ("embedding", self.embedding), ("request", self.request)]
         rows += [("speculative", self.speculative), ("seed", "" if self.seed is None else str(self.seed))]
         if self.initialised:
             rows.append(("initialised", f"{len(self.initialised)} weights: {listing(self.initialised, 8)}"))
@@ -293,16 +293,16 @@ class Report:
         counts = ", ".join(f"{count} {name}" for name, count in self.collectives.items())
         return [
             ("mesh", self.mesh),
-            ("of one device", f"{self.leaf_bytes:,} bytes of parameters"),
-            *(("divided", f"{count} leaves as {spec}") for spec, count in self.shardings.items()),
+            ("per device", f"{self.leaf_bytes:,} bytes of parameters"),
+            *(("sharded", f"{count} parameters as {spec}") for spec, count in self.shardings.items()),
             ("collectives", self.program and (counts or "none")),
-            *(("whole on each device:", name) for name in self.whole),
+            *(("replicated:", name) for name in self.whole),
         ]
 
 
-def merge_equal_layers(told: Sequence[str]) -> list[str]:
+def merge_equal_layers(lines: Sequence[str]) -> list[str]:
     """Return lines `block: choice`, with equal layers merged into one: `layers.*.self_attn: xla (2 of them)`."""
-    parts = (line.split(": ", 1) for line in told)
+    parts = (line.split(": ", 1) for line in lines)
     counts = Counter(": ".join((without_layer_numbers(path), *rest)) for path, *rest in parts)
     return [line if count == 1 else f"{line} ({count} of them)" for line, count in counts.items()]
 
@@ -341,7 +341,7 @@ def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
     executable = programs.executables.get(key)
     if executable is None:
         raise GraphError(
-            f"text({level!r}): this size was only traced through apply, or its program is not kept any more; give "
+            f"text({level!r}): this size was only traced through apply, or its program is not cached any more; pass "
             f"inputs: text({level!r}, x)"
         )
     return str(executable.lowered.as_text()) if level == "stablehlo" else str(executable.call.as_text())

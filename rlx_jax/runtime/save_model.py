@@ -86,20 +86,12 @@ def save(
     files = {} if loaded_from is None else loaded_from.files(compiled.built, target)
     if target is None:
         _refuse_packed(programs.layout.leaves.values())
-    weights_by_key: dict[str, list[_Weight]] = {}
-    for weight in _weights(programs.layout.leaves, params, source):
-        weights_by_key.setdefault(weight.key, []).append(weight)
-    if target is None:
-        lossy = ([weight for weight in shares if not weight.survives()] for shares in weights_by_key.values())
-        _refuse_rounding([weights[0] for weights in lossy if weights])
-    weights = [_one(shares) for shares in weights_by_key.values()]
-    _warn_of_nan(weights)
-    entries = [w.entry(target) for w in weights]
+    entries = _entries(_weights(programs.layout.leaves, params, source), target)
     if loaded_from is None:
         write_checkpoint(path, entries, format or "orbax", overwrite)
         return
     entries = entries if source is None else with_unused_weights(entries, source, target)
-    write_checkpoint(path, entries, format or "safetensors", overwrite, files, loaded_from.inside)
+    write_checkpoint(path, entries, format or "safetensors", overwrite, files, loaded_from.subfolder)
 
 
 def _compiled_and_origin(model: Any) -> tuple[CompiledModel, CheckpointOrigin | None]:
@@ -119,14 +111,34 @@ def _compiled_and_origin(model: Any) -> tuple[CompiledModel, CheckpointOrigin | 
     if loaded_from is None and model is not compiled:
         raise UnsupportedError(
             f"save: rlx_jax.load did not open this {type(model).__name__}, so there is no config.json and no "
-            "tokenizer's file to save with it. Beside those of a checkpoint: whole = rlx_jax.load(checkpoint); "
-            "whole.model = model.model; rlx_jax.save(whole, path). The weights alone: rlx_jax.save(model.model, path)"
+            "tokenizer's file to save with it. With the files of a checkpoint: loaded = rlx_jax.load(checkpoint); "
+            "loaded.model = model.model; rlx_jax.save(loaded, path). The weights alone: rlx_jax.save(model.model, path)"
         )
     return compiled, loaded_from
 
 
+def _entries(parts: Iterable[_WeightPart], target: np.dtype[Any] | None) -> list[Entry]:
+    """Return the weights to write, in the dtype `target` or in the dtypes of the checkpoint.
+
+    Raises:
+        WeightError: without `target`, values would be rounded; or one key has two different values.
+
+    Warns:
+        RlxNumericsWarning: a weight has NaN.
+    """
+    parts_by_key: dict[str, list[_WeightPart]] = {}
+    for part in parts:
+        parts_by_key.setdefault(part.key, []).append(part)
+    if target is None:
+        inexact = ([part for part in same_key if not part.is_exact()] for same_key in parts_by_key.values())
+        _refuse_rounding([same_key[0] for same_key in inexact if same_key])
+    weights = [_join_parts(same_key) for same_key in parts_by_key.values()]
+    _warn_of_nan(weights)
+    return [weight.entry(target) for weight in weights]
+
+
 @dataclass(frozen=True)
-class _Weight:
+class _WeightPart:
     """The values, or a slice of the values, that a parameter has of one checkpoint key.
 
     Attributes:
@@ -134,13 +146,13 @@ class _Weight:
         values: in the checkpoint's shape and the parameter's dtype.
         original: the source, if loading rounded the values and they have not changed since. The exact values are then
             read from it again.
-        lost: whether loading rounded the values and no source has them.
+        is_rounded: whether loading rounded the values and no source has them.
     """
 
     piece: Piece
     values: Any
     original: WeightSource | None = None
-    lost: bool = False
+    is_rounded: bool = False
 
     @property
     def key(self) -> str:
@@ -150,19 +162,19 @@ class _Weight:
     def type(self) -> TensorType:
         return self.piece.key.type
 
-    def survives(self) -> bool:
+    def is_exact(self) -> bool:
         """Return whether the checkpoint's dtype represents the values without rounding."""
         if self.values.dtype == self.type.dtype or self.original is not None:
             return True
-        if self.lost:
+        if self.is_rounded:
             return False
         values = np.asarray(self.values)
         back = _cast(values, self.type.dtype).astype(values.dtype)
         return bool(((back == values) | (values != values)).all())  # NaN equals nothing, and survives a cast
 
-    def entry(self, wanted: np.dtype[Any] | None) -> Entry:
-        """Return the weight to write, in the dtype `wanted`, or in the checkpoint's dtype if it is None."""
-        dtype = wanted if wanted is not None and is_float(self.type.dtype) else self.type.dtype
+    def entry(self, target_dtype: np.dtype[Any] | None) -> Entry:
+        """Return the weight to write, in the dtype `target_dtype`, or in the checkpoint's dtype if it is None."""
+        dtype = target_dtype if target_dtype is not None and is_float(self.type.dtype) else self.type.dtype
         return Entry(self.key, self.type.with_dtype(dtype), lambda: self._stored(dtype))
 
     def _stored(self, dtype: np.dtype[Any]) -> Any:
@@ -174,7 +186,7 @@ class _Weight:
 
 def _weights(
     leaves: Mapping[str, Program], params: Mapping[str, Any], source: WeightSource | None
-) -> Iterator[_Weight]:
+) -> Iterator[_WeightPart]:
     """Return the parameters, split into the weights of the checkpoint."""
     for name, program in leaves.items():
         array = params[name]
@@ -183,15 +195,15 @@ def _weights(
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             raise WeightError(f"params: leaf {quote(name)} lies on devices of other processes")
         lossy = is_lossy(program)
-        reloaded = _loaded_again(program, source) if lossy else None
+        reloaded = _reload(program, source) if lossy else None
         parts = list(pieces(program, array if isinstance(program, Key) else np.asarray(array)))
         reloads = [None] * len(parts) if reloaded is None else [piece.values for piece in pieces(program, reloaded)]
         for piece, reload in zip(parts, reloads, strict=True):
             is_unchanged = reload is not None and np.array_equal(_bits(piece.values), _bits(reload))
-            yield _Weight(piece, piece.values, source if is_unchanged else None, lossy and not is_unchanged)
+            yield _WeightPart(piece, piece.values, source if is_unchanged else None, lossy and not is_unchanged)
 
 
-def _loaded_again(program: Program, source: WeightSource | None) -> np.ndarray[Any, Any] | None:
+def _reload(program: Program, source: WeightSource | None) -> np.ndarray[Any, Any] | None:
     """Return the parameter as the source has it now; None if there is no source, or it can no longer be read."""
     if source is None:
         return None
@@ -203,7 +215,7 @@ def _loaded_again(program: Program, source: WeightSource | None) -> np.ndarray[A
     return out
 
 
-def _one(held: list[_Weight]) -> _Weight:
+def _join_parts(parts: list[_WeightPart]) -> _WeightPart:
     """Return one weight from the values that several parameters have of one key.
 
     Slices are joined into the full weight. For a tied weight in two parameters the one with more bits is taken.
@@ -211,18 +223,18 @@ def _one(held: list[_Weight]) -> _Weight:
     Raises:
         WeightError: slices are missing, or two parameters have different values.
     """
-    widest = max(held, key=lambda weight: weight.values.dtype.itemsize)
-    is_cut = any(weight.piece.sliced is not None for weight in held)
-    values = join_pieces([weight.piece for weight in held]) if is_cut else widest.values
-    for weight in held if len(held) > 1 else ():
+    widest = max(parts, key=lambda weight: weight.values.dtype.itemsize)
+    is_cut = any(weight.piece.sliced is not None for weight in parts)
+    values = join_pieces([weight.piece for weight in parts]) if is_cut else widest.values
+    for weight in parts if len(parts) > 1 else ():
         overlap = _cast(np.asarray(values[weight.piece.selection]), weight.values.dtype)
         if not np.array_equal(_bits(overlap), _bits(weight.values)):
             raise WeightError(f"weight {quote(weight.key)} is in two leaves of the model, and their values differ")
     if not is_cut:
         return widest
-    are_unchanged = all(weight.original is not None for weight in held)
-    is_rounded = any(weight.lost or weight.original is not None for weight in held) and not are_unchanged
-    return _Weight(Piece(widest.piece.key, values), values, widest.original if are_unchanged else None, is_rounded)
+    are_unchanged = all(weight.original is not None for weight in parts)
+    is_rounded = any(weight.is_rounded or weight.original is not None for weight in parts) and not are_unchanged
+    return _WeightPart(Piece(widest.piece.key, values), values, widest.original if are_unchanged else None, is_rounded)
 
 
 def _refuse_packed(leaves: Iterable[Program]) -> None:
@@ -232,29 +244,29 @@ def _refuse_packed(leaves: Iterable[Program]) -> None:
         schemes = " and ".join(dict.fromkeys(packed.values()))
         raise WeightError(
             f"{len(packed)} weights are packed in the checkpoint ({schemes}), and no format writes packed ones: "
-            f"{listing(packed, 8)}; dtype='f32' writes the numbers they stand for"
+            f"{listing(packed, 8)}; dtype='f32' writes the dequantized values"
         )
 
 
-def _refuse_rounding(weights: list[_Weight]) -> None:
+def _refuse_rounding(weights: list[_WeightPart]) -> None:
     """Raise a `WeightError` for weights that the dtypes of the checkpoint would round; `weights` are only those."""
     if not weights:
         return
     ours, theirs = weights[0].values.dtype, weights[0].type.dtype
     narrow, wide = sorted((ours, theirs), key=lambda dtype: dtype.itemsize)
     raise WeightError(
-        f"{len(weights)} weights are {short_name(ours)} in the model and {short_name(theirs)} in the checkpoint, and "
-        f"would not come back as they are: {listing([w.key for w in weights], 8)}; "
+        f"{len(weights)} weights are {short_name(ours)} in the model and {short_name(theirs)} in the checkpoint, "
+        f"so that a save would round values: {listing([w.key for w in weights], 8)}; "
         f"dtype={short_name(wide)!r} keeps the values, dtype={short_name(narrow)!r} rounds them on purpose"
     )
 
 
-def _warn_of_nan(weights: list[_Weight]) -> None:
+def _warn_of_nan(weights: list[_WeightPart]) -> None:
     """Warn of weights with NaN: saving works, but loading refuses them."""
     damaged = [w.key for w in weights if is_float(w.values.dtype) and bool((w.values != w.values).any())]
     if damaged:
         message = f"{len(damaged)} of {len(weights)} weights hold NaN, and loading refuses them: {listing(damaged, 8)}"
-        warnings.warn(message, RlxNumericsWarning, stacklevel=3)
+        warnings.warn(message, RlxNumericsWarning, stacklevel=4)
 
 
 def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

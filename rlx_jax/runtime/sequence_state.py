@@ -59,7 +59,7 @@ class State:
         """
         for a in self.arrays().values():
             if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) and a.is_deleted():
-                raise SessionStateError("this state was consumed by an earlier call; go on with what that returned")
+                raise SessionStateError("this state was consumed by an earlier call; use the state that it returned")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +92,14 @@ class FromEmpty:
 
 
 def empty_state(
-    types: Mapping[str, TensorType], binding: Mapping[str, int], what: str, shardings: Mapping[str, NamedSharding]
+    types: Mapping[str, TensorType], binding: Mapping[str, int], label: str, shardings: Mapping[str, NamedSharding]
 ) -> EmptyState:
     """Return the function that creates an empty state of these sizes.
 
     Args:
         types: the types of the arrays, with symbolic sizes.
         binding: the sizes by symbol.
-        what: the operation, for the message of a `DeviceOutOfMemoryError`.
+        label: the operation, for the message of a `DeviceOutOfMemoryError`.
         shardings: the shardings of the arrays; empty on one device.
 
     Raises:
@@ -108,14 +108,14 @@ def empty_state(
     bound_types = {k: t.bind(binding) for k, t in types.items()}
     missing = sorted({s for t in bound_types.values() for s in t.symbols})
     if missing:
-        raise GraphError(f"init_state: give {', '.join(missing)}=")
+        raise GraphError(f"init_state: pass {', '.join(missing)}=")
     for name, t in bound_types.items():
         check_elements(t.shape, f"init_state: {name} {t}")
 
     def nbytes(sizes: Mapping[str, int]) -> int:
         return sum(shard_type(t.bind(sizes), shardings.get(name)).nbytes for name, t in types.items())
 
-    check_fits(nbytes(binding), what, lambda limit: _fitting_size(nbytes, binding, limit))
+    check_fits(nbytes(binding), label, lambda limit: _fitting_size(nbytes, binding, limit))
     return EmptyState(tuple(bound_types.items()), shardings)
 
 
@@ -151,15 +151,15 @@ def state_arrays(
     if state is None:
         return {}
     if not isinstance(state, State):
-        raise GraphError(f"state= is what init_state or an earlier call returned, got {type(state).__name__}")
+        raise GraphError(f"state= takes the result of init_state or of an earlier call, got {type(state).__name__}")
     state.check_alive()
     arrays = state.arrays()
     check_state(arrays, types, sizes)
     if program == "prefill" and not isinstance(state.length, jax.core.Tracer):  # a tracer has no values
         if (lengths := jax.device_get(state.length)).any():
             raise SessionStateError(
-                f"prefill starts from an empty state, see init_state; this one holds {lengths.tolist()[:8]} "
-                "tokens in its rows: go on with extend"
+                f"prefill starts from an empty state, see init_state; its rows have {lengths.tolist()[:8]} "
+                "tokens: continue with extend"
             )
     return arrays
 
@@ -188,7 +188,7 @@ def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dic
             expected = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
             # Another number of rows is a mistake in the request; any other size means a state of another model.
             if expected != size and str(dim) == "batch":
-                raise RequestError(f"the state holds {size} rows, the inputs {expected}")
+                raise RequestError(f"the state has {size} rows, the inputs have {expected}")
             if expected != size:
                 raise SessionStateError(f"state {key}: {dim} is {expected} elsewhere, got {list(shape)}")
 
@@ -202,7 +202,7 @@ def _solve(terms: Sequence[str], size: int, sizes: dict[str, int]) -> None:
 
 
 def check_capacity(
-    length: Any, new: Any, slots: int | None, cure: str = "init_state(batch, context) makes a larger one"
+    length: Any, new: Any, slots: int | None, remedy: str = "init_state(batch, context) makes a larger one"
 ) -> None:
     """Check that the tokens of each row and its new ones fit the slots; traced values are not checked.
 
@@ -210,7 +210,7 @@ def check_capacity(
         length: the number of tokens in each row, `[B]`.
         new: the number of new tokens of each row, `[B]`.
         slots: the slots of the state; None if it has none.
-        cure: the remedy, for the message.
+        remedy: the remedy, for the message.
 
     Raises:
         SequenceLengthError: a row would go past the last slot.
@@ -221,6 +221,6 @@ def check_capacity(
     row = int(np.argmax(past + extra))
     if past[row] + extra[row] > slots:
         raise SequenceLengthError(
-            f"extend: row {row} holds {past[row]} tokens and would get {extra[row]} more, the state has {slots} slots; "
-            f"{cure}"
+            f"extend: row {row} has {past[row]} tokens and would get {extra[row]} more; the state has {slots} slots; "
+            f"{remedy}"
         )
