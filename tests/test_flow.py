@@ -508,7 +508,7 @@ def test_inputs_that_no_output_reads() -> None:
     assert called_with(both) == ["pixels", "ids", "scale"] and set(both(pixels, ids)) == {"image", "text"}
     refused: list[tuple[Any, dict[str, Any], str]] = [
         ((ids,), {"scale": scale}, "input 'scale' is read by none of the outputs"),
-        ((pixels, ids, scale), {}, "got 3: none of the outputs reads 'pixels'; give 'scale' by name"),
+        ((pixels, ids, scale), {}, "got 3: none of the outputs reads 'pixels'; pass 'scale' by name"),
         ((), {}, "input 'ids' is missing"),
     ]
     for args, named, message in refused:
