@@ -519,7 +519,7 @@ def test_ctrl_c_is_heard_where_the_work_may_stop() -> None:
             with pytest.raises(KeyboardInterrupt):
                 interrupt.check()
             with pytest.raises(KeyboardInterrupt):
-                Status(interrupt, shown=False)("load", 1, 2)
+                Status(interrupt, enabled=False)("load", 1, 2)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -114,7 +114,7 @@ LIES: dict[str, tuple[str, Callable[[Handler, bytes], None], type[RlxError], str
     "an endless file": ("config.json", endless, IntegrityError, "more bytes than its listed size"),
 
     "a list that is none": (
-        "revision/main", lambda h, _: h.send(b"<html>", {}), IntegrityError, "no list of a commit's files",
+        "revision/main", lambda h, _: h.send(b"<html>", {}), IntegrityError, "not a list of a commit's files",
     ),
     "a commit that leads out": (
         "revision/main", listing_with(COMMIT.encode(), b"../../x"), IntegrityError, "is this a Hub",

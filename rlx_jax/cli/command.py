@@ -42,7 +42,7 @@ class Session:
 
     def print_summary(self) -> None:
         """Print the line of figures once, if stderr is a terminal and progress is wanted."""
-        if self.summary and self.status.shown:
+        if self.summary and self.status.enabled:
             print(self.summary, file=sys.stderr, flush=True)
         self.summary = ""
 
@@ -290,18 +290,18 @@ def json_line(result: Mapping[str, Any]) -> str:
     """Return a result as a line of JSON, with null for numbers that are unknown or not finite."""
     # Escape non-ASCII characters where the encoding of stdout cannot represent them.
     is_unicode = codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
-    return json.dumps(_plain(dict(result)), ensure_ascii=not is_unicode, allow_nan=False) + "\n"
+    return json.dumps(_to_json_value(dict(result)), ensure_ascii=not is_unicode, allow_nan=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _to_json_value(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(v) for v in value]
+        return [_to_json_value(v) for v in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: _to_json_value(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, enum.Enum):
-        return _plain(value.value)
+        return _to_json_value(value.value)
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not np.isfinite(value):

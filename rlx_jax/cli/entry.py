@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise StorageError("stdout is closed, and results go there")
         with Interrupt() as interrupt, warnings.catch_warnings():
             warnings.showwarning = print_warning
-            run(args, interrupt)
+            run_command(args, interrupt)
         return 0
     except KeyboardInterrupt:
         print()
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def run(args: argparse.Namespace, interrupt: Interrupt) -> None:
+def run_command(args: argparse.Namespace, interrupt: Interrupt) -> None:
     """Run a command, write its text as it comes, and then print its figures."""
-    status = Status(interrupt, shown=sys.stderr.isatty() and not getattr(args, "quiet", False))
+    status = Status(interrupt, enabled=sys.stderr.isatty() and not getattr(args, "quiet", False))
     session = Session(interrupt, status)
     try:
         with jax.default_device(select_device(getattr(args, "device", None), getattr(args, "devices", None))):

@@ -149,7 +149,7 @@ def estimate_memory(model: CompiledModel, batch: int, context: int, max_position
 
 
 def find_fitting_size(
-    model: CompiledModel, batch: int, context: int, longest: int | None, memory: int
+    model: CompiledModel, batch: int, context: int, max_positions: int | None, memory: int
 ) -> dict[str, int]:
     """Return the longest context that would fit, found by halving, or else the largest batch.
 
@@ -160,7 +160,7 @@ def find_fitting_size(
         ("batch", [(batch >> i, context) for i in range(1, 30) if batch >> i]),
     ):
         for rows, tokens in candidates:
-            if sum(estimate_memory(model, rows, tokens, longest).values()) <= memory:
+            if sum(estimate_memory(model, rows, tokens, max_positions).values()) <= memory:
                 return {name: tokens if name == "context" else rows}
     return {}
 

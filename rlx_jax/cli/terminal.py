@@ -126,8 +126,8 @@ class Status:
     overwrite that text; see `note_output`.
     """
 
-    def __init__(self, interrupt: Interrupt, shown: bool) -> None:
-        self._interrupt, self.shown, self._line, self._lock = interrupt, shown, "", threading.Lock()
+    def __init__(self, interrupt: Interrupt, enabled: bool) -> None:
+        self._interrupt, self.enabled, self._line, self._lock = interrupt, enabled, "", threading.Lock()
         self._line_unfinished = False
 
     def __call__(self, label: str, done: int, total: int) -> None:
@@ -147,7 +147,7 @@ class Status:
 
     def _write(self, line: str) -> None:
         with self._lock:
-            if self.shown and not self._line_unfinished and line != self._line:
+            if self.enabled and not self._line_unfinished and line != self._line:
                 self._line = line
                 sys.stderr.write(f"\r\x1b[K{line}")
                 sys.stderr.flush()

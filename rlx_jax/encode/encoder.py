@@ -28,7 +28,7 @@ from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.padding import check_buckets, check_sizes, crop_to
+from rlx_jax.text.padding import check_buckets, check_has_buckets, crop_to
 from rlx_jax.text.request_checks import (
     NO_TOKENIZER,
     Ids,
@@ -290,7 +290,11 @@ class Encoder(TaskModel):
             return prefetch(chunks(texts), read), None, False
         request = classify_prompts(texts, "texts", allow_flat=False)
         is_text, entries = request.texts is not None, request.texts or request.ids or []
-        return prefetch(chunks(entries), lambda chunk: ids(chunk[1], is_text, chunk[0])), len(entries), request.single
+        return (
+            prefetch(chunks(entries), lambda chunk: ids(chunk[1], is_text, chunk[0])),
+            len(entries),
+            request.is_single,
+        )
 
     def _token_rows(self, items: Sequence[Any], prompt: str | None, first: int) -> list[Ids]:
         """Return the token ids of some texts, padded if the model reads padding.
@@ -452,7 +456,7 @@ class Encoder(TaskModel):
                 )
             blocks = [Block(rows, width, batcher.sizes.slots(width), ((0,),)) for rows, width in batcher.sizes.blocks]
         else:
-            check_sizes(self.buckets, ("prompt", "batch") if self.padding is None else ("batch",))
+            check_has_buckets(self.buckets, ("prompt", "batch") if self.padding is None else ("batch",))
             widths = self.buckets.prompt if self.padding is None else self.padding[:1]
             sizes = [(rows, width) for rows in self.buckets.batch for width in widths]
             blocks = [Block(rows, width, 1, ((0,),) * rows) for rows, width in sizes]

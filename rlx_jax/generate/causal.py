@@ -250,7 +250,7 @@ class CausalLM(TaskModel):
             checked_prompts, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options
         )
         outputs = run_request(self._lm, *request_args)
-        return outputs[0] if checked_prompts.single else outputs
+        return outputs[0] if checked_prompts.is_single else outputs
 
     @suggest_keywords(*StreamOptions.__annotations__)
     def stream(
@@ -268,7 +268,7 @@ class CausalLM(TaskModel):
         """
         refuse_in_stream("stream", n, logprobs)
         checked_prompts = classify_prompts(prompt)
-        if not checked_prompts.single:
+        if not checked_prompts.is_single:
             raise RequestError("stream: one prompt at a time; generate takes several")
         return stream_request(self._lm, *self._request(checked_prompts, max_new_tokens, sampler, stop, seed, **options))
 

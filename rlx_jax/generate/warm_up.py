@@ -24,7 +24,7 @@ from rlx_jax.generate.scoring import warm_scores
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.program_key import Variant
-from rlx_jax.text.padding import check_sizes
+from rlx_jax.text.padding import check_has_buckets
 from rlx_jax.text.request_checks import Ids
 
 # A sampler for each value that `SamplingSteps.widened` can return.
@@ -48,7 +48,7 @@ def warm_all(
     budget = check_integer("max_new_tokens", max_new_tokens, 1)
     if lm.required_inputs:
         raise RequestError(f"warmup: requests bring {listing(lm.required_inputs)}, of sizes that are not known ahead")
-    check_sizes(buckets)
+    check_has_buckets(buckets)
     kinds = ALL_SAMPLERS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
     if not kinds or not all(isinstance(s, Sampler) for s in kinds):
         raise RequestError("warmup: samplers are what requests will use: a Sampler or several, or None for all kinds")

@@ -24,7 +24,7 @@ _HEADER = len(MAGIC) + hashlib.sha256().digest_size
 _ENTRY = re.compile(r"[0-9a-f]{64}\.entry")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.entry\.\d+-[0-9a-f]{8}")
 # A temporary file of this age belongs to a process that was killed: no write takes that long.
-_ABANDONED_S = 3600
+_ABANDONED_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class EntryStore:
             if reason := _privacy_problem(status):
                 raise IntegrityError(f"{quote(path)}: {reason}")
             if status.st_size > _HEADER + self.max_bytes:
-                raise IntegrityError(f"{quote(path)}: {status.st_size} bytes, the cache holds {self.max_bytes}")
+                raise IntegrityError(
+                    f"{quote(path)}: {status.st_size} bytes, over the cache's limit of {self.max_bytes}"
+                )
             with open(descriptor, "rb", closefd=False) as file:
                 content = file.read()
         finally:
@@ -127,7 +129,7 @@ class EntryStore:
                     status = file.stat(follow_symlinks=False)
                     if _ENTRY.fullmatch(file.name):
                         entries.append((status.st_mtime_ns, status.st_size, file.path))
-                    elif _TEMPORARY.fullmatch(file.name) and now - status.st_mtime > _ABANDONED_S:
+                    elif _TEMPORARY.fullmatch(file.name) and now - status.st_mtime > _ABANDONED_SECONDS:
                         os.unlink(file.path)
         surplus = sum(size for _, size, _ in entries) - self.max_bytes
         for _, size, path in sorted(entries):

@@ -137,7 +137,7 @@ def resolve(directory: str, name: str, links: Links = "follow") -> str:
     real = os.path.realpath(path)
     if not any(os.path.commonpath([allowed, real]) == allowed for allowed in _allowed_roots(root)):
         raise PathEscapeError(
-            f"{where} leads to {quote(real)}, outside its directory; put the file itself there, or name it directly"
+            f"{where} leads to {quote(real)}, outside its directory; put the file itself there, or pass its path"
         )
     try:
         status = os.stat(real)

@@ -82,14 +82,14 @@ class Snapshot:
     Attributes:
         path: the directory in the cache that holds the fetched files.
         files: every file of the commit by its path.
-        offline: the reason why nothing can be fetched, for messages; "" if files can be fetched.
+        offline_reason: the reason why nothing can be fetched, for messages; "" if files can be fetched.
     """
 
     name: str
     commit: str
     path: Path
     files: Mapping[str, HubFile] = field(repr=False)
-    offline: str
+    offline_reason: str
     remote: Remote
     progress: ProgressCallback | None = field(default=None, repr=False)
 
@@ -167,7 +167,7 @@ class Snapshot:
 
     def _check_online(self, name: str) -> None:
         """Raise `HubUnreachableError` if nothing can be fetched; `name` is the missing file."""
-        if not self.offline:
+        if not self.offline_reason:
             return
         size = _size(self.path / name)
         problem = (
@@ -176,7 +176,7 @@ class Snapshot:
         other_commits = [c for c in commits_with(self.path.parent.parent, name) if c != self.commit]
         alternative = f", or pass revision={other_commits[0]!r}, which is in the cache" if other_commits else ""
         raise HubUnreachableError(
-            f"{self._where(name)} {problem} (commit {self.commit}), and {self.offline}: load it once with a "
+            f"{self._where(name)} {problem} (commit {self.commit}), and {self.offline_reason}: load it once with a "
             f"connection{alternative}"
         )
 
@@ -248,8 +248,8 @@ def open_snapshot(
             raise
         cached = None
 
-    def snapshot(commit: str, files: Mapping[str, HubFile], offline: str = "") -> Snapshot:
-        return Snapshot(name, commit, folder / "snapshots" / commit, files, offline, remote, progress)
+    def snapshot(commit: str, files: Mapping[str, HubFile], offline_reason: str = "") -> Snapshot:
+        return Snapshot(name, commit, folder / "snapshots" / commit, files, offline_reason, remote, progress)
 
     if is_offline():
         if cached is None:

@@ -106,7 +106,7 @@ def fetch_file_list(remote: Remote, name: str, revision: str, where: str) -> tup
         except (KeyError, TypeError, AttributeError, ValueError) as cause:
             if isinstance(cause, RlxError):
                 raise
-            raise IntegrityError(f"{where}: the answer is no list of a commit's files; is this a Hub?") from cause
+            raise IntegrityError(f"{where}: the response is not a list of a commit's files; is this a Hub?") from cause
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
         raise IntegrityError(f"{where}: expected a commit of 40 digits, got {shown(info.sha)}; is this a Hub?")
     if _COMMIT.fullmatch(revision) and info.sha != revision:

@@ -196,7 +196,7 @@ def _encode_escaped(tokenizer: Tokenizer, template: str, variables: dict[str, An
     are output of the model: decoding has left special tokens out, and other control tokens (`</think>`) are intended,
     so only special tokens are encoded as plain text there.
     """
-    added, message_texts = tokenizer.added_tokens, list(_strings(variables))
+    added, message_texts = tokenizer.added_tokens, list(_iter_strings(variables))
     control = {t for t in added if added[t].special or (t in template and not t.isspace())}
     all_control, twin = control, _make_twin(variables, template, control, {t for t in control if not added[t].special})
     # Vocabularies have thousands of control tokens: the regex of markers is built from those that occur.
@@ -294,7 +294,7 @@ def _make_twin(
     # Literals inside longer texts stay too, as a template may split texts at them. Exceptions: short literals, which
     # match by chance, and parts of control tokens.
     inner_literals = {text for text in literals if len(text) > 3 and not any(text in token for token in control)}
-    used_chars = set(itertools.chain.from_iterable(_strings(variables)))
+    used_chars = set(itertools.chain.from_iterable(_iter_strings(variables)))
     unused_chars = (c for c in _PRIVATE_USE_CHARS if chr(c) not in used_chars)
     replacements = dict(zip((ord(c) for c in sorted(used_chars) if not c.isspace()), unused_chars, strict=False))
 
@@ -332,11 +332,11 @@ def _unused_chars(texts: Iterable[str]) -> tuple[str, str]:
     return opening_mark, closing_mark
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _iter_strings(value: Any) -> Iterator[str]:
     """Yield every string in a JSON value, keys of objects included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        yield from itertools.chain(value, *map(_strings, value.values()))
+        yield from itertools.chain(value, *map(_iter_strings, value.values()))
     elif isinstance(value, list):
-        yield from itertools.chain.from_iterable(map(_strings, value))
+        yield from itertools.chain.from_iterable(map(_iter_strings, value))

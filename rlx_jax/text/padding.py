@@ -78,7 +78,7 @@ def check_buckets(buckets: Buckets, max_positions: int | None) -> None:
         )
 
 
-def check_sizes(buckets: Buckets, names: tuple[str, ...] = ("prompt", "batch")) -> None:
+def check_has_buckets(buckets: Buckets, names: tuple[str, ...] = ("prompt", "batch")) -> None:
     """Check that the profile has buckets, without which a warm-up has no sizes to compile.
 
     Raises:

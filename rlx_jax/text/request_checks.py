@@ -15,7 +15,7 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.runtime.inputs import as_host_array, id_array, ids_in, is_foreign, read_array
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
-LIST_BYTES = 40  # memory of an id in a Python list, and approximately of the list object itself
+LIST_ITEM_BYTES = 40  # memory of an id in a Python list, and approximately of the list object itself
 
 
 def token_block(
@@ -96,11 +96,11 @@ NO_TOKENIZER = (
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a request: texts or id lists (the other is None); `single` if it is not a list of prompts."""
+    """The prompts of a request: texts or id lists (the other is None); `is_single` if it is not a list of prompts."""
 
     texts: list[str] | None
     ids: list[Any] | None
-    single: bool
+    is_single: bool
 
 
 def classify_prompts(prompts: Any, name: str = "prompts", allow_flat: bool = True) -> Prompts:
@@ -117,7 +117,7 @@ def classify_prompts(prompts: Any, name: str = "prompts", allow_flat: bool = Tru
     if isinstance(prompts, jax.core.Tracer):
         raise RequestError(f"{name}: traced by jax.jit or the like, and prompts are read on the host: call it outside")
     if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim:
-        limits.check_memory(LIST_BYTES * (prompts.size + len(prompts)), name)
+        limits.check_memory(LIST_ITEM_BYTES * (prompts.size + len(prompts)), name)
         return Prompts(None, [prompts] if prompts.ndim == 1 else list(read_array(name, prompts)), prompts.ndim == 1)
     if not isinstance(prompts, list | tuple):
         raise RequestError(f"{name}: expected a string, token ids, or a list of them, got {type(prompts).__name__}")

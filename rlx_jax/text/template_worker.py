@@ -33,11 +33,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 FILE_NAME = "<template>"  # the file name in tracebacks of a template that was passed as text
 
 
-class Refusal(Exception):
+class TemplateRefusal(Exception):
     """The template called `raise_exception`: it refuses these messages."""
 
 
-class Overlong(Exception):
+class OutputTooLong(Exception):
     """The rendered text is over its limit of characters."""
 
 
@@ -71,8 +71,8 @@ def to_json(
 
 
 def refuse(message: object = "it called raise_exception without a message") -> None:
-    """Implement a template's `raise_exception`: raise `Refusal`."""
-    raise Refusal(message)
+    """Implement a template's `raise_exception`: raise `TemplateRefusal`."""
+    raise TemplateRefusal(message)
 
 
 def strftime_now(format: str) -> str:
@@ -101,12 +101,12 @@ def set_limits(seconds: float, memory_bytes: int) -> None:
 
 
 def render_pieces(template: str, variables: dict[str, Any], max_chars: int) -> Iterator[str]:
-    """Yield the rendered text in pieces; raise `Overlong` once it has more than `max_chars` characters."""
+    """Yield the rendered text in pieces; raise `OutputTooLong` once it has more than `max_chars` characters."""
     length = 0
     for piece in make_environment().from_string(template).generate(variables):
         length += len(piece)
         if length > max_chars:
-            raise Overlong
+            raise OutputTooLong
         yield piece
 
 
@@ -114,9 +114,9 @@ def render_answer(request: dict[str, Any], variables: dict[str, Any]) -> dict[st
     """Return an object with the rendered text, or with the error and its message."""
     try:
         return {"text": "".join(render_pieces(request["template"], variables, request["output_chars"]))}
-    except Refusal as error:
+    except TemplateRefusal as error:
         return {"error": "refused", "message": str(error)[:2000]}
-    except Overlong:
+    except OutputTooLong:
         return {"error": "output", "message": ""}
     except MemoryError:
         return {"error": "memory", "message": ""}

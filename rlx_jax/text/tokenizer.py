@@ -240,7 +240,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     # models have a list here.
     is_unigram = isinstance(document.pop("model").get("vocab"), list)
     native = _guard(lambda: _native_tokenizer(raw), where)
-    words, vocab_size = _vocabulary(native, is_unigram, document, where)
+    words, vocab_size = _read_vocabulary(native, is_unigram, document, where)
 
     tokenizer_config, special_tokens_map = (Fields(folder.json(name), folder.where(name)) for name in _COMPANION_FILES)
     settings = tokenizer_config.values
@@ -337,7 +337,9 @@ def _apply_normalizer(native: Any, settings: Mapping[str, Any], lowercase: bool)
 # -- checks ------------------------------------------------------------------------------------
 
 
-def _vocabulary(native: Any, is_unigram: bool, document: Mapping[str, Any], where: str) -> tuple[dict[str, int], int]:
+def _read_vocabulary(
+    native: Any, is_unigram: bool, document: Mapping[str, Any], where: str
+) -> tuple[dict[str, int], int]:
     """Return the ids of all tokens by text, and the largest id plus one.
 
     Ids must be unique, and every id up to the largest one of a token that is not an added token must have a token.

@@ -17,10 +17,10 @@ def refuse_panics(document: Mapping[str, Any], where: str) -> None:
     Raises:
         TokenizerError: there is some; the message has its position in the file.
     """
-    for node in _objects(document.get("normalizer")):
+    for node in _iter_objects(document.get("normalizer")):
         if node.get("type") == "Precompiled":
             _check_charsmap(node.get("precompiled_charsmap"), where)
-    for node in _objects(document.get("post_processor")):
+    for node in _iter_objects(document.get("post_processor")):
         if "special_tokens" in node:
             _check_template(node, where)
     _check_merges(document["model"], where)
@@ -49,7 +49,7 @@ def _check_merges(model: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def _iter_objects(value: Any) -> Iterator[dict[str, Any]]:
     """Yield every object in a JSON value, including the value itself."""
     stack = [value]
     while stack:
