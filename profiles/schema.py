@@ -40,8 +40,8 @@ class Fusion(Table):
     policy: Literal["direct", "fusable"] = setting("direct", needs("blocks"), "lowering policy")
     target: Target = setting("auto", always, "planned for", "device", unsupported=UNSUPPORTED_PLATFORMS)
     assert_clean: bool = setting(False, always, "missed fusions are errors")
-    skip: bool = setting(False, effects.never, resolved_as="without")
-    disable: tuple[str, ...] = setting((), effects.needs_running_passes, resolved_as="off")
+    skip: bool = setting(False, effects.never, resolved_as="disabled_kinds")
+    disable: tuple[str, ...] = setting((), effects.needs_running_passes, resolved_as="disabled_passes")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Passes(Table):
     """
 
     PATH: ClassVar[str] = "passes"
-    dce: bool = setting(True, always, resolved_as="off")
-    cse: bool = setting(True, always, resolved_as="off")
-    constant_folding: bool = setting(True, always, resolved_as="off")
+    dce: bool = setting(True, always, resolved_as="disabled_passes")
+    cse: bool = setting(True, always, resolved_as="disabled_passes")
+    constant_folding: bool = setting(True, always, resolved_as="disabled_passes")
     verbose: bool = setting(False, always, "passes print")
 
 
@@ -107,7 +107,7 @@ class Precision(Table):
     ] = setting("none", effects.needs_narrow_class, "mixed precision", "mixed")
     classes: NumericClasses = NumericClasses()
     weights: Literal["keep", "f32", "bf16"] = setting(
-        "keep", needs("float parameters"), resolved_as="stored", unsupported=("i8", "int8", "i4", "int4")
+        "keep", needs("float parameters"), resolved_as="param_dtype", unsupported=("i8", "int8", "i4", "int4")
     )
     kv: Literal["auto", "f32", "bf16", "f16"] = setting(
         "auto", effects.needs_kv_cache, "dtype of the cache", "kv", applies_to="state"
@@ -271,8 +271,8 @@ class Backend(Table):
     PATH: ClassVar[str] = "backend.*"
     weight_layout: Literal["auto", "in_out", "out_in"] = setting("auto", needs("linears"))
     merge: bool | Literal["auto"] = setting("auto", effects.needs_shared_projections, resolved_as="merge")
-    skip_fusion: bool = setting(False, effects.never, resolved_as="without")
-    unfuse_regions: bool | Literal["auto"] = setting("auto", effects.never, resolved_as="without")
+    skip_fusion: bool = setting(False, effects.never, resolved_as="disabled_kinds")
+    unfuse_regions: bool | Literal["auto"] = setting("auto", effects.never, resolved_as="disabled_kinds")
     products: Literal["auto", "xla", "row"] = setting("auto", needs("products"), "products requested")
     experts: Literal["auto", "dense", "gathered", "blocked", "looped", "ragged"] = setting(
         "auto", needs("experts"), "experts requested"

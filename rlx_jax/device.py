@@ -67,7 +67,7 @@ class Device:
 
 
 # The lowest compute capability with cuDNN's flash attention.
-FLASH = (8, 0)
+MIN_FLASH_CAPABILITY = (8, 0)
 
 
 # The compute capability of an H100 and an H200.
@@ -76,7 +76,7 @@ HOPPER = (9, 0)
 
 def _cudnn(capability: tuple[int, int] | None) -> Cudnn | None:
     """Return the limits of cuDNN's attention at a compute capability, or None where it has none."""
-    if capability is None or capability < FLASH:
+    if capability is None or capability < MIN_FLASH_CAPABILITY:
         return None
     return Cudnn(width=256) if capability == HOPPER else Cudnn()
 
@@ -104,7 +104,7 @@ DEVICES: dict[str, Device] = {
 
 # Words in JAX's `device_kind`, by product. The first product with all words in it wins, so "tpu v5 lite" precedes "tpu
 # v5".
-SEEN = {
+DEVICE_KIND_WORDS = {
     **{name: (name,) for name in ("l4", "h200", "b200", "mi300x")},
     "h100": ("h100", "hbm3"),
     "a100": ("a100", "80gb"),
@@ -130,7 +130,7 @@ def running_device() -> Device:
     return _running(jax.config.jax_default_device)  # type: ignore[attr-defined]
 
 
-def devices_here() -> list[Any]:
+def all_devices() -> list[Any]:
     """Return the devices of the default backend, over all processes."""
     return jax.devices()
 
@@ -138,8 +138,8 @@ def devices_here() -> list[Any]:
 @functools.cache
 def _running(chosen: Any) -> Device:
     if isinstance(chosen, str):  # the name of a platform
-        return described(jax.local_devices(backend=chosen)[0])
-    return described(jax.local_devices()[0] if chosen is None else chosen)
+        return describe_device(jax.local_devices(backend=chosen)[0])
+    return describe_device(jax.local_devices()[0] if chosen is None else chosen)
 
 
 _CPU_FIELDS = re.compile(
@@ -186,13 +186,15 @@ def _cudnn_versions() -> str:
     return ", ".join(versions)
 
 
-def described(device: Any) -> Device:
+def describe_device(device: Any) -> Device:
     """Return the `Device` of a `jax.Device`: the facts of its product, with the memory that the runtime reports."""
     kind = str(device.platform)
     if kind == "gpu":
         kind = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
     words = device.device_kind.lower().replace("-", " ").split()
-    product = next((name for name, product_words in SEEN.items() if set(product_words) <= set(words)), kind)
+    product = next(
+        (name for name, product_words in DEVICE_KIND_WORDS.items() if set(product_words) <= set(words)), kind
+    )
     result = DEVICES[product] if product in DEVICES and DEVICES[product].kind == kind else Device(kind, kind)
     if kind == "cuda" and result.name == kind:
         major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
@@ -204,12 +206,12 @@ def described(device: Any) -> Device:
     )
 
 
-def auto_axes(mesh: Any) -> Mesh:
+def to_auto_axes(mesh: Any) -> Mesh:
     """Return the mesh with axes of type Auto, along which XLA chooses shardings by itself."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def freed(array: Any) -> Any:
+def with_auto_axes(array: Any) -> Any:
     """Return the array with its sharding on Auto mesh axes, so that XLA may choose shardings for its consumers.
 
     Outside of `jax.jit`, JAX does not slice an array along an axis that is sharded over an Explicit mesh axis.
@@ -219,19 +221,19 @@ def freed(array: Any) -> Any:
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return array
-    auto = NamedSharding(auto_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+    auto = NamedSharding(to_auto_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
     return jax.device_put(array, auto)
 
 
 # -- memory checks -----------------------------------------------------------------------------
 
 
-def check_fits(nbytes: int, what: str, advice: Callable[[int], str] = lambda limit: "use smaller sizes") -> None:
+def check_fits(nbytes: int, operation: str, advice: Callable[[int], str] = lambda limit: "use smaller sizes") -> None:
     """Refuse an allocation larger than the device. XLA:CPU would return an invalid buffer and abort when it is read.
 
     Args:
         nbytes: bytes to allocate.
-        what: the operation that needs them, for the message.
+        operation: the operation that needs them, for the message.
         advice: function from the device's bytes to the last part of the message.
 
     Raises:
@@ -239,28 +241,29 @@ def check_fits(nbytes: int, what: str, advice: Callable[[int], str] = lambda lim
     """
     limit = running_device().memory
     if limit is not None and nbytes > limit:
-        raise DeviceOutOfMemoryError(f"{what} needs {nbytes:,} bytes, the device has {limit:,}; {advice(limit)}")
+        raise DeviceOutOfMemoryError(f"{operation} needs {nbytes:,} bytes, the device has {limit:,}; {advice(limit)}")
 
 
-def check_space(nbytes: int, what: str, on_host: int = 0, together: int = 0) -> None:
+def check_space(nbytes: int, operation: str, on_host: int = 0, total_nbytes: int = 0) -> None:
     """Refuse new arrays that do not fit into the memory of the device and of the host.
 
     Args:
         nbytes: bytes on the device; on the fullest one, of several.
-        what: the operation that needs them, for the message.
+        operation: the operation that needs them, for the message.
         on_host: bytes of host memory needed to create the arrays.
-        together: bytes on all devices in total.
+        total_nbytes: bytes on all devices in total.
 
     Raises:
         DeviceOutOfMemoryError: the device is smaller. LimitError: over `limits.MAX_MEMORY_PERCENT` of the host's.
     """
-    host_bytes = max(nbytes, together) if running_device().kind == "cpu" else 0  # CPU devices share the host's memory
-    limits.check_memory(host_bytes + on_host, what)
-    check_fits(nbytes, what)
+    # CPU devices share the host's memory.
+    host_bytes = max(nbytes, total_nbytes) if running_device().kind == "cpu" else 0
+    limits.check_memory(host_bytes + on_host, operation)
+    check_fits(nbytes, operation)
 
 
 @contextlib.contextmanager
-def out_of_memory(what: str, advice: Callable[[], str] = lambda: "use smaller sizes") -> Iterator[None]:
+def out_of_memory(operation: str, advice: Callable[[], str] = lambda: "use smaller sizes") -> Iterator[None]:
     """Convert JAX's out-of-memory error into a `DeviceOutOfMemoryError` with the operation and advice.
 
     XLA:GPU also runs out of memory while it compares kernels during compilation, which it reports as `NOT_FOUND`.
@@ -275,4 +278,4 @@ def out_of_memory(what: str, advice: Callable[[], str] = lambda: "use smaller si
         cause = f"an allocation of {size[1]} failed" if size else first_line(error)
         memory = running_device().memory
         limit = f"; the device has {memory / 2**30:.1f} GiB" if memory else ""
-        raise DeviceOutOfMemoryError(f"{what}: out of memory: {cause}{limit}; {advice()}") from error
+        raise DeviceOutOfMemoryError(f"{operation}: out of memory: {cause}{limit}; {advice()}") from error

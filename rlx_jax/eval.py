@@ -15,7 +15,7 @@ from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.sampler import OPTIONS, Sampler
 from rlx_jax.runtime.inputs import check_integer
 
-MISSING: ModuleNotFoundError | None = None
+IMPORT_ERROR: ModuleNotFoundError | None = None
 try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
@@ -23,7 +23,7 @@ try:
 except ModuleNotFoundError as error:  # raised at the first use, because tools that list modules import all of them
     if error.name != "lm_eval":
         raise
-    MISSING, TemplateLM = error, object
+    IMPORT_ERROR, TemplateLM = error, object
 
 # Default tokens of a row for a model without a limit, as in the `hf` model.
 MAX_LENGTH = 2048
@@ -50,8 +50,8 @@ class LMEval(TemplateLM):  # type: ignore[misc]
         self, lm: CausalLM, *, batch_size: int = 16, max_length: int | None = None, max_gen_toks: int = 256,
         seed: int = 0,
     ) -> None:  # fmt: skip
-        if MISSING is not None:
-            raise UnsupportedError("LMEval needs lm-evaluation-harness: pip install 'rlx-jax[eval]'") from MISSING
+        if IMPORT_ERROR is not None:
+            raise UnsupportedError("LMEval needs lm-evaluation-harness: pip install 'rlx-jax[eval]'") from IMPORT_ERROR
         super().__init__()
         if not isinstance(lm, CausalLM):
             raise RequestError(f"LMEval: expected what rlx_jax.load returns for a decoder, got {type(lm).__name__}")
@@ -99,7 +99,7 @@ class LMEval(TemplateLM):  # type: ignore[misc]
             RequestError: `add_generation_prompt` is False; the templates cannot continue the last message.
         """
         if not add_generation_prompt:
-            raise RequestError("LMEval: a message of the assistant that is to be continued; use a task without one")
+            raise RequestError("LMEval: chat templates cannot continue an assistant's message; use a task without one")
         return str(self.lm.apply_chat_template(chat_history, tokenize=False))
 
     def _loglikelihood_tokens(
@@ -150,9 +150,9 @@ class LMEval(TemplateLM):  # type: ignore[misc]
                 self.cache_hook.add_partial("generate_until", key, text)
         return list(order.get_original(answers))
 
-    def _generate(self, prompts: Sequence[list[int]], wanted: Mapping[str, Any]) -> list[str]:
+    def _generate(self, prompts: Sequence[list[int]], gen_kwargs: Mapping[str, Any]) -> list[str]:
         """Return the generated texts for prompts of one task, with the task's generation arguments."""
-        options = dict(normalize_gen_kwargs(dict(wanted), self.max_gen_toks))
+        options = dict(normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks))
         until, budget = options.pop("until", None) or [], options.pop("max_gen_toks")
         options.pop("do_sample", None)  # redundant, because the normalized temperature implies it
         if unknown := [name for name in options if name not in OPTIONS]:

@@ -21,7 +21,7 @@ import numpy as np
 from rlx_jax.at import SelectedBlocks
 from rlx_jax.blocks.control import BlockStage, check_stages, run_stage
 from rlx_jax.compiler.graph_module import BuiltModel
-from rlx_jax.compiler.meshes import divide_model
+from rlx_jax.compiler.meshes import make_model_sharding
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.compiler.settings import choose_settings
 from rlx_jax.errors import GraphError, RlxError, ShapeError, UnsupportedError, did_you_mean, quote, shown
@@ -448,7 +448,7 @@ class ModelFlow(Stages):
         """
         built = self.build(weights)
         settings = choose_settings(built, None, merge=False, program=program)
-        sharding = divide_model(mesh, [built], settings, program, ())
+        sharding = make_model_sharding(mesh, [built], settings, program, ())
         if sharding is None:
             return summary(built.hir, unread=unread_inputs(built.hir))
         padded = pad_vocabulary(built.hir, sharding, built.types)

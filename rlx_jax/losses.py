@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays
-from rlx_jax.compiler.pipeline import behind_product, head_operands
+from rlx_jax.compiler.pipeline import apply_tail, head_operands
 from rlx_jax.errors import (
     DTypeError,
     GraphError,
@@ -244,7 +244,7 @@ def chunk_logits(chunking: LossChunking, hidden: AnyArray, operands: list[AnyArr
     product = head.product.eval(hidden, *operands)
 
     def tail(product: AnyArray) -> AnyArray:
-        logits = behind_product(head, product).astype(jnp.float32)
+        logits = apply_tail(head, product).astype(jnp.float32)
         is_word = lax.broadcasted_iota(jnp.int32, logits.shape, 2) < chunking.vocab
         return jnp.where(is_word, logits, -jnp.inf) if chunking.vocab < logits.shape[2] else logits
 

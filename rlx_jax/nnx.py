@@ -46,12 +46,12 @@ class FlowModule(nnx.Module):
         if params is None:
             if rngs is None:
                 raise MissingWeightError(
-                    f"{compiled.name}: FlowModule needs parameters; pass weights=, or rngs= to draw them"
+                    f"{compiled.name}: FlowModule needs parameters; pass weights=, or rngs= to initialize them"
                 )
             params = compiled.init(rngs.params() if isinstance(rngs, nnx.Rngs) else rngs)
         # The variables are the only copy of the parameters: nnx updates, splits and saves them.
         self.compiled = replace(compiled, params=None)
-        self.params = nnx.data({name: variable(array) for name, array in params.items()})
+        self.params = nnx.data({name: make_variable(array) for name, array in params.items()})
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the output for inputs by position or name; several outputs are a dict by output name."""
@@ -66,6 +66,6 @@ class FlowModule(nnx.Module):
         return self.compiled.replace(params=self.arrays())
 
 
-def variable(array: jax.Array) -> nnx.Variable[jax.Array]:
+def make_variable(array: jax.Array) -> nnx.Variable[jax.Array]:
     """Return a `Param` for floats, which have a gradient, else a plain `Variable`."""
     return nnx.Param(array) if is_float(array.dtype) else nnx.Variable(array)

@@ -17,7 +17,7 @@ import rlx_jax as rlx
 from rlx_jax import device
 from rlx_jax.compiler import settings
 from rlx_jax.compiler.executable import Executable
-from rlx_jax.device import DEVICES, Device, described, named_device, running_device
+from rlx_jax.device import DEVICES, Device, describe_device, named_device, running_device
 from rlx_jax.errors import ProfileError, RlxWarning
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles.schema import Target
@@ -31,13 +31,13 @@ IDS = jax.ShapeDtypeStruct((1, 8), np.int32)
 
 
 def jax_device(kind: str, platform: str = "gpu", version: str = "cuda 13000", **more: Any) -> Any:
-    """What `described` asks of a `jax.Device`."""
+    """What `describe_device` asks of a `jax.Device`."""
     return SimpleNamespace(
         device_kind=kind, platform=platform, client=SimpleNamespace(platform_version=version), **more
     )
 
 
-SEEN = {
+DEVICE_KIND_WORDS = {
     "NVIDIA H200": (jax_device("NVIDIA H200"), DEVICES["h200"]),
     "NVIDIA A100-SXM4-80GB": (jax_device("NVIDIA A100-SXM4-80GB"), DEVICES["a100"]),
     "another A100": (
@@ -55,12 +55,12 @@ SEEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", DEVICE_KIND_WORDS)
 def test_what_is_known_of_a_running_device(name: str) -> None:
     """The facts of its product, and the memory that it says it has."""
-    seen, expected = SEEN[name]
+    seen, expected = DEVICE_KIND_WORDS[name]
     seen.memory_stats = lambda: {"bytes_limit": 10**9}
-    assert described(seen) == replace(expected, memory=10**9)
+    assert describe_device(seen) == replace(expected, memory=10**9)
 
 
 def test_devices_by_name() -> None:
@@ -161,7 +161,7 @@ def test_the_generating_loop() -> None:
         lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
         texts.append(lm.generate([[1, 2, 3]], max_new_tokens=7))
         (loop,) = [k.wrapper for k in lm.model.programs.executables if k.program == "extend"]
-        assert (loop.steps, loop.early) == (steps, early) and f"{steps} steps a dispatch" in str(lm.report())
+        assert (loop.steps, loop.stop_early) == (steps, early) and f"{steps} steps a dispatch" in str(lm.report())
     assert texts[0] == texts[1]
 
 
@@ -174,13 +174,13 @@ def test_arguments_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     model = rlx.compile(rlx.ModelFlow("m").input("x", (1, 2)).linear("w"), {"w": np.ones((3, 2), np.float32)})
     x = np.ones((1, 2), np.float32)
     assert model(x).devices() == {here}
-    fits, asked = Executable.fits, list[Executable]()
+    fits, asked = Executable.accepts, list[Executable]()
 
     def noted(self: Executable, *arguments: Any) -> Any:
         asked.append(self)
         return fits(self, *arguments)
 
-    monkeypatch.setattr(Executable, "fits", noted)
+    monkeypatch.setattr(Executable, "accepts", noted)
     moved = model.replace(params=jax.device_put(model.params, there))
     assert moved(jax.device_put(x, there)).devices() == {there} and len(asked) == 1
     for given in (x, jax.device_put(x), jax.device_put(x, here)):

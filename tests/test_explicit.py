@@ -171,7 +171,7 @@ def test_a_module_of_the_program() -> None:
     past = past_of(compiled(flow.export_kv(), weights)(TOKENS[:, :3]))
     call = {"mask": np.ones((BATCH, SEQ), np.int32), **past}
     close(of(compiled(module, weights)(TOKENS[:, 3:], **call)), of(compiled(built, weights)(TOKENS[:, 3:], **call)))
-    with pytest.raises(GraphError, match="explicit has a graph of its own"):
+    with pytest.raises(GraphError, match="explicit has a separate graph"):
         built.with_extra_hir_outputs([])
 
 

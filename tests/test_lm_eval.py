@@ -127,7 +127,7 @@ def test_its_arguments() -> None:
         ask(short, num_beams=2)
     with pytest.raises(errors.SequenceLengthError, match="24 new tokens, and a row has 24"):
         ask(short, max_gen_toks=24)
-    with pytest.raises(errors.RequestError, match="that is to be continued"):
+    with pytest.raises(errors.RequestError, match="cannot continue an assistant"):
         short.apply_chat_template([{"role": "assistant", "content": "a"}], add_generation_prompt=False)
     with pytest.raises(errors.SequenceLengthError, match="max_length is 129; the model has 128"):
         eval.LMEval(lm, max_length=129)

@@ -12,7 +12,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.compiler import passes
 from rlx_jax.compiler.passes import PIPELINE, Job, pass_named
-from rlx_jax.compiler.settings import plain
+from rlx_jax.compiler.settings import lowering_settings
 from rlx_jax.errors import GraphError, ProfileError
 from rlx_jax.ir.graph import Graph, GraphStage
 from rlx_jax.ir.ops.pointwise import Unary
@@ -47,7 +47,7 @@ def test_the_table() -> None:
     assert len(set(names)) == len(names)
     levels = [list(GraphStage).index(p.level) for p in PIPELINE]
     assert levels == sorted(levels)
-    job = Job(plain(), FLOW.build(W).types)
+    job = Job(lowering_settings(), FLOW.build(W).types)
     assert [p.name for p in PIPELINE if p.runs(job)] == ["expand", "undivided", "derive", "lower"]
     assert [p.name for p in PIPELINE if p.runs(replace(job, sizes={"batch": 2}))][-1] == "specialise"
 
@@ -80,7 +80,7 @@ def test_each_pass_can_be_switched_off(name: str) -> None:
 
 WRONG = {
     "merge_linear": r"fusion\.disable: unknown pass 'merge_linear'; expected one of .*; did you mean 'merge_linears'",
-    "derive": r"fusion\.disable: 'derive' makes the program what it was asked to be and cannot be switched off",
+    "derive": r"fusion\.disable: 'derive' is required for a correct program and cannot be switched off",
 }
 
 
@@ -92,10 +92,10 @@ def test_a_pass_that_cannot_be_switched_off(name: str) -> None:
 
 STOPS = {
     "merge_linear": ("hir", "unknown pass 'merge_linear'; passes are .*; did you mean 'merge_linears'"),
-    "cse": ("hir", "pass 'cse' leaves a program at mir"),
+    "cse": ("hir", "pass 'cse' returns a program at mir"),
     "merge_ropes":
         ("hir",
-        "pass 'merge_ropes' does not run for forward with these settings; those that do are expand, undivided, merge_"),
+        "pass 'merge_ropes' does not run for forward with these settings; the passes that run are expand, undi"),
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_a_module_runs_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
         b = rlx.ir.graph.Builder.resume(graph, types)
         return b.finish([b(Unary("neg"), v) for v in graph.outputs], graph.output_names)
 
-    at = passes.NAMES.index("expand") + 1
+    at = passes.PASS_NAMES.index("expand") + 1
     rows = (*PIPELINE[:at], passes.Pass("negate", GraphStage.HIR, negate), *PIPELINE[at:])
     module = rlx.GraphModule.define("m", lambda m: m.tanh(m.input("x", ("batch", 8))))
     monkeypatch.setattr(passes, "PIPELINE", rows)

@@ -87,7 +87,7 @@ def test_what_is_not_bound() -> None:
         bound = None if params is None else {name: m.param("o", (8, 6)) for name in params}
         with pytest.raises(error, match=text):
             m.inline(inner(), dict(zip(inputs, given, strict=False)), bound)
-    with pytest.raises(GraphError, match="expected another one there, got hir"):
+    with pytest.raises(GraphError, match="expected a module at the same level, got hir"):
         Graph.mir("outer").inline(inner(), {})
 
 

@@ -193,7 +193,7 @@ def test_buckets_are_honoured() -> None:
         score_program.score_sizes("cpu", closed, 128, 33)
     opened = score_program.score_sizes("cpu", replace(closed, on_recompile="allow"), 128, 33)
     assert max(opened.widths) == 128
-    shared = score_program.score_sizes("cpu", Buckets(share=4), 128, 33)
+    shared = score_program.score_sizes("cpu", Buckets(row_multiple=4), 128, 33)
     assert all(rows % 4 == 0 for rows, _ in shared.blocks)
 
 

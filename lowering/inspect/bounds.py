@@ -73,14 +73,14 @@ def bounds_of(graph: Graph, max_positions: int | None = None) -> Bounds:
     return Bounds(ids, positions, position_dims, open_rows)
 
 
-def with_past_tokens(bounds: Bounds, supplied_inputs: Collection[str]) -> Bounds:
+def with_past_tokens(bounds: Bounds, optional_inputs: Collection[str]) -> Bounds:
     """Return the limits of the program `explicit`: past tokens count too, unless calls supply positions.
 
     Args:
         bounds: the limits of the forward program.
-        supplied_inputs: names of the optional inputs that calls will supply.
+        optional_inputs: names of the optional inputs that calls will supply.
     """
-    if POSITION_IDS in supplied_inputs and POSITION_IDS not in bounds.ids:
+    if POSITION_IDS in optional_inputs and POSITION_IDS not in bounds.ids:
         return Bounds({**bounds.ids, POSITION_IDS: bounds.positions or MAX_DIM}, None)
     return replace(bounds, position_dims=(*bounds.position_dims, symbol("past")))
 

@@ -14,7 +14,7 @@ import jax
 import rlx_jax as rlx
 from rlx_jax.cli.command import Command, Session, add_json, json_line, table
 from rlx_jax.cli.terminal import format_bytes
-from rlx_jax.device import described
+from rlx_jax.device import describe_device
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _EXTRA = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")
@@ -26,7 +26,7 @@ def doctor(args: argparse.Namespace, session: Session) -> Iterator[str]:
     versions: dict[str, str | None] = {"rlx-jax": rlx.__version__, "python": platform.python_version()}
     versions |= {name: installed_version(name) for name in base}
     devices = [
-        {"kind": d.device_kind, "platform": d.platform, "id": d.id, "memory_bytes": described(d).memory}
+        {"kind": d.device_kind, "platform": d.platform, "id": d.id, "memory_bytes": describe_device(d).memory}
         for d in jax.devices()
     ]
     missing_by_extra = {extra: [n for n in names if installed_version(n) is None] for extra, names in extras.items()}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.passes import NAMES
+from rlx_jax.compiler.passes import PASS_NAMES
 from rlx_jax.compiler.pipeline import Template, make_lir, make_template
 from rlx_jax.compiler.settings import Buckets, Settings
 from rlx_jax.ir.graph import Leaf
@@ -64,7 +64,7 @@ def _facts(
 ) -> Iterator[tuple[str, str]]:
     """List facts about a program, as pairs of a name and a value, in the order of the report."""
     template = make_template(built, 0.0, settings, program)
-    yield from ((f"pass {name}", "runs" if name in template.nodes else "does not run") for name in NAMES)
+    yield from ((f"pass {name}", "runs" if name in template.nodes else "does not run") for name in PASS_NAMES)
     yield from _op_counts(template)
     types = layout_of([template.hir], settings.plan.scan).types()
     yield "parameters", f"{len(types)} arrays, {sum(t.nbytes for t in types.values()):,} bytes"

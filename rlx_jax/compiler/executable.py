@@ -22,7 +22,7 @@ from rlx_jax.lowering.lir.implementations import without_triton_warning
 from rlx_jax.lowering.lir.plan import Lir
 
 # Types of arrays in host memory.
-HOST = (np.ndarray, np.generic)
+HOST_TYPES = (np.ndarray, np.generic)
 Arrays = Mapping[str, Any]
 StateArrays = dict[str, Any]
 Results = tuple[tuple[Any, ...], StateArrays]
@@ -33,11 +33,11 @@ Function = Callable[[Arrays, StateArrays, Arrays], Results]
 Progress = Callable[[str, int, int], None]
 # A wrapper around a program that is compiled with it, such as a generation loop. As a part of keys it is compared by
 # value.
-Around = Callable[[Function], Function]
+ProgramWrapper = Callable[[Function], Function]
 
 
 @runtime_checkable
-class SaysArguments(Protocol):
+class HasRequestArguments(Protocol):
     """A wrapper or function that is compiled for particular arguments of a request."""
 
     def arguments(self) -> Mapping[str, str]:
@@ -46,14 +46,14 @@ class SaysArguments(Protocol):
 
 
 @runtime_checkable
-class RunsOthers(Protocol):
+class HasCompanions(Protocol):
     """A wrapper that runs companion programs, such as a drafter's, each with its own state."""
 
-    def beside(self) -> Mapping[str, Lir]:
+    def companions(self) -> Mapping[str, Lir]:
         """Return the companion programs, by the prefix that the names of their arrays have in the combined state."""
         ...
 
-    def divided(self) -> Shardings | None:
+    def companion_shardings(self) -> Shardings | None:
         """Return the shardings of the companions' parameters, which are inputs here, and of their states.
 
         None on one device.
@@ -69,14 +69,14 @@ class Shardings:
         params, state: by name. The returned state has the sharding of the state argument.
         inputs: by name; a pytree for an input that is one.
         outputs: the sharding of all outputs; None leaves it to XLA.
-        gathered: the bytes that parameters take on a device in their compute sharding, in addition to storage.
+        gathered_bytes: the bytes that parameters take on a device in their compute sharding, in addition to storage.
     """
 
     params: Mapping[str, NamedSharding]
     state: Mapping[str, NamedSharding]
     inputs: Mapping[str, Any]
     outputs: NamedSharding | None
-    gathered: int
+    gathered_bytes: int
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Executable:
         peak_bytes: arguments, results and temporaries together.
         donation: the proof that the state is updated in place; None if it is not donated.
         consumed: the names of the inputs that a run consumes. It consumes the state too.
-        placement: the sharding of each argument, in order; None for an argument that the program does not read.
+        arg_shardings: the sharding of each argument, in order; None for an argument that the program does not read.
         loaded: whether it comes from the compile cache.
     """
 
@@ -101,7 +101,7 @@ class Executable:
     peak_bytes: int
     donation: DonationProof | None = None
     consumed: tuple[str, ...] = ()
-    placement: tuple[Any, ...] = ()
+    arg_shardings: tuple[Any, ...] = ()
     loaded: bool = False
 
     @functools.cached_property
@@ -109,52 +109,53 @@ class Executable:
         """Return the operations, bytes and scratch memory of a run; for a loop, of one step."""
         return cost(self.lir.graph)
 
-    def fits(self, params: Arrays, state: StateArrays, inputs: Arrays) -> bool:
+    def accepts(self, params: Arrays, state: StateArrays, inputs: Arrays) -> bool:
         """Return whether all arguments have the shardings that the program was compiled for, or may be moved there.
 
         This is for a call that failed: examining every argument takes longer than a call.
         """
-        arguments = jax.tree.leaves((params, state, *parted(inputs, self.consumed)))
-        return all(map(stands, arguments, self.placement))
+        arguments = jax.tree.leaves((params, state, *split_consumed(inputs, self.consumed)))
+        return all(map(has_sharding, arguments, self.arg_shardings))
 
     def run(self, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         """Run the program and return its results. Arrays on the host are copied to the device."""
-        arguments = (params, state, *parted(inputs, self.consumed))
-        results: Results = self.call(*on_device(arguments, self.placement))
+        arguments = (params, state, *split_consumed(inputs, self.consumed))
+        results: Results = self.call(*to_device(arguments, self.arg_shardings))
         return results
 
 
 T = TypeVar("T")
 
 
-def on_device(arrays: T, at: Sequence[Any] = ()) -> T:
+def to_device(arrays: T, shardings: Sequence[Any] = ()) -> T:
     """Return the tree with its host arrays on the device, if `jax.transfer_guard` requires explicit copies.
 
     Otherwise the tree is returned unchanged, and the call copies them, which saves 0.3 ms of host time on a GPU.
 
     Args:
         arrays: a pytree.
-        at: the sharding of each leaf, in order; empty on one device.
+        shardings: the sharding of each leaf, in order; empty on one device.
     """
-    if not guarded():
+    if not has_transfer_guard():
         return arrays
     leaves, tree = jax.tree.flatten(arrays)
-    copies = [jax.device_put(x, at[i] if at else None) if isinstance(x, HOST) else x for i, x in enumerate(leaves)]
+    pairs = zip(leaves, shardings or [None] * len(leaves), strict=True)
+    copies = [jax.device_put(x, sharding) if isinstance(x, HOST_TYPES) else x for x, sharding in pairs]
     return jax.tree.unflatten(tree, copies)  # type: ignore[no-any-return]
 
 
-def guarded() -> bool:
+def has_transfer_guard() -> bool:
     """Return whether `jax.transfer_guard` forbids implicit copies from the host to a device."""
     return jax.config.jax_transfer_guard_host_to_device not in (None, "allow")  # type: ignore[attr-defined]
 
 
-def anywhere(argument: Any) -> Any:
+def without_sharding(argument: Any) -> Any:
     """Return the shape and dtype of a concrete array, without its sharding; any other argument unchanged."""
     concrete = isinstance(argument, jax.Array) and not isinstance(argument, jax.core.Tracer)
     return jax.ShapeDtypeStruct(argument.shape, argument.dtype) if concrete else argument
 
 
-def stands(argument: Any, sharding: Any) -> bool:
+def has_sharding(argument: Any, sharding: Any) -> bool:
     """Return whether an argument can be passed to a program that was compiled for this sharding."""
     if sharding is None or not isinstance(argument, jax.Array):  # host arrays are copied to the required devices
         return True
@@ -162,20 +163,20 @@ def stands(argument: Any, sharding: Any) -> bool:
     return current is sharding or not argument.committed or current.is_equivalent_to(sharding, argument.ndim)
 
 
-def parted(inputs: Arrays, consumed: tuple[str, ...]) -> tuple[Arrays, ...]:
+def split_consumed(inputs: Arrays, consumed: tuple[str, ...]) -> tuple[Arrays, ...]:
     """Split the inputs into one argument, or into two if some are consumed: `jax.jit` donates entire arguments."""
     if not consumed:
         return (inputs,)
     return {n: a for n, a in inputs.items() if n not in consumed}, {n: inputs[n] for n in consumed}
 
 
-def places(shardings: Shardings | None, state: StateArrays, consumed: tuple[str, ...]) -> dict[str, Any]:
+def sharding_options(shardings: Shardings | None, state: StateArrays, consumed: tuple[str, ...]) -> dict[str, Any]:
     """Return the options of `jax.jit` for the shardings of arguments and results; empty on one device."""
     if shardings is None:
         return {}
     state_shardings = {name: shardings.state[name] for name in state}
     return {
-        "in_shardings": (dict(shardings.params), state_shardings, *parted(shardings.inputs, consumed)),
+        "in_shardings": (dict(shardings.params), state_shardings, *split_consumed(shardings.inputs, consumed)),
         "out_shardings": (shardings.outputs, dict(shardings.state)),
     }
 
@@ -187,7 +188,7 @@ def compile_program(
     state: StateArrays,
     inputs: Arrays,
     shardings: Shardings | None = None,
-    beside: Mapping[str, Lir] | None = None,
+    companions: Mapping[str, Lir] | None = None,
     name: str = "function",
 ) -> Executable:
     """Trace a program and compile it with XLA, or load it from the compile cache.
@@ -200,7 +201,7 @@ def compile_program(
         function: its pure function `(params, state, inputs) → (outputs, state)`, wrapped if it has a wrapper.
         params, state, inputs: the arguments, arrays or `jax.ShapeDtypeStruct`.
         shardings: the shardings on several devices; None on one.
-        beside: the companion programs of a wrapper; see `RunsOthers`.
+        companions: the companion programs of a wrapper; see `HasCompanions`.
         name: the name of the program in XLA and in traces; characters that an identifier cannot have become `_`.
 
     Raises:
@@ -209,11 +210,6 @@ def compile_program(
             not updated in place.
     """
 
-    def called(params: Arrays, state: StateArrays, kept: Arrays, *consumed: Arrays) -> Results:
-        return function(params, state, {**kept, **consumed[0]} if consumed else kept)
-
-    called.__name__ = re.sub(r"\W+", "_", name)
-
     # With debug_nans JAX keeps every argument alive, so nothing is donated, and there is nothing to prove.
     may_donate = not jax.config.jax_debug_nans  # type: ignore[attr-defined]
     donates_state = may_donate and lir.plan.donate_state and bool(state)
@@ -221,36 +217,70 @@ def compile_program(
     donated = ((1,) if donates_state else ()) + ((3,) if consumed else ())
     options = dict(lir.plan.compiler_options) or None
     # `keep_unused`: an array of the state that is written but not read, as in prefill, still donates its memory.
-    placements = places(shardings, state, consumed)
-    jitted = jax.jit(called, donate_argnums=donated, compiler_options=options, keep_unused=donates_state, **placements)
+    placements = sharding_options(shardings, state, consumed)
+    jitted = jax.jit(
+        with_split_inputs(function, name),
+        donate_argnums=donated,
+        compiler_options=options,
+        keep_unused=donates_state,
+        **placements,
+    )
     start = time.perf_counter()
-    arguments = (params, state, *parted(inputs, consumed))
+    arguments = (params, state, *split_consumed(inputs, consumed))
     with without_triton_warning(lir.plan.choices):
-        arguments = arguments if shardings is None else jax.tree.map(anywhere, arguments)
+        arguments = arguments if shardings is None else jax.tree.map(without_sharding, arguments)
         lowered = jitted.lower(*arguments)
     traced = time.perf_counter()
-    try:
-        # `profile()` reads block paths from the HLO. They are not in the StableHLO, so the cache key needs them too.
-        paths = "\n".join(str(node.origin.path) for _, node in lir.graph.walk())
-        with out_of_memory(f"compiling {name}"):
-            compiled, from_cache = compile_lowered(lowered, arguments, (options, placements, paths))
-    except jax.errors.JaxRuntimeError as error:
-        if not any(f"{wrong} option" in str(error) for wrong in ("compile", "setting")):
-            raise
-        raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
+    compiled, from_cache = compile_or_load(lir, lowered, arguments, (options, placements), name)
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
     start = time.perf_counter()
-    proof = prove(lir, compiled, lowered, shardings, beside or {}, name) if donates_state else None
+    proof = check_donation(lir, compiled, lowered, shardings, companions or {}, name) if donates_state else None
     seconds["prove"] = time.perf_counter() - start
     # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
-    placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
+    arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement, from_cache)
+    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, arg_shardings, from_cache)
 
 
-def prove(
-    lir: Lir, compiled: Any, lowered: Any, shardings: Shardings | None, beside: Mapping[str, Lir], name: str
+def with_split_inputs(function: Function, name: str) -> Callable[..., Results]:
+    """Return the function with its inputs as `split_consumed` splits them, and with `name` as its name in XLA."""
+
+    def split_function(params: Arrays, state: StateArrays, inputs: Arrays, *consumed: Arrays) -> Results:
+        return function(params, state, {**inputs, **consumed[0]} if consumed else inputs)
+
+    split_function.__name__ = re.sub(r"\W+", "_", name)
+    return split_function
+
+
+def compile_or_load(
+    lir: Lir, lowered: jax.stages.Lowered, arguments: Any, options: tuple[Any, ...], name: str
+) -> tuple[jax.stages.Compiled, bool]:
+    """Return a compiled program, and whether it was loaded from the compile cache.
+
+    Args:
+        lir: the planned program.
+        lowered: the traced program.
+        arguments: as in `compile_lowered`.
+        options: the options of `jax.jit`.
+        name: the name of the program in error messages.
+
+    Raises:
+        ProfileError: XLA refuses one of the profile's compiler options.
+    """
+    # `profile()` reads block paths from the HLO. They are not in the StableHLO, so the cache key needs them too.
+    paths = "\n".join(str(node.origin.path) for _, node in lir.graph.walk())
+    try:
+        with out_of_memory(f"compiling {name}"):
+            return compile_lowered(lowered, arguments, (*options, paths))
+    except jax.errors.JaxRuntimeError as error:
+        if not any(f"{kind} option" in str(error) for kind in ("compile", "setting")):
+            raise
+        raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
+
+
+def check_donation(
+    lir: Lir, compiled: Any, lowered: Any, shardings: Shardings | None, companions: Mapping[str, Lir], name: str
 ) -> DonationProof:
     """Return the proof that a compiled program updates its state in place, or its problems.
 
@@ -259,8 +289,8 @@ def prove(
     Raises:
         GraphError: see `compile_program`.
     """
-    state_shardings, gathered = ({}, 0) if shardings is None else (shardings.state, shardings.gathered)
-    proof = measure_donation(lir, compiled, lowered.out_info[1], state_shardings, gathered, beside)
+    state_shardings, gathered_bytes = ({}, 0) if shardings is None else (shardings.state, shardings.gathered_bytes)
+    proof = measure_donation(lir, compiled, lowered.out_info[1], state_shardings, gathered_bytes, companions)
     # A copied state is only slow, but one of other types is wrong: the next call would refuse it.
     if (lir.plan.strict or proof.changed) and (problem := proof.problem()):
         cure = "" if proof.changed else "; donation.strict = false in the profile runs it"
@@ -268,21 +298,21 @@ def prove(
     return proof
 
 
-def new_arguments(wanted: object, known: Iterable[object]) -> str:
+def uncovered_arguments(wrapper: object, compiled_wrappers: Iterable[object]) -> str:
     """Return a message about the request arguments that warm-up did not cover.
 
     Args:
-        wanted: the loop or function to compile.
-        known: the loops or functions that warm-up compiled.
+        wrapper: the loop or function to compile.
+        compiled_wrappers: the loops or functions that warm-up compiled.
 
     Returns:
-        The arguments that differ from the nearest known one; empty if none differ, or if `wanted` does not depend on
+        The arguments that differ from the nearest known one; empty if none differ, or if `wrapper` does not depend on
         arguments.
     """
-    if not isinstance(wanted, SaysArguments):
+    if not isinstance(wrapper, HasRequestArguments):
         return ""
-    ours = wanted.arguments()
-    candidates = [k.arguments() for k in known if isinstance(k, SaysArguments)]
+    ours = wrapper.arguments()
+    candidates = [k.arguments() for k in compiled_wrappers if isinstance(k, HasRequestArguments)]
     nearest = max(candidates, key=lambda theirs: len(ours.items() & theirs.items()), default={})
     differ = [name for name, value in ours.items() if nearest.get(name) != value]
     if not differ:

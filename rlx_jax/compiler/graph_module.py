@@ -16,7 +16,7 @@ import jax
 from rlx_jax.compiler.module_builder import ModuleBuilder
 from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
-from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, plain
+from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, lowering_settings
 from rlx_jax.errors import FormatError, GraphError, VersionMismatchError, check_names, quote, shown
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir import queries
@@ -90,7 +90,7 @@ class GraphModule(ModuleBuilder):
             GraphError: `lir` is no planned program.
         """
         if not isinstance(lir, Lir):
-            raise GraphError(f"expected a planned program, as into_lir gives it; got {type(lir).__name__}")
+            raise GraphError(f"expected a planned program, as into_lir returns it; got {type(lir).__name__}")
         return GraphModule.of(lir.graph, GraphStage.LIR, plan=lir.plan)
 
     @staticmethod
@@ -114,11 +114,11 @@ class GraphModule(ModuleBuilder):
             GraphError: the graph is not valid at that level; the message lists all problems.
         """
         if not isinstance(graph, Graph):
-            raise GraphError(f"expected a graph, as into_hir and into_graph give it; got {type(graph).__name__}")
+            raise GraphError(f"expected a graph, as into_hir and into_graph return it; got {type(graph).__name__}")
         builder = Builder.resume(graph, types or TypeCache())
         verify(graph, stage, "opening", builder.types)
         module = GraphModule(graph.name, stage, builder, list(graph.outputs), graph.output_names, policy, plan)
-        return replace(module, taken=block_paths(graph))
+        return replace(module, used_paths=block_paths(graph))
 
     # -- levels ------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class GraphModule(ModuleBuilder):
         if self.stage != GraphStage.HIR:
             return self
         types = self.builder.types
-        result = run_passes(self.finish(), Job(plain(self.policy), types), stop="lower")
+        result = run_passes(self.finish(), Job(lowering_settings(self.policy), types), stop="lower")
         return GraphModule.of(result.graph, GraphStage.MIR, types)
 
     lower_to_mir = lower
@@ -300,7 +300,7 @@ class GraphModule(ModuleBuilder):
         """
         if not isinstance(other, GraphModule) or other.stage != self.stage:
             got = other.stage if isinstance(other, GraphModule) else shown(other)
-            raise GraphError(f"module {self.name!r} is at {self.stage}; expected another one there, got {got}")
+            raise GraphError(f"module {self.name!r} is at {self.stage}; expected a module at the same level, got {got}")
         input_values = {name: self.own(value) for name, value in inputs.items()}
         param_values = None if params is None else {name: self.own(value) for name, value in params.items()}
         return tuple(map(self.wrap, queries.inline_into(self.builder, other.finish(), input_values, param_values)))
@@ -449,7 +449,7 @@ class BuiltModel(Built):
         """
         policy, graph = choose_profile(self, None).fusion.policy, self.hir
         if self.program != "forward":
-            graph = run_passes(graph, Job(plain(policy), self.types, self.program), stop="derive").graph
+            graph = run_passes(graph, Job(lowering_settings(policy), self.types, self.program), stop="derive").graph
         return GraphModule.of(graph, self.stage, self.types, policy=policy, plan=self.plan)
 
     def lower(self) -> GraphModule:
@@ -489,7 +489,7 @@ class BuiltModel(Built):
             GraphError: this was built from a module at MIR or LIR.
         """
         if self.program != "forward":
-            raise GraphError(f"{self.name}: {self.program} has a graph of its own: into_graph_module().set_outputs(…)")
+            raise GraphError(f"{self.name}: {self.program} has a separate graph: into_graph_module().set_outputs(…)")
         hir = self.into_hir()
         module = self.into_graph_module()
         module.set_outputs([hir.outputs[0], *values], [hir.output_names[0], *(f"extra{i}" for i in range(len(values)))])

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.device import auto_axes, devices_here, freed, running_device
+from rlx_jax.device import all_devices, running_device, to_auto_axes, with_auto_axes
 from rlx_jax.errors import GraphError, ProfileError, RequestError, UnsupportedError, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage
@@ -29,7 +29,7 @@ from rlx_jax.lowering.sharding import ModelSharding, adapt_to_heads, heads_of
 from rlx_jax.program import Built
 
 
-def divide_model(
+def make_model_sharding(
     mesh: Any, builds: Sequence[Built], settings: Settings, program: str, serves: tuple[str, ...]
 ) -> ModelSharding | None:
     """Return the sharding rules of the flows of a model, None without a mesh.
@@ -57,13 +57,13 @@ def divide_model(
             raise UnsupportedError(f"{built.name}: a module at lir is planned for one device; compile its into_mir()")
     graphs = [expand_composites(built.hir, built.types) for built in builds if built.stage == GraphStage.HIR]
     if not isinstance(mesh, Mesh):
-        devices, generates = chosen_devices(mesh), not {program, *serves}.isdisjoint(CACHED_PROGRAMS)
-        mesh = arranged(devices, [*divisible(builds, graphs)] if generates else [], program)
+        devices, generates = select_devices(mesh), not {program, *serves}.isdisjoint(CACHED_PROGRAMS)
+        mesh = build_mesh(devices, [*evenly_sharded_sizes(builds, graphs)] if generates else [], program)
     axes = {role: tuple(n for n in names if mesh.shape.get(n, 1) > 1) for role, names in settings.sharding.items()}
     check_axes(mesh, axes)
     # The caller's mesh may have explicit axes; inside the program XLA propagates the shardings of the roles.
     model_sharding = ModelSharding(
-        auto_axes(mesh), {role: names for role, names in axes.items() if names}, all_roles(builds)
+        to_auto_axes(mesh), {role: names for role, names in axes.items() if names}, weight_roles(builds)
     )
     check_conflicts(model_sharding, builds[0].name)
     for graph in graphs:
@@ -71,13 +71,13 @@ def divide_model(
     return model_sharding
 
 
-def chosen_devices(mesh: Any) -> list[Any]:
+def select_devices(mesh: Any) -> list[Any]:
     """Return the devices for `mesh`, a number of devices or "auto".
 
     Raises:
         RequestError: it is neither, or there are fewer devices.
     """
-    devices = devices_here()
+    devices = all_devices()
     if isinstance(mesh, str) and mesh == "auto":
         return devices
     if isinstance(mesh, bool) or not isinstance(mesh, int | np.integer):
@@ -88,7 +88,7 @@ def chosen_devices(mesh: Any) -> list[Any]:
     return devices[: int(mesh)]
 
 
-def arranged(devices: list[Any], sizes: Sequence[int], program: str) -> Mesh:
+def build_mesh(devices: list[Any], sizes: Sequence[int], program: str) -> Mesh:
     """Return the mesh for a number of devices.
 
     Args:
@@ -103,7 +103,7 @@ def arranged(devices: list[Any], sizes: Sequence[int], program: str) -> Mesh:
     return Mesh(np.array(devices).reshape(-1, max(fit)), ("data", "tensor"))
 
 
-def divisible(builds: Sequence[Built], graphs: Iterable[Graph]) -> Iterator[int]:
+def evenly_sharded_sizes(builds: Sequence[Built], graphs: Iterable[Graph]) -> Iterator[int]:
     """List the dimensions that can only be sharded evenly: numbers of heads, and widths of feed-forward blocks."""
     for graph in graphs:
         for _, node in graph.walk():
@@ -122,18 +122,18 @@ def check_axes(mesh: Mesh, axes: Mapping[str, tuple[str, ...]]) -> None:
     """
     for role, names in axes.items():
         if len(set(names)) < len(names):
-            raise ProfileError(f"sharding.{role} = {listing(names)}: an axis of a mesh stands there once")
+            raise ProfileError(f"sharding.{role} = {listing(names)}: a mesh axis appears twice; list each once")
     in_use = {name for names in axes.values() for name in names}
     unused = [str(name) for name, size in mesh.shape.items() if size > 1 and name not in in_use]
     if unused:
         raise ProfileError(
-            f"mesh: nothing is divided over axis {listing(unused)}; by convention axes are data, "
+            f"mesh: no role is sharded over axis {listing(unused)}; by convention axes are data, "
             'fsdp, tensor, expert and context, and sharding = {heads = ["' + unused[0] + '"], …} in the profile maps '
             "roles to others"
         )
 
 
-def all_roles(builds: Sequence[Built]) -> dict[str, Roles]:
+def weight_roles(builds: Sequence[Built]) -> dict[str, Roles]:
     """Return the roles of the axes of all weights, by key, agreed among the flows."""
     roles_by_key: dict[str, Roles] = {}
     for built in builds:
@@ -150,10 +150,11 @@ def check_conflicts(model_sharding: ModelSharding, name: str) -> None:
     """
     for key, roles in model_sharding.roles.items():
         for role in (r for r in roles if isinstance(r, Conflict)):
-            if divided := [r for r in role.names if model_sharding.num_shards(r) > 1]:
+            if sharded_roles := [r for r in role.names if model_sharding.num_shards(r) > 1]:
                 raise GraphError(
-                    f"{name}: weight {quote(key)}: an axis is {role}, and the mesh {model_sharding.text()} divides "
-                    f"{listing(divided)}; use a mesh that does not, or sharding = {{{divided[0]} = []}} in the profile"
+                    f"{name}: weight {quote(key)}: an axis is {role}, and the mesh {model_sharding.text()} shards "
+                    f"{listing(sharded_roles)}; use a mesh that does not, or sharding = {{{sharded_roles[0]} = []}} "
+                    "in the profile"
                 )
 
 
@@ -161,7 +162,7 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def own_mesh(model_sharding: ModelSharding | None) -> Iterator[None]:
+def use_model_mesh(model_sharding: ModelSharding | None) -> Iterator[None]:
     """Replace a mesh that the caller has set (`jax.set_mesh`) by the model's, so that it does not affect tracing."""
     if model_sharding is None or jax.sharding.get_abstract_mesh().empty:
         yield
@@ -170,7 +171,7 @@ def own_mesh(model_sharding: ModelSharding | None) -> Iterator[None]:
         yield
 
 
-def at_home(arrays: T, model_sharding: ModelSharding | None) -> T:
+def to_model_devices(arrays: T, model_sharding: ModelSharding | None) -> T:
     """Return the arrays in a form that a sharded model accepts.
 
     Arrays on the devices of the model keep their sharding, with explicit mesh axes converted. Arrays that were put on
@@ -185,13 +186,15 @@ def at_home(arrays: T, model_sharding: ModelSharding | None) -> T:
             return a
         if a.sharding.device_set != model_devices:
             return jax.device_put(a, model_sharding.replicated)
-        return freed(a)
+        return with_auto_axes(a)
 
     adapted: T = jax.tree.map(home, arrays)
     return adapted
 
 
-def in_any_mesh(function: Function, template: Template, lir: Lir, model_sharding: ModelSharding | None) -> Function:
+def with_explicit_axes(
+    function: Function, template: Template, lir: Lir, model_sharding: ModelSharding | None
+) -> Function:
     """Return a pure function that can also be traced under a mesh with explicit axes.
 
     Inside the function the axes are automatic; its results have the shardings of the roles of their axes.

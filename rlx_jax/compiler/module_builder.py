@@ -38,7 +38,7 @@ class ModuleBuilder(SpecBuilders[Value]):
         policy: the fusion policy for lowering: `direct` or `fusable`.
         plan: the plan of a module at LIR.
         captured: the arrays that functions of the user capture.
-        taken: the block paths in use.
+        used_paths: the block paths in use.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ModuleBuilder(SpecBuilders[Value]):
     policy: str = "direct"
     plan: Plan | None = None
     captured: CapturedArrays = field(default_factory=CapturedArrays, repr=False)
-    taken: set[Path] = field(default_factory=set, repr=False)
+    used_paths: set[Path] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         as_name(self.name, "a module")
@@ -98,8 +98,8 @@ class ModuleBuilder(SpecBuilders[Value]):
         """
         if not callable(build):
             raise GraphError(f"{self.name}: named takes a function GraphModule → value, got {shown(build)}")
-        path = unique_path(self.builder.origin.path, as_name(name, f"{self.name}: named"), self.taken)
-        self.taken.add(path)
+        path = unique_path(self.builder.origin.path, as_name(name, f"{self.name}: named"), self.used_paths)
+        self.used_paths.add(path)
         with self.builder.at(Origin(path)):
             return build(self)
 
@@ -133,7 +133,7 @@ class ModuleBuilder(SpecBuilders[Value]):
         if value.owner is not None and value.owner not in (self.builder, *enclosing):
             raise GraphError(
                 f"{self.name}: {value} belongs to another module called {quote(value.owner.name)}; "
-                "use the values that this one returned, after lowering those in its `outputs`"
+                "use the values that this module returned; after lowering, use its `outputs`"
             )
         nodes = (value.owner or self.builder).nodes
         if not (0 <= value.node < len(nodes)) or value.index >= len(nodes[value.node].types):

@@ -51,7 +51,7 @@ class Job:
         types: the cache of types that values of the graph belong to.
         program: the program to derive.
         last_only: compute the outputs for each row's last token only.
-        given: the optional inputs that calls will pass.
+        optional_inputs: the optional inputs that calls will pass.
         outputs: the names of the outputs to compute; None for all.
         headless: end before the head; its operands are the outputs.
         sizes: the sizes for the last pass, `specialise`; None for a template.
@@ -62,7 +62,7 @@ class Job:
     types: TypeCache = field(repr=False)
     program: str = "forward"
     last_only: bool = False
-    given: frozenset[str] = frozenset()
+    optional_inputs: frozenset[str] = frozenset()
     outputs: tuple[str, ...] | None = None
     headless: bool = False
     sizes: Mapping[str, int] | None = None
@@ -93,7 +93,7 @@ class Pass:
 
     def runs(self, job: Job) -> bool:
         """Return whether the pass is part of a job."""
-        off = self.name in job.settings.off or self.kind in job.settings.without
+        off = self.name in job.settings.disabled_passes or self.kind in job.settings.disabled_kinds
         value = False if off and self.kind != "program" else self.when(job)
         return value is not None and value is not False
 
@@ -124,12 +124,12 @@ def left_to_xla(graph: Graph, types: TypeCache) -> Graph:
     return graph
 
 
-def over_devices(job: Job) -> Any:
+def sharding_if_any(job: Job) -> Any:
     """Return the sharding rules of a model on several devices; None on one, where the pass does not run."""
     return job.settings.model_sharding
 
 
-def unless(value: Any, default: Any) -> Any:
+def none_if_default(value: Any, default: Any) -> Any:
     """Return the value of a setting, or None, so that the pass does not run, if it is the default."""
     return None if value == default else value
 
@@ -138,10 +138,10 @@ def unless(value: Any, default: Any) -> Any:
 PIPELINE: tuple[Pass, ...] = (
     Pass("outputs", HIR, select_outputs, lambda job: job.outputs),
     Pass("expand", HIR, expand_composites),
-    Pass("precision", HIR, compute_in, lambda job: unless(job.settings.compute, np.float32)),
+    Pass("precision", HIR, compute_in, lambda job: none_if_default(job.settings.compute, np.float32)),
     # On one device, ops that only matter for sharding are removed.
     Pass("undivided", HIR, remove_sharding_constraints, lambda job: job.settings.model_sharding is None),
-    Pass("unpack", HIR, unpack, over_devices),
+    Pass("unpack", HIR, unpack, sharding_if_any),
     Pass(
         "merge_linears",
         HIR,
@@ -157,26 +157,26 @@ PIPELINE: tuple[Pass, ...] = (
         lambda job: job.settings.merge and job.program in ("extend", "verify"),
         "layout",
     ),
-    Pass("orient", HIR, orient, lambda job: unless(job.settings.backend.weight_layout, "auto"), "layout"),
-    Pass("store", HIR, store_in, lambda job: job.settings.stored),
+    Pass("orient", HIR, orient, lambda job: none_if_default(job.settings.backend.weight_layout, "auto"), "layout"),
+    Pass("store", HIR, store_in, lambda job: job.settings.param_dtype),
     Pass(
         "pad_vocabulary",
         HIR,
         lambda g, model_sharding, types: dce(pad_vocabulary(g, model_sharding, types), types),
-        over_devices,
+        sharding_if_any,
     ),
     # Outside of the scanned loop, the last layer can compute its output for the last token alone.
     Pass("peel_last", HIR, peel_last, lambda job: job.last_only and not job.settings.plan.scan, "layout"),
     Pass(
         "derive",
         HIR,
-        lambda g, job, types: derive(g, job.program, types, job.last_only, job.settings.kv, job.given),
+        lambda g, job, types: derive(g, job.program, types, job.last_only, job.settings.kv_dtype, job.optional_inputs),
         lambda job: job,
     ),
     Pass("lower", MIR, lower, lambda job: job.settings.profile.fusion.policy),
     # This runs after `derive`: a derived program may read inputs that the flow does not.
-    Pass("unread_inputs", MIR, remove_unread_inputs, lambda job: unless(job.unread, frozenset())),
-    Pass("pin_matmul", MIR, pin_matmul, lambda job: unless(job.settings.profile.precision.matmul, "default")),
+    Pass("unread_inputs", MIR, remove_unread_inputs, lambda job: none_if_default(job.unread, frozenset())),
+    Pass("pin_matmul", MIR, pin_matmul, lambda job: none_if_default(job.settings.profile.precision.matmul, "default")),
     Pass(
         "mixed",
         MIR,
@@ -187,13 +187,13 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("cse", MIR, cse, kind="cleaning"),
     Pass("constant_folding", MIR, constant_folding, kind="cleaning"),
     *(Pass(name, MIR, left_to_xla, kind="fusion") for name in LEFT_TO_XLA),
-    Pass("divide", MIR, add_sharding_constraints, over_devices),
+    Pass("divide", MIR, add_sharding_constraints, sharding_if_any),
     Pass("dce", MIR, dce, kind="cleaning"),  # late, because the passes before it leave unread nodes
     Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),
     Pass("specialise", MIR, specialise, lambda job: job.sizes),  # runs once per choice of sizes, on the template
 )
 
-NAMES = tuple(p.name for p in PIPELINE)
+PASS_NAMES = tuple(p.name for p in PIPELINE)
 
 
 def pass_named(name: str) -> Pass:
@@ -205,7 +205,8 @@ def pass_named(name: str) -> Pass:
     for p in PIPELINE:
         if p.name == name:
             return p
-    raise GraphError(f"unknown pass {quote(name)}; passes are {', '.join(NAMES)}{did_you_mean(str(name), NAMES)}")
+    suggestion = did_you_mean(str(name), PASS_NAMES)
+    raise GraphError(f"unknown pass {quote(name)}; passes are {', '.join(PASS_NAMES)}{suggestion}")
 
 
 def check_switches(settings: Settings) -> None:
@@ -215,16 +216,18 @@ def check_switches(settings: Settings) -> None:
         ProfileError: it is not; the message has a suggestion.
     """
     optional = [p.name for p in PIPELINE if p.kind != "program"]
-    if fixed := sorted(name for name in settings.off if name in NAMES and name not in optional):
+    if fixed := sorted(name for name in settings.disabled_passes if name in PASS_NAMES and name not in optional):
         raise ProfileError(
-            f"fusion.disable: {quote(fixed[0])} makes the program what it was asked to be and cannot be switched off; "
-            f"those that can are {', '.join(optional)}"
+            f"fusion.disable: {quote(fixed[0])} is required for a correct program and cannot be switched off; "
+            f"optional passes are {', '.join(optional)}"
         )
-    check_names(sorted(settings.off), optional, "fusion.disable: unknown pass", "; expected one of", ProfileError)
+    check_names(
+        sorted(settings.disabled_passes), optional, "fusion.disable: unknown pass", "; expected one of", ProfileError
+    )
 
 
 @dataclass(frozen=True)
-class Ran:
+class PassesResult:
     """The result of running the passes on a program.
 
     Attributes:
@@ -233,7 +236,7 @@ class Ran:
         graph: the final graph.
         seconds: the time of each pass, by name.
         nodes: the number of nodes after each pass, by name.
-        places: the fusion sites that passes report.
+        fusion_sites: the fusion sites that passes report.
     """
 
     blocks: Graph
@@ -241,10 +244,10 @@ class Ran:
     graph: Graph
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
-    places: tuple[FusionSite, ...]
+    fusion_sites: tuple[FusionSite, ...]
 
 
-def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
+def run_passes(graph: Graph, job: Job, stop: str = "") -> PassesResult:
     """Run the passes of `PIPELINE` on a program.
 
     Args:
@@ -260,17 +263,17 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
     if stop and not pass_named(stop).runs(job):
         raise GraphError(
             f"{graph.name}: pass {quote(stop)} does not run for {job.program} with these settings; "
-            f"those that do are {', '.join(p.name for p in rows)}"
+            f"the passes that run are {', '.join(p.name for p in rows)}"
         )
     blocks = lowered = graph
     seconds: dict[str, float] = {}
     nodes: dict[str, int] = {}
-    places: list[FusionSite] = []
+    fusion_sites: list[FusionSite] = []
     for p in rows:
         start = time.perf_counter()
         result = p(graph, job)
         graph = result.graph
-        places += result.sites
+        fusion_sites += result.sites
         seconds[p.name], nodes[p.name] = time.perf_counter() - start, sum(1 for _ in graph.walk())
         blocks = graph if p.level == HIR else blocks
         lowered = graph if p.kind == "program" else lowered
@@ -279,4 +282,4 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
             print(line, file=sys.stderr)
         if p.name == stop:
             break
-    return Ran(blocks, lowered, graph, seconds, nodes, tuple(places))
+    return PassesResult(blocks, lowered, graph, seconds, nodes, tuple(fusion_sites))

@@ -22,7 +22,7 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, Pass, check_switches, pass_named, run_passes
-from rlx_jax.compiler.settings import CLEANING, Settings, choose_profile, choose_settings, plain
+from rlx_jax.compiler.settings import CLEANING, Settings, choose_profile, choose_settings, lowering_settings
 from rlx_jax.device import Device, running_device
 from rlx_jax.errors import (
     DeriveError,
@@ -122,7 +122,7 @@ class Template:
 
     def headless(self) -> Template:
         """Return the template of the program up to its head; the operands of the head are the outputs."""
-        job = Job(plain(), self.types, headless=True)
+        job = Job(lowering_settings(), self.types, headless=True)
         return replace(self, mir=pass_named("up_to_head")(self.mir, job).graph)
 
     def cost(self, sizes: Mapping[str, int]) -> Cost:
@@ -137,13 +137,13 @@ class Template:
         if missing := sorted(self.symbols.difference(sizes)):
             sizes_text = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))
             raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {sizes_text}")
-        return cost(pass_named("specialise")(self.mir, Job(plain(), self.types, sizes=sizes)).graph)
+        return cost(pass_named("specialise")(self.mir, Job(lowering_settings(), self.types, sizes=sizes)).graph)
 
     def outline(self, known: Mapping[str, int]) -> Outline:
         """Return the table of blocks, with FLOPs and bytes for the sizes in `known`, and 1 for other sizes."""
         sizes = {name: known.get(name, 1) for name in self.symbols}
         try:
-            mir = pass_named("specialise")(self.mir, Job(plain(), TypeCache(), sizes=sizes)).graph
+            mir = pass_named("specialise")(self.mir, Job(lowering_settings(), TypeCache(), sizes=sizes)).graph
         except RlxError:  # the program cannot have these sizes, such as a context of 1 with a wider window
             mir = None
         return outline(self.built.name, self.hir, mir, sizes, self.mir.inputs)
@@ -162,7 +162,7 @@ def derived_program(built: Built, program: str) -> str:
     if program not in ("forward", "train"):
         raise DeriveError(
             f"{built.name} is explicit decode (for_decode, explicit() or BindDecodeInputs): it has no {program}; "
-            "derive that from the flow without"
+            "derive that from the flow without explicit decode"
         )
     return built.program
 
@@ -173,7 +173,7 @@ def make_template(
     settings: Settings,
     program: str,
     last_only: bool = False,
-    given: frozenset[str] = frozenset(),
+    optional_inputs: frozenset[str] = frozenset(),
     outputs: tuple[str, ...] | None = None,
 ) -> Template:
     """Lower a built flow to the template of a program, HIR → MIR, by the table of passes.
@@ -184,7 +184,7 @@ def make_template(
         settings: the resolved profile.
         program: the program to derive.
         last_only: compute the outputs for each row's last token only.
-        given: the optional inputs that calls will pass.
+        optional_inputs: the optional inputs that calls will pass.
         outputs: the names of the outputs to compute; None for all.
 
     Returns:
@@ -195,11 +195,11 @@ def make_template(
         Others as the passes.
     """
     check_switches(settings)
-    job = Job(settings, built.types, derived_program(built, program), last_only, given, outputs)
+    job = Job(settings, built.types, derived_program(built, program), last_only, optional_inputs, outputs)
     result = run_passes(built.hir, job)
     check_constants(result.graph, built.types)
     left_passes = [name for name in LEFT_TO_XLA if name in result.nodes]
-    fusion = fusion_report(result.lowered, result.graph, result.places, left_passes)
+    fusion = fusion_report(result.lowered, result.graph, result.fusion_sites, left_passes)
     if settings.profile.fusion.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
     seconds = {"build": build_s, **result.seconds}
@@ -207,7 +207,7 @@ def make_template(
     bounds = bounds_of(read_graph, settings.max_positions or built.max_positions)
     # The limits of the flow assume one sequence per row that starts at position 0; these programs differ.
     if job.program == "explicit":
-        bounds = with_past_tokens(bounds, given)
+        bounds = with_past_tokens(bounds, optional_inputs)
     elif job.program == "packed":
         bounds = packed_bounds(bounds)
     adds = {"explicit": explicit.optional_inputs, "padded": row_layouts.optional_inputs}.get(job.program)
@@ -225,7 +225,7 @@ def text_after(built: Built, settings: Settings, program: str, level: str, after
     last_pass = pass_named(after)
     if last_pass.level != level:
         raise GraphError(
-            f"pass {quote(after)} leaves a program at {last_pass.level}: text({str(last_pass.level)!r}, after=…)"
+            f"pass {quote(after)} returns a program at {last_pass.level}: text({str(last_pass.level)!r}, after=…)"
         )
     result = run_passes(built.hir, Job(settings, built.types, derived_program(built, program)), stop=after)
     return dump(result.graph, level, f", after={after}")
@@ -273,15 +273,15 @@ def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
         check_captured(lir.graph)
         leaves = {program: params[name] for program, name in names.items()}
-        choices = choices_here(lir, running_device())
+        choices = runnable_on_device(lir, running_device())
         env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, choices, model_sharding)
         outputs = interpret(lir.graph, env)
-        return outputs, env.state if model_sharding is None else placed_state(lir, env.state, model_sharding)
+        return outputs, env.state if model_sharding is None else shard_state(lir, env.state, model_sharding)
 
     return function
 
 
-def placed_state(lir: Lir, state: StateArrays, model_sharding: ModelSharding) -> StateArrays:
+def shard_state(lir: Lir, state: StateArrays, model_sharding: ModelSharding) -> StateArrays:
     """Return the state, constrained to the sharding that the next call expects."""
     leaves = returned_leaves(lir.graph, lir.plan.scan)
 
@@ -293,7 +293,7 @@ def placed_state(lir: Lir, state: StateArrays, model_sharding: ModelSharding) ->
     return {name: constrain(name, array) for name, array in state.items()}
 
 
-def choices_here(lir: Lir, here: Device) -> Mapping[Call, Choice]:
+def runnable_on_device(lir: Lir, here: Device) -> Mapping[Call, Choice]:
     """Return the implementations of the ops on this device, which may differ from the planned one.
 
     Raises:
@@ -304,11 +304,11 @@ def choices_here(lir: Lir, here: Device) -> Mapping[Call, Choice]:
     if lir.plan.implementation in idle:
         raise UnsupportedError(
             f"{lir.graph.name}: attention.implementation = '{lir.plan.implementation}' is planned for "
-            f"{lir.plan.target}, and JAX runs on {here.kind}: only the plan can be looked at here"
+            f"{lir.plan.target}, and JAX runs on {here.kind}: here the plan can be inspected, but not run"
         )
     if idle:
         message = f"planned for {lir.plan.target} with {', '.join(sorted(idle))}, and JAX runs on {here.kind}"
-        warnings.warn(f"{lir.graph.name}: {message}: XLA takes its place", RlxWarning, stacklevel=2)
+        warnings.warn(f"{lir.graph.name}: {message}: XLA's implementation runs instead", RlxWarning, stacklevel=2)
     return choices
 
 
@@ -321,7 +321,7 @@ def head_operands(head: Head, kernel: AnyArray, bias: AnyArray = None) -> list[A
     return [kernel.astype(head.dtype)] + ([] if bias is None else [bias.astype(wide)])
 
 
-def behind_product(head: Head, product: AnyArray) -> AnyArray:
+def apply_tail(head: Head, product: AnyArray) -> AnyArray:
     """Compute the first output of a program from the product of its head."""
     (output,) = interpret(head.tail, Env({}, {}, {}, operands=(product,)))
     return output
@@ -339,7 +339,7 @@ def with_hidden(run: Function, head: Head, last_only: bool) -> Function:
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         (hidden, *weights), state = run(params, state, inputs)
         rows = last_rows(hidden, inputs["lengths"]) if last_only else hidden
-        logits = behind_product(head, head.product.eval(rows, *head_operands(head, *weights)))
+        logits = apply_tail(head, head.product.eval(rows, *head_operands(head, *weights)))
         return (logits, hidden.astype(jnp.float32)), state
 
     return function
@@ -377,7 +377,7 @@ def facts_of(
         frozenset(p.name for p in passes if p.kind != "fusion"),  # fusion passes rewrite nothing
         None if settings.model_sharding is None else tuple(map(str, settings.model_sharding.mesh.axis_names)),
         template.built.refusals,
-        _no_kernels(settings, programs),
+        _kernel_refusal(settings, programs),
     )
 
 
@@ -386,7 +386,7 @@ def _passes(
 ) -> Iterator[Pass]:
     """Return the passes that run for some program of the model, ignoring `fusion.disable`."""
     off = frozenset(name for name in CLEANING if not getattr(profile.passes, name))
-    base = replace(settings, off=off)
+    base = replace(settings, disabled_passes=off)
     jobs = [Job(base, template.built.types, program, last_only) for program in programs for last_only in (False, True)]
     return (p for p in PIPELINE if any(p.runs(job) for job in jobs))
 
@@ -412,7 +412,7 @@ def _contents(template: Template) -> Iterator[str]:
     return (name for name, is_present in contains.items() if is_present)
 
 
-def _no_kernels(settings: Settings, programs: tuple[str, ...]) -> str:
+def _kernel_refusal(settings: Settings, programs: tuple[str, ...]) -> str:
     """Return why the package's Pallas kernels do not run, "" if they do.
 
     They run on the devices that they were measured on, one at a time, and have no gradient.
@@ -422,4 +422,4 @@ def _no_kernels(settings: Settings, programs: tuple[str, ...]) -> str:
         return f"kernels run on one H100 or H200, not on {place}"
     if not has_triton():
         return f"kernels are written for Pallas' Triton backend, which jax {jax.__version__} does not have"
-    return "a program that is trained has none" if set(programs) == {"train"} else ""
+    return "training programs have no kernels" if set(programs) == {"train"} else ""

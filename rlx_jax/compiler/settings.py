@@ -30,7 +30,7 @@ CLEANING = ("cse", "constant_folding", "dce")
 
 # Tokens per row that one call of the generation loop produces, if it is not 16. On an H200, 16 steps hide the cost of a
 # call on the host, and 32 gain nothing. On a CPU a step takes longer than a call, and users see tokens sooner with 4.
-STEPS = {"cpu": 4}
+DEFAULT_STEPS = {"cpu": 4}
 
 
 # The dimension of a program that each list of `Buckets` has sizes for.
@@ -48,7 +48,7 @@ class Buckets:
         on_recompile: "allow", "warn" or "error".
         programs: the number of compiled programs that the cache retains.
         spare: slots of a ring buffer in addition to its window.
-        share: the number of shards of the rows on a mesh; 1 without one.
+        row_multiple: the number of shards of the rows on a mesh; 1 without one.
     """
 
     prompt: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class Buckets:
     on_recompile: str = "allow"
     programs: int = 256
     spare: int = 0
-    share: int = 1
+    row_multiple: int = 1
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
@@ -69,8 +69,8 @@ class Buckets:
         return max((p for p in self.prompt if not self.context or p <= self.context[-1]), default=None)
 
     def rows(self, needed: int) -> int:
-        """Return the rows of the program for `needed` rows: the smallest fitting bucket, else a multiple of `share`."""
-        return smallest(self.batch, needed) or -(-needed // self.share) * self.share
+        """Return the rows of the program for `needed` rows: a bucket that fits, else a multiple of `row_multiple`."""
+        return fit_bucket(self.batch, needed) or -(-needed // self.row_multiple) * self.row_multiple
 
     def ring(self, window: int, context: int | None, spare: int = 0) -> int:
         """Return the slots of the ring buffer of a layer with an attention window.
@@ -82,7 +82,7 @@ class Buckets:
         """
         return min(context or window, window + max(self.spare, spare))
 
-    def foreign(self, binding: Mapping[str, int]) -> list[str]:
+    def size_violations(self, binding: Mapping[str, int]) -> list[str]:
         """Return the names of the lists that do not contain the sizes of a program.
 
         One token per row is always allowed, as a decoding step, whatever is in `prompt`.
@@ -100,12 +100,12 @@ class Buckets:
         return ", ".join(f"buckets.{name} = {list(sizes)}" for name, sizes in lists if sizes)
 
 
-def smallest(sizes: Iterable[int], needed: int) -> int | None:
+def fit_bucket(sizes: Iterable[int], needed: int) -> int | None:
     """Return the smallest of `sizes` that is at least `needed`; None if there is none."""
     return min((size for size in sizes if size >= needed), default=None)
 
 
-def bucket(size: int, step: int, limit: int | None) -> int:
+def bucket_size(size: int, step: int, limit: int | None) -> int:
     """Return a size rounded up to `step` times a power of two, so that few different sizes are compiled.
 
     The result is at most `limit`, unless `size` itself is larger.
@@ -117,19 +117,19 @@ def bucket(size: int, step: int, limit: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopSettings:
     """The settings of the generation loop.
 
     Attributes:
         steps: the number of steps in one call.
-        early: whether a call ends when every row has ended.
+        stop_early: whether a call ends when every row has ended.
     """
 
     steps: int
-    early: bool
+    stop_early: bool
 
     def __str__(self) -> str:
-        return f"{self.steps} steps a dispatch, {'or until every row has ended' if self.early else 'always'}"
+        return f"{self.steps} steps a dispatch, {'or until every row has ended' if self.stop_early else 'always'}"
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ class Settings:
         compute: the dtype of activations.
         mixed: the mixed precision policy, or "none".
         classes: the dtype of each class of ops, for the policy "custom".
-        stored: the dtype of floating parameters; None for the dtype that the program computes in.
-        off: the names of passes that do not run.
-        without: the kinds of passes that do not run.
+        param_dtype: the dtype of floating parameters; None for the dtype that the program computes in.
+        disabled_passes: the names of passes that do not run.
+        disabled_kinds: the kinds of passes that do not run.
         merge: whether projections of one input are fused.
         plan: how programs run, without the parts that depend on a program: its `choices`, and the inputs that it can
             reuse.
-        kv: the dtype of cached keys and values; None for the dtype that they are computed in.
+        kv_dtype: the dtype of cached keys and values; None for the dtype that they are computed in.
         buckets: the sizes that requests are padded to.
         loop: the settings of the generation loop.
         model_sharding: the sharding rules of the mesh, which is no part of a profile; None on one device.
@@ -160,14 +160,14 @@ class Settings:
     compute: np.dtype[Any]
     mixed: str
     classes: tuple[tuple[str, np.dtype[Any]], ...]
-    stored: np.dtype[Any] | None
-    off: frozenset[str]
-    without: frozenset[str]
+    param_dtype: np.dtype[Any] | None
+    disabled_passes: frozenset[str]
+    disabled_kinds: frozenset[str]
     merge: bool
     plan: Plan
-    kv: np.dtype[Any] | None
+    kv_dtype: np.dtype[Any] | None
     buckets: Buckets
-    loop: Loop
+    loop: LoopSettings
     model_sharding: ModelSharding | None = None
     max_positions: int | None = None
 
@@ -210,7 +210,7 @@ def choose_settings(built: Built, profile: CompileProfile | None, merge: bool, p
     if profile is not None:
         raise GraphError(f"{built.name}: a module at lir is planned and takes no profile; compile its into_mir()")
     # A planned module leaves nothing to choose.
-    return replace(plain(target=built.plan.target), plan=replace(built.plan, choices={}, unread=()))
+    return replace(lowering_settings(target=built.plan.target), plan=replace(built.plan, choices={}, unread=()))
 
 
 def choose_profile(built: Built, profile: CompileProfile | None) -> CompileProfile:
@@ -234,7 +234,7 @@ def settings_for(
         ProfileError: settings that contradict each other.
     """
     device = running_device() if profile.fusion.target == "auto" else named_device(profile.fusion.target)
-    target = supported(device)
+    target = supported_platform(device)
     backend = getattr(profile.backend, target)
     precision = profile.precision
     roll, train = profile.layers.roll, program == "train"
@@ -244,9 +244,9 @@ def settings_for(
         compute=compute_dtype(precision, target, source, keys),
         mixed=mixed_policy(precision, target),
         classes=tuple((f.name, as_dtype(getattr(precision.classes, f.name))) for f in fields(precision.classes)),
-        stored=None if precision.weights == "keep" else as_dtype(precision.weights),
-        off=frozenset((*profile.fusion.disable, *(n for n in CLEANING if not getattr(profile.passes, n)))),
-        without=frozenset({"fusion"} if profile.fusion.skip or backend.skip_fusion else ()),
+        param_dtype=None if precision.weights == "keep" else as_dtype(precision.weights),
+        disabled_passes=frozenset((*profile.fusion.disable, *(n for n in CLEANING if not getattr(profile.passes, n)))),
+        disabled_kinds=frozenset({"fusion"} if profile.fusion.skip or backend.skip_fusion else ()),
         merge=merge if backend.merge == "auto" else bool(backend.merge),
         plan=Plan(
             target=device.kind,
@@ -262,18 +262,18 @@ def settings_for(
             kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again
             compiler_options=dict(sorted(backend.compiler_options.items())),
         ),
-        kv=None if precision.kv == "auto" else as_dtype(precision.kv),
+        kv_dtype=None if precision.kv == "auto" else as_dtype(precision.kv),
         buckets=Buckets(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
-        loop=Loop(
-            STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch,
+        loop=LoopSettings(
+            DEFAULT_STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch,
             target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early),
         ),
     )
 
 
-def divided(settings: Settings, model_sharding: ModelSharding) -> Settings:
+def with_model_sharding(settings: Settings, model_sharding: ModelSharding) -> Settings:
     """Return the settings of a sharded model, in which all devices get an equal number of rows."""
-    buckets = replace(settings.buckets, share=model_sharding.num_shards("batch"))
+    buckets = replace(settings.buckets, row_multiple=model_sharding.num_shards("batch"))
     return replace(settings, model_sharding=model_sharding, buckets=buckets)
 
 
@@ -290,17 +290,17 @@ def differences(first: Settings, other: Settings) -> list[str]:
 
 
 @functools.cache
-def plain(policy: str = "direct", target: str = "cpu") -> Settings:
+def lowering_settings(policy: str = "direct", target: str = "cpu") -> Settings:
     """Return settings with which only `program` passes run, so that a graph is lowered without optimization."""
     profile = CompileProfile().replace(fusion={"policy": policy, "target": target})
     return replace(
         settings_for(profile, None, (), merge=False),
-        without=frozenset({"layout", "fusion", "cleaning"}),
+        disabled_kinds=frozenset({"layout", "fusion", "cleaning"}),
         plan=Plan(target, scan=False, donate_state=False),
     )
 
 
-def supported(device: Device) -> str:
+def supported_platform(device: Device) -> str:
     """Return the platform of a device, by its name in profiles.
 
     Raises:

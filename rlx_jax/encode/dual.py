@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import bucket
+from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
@@ -138,7 +138,7 @@ class DualEncoder(TaskModel):
             cosines: Vectors = units[0] @ units[1].T
             return cosines
         # Padded to buckets, so that few sizes of the comparison compile.
-        padded = [pad_to(v, bucket(len(v), 1, None), v.shape[1]) for v in (text_rows, image_rows)]
+        padded = [pad_to(v, bucket_size(len(v), 1, None), v.shape[1]) for v in (text_rows, image_rows)]
         outputs = self.compare(texts=padded[0], images=padded[1])
         scores = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
         padded_scores: Vectors = np.asarray(jax.device_get(scores))

@@ -420,7 +420,10 @@ class Encoder(TaskModel):
             return replace(rows, pipeline=None if self.pools else self.pipeline, tokens=max_tokens, skip=skip)
         settings = self.model.settings
         sizes = sizes_for(
-            costs_on(settings.target), self.max_positions or DEFAULT_MAX_POSITIONS, max_tokens, settings.buckets.share
+            costs_on(settings.target),
+            self.max_positions or DEFAULT_MAX_POSITIONS,
+            max_tokens,
+            settings.buckets.row_multiple,
         )
         return PackedBatcher(replace(self.model, program="packed", last_key=None), self.pipeline, sizes, skip)
 

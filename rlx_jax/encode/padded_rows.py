@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets, bucket, smallest
+from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import get_pooled
 from rlx_jax.encode.sentence import SentencePipeline, pool
@@ -67,7 +67,10 @@ class RowBatcher:
     def sizes(self, rows: int, width: int) -> tuple[int, int]:
         """Return the (rows, width) of the program that runs `rows` rows of up to `width` tokens."""
         buckets = self.buckets
-        rows = 1 if self.one_row_per_call else smallest(buckets.batch, rows) or buckets.rows(bucket(rows, 1, BATCH))
+        if self.one_row_per_call:
+            rows = 1
+        else:
+            rows = fit_bucket(buckets.batch, rows) or buckets.rows(bucket_size(rows, 1, BATCH))
         return rows, width if self.exact else block_width(buckets, width, self.max_positions)
 
     def outputs(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import bucket, smallest
+from rlx_jax.compiler.settings import bucket_size, fit_bucket
 from rlx_jax.encode.embedding import chunks, prefetch
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, number_images
 from rlx_jax.encode.pooled import Vectors, check_finite, get_pooled, pooled_width
@@ -139,7 +139,7 @@ class VisionEncoder(TaskModel):
     def _run_batch(self, pixels: Any) -> Vectors:
         """Return the vectors of a batch, padded with zeros to one of few sizes, so that few programs compile."""
         rows = len(pixels)
-        padded_rows = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, self._max_batch))
+        padded_rows = fit_bucket(self.buckets.batch, rows) or self.buckets.rows(bucket_size(rows, 1, self._max_batch))
         padded = np.pad(pixels, ((0, padded_rows - rows), (0, 0), (0, 0), (0, 0)))
         outputs = self.model(padded)
         vectors: Vectors = np.asarray(jax.device_get(get_pooled(outputs)))[:rows]

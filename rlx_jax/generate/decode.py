@@ -186,7 +186,7 @@ class FirstTokens(TokenChooser):
     num_logprobs: int | None = None
 
     def arguments(self) -> Mapping[str, str]:
-        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.SaysArguments`."""
+        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.HasRequestArguments`."""
         return {"samplers": self.sampling_steps.text, "logprobs": str(self.num_logprobs)}
 
     def __call__(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlx_jax.compiler.settings import Buckets, bucket, smallest
+from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.errors import RequestError, SequenceLengthError, quote, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state, run_padded, shift_rows
 from rlx_jax.generate.request import LanguageModel, RequestInputs, check_inputs
@@ -108,10 +108,10 @@ def prefill_cache_len(
         width: padded width of the block.
     """
     if max_len is not None:
-        return smallest(buckets.context, max(max_len, width)) or max_len
+        return fit_bucket(buckets.context, max(max_len, width)) or max_len
     if buckets.context and buckets.context[-1] >= longest:
-        return smallest(buckets.context, width + DEFAULT_HEADROOM) or buckets.context[-1]
-    cache_len = bucket(width + DEFAULT_HEADROOM, CONTEXT_BUCKET, None)
+        return fit_bucket(buckets.context, width + DEFAULT_HEADROOM) or buckets.context[-1]
+    cache_len = bucket_size(width + DEFAULT_HEADROOM, CONTEXT_BUCKET, None)
     return cache_len if max_positions is None else max(longest, min(cache_len, max_positions))
 
 

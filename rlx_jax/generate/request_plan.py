@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
-from rlx_jax.compiler.settings import Buckets, bucket, smallest
+from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode import DecodeLoop, Sizes
 from rlx_jax.generate.request import LanguageModel, Request, SnapshotPoint
@@ -82,14 +82,14 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     sizes = request_sizes(buckets, lengths, request.budget, limit)
     cache_len = max(request.min_cache_len, prefix.cache_len if prefix is not None and prefix.donated else 0)
     if cache_len > sizes.cache_len:
-        sizes = replace(sizes, cache_len=max(sizes.cache_len, smallest(buckets.context, cache_len) or cache_len))
+        sizes = replace(sizes, cache_len=max(sizes.cache_len, fit_bucket(buckets.context, cache_len) or cache_len))
     sampling_steps = request.sampler.sampling_steps(lm.vocab_size)
     # With buckets, warm-up has to cover every sampler, so use few methods.
     sampling_steps = sampling_steps.widened() if buckets.prompt or buckets.batch else sampling_steps
     sampler_values = request.sampler.values(lm.vocab_size, sampling_steps.biased)
     stop_mask = np.zeros(lm.vocab_size, bool)
     stop_mask[list(request.stop_ids)] = True
-    num_logprobs = request.logprobs and bucket(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)
+    num_logprobs = request.logprobs and bucket_size(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)
     prefill_batch = sizes.batch if n == 1 else buckets.rows(len(request.rows))
     shared_batch = buckets.rows(1) if request.shared_prefix_len else 1
     prefix_lens = (request.shared_prefix_len,) * len(request.rows) if prefix is None else prefix.lengths
@@ -127,7 +127,7 @@ def plan_keys(
         state = {**inputs.sizes, **sizes.state}
         variant = Variant(True, logits, inputs.optional_inputs)
         if drafter is None:
-            wrapper: Any = DecodeLoop(sampling_steps, model.first_input, loop.steps, loop.early, num_logprobs)
+            wrapper: Any = DecodeLoop(sampling_steps, model.first_input, loop.steps, loop.stop_early, num_logprobs)
             key = model.as_program("extend").key_for_sizes({**state, "seq": 1}, variant)
         else:
             verify = model.as_program("verify")
@@ -159,9 +159,9 @@ def chunk_widths(buckets: Buckets, tokens: int, max_positions: int | None) -> tu
     """
     chunk = buckets.largest_chunk
     if chunk is None:
-        return (bucket(tokens, PROMPT_BUCKET, max_positions),)
+        return (bucket_size(tokens, PROMPT_BUCKET, max_positions),)
     full = (tokens - 1) // chunk
-    rest = smallest(buckets.prompt, tokens - full * chunk)
+    rest = fit_bucket(buckets.prompt, tokens - full * chunk)
     assert rest is not None  # at most a chunk
     return (*(chunk,) * full, rest)
 
@@ -178,9 +178,9 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
     longest = max(lengths)
     widths = chunk_widths(buckets, longest, max_positions)
     min_cache_len = max(longest + budget, widths[0])
-    cache_len = smallest(buckets.context, min_cache_len)
+    cache_len = fit_bucket(buckets.context, min_cache_len)
     if buckets.on_recompile == "error":
-        if buckets.batch and smallest(buckets.batch, len(lengths)) is None:
+        if buckets.batch and fit_bucket(buckets.batch, len(lengths)) is None:
             raise RequestError(
                 f"prompts: {len(lengths)} rows, and buckets.batch = {list(buckets.batch)}; send fewer at once, or add "
                 "a bucket to the profile"
@@ -190,12 +190,14 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
                 f"prompts[{lengths.index(longest)}]: {longest} tokens + {budget} new, and the caches that are compiled "
                 f"have {list(buckets.context)} slots; ask for fewer tokens, or add to buckets.context of the profile"
             )
-    return Sizes(buckets.rows(len(lengths)), widths, cache_len or bucket(min_cache_len, CONTEXT_BUCKET, max_positions))
+    return Sizes(
+        buckets.rows(len(lengths)), widths, cache_len or bucket_size(min_cache_len, CONTEXT_BUCKET, max_positions)
+    )
 
 
 def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int | None) -> tuple[int, int]:
     """Return the rows and the cache length of a state for `batch` prompts of `context` tokens each, with the answer."""
-    cache_len = smallest(buckets.context, context) or bucket(context, CONTEXT_BUCKET, max_positions)
+    cache_len = fit_bucket(buckets.context, context) or bucket_size(context, CONTEXT_BUCKET, max_positions)
     return buckets.rows(batch), cache_len
 
 

@@ -207,7 +207,7 @@ def forms_for(
     target = model.settings.target
     if buckets.batch or buckets.prompt or model.programs.derivation_error(model.name, "packed"):
         return None, ScoreForm(model, score_sizes(target, buckets, max_positions, longest))
-    wide, shared = shared_sizes(target, buckets.share, max_positions, longest)
+    wide, shared = shared_sizes(target, buckets.row_multiple, max_positions, longest)
     return ScoreForm(model.as_program("packed"), shared), None if wide is None else ScoreForm(model, wide)
 
 
@@ -220,7 +220,7 @@ def shared_sizes(
     """
     wide_sizes, max_shared, costs = None, MAX_BLOCK_SIZES, costs_on(target)
     if max_positions is None or max_positions > SHARED:
-        wide_sizes = score_sizes(target, Buckets(share=share), max_positions, longest, above=SHARED)
+        wide_sizes = score_sizes(target, Buckets(row_multiple=share), max_positions, longest, above=SHARED)
         max_shared = MAX_BLOCK_SIZES - len(wide_sizes.blocks)
     # Even for a model of few positions, a row has room for all alternative ends of a text.
     widest = min(max(max_positions or SHARED, MOST_OTHERS * costs.tokens_per_slot), SHARED)
@@ -253,7 +253,7 @@ class ScoreTokens:
     pieces: LossChunking | None
 
     def arguments(self) -> Mapping[str, str]:
-        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.SaysArguments`."""
+        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.HasRequestArguments`."""
         return {"scoring": "True"}
 
     def __call__(self, forward: Function) -> Function:

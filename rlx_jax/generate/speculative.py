@@ -258,17 +258,17 @@ class VerifyLoop(TokenChooser):
     rollback_arrays: tuple[tuple[str, int], ...] = ()
 
     def arguments(self) -> Mapping[str, str]:
-        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.SaysArguments`."""
+        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.HasRequestArguments`."""
         drafts = {"speculative": self.drafter.source_name, "draft_tokens": str(self.drafter.tokens)}
         return {"samplers": self.sampling_steps.text, **drafts}
 
-    def beside(self) -> Mapping[str, Lir]:
-        """Return the companion program of the drafter, if it has one; see `rlx_jax.compiler.executable.RunsOthers`."""
+    def companions(self) -> Mapping[str, Lir]:
+        """Return the companion program of the drafter, if any; see `rlx_jax.compiler.executable.HasCompanions`."""
         lir = self.drafter.lir()
         return {} if lir is None else {DRAFTER_PREFIX: lir}
 
-    def divided(self) -> Shardings | None:
-        """Return the shardings of the drafter's data; see `rlx_jax.compiler.executable.RunsOthers`."""
+    def companion_shardings(self) -> Shardings | None:
+        """Return the shardings of the drafter's data; see `rlx_jax.compiler.executable.HasCompanions`."""
         # The drafter's parameters are an input of the loop, and its state a part of the loop's state.
         shardings = None if self.drafter.lir() is None else self.drafter.shardings()
         if shardings is None:

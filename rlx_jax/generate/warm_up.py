@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets, bucket
+from rlx_jax.compiler.settings import Buckets, bucket_size
 from rlx_jax.errors import RequestError, listing
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.generation import prepare_prefix_state, start_generation
@@ -141,5 +141,5 @@ def warm_contexts(buckets: Buckets, new_tokens: int, max_positions: int | None) 
     if buckets.context:
         return buckets.context
     limit = max_positions or buckets.prompt[-1] + new_tokens
-    cache_len = {bucket(min(p + new_tokens, limit), CONTEXT_BUCKET, max_positions) for p in buckets.prompt}
+    cache_len = {bucket_size(min(p + new_tokens, limit), CONTEXT_BUCKET, max_positions) for p in buckets.prompt}
     return tuple(sorted(cache_len))

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from rlx_jax.compiler.executable import Executable, RunsOthers
+from rlx_jax.compiler.executable import Executable, HasCompanions
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote
 from rlx_jax.ir.table import TextTable
@@ -434,7 +434,7 @@ class _NamedProgram:
 
     def instructions(self) -> dict[str, Instruction]:
         """Return the instructions by name, and by the name of their kernel."""
-        companions = self.key.wrapper.beside().values() if isinstance(self.key.wrapper, RunsOthers) else ()
+        companions = self.key.wrapper.companions().values() if isinstance(self.key.wrapper, HasCompanions) else ()
         paths = frozenset().union(*(block_paths(lir.graph) for lir in (self.executable.lir, *companions)))
         parsed = parse_instructions(self.executable.call.as_text() or "", paths)
         return {kernel_name(name): instruction for name, instruction in parsed.items()} | parsed

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from rlx_jax.compiler.compare import program_changes
-from rlx_jax.compiler.executable import Around, Arrays, Executable, Results, StateArrays
-from rlx_jax.compiler.meshes import at_home, own_mesh
+from rlx_jax.compiler.executable import Arrays, Executable, ProgramWrapper, Results, StateArrays
+from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.compiler.pipeline import derived_program, text_after
 from rlx_jax.device import check_fits, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, did_you_mean, listing, quote, shown
@@ -81,7 +81,7 @@ class CompiledModel(ModelProgram):
         return self._result(self.execute(key, params, arrays, values), key)
 
     def bind_to_sizes(
-        self, sizes: Mapping[str, int], wrapper: Around | None = None, variant: Variant = LAST_TOKEN
+        self, sizes: Mapping[str, int], wrapper: ProgramWrapper | None = None, variant: Variant = LAST_TOKEN
     ) -> BoundProgram:
         """Return the program for these sizes.
 
@@ -149,7 +149,7 @@ class CompiledModel(ModelProgram):
                 try:
                     return executable.run(params, state, inputs)
                 except ValueError:
-                    if executable.fits(params, state, inputs):
+                    if executable.accepts(params, state, inputs):
                         raise
                 # The arguments are on other devices than those that the executable was compiled for.
                 if (shardings := self.programs.shardings(key, inputs)) is not None:
@@ -181,10 +181,10 @@ class CompiledModel(ModelProgram):
         values, key, arrays = self._bind(inputs, named, state)
         self.last_key = key = replace(key, headless=headless)
         refuse_consumed(params, values)  # a donated array would fail inside the caller's jax.jit, without its name
-        arguments = at_home((dict(params), arrays, values), self.programs.model_sharding)
+        arguments = to_model_devices((dict(params), arrays, values), self.programs.model_sharding)
         traced = is_traced(jax.tree.leaves(arguments))
         try:
-            with contextlib.nullcontext() if traced else own_mesh(self.programs.model_sharding):
+            with contextlib.nullcontext() if traced else use_model_mesh(self.programs.model_sharding):
                 return self.programs.function(key).jitted(*arguments), key
         except (RuntimeError, ValueError) as error:
             self._explain(error, params, values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx_jax.compiler.executable import StateArrays
-from rlx_jax.compiler.meshes import at_home
+from rlx_jax.compiler.meshes import to_model_devices
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
@@ -149,7 +149,7 @@ class ModelProgram:
         if unread:
             symbols = {symbol for t in declared.values() for symbol in t.symbols}
             sizes = {symbol: size for symbol, size in sizes.items() if symbol in symbols}
-        values = at_home({n: values[n] for n in declared}, self.programs.model_sharding)
+        values = to_model_devices({n: values[n] for n in declared}, self.programs.model_sharding)
         check_counted(sizes, bounds, flow.name)
         check_rows(values, bounds, sizes, devices)
         arrays = state_arrays(self.program, template.state, state, sizes)

@@ -16,9 +16,16 @@ from typing import Any
 
 import jax
 
-from rlx_jax.compiler.meshes import divide_model
+from rlx_jax.compiler.meshes import make_model_sharding
 from rlx_jax.compiler.pipeline import Template, facts_of, make_template
-from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings, differences, divided
+from rlx_jax.compiler.settings import (
+    Settings,
+    check_inputs,
+    choose_profile,
+    choose_settings,
+    differences,
+    with_model_sharding,
+)
 from rlx_jax.device import check_space, out_of_memory
 from rlx_jax.errors import (
     GraphError,
@@ -88,9 +95,10 @@ def make_programs(
     builts = [built for built, _ in builds.values()]
     source = check_sources(builts, options.strict)
     settings = shared_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
-    model_sharding = divide_model(options.mesh, builts, settings, program, serves)
+    model_sharding = make_model_sharding(options.mesh, builts, settings, program, serves)
     settings = replace(
-        settings if model_sharding is None else divided(settings, model_sharding), max_positions=max_positions
+        settings if model_sharding is None else with_model_sharding(settings, model_sharding),
+        max_positions=max_positions,
     )
     # The cached programs are derived later, from the same parameters as `forward`.
     first = program if program in ("train", "explicit") else "forward"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlx_jax.compiler.executable import Around
+from rlx_jax.compiler.executable import ProgramWrapper
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ProgramKey:
     headless: bool = False
     hidden: bool = False
     binding: tuple[tuple[str, int], ...] = ()
-    wrapper: Around | None = None
+    wrapper: ProgramWrapper | None = None
 
     @property
     def symbolic(self) -> ProgramKey:

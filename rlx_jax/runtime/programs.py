@@ -22,18 +22,18 @@ from rlx_jax.compiler.executable import (
     Arrays,
     Executable,
     Function,
+    HasCompanions,
     Progress,
-    RunsOthers,
     Shardings,
     StateArrays,
     compile_program,
-    guarded,
-    new_arguments,
-    on_device,
+    has_transfer_guard,
+    to_device,
+    uncovered_arguments,
 )
-from rlx_jax.compiler.meshes import at_home, in_any_mesh, own_mesh
+from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh, with_explicit_axes
 from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template, with_hidden
-from rlx_jax.compiler.settings import Settings, choose_settings, divided
+from rlx_jax.compiler.settings import Settings, choose_settings, with_model_sharding
 from rlx_jax.errors import (
     DeriveError,
     DonationWarning,
@@ -220,7 +220,8 @@ class Programs:
                 run = with_hidden(run, self.template(self.full_key(key)).head, key.last_only)
             if key.wrapper is not None:  # the wrapper has other inputs, which the plan knows nothing about
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.wrapper(run)
-            return SpecializedProgram(lir, run, jax.jit(in_any_mesh(run, template, lir, self.model_sharding)), seconds)
+            traceable = with_explicit_axes(run, template, lir, self.model_sharding)
+            return SpecializedProgram(lir, run, jax.jit(traceable), seconds)
 
         return self.functions(key, make)
 
@@ -239,8 +240,8 @@ class Programs:
             step = f"compile {key.text}"
             self.report_progress(step, 0, 1)
             program = self.function(key)
-            with own_mesh(self.model_sharding):
-                companions = key.wrapper.beside() if isinstance(key.wrapper, RunsOthers) else None
+            with use_model_mesh(self.model_sharding):
+                companions = key.wrapper.companions() if isinstance(key.wrapper, HasCompanions) else None
                 shardings = self.shardings(key, inputs)
                 executable = compile_program(
                     program.lir, program.run, params, state, inputs, shardings, companions, key.text
@@ -301,11 +302,11 @@ class Programs:
         outputs = None if set(inputs) <= set(declared) else model_sharding.replicated
         state = state_shardings(template, sizes, model_sharding, of_results=key.wrapper is None)
         nbytes = model_sharding.gathered_bytes(self.layout.leaves.values())
-        if isinstance(key.wrapper, RunsOthers) and (other := key.wrapper.divided()) is not None:
+        if isinstance(key.wrapper, HasCompanions) and (other := key.wrapper.companion_shardings()) is not None:
             placements, state, nbytes = (
                 placements | other.inputs,
                 state | other.state,
-                nbytes + other.gathered,
+                nbytes + other.gathered_bytes,
             )
         return Shardings(self.storage_shardings() or {}, state, placements, outputs, nbytes)
 
@@ -317,7 +318,7 @@ class Programs:
         """
         built, _ = self.build(flow, frozenset())
         settings = choose_settings(built, profile, self.fuses_by_default, self.planned_program)
-        settings = settings if self.model_sharding is None else divided(settings, self.model_sharding)
+        settings = settings if self.model_sharding is None else with_model_sharding(settings, self.model_sharding)
         return replace(settings, max_positions=self.settings.max_positions)
 
     def ring_sizes(self, template: Template, context: Any, spare: int = 0) -> dict[str, int]:
@@ -379,7 +380,7 @@ class Programs:
 
         def make() -> Callable[..., Any]:
             if self.is_warm:
-                difference = new_arguments(function, (key[0] for key in self.helpers if isinstance(key, tuple)))
+                difference = uncovered_arguments(function, (key[0] for key in self.helpers if isinstance(key, tuple)))
                 reason = difference or f"for {', '.join(str(jax.typeof(a)) for a in arguments)}"
                 name = getattr(function, "__name__", type(function).__name__)
                 self.record_recompile(f"{name}, a helper function: {reason}")
@@ -390,9 +391,9 @@ class Programs:
             return call
 
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
-        with own_mesh(self.model_sharding):
-            moved = on_device(at_home(arguments, self.model_sharding))
-            if self.model_sharding is not None and guarded():  # a copy to the other devices has to be explicit
+        with use_model_mesh(self.model_sharding):
+            moved = to_device(to_model_devices(arguments, self.model_sharding))
+            if self.model_sharding is not None and has_transfer_guard():  # copies between devices have to be explicit
                 moved = jax.device_put(moved, self.replicated)
             return self.helpers((function, static, types), make)(*moved)
 
@@ -435,7 +436,7 @@ class Programs:
         buckets, binding = self.settings.buckets, dict(key.binding)
         # The tokens of `verify` are drafts; their number is no bucket of prompts.
         sizes = {dim: n for dim, n in binding.items() if (key.program, dim) != ("verify", "seq")}
-        if key in self.executables or not (self.is_warm or buckets.foreign(sizes)):
+        if key in self.executables or not (self.is_warm or buckets.size_violations(sizes)):
             return "", ""
         texts = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
         described = ", ".join(text.format(binding[dim]) for dim, text in texts.items() if dim in binding)
@@ -451,8 +452,8 @@ class Programs:
                 f"with {listing(sorted(names))}" if names else "without any" for names in (key.optional_inputs, warmed)
             )
             return f"{key.flow}: {described}: optional inputs: warm-up was {then}, not {now}", f"call it {then}"
-        in_buckets = self.is_warm and not buckets.foreign(sizes)
-        if in_buckets and (difference := new_arguments(key.wrapper, (k.wrapper for k in self.executables))):
+        in_buckets = self.is_warm and not buckets.size_violations(sizes)
+        if in_buckets and (difference := uncovered_arguments(key.wrapper, (k.wrapper for k in self.executables))):
             return f"{key.flow}: {described}: {difference}", "warm up for that too"
         programs = {k.program for k in self.executables if k.flow == key.flow}
         if in_buckets and programs and key.program not in programs:

@@ -11,7 +11,7 @@ import jax
 
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.compiler.pipeline import Template, make_function
-from rlx_jax.compiler.settings import Loop, Settings
+from rlx_jax.compiler.settings import LoopSettings, Settings
 from rlx_jax.device import Device
 from rlx_jax.errors import GraphError, listing
 from rlx_jax.ir.table import TextTable
@@ -209,7 +209,7 @@ class Report:
     fusion: FusionReport
     device: Device
     program: str = ""
-    loop: Loop | None = None
+    loop: LoopSettings | None = None
     attention: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()

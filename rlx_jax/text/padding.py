@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets, bucket, smallest
+from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.errors import ProfileError, RequestError
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.request_checks import Ids
@@ -23,8 +23,8 @@ def block_width(buckets: Buckets, seq: int, limit: int | None, step: int = PROMP
     outside of the buckets are an error, it is `seq`, so that the error has the actual size.
     """
     if buckets.prompt and buckets.on_recompile == "error":
-        return smallest(buckets.prompt, seq) or seq
-    return smallest(buckets.prompt, seq) or bucket(seq, step, limit)
+        return fit_bucket(buckets.prompt, seq) or seq
+    return fit_bucket(buckets.prompt, seq) or bucket_size(seq, step, limit)
 
 
 def pad_block(buckets: Buckets, block: Ids, limit: int | None) -> Ids:

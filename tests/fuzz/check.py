@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job
-from rlx_jax.compiler.settings import plain
+from rlx_jax.compiler.settings import lowering_settings
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Op, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import Binary, Unary
 from rlx_jax.ir.param import Key
@@ -107,7 +107,7 @@ def check_passes(case: Case, start: Graph) -> None:
     """Every pass alone on `start`, a graph that came of `case`, and all of them in turn."""
     checker, graph = Checker(case), start
     checker.same(start, "start", folds=False)
-    job = Job(plain(), case.types)
+    job = Job(lowering_settings(), case.types)
     for step in (p for p in PIPELINE if p.name in OPTIONAL):
         name = step.name
         alone = step(start, job).graph
