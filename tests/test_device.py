@@ -161,7 +161,7 @@ def test_the_generating_loop() -> None:
         lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
         texts.append(lm.generate([[1, 2, 3]], max_new_tokens=7))
         (loop,) = [k.wrapper for k in lm.model.programs.executables if k.program == "extend"]
-        assert (loop.steps, loop.stop_early) == (steps, early) and f"{steps} steps a dispatch" in str(lm.report())
+        assert (loop.steps, loop.early_exit) == (steps, early) and f"{steps} steps a dispatch" in str(lm.report())
     assert texts[0] == texts[1]
 
 

@@ -20,7 +20,7 @@ WORDS = "The sky is blue and the sea is deep green where old ships go down to sl
 
 def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     """What to install is said where it is wanted."""
-    monkeypatch.setattr(eval, "MISSING", ModuleNotFoundError("lm_eval", name="lm_eval"))
+    monkeypatch.setattr(eval, "IMPORT_ERROR", ModuleNotFoundError("lm_eval", name="lm_eval"))
     with pytest.raises(errors.UnsupportedError, match=r"pip install 'rlx-jax\[eval\]'"):
         eval.LMEval(rlx.load(TIED))
 
