@@ -190,9 +190,8 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
                 f"prompts[{lengths.index(longest)}]: {longest} tokens + {budget} new, and the caches that are compiled "
                 f"have {list(buckets.context)} slots; ask for fewer tokens, or add to buckets.context of the profile"
             )
-    return Sizes(
-        buckets.rows(len(lengths)), widths, cache_len or bucket_size(min_cache_len, CONTEXT_BUCKET, max_positions)
-    )
+    cache_len = cache_len or bucket_size(min_cache_len, CONTEXT_BUCKET, max_positions)
+    return Sizes(buckets.rows(len(lengths)), widths, cache_len)
 
 
 def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int | None) -> tuple[int, int]:
