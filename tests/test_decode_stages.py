@@ -12,7 +12,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
-from rlx_jax.models.decoder import Decode, as_decode
+from rlx_jax.models.decoder import DecodeOptions, as_decode
 from rlx_jax.trace.frequencies import frequencies
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
@@ -55,7 +55,7 @@ def test_a_cache_padded_to_a_bucket() -> None:
     recipe = rlx.GemmaFlow.for_prefill(CONFIG)
     weights = rlx.compile(recipe).init(0)
     forward: Any = rlx.compile(replace(recipe, export_kv=True), weights)
-    step: Any = rlx.compile(replace(recipe, decode=Decode(custom_mask=True)), weights)
+    step: Any = rlx.compile(replace(recipe, decode=DecodeOptions(custom_mask=True)), weights)
     with pytest.raises(errors.DeriveError, match="BindDecodeInputs"):
         rlx.compile(step.flow, program="extend").text("hir")
     want, upper = arrays(forward(TOKENS)), 9

@@ -330,7 +330,7 @@ def test_configs_that_are_refused() -> None:
     for config, changes, match in (
         (ClipConfig, {"text_config": {"rope": 1}}, "field 'rope' is '1'; it may change the computation"),
         (ClipConfig, {"vision_config": {"patch_size": 0}}, "expected at least 1"),
-        (SiglipConfig, {"text_config": {"projection_size": 5}}, "texts are 5 wide .* and those of images 768"),
+        (SiglipConfig, {"text_config": {"projection_size": 5}}, "texts are 5 wide .* and vectors of images 768"),
         (ClipVisionConfig, {"hidden_size": 7}, "is not a multiple of num_attention_heads"),
     ):
         with pytest.raises((errors.ConfigError, errors.UnsupportedError), match=match):

@@ -280,7 +280,7 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (BLOCKS, "linear_num_value_heads 5", {"linear_num_value_heads": 5}),
     (BLOCKS, "linear_conv_kernel_dim", {"linear_conv_kernel_dim": 0}),
     (
-        BLOCKS, "turns 3 columns",
+        BLOCKS, "rotates 3 columns",
         {"rope_parameters": {"rope_theta": 1e3, "rope_type": "default", "partial_rotary_factor": 0.4}},
     ),
     (MIXTRAL, "num_experts_per_tok is 9", {"num_experts_per_tok": 9}),

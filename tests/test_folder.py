@@ -131,7 +131,7 @@ def test_infinity_is_a_number_in_config_json_alone(tmp_path: Path) -> None:
     raw = b'{"time_step_limit": [0.0, Infinity], "hidden_size": Infinity}'
     assert read_json(config_of(tmp_path, raw))["time_step_limit"] == [0.0, math.inf]
     with pytest.raises(ConfigError, match="field 'hidden_size' is 'inf'; expected an integer"):
-        read_config(Folder(tmp_path)).whole("hidden_size")
+        read_config(Folder(tmp_path)).integer("hidden_size")
     (tmp_path / "generation_config.json").write_bytes(b'{"temperature": Infinity}')
     with pytest.raises(ConfigError, match="Infinity is not a JSON number"):
         read_json(tmp_path / "generation_config.json")

@@ -61,7 +61,7 @@ def test_the_text_model_of_one_that_reads_images(tmp_path: Path) -> None:
     more = {"model.visual.patch_embed.proj.weight": np.ones(3, "f4"), "mtp.fc.weight": np.ones(2, "f4")}
     checkpoints.edit_tensors(where, lambda tensors: tensors | more)
     checkpoints.edit_json(where / "config.json", {"vision_config": {"depth": 1}, "image_token_id": 60})
-    with pytest.warns(RlxWarning, match="the text model alone is built, and 1 weights of the others are left"):
+    with pytest.warns(RlxWarning, match="only the text model is built, and 1 weights of other parts are not read"):
         lm = rlx.load(where)
     weights, want = lm.model.weights(), formulas(BLOCKS)[1]
     assert set(weights) == set(want)

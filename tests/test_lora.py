@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.models.lora_files import INERT, ONLY, open_adapter
+from rlx_jax.models.lora_files import INERT, NEUTRAL, open_adapter
 from tests.oracles import adapters, checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -225,7 +225,7 @@ def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
 
 def test_dropout_is_not_left_out_in_silence() -> None:
     """What an adapter was trained with: inference has none, and training asks."""
-    with pytest.raises(errors.UnsupportedError, match=r"lora_dropout 0\.1, and there is no dropout here"):
+    with pytest.raises(errors.UnsupportedError, match=r"lora_dropout 0\.1, and dropout is not supported"):
         rlx.compile(rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER), program="train")
     flow = rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER, dropout=0.0).assemble()
     assert flow._no_training == ""
@@ -277,11 +277,19 @@ FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = 
     "saved modules": ({"modules_to_save": ["lm_head"]}, lambda t: t, "modules_to_save"),
     "other base": ({"init_lora_weights": "pissa"}, lambda t: t, "init_lora_weights"),
     "a new field": ({"surprise": 1}, lambda t: t, "'surprise'"),
-    "rank": ({"r": 4}, lambda t: t, "the rank is 4, and its tensors have 3"),
+    "rank": ({"r": 4}, lambda t: t, "is 4, and its tensors have 3"),
     "expression": ({"alpha_pattern": {".*_proj": 2}}, lambda t: t, "is a regular expression"),
     "embedding": ({}, lambda t: t | {f"{EMBEDDING}.lora_embedding_A": np.ones((2, 2), "f4")}, "is not handled"),
-    "half": ({}, lambda t: {k: v for k, v in t.items() if not k.endswith(f"{DOWN}.lora_A.weight")}, "B.weight alone"),
-    "shapes": ({}, lambda t: {k: v[:, :2] if k.endswith("lora_B.weight") else v for k, v in t.items()}, "are no"),
+    "half": (
+        {},
+        lambda t: {k: v for k, v in t.items() if not k.endswith(f"{DOWN}.lora_A.weight")},
+        "has only lora_B.weight",
+    ),
+    "shapes": (
+        {},
+        lambda t: {k: v[:, :2] if k.endswith("lora_B.weight") else v for k, v in t.items()},
+        "expected .r, in. and .out, r., got",
+    ),
     "width": ({}, lambda t: {k: v[:, :7] if k.endswith("lora_A.weight") else v for k, v in t.items()}, "expected"),
     "other model": ({}, lambda t: {k.replace("self_attn", "attn"): v for k, v in t.items()}, "no block reads weights"),
 }
@@ -306,8 +314,8 @@ def test_every_field_of_peft_is_known() -> None:
     """Read, of no part in the computation, or refused at other values than those that are plain LoRA."""
     fields = importlib.import_module("peft").LoraConfig().to_dict()
     read = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout"}
-    assert set(fields) <= {*read, *INERT, *ONLY}
-    assert {name: fields[name] for name in ONLY if name in fields and fields[name] not in ONLY[name]} == {}
+    assert set(fields) <= {*read, *INERT, *NEUTRAL}
+    assert {name: fields[name] for name in NEUTRAL if name in fields and fields[name] not in NEUTRAL[name]} == {}
 
 
 TWO: dict[str, Any] = {"r": 2, "lora_alpha": 3}

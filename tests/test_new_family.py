@@ -35,7 +35,7 @@ class ToyConfig(DecoderConfig):
     def read(cls, c: Fields) -> Self:
         return cls(
             **plain_fields(c, max_positions=64),
-            sliding_window=c.whole_or_null("sliding_window", cls.sliding_window),
+            sliding_window=c.integer_or_null("sliding_window", cls.sliding_window),
             cap=c.real("cap", cls.cap),
         )
 

@@ -95,7 +95,7 @@ def test_patch_rope() -> None:
 def test_published_config() -> None:
     """It is read whole; other sizes of images are refused by the flow, as the reference has none."""
     read = NomicVisionConfig.from_hf(oracle.PUBLISHED)
-    assert (read.hidden_size, read.intermediate_size, read.grid, read.reference) == (768, 2048, (14, 14), (14, 14))
+    assert (read.hidden_size, read.intermediate_size, read.grid, read.reference_grid) == (768, 2048, (14, 14), (14, 14))
     shapes = {key: spec.shape for key, spec in rlx.NomicVisionFlow.for_prefill(oracle.PUBLISHED).shapes().items()}
     assert shapes == oracle.weight_shapes(oracle.PUBLISHED, 2048) and len(shapes) == 211
     model: Any = rlx.compile(rlx.NomicVisionFlow.for_prefill(config("scaled")), drawn("scaled"))

@@ -115,7 +115,7 @@ def test_without_it_the_names_are_not_known(tmp_path: Path) -> None:
         rlx.load(tmp_path)
     with (
         rlx.plugins.using(rlx.Plugin("greedy", families={"llama": FAMILIES["qwen2"]})),
-        pytest.raises(GraphError, match="plugins give the families 'llama', which rlx_jax has"),
+        pytest.raises(GraphError, match="plugins define the families 'llama', which rlx_jax already has"),
     ):
         rlx.load(tmp_path)
     with pytest.raises(PluginError, match="no plugin gives a stage 'token_shift.ffn'; known are none"):

@@ -15,7 +15,7 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir import plugins
 from rlx_jax.models.config import Fields
-from rlx_jax.models.families import Family, Pretrained, bound, family_of, with_ignored
+from rlx_jax.models.families import Family, Pretrained, family_of, open_pretrained, record_ignored
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.source import WeightSource, open_headers, open_with
@@ -98,7 +98,7 @@ class Checkpoint:
         Raises:
             MissingWeightError, WeightShapeError: the weights contradict the config.
         """
-        return bound(self.folder, self.config, self.family, self.weights)
+        return open_pretrained(self.folder, self.config, self.family, self.weights)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -122,7 +122,7 @@ class Checkpoint:
         """
         stored: Any = self.pretrained.recipe
         if not hasattr(recipe, "config"):
-            return with_ignored(recipe, self.pretrained.ignored)
+            return record_ignored(recipe, self.pretrained.ignored)
         cfg, ref, remedy = recipe.config, stored.config, "make it with rlx_jax.recipe_for of that checkpoint"
         if type(cfg) is not type(ref):
             raise ConfigError(
@@ -141,7 +141,7 @@ class Checkpoint:
             )
         shared = ["config", "layout", "prefix", "weights"] + ["hidden_only"] * getattr(stored, "hidden_only", False)
         rebound = replace(recipe, **{n: getattr(stored, n) for n in shared if hasattr(recipe, n)})
-        return with_ignored(rebound, self.pretrained.ignored)
+        return record_ignored(rebound, self.pretrained.ignored)
 
 
 def open_checkpoint(

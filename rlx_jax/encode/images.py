@@ -377,7 +377,7 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
     size, edge = _size(c, d) if c.flag("do_resize", True) else (None, None)
     crops = c.flag("do_center_crop", d.crop is not None)
     normalises = c.flag("do_normalize", True)
-    resample: int = c.whole("resample", d.resample, low=0, high=max(FILTERS))
+    resample: int = c.integer("resample", d.resample, low=0, high=max(FILTERS))
     resizer: Resizer = "torch" if class_name.endswith(TORCH_ENDING) else "pillow"
     check_filter(c.where, resample, resizer)
     processor = ImageProcessor(
@@ -402,9 +402,9 @@ def _size(c: Fields, d: ProcessorDefaults) -> tuple[tuple[int, int] | None, int 
     size = c.raw("size", dict(d.size))
     if not isinstance(size, dict):
         square = c.flag("default_to_square", d.square)
-        return (c.pair("size", high=MAX_SIDE), None) if square else (None, c.whole("size", high=MAX_SIDE))
+        return (c.pair("size", high=MAX_SIDE), None) if square else (None, c.integer("size", high=MAX_SIDE))
     if set(size) == {"shortest_edge"}:
-        return None, Fields(size, f"{c.where}: size").whole("shortest_edge", high=MAX_SIDE)
+        return None, Fields(size, f"{c.where}: size").integer("shortest_edge", high=MAX_SIDE)
     if set(size) == {"height", "width"}:
         return _sides(c, "size", size), None
     raise UnsupportedError(f"{c.where}: size is {quote(size)}; supported are height and width, or shortest_edge alone")
@@ -416,7 +416,7 @@ def _sides(c: Fields, name: str, default: Any) -> tuple[int, int]:
     if not isinstance(value, dict):
         return c.pair(name, default, high=MAX_SIDE)
     group = Fields(value, f"{c.where}: {name}")
-    sides = group.whole("height", high=MAX_SIDE), group.whole("width", high=MAX_SIDE)
+    sides = group.integer("height", high=MAX_SIDE), group.integer("width", high=MAX_SIDE)
     group.finish()
     return sides
 

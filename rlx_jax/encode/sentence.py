@@ -350,7 +350,7 @@ def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
             f"{c.where}: modality_config is {quote(modalities)}; supported is text by {_TEXT_MODALITY}, and no "
             "'message', which is a chat template"
         )
-    lowercase, length = c.flag("do_lower_case", False), c.whole_or_null("max_seq_length", None, high=2**31 - 1)
+    lowercase, length = c.flag("do_lower_case", False), c.integer_or_null("max_seq_length", None, high=2**31 - 1)
     c.finish(_TRANSFORMER_INERT, _TRANSFORMER_NEUTRAL)
     if length is not None:
         return length, lowercase
@@ -359,7 +359,7 @@ def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
     length = model_max_length(tokenizer)
     if config.raw("max_position_embeddings", -1) == -1:  # -1 is XLNet's "any"
         return length, lowercase
-    positions = config.whole("max_position_embeddings", high=2**31 - 1)
+    positions = config.integer("max_position_embeddings", high=2**31 - 1)
     return positions if length is None else min(length, positions), lowercase
 
 
@@ -381,7 +381,7 @@ def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int |
     for mode in mode_list:
         if mode not in _POOLING_NAMES:
             raise UnsupportedError(f"{c.where}: pooling mode {quote(mode)}; supported are {listing(_POOLING_NAMES)}")
-    width = c.whole_or_null("embedding_dimension", c.whole_or_null("word_embedding_dimension", None))
+    width = c.integer_or_null("embedding_dimension", c.integer_or_null("word_embedding_dimension", None))
     include_prompt = c.flag("include_prompt", True)
     return tuple(_POOLING_NAMES[mode] for mode in mode_list), width, include_prompt
 

@@ -31,11 +31,11 @@ class BertConfig(TokenConfig):
     activation: str = "gelu"
 
     inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"position_embedding_type": ("absolute",)}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"position_embedding_type": ("absolute",)}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        return cls(**text_fields(c, 30522), type_vocab_size=c.whole("type_vocab_size", 2))
+        return cls(**text_fields(c, 30522), type_vocab_size=c.integer("type_vocab_size", 2))
 
 
 B = TypeVar("B", bound=BertConfig)
@@ -54,7 +54,7 @@ class BertLike(EncoderFlow[B]):
         """Return the stage that adds position embeddings from the table with this key."""
         raise NotImplementedError
 
-    def opening(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
         c, p = self.config, self.key("embeddings")
         types = GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, c.hidden_size))
         return (
@@ -91,7 +91,7 @@ class BertFlow(BertLike[BertConfig]):
 
     config_type = BertConfig
     prefixes = ("bert",)
-    heads = ("cls.", "classifier.", "qa_outputs.")
+    head_prefixes = ("cls.", "classifier.", "qa_outputs.")
 
     def positions(self, key: str) -> BlockStage:
         return GatherAdd("position_ids", key, self.table)

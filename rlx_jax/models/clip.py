@@ -26,7 +26,7 @@ LAYOUT = VisionLayout(
     before="pre_layrnorm",
     patch_bias=False,
     flat=True,
-    left=("embeddings.position_ids",),
+    unread_keys=("embeddings.position_ids",),
 )
 
 
@@ -43,8 +43,8 @@ class ClipVisionConfig(VisionConfig):
         return cls(
             **tower_fields(c, activation="quick_gelu", eps=1e-5),
             **image_fields(c, patch=32),
-            intermediate_size=c.whole("intermediate_size", 3072),
-            width=c.whole("projection_dim", 512),
+            intermediate_size=c.integer("intermediate_size", 3072),
+            width=c.integer("projection_dim", 512),
         )
 
 
@@ -64,9 +64,9 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
     prefixes = ("vision_model.", "")
     layouts = (LAYOUT,)
 
-    def stored_in(self, source: WeightSource) -> Self:
+    def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe as the base class does, without a projection if the checkpoint has none."""
-        recipe = super().stored_in(source)
+        recipe = super().adapt_to(source)
         return recipe if source.has(VISUAL) else replace(recipe, config=replace(recipe.config, width=0))
 
     def pool(self) -> BlockStage:
@@ -92,10 +92,10 @@ class ClipTextConfig(TextConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        end = c.whole("eos_token_id", 49407, low=0)
+        end = c.integer("eos_token_id", 49407, low=0)
         return cls(
             **text_fields(c, 49408, 77, 2048, 1e-5, hidden=512, heads=8, activation="quick_gelu"),
-            width=c.whole("projection_dim", 512),
+            width=c.integer("projection_dim", 512),
             end_id=None if end == WRONG_END else end,
         )
 
@@ -112,9 +112,9 @@ class ClipTextFlow(TextFlow[ClipTextConfig]):
     config_type = ClipTextConfig
     causal = True
 
-    def stored_in(self, source: WeightSource) -> Self:
+    def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe as the base class does, without a projection if the checkpoint has none."""
-        recipe = super().stored_in(source)
+        recipe = super().adapt_to(source)
         return recipe if source.has(TEXTUAL) else replace(recipe, config=replace(recipe.config, width=0))
 
     def pool(self) -> BlockStage:
@@ -130,7 +130,7 @@ class ClipConfig(DualConfig[ClipTextConfig, ClipVisionConfig]):
     @classmethod
     def read(cls, c: Fields) -> Self:
         text, vision = tower_group(c, "text_config"), tower_group(c, "vision_config")
-        width = c.whole("projection_dim", 512)  # applies to both towers, whatever their own fields are
+        width = c.integer("projection_dim", 512)  # applies to both towers, whatever their own fields are
         sizes = cls(
             replace(ClipTextConfig.read(text), width=width), replace(ClipVisionConfig.read(vision), width=width)
         )

@@ -36,7 +36,7 @@ MAX_VOCABULARY = 2**24
 MAX_WIDTH = 2**24
 
 # Name of the option of `rlx_jax.load`, `recipe_for` and `from_pretrained`, for messages.
-IGNORE = "ignore_fields"
+IGNORE_OPTION = "ignore_fields"
 
 LOG = logging.getLogger("rlx_jax")
 
@@ -48,11 +48,11 @@ class IgnoredFields:
 
     Attributes:
         names: the names that the caller passed.
-        used: the names among them that would otherwise be refused, collected while the config is read.
+        applied: the names among them that would otherwise be refused, collected while the config is read.
     """
 
     names: tuple[str, ...] = ()
-    used: list[str] = field(default_factory=list)
+    applied: list[str] = field(default_factory=list)
 
     def check_present(self, values: Mapping[str, Any], where: str) -> None:
         """Refuse a name that is not a field of `values`.
@@ -68,18 +68,18 @@ class IgnoredFields:
             # A field's name may contain a dot, such as `transformers.js_config`, so the full name counts too.
             if leaf not in inner and name not in values:
                 suggestion = did_you_mean(leaf, list(map(str, inner)), cutoff=0.7)
-                raise ConfigError(f"{where}: {IGNORE}: there is no field {quote(name)}{suggestion}")
+                raise ConfigError(f"{where}: {IGNORE_OPTION}: there is no field {quote(name)}{suggestion}")
 
-    def check_used(self, where: str) -> None:
+    def check_applied(self, where: str) -> None:
         """Refuse a name that ignores nothing, after the config was read.
 
         Raises:
             ConfigError: the field is handled anyway.
         """
-        if unused := [name for name in self.names if name not in self.used]:
+        if unused := [name for name in self.names if name not in self.applied]:
             raise ConfigError(
-                f"{where}: {IGNORE}: field {quote(unused[0])} is handled: it is read, or it has no part in the forward "
-                "pass in any case; leave it out"
+                f"{where}: {IGNORE_OPTION}: field {quote(unused[0])} is handled: it is read, or it does not affect the "
+                "forward pass; leave it out"
             )
 
 
@@ -90,16 +90,16 @@ class Fields:
     Attributes:
         values: the content of the JSON object.
         where: file and group, for messages.
-        seen: names of the fields that were read.
+        consumed: names of the fields that were read.
         ignored: the caller's `ignore_fields`; None if these fields are not from the config.json that is being loaded.
-        inside: prefix of the full names of the fields in a nested object, such as `text_config.`.
+        prefix: prefix of the full names of the fields in a nested object, such as `text_config.`.
     """
 
     values: Mapping[str, Any]
     where: str
-    seen: set[str] = field(default_factory=set)
+    consumed: set[str] = field(default_factory=set)
     ignored: IgnoredFields | None = None
-    inside: str = ""
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Mapping):
@@ -110,62 +110,72 @@ class Fields:
 
     def raw(self, name: str, default: Any = None) -> Any:
         """Return the value without a check; for a missing field and for null, the default."""
-        self.seen.add(name)
+        self.consumed.add(name)
         value = self.values.get(name)
         return default if value is None else value
 
-    def _given(self, name: str, default: Any, kind: str) -> Any:
+    def _get_value(self, name: str, default: Any, kind: str) -> Any:
         """Return the value or the default, and refuse null and a missing field without a default.
 
         Null is accepted only for the `NULLABLE` fields, which the reference itself writes as null.
         """
         if name in self.values and self.values[name] is None and name not in NULLABLE:
-            raise self.wrong(name, "a value", "null")
+            raise self.invalid(name, "a value", "null")
         value = self.raw(name, default)
         if value is None:
-            suggestion = did_you_mean(name, [str(k) for k in self.values if k not in self.seen], cutoff=0.85)
+            suggestion = did_you_mean(name, [str(k) for k in self.values if k not in self.consumed], cutoff=0.85)
             raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected {kind}{suggestion}")
         return value
 
-    def wrong(self, name: str, expected: str, value: Any) -> ConfigError:
+    def invalid(self, name: str, expected: str, value: Any) -> ConfigError:
         """Return the error for a field with an unexpected value."""
         text = value if value == "null" else quote(value)
         return ConfigError(f"{self.where}: field {quote(name)} is {text}; expected {expected}")
 
-    def whole(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:
+    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:
         """Return an integer in `[low, high]`."""
-        value = self._given(name, default, "an integer")
+        value = self._get_value(name, default, "an integer")
         # bool is a subclass of int in Python, but true is not a number in a config.
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.wrong(name, "an integer", value)
+            raise self.invalid(name, "an integer", value)
         if value < low:
-            raise self.wrong(name, f"at least {low}", value)
+            raise self.invalid(name, f"at least {low}", value)
         if value > high:
             raise LimitError(f"{self.where}: field {quote(name)} is {quote(value)}; the limit is {high}")
         return value
 
-    def whole_or_null(self, name: str, default: int | None, high: int = MAX_WIDTH) -> int | None:
+    def integer_or_null(self, name: str, default: int | None, high: int = MAX_WIDTH) -> int | None:
         """Return an integer in `[1, high]`, or None for null; the default for a missing field."""
-        return None if self._is_null(name, default) else self.whole(name, default, high=high)
+        return None if self._is_null(name, default) else self.integer(name, default, high=high)
+
+    def whole(self, name: str, *args: Any, **bounds: Any) -> int:
+        """Call `integer`, under its former name."""
+        warnings.warn("Fields.whole is now Fields.integer", DeprecationWarning, stacklevel=2)
+        return self.integer(name, *args, **bounds)
+
+    def whole_or_null(self, name: str, *args: Any, **bounds: Any) -> int | None:
+        """Call `integer_or_null`, under its former name."""
+        warnings.warn("Fields.whole_or_null is now Fields.integer_or_null", DeprecationWarning, stacklevel=2)
+        return self.integer_or_null(name, *args, **bounds)
 
     def pair(self, name: str, default: int | None = None, high: int = 2**16) -> tuple[int, int]:
         """Return height and width: one integer in `[1, high]` for both, or a list of two."""
-        value = self._given(name, default, "an integer")
+        value = self._get_value(name, default, "an integer")
         if not isinstance(value, list | tuple):
-            side = self.whole(name, default, high=high)
+            side = self.integer(name, default, high=high)
             return side, side
         if len(value) != 2:
-            raise self.wrong(name, "one integer or two", value)
-        height, width = (Fields({name: side}, self.where).whole(name, high=high) for side in value)
+            raise self.invalid(name, "one integer or two", value)
+        height, width = (Fields({name: side}, self.where).integer(name, high=high) for side in value)
         return height, width
 
-    def real(self, name: str, default: float | None = None, low: float = 0.0, above: bool = True) -> float:
-        """Return a finite number greater than `low`, or at least `low` if not `above`."""
-        value = self._given(name, default, "a number")
+    def real(self, name: str, default: float | None = None, low: float = 0.0, exclusive: bool = True) -> float:
+        """Return a finite number greater than `low`, or at least `low` if not `exclusive`."""
+        value = self._get_value(name, default, "a number")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.wrong(name, "a finite number", value)
-        if value < low or (above and value == low):
-            raise self.wrong(name, f"{'over' if above else '≥'} {low}", value)
+            raise self.invalid(name, "a finite number", value)
+        if value < low or (exclusive and value == low):
+            raise self.invalid(name, f"{'over' if exclusive else '≥'} {low}", value)
         return float(value)
 
     def real_or_null(self, name: str, default: float | None) -> float | None:
@@ -174,28 +184,28 @@ class Fields:
 
     def _is_null(self, name: str, default: Any) -> bool:
         """Return whether a field is null, or is missing and has no default."""
-        self.seen.add(name)
+        self.consumed.add(name)
         return self.values.get(name, default) is None
 
     def flag(self, name: str, default: bool) -> bool:
         """Return true or false."""
-        value = self._given(name, default, "true or false")
+        value = self._get_value(name, default, "true or false")
         if not isinstance(value, bool):
-            raise self.wrong(name, "true or false", value)
+            raise self.invalid(name, "true or false", value)
         return value
 
-    def plain(self, config: type[Any], *names: str) -> dict[str, Any]:
+    def with_defaults(self, config: type[Any], *names: str) -> dict[str, Any]:
         """Return fields by name, each read with the type (bool, int or float) and value of its default in a config
         class."""
-        readers: dict[type, Callable[..., Any]] = {bool: self.flag, int: self.whole, float: self.real}
+        readers: dict[type, Callable[..., Any]] = {bool: self.flag, int: self.integer, float: self.real}
         defaults = {name: getattr(config, name) for name in names}
         return {name: readers[type(default)](name, default) for name, default in defaults.items()}
 
     def text(self, name: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._given(name, default, "a string")
+        value = self._get_value(name, default, "a string")
         if not isinstance(value, str):
-            raise self.wrong(name, "a string", value)
+            raise self.invalid(name, "a string", value)
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
@@ -226,7 +236,7 @@ class Fields:
         values = self.raw(name, default)
         is_list = isinstance(values, list | tuple) and count in (None, len(values))
         if not is_list or not all(map(fits, values)):
-            raise self.wrong(name, f"a list of {what}", values)
+            raise self.invalid(name, f"a list of {what}", values)
         return list(values)
 
     def kinds(self, name: str, default: Sequence[str], choices: Mapping[str, T]) -> tuple[T, ...]:
@@ -250,10 +260,10 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.wrong(name, "an object", value)
-        return Fields(value, f"{self.where}, {name}", ignored=self.ignored, inside=f"{self.inside}{name}.")
+            raise self.invalid(name, "an object", value)
+        return Fields(value, f"{self.where}, {name}", ignored=self.ignored, prefix=f"{self.prefix}{name}.")
 
-    def finish_model(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+    def finish_model(self, inert: Iterable[str] = (), neutral: Mapping[str, tuple[Any, ...]] | None = None) -> None:
         """Refuse unread fields of a model's own config, where `INERT` and `NEUTRAL` fields are harmless too; see
         `finish`.
 
@@ -265,12 +275,12 @@ class Fields:
                 f"{self.where}: auto_map is ignored, code of a checkpoint is never run", RlxWarning, stacklevel=2
             )
         harmless = {*INERT, *inert, *(name for name in self.values if name.startswith(INERT_PREFIXES))}
-        self.finish(harmless | self._without_window(), NEUTRAL | dict(only or {}))
+        self.finish(harmless | self._without_window(), NEUTRAL | dict(neutral or {}))
 
     def _without_window(self) -> set[str]:
         """Return the names of sliding-window fields that are harmless because no layer has a window."""
         # A family that reads sliding_window but has no use_sliding_window applies the window in any case.
-        always_slides = "sliding_window" in self.seen and "use_sliding_window" not in self.seen
+        always_slides = "sliding_window" in self.consumed and "use_sliding_window" not in self.consumed
         is_off = self.values.get("use_sliding_window") is False and not always_slides
         if not is_off and self.values.get("sliding_window") is not None:
             return set()
@@ -278,27 +288,27 @@ class Fields:
         all_full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
         return {"max_window_layers", "sliding_window"} | ({"layer_types"} if all_full else set())
 
-    def finish(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+    def finish(self, inert: Iterable[str] = (), neutral: Mapping[str, tuple[Any, ...]] | None = None) -> None:
         """Refuse every field that was not read and is not known to be harmless. Null is always harmless.
 
         Args:
             inert: names of fields that are harmless at any value.
-            only: fields that are harmless at some values.
+            neutral: fields that are harmless at some values.
 
         Raises:
             UnsupportedError: names the fields.
         """
-        harmless, neutral = set(inert), only or {}
+        harmless, neutral = set(inert), neutral or {}
         skipped, refused = list[str](), list[str]()
         for name, value in self.values.items():
-            if name in self.seen:
+            if name in self.consumed:
                 continue
             # The type counts because 1 == True in Python.
             is_neutral = any(value == v and type(value) is type(v) for v in neutral.get(name, ()))
             (skipped if value is None or name in harmless or is_neutral else refused).append(name)
         if self.ignored is not None:
-            ignored = [name for name in refused if f"{self.inside}{name}" in self.ignored.names]
-            self.ignored.used += [f"{self.inside}{name}" for name in ignored]
+            ignored = [name for name in refused if f"{self.prefix}{name}" in self.ignored.names]
+            self.ignored.applied += [f"{self.prefix}{name}" for name in ignored]
             refused = [name for name in refused if name not in ignored]
         if refused:
             raise UnsupportedError(self._refusal(refused))
@@ -311,23 +321,27 @@ class Fields:
         others_text = f"; nor {'is' if len(others) == 1 else 'are'} {listing(others)}" if others else ""
         text = (
             f"{self.where}: field {quote(key)} is {quote(self.values[key])}; it may change the computation and is "
-            f"not handled{others_text}{did_you_mean(key, self.seen - self.values.keys(), cutoff=0.85)}"
+            f"not handled{others_text}{did_you_mean(key, self.consumed - self.values.keys(), cutoff=0.85)}"
         )
         if key == "quantization_config":
-            return f"{text}: take the checkpoint that is not quantised"
-        name = f"{self.inside}{key}"
-        return text if self.ignored is None else f"{text}; if it does not change the forward pass: {IGNORE}=[{name!r}]"
+            return f"{text}: use the checkpoint that is not quantised"
+        name = f"{self.prefix}{key}"
+        return (
+            text
+            if self.ignored is None
+            else f"{text}; if it does not change the forward pass: {IGNORE_OPTION}=[{name!r}]"
+        )
 
 
 class ModelConfig:
     """Sizes of a model, as its `config.json` defines them.
 
     A family's config is a frozen subclass that reads its own fields. `inert` names fields that do not affect its
-    computation, `only` fields that do not at some values.
+    computation, `neutral` fields that do not at some values.
     """
 
     inert: ClassVar[tuple[str, ...]] = ()
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -343,7 +357,7 @@ class ModelConfig:
         """
         c = config if isinstance(config, Fields) else Fields(config, "config")
         result = cls.read(c)
-        c.finish_model(cls.inert, cls.only)
+        c.finish_model(cls.inert, cls.neutral)
         return result
 
     @classmethod
@@ -408,7 +422,7 @@ def width_and_heads(
     Raises:
         ConfigError, LimitError: a value is absurd.
     """
-    width, number = c.whole(names[0], hidden), c.whole(names[1], heads, high=2**16)
+    width, number = c.integer(names[0], hidden), c.integer(names[1], heads, high=2**16)
     if width % number:
         raise ConfigError(f"{c.where}: {names[0]} {width} is not a multiple of {names[1]} {number}")
     return width, number
@@ -425,7 +439,7 @@ def tower_fields(
     width, number = width_and_heads(c, hidden, heads)
     return dict(
         hidden_size=width,
-        num_hidden_layers=c.whole("num_hidden_layers", 12, high=MAX_LAYERS),
+        num_hidden_layers=c.integer("num_hidden_layers", 12, high=MAX_LAYERS),
         num_attention_heads=number,
         layer_norm_eps=c.real("layer_norm_eps", eps),
         activation=c.choice("hidden_act", activation, ACTIVATIONS),
@@ -444,9 +458,9 @@ def text_fields(
     """
     return dict(
         **tower_fields(c, eps=eps, **tower),
-        vocab_size=c.whole("vocab_size", vocab, high=MAX_VOCABULARY),
-        intermediate_size=c.whole("intermediate_size", inner),
-        max_position_embeddings=c.whole("max_position_embeddings", positions),
+        vocab_size=c.integer("vocab_size", vocab, high=MAX_VOCABULARY),
+        intermediate_size=c.integer("intermediate_size", inner),
+        max_position_embeddings=c.integer("max_position_embeddings", positions),
     )
 
 
@@ -462,7 +476,7 @@ def read_config(folder: Folder, ignore_fields: Iterable[str] = ()) -> Fields:
     """
     is_list = isinstance(ignore_fields, list | tuple | set | frozenset)
     if not is_list or not all(isinstance(name, str) for name in ignore_fields):
-        raise RequestError(f"{IGNORE} is {shown(ignore_fields)}; expected a list of the names of fields")
+        raise RequestError(f"{IGNORE_OPTION} is {shown(ignore_fields)}; expected a list of the names of fields")
     ignored = IgnoredFields(tuple(ignore_fields))
     config = Fields(folder.required_json(CONFIG), folder.where(CONFIG), ignored=ignored)
     ignored.check_present(config.values, config.where)

@@ -30,7 +30,7 @@ A = TypeVar("A", bound="CausalConfig")
 
 
 @dataclass(frozen=True)
-class Decode:
+class DecodeOptions:
     """Options of explicit decode, where cached keys and values are inputs of the flow: see `ModelFlow.explicit`.
 
     `past`: number of cached tokens, None for a dynamic one; `custom_mask`: the mask is an input.
@@ -65,10 +65,10 @@ class CausalFlow(Recipe[A]):
     last_token_logits: bool = False
     inputs_embeds: bool = False
     export_kv: bool = False
-    decode: Decode | None = None
+    decode: DecodeOptions | None = None
 
     # Prefix of module names in PEFT's files that keys of checkpoints may leave out.
-    outer: ClassVar[str] = ""
+    peft_prefix: ClassVar[str] = ""
 
     @classmethod
     def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
@@ -87,7 +87,7 @@ class CausalFlow(Recipe[A]):
         """Checkpoint key of the embedding."""
         return EMBEDDING
 
-    def stored_in(self, source: WeightSource) -> Self:
+    def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe for how a checkpoint stores its weights, such as under a prefix.
 
         If the checkpoint has a separate head although the config ties it to the embedding, that head is used: it may
@@ -98,7 +98,7 @@ class CausalFlow(Recipe[A]):
         config: Any = self.config
         return replace(self, config=replace(config, tie_word_embeddings=False))
 
-    def reads(self, source: WeightSource) -> WeightSource:
+    def adapt_weights(self, source: WeightSource) -> WeightSource:
         """Return a checkpoint's weights under the keys that the recipe reads.
 
         Keys of a model that transformers saved without its head (`AutoModel`) do not have the first part of the causal
@@ -109,7 +109,7 @@ class CausalFlow(Recipe[A]):
             return source
         return RenamedSource(source, {key if key == HEAD else f"{prefix}.{key}": key for key in source.keys()})
 
-    def heads_in(self, source: WeightSource) -> tuple[str, ...]:
+    def task_head_keys(self, source: WeightSource) -> tuple[str, ...]:
         return (HEAD,) if self.hidden_only and source.has(HEAD) else ()
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -149,7 +149,7 @@ class DecoderFlow(CausalFlow[C]):
             embedded=() if self.inputs_embeds else ends.embedded,
             norm=c.layer_spec(0).norm("model.norm"),
             logits=ends.logits,
-            leave=(*left_keys(c), *ends.left),
+            leave=(*legacy_keys(c), *ends.unread_keys),
         )
 
 
@@ -161,7 +161,7 @@ def weight_specs(config: DecoderConfig, dtype: Any = np.float32) -> dict[str, ja
     return declared_shapes(DecoderFlow(config).assemble(), dtype)
 
 
-def left_keys(config: DecoderConfig) -> tuple[str, ...]:
+def legacy_keys(config: DecoderConfig) -> tuple[str, ...]:
     """Return the keys of old checkpoints that are left unread on purpose."""
     layers = range(config.num_hidden_layers)
     return tuple(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in layers)
@@ -177,7 +177,7 @@ def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> 
     `past_v_{i}` `[batch, past, K·D]` of each layer, and optionally `position_ids` `[batch, seq]`. Outputs: `logits`,
     then `kv.0.k`, `kv.0.v`, `kv.1.k` … `[batch, past + seq, K·D]`. With sizes it is compiled ahead for one new token.
     """
-    return replace(recipe, seq=1, decode=Decode(past, custom_mask))
+    return replace(recipe, seq=1, decode=DecodeOptions(past, custom_mask))
 
 
 def decoder_flow(
@@ -206,8 +206,8 @@ def decoder_flow(
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile, _max_positions=c.max_position_embeddings)
         .with_weights(recipe.weights, leave=(*leave, *unread))
-        ._read_through(recipe.reads)
-        .patch(partial(_opened, recipe, tables))
+        ._read_through(recipe.adapt_weights)
+        .patch(partial(_append_embedding, recipe, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)
         .when(recipe.export_kv and not recipe.decode, ModelFlow.export_kv)  # decode has these outputs anyway
@@ -215,11 +215,11 @@ def decoder_flow(
         .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
         .stage(norm)
         .patch(recipe.hooks.edit)
-        .patch(partial(_closed, recipe, logits))
+        .patch(partial(_append_head, recipe, logits))
     )
 
 
-def _opened(recipe: CausalFlow[Any], tables: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
+def _append_embedding(recipe: CausalFlow[Any], tables: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
     """Return the flow with the inputs, the tables and the embedding appended."""
     shape = (recipe.config.vocab_size, recipe.config.hidden_size)
     if recipe.inputs_embeds:
@@ -232,7 +232,7 @@ def _opened(recipe: CausalFlow[Any], tables: Iterable[BlockStage], flow: ModelFl
     return flow if recipe.inputs_embeds else flow.stage(Embed(recipe.embedding, shape))
 
 
-def _closed(recipe: CausalFlow[Any], logits: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
+def _append_head(recipe: CausalFlow[Any], logits: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
     """Return the flow with the head and the stages after it appended."""
     sizes = (recipe.config.vocab_size, recipe.config.hidden_size)
     if recipe.hidden_only:

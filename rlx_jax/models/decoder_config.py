@@ -38,13 +38,13 @@ class Ends:
         rope: more rope tables than the one of `inv_freq`; layers select one by name (`LayerSpec.rope`).
         embedded: stages after the embedding, such as a scale; `inputs_embeds` do not pass through them.
         logits: stages after the head, such as a softcap.
-        left: keys, or prefixes that end in `.`, that are left unread on purpose.
+        unread_keys: keys, or prefixes that end in `.`, that are left unread on purpose.
     """
 
     rope: tuple[BlockStage, ...] = ()
     embedded: tuple[BlockStage, ...] = ()
     logits: tuple[BlockStage, ...] = ()
-    left: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DecoderConfig(CausalConfig):
     tie_word_embeddings: bool = field(default=False, kw_only=True)
     rope_factor: float = field(default=1.0, kw_only=True)
 
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_decoder": (False, True)}  # a decoder either way
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_decoder": (False, True)}  # a decoder either way
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -124,30 +124,30 @@ def common_fields(
     Raises:
         ConfigError, LimitError: a value is absurd.
     """
-    hidden = c.whole("hidden_size")
-    heads = c.whole("num_attention_heads", high=2**16)
+    hidden = c.integer("hidden_size")
+    heads = c.integer("num_attention_heads", high=2**16)
     if head_dim is None and "head_dim" not in c.values and hidden % heads:
         raise ConfigError(f"{c.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     if head_dim is not None and c.values.get("head_dim", head_dim) is None:
         raise ConfigError(f"{c.where}: field 'head_dim' is null; expected an integer")
-    width = c.whole("head_dim", head_dim or max(hidden // heads, 1), high=2**16)
+    width = c.integer("head_dim", head_dim or max(hidden // heads, 1), high=2**16)
     if width % 2:
         raise ConfigError(f"{c.where}: head_dim is {width}; rotary embeddings need an even one")
     # Null counts as present: as in the reference it means as many key/value heads as heads, not the default.
     has_kv_heads = "num_key_value_heads" in c.values
-    groups = c.whole("num_key_value_heads", heads if has_kv_heads or kv_heads is None else kv_heads, high=2**16)
+    groups = c.integer("num_key_value_heads", heads if has_kv_heads or kv_heads is None else kv_heads, high=2**16)
     if heads % groups:
         raise ConfigError(f"{c.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     return dict(
-        vocab_size=c.whole("vocab_size", high=MAX_VOCABULARY),
+        vocab_size=c.integer("vocab_size", high=MAX_VOCABULARY),
         hidden_size=hidden,
-        intermediate_size=c.whole("intermediate_size"),
-        num_hidden_layers=c.whole("num_hidden_layers", high=MAX_LAYERS),
+        intermediate_size=c.integer("intermediate_size"),
+        num_hidden_layers=c.integer("num_hidden_layers", high=MAX_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=width,
         rms_norm_eps=c.real("rms_norm_eps", eps),
-        max_position_embeddings=c.whole("max_position_embeddings", max_positions, high=2**31 - 1),
+        max_position_embeddings=c.integer("max_position_embeddings", max_positions, high=2**31 - 1),
         tie_word_embeddings=c.flag("tie_word_embeddings", tied),
     )
 
@@ -174,8 +174,8 @@ def qwen_windows(c: Fields, layers: int) -> Windows:
 
     If `use_sliding_window` is set, layers from `max_window_layers` on attend to `sliding_window` keys.
     """
-    is_used, width = c.flag("use_sliding_window", False), c.whole_or_null("sliding_window", 4096)
-    first_layer = c.whole("max_window_layers", 28, low=0)
+    is_used, width = c.flag("use_sliding_window", False), c.integer_or_null("sliding_window", 4096)
+    first_layer = c.integer("max_window_layers", 28, low=0)
     window = width if is_used else None
     return layer_windows(c, layers, window, lambda i: window is not None and i >= first_layer)
 
@@ -227,16 +227,17 @@ def rope_of(
         rotary_dim = int(common["head_dim"] * factor)
         if not 2 <= rotary_dim <= common["head_dim"] or rotary_dim % 2:
             raise ConfigError(
-                f"{c.where}: partial_rotary_factor {factor} of head_dim {common['head_dim']} turns {rotary_dim} columns"
+                f"{c.where}: partial_rotary_factor {factor} of head_dim {common['head_dim']} rotates {rotary_dim} "
+                "columns"
             )
     for fields in (group, scaling):
         if fields is not None:
-            fields.seen.update(inert)
+            fields.consumed.update(inert)
     return frequencies_of(c, group, scaling, rotary_dim, default=theta, max_positions=positions)
 
 
 def frequencies_of(
-    c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta",
+    c: Fields, group: Fields | None, scaling: Fields | None, head_dim: int, base_field: str = "rope_theta",
     default: float | None = 1e4, max_positions: int | None = None,
 ) -> ScaledRope:  # fmt: skip
     """Return the scaled inverse frequencies of a rope.
@@ -246,9 +247,9 @@ def frequencies_of(
     Args:
         c: the config.
         group: its `rope_parameters` (transformers 5).
-        old: its `rope_scaling` (transformers 4).
+        scaling: its `rope_scaling` (transformers 4).
         head_dim: number of rotated columns of a head.
-        base: field of the base in transformers 4.
+        base_field: field of the base in transformers 4.
         default: the base if the config has none; None: it must have one.
         max_positions: the model's context in tokens.
 
@@ -256,16 +257,16 @@ def frequencies_of(
         UnsupportedError: another type, or a field that is not handled. ConfigError: no float32 frequencies, or both
             groups are present and differ.
     """
-    theta = c.real(base, default)
+    theta = c.real(base_field, default)
     if group is not None:
         if "rope_theta" in group.values:
             group_theta = group.real("rope_theta")
-            if base in c.values and theta != group_theta:
-                raise ConfigError(f"{c.where}: {base} is {theta}, and {group_theta} in rope_parameters")
+            if base_field in c.values and theta != group_theta:
+                raise ConfigError(f"{c.where}: {base_field} is {theta}, and {group_theta} in rope_parameters")
             theta = group_theta
-        if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
+        if scaling is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(scaling.values):
             raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
-    group = group or old
+    group = group or scaling
     with np.errstate(over="ignore"):  # an overflow is refused below
         unscaled = frequencies(head_dim, theta)
     if not all(0 < f < math.inf for f in unscaled):
@@ -274,7 +275,7 @@ def frequencies_of(
     if group is None:
         return ScaledRope(unscaled)
     kind = group.text("rope_type", group.text("type", "default"))
-    group.seen.add("type")
+    group.consumed.add("type")
     if kind == "default":
         out = ScaledRope(unscaled)
     elif kind == "linear":
@@ -286,17 +287,19 @@ def frequencies_of(
     else:
         names = ["default", "linear", "llama3"] + ["yarn"] * (max_positions is not None)
         raise UnsupportedError(f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are {', '.join(names)}")
-    group.finish(only={"partial_rotary_factor": (1, 1.0)})
+    group.finish(neutral={"partial_rotary_factor": (1, 1.0)})
     return out
 
 
-def _llama3(group: Fields, plain: Frequencies) -> Frequencies:
+def _llama3(group: Fields, unscaled: Frequencies) -> Frequencies:
     """Return Llama 3's scaling of the frequencies."""
     factor, low, high = (group.real(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return llama3_scaling(plain, factor, low, high, group.whole("original_max_position_embeddings", high=2**31 - 1))
+    return llama3_scaling(
+        unscaled, factor, low, high, group.integer("original_max_position_embeddings", high=2**31 - 1)
+    )
 
 
-def _yarn(group: Fields, plain: Frequencies, theta: float, max_positions: int) -> ScaledRope:
+def _yarn(group: Fields, unscaled: Frequencies, theta: float, max_positions: int) -> ScaledRope:
     """Return YaRN's frequencies.
 
     A `factor` of null means the ratio of the model's context to the original one.
@@ -304,13 +307,13 @@ def _yarn(group: Fields, plain: Frequencies, theta: float, max_positions: int) -
     Raises:
         ConfigError: a base of at most 1, or no factor.
     """
-    context = group.whole("original_max_position_embeddings", max_positions, high=2**31 - 1)
+    context = group.integer("original_max_position_embeddings", max_positions, high=2**31 - 1)
     config_factor = group.real_or_null("factor", None) if "factor" in group.values else group.real("factor")
     factor = max_positions / context if config_factor is None else config_factor
     if theta <= 1:
-        raise ConfigError(f"{group.where}: rope_theta is {theta}; yarn counts turns by a base over 1")
+        raise ConfigError(f"{group.where}: rope_theta is {theta}; yarn needs a base over 1")
     inv_freq = yarn_scaling(
-        plain, factor, context, theta, beta_fast=group.real_or_null("beta_fast", None) or 32.0,
+        unscaled, factor, context, theta, beta_fast=group.real_or_null("beta_fast", None) or 32.0,
         beta_slow=group.real_or_null("beta_slow", None) or 1.0, truncate=group.flag("truncate", True),
     )  # fmt: skip
     default_factor = yarn_factor(factor, group.real_or_null("mscale", None), group.real_or_null("mscale_all_dim", None))

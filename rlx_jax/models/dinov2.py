@@ -23,8 +23,8 @@ HF = VisionLayout(
     cls="embeddings.cls_token",
     registers="embeddings.register_tokens",
     after="layernorm",
-    left=("embeddings.mask_token",),
-    heads=("classifier.",),
+    unread_keys=("embeddings.mask_token",),
+    head_prefixes=("classifier.",),
 )
 ORIGINAL = VisionLayout(
     patch="patch_embed.proj",
@@ -34,8 +34,8 @@ ORIGINAL = VisionLayout(
     cls="cls_token",
     registers="register_tokens",
     after="norm",
-    left=("mask_token",),
-    heads=("head.",),
+    unread_keys=("mask_token",),
+    head_prefixes=("head.",),
 )
 
 
@@ -60,7 +60,7 @@ class Dinov2Config(VisionConfig):
             intermediate_size=(int(width * 2 / 3) + 7) // 8 * 8 if swiglu else width,
             qkv_bias=c.flag("qkv_bias", True),
             gated=swiglu,
-            registers=c.whole("num_register_tokens", 4, low=0, high=2**10) if with_registers else 0,
+            registers=c.integer("num_register_tokens", 4, low=0, high=2**10) if with_registers else 0,
             antialias=with_registers,
         )
 
@@ -74,7 +74,7 @@ class Dinov2Flow(VisionFlow[Dinov2Config]):
 
     config_type = Dinov2Config
     prefixes = ("", "dinov2.", "dinov2_with_registers.")
-    modules = (
+    peft_names = (
         *((f"{LAYER}.attention.attention.{name}", f"{LAYER}.attention.{name[0]}_proj") for name in PROJECTIONS),
         (f"{LAYER}.attention.output.dense", f"{LAYER}.attention.o_proj"),
     )

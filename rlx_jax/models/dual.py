@@ -34,7 +34,7 @@ V = TypeVar("V", bound=VisionConfig)
 TOWERS = ("text", "vision")
 
 
-def under(name: str, before: ModelFlow, flow: ModelFlow) -> ModelFlow:
+def nest_stages(name: str, before: ModelFlow, flow: ModelFlow) -> ModelFlow:
     """Return a flow where the stages added since `before` have block paths that start with `name`."""
     new_stages = flow._stages[len(before._stages) :]
     return replace(flow, _stages=(*before._stages, Named(name, Sequence(new_stages))))
@@ -137,16 +137,16 @@ class DualFlow(Recipe[C]):
         The block paths of a tower always start with its name.
         """
         flow = ModelFlow(self.name if self.part == "both" else f"{self.name}_{self.part}", profile=self.hooks.profile)
-        flow = flow.with_weights(self.weights, leave=self.left())
+        flow = flow.with_weights(self.weights, leave=self.unread_keys())
         text, vision = self.text(), self.vision()
         if self.part != "both":
             # Patterns of `at` for a tower that this flow does not have are valid: another flow has those blocks.
             parts = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
             flow = replace(flow, _elsewhere=tuple(parts))
         if self.part in TOWERS:
-            return under(self.part, flow, (text if self.part == "text" else vision).tower(flow))
+            return nest_stages(self.part, flow, (text if self.part == "text" else vision).tower(flow))
         if self.part == "similarity":
-            flow = self.compared(flow)
+            flow = self.add_similarity(flow)
             # Only edits of blocks apply to the comparison; other edits were applied to the towers.
             blocks = replace(self.hooks, edits=tuple(e for e in self.hooks.edits if isinstance(e, WithBlocks)))
             return blocks.edit(flow).output("logits_per_text")
@@ -154,9 +154,9 @@ class DualFlow(Recipe[C]):
         if pool is None:
             raise ConfigError(f"{self.name}: the vision tower has no head, so there is no vector to compare")
         images = vision.body(vision.inputs(flow).bind(batch=self.batch)).stage(pool)
-        flow = text.inputs(under("vision", flow, images).store_stream("images"), "texts")
+        flow = text.inputs(nest_stages("vision", flow, images).store_stream("images"), "texts")
         flow = flow.custom_named("texts", lambda emit, x: emit.flow_input("input_ids"))
-        flow = under("text", flow, text.body(flow).stage(text.pool())).stage(self.similarity)
+        flow = nest_stages("text", flow, text.body(flow).stage(text.pool())).stage(self.similarity)
         return self.hooks.edit(flow).output("logits_per_text")
 
     @property
@@ -164,13 +164,13 @@ class DualFlow(Recipe[C]):
         """The stage that compares the vectors."""
         return Similarity(SCALE, BIAS if self.bias else None)
 
-    def compared(self, flow: ModelFlow) -> ModelFlow:
+    def add_similarity(self, flow: ModelFlow) -> ModelFlow:
         """Return a flow that compares its inputs, vectors of texts and images."""
         width = self.config.text.width
         flow = flow.input("texts", ("texts", width)).input("images", ("batch", width))
         return flow.bind_inputs_to_streams([("images", "images")]).stage(self.similarity)
 
-    def left(self) -> tuple[str, ...]:
+    def unread_keys(self) -> tuple[str, ...]:
         """Return keys that are left unread on purpose: position ids, and what other parts read."""
         ids = tuple(f"{tower}_model.embeddings.position_ids" for tower in TOWERS)
         return ids if self.part == "both" else (*ids, *self.shapes())
@@ -182,5 +182,5 @@ def _shapes(recipe: DualFlow[Any]) -> Mapping[str, jax.ShapeDtypeStruct]:
 
     It is cached, because each part needs it to leave the other parts' weights unread.
     """
-    compare = recipe.compared(ModelFlow(recipe.name))
+    compare = recipe.add_similarity(ModelFlow(recipe.name))
     return declared_shapes(compare) | recipe.text().shapes() | recipe.vision().shapes()

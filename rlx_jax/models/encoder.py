@@ -47,11 +47,11 @@ class TowerFlow(Recipe[L]):
         """Return the flow with the inputs added; `rows` is the name of their first axis."""
         raise NotImplementedError
 
-    def opening(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
         """Return the stages before the layers; the first one takes the first input."""
         raise NotImplementedError
 
-    def closing(self) -> tuple[BlockStage, ...]:
+    def final_stages(self) -> tuple[BlockStage, ...]:
         """Return the stages after the layers."""
         return ()
 
@@ -59,14 +59,14 @@ class TowerFlow(Recipe[L]):
         """Return the stage that pools the hidden states to one vector; None if the family does not pool."""
         return None
 
-    def leave(self) -> tuple[str, ...]:
+    def unread_keys(self) -> tuple[str, ...]:
         """Return keys that are left unread on purpose."""
         raise NotImplementedError
 
     def assemble(self) -> ModelFlow:
         """Return the flow, bound to its weights if there are any."""
         flow = ModelFlow(self.name, profile=self.hooks.profile, _max_positions=self.max_positions)
-        return self.tower(flow.with_weights(self.weights, leave=self.leave()))
+        return self.tower(flow.with_weights(self.weights, leave=self.unread_keys()))
 
     def tower(self, flow: ModelFlow) -> ModelFlow:
         """Return the flow with the tower's inputs, stages and outputs added."""
@@ -76,19 +76,19 @@ class TowerFlow(Recipe[L]):
     def body(self, flow: ModelFlow) -> ModelFlow:
         """Return the flow with the stages from the inputs to the hidden states added."""
         return (
-            flow.stage(*self.opening())
+            flow.stage(*self.embedding_stages())
             .patch(self.hooks.stack(self.config.num_hidden_layers, self.spec, self.stage))
-            .stage(*self.closing())
+            .stage(*self.final_stages())
             .patch(self.hooks.edit)
         )
 
 
 @dataclass(frozen=True)
 class EncoderFlow(TowerFlow[E]):
-    """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally the ones in `optional`, such as
-    `attention_mask` (1 keeps a key). Outputs: as `TowerFlow`.
+    """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally the ones in `optional_inputs`, such
+    as `attention_mask` (1 keeps a key). Outputs: as `TowerFlow`.
 
-    A family's recipe is a subclass with a name, the class of its config, and `opening`, `spec` and `stage`.
+    A family's recipe is a subclass with a name, the class of its config, and `embedding_stages`, `spec` and `stage`.
 
     Args:
         prefix: prefix of the keys in task checkpoints; empty for bare encoders.
@@ -101,8 +101,8 @@ class EncoderFlow(TowerFlow[E]):
 
     prefixes: ClassVar[tuple[str, ...]] = ()
     embedding: ClassVar[str] = EMBEDDING
-    heads: ClassVar[tuple[str, ...]] = ()
-    optional: ClassVar[tuple[OptionalInput, ...]] = (
+    head_prefixes: ClassVar[tuple[str, ...]] = ()
+    optional_inputs: ClassVar[tuple[OptionalInput, ...]] = (
         ("attention_mask", None),
         ("token_type_ids", 0),
         ("position_ids", POSITIONS),
@@ -116,7 +116,7 @@ class EncoderFlow(TowerFlow[E]):
         """
         return replace(super().for_prefill(config, batch), seq=seq)
 
-    def stored_in(self, source: WeightSource) -> Self:
+    def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe with the prefix of a checkpoint's keys."""
         prefixes = (*self.prefixes, "")
         matches = (prefix for prefix in prefixes if source.has(replace(self, prefix=prefix).key(self.embedding)))
@@ -131,16 +131,16 @@ class EncoderFlow(TowerFlow[E]):
         """Return the checkpoint's key for a key of the encoder."""
         return f"{self.prefix}.{name}" if self.prefix else name
 
-    def heads_in(self, source: WeightSource) -> tuple[str, ...]:
-        return head_keys(self.heads, source)
+    def task_head_keys(self, source: WeightSource) -> tuple[str, ...]:
+        return head_keys(self.head_prefixes, source)
 
-    def leave(self) -> tuple[str, ...]:
+    def unread_keys(self) -> tuple[str, ...]:
         """Return keys that are left unread on purpose: position ids, the pooler and task heads."""
-        return (self.key("embeddings.position_ids"), self.key("pooler."), "pooler.", *self.heads)
+        return (self.key("embeddings.position_ids"), self.key("pooler."), "pooler.", *self.head_prefixes)
 
     def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         flow = flow.input("input_ids", (rows, "seq"), dtype="int32")
-        for name, default in self.optional:
+        for name, default in self.optional_inputs:
             flow = flow.input(name, (rows, "seq"), dtype="int32", default=default)
         return flow.bind(seq=self.seq)
 

@@ -24,7 +24,7 @@ from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.siglip import SiglipVisionFlow
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
-from rlx_jax.models.weight_check import checked
+from rlx_jax.models.weight_check import check_recipe_weights
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource
 
@@ -86,7 +86,7 @@ class Family:
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             headless = headless or architecture(config)[1] in architectures[1:]
             instance = replace(recipe.for_prefill(config), hidden_only=headless)
-            return opened(instance, source, "encoder" if headless else "causal")
+            return bind_recipe(instance, source, "encoder" if headless else "causal")
 
         return Family(opener, architectures, partial(opener, headless=True))
 
@@ -95,7 +95,7 @@ class Family:
         """Return a family of recipes for models of a kind. `images`: see `Pretrained`."""
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
-            return opened(recipe.for_prefill(config), source, kind, images)
+            return bind_recipe(recipe.for_prefill(config), source, kind, images)
 
         return Family(opener, architectures)
 
@@ -119,7 +119,7 @@ class Family:
         """Return a family of decoders that also read images; only its text model is built."""
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
-            inner = FAMILIES[part.inner]
+            inner = FAMILIES[part.text_type]
             return ((inner.headless if headless else None) or inner.open)(*part.of(config, source))
 
         return Family(opener, architectures, partial(opener, headless=True))
@@ -135,17 +135,19 @@ class Family:
         return Family(opener, tuple(name for f in families for name in f.architectures))
 
 
-def opened(made: Recipe[Any], source: WeightSource, kind: ModelKind, images: str = "") -> Pretrained:
+def bind_recipe(recipe: Recipe[Any], source: WeightSource, kind: ModelKind, images: str = "") -> Pretrained:
     """Return a recipe bound to the weights of a checkpoint, after checking them against its config."""
-    made = made.stored_in(source)
-    bound = replace(made, weights=checked(made, made.reads(source)))
-    return Pretrained(bound, kind, made.vocab_size, made.max_positions, images, made.heads_in(source))
+    recipe = recipe.adapt_to(source)
+    bound_recipe = replace(recipe, weights=check_recipe_weights(recipe, recipe.adapt_weights(source)))
+    return Pretrained(
+        bound_recipe, kind, recipe.vocab_size, recipe.max_positions, images, recipe.task_head_keys(source)
+    )
 
 
 TASKS = ("MaskedLM", "SequenceClassification", "MultipleChoice", "TokenClassification", "QuestionAnswering")
 
 
-def tasks(name: str, *others: str) -> tuple[str, ...]:
+def task_architectures(name: str, *others: str) -> tuple[str, ...]:
     """Return the architectures of an encoder: the bare model, one for each of `TASKS`, and one for each of `others`."""
     return (f"{name}Model", *(f"{name}For{task}" for task in (*TASKS, *others)))
 
@@ -169,13 +171,13 @@ FAMILIES: dict[str, Family] = {
     "mamba2": Family.decoder(models.Mamba2Flow, "Mamba2ForCausalLM", "Mamba2Model"),
     "gpt_oss": Family.decoder(models.GptOssFlow, "GptOssForCausalLM", "GptOssModel"),
     "gpt2": Family.decoder(models.Gpt2Flow, "GPT2LMHeadModel", "GPT2Model"),
-    "bert": Family.encoder(models.BertFlow, *tasks("Bert", "PreTraining", "NextSentencePrediction")),
-    "roberta": Family.encoder(models.RobertaFlow, *tasks("Roberta")),
-    "xlm-roberta": Family.encoder(models.RobertaFlow, *tasks("XLMRoberta")),
-    "camembert": Family.encoder(models.RobertaFlow, *tasks("Camembert")),
-    "mpnet": Family.encoder(models.MPNetFlow, *tasks("MPNet")),
+    "bert": Family.encoder(models.BertFlow, *task_architectures("Bert", "PreTraining", "NextSentencePrediction")),
+    "roberta": Family.encoder(models.RobertaFlow, *task_architectures("Roberta")),
+    "xlm-roberta": Family.encoder(models.RobertaFlow, *task_architectures("XLMRoberta")),
+    "camembert": Family.encoder(models.RobertaFlow, *task_architectures("Camembert")),
+    "mpnet": Family.encoder(models.MPNetFlow, *task_architectures("MPNet")),
     "nomic_bert": Family.either(
-        Family.encoder(models.NomicFlow, *tasks("NomicBert", "PreTraining")),
+        Family.encoder(models.NomicFlow, *task_architectures("NomicBert", "PreTraining")),
         Family.vision(models.NomicVisionFlow, "CLIP", "NomicVisionModel"),
     ),
     "vit": Family.vision(models.ViTFlow, "ViT", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
@@ -191,7 +193,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def _of_plugins() -> Mapping[str, plugins.FamilyHandler]:
+def _plugin_families() -> Mapping[str, plugins.FamilyHandler]:
     """Return the families of plugins.
 
     Raises:
@@ -199,7 +201,9 @@ def _of_plugins() -> Mapping[str, plugins.FamilyHandler]:
     """
     families = plugins.active_plugin().families
     if duplicates := sorted(families.keys() & FAMILIES.keys()):
-        raise GraphError(f"plugins give the families {listing(duplicates)}, which rlx_jax has: see rlx_jax.plugins")
+        raise GraphError(
+            f"plugins define the families {listing(duplicates)}, which rlx_jax already has: see rlx_jax.plugins"
+        )
     return families
 
 
@@ -220,10 +224,10 @@ def family_of(
     refuse_without_config(folder)
     config = read_config(folder, ignore_fields)
     kind, name = architecture(config)
-    family = FAMILIES.get(kind) or _of_plugins().get(kind)
+    family = FAMILIES.get(kind) or _plugin_families().get(kind)
     if family is None:
         detail = f" ({quote(name)})" if name else ""
-        names = [*FAMILIES, *_of_plugins()]
+        names = [*FAMILIES, *_plugin_families()]
         raise UnsupportedError(
             f"{config.where}: model_type {quote(kind)}{detail} is not built; known are {', '.join(names)}"
             f"{did_you_mean(kind, names)}"
@@ -238,7 +242,9 @@ def family_of(
     return config, family
 
 
-def bound(folder: Folder, config: Fields, family: Family | plugins.FamilyHandler, source: WeightSource) -> Pretrained:
+def open_pretrained(
+    folder: Folder, config: Fields, family: Family | plugins.FamilyHandler, source: WeightSource
+) -> Pretrained:
     """Return the recipe of a family for a config, bound to weights.
 
     Raises:
@@ -251,11 +257,11 @@ def bound(folder: Folder, config: Fields, family: Family | plugins.FamilyHandler
         raise
     if config.ignored is None or not config.ignored.names:
         return model
-    config.ignored.check_used(config.where)
-    return replace(model, recipe=with_ignored(model.recipe, config.ignored.names), ignored=config.ignored.names)
+    config.ignored.check_applied(config.where)
+    return replace(model, recipe=record_ignored(model.recipe, config.ignored.names), ignored=config.ignored.names)
 
 
-def with_ignored(recipe: Any, names: tuple[str, ...]) -> Any:
+def record_ignored(recipe: Any, names: tuple[str, ...]) -> Any:
     """Return a recipe whose models report these ignored fields.
 
     A recipe of a plugin without hooks is returned unchanged.

@@ -60,7 +60,7 @@ class Flux2Config(ModelConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         sizes: dict[str, Any] = {
-            name: c.whole(name, getattr(cls, name), high=MAX_LAYERS if "layers" in name else 2**20)
+            name: c.integer(name, getattr(cls, name), high=MAX_LAYERS if "layers" in name else 2**20)
             for name in (
                 "in_channels", "patch_size", "num_layers", "num_single_layers", "attention_head_dim",
                 "num_attention_heads", "joint_attention_dim", "timestep_guidance_channels",
@@ -68,9 +68,9 @@ class Flux2Config(ModelConfig):
         }  # fmt: skip
         spec = cls(
             **sizes,
-            out_channels=c.whole_or_null("out_channels", None) or sizes["in_channels"],
+            out_channels=c.integer_or_null("out_channels", None) or sizes["in_channels"],
             axes_dims_rope=_axes(c),
-            **c.plain(cls, "mlp_ratio", "rope_theta", "eps", "guidance_embeds"),
+            **c.with_defaults(cls, "mlp_ratio", "rope_theta", "eps", "guidance_embeds"),
         )
         if sum(spec.axes_dims_rope) != spec.attention_head_dim:
             raise ConfigError(
@@ -94,7 +94,7 @@ def _axes(c: Fields) -> tuple[int, ...]:
     default = Flux2Config.axes_dims_rope
     axes = c.items("axes_dims_rope", default, "even numbers", lambda n: type(n) is int and n > 0 and n % 2 == 0)
     if not 0 < len(axes) <= 16:
-        raise c.wrong("axes_dims_rope", "1 to 16 even numbers", axes)
+        raise c.invalid("axes_dims_rope", "1 to 16 even numbers", axes)
     return tuple(axes)
 
 

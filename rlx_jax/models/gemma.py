@@ -40,18 +40,18 @@ LOCAL = "local"
 INERT = ("_sliding_window_pattern",)
 
 TEXT = TextPart(
-    outer="gemma3",
-    inner="gemma3_text",
+    outer_type="gemma3",
+    text_type="gemma3_text",
     keys={"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."},
     defaults={
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8,
     },
-    others=(
+    unread_fields=(
         "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
         "boi_token_id", "eoi_token_id", "image_token_id",
     ),
-    tied=True,
+    default_tied=True,
 )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ class GemmaConfig(DecoderConfig):
         """Return the config from its fields; `model_type` defines the generation of Gemma."""
         kind = c.text("model_type", "gemma")
         if kind not in STYLES:
-            raise UnsupportedError(f"{c.where}: model_type {quote(kind)} is no Gemma; known are {', '.join(STYLES)}")
+            raise UnsupportedError(f"{c.where}: model_type {quote(kind)} is not a Gemma; known are {', '.join(STYLES)}")
         style = STYLES[kind]
         common = common_fields(
             c, max_positions=MAX_POSITIONS[style], kv_heads=KV_HEADS[style], head_dim=256, tied=True
@@ -159,9 +159,9 @@ def _windows(c: Fields, style: GemmaStyle, layers: int) -> Windows:
 
     The pattern is 2 layers long in Gemma 2, 6 by default in Gemma 3.
     """
-    pattern = 2 if style is GemmaStyle.GEMMA2 else c.whole("sliding_window_pattern", 6)
-    window = c.whole_or_null("sliding_window", 4096)
-    duplicate = c.whole_or_null("sliding_window_size", window)  # the first files of Gemma 2 have both
+    pattern = 2 if style is GemmaStyle.GEMMA2 else c.integer("sliding_window_pattern", 6)
+    window = c.integer_or_null("sliding_window", 4096)
+    duplicate = c.integer_or_null("sliding_window_size", window)  # the first files of Gemma 2 have both
     if duplicate != window:
         raise ConfigError(f"{c.where}: sliding_window is {window}, and sliding_window_size {duplicate}")
     return layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)

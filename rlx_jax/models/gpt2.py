@@ -12,7 +12,7 @@ from rlx_jax.models.decoder import CausalFlow, decoder_flow
 from rlx_jax.weights.source import WeightSource
 
 # Buffers of the causal mask, which old checkpoints have in every layer.
-BUFFERS = ("attn.bias", "attn.masked_bias")
+MASK_BUFFERS = ("attn.bias", "attn.masked_bias")
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Gpt2Config(CausalConfig):
         # The field requests float32 scores, which the reference may round before its softmax. Here they always are.
         c.flag("reorder_and_upcast_attn", False)
         return cls(
-            vocab_size=c.whole("vocab_size", cls.vocab_size, high=MAX_VOCABULARY),
+            vocab_size=c.integer("vocab_size", cls.vocab_size, high=MAX_VOCABULARY),
             hidden_size=hidden,
-            intermediate_size=c.whole_or_null("n_inner", None) or 4 * hidden,
-            num_hidden_layers=c.whole("n_layer", cls.num_hidden_layers, high=MAX_LAYERS),
+            intermediate_size=c.integer_or_null("n_inner", None) or 4 * hidden,
+            num_hidden_layers=c.integer("n_layer", cls.num_hidden_layers, high=MAX_LAYERS),
             num_attention_heads=heads,
-            max_position_embeddings=c.whole("n_positions", cls.max_position_embeddings, high=2**31 - 1),
+            max_position_embeddings=c.integer("n_positions", cls.max_position_embeddings, high=2**31 - 1),
             activation=c.choice("activation_function", "gelu_new", ACTIVATIONS),
-            **c.plain(cls, "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+            **c.with_defaults(cls, "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
             tie_word_embeddings=c.flag("tie_word_embeddings", True),
         )
 
@@ -73,14 +73,14 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
     prefix: str = "transformer"
 
     config_type = Gpt2Config
-    outer: ClassVar[str] = "transformer."
+    peft_prefix: ClassVar[str] = "transformer."
 
     @property
     def embedding(self) -> str:
         return self._key("wte.weight")
 
-    def stored_in(self, source: WeightSource) -> Self:
-        base = super().stored_in(source)
+    def adapt_to(self, source: WeightSource) -> Self:
+        base = super().adapt_to(source)
         candidates = (replace(base, prefix=prefix) for prefix in ("transformer", ""))
         return next((recipe for recipe in candidates if source.has(recipe.embedding)), base)
 
@@ -102,7 +102,7 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
             self.stage,
             embedded=[positions],
             norm=LayerNorm(self._key("ln_f.weight"), self._key("ln_f.bias"), c.layer_norm_epsilon),
-            leave=[self._key(f"h.{i}.{buffer}") for i in layers for buffer in BUFFERS],
+            leave=[self._key(f"h.{i}.{buffer}") for i in layers for buffer in MASK_BUFFERS],
         )
 
     def _key(self, name: str) -> str:

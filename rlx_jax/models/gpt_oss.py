@@ -65,10 +65,10 @@ class GptOssConfig(DecoderConfig):
             **common,
             inv_freq=rope.inv_freq,
             rope_factor=rope.factor,
-            windows=layer_windows(c, layers, c.whole_or_null("sliding_window", 128), lambda i: i % 2 == 0),
+            windows=layer_windows(c, layers, c.integer_or_null("sliding_window", 128), lambda i: i % 2 == 0),
             num_local_experts=experts,
             num_experts_per_tok=top_k,
-            **c.plain(cls, "attention_bias", "swiglu_limit", "swiglu_alpha"),
+            **c.with_defaults(cls, "attention_bias", "swiglu_limit", "swiglu_alpha"),
         )
 
     def layer_spec(self, index: int) -> LayerSpec:
@@ -90,9 +90,9 @@ class GptOssFlow(DecoderFlow[GptOssConfig]):
 
     config_type = GptOssConfig
 
-    def reads(self, source: WeightSource) -> WeightSource:
+    def adapt_weights(self, source: WeightSource) -> WeightSource:
         """Return the weights of a checkpoint, with MXFP4 experts unpacked to numbers."""
-        return super().reads(decode_mxfp4(source))
+        return super().adapt_weights(decode_mxfp4(source))
 
 
 def check_packing(c: Fields) -> None:

@@ -42,16 +42,16 @@ class LayerContext(Generic[Spec]):
     Attributes:
         index: the layer's number.
         spec: the spec of the family's stage.
-        stock: the stage so far: the family's stage, or the result of an earlier hook.
+        stage_so_far: the stage so far: the family's stage, or the result of an earlier hook.
     """
 
     index: LayerNumber
     spec: Spec
-    stock: BlockStage
+    stage_so_far: BlockStage
 
     def default_stage(self) -> BlockStage:
-        """Return `stock`, the stage to keep, wrap or leave out."""
-        return self.stock
+        """Return `stage_so_far`, the stage to keep, wrap or leave out."""
+        return self.stage_so_far
 
 
 LayerHook = Callable[[LayerContext[Any]], BlockStage]
@@ -148,7 +148,7 @@ class HookMethods:
     name: str
     hooks: Hooks
 
-    def _hooked(self, **changes: Any) -> Self:
+    def _with_hooks(self, **changes: Any) -> Self:
         """Return a copy with some fields of its hooks replaced."""
         return replace(self, hooks=replace(self.hooks, **changes))
 
@@ -159,15 +159,15 @@ class HookMethods:
         """
         if not callable(fn):
             raise GraphError(f"layer: expected a function of a LayerContext, got {type(fn).__name__}")
-        return self._hooked(layers=(*self.hooks.layers, fn))
+        return self._with_hooks(layers=(*self.hooks.layers, fn))
 
     def before_layers(self, stages: Iterable[BlockStage]) -> Self:
         """Return a copy with stages between the embedding and the layers, after the stages of earlier calls."""
-        return self._hooked(before=(*self.hooks.before, *check_stages(stages, "before_layers")))
+        return self._with_hooks(before=(*self.hooks.before, *check_stages(stages, "before_layers")))
 
     def after_layers(self, stages: Iterable[BlockStage]) -> Self:
         """Return a copy with stages between the layers and what follows them (last-token gather, final norm)."""
-        return self._hooked(after=(*self.hooks.after, *check_stages(stages, "after_layers")))
+        return self._with_hooks(after=(*self.hooks.after, *check_stages(stages, "after_layers")))
 
     after = after_layers
 
@@ -175,14 +175,14 @@ class HookMethods:
         """Return a copy that runs `edit(flow) → flow` on the assembled flow, before its head is appended."""
         if not callable(edit):
             raise GraphError(f"patch_flow: expected a function ModelFlow → ModelFlow, got {type(edit).__name__}")
-        return self._hooked(edits=(*self.hooks.edits, edit))
+        return self._with_hooks(edits=(*self.hooks.edits, edit))
 
     def profile(self, profile: ProfileLike) -> Self:
         """Return a copy that compiles with `profile`, unless `compile` or `load` gets another one.
 
         `profile`: a profile, the name of a preset, or a path.
         """
-        return self._hooked(profile=CompileProfile.of(profile))
+        return self._with_hooks(profile=CompileProfile.of(profile))
 
     def profile_near(self, weights: str | os.PathLike[str], family: str | None = None) -> Self:
         """Return a copy that compiles with the `<family>.rlx.toml` in the directory of the weights.

@@ -23,7 +23,7 @@ class LlamaConfig(DecoderConfig):
     def read(cls, c: Fields) -> Self:
         return cls(
             **plain_fields(c, max_positions=cls.max_position_embeddings),
-            **c.plain(cls, "attention_bias", "mlp_bias"),
+            **c.with_defaults(cls, "attention_bias", "mlp_bias"),
         )
 
     def layer_spec(self, index: int) -> LayerSpec:

@@ -22,13 +22,13 @@ from rlx_jax.errors import RequestError, UnsupportedError, WeightError, listing,
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.hooks import Edit, WithBlocks
 from rlx_jax.models.lora_files import (
-    PARTS,
     TASKS,
+    TENSOR_SUFFIXES,
     AdapterSizes,
     BaseModel,
     base_of,
     open_adapter,
-    source_program,
+    rename_modules,
     write_adapter,
 )
 from rlx_jax.program import Buildable
@@ -68,7 +68,9 @@ class WithAdapter:
         if flow._elsewhere:  # adapter weights of the other tower, which another flow reads, are left unread here
             unread = set(flow._left_keys)
             companions = (
-                key for key in adapter_keys if any(f"{key.removesuffix(part)}.weight" in unread for part in PARTS)
+                key
+                for key in adapter_keys
+                if any(f"{key.removesuffix(part)}.weight" in unread for part in TENSOR_SUFFIXES)
             )
             flow = replace(flow, _left_keys=(*flow._left_keys, *companions))
         for (size, scale), modules in self.sizes.groups().items():
@@ -123,18 +125,22 @@ def lora(
             is not supported.
     """
     if dropout not in (None, 0) or isinstance(dropout, bool):
-        raise UnsupportedError(f"lora: dropout is {shown(dropout)}; adapters train without: leave it out")
+        raise UnsupportedError(f"lora: dropout is {shown(dropout)}; adapters train without dropout: leave it out")
     if adapter is not None:
         if isinstance(adapter, list | tuple | dict):
             raise RequestError(f"lora: one adapter at a time, the path of a directory; got {shown(adapter)}")
         if (pattern, rank, alpha, rslora) != (None, None, None, False):
-            raise RequestError("lora: an adapter says which blocks it is for, its rank and alpha: leave out the others")
-        (sizes, source), renamed = open_adapter(adapter), getattr(recipe, "modules", ())
+            raise RequestError(
+                "lora: adapter= already defines the blocks, the rank and alpha: leave out the other arguments"
+            )
+        (sizes, source), renamed = open_adapter(adapter), getattr(recipe, "peft_names", ())
         no_training = ""
         if sizes.dropout and dropout is None:
-            problem = f"the adapter says lora_dropout {sizes.dropout:g}"
-            no_training = f"{problem}, and there is no dropout here: rlx_jax.lora(…, dropout=0) trains on without"
-        return _patched(recipe, WithAdapter(*source_program(sizes, source, renamed), renamed, no_training))
+            problem = f"the adapter has lora_dropout {sizes.dropout:g}"
+            no_training = (
+                f"{problem}, and dropout is not supported: rlx_jax.lora(…, dropout=0) continues training without it"
+            )
+        return _apply_edit(recipe, WithAdapter(*rename_modules(sizes, source, renamed), renamed, no_training))
     if pattern is None:
         raise RequestError("lora: expected a pattern of blocks and a rank, or adapter=, the directory of PEFT's files")
     if not isinstance(rank, int | np.integer) or isinstance(rank, bool) or rank < 1:
@@ -143,11 +149,11 @@ def lora(
         raise RequestError(f"lora: alpha is {shown(alpha)}; expected a finite number over 0")
     scale = (rank if alpha is None else alpha) / (rank**0.5 if rslora else rank)
     products = ProjectionPattern(BlockPattern(pattern))
-    names = ModuleNames(outer=getattr(recipe, "outer", ""), renamed=getattr(recipe, "modules", ()))
-    return _patched(recipe, WithBlocks(BlockEdit(products, LoraLinear(int(rank), float(scale), names))))
+    names = ModuleNames(outer=getattr(recipe, "peft_prefix", ""), renamed=getattr(recipe, "peft_names", ()))
+    return _apply_edit(recipe, WithBlocks(BlockEdit(products, LoraLinear(int(rank), float(scale), names))))
 
 
-def _patched(recipe: R, edit: Edit) -> R:
+def _apply_edit(recipe: R, edit: Edit) -> R:
     """Return a recipe or a flow with an edit applied."""
     target: Any = recipe
     return cast(R, edit(target) if isinstance(target, ModelFlow) else target.patch_flow(edit))
@@ -157,16 +163,16 @@ def _patched(recipe: R, edit: Edit) -> R:
 
 
 @dataclass
-class _Noting:
+class _AdapterRecorder:
     """A wrapper that delegates to a `LoraLinear` and records the adapters that it adds."""
 
-    made: LoraLinear
-    found: list[Adapter] = field(default_factory=list)
+    lora_linear: LoraLinear
+    adapters: list[Adapter] = field(default_factory=list)
 
     def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
         """Write the adapted product, and record its adapter."""
-        value, adapter = self.made.write(emit, x, inner)
-        self.found.append(adapter)
+        value, adapter = self.lora_linear.write(emit, x, inner)
+        self.adapters.append(adapter)
         return value
 
 
@@ -176,26 +182,28 @@ def adapters_of(model: CompiledModel) -> tuple[Adapter, ...]:
     Raises:
         RequestError: the model has none.
     """
-    adapters = [adapter for flow in model.programs.flows.values() for adapter in _written(flow, model.programs.source)]
+    adapters = [
+        adapter for flow in model.programs.flows.values() for adapter in _collect_adapters(flow, model.programs.source)
+    ]
     if not adapters:
         raise RequestError(f"{model.name}: there is no adapter in this model; rlx_jax.lora(recipe, …) adds one")
     return tuple(dict.fromkeys(adapters))  # several flows may share one
 
 
-def _written(flow: Buildable, source: WeightSource | None) -> list[Adapter]:
+def _collect_adapters(flow: Buildable, source: WeightSource | None) -> list[Adapter]:
     """Return the adapters of a flow, by building it with wrappers that record them."""
-    notes, edits = list[_Noting](), list[BlockEdit]()
+    recorders, edits = list[_AdapterRecorder](), list[BlockEdit]()
     for edit in flow._block_edits if isinstance(flow, ModelFlow) else ():
         if isinstance(edit.wrapper, LoraLinear):
-            notes.append(_Noting(edit.wrapper))
-            edit = replace(edit, wrapper=notes[-1])
+            recorders.append(_AdapterRecorder(edit.wrapper))
+            edit = replace(edit, wrapper=recorders[-1])
         edits.append(edit)
-    if notes and isinstance(flow, ModelFlow):
+    if recorders and isinstance(flow, ModelFlow):
         replace(flow, _block_edits=tuple(edits)).build(source)
-    return [adapter for note in notes for adapter in note.found]
+    return [adapter for recorder in recorders for adapter in recorder.adapters]
 
 
-def _compiled(model: Any, what: str) -> CompiledModel:
+def _compiled(model: Any, caller: str) -> CompiledModel:
     """Return the model itself, or the compiled model of a `CausalLM`, an `Encoder` …
 
     Raises:
@@ -203,7 +211,7 @@ def _compiled(model: Any, what: str) -> CompiledModel:
     """
     compiled = getattr(model, "model", model)
     if not isinstance(compiled, CompiledModel):
-        raise RequestError(f"{what} takes a CompiledModel, CausalLM or Encoder, got {shown(model)}")
+        raise RequestError(f"{caller} takes a CompiledModel, CausalLM or Encoder, got {shown(model)}")
     return compiled
 
 
@@ -216,7 +224,7 @@ def merge_lora(model: Any) -> dict[str, jax.Array]:
         model: a `CompiledModel`, or an object with one as its `model`: a `CausalLM`, an `Encoder`.
     """
     model = _compiled(model, "merge_lora")
-    return _merged(adapters_of(model), model.weights(), +1)
+    return _add_products(adapters_of(model), model.weights(), +1)
 
 
 def unmerge_lora(model: Any, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -233,11 +241,11 @@ def unmerge_lora(model: Any, weights: Mapping[str, Any]) -> dict[str, jax.Array]
     adapters, model_weights = adapters_of(model), model.weights()
     pairs = {key: model_weights[key] for adapter in adapters for key in (adapter.a, adapter.b)}
     if missing := [adapter.key for adapter in adapters if adapter.key not in weights]:
-        raise WeightError(f"unmerge_lora: weights {listing(missing, 4)} are not there")
-    return _merged(adapters, dict(weights) | pairs, -1) | pairs
+        raise WeightError(f"unmerge_lora: weights {listing(missing, 4)} are missing")
+    return _add_products(adapters, dict(weights) | pairs, -1) | pairs
 
 
-def _merged(adapters: tuple[Adapter, ...], weights: Mapping[str, Any], sign: int) -> dict[str, jax.Array]:
+def _add_products(adapters: tuple[Adapter, ...], weights: Mapping[str, Any], sign: int) -> dict[str, jax.Array]:
     """Return the weights with `sign` · s B A added to each adapted one, without the adapters."""
     merged = {key: jnp.asarray(value) for key, value in weights.items()}
     for adapter in adapters:
@@ -273,7 +281,7 @@ def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite
     arrays = {
         adapter.module + part: weights[key]
         for adapter in adapters
-        for part, key in zip(PARTS, (adapter.a, adapter.b), strict=True)
+        for part, key in zip(TENSOR_SUFFIXES, (adapter.a, adapter.b), strict=True)
     }
     # Weights stored `[in, out]`, as in GPT-2, are `fan_in_fan_out` in PEFT.
     transposed = all(adapter.contract == 0 for adapter in adapters)

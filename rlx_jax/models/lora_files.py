@@ -24,8 +24,8 @@ from rlx_jax.weights.views import RenamedSource
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # Files of a directory that PEFT writes. `save_lora` overwrites a directory only if it has no other file.
-OWN = {CONFIG, WEIGHTS, "README.md"}
-PARTS = (".lora_A.weight", ".lora_B.weight")
+PEFT_FILES = {CONFIG, WEIGHTS, "README.md"}
+TENSOR_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 # Fields that do not change the computation. The names of the tensors already define which modules have an adapter.
 INERT = (
@@ -35,7 +35,7 @@ INERT = (
 ).split()
 
 # Fields of other methods than plain LoRA, with the values at which they are off.
-ONLY: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "modules_to_save", "megatron_config", "trainable_token_indices", "eva_config", "corda_config",
@@ -56,12 +56,12 @@ class AdapterSizes:
 
     Attributes:
         modules: (rank, s) by module name.
-        turned: the adapted weights are stored `[in, out]`, which PEFT calls `fan_in_fan_out`.
+        fan_in_fan_out: the adapted weights are stored `[in, out]`, which PEFT calls `fan_in_fan_out`.
         dropout: the dropout that the adapter was trained with.
     """
 
     modules: Mapping[str, tuple[int, float]]
-    turned: bool = False
+    fan_in_fan_out: bool = False
     dropout: float = 0.0
 
     def groups(self) -> dict[tuple[int, float], list[str]]:
@@ -85,24 +85,24 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
     folder = open_folder(path)
     fields = Fields(folder.required_json(CONFIG), folder.where(CONFIG))
     fields.choice("peft_type", "", {"LORA": ""})
-    rank, alpha, rslora = fields.whole("r"), fields.real("lora_alpha"), fields.flag("use_rslora", False)
-    ranks, alphas = (_pattern(fields, name) for name in ("rank_pattern", "alpha_pattern"))
-    dropout = fields.real("lora_dropout", 0.0, above=False)
-    fields.finish_model(INERT, ONLY)
+    rank, alpha, rslora = fields.integer("r"), fields.real("lora_alpha"), fields.flag("use_rslora", False)
+    ranks, alphas = (_read_pattern(fields, name) for name in ("rank_pattern", "alpha_pattern"))
+    dropout = fields.real("lora_dropout", 0.0, exclusive=False)
+    fields.finish_model(INERT, NEUTRAL)
     folder.fetch(WEIGHTS)
     source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
-    module_ranks, where = _ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
+    module_ranks, where = _read_ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
     sizes = {}
     for module, size in module_ranks.items():
-        expected = _matched(ranks, module, rank)
+        expected = _match_pattern(ranks, module, rank)
         if size != expected:
-            raise ConfigError(f"{where}: of {quote(module)} the rank is {expected:g}, and its tensors have {size}")
-        sizes[module] = size, _matched(alphas, module, alpha) / (size**0.5 if rslora else size)
-    names = {f"{module}{part}": f"{PREFIX}{module}{part}" for module in module_ranks for part in PARTS}
+            raise ConfigError(f"{where}: the rank of {quote(module)} is {expected:g}, and its tensors have {size}")
+        sizes[module] = size, _match_pattern(alphas, module, alpha) / (size**0.5 if rslora else size)
+    names = {f"{module}{part}": f"{PREFIX}{module}{part}" for module in module_ranks for part in TENSOR_SUFFIXES}
     return AdapterSizes(sizes, dropout=dropout), RenamedSource(source, names)
 
 
-def source_program(
+def rename_modules(
     sizes: AdapterSizes, source: WeightSource, renamed: Sequence[tuple[str, str]]
 ) -> tuple[AdapterSizes, WeightSource]:
     """Return an adapter with its modules renamed to the checkpoint's names.
@@ -112,12 +112,12 @@ def source_program(
     stored = {
         module: other_name(module, [(peft_name, name) for name, peft_name in renamed]) for module in sizes.modules
     }
-    names = {f"{name}{part}": f"{module}{part}" for module, name in stored.items() for part in PARTS}
+    names = {f"{name}{part}": f"{module}{part}" for module, name in stored.items() for part in TENSOR_SUFFIXES}
     modules = {stored[module]: size for module, size in sizes.modules.items()}
     return replace(sizes, modules=modules), RenamedSource(source, names) if renamed else source
 
 
-def _pattern(fields: Fields, name: str) -> dict[str, float]:
+def _read_pattern(fields: Fields, name: str) -> dict[str, float]:
     """Return numbers by module name or suffix of a name (`rank_pattern`, `alpha_pattern`)."""
     numbers: dict[str, float] = {}
     group = fields.group(name) or Fields({}, fields.where)
@@ -128,7 +128,7 @@ def _pattern(fields: Fields, name: str) -> dict[str, float]:
     return numbers
 
 
-def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
+def _match_pattern(pattern: Mapping[str, float], module: str, default: float) -> float:
     """Return the number of a module: the one of the first pattern that is its name or a suffix of it.
 
     A pattern with `^` matches the full name only. PEFT uses the names as regular expressions, so a dot matches any
@@ -140,11 +140,11 @@ def _matched(pattern: Mapping[str, float], module: str, default: float) -> float
     return default
 
 
-def _ranks(source: WeightSource, where: str) -> dict[str, int]:
+def _read_ranks(source: WeightSource, where: str) -> dict[str, int]:
     """Return the rank of each module, from the shapes of its two tensors."""
     modules: dict[str, set[str]] = {}
     for key in source.keys():
-        part = next((part for part in PARTS if key.endswith(part)), None)
+        part = next((part for part in TENSOR_SUFFIXES if key.endswith(part)), None)
         if part is None or not key.startswith(PREFIX):
             advice = "; PEFT leaves copies of embeddings out with save_pretrained(…, save_embedding_layers=False)"
             raise UnsupportedError(
@@ -156,11 +156,13 @@ def _ranks(source: WeightSource, where: str) -> dict[str, int]:
         raise ConfigError(f"{where}: there is no adapter in it")
     ranks = {}
     for module, parts in modules.items():
-        if len(parts) < len(PARTS):
-            raise ConfigError(f"{where}: of {quote(module)} there is {parts.pop()[1:]} alone")
-        shapes = [tuple(source.spec(f"{PREFIX}{module}{part}").shape) for part in PARTS]
+        if len(parts) < len(TENSOR_SUFFIXES):
+            raise ConfigError(f"{where}: {quote(module)} has only {parts.pop()[1:]}")
+        shapes = [tuple(source.spec(f"{PREFIX}{module}{part}").shape) for part in TENSOR_SUFFIXES]
         if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
-            raise UnsupportedError(f"{where}: {quote(module)}: {shapes[0]} and {shapes[1]} are no [r, in] and [out, r]")
+            raise UnsupportedError(
+                f"{where}: {quote(module)}: expected [r, in] and [out, r], got {shapes[0]} and {shapes[1]}"
+            )
         ranks[module] = shapes[0][0]
     return ranks
 
@@ -220,38 +222,40 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
         "revision": base.revision,
         "inference_mode": True,
         "r": rank,
-        "lora_alpha": _whole(alpha),
+        "lora_alpha": _to_json_number(alpha),
         "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
-        "alpha_pattern": {module: _whole(a) for module, a in alphas.items() if a != alpha},
+        "alpha_pattern": {module: _to_json_number(a) for module, a in alphas.items() if a != alpha},
         "use_rslora": False,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": sizes.turned,
+        "fan_in_fan_out": sizes.fan_in_fan_out,
         "target_modules": sorted(ranks),
     }
     values = {key: np.asarray(array) for key, array in arrays.items()}
     entries = [Entry.of(f"{PREFIX}{key}", array) for key, array in values.items()]
     target = os.path.realpath(os.fspath(path))
     if overwrite and os.path.lexists(target):
-        _check_adapter_alone(target)
+        _check_only_adapter(target)
     with atomic_directory(target, overwrite, sum(array.nbytes for array in values.values())) as temporary:
         os.mkdir(temporary)
         write_file(os.path.join(temporary, WEIGHTS), entries)
         write_synced(os.path.join(temporary, CONFIG), (json.dumps(config, indent=2) + "\n").encode())
 
 
-def _check_adapter_alone(target: str) -> None:
+def _check_only_adapter(target: str) -> None:
     """Check that a directory has an adapter and no other files, which overwriting would delete.
 
     Raises:
         TargetExistsError: there is no adapter, or there are other files.
     """
     files = set(os.listdir(target)) if os.path.isdir(target) else set()
-    if CONFIG not in files or files - OWN:
-        problem = f"holds {listing(sorted(files - OWN), 4)} too" if CONFIG in files else f"has no {CONFIG}"
-        raise TargetExistsError(f"{quote(target)} {problem}, so it is no adapter alone; remove it, or save elsewhere")
+    if CONFIG not in files or files - PEFT_FILES:
+        problem = f"holds {listing(sorted(files - PEFT_FILES), 4)} too" if CONFIG in files else f"has no {CONFIG}"
+        raise TargetExistsError(
+            f"{quote(target)} {problem}, so it is not only an adapter; remove it, or save elsewhere"
+        )
 
 
-def _whole(number: float) -> int | float:
+def _to_json_number(number: float) -> int | float:
     """Return an integral number as an int, which JSON shows without a decimal point."""
     return int(number) if number == int(number) else number

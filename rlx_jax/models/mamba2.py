@@ -39,11 +39,11 @@ class Mamba2Config(CausalConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        hidden = c.whole("hidden_size", 4096)
+        hidden = c.integer("hidden_size", 4096)
         return cls(
-            vocab_size=c.whole("vocab_size", 32768, high=MAX_VOCABULARY),
+            vocab_size=c.integer("vocab_size", 32768, high=MAX_VOCABULARY),
             hidden_size=hidden,
-            num_hidden_layers=c.whole("num_hidden_layers", 64, high=MAX_LAYERS),
+            num_hidden_layers=c.integer("num_hidden_layers", 64, high=MAX_LAYERS),
             mixer=_mixer(c, hidden),
             tie_word_embeddings=c.flag("tie_word_embeddings", False),
         )
@@ -77,30 +77,30 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
 
 def _mixer(c: Fields, hidden: int) -> Mamba2Spec:
     """Return the spec of the layers."""
-    heads, width = c.whole("num_heads", 128, high=2**16), c.whole("head_dim", 64, high=2**16)
+    heads, width = c.integer("num_heads", 128, high=2**16), c.integer("head_dim", 64, high=2**16)
     expand = c.real("expand", 2)
     if int(hidden * expand) != heads * width:
         raise ConfigError(
             f"{c.where}: hidden_size {hidden} times expand {expand:g} is not num_heads {heads} times head_dim {width}"
         )
-    groups = c.whole("n_groups", 8, high=2**16)
+    groups = c.integer("n_groups", 8, high=2**16)
     if heads % groups:
         raise ConfigError(f"{c.where}: num_heads {heads} is not a multiple of n_groups {groups}")
     return Mamba2Spec(
-        heads=heads, head_dim=width, state_size=c.whole("state_size", 128, high=2**16), groups=groups,
-        kernel=c.whole("conv_kernel", 4, high=2**10), bias=c.flag("use_bias", False),
+        heads=heads, head_dim=width, state_size=c.integer("state_size", 128, high=2**16), groups=groups,
+        kernel=c.integer("conv_kernel", 4, high=2**10), bias=c.flag("use_bias", False),
         conv_bias=c.flag("use_conv_bias", True), eps=c.real("layer_norm_epsilon", 1e-5),
-        time_step_limit=_limits(c),
+        time_step_limit=_time_step_limit(c),
         activation=c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu", "gelu": "gelu"}),
     )  # fmt: skip
 
 
-def _limits(c: Fields) -> tuple[float, float | None]:
+def _time_step_limit(c: Fields) -> tuple[float, float | None]:
     """Return the minimum and maximum of a time step; the maximum is None for infinity."""
     values = c.items("time_step_limit", [0.0, math.inf], "two numbers", lambda value: True, 2)
     low, high = (_number(c, value) for value in values)
     if not 0 <= low <= high or math.isinf(low):
-        raise c.wrong("time_step_limit", "0 ≤ least ≤ most", values)
+        raise c.invalid("time_step_limit", "0 ≤ minimum ≤ maximum", values)
     return low, None if math.isinf(high) else high
 
 

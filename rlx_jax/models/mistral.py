@@ -22,7 +22,7 @@ class MistralConfig(DecoderConfig):
     def read(cls, c: Fields) -> Self:
         return cls(
             **plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8),
-            sliding_window=c.whole_or_null("sliding_window", cls.sliding_window),
+            sliding_window=c.integer_or_null("sliding_window", cls.sliding_window),
         )
 
     def layer_spec(self, index: int) -> LayerSpec:

@@ -32,7 +32,7 @@ class MixtralConfig(DecoderConfig):
         experts, top_k = experts_of(c, experts=cls.num_local_experts, top_k=cls.num_experts_per_tok)
         return cls(
             **plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8, eps=cls.rms_norm_eps, theta=1e6),
-            sliding_window=c.whole_or_null("sliding_window", cls.sliding_window),
+            sliding_window=c.integer_or_null("sliding_window", cls.sliding_window),
             num_local_experts=experts,
             num_experts_per_tok=top_k,
         )

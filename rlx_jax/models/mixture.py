@@ -24,9 +24,9 @@ class MixtureFlow(DecoderFlow[C]):
 
     layout: ExpertKeys | None = None
 
-    def stored_in(self, source: WeightSource) -> Self:
+    def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe for stacked experts if the checkpoint stores them as transformers 5 has them in memory."""
-        layers, source = range(self.config.num_hidden_layers), self.reads(source)
+        layers, source = range(self.config.num_hidden_layers), self.adapt_weights(source)
         stacked = any(source.has(f"model.layers.{i}.{STACKED_KEYS.gate}") for i in layers)
         return replace(self, layout=STACKED_KEYS) if stacked else self
 
@@ -46,8 +46,8 @@ def experts_of(c: Fields, *, experts: int, top_k: int) -> tuple[int, int]:
         ConfigError: the numbers contradict each other, or two names of one field differ.
     """
     names = [name for name in ("num_local_experts", "num_experts") if name in c.values]
-    counts = {c.whole(name, high=2**16) for name in names} or {experts}
-    num_routed = c.whole("num_experts_per_tok", top_k, high=2**16)
+    counts = {c.integer(name, high=2**16) for name in names} or {experts}
+    num_routed = c.integer("num_experts_per_tok", top_k, high=2**16)
     if len(counts) > 1:
         raise ConfigError(f"{c.where}: num_local_experts and num_experts are both given and differ")
     count = counts.pop()

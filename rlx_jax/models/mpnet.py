@@ -29,15 +29,15 @@ class MPNetConfig(BertConfig):
     type_vocab_size: int = 0
     relative_attention_num_buckets: int = BUCKETS
 
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        rows = c.whole("relative_attention_num_buckets", BUCKETS)
+        rows = c.integer("relative_attention_num_buckets", BUCKETS)
         if rows < BUCKETS:
             raise UnsupportedError(
-                f"{c.where}: field 'relative_attention_num_buckets' is {rows}; the reference reads {BUCKETS} rows of "
-                "the table whatever it says, expected as many or more"
+                f"{c.where}: field 'relative_attention_num_buckets' is {rows}; expected at least {BUCKETS}: the "
+                "reference always reads that many rows of the table"
             )
         return cls(**text_fields(c, 30527), relative_attention_num_buckets=rows)
 
@@ -53,8 +53,8 @@ class MPNetFlow(BertLike[MPNetConfig]):
 
     config_type = MPNetConfig
     prefixes = ("mpnet",)
-    heads = ("lm_head.", "classifier.", "qa_outputs.")
-    optional = (("attention_mask", None), ("position_ids", None))
+    head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
+    optional_inputs = (("attention_mask", None), ("position_ids", None))
     style = "mpnet"
 
     @property
@@ -65,8 +65,8 @@ class MPNetFlow(BertLike[MPNetConfig]):
     def positions(self, key: str) -> BlockStage:
         return LearnedPositions(key, self.table, PADDING)
 
-    def opening(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
         table = (c.relative_attention_num_buckets, c.num_attention_heads)
         bias = RelativeBias(self.key("encoder.relative_attention_bias.weight"), table, BUCKETS)
-        return *super().opening(), bias
+        return *super().embedding_stages(), bias

@@ -26,7 +26,7 @@ from rlx_jax.models.encoder import EncoderFlow
 INERT = ("dense_seq_output", "last_layer_subset", "max_trained_positions", "tie_word_embeddings")
 
 # Fields of the first spelling with their supported values. Text encoders of the family have these values.
-ONLY: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
     "mlp_fc1_bias": (False,),
     "mlp_fc2_bias": (False,),
@@ -64,60 +64,60 @@ class NomicConfig(TokenConfig):
     activation: str = "silu"
 
     inert: ClassVar[tuple[str, ...]] = INERT
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = ONLY
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
 
     @classmethod
     def read(cls, c: Fields) -> Self:
         """Return the config from the spelling of the first checkpoints (`n_embd` …) or of transformers 5."""
-        return cls._first(c) if "n_embd" in c.values else cls._second(c)
+        return cls._from_original_names(c) if "n_embd" in c.values else cls._from_hf_names(c)
 
     @classmethod
-    def _first(cls, c: Fields) -> Self:
+    def _from_original_names(cls, c: Fields) -> Self:
         """Return the config from the spelling of the first checkpoints, which round the vocabulary up."""
-        hidden, heads = c.whole("n_embd"), c.whole("n_head", high=2**16)
-        vocabulary, rows = c.whole("vocab_size", high=MAX_VOCABULARY), c.whole("pad_vocab_size_multiple", 1)
+        hidden, heads = c.integer("n_embd"), c.integer("n_head", high=2**16)
+        vocabulary, rows = c.integer("vocab_size", high=MAX_VOCABULARY), c.integer("pad_vocab_size_multiple", 1)
         head_dim = _head_dim(c, hidden, heads, None, "n_embd", "n_head")
         return cls(
             vocab_size=-(-vocabulary // rows) * rows,
             hidden_size=hidden,
-            intermediate_size=c.whole_or_null("n_inner", None) or 4 * hidden,
-            num_hidden_layers=c.whole("n_layer", high=MAX_LAYERS),
+            intermediate_size=c.integer_or_null("n_inner", None) or 4 * hidden,
+            num_hidden_layers=c.integer("n_layer", high=MAX_LAYERS),
             num_attention_heads=heads,
             head_dim=head_dim,
             inv_freq=frequencies_of(c, None, None, head_dim, "rotary_emb_base", None).inv_freq,
-            max_position_embeddings=c.whole("n_positions", high=2**31 - 1),
-            type_vocab_size=c.whole("type_vocab_size", 2),
+            max_position_embeddings=c.integer("n_positions", high=2**31 - 1),
+            type_vocab_size=c.integer("type_vocab_size", 2),
             layer_norm_eps=c.real("layer_norm_epsilon"),
             activation=c.choice("activation_function", "swiglu", {"swiglu": "silu"}),
         )
 
     @classmethod
-    def _second(cls, c: Fields) -> Self:
+    def _from_hf_names(cls, c: Fields) -> Self:
         """Return the config from the spelling of transformers 5."""
-        hidden, heads = c.whole("hidden_size", 768), c.whole("num_attention_heads", 12, high=2**16)
-        explicit_dim = c.whole_or_null("head_dim", None, high=2**16)
+        hidden, heads = c.integer("hidden_size", 768), c.integer("num_attention_heads", 12, high=2**16)
+        explicit_dim = c.integer_or_null("head_dim", None, high=2**16)
         head_dim = _head_dim(c, hidden, heads, explicit_dim, "hidden_size", "num_attention_heads")
         rope = c.group("rope_parameters")
         return cls(
-            vocab_size=c.whole("vocab_size", 30528, high=MAX_VOCABULARY),
+            vocab_size=c.integer("vocab_size", 30528, high=MAX_VOCABULARY),
             hidden_size=hidden,
-            intermediate_size=c.whole("intermediate_size", 3072),
-            num_hidden_layers=c.whole("num_hidden_layers", 12, high=MAX_LAYERS),
+            intermediate_size=c.integer("intermediate_size", 3072),
+            num_hidden_layers=c.integer("num_hidden_layers", 12, high=MAX_LAYERS),
             num_attention_heads=heads,
             head_dim=head_dim,
             inv_freq=frequencies_of(c, rope, None, head_dim, default=1000.0).inv_freq,
-            max_position_embeddings=c.whole("max_position_embeddings", 2048, high=2**31 - 1),
-            type_vocab_size=c.whole("type_vocab_size", 2),
+            max_position_embeddings=c.integer("max_position_embeddings", 2048, high=2**31 - 1),
+            type_vocab_size=c.integer("type_vocab_size", 2),
             layer_norm_eps=c.real("layer_norm_eps", 1e-12),
             activation=c.choice("hidden_act", "silu", ACTIVATIONS),
         )
 
 
-def _head_dim(c: Fields, hidden: int, heads: int, given: int | None, width: str, count: str) -> int:
-    """Return the width of a head: `given`, or hidden / heads. It must be even for the rotation."""
-    if given is None and hidden % heads:
+def _head_dim(c: Fields, hidden: int, heads: int, explicit_dim: int | None, width: str, count: str) -> int:
+    """Return the width of a head: `explicit_dim`, or hidden / heads. It must be even for the rotation."""
+    if explicit_dim is None and hidden % heads:
         raise ConfigError(f"{c.where}: {width} {hidden} is not a multiple of {count} {heads}")
-    head_dim = given or hidden // heads
+    head_dim = explicit_dim or hidden // heads
     if head_dim % 2:
         raise ConfigError(f"{c.where}: head_dim is {head_dim}; rotary embeddings need an even one")
     return head_dim
@@ -134,10 +134,10 @@ class NomicFlow(EncoderFlow[NomicConfig]):
 
     config_type = NomicConfig
     prefixes = ("nomic_bert", "bert")
-    heads = ("cls.", "classifier.", "qa_outputs.")
-    optional = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
+    head_prefixes = ("cls.", "classifier.", "qa_outputs.")
+    optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
 
-    def opening(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
         c, p = self.config, self.key("embeddings")
         norm = self.key("emb_ln")
         return (

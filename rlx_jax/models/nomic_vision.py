@@ -38,20 +38,20 @@ class NomicVisionConfig(VisionConfig):
     """Sizes of Nomic's vision encoder.
 
     Attributes:
-        turned: rotate queries and keys by the row and column of their patch.
-        reference: rows and columns of the grid that patch positions are scaled to for the rotation; None: unscaled.
+        use_rotary: rotate queries and keys by the row and column of their patch.
+        reference_grid: rows and columns of the grid that patch positions are scaled to for the rotation, or None.
     """
 
-    turned: bool = True
-    reference: tuple[int, int] | None = None
+    use_rotary: bool = True
+    reference_grid: tuple[int, int] | None = None
 
     inert: ClassVar[tuple[str, ...]] = (
         *nomic.INERT, "eva_qkv_bias", "hidden_features_scaling_factor", "layer_scale_init",
         "mask_token", "n_positions", "pad_vocab_size_multiple", "patch_dropout", "reorder_and_upcast_attn",
         "rotary_emb_base", "rotary_emb_interleaved", "type_vocab_size", "vocab_size",
     )  # fmt: skip
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **nomic.ONLY,
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **nomic.NEUTRAL,
         "activation_function": ("swiglu",),
         "global_pool": (None,),
         "layer_scale": (False,),
@@ -79,19 +79,19 @@ class NomicVisionConfig(VisionConfig):
         is_rotary = c.flag("use_rotary_pos_emb", False)
         if is_rotary and hidden // heads % 4:
             raise ConfigError(
-                f"{c.where}: n_embd {hidden} over n_head {heads} is {hidden // heads}; heads that turn by row and "
-                "column need a multiple of 4"
+                f"{c.where}: n_embd {hidden} over n_head {heads} is {hidden // heads}; rotation by row and "
+                "column needs a multiple of 4"
             )
         return cls(
             hidden_size=hidden,
             intermediate_size=-(-int(c.real("n_inner")) // INNER_STEP) * INNER_STEP,
-            num_hidden_layers=c.whole("n_layer", 12, high=MAX_LAYERS),
+            num_hidden_layers=c.integer("n_layer", 12, high=MAX_LAYERS),
             num_attention_heads=heads,
             layer_norm_eps=c.real("layer_norm_epsilon"),
             activation="silu",
             **image_fields(c, name="img_size"),
-            turned=is_rotary,
-            reference=None if c.raw("ref_feat_shape") is None else c.pair("ref_feat_shape"),
+            use_rotary=is_rotary,
+            reference_grid=None if c.raw("ref_feat_shape") is None else c.pair("ref_feat_shape"),
         )
 
 
@@ -113,15 +113,17 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
         return self.config.image_size
 
     def spec(self, index: int) -> PreNormLayerSpec:
-        return replace(super().spec(index), turned=self.config.turned, inner_eps=INNER_EPS)
+        return replace(super().spec(index), turned=self.config.use_rotary, inner_eps=INNER_EPS)
 
-    def opening(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
-        if not c.turned:
-            return super().opening()
-        return *super().opening(), PatchRope(c.grid, c.hidden_size // c.num_attention_heads, reference=c.reference)
+        if not c.use_rotary:
+            return super().embedding_stages()
+        return *super().embedding_stages(), PatchRope(
+            c.grid, c.hidden_size // c.num_attention_heads, reference=c.reference_grid
+        )
 
-    def closing(self) -> tuple[BlockStage, ...]:
+    def final_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
         return (NomicSelector(f"{self.prefix}selector", c.num_attention_heads, c.layer_norm_eps, c.intermediate_size),)
 

@@ -29,7 +29,7 @@ from rlx_jax.models.config import MAX_LAYERS, Fields
 from rlx_jax.models.decoder import EMBEDDING, HEAD, DecoderFlow
 from rlx_jax.models.decoder_config import DecoderConfig, Ends, common_fields, layer_of, rope_of
 from rlx_jax.models.text_part import TextPart
-from rlx_jax.models.weight_check import checked
+from rlx_jax.models.weight_check import check_recipe_weights
 from rlx_jax.weights.source import WeightSource
 
 # Fields that are accepted although nothing may read them: one that `layer_types` replaces, one for training only, and
@@ -40,15 +40,15 @@ INERT = ("full_attention_interval", "mamba_ssm_dtype", "mtp_loss_scaling_factor"
 MROPE = ("mrope_section", "mrope_interleaved")
 
 TEXT = TextPart(
-    outer="qwen3_5",
-    inner="qwen3_5_text",
+    outer_type="qwen3_5",
+    text_type="qwen3_5_text",
     keys={"model.language_model.": "model.", "lm_head.": "lm_head.", "mtp.": "mtp."},
     defaults={
         "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
         "num_attention_heads": 16,
     },
-    others=("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    tied=False,
+    unread_fields=("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    default_tied=False,
 )  # fmt: skip
 
 
@@ -78,16 +78,16 @@ class Qwen35Config(DecoderConfig):
             raise UnsupportedError(f"{c.where}: field 'attn_output_gate' is false; the reference always has the gate")
         if c.raw("mlp_only_layers", []):
             raise UnsupportedError(f"{c.where}: field 'mlp_only_layers' is {quote(c.raw('mlp_only_layers'))}")
-        attends = _attends(c, common["num_hidden_layers"])
+        attends = _attention_layers(c, common["num_hidden_layers"])
         rope = rope_of(c, common, partial_rotary=0.25, inert=MROPE)
-        c.seen.update(INERT)
+        c.consumed.update(INERT)
         return cls(
             **common,
             inv_freq=rope.inv_freq,
             rope_factor=rope.factor,
-            **c.plain(cls, "attention_bias", "mtp_use_dedicated_embeddings"),
+            **c.with_defaults(cls, "attention_bias", "mtp_use_dedicated_embeddings"),
             attends=attends,
-            mtp_num_hidden_layers=c.whole("mtp_num_hidden_layers", 1, low=0, high=MAX_LAYERS),
+            mtp_num_hidden_layers=c.integer("mtp_num_hidden_layers", 1, low=0, high=MAX_LAYERS),
             delta=_delta(c, common["rms_norm_eps"]),
         )
 
@@ -100,7 +100,7 @@ class Qwen35Config(DecoderConfig):
         return layer_of(self, qkv_bias=bias, output_bias=bias, qk_norm="heads", zero_centred=True, gated=True)
 
     def ends(self) -> Ends:
-        return Ends(left=("mtp.",))
+        return Ends(unread_keys=("mtp.",))
 
 
 @dataclass(frozen=True)
@@ -183,40 +183,40 @@ class Qwen35MtpFlow:
         c, advice = self.config, "speculative='prompt' or another CausalLM can draft"
         if c.mtp_num_hidden_layers != 1:
             raise UnsupportedError(
-                f"config.json: mtp_num_hidden_layers is {c.mtp_num_hidden_layers}; expected 1, a module for drafts of "
+                f"config.json: mtp_num_hidden_layers is {c.mtp_num_hidden_layers}; expected 1, a draft module of "
                 f"one layer: {advice}"
             )
         if c.mtp_use_dedicated_embeddings:
             raise UnsupportedError(
-                "config.json: mtp_use_dedicated_embeddings is true, and under which keys a module for drafts has an "
-                f"embedding of its own is not known: {advice}"
+                "config.json: mtp_use_dedicated_embeddings is true, and the keys of a draft module's own embedding are "
+                f"not known: {advice}"
             )
         if self.weights is None:
             return
         if not any(key.startswith("mtp.") for key in self.weights.keys()):
-            raise MissingWeightError(f"the checkpoint has no mtp.* weights, so no module that drafts: {advice}")
-        checked(replace(self, weights=None), self.weights)
+            raise MissingWeightError(f"the checkpoint has no mtp.* weights, so no draft module: {advice}")
+        check_recipe_weights(replace(self, weights=None), self.weights)
 
 
 # -- fields ------------------------------------------------------------------------------------
 
 
-def _attends(c: Fields, layers: int) -> tuple[bool, ...]:
+def _attention_layers(c: Fields, layers: int) -> tuple[bool, ...]:
     """Return whether each layer has attention: by `layer_types`, or else every `full_attention_interval`-th layer."""
-    interval = c.whole("full_attention_interval", 4)
+    interval = c.integer("full_attention_interval", 4)
     default_types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     return c.kinds("layer_types", default_types, {"full_attention": True, "linear_attention": False})
 
 
 def _delta(c: Fields, eps: float) -> GatedDeltaSpec:
     """Return the spec of the Gated DeltaNet layers."""
-    heads = c.whole("linear_num_key_heads", 16, high=2**16), c.whole("linear_num_value_heads", 32, high=2**16)
+    heads = c.integer("linear_num_key_heads", 16, high=2**16), c.integer("linear_num_value_heads", 32, high=2**16)
     if heads[1] % heads[0]:
         raise ConfigError(
             f"{c.where}: linear_num_value_heads {heads[1]} is not a multiple of linear_num_key_heads {heads[0]}"
         )
     return GatedDeltaSpec(
-        key_heads=heads[0], value_heads=heads[1], key_dim=c.whole("linear_key_head_dim", 128, high=2**16),
-        value_dim=c.whole("linear_value_head_dim", 128, high=2**16),
-        kernel=c.whole("linear_conv_kernel_dim", 4, high=2**10), eps=eps,
+        key_heads=heads[0], value_heads=heads[1], key_dim=c.integer("linear_key_head_dim", 128, high=2**16),
+        value_dim=c.integer("linear_value_head_dim", 128, high=2**16),
+        kernel=c.integer("linear_conv_kernel_dim", 4, high=2**10), eps=eps,
     )  # fmt: skip

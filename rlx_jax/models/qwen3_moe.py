@@ -42,11 +42,11 @@ class Qwen3MoeConfig(DecoderConfig):
         mlp_layers = c.items(
             "mlp_only_layers", [], f"layers in [0, {count})", lambda i: type(i) is int and 0 <= i < count
         )
-        window = c.whole_or_null("sliding_window", 4096)
-        c.seen.add("max_window_layers")  # the reference has one window for all layers
+        window = c.integer_or_null("sliding_window", 4096)
+        c.consumed.add("max_window_layers")  # the reference has one window for all layers
         return cls(
             **common,
-            **c.plain(cls, "attention_bias", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
+            **c.with_defaults(cls, "attention_bias", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
             sliding_window=window if c.flag("use_sliding_window", False) else None,
             num_experts=experts,
             num_experts_per_tok=top_k,

@@ -76,11 +76,11 @@ class Recipe(HookMethods, Generic[C]):
         """The longest sequence in tokens; None if the model does not read tokens."""
         return self.config.max_position_embeddings if isinstance(self.config, TokenConfig) else None
 
-    def stored_in(self, source: WeightSource) -> Self:
+    def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe for how a checkpoint stores its weights, such as under a prefix."""
         return self
 
-    def reads(self, source: WeightSource) -> WeightSource:
+    def adapt_weights(self, source: WeightSource) -> WeightSource:
         """Return a checkpoint's weights under the keys that the recipe reads."""
         return source
 
@@ -92,7 +92,7 @@ class Recipe(HookMethods, Generic[C]):
         """Return the family's layer."""
         raise NotImplementedError
 
-    def heads_in(self, source: WeightSource) -> tuple[str, ...]:
+    def task_head_keys(self, source: WeightSource) -> tuple[str, ...]:
         """Return the keys of a task's head in a checkpoint, which the recipe does not read."""
         return ()
 

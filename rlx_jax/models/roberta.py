@@ -20,14 +20,14 @@ class RobertaConfig(BertConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        common, padding = text_fields(c, 50265), c.whole("pad_token_id", cls.pad_token_id, low=0)
+        common, padding = text_fields(c, 50265), c.integer("pad_token_id", cls.pad_token_id, low=0)
         positions = common["max_position_embeddings"]
         if padding >= min(positions - 1, common["vocab_size"]):
             raise ConfigError(
                 f"{c.where}: field 'pad_token_id' is {padding}; expected an id of the vocabulary, with positions "
-                f"behind it among the {positions}"
+                f"after it among the {positions}"
             )
-        return cls(**common, type_vocab_size=c.whole("type_vocab_size", 2), pad_token_id=padding)
+        return cls(**common, type_vocab_size=c.integer("type_vocab_size", 2), pad_token_id=padding)
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class RobertaFlow(BertLike[RobertaConfig]):
 
     config_type = RobertaConfig
     prefixes = ("roberta",)
-    heads = ("lm_head.", "classifier.", "qa_outputs.")
-    optional = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
+    head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
+    optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
 
     @property
     def max_positions(self) -> int:

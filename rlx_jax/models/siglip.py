@@ -21,7 +21,7 @@ LAYOUT = VisionLayout(
     keys=CLIP_KEYS,
     after="post_layernorm",
     flat=True,
-    left=("embeddings.position_ids",),
+    unread_keys=("embeddings.position_ids",),
 )
 
 
@@ -38,7 +38,7 @@ class SiglipVisionConfig(VisionConfig):
         return cls(
             **tower_fields(c, activation=GELU, eps=EPS),
             **image_fields(c),
-            intermediate_size=c.whole("intermediate_size", 3072),
+            intermediate_size=c.integer("intermediate_size", 3072),
             head=c.flag("vision_use_head", True),
         )
 
@@ -78,8 +78,8 @@ class SiglipTextConfig(TextConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         sizes = text_fields(c, 32000, 64, eps=EPS, activation=GELU)
-        width = c.whole_or_null("projection_size", None) or sizes["hidden_size"]
-        return cls(**sizes, width=width, pad_id=c.whole("pad_token_id", 1, low=0))
+        width = c.integer_or_null("projection_size", None) or sizes["hidden_size"]
+        return cls(**sizes, width=width, pad_id=c.integer("pad_token_id", 1, low=0))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class SiglipConfig(DualConfig[SiglipTextConfig, SiglipVisionConfig]):
         result = cls(SiglipTextConfig.read(text), SiglipVisionConfig.read(vision))
         if result.text.width != result.vision.hidden_size:
             raise ConfigError(
-                f"{c.where}: vectors of texts are {result.text.width} wide (projection_size), and those of images "
+                f"{c.where}: vectors of texts are {result.text.width} wide (projection_size), and vectors of images "
                 f"{result.vision.hidden_size} (hidden_size of vision_config)"
             )
         finish_towers(text, vision)

@@ -21,19 +21,19 @@ class TextPart:
     """How a family's multimodal checkpoint contains its text model.
 
     Args:
-        outer, inner: `model_type` of the full model and of its text model.
+        outer_type, text_type: `model_type` of the full model and of its text model.
         keys: prefixes of the text model's keys in the checkpoint, mapped to the prefixes of the standalone model.
         defaults: values for fields that a `text_config` leaves out, as in the reference.
-        others: fields of the full config that the text model does not read.
-        tied: whether the head is the embedding if the full config does not define it.
+        unread_fields: fields of the full config that the text model does not read.
+        default_tied: whether the head is the embedding if the full config does not define it.
     """
 
-    outer: str
-    inner: str
+    outer_type: str
+    text_type: str
     keys: Mapping[str, str]
     defaults: Mapping[str, Any]
-    others: tuple[str, ...]
-    tied: bool
+    unread_fields: tuple[str, ...]
+    default_tied: bool
 
     def of(self, config: Fields, source: WeightSource) -> tuple[Fields, WeightSource]:
         """Return the config and the weights of the text model, and warn that the vision tower is left out.
@@ -44,22 +44,24 @@ class TextPart:
         text = config.group("text_config")
         if text is None:
             raise ConfigError(f"{config.where}: field 'text_config' is missing; expected an object")
-        kind = text.text("model_type", self.inner)
-        if kind != self.inner:
+        kind = text.text("model_type", self.text_type)
+        if kind != self.text_type:
             raise UnsupportedError(
-                f"{text.where}: model_type {quote(kind)}; the text model of a {self.outer} is a {self.inner}"
+                f"{text.where}: model_type {quote(kind)}; the text model of a {self.outer_type} is a {self.text_type}"
             )
-        head = {"tie_word_embeddings": config.flag("tie_word_embeddings", self.tied)}  # the outer model has the head
-        config.finish_model(self.others)
+        head = {
+            "tie_word_embeddings": config.flag("tie_word_embeddings", self.default_tied)
+        }  # the outer model has the head
+        config.finish_model(self.unread_fields)
         names = {
             prefix + key.removeprefix(stored_prefix): key
             for key in source.keys() for stored_prefix, prefix in self.keys.items() if key.startswith(stored_prefix)
         }  # fmt: skip
         warnings.warn(
-            f"{config.where}: model_type {quote(self.outer)} reads images too; the text model alone is built, and "
-            f"{len(source.keys()) - len(names)} weights of the others are left",
+            f"{config.where}: model_type {quote(self.outer_type)} reads images too; only the text model is built, and "
+            f"{len(source.keys()) - len(names)} weights of other parts are not read",
             RlxWarning,
             stacklevel=2,
         )
-        values = {**self.defaults, "model_type": self.inner, **dict(text.values), **head}
-        return replace(text, values=values, seen=set()), RenamedSource(source, names)
+        values = {**self.defaults, "model_type": self.text_type, **dict(text.values), **head}
+        return replace(text, values=values, consumed=set()), RenamedSource(source, names)

@@ -12,7 +12,7 @@ from rlx_jax.models.config import TokenConfig
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.vision import TowerConfig
 
-TOKENS, PLACES = "embeddings.token_embedding.weight", "embeddings.position_embedding.weight"
+TOKEN_TABLE, POSITION_TABLE = "embeddings.token_embedding.weight", "embeddings.position_embedding.weight"
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class TextFlow(EncoderFlow[T]):
     name: str = "text"
 
     prefixes = ("text_model",)
-    embedding = TOKENS
-    optional = (("attention_mask", None), ("position_ids", POSITIONS))
+    embedding = TOKEN_TABLE
+    optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))
     causal: ClassVar[bool] = False
 
-    def opening(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
         return (
-            Embed(self.key(TOKENS), (c.vocab_size, c.hidden_size)),
-            GatherAdd("position_ids", self.key(PLACES), (c.max_position_embeddings, c.hidden_size)),
+            Embed(self.key(TOKEN_TABLE), (c.vocab_size, c.hidden_size)),
+            GatherAdd("position_ids", self.key(POSITION_TABLE), (c.max_position_embeddings, c.hidden_size)),
         )
 
     def spec(self, index: int) -> PreNormLayerSpec:
@@ -59,7 +59,7 @@ class TextFlow(EncoderFlow[T]):
     def stage(self, index: int, spec: PreNormLayerSpec) -> BlockStage:
         return pre_norm_layer(spec)
 
-    def closing(self) -> tuple[BlockStage, ...]:
+    def final_stages(self) -> tuple[BlockStage, ...]:
         norm = self.key("final_layer_norm")
         return (LayerNorm(f"{norm}.weight", f"{norm}.bias", self.config.layer_norm_eps),)
 

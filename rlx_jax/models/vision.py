@@ -64,7 +64,7 @@ def image_fields(c: Fields, image: int = 224, patch: int = 16, name: str = "imag
     size, patch_size = c.pair(name, image), c.pair("patch_size", patch)
     if size[0] < patch_size[0] or size[1] < patch_size[1]:
         raise ConfigError(f"{c.where}: {name} {list(size)} is smaller than patch_size {list(patch_size)}")
-    return {"image_size": size, "patch_size": patch_size, "num_channels": c.whole("num_channels", 3, high=2**10)}
+    return {"image_size": size, "patch_size": patch_size, "num_channels": c.integer("num_channels", 3, high=2**10)}
 
 
 # -- layouts of checkpoints --------------------------------------------------------------------
@@ -78,8 +78,8 @@ class VisionLayout:
         layers: prefix of a layer, with `{}` for its number.
         flat: positions are stored `[T, H]` and the class token `[H]`; otherwise they have leading axes of 1.
         flat_patch: the weight of patches is `[H, C·P·Q]`; otherwise `[H, C, P, Q]`.
-        left: keys that are not read.
-        heads: prefixes of keys of task heads, which are not read either.
+        unread_keys: keys that are not read.
+        head_prefixes: prefixes of keys of task heads, which are not read either.
     """
 
     patch: str
@@ -93,8 +93,8 @@ class VisionLayout:
     patch_bias: bool = True
     flat: bool = False
     flat_patch: bool = False
-    left: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
+    head_prefixes: tuple[str, ...] = ()
 
 
 C = TypeVar("C", bound=VisionConfig)
@@ -120,9 +120,9 @@ class VisionFlow(TowerFlow[C]):
     layouts: ClassVar[tuple[VisionLayout, ...]] = ()
     prefixes: ClassVar[tuple[str, ...]] = ("",)
     # Pairs of a module's name in checkpoints, and its name in transformers 5 and so in PEFT's files.
-    modules: ClassVar[tuple[tuple[str, str], ...]] = ()
+    peft_names: ClassVar[tuple[tuple[str, str], ...]] = ()
 
-    def stored_in(self, source: WeightSource) -> Self:
+    def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe with the layout and the prefix under which a checkpoint has the patch weights.
 
         If no combination matches, the recipe is unchanged.
@@ -147,8 +147,8 @@ class VisionFlow(TowerFlow[C]):
         """Return the stage that pools the hidden states to one vector, here the class token; None for no pooling."""
         return ClsTokenPool()
 
-    def heads_in(self, source: WeightSource) -> tuple[str, ...]:
-        return head_keys(self.layout.heads, source)
+    def task_head_keys(self, source: WeightSource) -> tuple[str, ...]:
+        return head_keys(self.layout.head_prefixes, source)
 
     def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         return flow.input("pixel_values", (rows, self.config.num_channels, *self.sides))
@@ -158,7 +158,7 @@ class VisionFlow(TowerFlow[C]):
         """Height and width of the images: sizes, or names of dynamic axes."""
         return "height", "width"
 
-    def opening(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
         """Return the stages before the layers; the first one takes the images."""
         c, layout, p = self.config, self.layout, self.prefix
         embed = VisionEmbed(
@@ -177,7 +177,7 @@ class VisionFlow(TowerFlow[C]):
         )
         return embed, *self._norm(layout.before)
 
-    def closing(self) -> tuple[BlockStage, ...]:
+    def final_stages(self) -> tuple[BlockStage, ...]:
         """Return the stages after the layers."""
         return self._norm(self.layout.after)
 
@@ -186,10 +186,10 @@ class VisionFlow(TowerFlow[C]):
         key = self.prefix + name
         return (LayerNorm(f"{key}.weight", f"{key}.bias", self.config.layer_norm_eps),) if name else ()
 
-    def leave(self) -> tuple[str, ...]:
+    def unread_keys(self) -> tuple[str, ...]:
         """Return keys that are left unread on purpose."""
         # A checkpoint may store register tokens although its config has none.
         has_spare_registers = not self.config.registers and self.layout.registers
         registers = (self.layout.registers,) if has_spare_registers else ()
-        keys = self.layout.left + self.layout.heads + registers
+        keys = self.layout.unread_keys + self.layout.head_prefixes + registers
         return tuple(self.prefix + key for key in keys) + keys

@@ -17,8 +17,8 @@ HF = VisionLayout(
     keys=VIT_KEYS,
     cls="embeddings.cls_token",
     after="layernorm",
-    left=("embeddings.mask_token", "pooler."),
-    heads=("classifier.", "decoder."),
+    unread_keys=("embeddings.mask_token", "pooler."),
+    head_prefixes=("classifier.", "decoder."),
 )
 
 
@@ -33,7 +33,7 @@ class ViTConfig(VisionConfig):
         return cls(
             **tower_fields(c, eps=1e-12),
             **image_fields(c),
-            intermediate_size=c.whole("intermediate_size", 3072),
+            intermediate_size=c.integer("intermediate_size", 3072),
             qkv_bias=c.flag("qkv_bias", True),
         )
 
@@ -47,7 +47,7 @@ class ViTFlow(VisionFlow[ViTConfig]):
 
     config_type = ViTConfig
     prefixes = ("", "vit.")
-    modules = (
+    peft_names = (
         *((f"{LAYER}.attention.attention.{name}", f"layers.{{}}.attention.{name[0]}_proj") for name in PROJECTIONS),
         (f"{LAYER}.attention.output.dense", "layers.{}.attention.o_proj"),
         (f"{LAYER}.intermediate.dense", "layers.{}.mlp.fc1"),

@@ -18,7 +18,7 @@ from rlx_jax.weights.source import WeightSource, short_name
 MAX_MISSING = 300
 
 
-def checked(recipe: ModelRecipe, source: WeightSource) -> WeightSource:
+def check_recipe_weights(recipe: ModelRecipe, source: WeightSource) -> WeightSource:
     """Return the source, after checking that it has every weight that a recipe reads, as a float of the right shape.
 
     A source that is marked as allowed to miss weights (`missing="init"`) is checked for the weights that it has.
@@ -28,52 +28,54 @@ def checked(recipe: ModelRecipe, source: WeightSource) -> WeightSource:
         MissingWeightError: lists what is missing, and similar names.
         WeightShapeError, WeightError: block path, key, file, expected, got.
     """
-    check = _Check(source, recipe)
+    check = _WeightCheck(source, recipe)
     read_weights(recipe.assemble(), check)
-    if check.paths:
+    if check.missing_paths:
         check.refuse()
     return source
 
 
-class _Check(Parameters):
+class _WeightCheck(Parameters):
     """The weights of a source, recording the ones that a recipe's stages read but the source does not have.
 
-    `paths`: the path of the block that reads each missing weight.
+    `missing_paths`: the path of the block that reads each missing weight.
     """
 
     def __init__(self, source: WeightSource, recipe: Any) -> None:
         super().__init__(source)
         # With `initializes_missing` a missing weight does not stop the build, so that the check can list all of them.
         self.initializes_missing, self.can_init_missing = True, can_init_missing(source)
-        self.recipe, self.paths, self.stored = recipe, dict[str, str](), source
+        self.recipe, self.missing_paths, self.checkpoint = recipe, dict[str, str](), source
 
     def refuse(self, at_least: str = "") -> NoReturn:
         """Raise the error about the missing weights."""
-        first_key = next(iter(self.paths))
+        first_key = next(iter(self.missing_paths))
+        reader = self.missing_paths[first_key] or self.recipe.name
         raise MissingWeightError(
-            f"{at_least}{len(self.paths)} weights that config.json requires are missing: {listing(self.paths)}; the "
-            f"first is read by {self.paths[first_key] or self.recipe.name}{suggest_key(first_key, self.stored.keys())}"
+            f"{at_least}{len(self.missing_paths)} weights that config.json requires are missing: "
+            f"{listing(self.missing_paths)}; the first is read by "
+            f"{reader}{suggest_key(first_key, self.checkpoint.keys())}"
         )
 
     def _new_weight(self, key: str, shape: tuple[int, ...], path: str) -> Any:
         """Record a missing weight, and go on as if it were initialized."""
         if not self.can_init_missing:
-            self.paths.setdefault(key, path)
-            if len(self.paths) > MAX_MISSING:
+            self.missing_paths.setdefault(key, path)
+            if len(self.missing_paths) > MAX_MISSING:
                 self.refuse("at least ")
         return super()._new_weight(key, shape, path)
 
     def _weight_from_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Any:
         """Return the declared weight of the source, after checking its shape and that it is a float."""
         try:
-            stored = super()._weight_from_source(key, sizes, path)
+            weight = super()._weight_from_source(key, sizes, path)
         except WeightShapeError as error:
             fields = {name: value for name, value in vars(self.recipe.config).items() if type(value) is int}
             # Fields of the config that equal an unexpected size are the probable cause; without any, all are listed.
-            unexpected = set(sizes or ()) - set(self.stored.spec(key).shape)
+            unexpected = set(sizes or ()) - set(self.checkpoint.spec(key).shape)
             fields = {name: value for name, value in fields.items() if value in unexpected} or fields
             fields_text = ", ".join(f"{name} {value}" for name, value in fields.items())
             raise WeightShapeError(f"{error}; by config.json: {fields_text}") from None
-        if not jnp.issubdtype(stored.type.dtype, jnp.floating):
-            raise WeightError(f"{path}: {self.describe(key)}: expected floats, got {short_name(stored.type.dtype)}")
-        return stored
+        if not jnp.issubdtype(weight.type.dtype, jnp.floating):
+            raise WeightError(f"{path}: {self.describe(key)}: expected floats, got {short_name(weight.type.dtype)}")
+        return weight

@@ -82,7 +82,7 @@ def make_programs(
     """
     profile = None if options.profile is None else CompileProfile.of(options.profile)
     init_key = check_options(options)
-    if weights is not None and any(hasattr(flow, "stored_in") for flow in flows):  # recipes inspect the keys
+    if weights is not None and any(hasattr(flow, "adapt_to") for flow in flows):  # recipes inspect the keys
         weights = open_weights(weights)
     flow_list = [as_flow(flow, weights) for flow in flows]
     if program == "train":
@@ -276,8 +276,8 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
     if callable(getattr(flow, "assemble", None)):
         source = None if weights is None else open_weights(weights)
         # An empty source has no keys to adapt the recipe to.
-        fits = source is not None and callable(getattr(flow, "stored_in", None)) and any(True for _ in source.keys())
-        return as_flow((flow.stored_in(source) if fits else flow).assemble())
+        fits = source is not None and callable(getattr(flow, "adapt_to", None)) and any(True for _ in source.keys())
+        return as_flow((flow.adapt_to(source) if fits else flow).assemble())
     if callable(flow):
         return as_flow(flow())
     raise GraphError(

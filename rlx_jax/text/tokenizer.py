@@ -445,7 +445,7 @@ def _truncation_side(source: Fields, document: Mapping[str, Any]) -> Literal["le
     truncation = document.get("truncation") or {}
     side = source.raw("truncation_side") or str(truncation.get("direction", "right")).lower()
     if side not in ("left", "right"):
-        raise source.wrong("truncation_side", "left or right", side)
+        raise source.invalid("truncation_side", "left or right", side)
     return "left" if side == "left" else "right"
 
 
@@ -457,7 +457,7 @@ def model_max_length(config: Fields) -> int | None:
     """
     value = config.raw("model_max_length")
     is_unlimited = value is None or (isinstance(value, int | float) and value >= _NO_MAX_LENGTH)
-    return None if is_unlimited else config.whole("model_max_length", high=_NO_MAX_LENGTH)
+    return None if is_unlimited else config.integer("model_max_length", high=_NO_MAX_LENGTH)
 
 
 # -- requests ----------------------------------------------------------------------------------
