@@ -350,7 +350,7 @@ class Custom:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         builder = emit.builder
         name = self.name or getattr(self.fn, "__name__", "custom").replace("<lambda>", "custom")
-        with builder.at(replace(builder.origin, token_wise=self.token_wise)), emit.stage(), emit.scope(name):
+        with builder.origin_scope(replace(builder.origin, token_wise=self.token_wise)), emit.stage(), emit.scope(name):
             check_signature(self.fn, ("emit", "x"), emit.path)
             with emit.user_code():
                 out = self.fn(emit, value)

@@ -28,7 +28,7 @@ def expand_composites(graph: Graph, types: TypeCache) -> Graph:
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, Hir) or not node.op.traits.composite:
             return None
-        with b.at(labelled_origin(node)):
+        with b.origin_scope(labelled_origin(node)):
             return as_values(node.op.expand(b, *inputs))
 
     return rewrite(graph, everywhere(fn), types, "expand")
@@ -52,7 +52,7 @@ def lower(graph: Graph, policy: str, types: TypeCache) -> Graph:
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, Hir):
             return None
-        with b.at(labelled_origin(node)):
+        with b.origin_scope(labelled_origin(node)):
             return _lower(node.op, b, inputs, policy)
 
     return rewrite(graph, everywhere(fn), types, f"lower_{policy}")
@@ -77,7 +77,7 @@ def _lower_expansion(b: Builder, start: int, out: tuple[Value, ...], policy: str
     mapped: dict[Value, Value] = {}
     for number, node in enumerate(tail, start):
         inputs = tuple(mapped.get(v, v) for v in node.inputs)
-        with b.at(node.origin):
+        with b.origin_scope(node.origin):
             new = _lower(node.op, b, inputs, policy) if isinstance(node.op, Hir) else b.add(node.op, *inputs)
         mapped.update({Value(number, i): v for i, v in enumerate(new)})
     return tuple(mapped.get(v, v) for v in out)

@@ -419,7 +419,7 @@ class ModelFlow(Stages):
                     value = emit.cast(value, F32)
                 emit.state.inputs[decl.name] = value
             else:
-                with emit.builder.at(Origin((decl.name,))):
+                with emit.builder.origin_scope(Origin((decl.name,))):
                     emit.state.inputs[decl.name] = self._default(emit, decl)
         first_input = emit.state.inputs[self._inputs[0].name]
         return emit.require(first_input, "the first input")

@@ -301,7 +301,7 @@ def loss_head(model: CompiledModel) -> Head:
     template = model.template()
     if template.state or model.program not in ("forward", "train"):
         raise GraphError(
-            f"{model.name}: cross_entropy reads the program train or forward, and this is {model.program}"
+            f"{model.name}: cross_entropy needs the program train or forward, got {model.program}"
             f"{' with a state' if template.state else ''}; compile the flow with program='train'"
         )
     if not is_static(template.head.type.shape[-1]) or template.head.type.rank != 3:
@@ -336,7 +336,9 @@ def _make_chunking(
     rows = int(head.vocab_size)
     if vocab is not None:
         if isinstance(vocab, bool) or not isinstance(vocab, int | np.integer) or not 1 <= vocab <= rows:
-            raise RequestError(f"{model.name}: vocab is a number of words from 1 to {rows}, got {shown(vocab)}")
+            raise RequestError(
+                f"{model.name}: vocab is a number of vocabulary entries from 1 to {rows}, got {shown(vocab)}"
+            )
         rows = int(vocab)
     if isinstance(z_loss, bool) or not isinstance(z_loss, int | float) or not 0 <= z_loss < math.inf:
         raise RequestError(f"cross_entropy: z_loss is a finite number, 0 or more, got {shown(z_loss)}")
@@ -367,13 +369,15 @@ def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
     rows = model.template().bounds.ids.get(input_name)
     if not isinstance(tokens, jax.Array):
         if rows is None:
-            raise GraphError(f"{model.name}: its first input {input_name!r} holds no token ids")
+            raise GraphError(f"{model.name}: its first input {input_name!r} does not hold token ids")
         tokens = token_ids("tokens", tokens, rows)
     tokens = _checked_array("tokens", tokens, None, "iu")
     if rows is not None:
         check_ids("tokens", tokens, rows, model.settings.check_ids)
     if tokens.shape[1] < 2:
-        raise SequenceLengthError(f"tokens: {list(tokens.shape)}, and the first token has none to predict; pass 2")
+        raise SequenceLengthError(
+            f"tokens: {list(tokens.shape)}, and one token has no next token to predict; pass at least 2"
+        )
     return tokens
 
 

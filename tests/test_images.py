@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "places that do not divide": (lambda m, x, k: m.space_to_depth(x, 4), ShapeError, "blocks of 4 do not divide"),
     "a decay of 1": (lambda m, x, k: m.moving_scale(x, x, decay=1), GraphError, "from 0 to under 1"),
     "nibbles of floats": (lambda m, x, k: m.unpack_nibbles(x, (2,)), DTypeError, "bytes"),
-    "a spectrum of a symbol": (lambda m, x, k: m.fft(x, axis=0), ShapeError, "must be a number"),
+    "a spectrum of a symbol": (lambda m, x, k: m.fft(x, axis=0), ShapeError, "must be static"),
     "a norm of a spectrum": (lambda m, x, k: m.fft(x, norm="both"), GraphError, "backward, ortho, forward"),
     "a real spectrum": (lambda m, x, k: m.rfft(m.fft(x)), DTypeError, "needs floats"),
     "a matrix that is none": (lambda m, x, k: m.inv(x), ShapeError, "a floats .…, N .a number., N .a number.."),

@@ -139,7 +139,7 @@ def q8(shape: Any) -> Packed:
     (Packed(Q8, "gguf_q80", (4, 64)), WeightError, "unknown scheme of packing 'gguf_q80'; did you mean 'gguf_q8_0'"),
     (Packed(Q8, "gguf_q8_0", ()), WeightShapeError, "gguf_q8_0 packs rows, got the scalar f32[]; store it as it is"),
     (Packed(Q8, "gguf_q8_0", (4, 64), np.int32), WeightError, "gguf_q8_0 packs floats, got i32[4,64]"),
-    (q8(("n", 64)), WeightShapeError, "expected whole numbers as the shape of what is packed, got f32[n,64]"),
+    (q8(("n", 64)), WeightShapeError, "expected static sizes as the shape of a packed tensor, got f32[n,64]"),
     (PackedSpec((4, 60), F32, "gguf_q8_0"), WeightShapeError, "expected a last axis that 32 divides"),
 ])  # fmt: skip
 def test_what_is_no_packed_value(value: Any, error: type[Exception], message: str) -> None:
@@ -278,7 +278,7 @@ def test_join_decodes() -> None:
     assert isinstance(program, Dequantized)
     np.testing.assert_array_equal(program.join(VALUES["m.0"].data), STORED["m.0"])
     np.testing.assert_array_equal(program.join(jnp.asarray(VALUES["m.0"].data)), STORED["m.0"])
-    with pytest.raises(UnsupportedError, match=r"dequantize\(m.0, gguf_q8_0\): numbers are not packed again"):
+    with pytest.raises(UnsupportedError, match=r"dequantize\(m.0, gguf_q8_0\): decoded values are not packed again"):
         program.split(STORED["m.0"])
 
 
@@ -329,7 +329,7 @@ BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
         r"expected whole blocks, u8\[4,68\] for f32\[4,64\], got i8\[4,68\]"),
     (lambda: Dequantized(Sliced(BYTES, 1, 3, 37), "gguf_q8_0", F32), WeightShapeError, "expected whole blocks"),
     (lambda: Dequantized(BYTES, "gguf_q8_0", F32).with_parts(Transposed(BYTES)), WeightShapeError,
-        "a stored tensor is decoded, or a part of one, not transpose"),
+        "only a stored tensor or a slice of one can be decoded, got transpose"),
     (lambda: with_source(Sliced(M, 1, 0, 48), SOURCE), WeightShapeError,
         r"dequantize\(m.0, gguf_q8_0\): 0:48 of f32\[6,64\] along axis 1 cuts a block of 32; take multiples"),
     (lambda: with_source(Sliced(M, 1, 16, 32), SOURCE), WeightShapeError, "16:32 .* cuts a block"),

@@ -131,7 +131,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: slice_axis(Transposed(key("m.0")), 1, 2, 7), r".: 2:7 of f32\[4,6\] along axis 1: there is no such part"),
     (lambda: Strided(A, 2, 0, 3), r"a.w\[:, :, 0::3\]: f32\[2,3,4\] has no such part along axis 2"),
     (lambda: Strided(A, 2, 2, 2), "no such part along axis 2"),
-    (lambda: slice_axis(cast(Strided(A, 2, 0, 2), BF16), 0, 1, 2), "stored interleaved; take all of that"),
+    (lambda: slice_axis(cast(Strided(A, 2, 0, 2), BF16), 0, 1, 2), "interleaved tensors; take all of it"),
     (lambda: Padded(A, 1, 3), r"pad\(a.w; axis=1, 3\): f32\[2,3,4\] cannot be padded to 3 along axis 1"),
     (lambda: pad_axis(A, 3, 5), "cannot be padded to 5 along axis 3"),
 ]  # fmt: skip

@@ -118,9 +118,9 @@ def test_without_it_the_names_are_not_known(tmp_path: Path) -> None:
         pytest.raises(GraphError, match="plugins define the families 'llama', which rlx_jax already has"),
     ):
         rlx.load(tmp_path)
-    with pytest.raises(PluginError, match="no plugin gives a stage 'token_shift.ffn'; known are none"):
+    with pytest.raises(PluginError, match="no plugin provides a stage 'token_shift.ffn'; known are none"):
         rlx.ModelFlow("f").stage(rlx.plugins.stage("token_shift.ffn", "ffn"))
-    with pytest.raises(PluginError, match="no plugin gives an extension 'off'"):
+    with pytest.raises(PluginError, match="no plugin provides an extension 'off'"):
         small().with_extensions(rlx.FlowExtensionPlan.only("off")).build()
 
 
@@ -166,9 +166,9 @@ def test_scoped_plugins() -> None:
         assert rlx.ModelFlow("f").stage(rlx.plugins.stage("mine.norm", "w", eps=0.5))._stages == (
             blocks.RmsNorm("w", 0.5),
         )
-        with pytest.raises(PluginError, match="no plugin gives a stage 'mine.nrom'; .*did you mean 'mine.norm'"):
+        with pytest.raises(PluginError, match="no plugin provides a stage 'mine.nrom'; .*did you mean 'mine.norm'"):
             rlx.ModelFlow("f").stage(rlx.plugins.stage("mine.nrom"))
-        with pytest.raises(GraphError, match="'mine' and 'yours' both give stages 'mine.norm'"):
+        with pytest.raises(GraphError, match="'mine' and 'yours' both provide stages 'mine.norm'"):
             rlx.plugins.using(rlx.Plugin("yours", stages={"mine.norm": blocks.Linear})).__enter__()
     assert rlx.plugins.active_plugin().stages == {}
 

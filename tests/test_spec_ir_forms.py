@@ -423,7 +423,7 @@ def test_registered_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(GraphError, match="a plugin has an extension 'theirs'"):
             extensions.register_hir_extension("theirs", to_negative)
     with rlx.plugins.using(rlx.Plugin("p", extensions={"look": to_negative})):
-        with pytest.raises(GraphError, match="both give"):
+        with pytest.raises(GraphError, match="both provide"):
             extensions.registered_hir_extensions()
 
 

@@ -223,7 +223,7 @@ def collect_caches(b: Builder) -> tuple[dict[str, Value], dict[str, Value]]:
         slots = op.slots(*map(b.type, node.inputs)) if isinstance(op, hir.CarriesState) else ()
         if not slots:
             continue
-        with b.at(node.origin):
+        with b.origin_scope(node.origin):
             new_states = b.add(hir.Carried(op, len(slots), fresh=True, ragged=False), *node.inputs)[-len(slots) :]
         for slot, value in zip(slots, new_states, strict=True):
             states[f"state.{names.count(slot.name)}.{slot.name}"] = value

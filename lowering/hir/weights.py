@@ -173,7 +173,7 @@ def compute_columns(
         result = compute_columns(b, node.inputs[0], start, stop, part_index, model_sharding)
         if result is None or isinstance(node.op, Shard):
             return result
-        with b.at(node.origin):
+        with b.origin_scope(node.origin):
             return b(node.op, result[0]), result[1]
     if not isinstance(node.op, hir.Linear | hir.CausalConv):
         return None
@@ -188,13 +188,13 @@ def compute_columns(
     parts = [make_param(programs) for programs in slices]
     role = program_roles(parts[0].programs[0], model_sharding.roles)[output_axis]
     if isinstance(node.op, hir.Linear):
-        with b.at(node.origin):
+        with b.origin_scope(node.origin):
             return b(node.op, node.inputs[0], *map(b.leaf, parts)), role
     result = compute_columns(b, node.inputs[0], start, stop, part_index, model_sharding)
     if result is None or not (role is None or isinstance(role, str)):
         return None
     # A path of its own, so that the state of each part is separate.
-    with b.at(replace(node.origin, path=(*node.origin.path, part_index))):
+    with b.origin_scope(replace(node.origin, path=(*node.origin.path, part_index))):
         return b(replace(node.op, role=role), result[0], *map(b.leaf, parts)), role
 
 

@@ -86,7 +86,7 @@ class Env:
             case Param() if self.scan and op.varies:
                 return self.gather(op.programs[0], self.layer_params[op])
             case Param():
-                return self.gather(op.at(self.iteration), self.weight(op.at(self.iteration)))
+                return self.gather(op.program_at(self.iteration), self.weight(op.program_at(self.iteration)))
             case StateRead(leaf=leaf):
                 return self.state[leaf.key(self.iteration)]
             case BodyInput(index=index):

@@ -128,7 +128,7 @@ def _tail_graph(graph: Graph, product: int, numbers: list[int], activation: str)
     mapped = {Value(product): b(Unary(activation), product_value) if activation else product_value}
     for number in numbers:
         node = graph.nodes[number]
-        with b.at(node.origin):
+        with b.origin_scope(node.origin):
             mapped[Value(number)] = b(node.op, *(mapped[v] for v in node.inputs))
     return b.finish([mapped[graph.outputs[0]]])
 

@@ -100,7 +100,7 @@ class ModuleBuilder(SpecBuilders[Value]):
             raise GraphError(f"{self.name}: named takes a function GraphModule → value, got {shown(build)}")
         path = unique_path(self.builder.origin.path, as_name(name, f"{self.name}: named"), self.used_paths)
         self.used_paths.add(path)
-        with self.builder.at(Origin(path)):
+        with self.builder.origin_scope(Origin(path)):
             return build(self)
 
     @staticmethod

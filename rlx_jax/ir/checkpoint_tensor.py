@@ -310,7 +310,7 @@ class Dequantized(UnaryStep):
     def with_parts(self, *parts: Any) -> Dequantized:
         (part,) = parts
         if not isinstance(part, Key | Sliced):
-            raise WeightShapeError(f"{self}: a stored tensor is decoded, or a part of one, not {part}")
+            raise WeightShapeError(f"{self}: only a stored tensor or a slice of one can be decoded, got {part}")
         return Dequantized(part, self.scheme, self.dtype)
 
     def box(self, box: Box) -> Dequantized | DecodedBox:
@@ -326,7 +326,7 @@ class Dequantized(UnaryStep):
         return decode_packed(values[0], self.scheme).astype(self.dtype)
 
     def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: numbers are not packed again")
+        raise UnsupportedError(f"{self}: decoded values are not packed again")
 
     def name(self, *names: str) -> str:
         return str(self.logical)
@@ -363,7 +363,9 @@ class Strided(IndexStep):
         return selected
 
     def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: it is a part of what is stored; `pieces` joins the parts")
+        raise UnsupportedError(
+            f"{self}: it is one of the interleaved parts of a stored tensor; `pieces` joins the parts"
+        )
 
 
 @dataclass(frozen=True)
@@ -385,7 +387,7 @@ class DecodedBox(IndexStep):
         return DecodedBox(self.of, shift_box(box, [start for start, _ in self.bounds]))
 
     def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: what was cut off is not known, so it cannot be written")
+        raise UnsupportedError(f"{self}: the values outside of the box are unknown, so it cannot be written")
 
 
 def slice_program(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
@@ -402,9 +404,7 @@ def slice_program(program: ProgramStep, axis: int, start: int, stop: int) -> Any
         raise WeightShapeError(f"{description} cuts a block of {size}; take multiples of {size}, or rows")
     strided_steps = [step for step in steps(part) if isinstance(step, Strided)]
     if any(isinstance(inner, Sliced) for step in strided_steps for inner in steps(step)):
-        raise WeightShapeError(
-            f"{description} is a part of one of several that are stored interleaved; take all of that"
-        )
+        raise WeightShapeError(f"{description} is a part of one of several interleaved tensors; take all of it")
     return part
 
 

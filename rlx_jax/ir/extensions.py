@@ -61,7 +61,7 @@ def registered_hir_extensions() -> tuple[str, ...]:
 def _extensions() -> dict[str, HirExtension]:
     extensions = dict(active_plugin().extensions)
     if duplicates := extensions.keys() & _registered.keys():
-        raise GraphError(f"a plugin and register_hir_extension both give extension {listing(sorted(duplicates))}")
+        raise GraphError(f"a plugin and register_hir_extension both provide extension {listing(sorted(duplicates))}")
     return extensions | _registered
 
 
@@ -108,7 +108,7 @@ class FlowExtensionPlan:
         if not (self.apply_all or self.enabled):  # plugins are not imported for a flow without extensions
             return ()
         available = registered_hir_extensions()
-        check_names(self.enabled, available, "no plugin gives an extension", "; known are", PluginError)
+        check_names(self.enabled, available, "no plugin provides an extension", "; known are", PluginError)
         return available if self.apply_all else self.enabled
 
     def apply(self, graph: Graph, types: TypeCache) -> Graph:

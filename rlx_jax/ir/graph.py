@@ -28,7 +28,7 @@ from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Origin, path_text
 from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits, check_traits
-from rlx_jax.ir.type_inference import arity, as_in_jit, cached_types, trace_error, traced_types
+from rlx_jax.ir.type_inference import arity, cached_types, trace_error, traced_types, without_disable_jit
 from rlx_jax.ir.types import TensorType, check_elements
 
 T = TypeVar("T")
@@ -224,7 +224,7 @@ class Param(Leaf):
         """Whether some iteration reads another array than the first."""
         return any(program != self.programs[0] for program in self.programs[1:])
 
-    def at(self, iteration: int | None) -> Program:
+    def program_at(self, iteration: int | None) -> Program:
         """Return the program for one iteration of the enclosing region; None means the first."""
         return self.programs[0] if len(self.programs) == 1 or iteration is None else self.programs[iteration]
 
@@ -348,7 +348,7 @@ class TypeCache:
     def cached(self, fn: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *args: Hashable) -> T:
         """Return `fn(self, op, operands, *args)`, computed once and cached."""
         if not self.is_cached(fn, op, operands, *args):
-            with as_in_jit():
+            with without_disable_jit():
                 self.store(fn(self, op, operands, *args), fn, op, operands, *args)
         result: T = self._results[fn, op, operands, *args]
         return result
@@ -378,7 +378,7 @@ class TypeCache:
             RlxError: the operands do not fit, or a result has too many elements. Errors of JAX are converted.
         """
         try:
-            with as_in_jit():
+            with without_disable_jit():
                 results = op.infer(self, *operands)
         except (RlxError, RecursionError):
             raise
@@ -462,7 +462,7 @@ class Builder:
         return self.nodes[value.node].types[value.index]
 
     @contextlib.contextmanager
-    def at(self, origin: Origin) -> Iterator[None]:
+    def origin_scope(self, origin: Origin) -> Iterator[None]:
         """Give `origin` to the nodes that are appended inside the `with` block."""
         previous, self.origin = self.origin, origin
         try:

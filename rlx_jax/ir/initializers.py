@@ -33,9 +33,9 @@ def init_weight(init: Init, key: jax.Array, stored: TensorType, where: str) -> j
             "orthogonal". The message begins with `where`.
     """
     if init == "orthogonal" and len(stored.shape) < 2:
-        raise WeightShapeError(f"{where}: init 'orthogonal' is of 2 axes or more; the weight is {list(stored.shape)}")
+        raise WeightShapeError(f"{where}: init 'orthogonal' needs 2 axes or more; the weight is {list(stored.shape)}")
     # Initializers run in f32: some of them, such as the QR decomposition of "orthogonal", have no narrower dtype.
     weight = jnp.asarray((INITS[init] if isinstance(init, str) else init)(key, stored.shape, jnp.float32))
     if weight.shape != stored.shape:
-        raise WeightShapeError(f"{where}: its init made {list(weight.shape)}; expected {list(stored.shape)}")
+        raise WeightShapeError(f"{where}: its init returned shape {list(weight.shape)}; expected {list(stored.shape)}")
     return weight.astype(jax.dtypes.canonicalize_dtype(stored.dtype))

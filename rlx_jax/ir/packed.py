@@ -154,7 +154,7 @@ def packed_types(shape: Any, dtype: Any, scheme: object, where: str) -> tuple[Te
     if not logical_type.shape:
         raise WeightShapeError(f"{where}: {packing.name} packs rows, got the scalar {logical_type}; store it as it is")
     if not logical_type.is_static:
-        raise WeightShapeError(f"{where}: expected whole numbers as the shape of what is packed, got {logical_type}")
+        raise WeightShapeError(f"{where}: expected static sizes as the shape of a packed tensor, got {logical_type}")
     *rows, row_size = logical_type.shape
     if row_size % packing.elements:
         raise WeightShapeError(

@@ -21,7 +21,7 @@ class LayerIndex:
         index = f"{'' if self.stride == 1 else self.stride}i{f'+{self.offset}' if self.offset else ''}"
         return f"{self.prefix}{{{index}}}"
 
-    def at(self, iteration: int) -> str | int:
+    def segment_at(self, iteration: int) -> str | int:
         """Return the segment in one iteration."""
         number = self.stride * iteration + self.offset
         return f"{self.prefix}{number}" if self.prefix else number
@@ -49,7 +49,7 @@ def bind_path(path: Path, iteration: int | None) -> Path:
     """Return the path with the number of one iteration in place of the layer index; unchanged if it is None."""
     if iteration is None:
         return path
-    return tuple(s.at(iteration) if isinstance(s, LayerIndex) else s for s in path)
+    return tuple(s.segment_at(iteration) if isinstance(s, LayerIndex) else s for s in path)
 
 
 @dataclass(frozen=True)

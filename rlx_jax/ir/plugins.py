@@ -99,11 +99,13 @@ def _check_op_class(plugin: str, cls: Any, kind: type[Op]) -> None:
     if not (isinstance(cls, type) and issubclass(cls, kind) and issubclass(cls, Mir | Hir)):
         raise PluginError(f"plugin {quote(plugin)}: expected a class below {kind.__name__}, got {shown(cls)}")
     if is_builtin(cls):
-        raise PluginError(f"plugin {quote(plugin)}: {cls.__name__} is a class of rlx_jax: rules are for ops of its own")
+        raise PluginError(
+            f"plugin {quote(plugin)}: {cls.__name__} is a class of rlx_jax: a plugin has rules only for its own ops"
+        )
     if cls.__name__ in {c.__name__ for c in (*hir.BLOCKS, *OPS)}:
         raise GraphError(
-            f"plugin {quote(plugin)}: {cls.__module__}.{cls.__name__}: rlx_jax has an op of that name; JSON knows ops "
-            "by their names, call it otherwise"
+            f"plugin {quote(plugin)}: {cls.__module__}.{cls.__name__}: rlx_jax has an op of that name; JSON identifies "
+            "ops by name, so rename it"
         )
 
 
@@ -136,7 +138,7 @@ def _load(point: EntryPoint) -> Plugin:
         plugin = point.load()
     except Exception as error:  # an import runs the package's code, which may raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise PluginError(f"{where} does not import: {reason}; mend the package or uninstall it") from error
+        raise PluginError(f"{where} does not import: {reason}; fix the package or uninstall it") from error
     if not isinstance(plugin, Plugin):
         raise PluginError(f"{where} is {shown(plugin)}; expected a rlx_jax.Plugin")
     return plugin
@@ -154,7 +156,7 @@ def using(*added: Plugin) -> Iterator[None]:
     """
     for plugin in added:
         if not isinstance(plugin, Plugin):
-            raise PluginError(f"using takes plugins, as Plugin(name, …) makes them, got {shown(plugin)}")
+            raise PluginError(f"using: expected plugins, such as Plugin(name, …), got {shown(plugin)}")
     token = _context_plugins.set((*_context_plugins.get(), *added))
     try:
         active_plugin()  # raises now rather than at the first lookup if plugins conflict
@@ -185,7 +187,7 @@ def _merge(plugins: tuple[Plugin, ...]) -> Plugin:
                 other = providers.setdefault((name, key), plugin)
                 if other is not plugin:
                     raise GraphError(
-                        f"plugins {quote(other.name)} and {quote(plugin.name)} both give {name} {shown(key)}: "
+                        f"plugins {quote(other.name)} and {quote(plugin.name)} both provide {name} {shown(key)}: "
                         "uninstall one of them"
                     )
                 table[key] = value
@@ -202,7 +204,7 @@ def stage(name: str, *fields: Any, **options: Any) -> Any:
     stages = active_plugin().stages
     if name not in stages:
         raise PluginError(
-            f"no plugin gives a stage {shown(name)}; known are {listing(stages) or 'none'}"
+            f"no plugin provides a stage {shown(name)}; known are {listing(stages) or 'none'}"
             f"{did_you_mean(name, stages) or '; a plugin is a package that is installed, see docs/plugins.md'}"
         )
     return stages[name](*fields, **options)

@@ -95,7 +95,7 @@ def inline_into(
         elif isinstance(op, Leaf):
             new_values = (b.leaf(op),)
         else:
-            with b.at(replace(node.origin, path=(*b.origin.path, *node.origin.path))):
+            with b.origin_scope(replace(node.origin, path=(*b.origin.path, *node.origin.path))):
                 new_values = b.add(op, *(value_map[v] for v in node.inputs))
         value_map.update({Value(number, i): v for i, v in enumerate(new_values)})
     return tuple(value_map[v] for v in graph.outputs)
@@ -124,7 +124,7 @@ def _key(graph: Graph, param: Param) -> str:
     """
     keys = list(keys_of(param.programs[0]))
     if len(param.programs) > 1 or len(keys) != 1 or not isinstance(param.programs[0], Key):
-        raise GraphError(f"{graph.name}: parameter {param.programs[0]} is not one stored tensor as it is")
+        raise GraphError(f"{graph.name}: parameter {param.programs[0]} is not one unchanged checkpoint tensor")
     return keys[0]
 
 

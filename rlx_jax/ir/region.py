@@ -95,7 +95,7 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
 
     def copy(number: int) -> None:
         node = graph.nodes[number]
-        with b.at(node.origin):
+        with b.origin_scope(node.origin):
             new_values = b.append(node.op, *(value_map[v] for v in node.inputs))
         value_map.update({Value(number, i): v for i, v in enumerate(new_values)})
 
@@ -107,7 +107,7 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
     operands = []
     for ref in (*region.initial, *region.shared):
         operands.append(b.leaf(ref.op) if ref.op is not None else value_map[Value(ref.node, ref.index)])
-    with b.at(Origin(region.body_path, label="repeat")):
+    with b.origin_scope(Origin(region.body_path, label="repeat")):
         results = b.add(Repeat(run.count, len(region.initial), region.body), *operands)
     value_map.update({value: results[i] for value, i in region.results.items()})
     for number in range(end, len(graph.nodes)):
@@ -194,11 +194,11 @@ class _Region:
             layer = self.layers[j]
             for position, (node, refs) in enumerate(zip(layer.nodes, layer.refs, strict=True)):
                 paths = [other.nodes[position].origin.path for other in self.layers[j - self.period :: self.period]]
-                with b.at(replace(node.origin, path=indexed(paths))):
+                with b.origin_scope(replace(node.origin, path=merge_paths(paths))):
                     inputs = [operand(j, ref, position, slot) for slot, ref in enumerate(refs)]
                     results[(j, position)] = b.add(node.op, *inputs)
         outputs = [results[(self.period + j, at)][i] for j, at, i in self.carries]
-        outside_reads = self._read_outside()  # the final value of a carry is a result already, so no side output
+        outside_reads = self._outside_reads()  # the final value of a carry is a result already, so no side output
         self.sides = list(dict.fromkeys(source for i, source, _ in outside_reads if not self._is_final(i, source)))
         outputs += [results[(self.period + j, at)][i] for j, at, i in self.sides]
         path = next((n.origin.path for n in b.nodes if not isinstance(n.op, Leaf)), ())
@@ -215,7 +215,7 @@ class _Region:
         # A parameter that all iterations share keeps one program.
         return first_leaf if len(set(programs)) == 1 else replace(first_leaf, programs=programs)
 
-    def _read_outside(self) -> Iterator[tuple[int, Source, Value]]:
+    def _outside_reads(self) -> Iterator[tuple[int, Source, Value]]:
         """Return every result of a layer that is read after the repeat: its iteration, its origin, the value."""
         for layer in range(self.count * self.period):
             for position, number in enumerate(self.layers[layer].numbers):
@@ -233,11 +233,11 @@ class _Region:
             value: self.carries[source]
             if self._is_final(iteration, source)
             else len(self.carries) + self.sides.index(source) * self.count + iteration
-            for iteration, source, value in self._read_outside()
+            for iteration, source, value in self._outside_reads()
         }
 
 
-def indexed(paths: Sequence[Path]) -> Path:
+def merge_paths(paths: Sequence[Path]) -> Path:
     """Return one path for all iterations: `layers.3.attn`, `layers.4.attn` … become `layers.{i+3}.attn`."""
     return tuple(_segment(segments) for segments in zip(*paths, strict=False))
 
@@ -248,15 +248,15 @@ def _segment(segments: Sequence[str | int | LayerIndex]) -> str | int | LayerInd
     if segment_0 == segment_1:
         return segment_0
     for prefix, number_0, number_1 in (
-        (p, m, n) for p, m in _numbered(segment_0) for q, n in _numbered(segment_1) if p == q
+        (p, m, n) for p, m in _split_number(segment_0) for q, n in _split_number(segment_1) if p == q
     ):
         index = LayerIndex(number_1 - number_0, number_0, prefix)
-        if all(index.at(i) == segment for i, segment in enumerate(segments)):
+        if all(index.segment_at(i) == segment for i, segment in enumerate(segments)):
             return index
     return segment_0
 
 
-def _numbered(segment: str | int | LayerIndex) -> Iterator[tuple[str, int]]:
+def _split_number(segment: str | int | LayerIndex) -> Iterator[tuple[str, int]]:
     """Return the prefix and number of a segment: `("", 3)` for 3, `("ffn", 3)` for "ffn3", nothing without a number."""
     if isinstance(segment, int):
         yield "", segment
@@ -315,10 +315,10 @@ def _iteration(b: Builder, body: Graph, operands: Sequence[Value], number: int) 
     """Append the nodes of one iteration and return its outputs: the next carries, then the side outputs."""
     value_map: dict[Value, Value] = {}
     for i, node in enumerate(body.nodes):
-        with b.at(replace(node.origin, path=bind_path(node.origin.path, number))):
+        with b.origin_scope(replace(node.origin, path=bind_path(node.origin.path, number))):
             op = node.op
             if isinstance(op, Param):
-                op = replace(op, programs=(op.at(number),))
+                op = replace(op, programs=(op.program_at(number),))
             inputs = (value_map[v] for v in node.inputs)
             results = (operands[op.index],) if isinstance(op, BodyInput) else b.append(op, *inputs)
         value_map.update({Value(i, index): v for index, v in enumerate(results)})

@@ -94,19 +94,19 @@ def find_runs(layers: Sequence[Layer]) -> tuple[list[Run], str]:
 
     Otherwise the result is the runs that need the fewest bodies, where each plain layer counts as one body.
     """
-    stack = _Stack(layers)
+    finder = _RunFinder(layers)
     ends = []
     for period in range(1, len(layers) // 2 + 1):
-        run, end = stack.longest(0, period)
+        run, end = finder.longest_run(0, period)
         if end < len(layers):
             ends.append((end if run.count > 1 else 0, end, period))
-        elif run.count > 2 or _bodies([run], end) <= 2 * _bodies(stack.fewest_bodies(), end):
+        elif run.count > 2 or _bodies([run], end) <= 2 * _bodies(finder.find_fewest_bodies(), end):
             return [run], ""
     if not ends:
         return [], ""
     # The period that extends furthest belongs to the unedited layers, so the layer that ends it explains the refusal.
     _, end, period = max(ends, key=lambda candidate: candidate[0])
-    return stack.fewest_bodies(), f"layer {end}{stack.difference(end, 0, period)}"
+    return finder.find_fewest_bodies(), f"layer {end}{finder.end_reason(end, 0, period)}"
 
 
 def _bodies(runs: Sequence[Run], layers: int) -> int:
@@ -114,14 +114,14 @@ def _bodies(runs: Sequence[Run], layers: int) -> int:
     return layers - sum(run.period * (run.count - 1) for run in runs)
 
 
-class _Stack:
+class _RunFinder:
     """The layers of a repeat, with their kinds and a cache of comparisons."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.kinds = layers, _kinds(layers)
         self._read_difference = functools.cache(functools.partial(_read_difference, layers))
 
-    def fewest_bodies(self) -> list[Run]:
+    def find_fewest_bodies(self) -> list[Run]:
         """Return the runs that minimize the number of bodies, by dynamic programming from the last layer."""
         end = len(self.layers)
         cost: list[int] = [0] * (end + 1)  # the fewest bodies of the layers from each index on
@@ -131,7 +131,7 @@ class _Stack:
             for period in range(1, (end - start) // 2 + 1):
                 if self._longest_by_ops(start, period).stop <= longest_stop:
                     continue  # a smaller period extends at least as far
-                run, _ = self.longest(start, period)
+                run, _ = self.longest_run(start, period)
                 if run.count < 2 or run.stop <= longest_stop:
                     continue
                 longest_stop = run.stop
@@ -151,28 +151,28 @@ class _Stack:
             end += 1
         return Run(start, period, (end - start) // period)
 
-    def longest(self, start: int, period: int) -> tuple[Run, int]:
+    def longest_run(self, start: int, period: int) -> tuple[Run, int]:
         """Return the longest run from `start` with this period, and the number of the layer that ends it."""
         kinds, end = self.kinds, start + period
-        while end < len(kinds) and kinds[end] == kinds[end - period] and not self._reads_differ(end, start, period):
+        while end < len(kinds) and kinds[end] == kinds[end - period] and not self._read_mismatch(end, start, period):
             # The end of the second iteration: all carries are known now, so their initial values can be checked.
             if end == start + 2 * period - 1 and _entry_conflict(self.layers, start, period):
                 break
             end += 1
         return Run(start, period, (end - start) // period), end
 
-    def _reads_differ(self, number: int, start: int, period: int) -> str:
+    def _read_mismatch(self, number: int, start: int, period: int) -> str:
         """Return why the operands of layer `number` do not correspond to those one period earlier; "" if they do."""
         # If neither layer reads a layer before the run, the result does not depend on `start`. A common value of it
         # then lets the cache answer for all starts.
         earliest = min(number - 2 * period, *(self.layers[i].lowest_read for i in (number, number - period)))
         return self._read_difference(number, max(start, int(earliest)), period)
 
-    def difference(self, number: int, start: int, period: int) -> str:
+    def end_reason(self, number: int, start: int, period: int) -> str:
         """Return why layer `number` ends a run from `start`."""
         if self.kinds[number] != self.kinds[number - period]:
             return _op_difference(self.layers[number - period], self.layers[number], {})
-        return self._reads_differ(number, start, period) or _entry_conflict(self.layers, start, period)
+        return self._read_mismatch(number, start, period) or _entry_conflict(self.layers, start, period)
 
 
 # -- the same ops ------------------------------------------------------------------------------

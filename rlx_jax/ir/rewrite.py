@@ -44,7 +44,7 @@ def rewrite(
             operand_types = tuple(b.type(v) for v in inputs)
             op = op.with_regions(tuple(rewrite(r, enter, types, by, operand_types) for r in op.regions()))
         start = len(b.nodes)
-        with b.at(node.origin), locate_errors(node.origin):
+        with b.origin_scope(node.origin), locate_errors(node.origin):
             results = fn(b, number, replace(node, op=op), inputs)
             if results is None:
                 results = b.append(op, *inputs)

@@ -52,7 +52,7 @@ def types_of(result: Any) -> tuple[TensorType, ...]:
     return tuple(TensorType(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
 
 
-def as_in_jit() -> AbstractContextManager[None]:
+def without_disable_jit() -> AbstractContextManager[None]:
     """Return a context in which loops are traced as loops, even with `jax_disable_jit`.
 
     Without it, JAX would run loops in Python, which fails for symbolic sizes.

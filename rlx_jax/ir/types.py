@@ -197,7 +197,7 @@ def _term(text: str) -> DimLike:
     return int(text) if text.isascii() and text.isdigit() else symbol(text)
 
 
-def bound(dim: DimLike, binding: Mapping[str, int]) -> DimLike:
+def bind_dim(dim: DimLike, binding: Mapping[str, int]) -> DimLike:
     """Return the size of a dimension under `binding`, or the dimension itself if it is static or a symbol is unbound.
 
     Args:
@@ -286,7 +286,7 @@ class TensorType:
 
     def bind(self, binding: Mapping[str, int]) -> TensorType:
         """Return the type with sizes in place of the dimensions that are a bound symbol or a sum of bound symbols."""
-        return TensorType(tuple(bound(d, binding) for d in self.shape), self.dtype)
+        return TensorType(tuple(bind_dim(d, binding) for d in self.shape), self.dtype)
 
 
 def _unpickle_type(shape: tuple[int | str, ...], dtype: np.dtype[Any]) -> TensorType:
@@ -357,8 +357,8 @@ def _apply_operator(op: Callable[[DimLike, DimLike], DimLike], left: Any, right:
     except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
         dim = left if isinstance(left, Dim) else right
         raise ShapeError(
-            f"symbolic dimension {dim}: {op.__name__}({shown(left)}, {shown(right)}) is no size while the "
-            "flow is traced: sizes have +, -, *, //, %, divmod and whole powers, with whole numbers and other "
+            f"symbolic dimension {dim}: {op.__name__}({shown(left)}, {shown(right)}) is not a size while the "
+            "flow is traced: sizes support +, -, *, //, %, divmod and whole powers, with integers and other "
             "sizes; or give the input a static size"
         ) from error
     return int(result) if is_static(result) else Dim(result)

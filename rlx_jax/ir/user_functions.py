@@ -24,7 +24,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex
 
 from rlx_jax.errors import GraphError, RlxError
-from rlx_jax.ir.type_inference import as_in_jit, trace_error
+from rlx_jax.ir.type_inference import trace_error, without_disable_jit
 from rlx_jax.ir.types import TensorType
 
 MAX_CAPTURED = 2**20  # bytes that a function may capture
@@ -82,7 +82,7 @@ def trace(fn: Callable[..., Any], operands: Sequence[TensorType]) -> tuple[Any, 
 
     JAX may still use cached traces of the functions that `fn` calls; see `trace_uncached`.
     """
-    with as_in_jit():  # a new lambda, because JAX caches the traces of functions that it has seen
+    with without_disable_jit():  # a new lambda, because JAX caches the traces of functions that it has seen
         closed_jaxpr, out = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*(t.spec for t in operands))  # noqa: PLW0108
     return closed_jaxpr, out
 
@@ -105,7 +105,7 @@ def changed_message(label: str, fn: Callable[..., Any]) -> str:
     hint = f" (it reads {', '.join(names)})" if names else ""
     return (
         f"{label}: what the function captures{hint} has changed since the model was built, so that programs of other "
-        "sizes would not agree with those that are there. Make it a weight (emit.param) or an input of the flow, or "
+        "sizes would not agree with the existing ones. Make it a weight (emit.param) or an input of the flow, or "
         "build and compile a new flow after the change, with a new function where JAX has compiled this one"
     )
 
@@ -161,7 +161,7 @@ class TokenStep:
         operand_types: the types of the operands.
         text, captured: the jaxpr, without the precision of products, and the bytes of the captured arrays.
         results: the types of the flattened results.
-        y_form: the pytree structure of y.
+        y_treedef: the pytree structure of y.
         traces: the closed jaxprs by the precision of products.
     """
 
@@ -170,7 +170,7 @@ class TokenStep:
     text: str
     captured: tuple[bytes, ...]
     results: tuple[TensorType, ...] = field(compare=False)
-    y_form: Any = field(compare=False, repr=False)
+    y_treedef: Any = field(compare=False, repr=False)
     fn: Callable[..., Any] = field(compare=False, repr=False)
     traces: dict[str, Any] = field(compare=False, repr=False)
 
@@ -198,7 +198,7 @@ class TokenStep:
             GraphError: the user's function computes something else than when it was traced first.
         """
         if precision not in self.traces:
-            with as_in_jit(), jax.default_matmul_precision(precision):
+            with without_disable_jit(), jax.default_matmul_precision(precision):
                 self.traces[precision] = retraced = jax.make_jaxpr(self.fn)(*(t.spec for t in self.operand_types))
             if fingerprint(retraced, precision=False)[0] != self.text:
                 raise GraphError(_impure_message(self.label))
@@ -239,8 +239,8 @@ def trace_step(label: str, fn: Callable[..., Any], operand_types: Sequence[Tenso
     if (text, captured) != fingerprint(retraced, precision=False):
         raise GraphError(_impure_message(label))
     results = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in closed_jaxpr.out_avals)
-    y_form = jax.tree.structure(y)
-    return TokenStep(label, tuple(operand_types), text, captured, results, y_form, fn, {"default": closed_jaxpr})
+    y_treedef = jax.tree.structure(y)
+    return TokenStep(label, tuple(operand_types), text, captured, results, y_treedef, fn, {"default": closed_jaxpr})
 
 
 def callbacks(jaxpr: Any) -> set[str]:

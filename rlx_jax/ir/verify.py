@@ -13,7 +13,7 @@ from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType
 
 # The kinds of op that are legal at each level.
-LEGAL: dict[str, tuple[type, ...]] = {
+LEGAL_OPS: dict[str, tuple[type, ...]] = {
     "hir": (Leaf, Hir, Mir, Repeat), **dict.fromkeys(("mir", "lir"), (Leaf, Mir, Repeat)),
 }  # fmt: skip
 
@@ -51,8 +51,8 @@ def _exists(graph: Graph, value: Value) -> bool:
     return 0 <= value.node < len(graph.nodes) and 0 <= value.index < len(graph.nodes[value.node].types)
 
 
-def _problems(graph: Graph, level: str, types: TypeCache, top: bool = True, count: int = 1) -> Iterator[Problem]:
-    """Return all problems of a program (`top`), or of a region that runs `count` times."""
+def _problems(graph: Graph, level: str, types: TypeCache, is_program: bool = True, count: int = 1) -> Iterator[Problem]:
+    """Return all problems of a program (`is_program`), or of a region that runs `count` times."""
     for number, node in enumerate(graph.nodes):
         for kind, problem in _node_problems(graph, number, node, level, types, count):
             yield kind, f"%{number} {node.op.text()} ({path_text(node.origin.path) or '—'}): {problem}"
@@ -60,7 +60,7 @@ def _problems(graph: Graph, level: str, types: TypeCache, top: bool = True, coun
     for value in graph.roots():
         if not _exists(graph, value):
             yield GraphError, f"output {value} does not exist"
-    if top:
+    if is_program:
         yield from _signature_problems(graph)
     elif len(graph.output_names) not in (0, len(graph.outputs)):
         yield GraphError, f"{len(graph.outputs)} outputs have {len(graph.output_names)} output names"
@@ -74,7 +74,7 @@ def _node_problems(
     yield from (_reference_problem(graph, number, v) for v in invalid_inputs)
     if not node.origin.path:
         yield GraphError, "has no block path"
-    if not isinstance(node.op, LEGAL[level]):
+    if not isinstance(node.op, LEGAL_OPS[level]):
         yield GraphError, f"not legal at the {level} level"
     if isinstance(node.op, Param) and len(node.op.programs) not in (1, count):
         yield GraphError, f"{len(node.op.programs)} programs where the region runs {count} times"
@@ -84,7 +84,7 @@ def _node_problems(
     for region in node.op.regions():
         operand_types = tuple(graph.type(v) for v in node.inputs)
         yield from _region_problems(region, operand_types)
-        inner = _problems(region, level, types, top=False, count=node.op.iterations())
+        inner = _problems(region, level, types, is_program=False, count=node.op.iterations())
         yield from ((kind, f"> {problem}") for kind, problem in inner)
 
 

@@ -30,7 +30,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import limits
-from rlx_jax.ir.types import MAX_DIM, TensorType, bound, check_elements, is_float, is_static, short_name
+from rlx_jax.ir.types import MAX_DIM, TensorType, bind_dim, check_elements, is_float, is_static, short_name
 from rlx_jax.ir.user_functions import is_consumed
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.program import InputDecl
@@ -367,7 +367,7 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
             input_of.setdefault(symbol, name)
         check_elements(shape, f"{flow}: input {name}")
     for name, axis, dim, size in sums:
-        expected = bound(dim, sizes)
+        expected = bind_dim(dim, sizes)
         if size != expected:
             raise ShapeError(f"{flow}: input {name}: axis {axis} is {size}, expected {dim}, which is {expected}")
     return sizes
@@ -399,7 +399,7 @@ def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, in
         TokenIdError: one is out of range; the message has the input, the id, its position and the range.
     """
     for name, rows in bounds.rows.items():
-        check_ids(f"input {name}", values.get(name), min(bound(dim, sizes) for dim in rows), from_device)
+        check_ids(f"input {name}", values.get(name), min(bind_dim(dim, sizes) for dim in rows), from_device)
 
 
 def check_counted(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> None:
@@ -408,7 +408,7 @@ def check_counted(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> None:
     Raises:
         SequenceLengthError: it is longer.
     """
-    length = sum(bound(dim, sizes) for dim in bounds.position_dims)
+    length = sum(bind_dim(dim, sizes) for dim in bounds.position_dims)
     if is_static(length):  # explicit decode of states alone has no cached keys, hence no size of the past
         check_length(length, bounds, flow)
 

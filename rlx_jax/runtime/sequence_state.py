@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.device import check_fits
 from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, SessionStateError, listing
-from rlx_jax.ir.types import TensorType, bound, check_elements, is_static, short_name, terms_of
+from rlx_jax.ir.types import TensorType, bind_dim, check_elements, is_static, short_name, terms_of
 from rlx_jax.lowering.sharding import shard_type
 
 # The name of the array that counts the tokens of each row.
@@ -184,7 +184,7 @@ def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dic
             # A dimension that is a sum of symbols determines the one that is still unknown.
             if not is_static(dim) and len(terms := terms_of(dim)) > 1:
                 _solve(terms, int(size), sizes)
-                dim = bound(dim, sizes)
+                dim = bind_dim(dim, sizes)
             expected = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
             # Another number of rows is a mistake in the request; any other size means a state of another model.
             if expected != size and str(dim) == "batch":

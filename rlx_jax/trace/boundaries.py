@@ -54,7 +54,7 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
         # Drop the nodes of the failed stage, but keep the mark of its input.
         builder.truncate(start + (value is not None))
         emit.state, emit.repeating = saved_state, repeating
-        with builder.at(Origin(block)), emit.stage():
+        with builder.origin_scope(Origin(block)), emit.stage():
             result = emit.placeholder_writer(block, active, error)
         emit.has_placeholders = True
     finally:
@@ -66,7 +66,7 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
         builder.nodes[start] = replace(builder.nodes[start], op=Boundary(INPUT), origin=Origin(block))
     if result is None:
         return None
-    with builder.at(Origin(block)):
+    with builder.origin_scope(Origin(block)):
         return emit.wrap(builder.boundary(OUTPUT, emit.own(result)))
 
 

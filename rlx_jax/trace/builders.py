@@ -44,7 +44,7 @@ class Builders(AttentionBuilders[V]):
         """Write several nodes inside this context as one block: all get its label. Only at HIR."""
         if self.level != GraphStage.HIR:
             raise GraphError(f"{label} is a HIR block; module {self.builder.name!r} is at {self.level}")
-        with self.builder.at(replace(self.builder.origin, label=label)):
+        with self.builder.origin_scope(replace(self.builder.origin, label=label)):
             yield
 
     def _weights(self, *weights: V | WeightKey | None, like: V | None = None) -> list[V]:

@@ -17,7 +17,7 @@ import numpy as np
 from rlx_jax.errors import GraphError, RlxError, ShapeError, first_line, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Value, locate_errors
-from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While, in_tensor_ops
+from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While, lower_body
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.types import TensorType, is_float, is_static
@@ -78,7 +78,7 @@ class Control(Images[V]):
                 index = body.number(outer.leaf(node.op))  # a weight, or an input of the program
                 return (b.leaf(BodyInput(index, type=node.op.type)),)
 
-            graph = rewrite(in_tensor_ops(graph, outer.types), everywhere(operands), outer.types)
+            graph = rewrite(lower_body(graph, outer.types), everywhere(operands), outer.types)
         finally:
             self._bodies, self.builder = outer_bodies, outer
         return graph, not isinstance(result, tuple | list)
@@ -264,7 +264,7 @@ class Control(Images[V]):
             step_trace = trace_step(name, fn, leaf_types)
         self.captured.record(where, tuple(leaf_types), (step_trace.text, step_trace.captured), step)
         block = hir.Recurrent(step_trace, slots, len(xs), unroll)
-        return jax.tree.unflatten(step_trace.y_form, self.add_all(block, *xs, *weights, *learned))
+        return jax.tree.unflatten(step_trace.y_treedef, self.add_all(block, *xs, *weights, *learned))
 
     def gated_delta(
         self,

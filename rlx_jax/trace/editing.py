@@ -349,11 +349,11 @@ class _Rewriter:
             values.mapping[Value(number)] = self._new_value(node.inputs[0], values)
             return
         try:
-            with self.builder.at(origin), locate_errors(origin):
+            with self.builder.origin_scope(origin), locate_errors(origin):
                 copied_op = replace(op, activation="") if isinstance(op, Linear) else op
                 results = self.builder.add(copied_op, *(self._new_value(v, values) for v in node.inputs))
             if activation:
-                with self.builder.at(replace(origin, path=(*origin.path[:-1], ACT))):
+                with self.builder.origin_scope(replace(origin, path=(*origin.path[:-1], ACT))):
                     results = self.builder.add(Unary(activation), *results)
         except ShapeError as error:
             if self.resize_note:
@@ -385,7 +385,7 @@ class _Rewriter:
         emit.state.contracts, contracts = [], emit.state.contracts
         # A Repeat inside a layer of another Repeat belongs to that layer, and becomes no region itself.
         emit.repeating = any(repeat not in inner_repeats and repeat.contains_start(numbers) for repeat in self.layers)
-        with self.builder.at(Origin(path)), emit.stage(), emit.user_code():
+        with self.builder.origin_scope(Origin(path)), emit.stage(), emit.user_code():
             x = None if ports.input is None else emit.block_input(emit.wrap(self._new_value(ports.input, values)))
             check_signature(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
             if isinstance(self.edit.wrapper, ChecksBlock):
@@ -418,7 +418,7 @@ class _Rewriter:
             return new_value
         node = self.nodes[value.node]
         if isinstance(node.op, Leaf):
-            with self.builder.at(node.origin):
+            with self.builder.origin_scope(node.origin):
                 return self.builder.leaf(node.op)
         raise GraphError(
             f"{self._label}: a replaced block returned a second value, {node.types[value.index]} of "

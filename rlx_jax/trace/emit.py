@@ -124,7 +124,7 @@ class Emit(SpecBuilders[FlowValue]):
         self._last[path] = block_path
         if segments and origin.path == self.stage_blocks[0]:
             self.stage_blocks[1][block_path] = None
-        with self.builder.at(replace(origin, path=block_path)):
+        with self.builder.origin_scope(replace(origin, path=block_path)):
             yield
 
     def block_input(self, value: FlowValue, *segments: str | int) -> FlowValue:
@@ -236,7 +236,7 @@ class Emit(SpecBuilders[FlowValue]):
         self.builder.types.infer(
             op, tuple(self.builder.type(v) for v in operands)
         )  # reports errors of the composite itself
-        with self.builder.at(replace(self.builder.current_origin, label=op.name())):
+        with self.builder.origin_scope(replace(self.builder.current_origin, label=op.name())):
             return as_values(op.expand(self.builder, *operands))
 
     def _weights_of(self, value: Value) -> Iterator[str]:

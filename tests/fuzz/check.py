@@ -149,7 +149,7 @@ def unrolled(graph: Graph, types: TypeCache) -> tuple[Graph, list[list[int]]]:
     bounds: list[list[int]] = []
     for number, node in enumerate(graph.nodes):
         inputs = [mapped[v] for v in node.inputs]
-        with b.at(node.origin):
+        with b.origin_scope(node.origin):
             if isinstance(node.op, Repeat):
                 starts, results = write_out(b, node.op, inputs)
                 bounds.append(starts)
@@ -167,7 +167,7 @@ def write_out(b: Builder, op: Repeat, inputs: Sequence[Value]) -> tuple[list[int
         made: dict[Value, Value] = {}
         for number, node in enumerate(op.body.nodes):
             operands = [made[v] for v in node.inputs]
-            with b.at(replace(node.origin, path=bind_path(node.origin.path, i))):
+            with b.origin_scope(replace(node.origin, path=bind_path(node.origin.path, i))):
                 match node.op:
                     case BodyInput(index=index):
                         results: tuple[Value, ...] = ((*carried, *shared)[index],)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.ir.graph import Op
-from rlx_jax.ir.ops.index import SCATTER
+from rlx_jax.ir.ops.index import SCATTER_KINDS
 from rlx_jax.ir.ops.shape import END, AxisOf, Bound, SizeOf
 from tests.ops.sample import I32, Array, Meaning, Sample, o
 from tests.oracles import op_formulas as formula
@@ -128,7 +128,7 @@ def indexing() -> Iterator[Sample]:
     yield Sample(o.TakeAlongAxis(2, "clip"), f"{x}; i32 1 1 3")
     yield Sample(o.GatherNd(), f"{x}; i32 4 2", below=2)
     yield Sample(o.GatherNd(1), f"{x}; i32 batch 3 1")
-    for kind in SCATTER:
+    for kind in SCATTER_KINDS:
         length, below, count = (1, 5, 1) if kind == "set" else (3, 3, 4)  # which of two writes stays is not said
         yield Sample(o.Scatter(1, kind), f"f32 2 5 4; i32 2 {length} 3; f32 2 {length} 3", below=below)
         yield Sample(o.ScatterNd(kind), f"{x}; i32 {count} 2; f32 {count} 8", below=2)

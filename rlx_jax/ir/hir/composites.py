@@ -78,7 +78,7 @@ class LlamaDecoderBlock(Hir):
         origin = b.origin
 
         def block_scope(part: str) -> AbstractContextManager[None]:
-            return b.at(replace(origin, path=(*origin.path, *part.split("."))))
+            return b.origin_scope(replace(origin, path=(*origin.path, *part.split("."))))
 
         def norm(part: str, weights: str, x: Value) -> Value:
             with block_scope(part):

@@ -377,7 +377,9 @@ class GatedDelta(StatefulForward, Hir):
     def check(self, *operands: TensorType) -> None:
         q, k, v, *_ = operands
         if min(self.key_heads, self.value_heads) < 1 or self.value_heads % self.key_heads:
-            raise GraphError(f"gated_delta: {self.value_heads} value heads on {self.key_heads} key heads: no multiple")
+            raise GraphError(
+                f"gated_delta: {self.value_heads} value heads are not a multiple of {self.key_heads} key heads"
+            )
         for t, heads in ((q, self.key_heads), (k, self.key_heads), (v, self.value_heads)):
             check_packed("gated_delta", t, heads)
 
@@ -391,14 +393,14 @@ class GatedDelta(StatefulForward, Hir):
     ) -> BlockRun:
         """Append the ops of the block, run from a state: see `CarriesState`."""
         q, k, v, g, beta = operands
-        q, k = (self._unit(b, b(split_axis(3, 2, (self.key_heads, -1)), x)) for x in (q, k))
+        q, k = (self._normalize_heads(b, b(split_axis(3, 2, (self.key_heads, -1)), x)) for x in (q, k))
         v = b(split_axis(3, 2, (self.value_heads, -1)), v)
-        g, beta = (_valid(b, x, lengths) for x in (g, beta))  # no decay and no update: an identity step
+        g, beta = (_mask_padding(b, x, lengths) for x in (g, beta))  # no decay and no update: an identity step
         op = GatedDeltaOp(self.scale, bool(start), every)
         out, *states = b.add(op, q, k, v, g, beta, *(start or ()))
         return BlockRun((b(merge_axes(4, 2), out),), tuple(states[:1]), tuple(states[1:]))
 
-    def _unit(self, b: Builder, x: Value) -> Value:
+    def _normalize_heads(self, b: Builder, x: Value) -> Value:
         """Return x `[B,S,Hk,K]` with each head normalized to length 1; in f32, because the length is a sum."""
         if self.unit is None:
             return x
@@ -428,7 +430,7 @@ class SelectiveScan(StatefulForward, Hir):
 
     def check(self, *operands: TensorType) -> None:
         if min(self.heads, self.groups) < 1 or self.heads % self.groups:
-            raise GraphError(f"selective_scan: {self.heads} heads in {self.groups} groups: no multiple")
+            raise GraphError(f"selective_scan: {self.heads} heads are not a multiple of {self.groups} groups")
         x, _, _, *gates = operands
         for t, heads in ((x, self.heads), *((t, self.groups) for t in gates)):
             check_packed("selective_scan", t, heads)
@@ -446,7 +448,7 @@ class SelectiveScan(StatefulForward, Hir):
         x = b(split_axis(3, 2, (self.heads, -1)), x)
         gate, query = (b(split_axis(3, 2, (self.groups, -1)), t) for t in (gate, query))
         op = SelectiveScanOp(bool(start), every)
-        out, *states = b.add(op, x, _valid(b, dt, lengths), a, gate, query, *(start or ()))
+        out, *states = b.add(op, x, _mask_padding(b, dt, lengths), a, gate, query, *(start or ()))
         return BlockRun((b(merge_axes(4, 2), out),), tuple(states[:1]), tuple(states[1:]))
 
 
@@ -463,7 +465,7 @@ def check_packed(op: str, t: TensorType, heads: int) -> None:
         raise ShapeError(f"{op}: expected [B, S, {heads} · width], got {t}")
 
 
-def _valid(b: Builder, x: Value, lengths: Value | None) -> Value:
+def _mask_padding(b: Builder, x: Value, lengths: Value | None) -> Value:
     """Return x `[B, S, H]` with zeros at the tokens past the length of each row, which makes them identity steps."""
     if lengths is None:
         return x

@@ -10,7 +10,7 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
-from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, SinusoidTable, check_heads, check_scores
+from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, SinusoidTable, check_heads, check_score_options
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Gather, Iota, RelativeBuckets, TakeRow
@@ -159,7 +159,7 @@ class Attention(Hir):
         if self.bias_of is None:
             check_arity("attention", len(operands), 3 + len(self.extra) + self.sinks)
         check_heads(self.heads, self.kv_heads)
-        check_scores(self.scale, self.softcap)
+        check_score_options(self.scale, self.softcap)
 
     def op(self, kv_heads: int) -> AttentionOp:
         """Return the MIR op over `kv_heads` key/value heads."""

@@ -1,4 +1,4 @@
-"""MIR, the tensor ops. The `eval` method of an op defines its fingerprint, and its shape rule unless it has `infer`.
+"""MIR, the tensor ops. The `eval` method of an op defines its meaning, and its shape rule unless it has `infer`.
 
 Every op class is an attribute of this package: `rlx_jax.ops.MatMul`.
 """

@@ -22,18 +22,18 @@ from rlx_jax.ir.traits import TOKENS, Types, all_moved, product_traits
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 # Declarations of attention's optional operands, which follow q, k and v, in the notation of `rlx_jax.ir.operands`.
-EXTRA = {
+EXTRA_OPERANDS = {
     "keep": "keep", "bias": "bias[B?,heads?,S?,T?]", "sinks": "sinks:float[heads]", "positions": "positions",
     "key_positions": "key_positions",
 }  # fmt: skip
 
 
-def _scores_and_sums(op: Any, operands: Types, results: Types) -> int:
+def _product_flops(op: Any, operands: Types, results: Types) -> int:
     """Return the FLOPs of the two products: scores q kᵀ and weighted sums of values."""
     return 2 * (operands[0].size + results[0].size) * int(operands[1].shape[1])
 
 
-def _scores(op: Any, operands: Types, results: Types) -> int:
+def _score_bytes(op: Any, operands: Types, results: Types) -> int:
     """Return the bytes of three f32 arrays `[B,N,S,T]`: XLA may keep scores, masked scores and weights."""
     q, k = operands[:2]
     return 12 * int(q.shape[0]) * int(op.heads) * int(q.shape[1]) * int(k.shape[1])
@@ -61,7 +61,7 @@ class AttentionOp(Mir):
     the query, or within the `ahead` keys after it.
     """
 
-    traits = replace(product_traits(_scores_and_sums), narrows=3, workspace=_scores)
+    traits = replace(product_traits(_product_flops), narrows=3, workspace=_score_bytes)
 
     heads: int
     kv_heads: int
@@ -74,12 +74,12 @@ class AttentionOp(Mir):
     ahead: int = 0
 
     def declaration(self) -> str:
-        return " ".join(["q:float[B,S,Q!] k:q[B,T,K!] v:q[B,T,V!]", *(EXTRA[name] for name in self.extra)])
+        return " ".join(["q:float[B,S,Q!] k:q[B,T,K!] v:q[B,T,V!]", *(EXTRA_OPERANDS[name] for name in self.extra)])
 
     def check(self, *operands: TensorType) -> None:
         q, k, v, *extra = operands
         check_heads(self.heads, self.kv_heads)
-        check_scores(self.scale, self.softcap)
+        check_score_options(self.scale, self.softcap)
         if self.window is not None and self.window < 1:
             raise GraphError(f"attention: a window keeps at least 1 key, got {self.window}")
         if self.ahead < 0 or self.ahead and (self.causal or self.window is None):
@@ -90,7 +90,7 @@ class AttentionOp(Mir):
         if q.shape[2] % self.heads or k.shape[2] * self.heads != q.shape[2] * self.kv_heads:
             raise ShapeError(f"attention: {self.heads} query and {self.kv_heads} key heads do not fit q {q} and k {k}")
         if v.shape[2] % self.kv_heads:
-            raise ShapeError(f"attention: v {v} is not whole in {self.kv_heads} heads")
+            raise ShapeError(f"attention: the last axis of v {v} is not a multiple of {self.kv_heads} heads")
         extra_types = dict(zip(self.extra, extra, strict=True))
         keep, bias = extra_types.get("keep"), extra_types.get("bias")
         expected = (q.shape[0], self.heads, q.shape[1], k.shape[1])
@@ -102,7 +102,7 @@ class AttentionOp(Mir):
             raise DTypeError(f"attention: a keep mask holds bools or numbers, got {keep}")
         if bias is not None and not is_float(bias.dtype):
             raise DTypeError(
-                f"attention: a bias is added to the scores, and {bias} is no floating one; a mask of what to keep goes "
+                f"attention: a bias is added to the scores, and {bias} is not floating; pass a mask of kept keys "
                 'with mask="custom" or "keep"'
             )
 
@@ -136,7 +136,7 @@ class AttentionOp(Mir):
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if "bias" in extra:
-            scores = scores + _by_group(extra["bias"].astype(jnp.float32), num_groups)
+            scores = scores + _split_groups(extra["bias"].astype(jnp.float32), num_groups)
         allowed = self._allowed(num_queries, num_keys, extra, num_keys - (total or num_queries) + start)
         # Without positions the queries are aligned with the last keys; with more queries than keys some have no key.
         rows_may_be_empty = "keep" in extra or "bias" in extra
@@ -175,7 +175,7 @@ class AttentionOp(Mir):
             allowed = allowed[:, None, None]
         if "keep" in extra:
             keep = extra["keep"].astype(jnp.float32) >= 0.5
-            keep = keep[:, None, None, None, :] if keep.ndim == 2 else _by_group(keep, self.heads // self.kv_heads)
+            keep = keep[:, None, None, None, :] if keep.ndim == 2 else _split_groups(keep, self.heads // self.kv_heads)
             allowed = keep if allowed is None else allowed & keep
         return allowed
 
@@ -228,7 +228,7 @@ def _is_mask_shape(keep: TensorType, expected: tuple[DimLike, ...]) -> bool:
     return keep.rank == 4 and all(got in (1, size) for got, size in zip(keep.shape, expected, strict=True))
 
 
-def _by_group(x: Array, groups: int) -> Array:
+def _split_groups(x: Array, groups: int) -> Array:
     """Split the axis of N heads into K key heads and G groups: `[B|1,N|1,S|1,T|1]` → `[B|1,K|1,G|1,S|1,T|1]`."""
     heads = (-1, groups) if x.shape[1] > 1 else (1, 1)
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
@@ -244,7 +244,7 @@ def check_heads(heads: int, kv_heads: int) -> None:
         raise GraphError(f"attention: {heads} query heads are not a multiple of {kv_heads} key/value heads")
 
 
-def check_scores(scale: float | None, softcap: float | None) -> None:
+def check_score_options(scale: float | None, softcap: float | None) -> None:
     """Check the scale and the softcap of attention scores.
 
     A softcap of 0 would divide by zero; a negative one would equal its absolute value, so it is likely a mistake.

@@ -49,7 +49,7 @@ def run_body(body: Graph, operands: Sequence[Array]) -> tuple[Array, ...]:
     return tuple(values[v] for v in body.outputs)
 
 
-def in_tensor_ops(graph: Graph, types: TypeCache) -> Graph:
+def lower_body(graph: Graph, types: TypeCache) -> Graph:
     """Return a body with its HIR blocks expanded to tensor ops."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
@@ -148,9 +148,9 @@ class While(Mir):
         _check_body_operands(self, (self.cond, self.body), operands)
         results = [self.cond.type(v) for v in self.cond.outputs]
         if len(results) != 1 or results[0].rank or results[0].dtype != jnp.bool_:
-            raise ShapeError(f"while: the condition gives one bool of rank 0, got {', '.join(map(str, results))}")
+            raise ShapeError(f"while: the condition returns one bool of rank 0, got {', '.join(map(str, results))}")
         if not 1 <= self.carries <= len(operands) or len(self.body.outputs) != self.carries:
-            raise ShapeError(f"while: {self.carries} values are carried, the body gives {len(self.body.outputs)}")
+            raise ShapeError(f"while: {self.carries} values are carried, the body returns {len(self.body.outputs)}")
 
     def eval(self, *operands: Array) -> tuple[Array, ...]:
         constants = operands[self.carries :]
@@ -187,11 +187,15 @@ class Scan(Mir):
         if self.carries < 0 or self.slices < 0 or len(operands) < self.carries + self.slices:
             raise wrong_arity("scan", f"{self.carries + self.slices} or more", len(operands))
         if any(not x.rank for x in xs) or len({x.shape[0] for x in xs}) > 1:
-            raise ShapeError(f"scan: the first axes of what is cut are one size, got {', '.join(map(str, xs))}")
+            raise ShapeError(
+                f"scan: the first axes of the sliced operands have one size, got {', '.join(map(str, xs))}"
+            )
         if (self.length is None) == (not xs) or (self.length is not None and self.length < 1):
-            raise ShapeError(f"scan: length is an int of at least 1 where nothing is cut, else None; got {self.length}")
+            raise ShapeError(
+                f"scan: length is an int of at least 1 without sliced operands, else None; got {self.length}"
+            )
         if len(self.body.outputs) < self.carries:
-            raise ShapeError(f"scan: {self.carries} values are carried, the body gives {len(self.body.outputs)}")
+            raise ShapeError(f"scan: {self.carries} values are carried, the body returns {len(self.body.outputs)}")
         entries = [TensorType(x.shape[1:], x.dtype) for x in xs]
         constants = operands[self.carries + self.slices :]
         _check_body_operands(self, (self.body,), (*operands[: self.carries], *entries, *constants))
@@ -278,7 +282,7 @@ class PairBias(Mir):
     def check(self, *operands: TensorType) -> None:
         _check_body_operands(self, (self.body,), operands)
         if len(self.body.outputs) != 1 or self.body.type(self.body.outputs[0]).rank > 3:
-            raise ShapeError("pair_bias: a body gives one value, [N, S, T] or fewer axes")
+            raise ShapeError("pair_bias: the body returns one value, [N, S, T] or fewer axes")
 
     def eval(self, rows: Array, slots: Array, *arguments: Array) -> Array:
         def row_bias(row: Array, slot: Array) -> Array:

@@ -67,7 +67,7 @@ def _check_images(op: str, x: TensorType, w: TensorType) -> int:
         ShapeError: x and w differ in rank, or have no or more than 3 spatial axes.
     """
     if x.rank != w.rank or not 3 <= x.rank <= 5:
-        raise ShapeError(f"{op}: x is [N, C, …] and w as long, with 1 to 3 spatial axes; got {x} and {w}")
+        raise ShapeError(f"{op}: x is [N, C, …] and w has the same rank, with 1 to 3 spatial axes; got {x} and {w}")
     return x.rank - 2
 
 
@@ -153,7 +153,7 @@ class ConvTranspose(Mir):
         for axis, (size, (low, high)) in enumerate(zip(x.shape[2:], self.padding, strict=True)):
             reach = self.dilation[axis] * (w.shape[2 + axis] - 1) + 1 + self.output_padding[axis]
             if is_static(size) and (size - 1) * self.strides[axis] - low - high + reach < 1:
-                raise ShapeError(f"conv_transpose: padding {low}, {high} leaves nothing of axis {2 + axis} of {x}")
+                raise ShapeError(f"conv_transpose: padding {low}, {high} leaves no entries on axis {2 + axis} of {x}")
 
     def eval(self, x: Array, w: Array) -> Array:
         # A convolution of x, dilated by the strides, with the flipped window and input and output channels swapped.

@@ -106,11 +106,11 @@ def _range_advice(requested: np.dtype[Any], target: np.dtype[Any]) -> str:
     if requested == target:
         return "; give it a dtype that does"
     remedy = "; f32 holds large whole numbers, rounded" if target.kind in "iu" else ": scale it"
-    return f", and numbers of {short_name(requested)} are target in {short_name(target)}: programs have 32 bits{remedy}"
+    return f", and numbers of {short_name(requested)} are stored in {short_name(target)}: programs have 32 bits{remedy}"
 
 
 def _unrepresentable(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a mask of the values of `values` that `dtype` cannot represent; rounding of floats is accepted."""
+    """Return a mask of the `values` that `dtype` cannot represent; rounding of floats is accepted."""
     if values.dtype.kind == "c":
         return (values.imag != 0) if dtype.kind != "c" else np.zeros(values.shape, bool)
     if is_float(dtype) or dtype.kind == "c":
@@ -159,7 +159,7 @@ class JaxFn(Mir):
         fn: the function.
         label: name in dumps and messages, by default the name of the function.
         precision: default precision of matrix products inside the function.
-        first: operand types and the meaning of `fn` on them when the model was built; see `record_trace`.
+        recorded: operand types and the fingerprint of `fn` on them when the model was built; see `record_trace`.
     """
 
     traits = replace(product_traits(traced_flops), widens=True, stored=False)

@@ -40,7 +40,7 @@ class ClampedGate:
 
 
 # Declaration of the operands, in the notation of `rlx_jax.ir.operands`; {wide} and {narrow} depend on the orientation.
-EXPERTS = (
+EXPERTS_DECLARATION = (
     "x:float[…L,H] gate:x[E,{wide}] up:x[E,{wide}] down:x[E,{narrow}] weights:float[…L,K!] ids:int[…L,K!] "
     "gate_bias?biased:float[E,F] up_bias?biased:float[E,F] down_bias?biased:float[E,H]"
 )
@@ -58,7 +58,7 @@ def expert_operands(contract: int) -> str:
     if contract not in (0, 1):
         raise ShapeError(f"experts: contract is 0 for experts [E, in, out] and 1 for [E, out, in]; got {contract!r}")
     wide, narrow = ("F,H", "H,F") if contract else ("H,F", "F,H")
-    return EXPERTS.format(wide=wide, narrow=narrow)
+    return EXPERTS_DECLARATION.format(wide=wide, narrow=narrow)
 
 
 def initial_of_expert(operand_index: int, weight: TensorType, contract: int) -> Initial:

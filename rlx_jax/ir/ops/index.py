@@ -103,13 +103,13 @@ class TakeAlongAxis(Mir):
     def check(self, *operands: TensorType) -> None:
         x, indices = operands
         if x.rank != indices.rank:
-            raise ShapeError(f"take_along_axis: x and indices have one rank, got {x} and {indices}")
+            raise ShapeError(f"take_along_axis: x and indices have the same rank, got {x} and {indices}")
 
     def eval(self, x: Array, indices: Array) -> Array:
         return jnp.take_along_axis(x, indices, axis=self.axis, mode=self.mode)
 
 
-def _check_tuples(op: str, x: TensorType, indices: TensorType, batch_dims: int = 0) -> None:
+def _check_index_tuples(op: str, x: TensorType, indices: TensorType, batch_dims: int = 0) -> None:
     """Check indices of which the last axis numbers leading axes of x, after `batch_dims` shared axes.
 
     Raises:
@@ -139,7 +139,7 @@ class GatherNd(Mir):
 
     def check(self, *operands: TensorType) -> None:
         x, indices = operands
-        _check_tuples("gather_nd", x, indices, self.batch_dims)
+        _check_index_tuples("gather_nd", x, indices, self.batch_dims)
 
     def eval(self, x: Array, indices: Array) -> Array:
         def one(x: Array, indices: Array) -> Array:
@@ -151,7 +151,7 @@ class GatherNd(Mir):
 
 
 # Combination of a written value with the existing one.
-SCATTER: tuple[str, ...] = ("set", "add", "mul", "min", "max")
+SCATTER_KINDS: tuple[str, ...] = ("set", "add", "mul", "min", "max")
 
 
 def _check_scatter(op: str, kind: str, x: TensorType) -> None:
@@ -164,7 +164,7 @@ def _check_scatter(op: str, kind: str, x: TensorType) -> None:
         raise DTypeError(f"{op}: {kind} needs numbers, got {x}")
 
 
-def _write(x: Array, indices: tuple[Array, ...], updates: Array, kind: str) -> Array:
+def _scatter(x: Array, indices: tuple[Array, ...], updates: Array, kind: str) -> Array:
     """Return x with `updates` combined at `indices`, one index array per axis; indices out of range are dropped."""
     written: Array = getattr(x.at[indices], kind)(updates, mode="drop")
     return written
@@ -181,7 +181,7 @@ class Scatter(Mir):
 
     traits = replace(MOVEMENT, widens=False)
 
-    choices = {"kind": SCATTER}
+    choices = {"kind": SCATTER_KINDS}
     operands = "x@axis indices:int[…I] updates:x[…I]"
 
     axis: int
@@ -200,7 +200,7 @@ class Scatter(Mir):
     def eval(self, x: Array, indices: Array, updates: Array) -> Array:
         index_arrays = [jax.lax.broadcasted_iota(jnp.int32, indices.shape, axis) for axis in range(x.ndim)]
         index_arrays[self.axis] = indices.astype(jnp.int32)
-        return _write(x, tuple(index_arrays), updates, self.kind)
+        return _scatter(x, tuple(index_arrays), updates, self.kind)
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,14 @@ class ScatterNd(Mir):
     """
 
     traits = replace(MOVEMENT, widens=False)
-    choices = {"kind": SCATTER}
+    choices = {"kind": SCATTER_KINDS}
     operands = "x indices:int updates:x"
 
     kind: str = "set"
 
     def check(self, *operands: TensorType) -> None:
         x, indices, updates = operands
-        _check_tuples("scatter_nd", x, indices)
+        _check_index_tuples("scatter_nd", x, indices)
         _check_scatter("scatter_nd", self.kind, x)
         expected_shape = (*indices.shape[:-1], *x.shape[indices.shape[-1] :])
         if updates.shape != expected_shape:
@@ -226,7 +226,7 @@ class ScatterNd(Mir):
             raise ShapeError(f"scatter_nd: the updates of {indices} in {x} are {expected}, got {updates}")
 
     def eval(self, x: Array, indices: Array, updates: Array) -> Array:
-        return _write(x, tuple(jnp.moveaxis(indices, -1, 0)), updates, self.kind)
+        return _scatter(x, tuple(jnp.moveaxis(indices, -1, 0)), updates, self.kind)
 
 
 # -- windows of preceding tokens, and the context that a sequence leaves for the next call -----

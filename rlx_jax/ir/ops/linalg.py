@@ -143,7 +143,7 @@ class Einsum(Mir):
     def check(self, *operands: TensorType) -> None:
         if len({t.dtype for t in operands}) != 1:
             dtypes = ", ".join(map(str, operands)) or "none"
-            raise DTypeError(f"einsum: operands have one dtype, got {dtypes}; cast them")
+            raise DTypeError(f"einsum: operands have the same dtype, got {dtypes}; cast them")
         terms, _, _ = self.subscripts.partition("->")
         if terms.count(",") + 1 != len(operands):
             raise ShapeError(f"einsum: {self.subscripts!r} reads {terms.count(',') + 1} operands, got {len(operands)}")
@@ -190,11 +190,11 @@ class Fft(Mir):
         if not (is_float(x.dtype) or (x.dtype == np.complex64 and self.kind != "rfft")):
             raise DTypeError(f"{self.kind}: needs floats{', or c64' * (self.kind != 'rfft')}, got {x}; cast it")
         if not is_static(x.shape[self.axis]):
-            raise ShapeError(f"{self.kind}: the size of axis {self.axis} of {x} must be a number")
+            raise ShapeError(f"{self.kind}: the size of axis {self.axis} of {x} must be static")
         if self.n is not None and (isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1):
             raise ShapeError(f"{self.kind}: n is an int of at least 1, got {self.n!r}")
         if self.kind == "irfft" and self.n is None and x.shape[self.axis] < 2:
-            raise ShapeError(f"irfft: of one entry nothing is left; give n=, for {x}")
+            raise ShapeError(f"irfft: the result of one entry is empty; give n= for {x}")
 
     def eval(self, x: Array) -> Array:
         values = x.astype(jnp.float32) if is_float(x.dtype) else x

@@ -116,7 +116,7 @@ class Standardize(Mir):
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
         if not self.axes:
-            raise ShapeError(f"standardize: expected one of the axes of {x} or more, got none")
+            raise ShapeError(f"standardize: expected at least one axis of {x}, got none")
         if not math.isfinite(self.eps) or self.eps < 0:
             raise GraphError(f"standardize: epsilon is a number of at least 0, got {self.eps}")
 

@@ -154,7 +154,8 @@ def _check_width(op: str, dtype: np.dtype[Any]) -> None:
     valid = device_dtype(dtype)
     if valid != dtype:
         raise DTypeError(
-            f"{op}: programs hold no {short_name(dtype)}, JAX has no 64-bit numbers by default; use {short_name(valid)}"
+            f"{op}: programs do not hold {short_name(dtype)}, because JAX has no 64-bit numbers by default; use "
+            f"{short_name(valid)}"
         )
 
 

@@ -314,7 +314,7 @@ class TokenScan(Mir):
             raise wrong_arity("token_scan", str(num_operands), len(operands))
         xs = operands[self.states : self.states + self.tokens]
         if any(x.rank < 2 or x.shape[:2] != xs[0].shape[:2] for x in xs):
-            raise ShapeError(f"token_scan: what is read is [B, S, …], got {', '.join(map(str, xs))}")
+            raise ShapeError(f"token_scan: token operands are [B, S, …], got {', '.join(map(str, xs))}")
         for number, (operand, expected) in enumerate(zip(operands, self.step.operand_types, strict=False)):
             num_leading = 2 if self.states <= number < self.states + self.tokens else 0
             shape = operand.shape[num_leading:]

@@ -371,7 +371,7 @@ class Pad(Mir):
         if len(self.widths) != x.rank:
             raise ShapeError(f"pad: {x} has {x.rank} axes, got widths for {len(self.widths)}: {list(self.widths)}")
         if self.value and self.mode != "constant":
-            raise ShapeError(f"pad: a value is for the mode 'constant', got {self.value:g} and {self.mode!r}")
+            raise ShapeError(f"pad: a value needs the mode 'constant', got {self.value:g} and {self.mode!r}")
 
     def eval(self, x: Array) -> Array:
         if self.mode == "constant":
@@ -413,7 +413,7 @@ class Bound:
     from_end: bool = False
     minus: tuple[SizeOf, ...] = ()
 
-    def at(self, size: DimLike, shapes: Sequence[tuple[DimLike, ...]]) -> DimLike:
+    def resolve(self, size: DimLike, shapes: Sequence[tuple[DimLike, ...]]) -> DimLike:
         """Return the index on an axis of this `size`, for operands of these `shapes`."""
         added, subtracted = (sum(shapes[s.operand][s.axis] for s in sizes) for sizes in (self.sizes, self.minus))
         distance = added - subtracted + self.offset
@@ -446,7 +446,7 @@ class CutAxis(Mir):
     def _bounds(self, shapes: Sequence[tuple[DimLike, ...]]) -> tuple[DimLike, DimLike]:
         """Return the start and stop indices for operands of these shapes."""
         size = shapes[0][self.axis]
-        return self.start.at(size, shapes), self.stop.at(size, shapes)
+        return self.start.resolve(size, shapes), self.stop.resolve(size, shapes)
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         x = operands[0]

@@ -76,7 +76,7 @@ def cubic(x: Array, a: float) -> Array:
     return jnp.where(x <= 1, near, jnp.where(x < 2, far, 0.0))
 
 
-def resampling(target: DimLike, size: int, antialias: bool) -> Array:
+def resampling_matrix(target: DimLike, size: int, antialias: bool) -> Array:
     """Return the f32 matrix `[target, size]` of bicubic resampling along one axis, with pixel centres at halves.
 
     It matches torch's `interpolate(mode="bicubic", align_corners=False)`. With `antialias` the kernel (a = −½) widens
@@ -138,7 +138,10 @@ class GridPositions(Mir):
         # The general case would give the same numbers, up to rounding: the matrices are identities.
         if is_static(rows) and is_static(columns) and (rows, columns) == self.grid:
             return table[None]
-        row_matrix, column_matrix = resampling(rows, height, self.antialias), resampling(columns, width, self.antialias)
+        row_matrix, column_matrix = (
+            resampling_matrix(rows, height, self.antialias),
+            resampling_matrix(columns, width, self.antialias),
+        )
         # Devices may otherwise use a faster product with fewer bits.
         exact: dict[str, Any] = {"precision": lax.Precision.HIGHEST}
         resampled = jnp.einsum(
@@ -208,7 +211,7 @@ class Resize(Mir):
         (x,) = operands
         for axis in self.axes:
             if not is_static(x.shape[axis]):
-                raise ShapeError(f"resize: axis {axis} of {x} is a symbol; sizes that are resized are numbers")
+                raise ShapeError(f"resize: axis {axis} of {x} is symbolic; resized axes need static sizes")
         for name, values in (("sizes", self.sizes), ("scales", self.scales), ("roi", self.roi)):
             if values is not None and len(values) != len(self.axes):
                 raise ShapeError(f"resize: {name} of {len(self.axes)} axes, got {list(values)}")
@@ -315,20 +318,20 @@ class GridSample(Mir):
     def eval(self, x: Array, grid: Array) -> Array:
         x_f32, coordinates = x.astype(jnp.float32), grid.astype(jnp.float32)
         sizes = x.shape[2:]
-        pixels = [self._unscaled(coordinates[..., len(sizes) - 1 - i], n) for i, n in enumerate(sizes)]
+        pixels = [self._to_pixels(coordinates[..., len(sizes) - 1 - i], n) for i, n in enumerate(sizes)]
         if self.method != "cubic":  # cubic pads each of its taps separately, in `_read`
-            pixels = [self._folded(p, n) for p, n in zip(pixels, sizes, strict=True)]
+            pixels = [self._pad_coordinates(p, n) for p, n in zip(pixels, sizes, strict=True)]
         total: Any = 0.0
-        for corner in itertools.product(*(self._corners(p) for p in pixels)):
+        for corner in itertools.product(*(self._corner_weights(p) for p in pixels)):
             weight = math.prod(w for _, w in corner)
             total = total + self._read(x_f32, [k for k, _ in corner], sizes) * jnp.expand_dims(weight, 1)
         return jnp.asarray(total, jnp.float32).astype(x.dtype)
 
-    def _unscaled(self, g: Array, n: int) -> Array:
+    def _to_pixels(self, g: Array, n: int) -> Array:
         """Return grid coordinates in −1 … 1 as coordinates in entries of an axis of size n."""
         return (g + 1) / 2 * (n - 1) if self.align_corners else ((g + 1) * n - 1) / 2
 
-    def _folded(self, p: Array, n: int) -> Array:
+    def _pad_coordinates(self, p: Array, n: int) -> Array:
         """Return coordinates on an axis of size n, moved inside as the padding requires."""
         if self.padding == "border":
             return jnp.clip(p, 0, n - 1)
@@ -340,7 +343,7 @@ class GridSample(Mir):
             return jnp.clip(low + jnp.minimum(around, 2 * span - around), 0, n - 1)
         return p
 
-    def _corners(self, p: Array) -> list[tuple[Array, Array]]:
+    def _corner_weights(self, p: Array) -> list[tuple[Array, Array]]:
         """Return pairs of (integer coordinates, weights): the entries that contribute to each coordinate."""
         if self.method == "nearest":
             return [(jnp.round(p), jnp.ones_like(p))]
@@ -353,7 +356,7 @@ class GridSample(Mir):
     def _read(self, x: Array, at: list[Array], sizes: tuple[int, ...]) -> Array:
         """Return x at integer coordinates `at`, one array for each spatial axis; 0 outside: `[N, C, O…]`."""
         if self.method == "cubic":
-            at = [self._folded(k, n) for k, n in zip(at, sizes, strict=True)]
+            at = [self._pad_coordinates(k, n) for k, n in zip(at, sizes, strict=True)]
         is_inside = [(k >= 0) & (k <= n - 1) for k, n in zip(at, sizes, strict=True)]
         index = [jnp.clip(k, 0, n - 1).astype(jnp.int32) for k, n in zip(at, sizes, strict=True)]
         entries = jax.vmap(lambda image, *k: image[(slice(None), *k)])(x, *index)
