@@ -573,7 +573,7 @@ def test_ctrl_c_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
         started.wait()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(CompiledModel, "warm", interrupted)
+    monkeypatch.setattr(CompiledModel, "compile_if_static", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rlx.CausalLM(*mlp(40), progress=slow)
     assert len(loaded) <= 3
