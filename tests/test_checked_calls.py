@@ -113,7 +113,7 @@ def test_arguments_and_flows_say_how_long_a_sequence_is() -> None:
 @pytest.mark.parametrize("ids", ["host", "all"])
 def test_ids_on_an_accelerator(monkeypatch: pytest.MonkeyPatch, ids: str) -> None:
     """They are read where the profile says so, for calls and for training steps; traced ones have no values."""
-    monkeypatch.setattr(inputs, "IN_HOST_MEMORY", ())
+    monkeypatch.setattr(inputs, "HOST_PLATFORMS", ())
     good, bad = jnp.array([[1, 2, 3]]), jnp.array([[1, 99999, 3]])
     calls = [lambda: model(ids=ids)(bad), lambda: step(bad, ids), lambda: step(good, ids, bad)]
     for call in calls:
