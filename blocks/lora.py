@@ -119,7 +119,7 @@ class LoraLinear:
         op = product.op
         assert isinstance(op, hir.Linear)
         # A later node of the block, such as a bias, would not see the adapter's product.
-        if emit.own(y).node != number:
+        if emit.unwrap(y).node != number:
             raise GraphError(f"{emit.path}: lora changes a block that is one product, and this has more behind it")
         axis_order = 1 if op.contract else -1
         # A pass splits an axis with several roles (fused q, k and v) in W only, so A and B get no role there.

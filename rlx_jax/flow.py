@@ -362,7 +362,7 @@ class ModelFlow(Stages):
             emit.parameters.raise_deferred(emit.hir_and_params()[1])
         captured_blocks = tuple(name for name in emit.state.outputs if name not in stage_outputs)
         values = self._outputs.values(emit, value, captured_blocks, self.name)
-        outputs = {name: emit.own(output) for name, output in values.items()}
+        outputs = {name: emit.unwrap(output) for name, output in values.items()}
         emit.captured.closed = True
         rolled, refusals = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled, "hir", "build", types)

@@ -104,7 +104,9 @@ def test_no_surface_spells_an_op_again() -> None:
                             (LayerStack, (Stages,))):  # fmt: skip
         shared = {n for c in mixins for n in vars(c) if not n.startswith("_")}
         again = shared & {n for n in vars(surface) if not n.startswith("_")}
-        assert again <= {"own", "wrap", "weight", "add_all", "builder", "level", "lm_head", "where", "stage"}, surface
+        assert again <= {"unwrap", "wrap", "weight", "add_all", "builder", "level", "lm_head", "where", "stage"}, (
+            surface
+        )
 
 
 def test_a_stack_takes_what_a_flow_takes() -> None:

@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "an index of floats": (lambda m, x: m.add_node(Switch(()), x), GraphError, "no branches"),
     "no function": (lambda m, x: m.cond(m.any(x), x, m.sin, x), GraphError, "takes a function of values"),
     "a carry that grows": (lambda m, x: m.scan(lambda c, v: (x, None), m.zeros(4), x), ShapeError,
-        "enter a step, .f32.rows,4.. leave"),
+        "takes .f32.4.. and returns .f32.rows,4"),
     "nothing to cut": (lambda m, x: m.scan(lambda c, v: (c, None), x), ShapeError, "length is an int"),
     "a scalar to cut": (lambda m, x: m.scan(lambda c, v: (c, v), x, m.sum(x)), ShapeError, "has a first axis"),
     "a condition that is none": (lambda m, x: m.while_loop(lambda v: v, m.sin, x), ShapeError,

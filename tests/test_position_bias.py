@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
     "whole numbers": (lambda e, x: lambda q, k: k - q, ShapeError, r"floats \[N, S, T\]"),
     "two values": (lambda e, x: lambda q, k: (q, k), ShapeError, r"floats \[N, S, T\]"),
     "the tokens": (lambda e, x: lambda q, k: e.cast(k - q, "f32") + x[0, 0, 0] * 0 + x[:, 0, 0].sum(), GraphError,
-        "has a size of the request"),
+        "with a size of the request"),
 }  # fmt: skip
 
 

@@ -283,8 +283,8 @@ def leak(x: Any) -> Any:
 jax.jit(leak)(1.0)
 ZEROS = np.zeros(H, np.float32)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "longer": (lambda h, x: (jnp.concatenate([h, h]), x), r"the state enters as f32.8. and leaves as f32.16."),
-    "another form": (lambda h, x: ((h, h), x), "the state enters as"),
+    "longer": (lambda h, x: (jnp.concatenate([h, h]), x), r"takes the state as f32.8. and returns f32.16."),
+    "another form": (lambda h, x: ((h, h), x), "the step takes a state"),
     "no pair": (lambda h, x: h, r"return a pair, \(state, y_t\)"),
     "counts its traces": (counter(), "another function each time"),
     "random": (lambda h, x: (h + np.random.normal(), x), "another function each time"),
@@ -309,7 +309,7 @@ def test_operands_that_are_refused() -> None:
     refused(lambda emit, x: emit.recurrent(mean_step, x, init=x[:, 0]), "init leaf state", ShapeError)
     refused(
         lambda emit, x: emit.recurrent(lambda h, t: (h + t * emit.param("w")[0], t), x, init=ZEROS),
-        "reads a value or a weight of the flow: give it as one of the parameters",
+        "reads a value or a weight of the flow: pass it as one of the parameters",
     )
     big = np.zeros((513, 512), np.float32)
     refused(

@@ -53,7 +53,7 @@ def insert_q_dq(module: GraphModule, record: Mapping[Value, Scale]) -> GraphModu
     for value, scale in record.items():
         if not isinstance(scale, Scale):
             raise GraphError(f"{module.name}: insert_q_dq: expected a Scale, got {shown(scale)}")
-        graph_value = module.own(value)
+        graph_value = module.unwrap(value)
         if not is_float(module.type_of(value).dtype):
             raise DTypeError(f"{module.name}: insert_q_dq: {module.node_label(value)} is {module.type_of(value)}")
         scales[graph_value] = scale
@@ -79,4 +79,4 @@ def _rounded(m: GraphModule, value: Value, s: Scale) -> Value:
     """Append `dequantize(quantize(value))` to the module, and return its value, in the dtype of the original."""
     zero = s.zero_point or None  # symmetric quantization needs no zero point
     dtype = m.type_of(value).dtype
-    return m.own(m.dequantize(m.quantize(value, s.scale, zero, dtype=s.dtype), s.scale, zero, dtype=dtype))
+    return m.unwrap(m.dequantize(m.quantize(value, s.scale, zero, dtype=s.dtype), s.scale, zero, dtype=dtype))

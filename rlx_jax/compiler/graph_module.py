@@ -227,12 +227,12 @@ class GraphModule(ModuleBuilder):
 
     def node_label(self, value: Value) -> str:
         """Return a name for a value: the label of its block, else its block path, else its id such as `%3`."""
-        origin = self.builder.nodes[self.own(value).node].origin
+        origin = self.builder.nodes[self.unwrap(value).node].origin
         return origin.label or path_text(origin.path) or f"%{value.node}"
 
     def node(self, value: Value) -> Node:
         """Return the node of a value: its op, inputs, types and origin."""
-        return self.builder.nodes[self.own(value).node]
+        return self.builder.nodes[self.unwrap(value).node]
 
     def verify(self) -> tuple[str, ...]:
         """Return the problems of the graph, one text for each, with its node, op and block path; () if it is valid."""
@@ -246,11 +246,11 @@ class GraphModule(ModuleBuilder):
 
     def users(self, value: Value) -> tuple[Value, ...]:
         """Return the first result of each node that reads a result of the value's node, in order."""
-        return tuple(self.wrap(Value(n)) for n in queries.users(self._snapshot(), self.own(value).node))
+        return tuple(self.wrap(Value(n)) for n in queries.users(self._snapshot(), self.unwrap(value).node))
 
     def use_count(self, value: Value) -> int:
         """Return how often the results of the value's node are used as operands and as outputs."""
-        return queries.use_count(self._snapshot(), self.own(value).node)
+        return queries.use_count(self._snapshot(), self.unwrap(value).node)
 
     def topo_order(self) -> tuple[Value, ...]:
         """Return the first result of every node, operands before users."""
@@ -301,8 +301,8 @@ class GraphModule(ModuleBuilder):
         if not isinstance(other, GraphModule) or other.stage != self.stage:
             got = other.stage if isinstance(other, GraphModule) else shown(other)
             raise GraphError(f"module {self.name!r} is at {self.stage}; expected a module at the same level, got {got}")
-        input_values = {name: self.own(value) for name, value in inputs.items()}
-        param_values = None if params is None else {name: self.own(value) for name, value in params.items()}
+        input_values = {name: self.unwrap(value) for name, value in inputs.items()}
+        param_values = None if params is None else {name: self.unwrap(value) for name, value in params.items()}
         return tuple(map(self.wrap, queries.inline_into(self.builder, other.finish(), input_values, param_values)))
 
     def promote_params_to_inputs(self, names: Iterable[str]) -> GraphModule:

@@ -119,7 +119,7 @@ class ModuleBuilder(SpecBuilders[Value]):
         """Return `stage`, under the name that the op builders use."""
         return self.stage
 
-    def own(self, value: Value) -> Value:
+    def unwrap(self, value: Value) -> Value:
         """Return the graph value of a value of this module.
 
         Raises:
@@ -138,7 +138,7 @@ class ModuleBuilder(SpecBuilders[Value]):
         nodes = (value.owner or self.builder).nodes
         if not (0 <= value.node < len(nodes)) or value.index >= len(nodes[value.node].types):
             raise GraphError(f"{self.name}: {value} is not a value of this module")
-        return self.inside(value)
+        return self.to_current_body(value)
 
     def weight(
         self,
@@ -168,7 +168,7 @@ class ModuleBuilder(SpecBuilders[Value]):
         """
         if not isinstance(values, Iterable):
             raise GraphError(f"{self.name}: set_outputs takes a list of values, got {type(values).__name__}: [value]")
-        outputs = [self.own(v) for v in values]
+        outputs = [self.unwrap(v) for v in values]
         default = ("output",) if len(outputs) == 1 else tuple(f"output{i}" for i in range(len(outputs)))
         output_names = as_names(names, f"{self.name}: set_outputs") or default
         if len(output_names) != len(outputs):

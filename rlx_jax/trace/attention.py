@@ -78,7 +78,7 @@ class AttentionBuilders(Control[V]):
         if scaling is not None:
             inv_freq = items_of(scaling(inv_freq), f"{self.path}: rotary", "as many frequencies from scaling=")
             if len(inv_freq) != columns // 2:
-                raise ShapeError(f"{self.path}: rotary: scaling makes {len(inv_freq)} frequencies of {columns // 2}")
+                raise ShapeError(f"{self.path}: rotary: scaling returns {len(inv_freq)} frequencies for {columns // 2}")
         return Rotary(*self.rope_angles(positions, inv_freq), columns, style)
 
     def rope_angles(
@@ -123,10 +123,10 @@ class AttentionBuilders(Control[V]):
             n_rot, style: as in `rotary`; not with its result.
         """
         if (isinstance(at, Rotary) or sin is not None) and (theta, scaling) != (None, None):
-            raise GraphError(f"{self.path}: rope: theta and scaling make tables of positions; these tables are made")
+            raise GraphError(f"{self.path}: rope: theta and scaling are for positions, but got tables")
         if isinstance(at, Rotary):
             if any(value is not None for value in (sin, style, n_rot)):
-                raise GraphError(f"{self.path}: rope: what rotary made has its sin, style and n_rot; leave these out")
+                raise GraphError(f"{self.path}: rope: sin, style and n_rot are part of the result of rotary")
         elif sin is not None:
             at = Rotary(at, sin, head_dim if n_rot is None else n_rot, style or "half")
         else:
@@ -225,34 +225,25 @@ class AttentionBuilders(Control[V]):
                 numbers of keys before and after the query's position.
             softcap: c in c · tanh(scores / c), applied before mask and bias.
             scale: by default D^(−1/2).
-            sinks: `[N]`, an extra score of each head that takes part in the softmax without a value, so that the
-                weights of the keys sum to less than 1. It is neither scaled nor capped.
+            sinks: `[N]`, an extra score of each head in the softmax, without a value; it is neither scaled nor capped.
             rope: rotates q and k: the result of `rotary`, or (cos, sin) for as many columns as they have, in halves.
             layout: "heads" if q, k and v have an axis of heads, `[B, S, N, D]`; so has the result.
             mask_value: only with the name of a mask kind, such as `mask="custom"`: see `attention_kind`.
 
         Raises:
-            ShapeError, DTypeError: an operand does not fit; the message has the expected shapes.
-            GraphError: contradictory options.
+            ShapeError, DTypeError: an operand does not fit. GraphError: contradictory options.
         """
         self._check_mask_options(causal, mask, mask_value)
         if isinstance(mask, hir.MaskKind | str):
             self._check_kind_options(
-                causal=causal, bias=bias, window=window, rope=rope, sinks=sinks, kv_heads=kv_heads,
-                layout=None if layout == "packed" else layout,
+                causal=causal, bias=bias, window=window, rope=rope, sinks=sinks, kv_heads=kv_heads, layout=layout
             )  # fmt: skip
-            width, groups = self._heads(q, k, heads, head_dim, kv_heads)
-            kind_op = hir.attention(heads, groups, hir.mask_kind(mask), scale=scale, softcap=softcap)
-            return self.add_node(kind_op, q, k, v, *([] if mask_value is None else [mask_value]))
-        q, k, v = (self._to_packed(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
-        width, groups = self._heads(q, k, heads, head_dim, kv_heads)
-        if rope is not None:
-            q, k = (self._rotate(x, self._as_rotary(rope), width) for x in (q, k))
-        backward, ahead = self._window_counts(window, bool(causal))
-        operand_names, bias_body, operands = self._score_operands(q, k, heads, mask, bias, sinks)
+            return self._attend_by_kind(q, k, v, heads, head_dim, mask, mask_value, scale, softcap)
+        q, k, v, groups = self._prepare_heads(q, k, v, heads, head_dim, kv_heads, rope, layout)
+        past, ahead = self._window_counts(window, bool(causal))
+        names, body, operands = self._score_operands(q, k, heads, mask, bias, sinks)
         op = hir.Attention(
-            heads, groups, bool(causal), backward, scale, softcap, operand_names, ahead=ahead, bias_of=bias_body,
-            sinks=sinks is not None,
+            heads, groups, bool(causal), past, scale, softcap, names, ahead=ahead, bias_of=body, sinks=sinks is not None
         )  # fmt: skip
         result = self.add_node(op, q, k, v, *operands)
         return result if layout == "packed" else self._unpack_heads(result, self.type_of(result).shape[-1] // heads)
@@ -284,6 +275,23 @@ class AttentionBuilders(Control[V]):
             softcap=softcap,
         )  # fmt: skip
 
+    def _attend_by_kind(
+        self,
+        q: V,
+        k: V,
+        v: V,
+        heads: int,
+        head_dim: int | None,
+        mask: hir.MaskKind | str,
+        mask_value: V | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> V:
+        """Return attention over packed heads with a named mask kind."""
+        _, groups = self._head_counts(q, k, heads, head_dim, None)
+        op = hir.attention(heads, groups, hir.mask_kind(mask), scale=scale, softcap=softcap)
+        return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]))
+
     # -- operands of attention ---------------------------------------------------------------
 
     def _check_mask_options(self, causal: object, mask: object, mask_value: object) -> None:
@@ -307,16 +315,16 @@ class AttentionBuilders(Control[V]):
         sink_scores = [] if sinks is None else [self.weight(sinks, ("heads",), shape=(heads,))]
         return tuple(operands), bias_body, [*operands.values(), *sink_scores, *captured]
 
-    def _check_kind_options(self, **given: object) -> None:
-        """Refuse options that do not go with the name of a mask kind."""
-        for name, value in given.items():
+    def _check_kind_options(self, *, layout: str, **options: object) -> None:
+        """Refuse options that do not go with the name of a mask kind; heads must be packed."""
+        for name, value in {**options, "layout": None if layout == "packed" else layout}.items():
             if value is not None:
                 raise GraphError(
-                    f"{self.path}: attention: {name}= does not go with a mask kind: give the mask as a value, and "
-                    "causal=, window= and bias= beside it"
+                    f"{self.path}: attention: {name}= does not go with a mask kind: pass the mask as a value, with "
+                    "causal=, window= and bias="
                 )
 
-    def _heads(self, q: V, k: V, heads: int, head_dim: int | None, kv_heads: int | None) -> tuple[int, int]:
+    def _head_counts(self, q: V, k: V, heads: int, head_dim: int | None, kv_heads: int | None) -> tuple[int, int]:
         """Return the width of heads, and the number of key heads, which follows from the width of k."""
         queries, keys = self.type_of(q), self.type_of(k)
         is_count = isinstance(heads, int | np.integer) and not isinstance(heads, bool) and heads >= 1
@@ -334,6 +342,24 @@ class AttentionBuilders(Control[V]):
                 f"{self.path}: attention: k {keys} has {k_heads} heads of width {width}; kv_heads is {shown(kv_heads)}"
             )
         return width, k_heads
+
+    def _prepare_heads(
+        self,
+        q: V,
+        k: V,
+        v: V,
+        heads: int,
+        head_dim: int | None,
+        kv_heads: int | None,
+        rope: Rotary[V] | tuple[V, V] | None,
+        layout: str,
+    ) -> tuple[V, V, V, int]:
+        """Return q, k and v with packed heads, q and k rotated, and the number of key heads."""
+        q, k, v = (self._to_packed(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
+        width, groups = self._head_counts(q, k, heads, head_dim, kv_heads)
+        if rope is not None:
+            q, k = (self._rotate(x, self._as_rotary(rope), width) for x in (q, k))
+        return q, k, v, groups
 
     def _to_packed(self, x: V, layout: str, heads: int | None) -> V:
         """Return x with packed heads, after checking that it has the layout."""
@@ -364,14 +390,14 @@ class AttentionBuilders(Control[V]):
         *lead, width = self.shape(x).shape
         return self.reshape(x, (*lead, int(width) // head_dim, head_dim))
 
-    def _as_rotary(self, given: Any) -> Rotary[V]:
+    def _as_rotary(self, rope: Any) -> Rotary[V]:
         """Return the `rope` argument of `attention` as a Rotary; a pair (cos, sin) rotates in halves."""
-        if isinstance(given, Rotary):
-            return given
-        tables = items_of(given, f"{self.path}: attention: rope", "what rotary made, or (cos, sin)")
+        if isinstance(rope, Rotary):
+            return rope
+        tables = items_of(rope, f"{self.path}: attention: rope", "a result of rotary, or (cos, sin)")
         if len(tables) != 2:
             raise GraphError(
-                f"{self.path}: attention: rope is what rotary made, or (cos, sin); got {len(tables)} values"
+                f"{self.path}: attention: rope is a result of rotary, or (cos, sin); got {len(tables)} values"
             )
         width = self.type_of(tables[0]).shape[-1]  # half of the rotated columns
         return Rotary(*tables, 2 * int(width) if is_static(width) else 0)
@@ -384,16 +410,16 @@ class AttentionBuilders(Control[V]):
         sizes = pair if pair is not None else (window,)
         if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in sizes) or len(sizes) > 2:
             raise GraphError(
-                f"{self.path}: attention: window is a number of keys or (before, behind), got {shown(window)}"
+                f"{self.path}: attention: window is a number of keys or (before, after), got {shown(window)}"
             )
         if pair is None:
             return int(window), 0 if causal else int(window) - 1
         if len(pair) != 2 or min(pair) < 0:
-            raise GraphError(f"{self.path}: attention: window (before, behind) is two counts, got {shown(window)}")
+            raise GraphError(f"{self.path}: attention: window (before, after) is two counts, got {shown(window)}")
         if causal and pair[1]:
             raise GraphError(
-                f"{self.path}: attention: window (before, behind) is {shown(window)}, and a causal query reads no key "
-                "behind its own: leave out causal=True, or write 0 for behind"
+                f"{self.path}: attention: window (before, after) is {shown(window)}, and a causal query reads no key "
+                "after its own: leave out causal=True, or write 0 for after"
             )
         return int(pair[0]) + 1, int(pair[1])  # the op also counts the query's own key
 
@@ -414,8 +440,8 @@ class AttentionBuilders(Control[V]):
         # With equal batch and sequence, `[B, T]` and `[S, T]` have the same shape, and a guess could be wrong.
         if as_rows and as_pairs and not (is_static(batch) and batch == 1):
             raise ShapeError(
-                f"{self.path}: attention: the mask {m_type} may be [B, T] or [S, T], as B and S are both {batch}: say "
-                "which with an axis of 1, mask[:, None] or mask[None]"
+                f"{self.path}: attention: the mask {m_type} may be [B, T] or [S, T], as B and S are both {batch}: "
+                "add an axis of 1, mask[:, None] or mask[None]"
             )
         if m_type.rank == 1:
             return self.slice(mask, (None,))
@@ -428,7 +454,7 @@ class AttentionBuilders(Control[V]):
         where, rows, keys = f"{self.path}: attention: bias=", self.type_of(q), self.type_of(k)
         if rows.shape[1] != keys.shape[1]:
             raise ShapeError(
-                f"{where} a function of positions is for as many queries as keys, got q {rows} and k {keys}; give an "
+                f"{where} a function of positions needs as many queries as keys, got q {rows} and k {keys}; pass an "
                 "array"
             )
         # Separate symbols for both sizes, so that one body serves every program, also with cached keys.
@@ -440,15 +466,15 @@ class AttentionBuilders(Control[V]):
         fits = is_single and is_float(types[0].dtype) and types[0].rank <= 3
         if not fits or any(dim not in (1, size) for dim, size in zip(types[0].shape[::-1], sizes[::-1], strict=False)):
             raise ShapeError(
-                f"{where} the function gives floats [N, S, T], 1 on any axis, with N = {heads}; got {types}"
+                f"{where} the function returns floats [N, S, T], 1 on any axis, with N = {heads}; got {types}"
             )
         for value in captures:
             if (t := self.builder.type(value)).symbols:
                 raise GraphError(
-                    f"{where} the function reads {t}, which has a size of the request: it may read positions, weights "
-                    "and numbers; give an array"
+                    f"{where} the function reads {t}, with a size of the request; it may read positions, "
+                    "weights and numbers: pass an array"
                 )
-        return body, tuple(self._values(captures))
+        return body, tuple(self._captured_values(captures))
 
     def _as_bias(self, bias: V) -> V:
         """Return a bias as `[B|1, N|1, S|1, T|1]`, with missing leading axes added."""

@@ -43,7 +43,7 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
     if not builder.marks_blocks:
         return write(value)
     start, saved_state, repeating = len(builder.nodes), _copy_registers(emit.state), emit.repeating
-    active = None if value is None else emit.wrap(builder.boundary("", emit.own(value)))
+    active = None if value is None else emit.wrap(builder.boundary("", emit.unwrap(value)))
     outer, emit.stage_blocks = emit.stage_blocks, (builder.origin.path, {})
     try:
         result = write(active)
@@ -67,7 +67,7 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
     if result is None:
         return None
     with builder.origin_scope(Origin(block)):
-        return emit.wrap(builder.boundary(OUTPUT, emit.own(result)))
+        return emit.wrap(builder.boundary(OUTPUT, emit.unwrap(result)))
 
 
 def _single_block(blocks: Collection[Path]) -> Path | None:

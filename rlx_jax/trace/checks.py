@@ -232,7 +232,7 @@ REDUNDANT_ARGUMENTS: dict[str, Callable[[Any, Any, Mapping[str, Any]], None]] = 
 SHAPE_KEYWORDS = ("out_shape", "out_shapes")
 
 # Public methods of writers that only builders call; they need no checks of user calls.
-INTERNAL = ("own", "wrap", "weight", "type_of", "inside", "lift")
+INTERNAL = ("unwrap", "wrap", "weight", "type_of", "to_current_body", "lift")
 
 
 def check_calls(cls: type[Any]) -> None:

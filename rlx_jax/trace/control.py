@@ -30,9 +30,9 @@ from rlx_jax.trace.writer import Body, V, is_number
 Branch = Callable[..., Any]
 
 
-def step_type(t: TensorType, lead: int = 0) -> TensorType:
-    """Return the type of a value inside a step: without its first `lead` axes, and f32 for floats."""
-    return TensorType(t.shape[lead:], F32 if is_float(t.dtype) else t.dtype)
+def step_type(t: TensorType, num_leading: int = 0) -> TensorType:
+    """Return the type of a value inside a step: without its first `num_leading` axes, and f32 for floats."""
+    return TensorType(t.shape[num_leading:], F32 if is_float(t.dtype) else t.dtype)
 
 
 def step_name(step: Any) -> str:
@@ -40,42 +40,42 @@ def step_name(step: Any) -> str:
     return str(getattr(step, "__name__", "step")).replace("<lambda>", "step")
 
 
-def _as_tuple(made: Any) -> tuple[Any, ...]:
+def _as_tuple(values: Any) -> tuple[Any, ...]:
     """Return one value, or a tuple or list of values, as a tuple."""
-    return tuple(made) if isinstance(made, tuple | list) else (made,)
+    return tuple(values) if isinstance(values, tuple | list) else (values,)
 
 
 class Control(Images[V]):
     """Branches, loops, custom gradients and recurrences."""
 
     def _trace(
-        self, what: str, fn: Branch, given: Sequence[TensorType], captures: dict[Value, int] | None
+        self, op_name: str, fn: Branch, arg_types: Sequence[TensorType], captures: dict[Value, int] | None
     ) -> tuple[Graph, bool]:
-        """Trace `fn` with arguments of the types `given`, and return its graph and whether it returns a single value.
+        """Trace `fn` with arguments of these types, and return its graph and whether it returns a single value.
 
         `captures` collects the values of the outer program that `fn` reads, with their input numbers in the body. None
         forbids captures.
         """
         if not callable(fn):
-            raise GraphError(f"{self.path}: {what} takes a function of values, got {shown(fn)}")
+            raise GraphError(f"{self.path}: {op_name} takes a function of values, got {shown(fn)}")
         outer = self.builder
-        inner = Builder(f"the body of {what}", outer.types, outer.current_origin)
+        inner = Builder(f"the body of {op_name}", outer.types, outer.current_origin)
         inner.inputs = list(outer.inputs)
-        body = Body(inner, outer, len(given), captures, what)
+        body = Body(inner, outer, len(arg_types), captures, op_name)
         # With the inner builder in place, all methods that `fn` calls write into the body.
         outer_bodies, self._bodies, self.builder = self._bodies, (*self._bodies, body), inner
         try:
-            result = fn(*(self.wrap(inner.leaf(BodyInput(i, type=t))) for i, t in enumerate(given)))
-            outputs = [self.own(v) for v in _as_tuple(result)]
+            result = fn(*(self.wrap(inner.leaf(BodyInput(i, type=t))) for i, t in enumerate(arg_types)))
+            outputs = [self.unwrap(v) for v in _as_tuple(result)]
             inner.inputs = []  # inputs of the program become captures below
             graph = inner.finish(outputs)
             if graph.writes:
-                raise GraphError(f"{self.path}: {what}: a body has no state of its own; carry it")
+                raise GraphError(f"{self.path}: {op_name}: a body has no state; add it to the carry")
 
             def operands(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
                 if not isinstance(node.op, Leaf) or isinstance(node.op, Constant | BodyInput):
                     return None
-                index = body.number(outer.leaf(node.op))  # a weight, or an input of the program
+                index = body.capture_number(outer.leaf(node.op))  # a weight, or an input of the program
                 return (b.leaf(BodyInput(index, type=node.op.type)),)
 
             graph = rewrite(lower_body(graph, outer.types), everywhere(operands), outer.types)
@@ -83,13 +83,13 @@ class Control(Images[V]):
             self._bodies, self.builder = outer_bodies, outer
         return graph, not isinstance(result, tuple | list)
 
-    def _values(self, captures: dict[Value, int]) -> list[V]:
+    def _captured_values(self, captures: dict[Value, int]) -> list[V]:
         """Return the captured values in order."""
         return [self.wrap(v) for v in captures]
 
-    def _unpack(self, results: Sequence[V], alone: bool) -> Any:
-        """Return the only result if `alone`, else all as a tuple."""
-        return results[0] if alone else tuple(results)
+    def _unpack(self, results: Sequence[V], is_single: bool) -> Any:
+        """Return the only result if `is_single`, else all as a tuple."""
+        return results[0] if is_single else tuple(results)
 
     def switch(self, index: V, branches: Sequence[Branch], *operands: V) -> Any:
         """Return `branches[index](*operands)`, as `lax.switch`: one branch runs, and the index is clamped to the range.
@@ -104,9 +104,9 @@ class Control(Images[V]):
         results = [tuple(map(str, (graph.type(v) for v in graph.outputs))) for graph, _ in traced]
         if len(set(results)) > 1 or len({is_single for _, is_single in traced}) > 1:
             type_texts = " and ".join(f"({', '.join(r)})" for r in dict.fromkeys(results))
-            raise ShapeError(f"{self.path}: branches give values of the same types, got {type_texts}")
-        at = self.cast(index, "i32")
-        values = self.add_all(Switch(tuple(g for g, _ in traced)), at, *operands, *self._values(captures))
+            raise ShapeError(f"{self.path}: branches return values of the same types, got {type_texts}")
+        number = self.cast(index, "i32")
+        values = self.add_all(Switch(tuple(g for g, _ in traced)), number, *operands, *self._captured_values(captures))
         return self._unpack(values, traced[0][1])
 
     def cond(self, pred: V, true_fn: Branch, false_fn: Branch, *operands: V) -> Any:
@@ -114,7 +114,7 @@ class Control(Images[V]):
         if self.type_of(pred).rank:
             raise ShapeError(
                 f"{self.path}: cond: the condition is one bool or number, got {self.type_of(pred)}; where(…) "
-                "chooses for each entry"
+                "selects for each entry"
             )
         truth = pred if self.type_of(pred).dtype == np.bool_ else self.ne(pred, 0)
         return self.switch(truth, (false_fn, true_fn), *operands)  # False is index 0
@@ -132,17 +132,17 @@ class Control(Images[V]):
         condition, _ = self._trace("while_loop", lambda *c: cond_fun(self._unpack(c, is_single)), types, captures)
         body, _ = self._trace("while_loop", lambda *c: body_fun(self._unpack(c, is_single)), types, captures)
         self._check_carry_types("while_loop", types, body)
-        results = self.add_all(While(len(types), condition, body), *carried, *self._values(captures))
+        results = self.add_all(While(len(types), condition, body), *carried, *self._captured_values(captures))
         return self._unpack(results, is_single)
 
-    def _check_carry_types(self, what: str, types: Sequence[TensorType], body: Graph, more: int = 0) -> None:
-        """Check that a step returns values of the types that it takes, followed by `more` other values."""
-        out_types = [body.type(v) for v in body.outputs[: len(body.outputs) - more]]
+    def _check_carry_types(self, op_name: str, types: Sequence[TensorType], body: Graph, num_extra: int = 0) -> None:
+        """Check that a step returns values of the types that it takes, followed by `num_extra` other values."""
+        out_types = [body.type(v) for v in body.outputs[: len(body.outputs) - num_extra]]
         if out_types != list(types):
-            enters, leaves = (", ".join(map(str, t)) for t in (types, out_types))
+            enter, leave = (", ".join(map(str, t)) for t in (types, out_types))
             raise ShapeError(
-                f"{self.path}: {what}: ({enters}) enter a step, ({leaves}) leave it; it returns values of the types "
-                "that it takes"
+                f"{self.path}: {op_name}: a step takes ({enter}) and returns ({leave}); it must return values "
+                "of the types that it takes"
             )
 
     def scan(
@@ -158,18 +158,18 @@ class Control(Images[V]):
         types = [self.type_of(v) for v in init_values]
         for t in (self.type_of(v) for v in x_values):
             if not t.rank:
-                raise ShapeError(f"{self.path}: scan: what is cut has a first axis, got {t}")
+                raise ShapeError(f"{self.path}: scan: xs need a first axis, got {t}")
         entries = [TensorType(t.shape[1:], t.dtype) for t in (self.type_of(v) for v in x_values)]
         # The structure of y is known only once `f` is traced: `step` records it here.
         shape: dict[str, bool] = {}
         stacks: list[int] = []
 
-        def step(*given: V) -> tuple[Any, ...]:
-            carry, x = given[: len(init_values)], given[len(init_values) :]
+        def step(*args: V) -> tuple[Any, ...]:
+            carry, x = args[: len(init_values)], args[len(init_values) :]
             one_x = None if xs is None else self._unpack(x, not isinstance(xs, tuple | list))
             results = f(self._unpack(carry, not isinstance(init, tuple | list)), one_x)
             if not isinstance(results, tuple | list) or len(results) != 2:
-                raise GraphError(f"{self.path}: scan: f gives (carry, y), got {shown(results)}")
+                raise GraphError(f"{self.path}: scan: f returns (carry, y), got {shown(results)}")
             next_carry, y = results
             shape.update(none=y is None, one=not isinstance(y, tuple | list))
             y_values = () if y is None else _as_tuple(y)
@@ -180,7 +180,7 @@ class Control(Images[V]):
         body, _ = self._trace("scan", step, [*types, *entries], captures)
         self._check_carry_types("scan", types, body, stacks[0])
         op = Scan(len(init_values), len(x_values), body, length, reverse)
-        results = self.add_all(op, *init_values, *x_values, *self._values(captures))
+        results = self.add_all(op, *init_values, *x_values, *self._captured_values(captures))
         last_carry = self._unpack(results[: len(init_values)], not isinstance(init, tuple | list))
         stacked = results[len(init_values) :]
         return last_carry, None if shape["none"] else self._unpack(stacked, shape["one"])
@@ -188,7 +188,9 @@ class Control(Images[V]):
     def fori_loop(self, lower: int, upper: int, body_fun: Branch, init_val: Any) -> Any:
         """Run `val = body_fun(i, val)` for i in `lower` … `upper` − 1, both ints, as `lax.fori_loop`, by `scan`."""
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in (lower, upper)) or upper <= lower:
-            raise GraphError(f"{self.path}: fori_loop: ints, the lower first; got {shown(lower)} and {shown(upper)}")
+            raise GraphError(
+                f"{self.path}: fori_loop: expected ints, the lower first; got {shown(lower)} and {shown(upper)}"
+            )
         is_tuple = isinstance(init_val, tuple | list)
 
         def step(carry: Any, _: Any) -> tuple[Any, None]:
@@ -251,11 +253,11 @@ class Control(Images[V]):
             check_count(unroll, f"{where}: unroll")
         xs, x_form = jax.tree.flatten(x)
         weights, weights_form = jax.tree.flatten(params)
-        starts, state_form = jax.tree_util.tree_flatten_with_path(init)
+        init_leaves, state_form = jax.tree_util.tree_flatten_with_path(init)
         self._check_tokens(where, xs)
         weights = [self.weight(w) for w in weights]
         self._check_shared(where, "parameter", weights, xs[0])
-        slots, learned = self._state_slots(where, starts, xs[0], len(xs) + len(weights))
+        slots, learned = self._state_slots(where, init_leaves, xs[0], len(xs) + len(weights))
         types = [self.type_of(v) for v in (*xs, *weights)]
         leaf_types = [s.type for s in slots] + [step_type(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
         forms = (state_form, x_form, weights_form)
@@ -321,20 +323,20 @@ class Control(Images[V]):
                 raise ShapeError(f"{where}: x is [B, S, …], got {', '.join(map(str, types))}")
             _check_static(where, "x", t, t.shape[2:])
 
-    def _check_shared(self, where: str, what: str, values: Sequence[Any], x: Any) -> None:
+    def _check_shared(self, where: str, label: str, values: Sequence[Any], x: Any) -> None:
         """Check that values shared by all rows and tokens have no batch or token axis."""
         x_symbols = {str(d) for d in self.type_of(x).shape[:2] if not isinstance(d, int)}
         for number, value in enumerate(values):
             t = self.type_of(value)
             if shared_symbols := sorted(x_symbols & t.symbols):
                 raise ShapeError(
-                    f"{where}: {what} {number} is {t}: every row and token reads the same one; give what has "
-                    f"{' and '.join(shared_symbols)} as an axis as a part of x, [B, S, …]"
+                    f"{where}: {label} {number} is {t}: all rows and tokens read the same one; pass a value "
+                    f"with the axis {' and '.join(shared_symbols)} as a part of x, [B, S, …]"
                 )
-            _check_static(where, f"{what} {number}", t, t.shape)
+            _check_static(where, f"{label} {number}", t, t.shape)
 
     def _state_slots(
-        self, where: str, starts: Sequence[Any], x: Any, first: int
+        self, where: str, init_leaves: Sequence[Any], x: Any, first: int
     ) -> tuple[tuple[hir.StateSlot, ...], list[Any]]:
         """Return the slots of a state with these initial leaves, and the leaves that are values.
 
@@ -342,7 +344,7 @@ class Control(Images[V]):
         """
         slots: list[hir.StateSlot] = []
         learned: list[Any] = []
-        for path, start in starts:
+        for path, start in init_leaves:
             name = re.sub(r"\W+", "_", jax.tree_util.keystr(path)).strip("_") or "state"
             name = f"state_{name}" if name[0].isdigit() else name
             if is_number(start) or isinstance(start, np.ndarray | jax.Array):
@@ -356,14 +358,14 @@ class Control(Images[V]):
                 slots.append(hir.StateSlot(name, step_type(self.type_of(start)), initial=first + len(learned)))
                 learned.append(start)
         if not slots:
-            raise GraphError(f"{where}: init has no arrays; what carries no state treats tokens alone: use emit.jax")
+            raise GraphError(f"{where}: init has no arrays; use emit.jax for a step without a state")
         return tuple(slots), learned
 
 
-def _check_static(where: str, what: str, t: TensorType, sizes: Sequence[Any]) -> None:
+def _check_static(where: str, label: str, t: TensorType, sizes: Sequence[Any]) -> None:
     """Check that all sizes of an array in a step are static, because the step is traced only once."""
     if not all(map(is_static, sizes)):
-        raise ShapeError(f"{where}: {what} is {t}: beside batch and tokens every size is a number")
+        raise ShapeError(f"{where}: {label} is {t}: every size except batch and tokens is a number")
 
 
 def _init_constant(where: str, start: Any) -> Constant:
@@ -376,18 +378,18 @@ def _init_constant(where: str, start: Any) -> Constant:
 
 
 def _flatten_step(
-    step: Callable[..., Any], label: str, names: Sequence[str], tokens: int, given: Sequence[TensorType], forms: Any
+    step: Callable[..., Any], label: str, names: Sequence[str], num_x: int, types: Sequence[TensorType], forms: Any
 ) -> Callable[..., tuple[list[Any], Any]]:
     """Return a user's `step(state, x_t, *params) -> (state, y_t)` on pytrees as a function of their leaves.
 
     Args:
         names: names of the leaves of the state.
-        tokens: number of leaves of x.
-        given: types of all leaves.
+        num_x: number of leaves of x.
+        types: types of all leaves.
         forms: pytree structures of the state, of x and of the parameters.
     """
     where, n = f"recurrent({label})", len(names)
-    parts = (slice(n), slice(n, n + tokens), slice(n + tokens, None))
+    parts = (slice(n), slice(n, n + num_x), slice(n + num_x, None))
 
     def call(*arrays: Any) -> tuple[list[Any], Any]:
         state, x, params = (jax.tree.unflatten(f, arrays[part]) for f, part in zip(forms, parts, strict=True))
@@ -395,27 +397,27 @@ def _flatten_step(
             result = step(state, x, *params)
         except RlxError as error:
             raise GraphError(
-                f"{where} reads a value or a weight of the flow: give it as one of the parameters ({first_line(error)})"
+                f"{where} reads a value or a weight of the flow: pass it as one of the parameters ({first_line(error)})"
             ) from error
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise GraphError(f"{where}: expected the step to return a pair, (state, y_t), got {shown(result)}")
         if not jax.tree.leaves(result[1]):
-            raise GraphError(f"{where} gives no y; it returns (state, y_t)")
-        return keep(result[0]), result[1]
+            raise GraphError(f"{where} returns no y; it must return (state, y_t)")
+        return check_state(result[0]), result[1]
 
-    def keep(after: Any) -> list[Any]:
+    def check_state(next_state: Any) -> list[Any]:
         """Return the leaves of the next state, after checking that its structure and types are unchanged."""
-        form = jax.tree.structure(after)
+        form = jax.tree.structure(next_state)
         if form != forms[0]:
-            raise GraphError(f"{where}: the state enters as {forms[0]} and leaves as {form}")
-        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(after)]
-        for name, slot, leaf in zip(names, given, leaves, strict=False):
+            raise GraphError(f"{where}: the step takes a state {forms[0]} and returns {form}")
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(next_state)]
+        for name, slot, leaf in zip(names, types, leaves, strict=False):
             leaf_type = TensorType(tuple(leaf.shape), np.dtype(leaf.dtype))
             if leaf_type != slot:
                 which = "the state" if name == "state" else f"leaf {name} of the state"
                 raise GraphError(
-                    f"{where}: {which} enters as {slot} and leaves as {leaf_type}: a state keeps its type; cast it, or "
-                    "begin with an init of that type"
+                    f"{where}: the step takes {which} as {slot} and returns {leaf_type}: a state keeps its type; "
+                    "cast it, or use an init of that type"
                 )
         return leaves
 

@@ -147,7 +147,7 @@ def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue,
         GraphError: a later edit replaced the block, or a stage has a side output of that name.
         ShapeError: blocks that are stacked return values of several types, or one returns several values.
     """
-    index, stage_outputs = BlockIndex(emit.builder.nodes, emit.own(value)), set(emit.state.outputs)
+    index, stage_outputs = BlockIndex(emit.builder.nodes, emit.unwrap(value)), set(emit.state.outputs)
     stacks = dict[str, dict[str, FlowValue]]()
     for stacked, block in captures:
         ports, path = index.ports(block), path_text(block)
@@ -373,7 +373,7 @@ class _Rewriter:
         def inner(x: FlowValue | None) -> FlowValue:
             nonlocal written, inner_values
             written += 1
-            replaced = {} if read is None else {read: emit.own(emit.require(x, "inner"))}
+            replaced = {} if read is None else {read: emit.unwrap(emit.require(x, "inner"))}
             new_block = block if written == 1 else (*block, f"again_{written}")
             inner_values = _ValueScope(replaced, values, (block, new_block))
             for repeat in inner_repeats:
@@ -396,7 +396,7 @@ class _Rewriter:
                     f"{path_text(path)}: the function that changes a block returns a FlowValue, got {shown(result)}"
                 )
             values.mapping |= {v: new_value for v, new_value in inner_values.mapping.items() if v.node in set(numbers)}
-            values.mapping[output] = self.builder.boundary(OUTPUT, emit.own(result))
+            values.mapping[output] = self.builder.boundary(OUTPUT, emit.unwrap(result))
             old_type = self.nodes[output.node].types[output.index]
             if result.type.shape != old_type.shape:
                 self.resize_note = f"{path_text(path)} returned {old_type} before the edit, and {result.type} after it"

@@ -139,7 +139,7 @@ class Emit(SpecBuilders[FlowValue]):
             segments: path of the block relative to the current one.
         """
         if not segments:
-            return self.wrap(self.builder.boundary("input", self.own(value)))
+            return self.wrap(self.builder.boundary("input", self.unwrap(value)))
         with self.scope(*segments):
             return self.block_input(value)
 
@@ -188,7 +188,7 @@ class Emit(SpecBuilders[FlowValue]):
         """Return a graph value as a FlowValue, which has operators."""
         return FlowValue(self, replace(value, owner=self.builder))
 
-    def own(self, value: FlowValue) -> Value:
+    def unwrap(self, value: FlowValue) -> Value:
         """Return the graph value of a FlowValue, after checking that it belongs to this flow."""
         if isinstance(value, str):
             raise GraphError(
@@ -202,7 +202,7 @@ class Emit(SpecBuilders[FlowValue]):
             )
         if value.emit is not self:
             raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
-        return self.inside(value.value)
+        return self.to_current_body(value.value)
 
     def weight(
         self,
@@ -224,7 +224,7 @@ class Emit(SpecBuilders[FlowValue]):
                 return super().add_all(op, *values)
             except ShapeError as error:
                 at_fault = [values[i] for i in error.operands] or values
-                weights = " and ".join(dict.fromkeys(w for v in at_fault for w in self._weights_of(self.own(v))))
+                weights = " and ".join(dict.fromkeys(w for v in at_fault for w in self._weights_of(self.unwrap(v))))
                 if not weights:
                     raise
                 raise WeightShapeError(f"{error}; it reads {weights}") from error
@@ -294,7 +294,7 @@ class Emit(SpecBuilders[FlowValue]):
 
     def record_roles(self, weight: FlowValue, roles: Sequence[Role]) -> None:
         """Declare the roles of the axes of a weight that was read earlier."""
-        op = self.builder.nodes[self.own(weight).node].op
+        op = self.builder.nodes[self.unwrap(weight).node].op
         for stored in stored_keys(op.programs[0]) if isinstance(op, Param) else ():
             self.parameters.record_roles(stored.key, roles, stored.type, self.path)
 

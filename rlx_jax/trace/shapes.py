@@ -85,7 +85,7 @@ class Shapes(Arithmetic[V]):
 
     def _slice_symbolic(self, x: V, axis: int, start: Any, stop: Any) -> V:
         """Return `start:stop` of one axis, where a bound is a symbolic size."""
-        graph_value = self.own(x)
+        graph_value = self.unwrap(x)
 
         def find_size(dim: Any) -> tuple[Value, int]:
             return self._find_size(graph_value, dim)
@@ -128,9 +128,9 @@ class Shapes(Arithmetic[V]):
             if is_static(dim):
                 target.append(dim)
                 continue
-            value, axis = self._find_size(self.own(x), dim)
+            value, axis = self._find_size(self.unwrap(x), dim)
             # Operand 0 is x; other operands only supply symbolic sizes.
-            if value != self.own(x) and value not in refs:
+            if value != self.unwrap(x) and value not in refs:
                 refs.append(value)
             target.append(SizeOf(refs.index(value) + 1 if value in refs else 0, axis))
         return self.add_node(Expand(tuple(target)), x, *(self.wrap(r) for r in refs))

@@ -58,19 +58,19 @@ class Body:
     """The body of a loop or branch that is being written with `builder`, inside the program of `outer`.
 
     Attributes:
-        given: number of inputs that are the arguments of the body. Later inputs are captured values of the outer
+        num_args: number of inputs that are the arguments of the body. Later inputs are captured values of the outer
             program, which become operands of the op.
         captures: the input number of each captured value; None if the body must not capture any.
-        what: name of the op, for messages.
+        op_name: name of the op, for messages.
     """
 
     builder: Builder
     outer: Builder
-    given: int
+    num_args: int
     captures: dict[Value, int] | None
-    what: str
+    op_name: str
 
-    def number(self, value: Value) -> int:
+    def capture_number(self, value: Value) -> int:
         """Return the number of the input for a captured value of `outer`.
 
         Raises:
@@ -78,13 +78,13 @@ class Body:
         """
         if self.captures is None:
             raise GraphError(
-                f"{self.what}: a body reads only what it is given, and this one reads another value or weight"
+                f"{self.op_name}: a body reads only its arguments, but this one reads another value or weight"
             )
-        return self.captures.setdefault(value, self.given + len(self.captures))
+        return self.captures.setdefault(value, self.num_args + len(self.captures))
 
-    def take(self, value: Value) -> Value:
+    def capture(self, value: Value) -> Value:
         """Return the value inside the body for a captured value of `outer`."""
-        return self.builder.leaf(BodyInput(self.number(value), type=self.outer.type(value)))
+        return self.builder.leaf(BodyInput(self.capture_number(value), type=self.outer.type(value)))
 
 
 class Writer(Generic[V]):
@@ -106,7 +106,7 @@ class Writer(Generic[V]):
 
     # -- abstract methods --------------------------------------------------------------------
 
-    def own(self, value: V) -> Value:
+    def unwrap(self, value: V) -> Value:
         """Return the graph value of a writer's value; anything else is a GraphError."""
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class Writer(Generic[V]):
         """Return a weight operand as a value; `Emit` also takes a key, with the options of `Emit.param`."""
         raise NotImplementedError
 
-    def inside(self, value: Value) -> Value:
+    def to_current_body(self, value: Value) -> Value:
         """Return a value for use in the current body; a value of an enclosing program is captured as an operand.
 
         Raises:
@@ -137,10 +137,10 @@ class Writer(Generic[V]):
         outer_builders = [body.outer for body in self._bodies]
         if value.owner not in outer_builders:
             raise GraphError(
-                f"{self.path}: a value of the body of a loop or choice is used outside of it; let it return it"
+                f"{self.path}: a value of the body of a loop or branch is used outside; return it from the body"
             )
         for body in self._bodies[outer_builders.index(value.owner) :]:
-            inner_value = body.take(inner_value)
+            inner_value = body.capture(inner_value)
         return inner_value
 
     # -- appending ---------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Writer(Generic[V]):
 
     def type_of(self, value: V) -> TensorType:
         """Return the IR type of a value."""
-        return self.builder.type(self.own(value))
+        return self.builder.type(self.unwrap(value))
 
     def shape(self, value: V) -> ValueType:
         """Return the shape and dtype of a value. Comparing a symbolic size with a number is an error."""
@@ -168,7 +168,7 @@ class Writer(Generic[V]):
             raise GraphError(f"{self.path}: expected an op, got {type(op).__name__}")
         if self.level != GraphStage.HIR and isinstance(op, Hir):
             raise GraphError(f"{op.name()} is a HIR block; module {self.builder.name!r} is at {self.level}")
-        operands, num_nodes = [self.own(v) for v in values], len(self.builder.nodes)
+        operands, num_nodes = [self.unwrap(v) for v in values], len(self.builder.nodes)
         with locate_errors(self.builder.current_origin):
             try:
                 results = self._write(op, *operands)
@@ -179,15 +179,15 @@ class Writer(Generic[V]):
                     check_attributes(op)
                 raise
 
-    def _check_elements(self, op: Op, results: tuple[Value, ...], before: int) -> None:
+    def _check_elements(self, op: Op, results: tuple[Value, ...], num_nodes: int) -> None:
         """Refuse results with a static size of 0, and remove their nodes.
 
         A slice of a symbolic axis may still be empty at some sizes.
         """
         for output in map(self.builder.type, results):
             if any(is_static(d) and d == 0 for d in output.shape):
-                del self.builder.nodes[before:]  # a refused op leaves no node
-                raise ShapeError(f"{op.text()} gives {output}, which has no elements: every dimension is at least 1")
+                del self.builder.nodes[num_nodes:]  # a refused op leaves no node
+                raise ShapeError(f"{op.text()} returns {output}, which has no elements: every dimension is at least 1")
 
     def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
         return self.builder.add(op, *operands)
@@ -202,7 +202,7 @@ class Writer(Generic[V]):
         results = self.add_all(op, *values)
         if len(results) != 1:
             del self.builder.nodes[num_nodes:]
-            raise GraphError(f"{self.path}: {op.text()} has {len(results)} results: add_all gives all of them")
+            raise GraphError(f"{self.path}: {op.text()} has {len(results)} results: add_all returns all of them")
         check_out_shape(self, op.name(), results[0], out_shape)
         return results[0]
 
@@ -221,7 +221,7 @@ class Writer(Generic[V]):
     def lift(self, value: Any, like: V) -> V:
         """Return a number as a scalar constant in the dtype of `like`, or a value as it is."""
         if isinstance(value, Dim):
-            raise GraphError(f"{self.path}: an op on values gets dimension {value}; sizes are not values")
+            raise GraphError(f"{self.path}: an op on values got the dimension {value}; sizes are not values")
         return self.constant(value, self.type_of(like).dtype) if is_number(value) else value
 
     def _pair(self, op: str, a: V | float, b: V | float) -> tuple[V, V]:
