@@ -7,6 +7,7 @@ K key/value heads, D head width. Weights are `[out, in]`, as checkpoints store t
 from rlx_jax.blocks import stream_id as stream_id
 from rlx_jax.blocks.attention import *
 from rlx_jax.blocks.compat import *
+from rlx_jax.blocks.composition import *
 from rlx_jax.blocks.control import *
 from rlx_jax.blocks.decoder import *
 from rlx_jax.blocks.encoder import *
@@ -14,6 +15,7 @@ from rlx_jax.blocks.ffn import *
 from rlx_jax.blocks.flux2 import *
 from rlx_jax.blocks.layer import *
 from rlx_jax.blocks.linear import *
+from rlx_jax.blocks.pooling import *
 from rlx_jax.blocks.positions import *
 from rlx_jax.blocks.recurrent import *
 from rlx_jax.blocks.self_attention import *

@@ -111,7 +111,7 @@ class SelfAttnPrefill:
             extra = mask_operand(emit, mask, self.spec.mask_input, self.stage)
             context = emit.add_node(self.spec.block(mask), q, k, v, *extra, *sinks(emit, self.spec))
             if self.kv_name is not None:
-                side_outputs(emit, self.kv_name, k, v, self.kv_sink)
+                add_side_outputs(emit, self.kv_name, k, v, self.kv_sink)
             return context
 
         with emit.scope("self_attn"):
@@ -146,7 +146,7 @@ class Heads:
         heads = {name: self.project(name, x) for name in "qkv"}
         if self.spec.gated:
             heads["q"], *gate = self._query_and_gate(heads["q"])
-        heads = self.rotated(heads)
+        heads = self.rotate(heads)
         context = attend(heads["q"], heads["k"], heads["v"])
         return context * self.emit.add_node(Unary("sigmoid"), *gate) if gate else context
 
@@ -156,7 +156,7 @@ class Heads:
         with self.emit.scope(f"{name}_proj"):
             return self.emit.linear(x, spec.weight(name), spec.bias(name), roles=spec.roles(name), columns=columns)
 
-    def rotated(self, heads: dict[str, FlowValue]) -> dict[str, FlowValue]:
+    def rotate(self, heads: dict[str, FlowValue]) -> dict[str, FlowValue]:
         """Return the heads with queries and keys normalised and rotated, as far as the spec has norms and rotation."""
         emit, s, result = self.emit, self.spec, dict(heads)
         eps = s.eps if s.qk_norm_eps is None else s.qk_norm_eps
@@ -186,12 +186,12 @@ def sinks(emit: Emit, spec: LayerSpec) -> tuple[FlowValue, ...]:
     return (emit.param(spec.keys.sinks, (spec.num_heads,), roles=("heads",)),) if spec.sinks else ()
 
 
-def side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue, sink: SideOutputs | None = None) -> None:
+def add_side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue, sink: SideOutputs | None = None) -> None:
     """Declare keys and values as side outputs of the flow, `{name}.k` and `{name}.v`; `sink` collects the names."""
     emit.output(f"{name}.k", k)
     emit.output(f"{name}.v", v)
     if not isinstance(sink, SideOutputs | None):
-        raise GraphError(f"{emit.path}: side outputs are collected by a blocks.SideOutputs, got {shown(sink)}")
+        raise GraphError(f"{emit.path}: expected a blocks.SideOutputs to collect side outputs, got {shown(sink)}")
     if sink is not None:
         sink.add(f"{name}.k", f"{name}.v")
 
@@ -222,7 +222,7 @@ def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str)
     """
     if not mask.operand:
         if input_name is not None:
-            raise GraphError(f"{emit.path}: {stage} has mask_input={input_name!r}, its mask {mask} takes no operand")
+            raise GraphError(f"{emit.path}: {stage} has mask_input={input_name!r}, but mask {mask} takes no operand")
         return ()
     if input_name is not None:
         return (emit.flow_input(input_name),)
@@ -232,7 +232,7 @@ def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str)
 
 
 # Names of the inputs that may hold rope tables.
-TABLES = {"rope_cos", "rope_sin"}
+ROPE_INPUTS = {"rope_cos", "rope_sin"}
 
 # -- the inputs ----------------------------------------------------------------------------------
 
@@ -281,14 +281,14 @@ def _bind_tables(emit: Emit, x: FlowValue) -> None:
     Raises:
         ShapeError: the tables do not have one row for each token of `x`.
     """
-    if emit.state.rope_cos is None and not TABLES.isdisjoint(emit.state.inputs):
+    if emit.state.rope_cos is None and not ROPE_INPUTS.isdisjoint(emit.state.inputs):
         rows = [emit.flow_input(name) for name in ("rope_cos", "rope_sin")]
         emit.state.rope_cos, emit.state.rope_sin = (row[None] if row.ndim == 2 else row for row in rows)
     cos = emit.state.rope_cos
     if cos is not None and (cos.ndim not in (2, 3) or cos.type.shape[-2] != x.type.shape[1]):
         raise ShapeError(
             f"{emit.path}: the rope tables are {cos.type} for {x.type.shape[1]} new tokens; expected one row for "
-            "each, that of its position: slice them, or let a RopeTables stage make them"
+            "each, at its position: slice them, or use a RopeTables stage"
         )
 
 
@@ -352,10 +352,10 @@ def check_cached(emit: Emit, index: int, stage: str) -> None:
         raise GraphError(f"{emit.path}: {stage} reads cached keys: put BindDecodeInputs before it")
     bound = 0 if emit.state.decode is None else len(emit.state.decode.past_k)
     if index < 0 or bound and index >= bound:
-        raise GraphError(f"{emit.path}: {stage} of layer {index}, and BindDecodeInputs bound {bound} layers")
+        raise GraphError(f"{emit.path}: {stage} of layer {index}, but BindDecodeInputs bound {bound} layers")
 
 
-def cached(emit: Emit, index: int, new: list[FlowValue]) -> list[FlowValue]:
+def cached_inputs(emit: Emit, index: int, new: list[FlowValue]) -> list[FlowValue]:
     """Return the cached keys and values of layer `index`, `[B, P, K·D]` each.
 
     Args:
@@ -394,18 +394,18 @@ class SelfAttnDecode:
         x, mask = emit.require(value, "SelfAttnDecode"), mask_kind(self.spec.mask)
 
         def attend(q: FlowValue, k: FlowValue, v: FlowValue) -> FlowValue:
-            past_kv, keep = cached(emit, self.layer, [k, v]), self._keep(emit)
+            past_kv, keep = cached_inputs(emit, self.layer, [k, v]), self._keep_mask(emit)
             block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
             context, grown_k, grown_v = emit.add_all(block, q, k, v, *past_kv, *keep, *sinks(emit, self.spec))
-            side_outputs(emit, f"kv.{self.layer}", grown_k, grown_v, self.kv_out)
+            add_side_outputs(emit, f"kv.{self.layer}", grown_k, grown_v, self.kv_out)
             return context
 
         with emit.scope("self_attn"):
             check_cached(emit, self.layer, "SelfAttnDecode")
             if mask.kind not in ("causal", "sliding_window"):
                 raise GraphError(
-                    f"{emit.path}: mask {mask}; decode is causal or in a sliding window; use_custom_mask adds a keep "
-                    "mask"
+                    f"{emit.path}: decode needs a causal or sliding-window mask, got {mask}; use_custom_mask "
+                    "adds a keep mask"
                 )
             return Heads(emit, self.spec, x).attention("SelfAttnDecode", attend)
 
@@ -414,13 +414,13 @@ class SelfAttnDecode:
         past = emit.flow_input(f"past_k_{self.layer}").type.shape[1]
         return KvCacheContract.packed(hidden, self.spec.num_kv_heads * self.spec.head_dim, past)
 
-    def _keep(self, emit: Emit) -> list[FlowValue]:
+    def _keep_mask(self, emit: Emit) -> list[FlowValue]:
         """Return the keep mask as a list of one, or an empty list if there is none."""
         mask = emit.optional_input("mask") if self.use_custom_mask else None
         if mask is None:
             return []
         if emit.state.decode is not None and emit.state.decode.mask is None:
             raise GraphError(
-                f"{emit.path}: use_custom_mask, and no mask is bound: BindDecodeInputs(…, use_custom_mask=True)"
+                f"{emit.path}: use_custom_mask is set, but no mask is bound: BindDecodeInputs(…, use_custom_mask=True)"
             )
         return [mask]

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, ParamSpec
 
-from rlx_jax.blocks.attention import Heads, SelfAttnPrefill, SideOutputs, kv_name, side_outputs
+from rlx_jax.blocks.attention import Heads, SelfAttnPrefill, SideOutputs, add_side_outputs, kv_name
 from rlx_jax.blocks.control import BlockStage, Custom, DualStream, Named
 from rlx_jax.blocks.decoder import (
     DecodeLayer,
     DecoderLayer,
-    LayerAround,
     LlamaDecoder,
+    MixerLayer,
     decoder_layer,
     norm_beta,
 )
@@ -64,7 +64,7 @@ class PluginStage:
 
 
 class NamedSpec(LayerSpec):
-    """Base of the specification's records: a LayerSpec with other `defaults` and other `names` of some fields.
+    """Base of the specification's records: a LayerSpec with other `defaults` and aliases of some fields.
 
     Subclasses also accept the fields of LayerSpec themselves, so that `dataclasses.replace` works with either name.
     `kv_group_size` is num_heads / num_kv_heads and may be omitted; `batch` and `seq` are the first sizes of
@@ -75,28 +75,28 @@ class NamedSpec(LayerSpec):
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
-    names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    field_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init__(self, *, kv_group_size: int | None = None, **values: Any) -> None:
         name = type(self).__name__
         values = {**self.defaults, **values}
         sizes = [values.pop(size, None) for size in ("batch", "seq")]
         if sizes != [None, None]:
-            values["hidden_shape"] = _merged(values.get("hidden_shape") or (None, None, None), sizes, name)
+            values["hidden_shape"] = _merge_shape(values.get("hidden_shape") or (None, None, None), sizes, name)
         for (
             spec_name,
             fields,
-        ) in self.names.items():  # one name may set several fields
+        ) in self.field_aliases.items():  # one name may set several fields
             if spec_name in values:
                 values |= dict.fromkeys(fields, values.pop(spec_name))
-        super().__init__(**self.read(values))
+        super().__init__(**self.to_layer_fields(values))
         if kv_group_size is not None and kv_group_size * self.num_kv_heads != self.num_heads:
             raise GraphError(
-                f"{name}: kv_group_size is {kv_group_size}, and {self.num_heads} query heads to {self.num_kv_heads} "
+                f"{name}: kv_group_size is {kv_group_size}, but {self.num_heads} query heads over {self.num_kv_heads} "
                 f"key heads are {self.num_heads / self.num_kv_heads:g}; leave it out"
             )
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def to_layer_fields(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of LayerSpec for the given `values`; subclasses translate their own fields here."""
         return values
 
@@ -111,7 +111,7 @@ class NamedSpec(LayerSpec):
         return self.qkv_bias
 
 
-def _merged(shape: tuple[int | str | None, ...], sizes: list[Any], name: str) -> HiddenShape:
+def _merge_shape(shape: tuple[int | str | None, ...], sizes: list[Any], name: str) -> HiddenShape:
     """Return `hidden_shape` with its first sizes set to `batch` and `seq`, as far as these are not None.
 
     Raises:
@@ -119,7 +119,7 @@ def _merged(shape: tuple[int | str | None, ...], sizes: list[Any], name: str) ->
     """
     for size_name, size, have in zip(("batch", "seq"), sizes, shape, strict=False):
         if None not in (size, have) and size != have:
-            raise GraphError(f"{name}: {size_name} is {size}, and hidden_shape {shape}")
+            raise GraphError(f"{name}: {size_name} is {size}, but hidden_shape is {shape}")
     leading = tuple(have if size is None else size for size, have in zip(sizes, shape, strict=False))
     return (*leading, *shape[2:])
 
@@ -128,7 +128,7 @@ class LlamaDecoderSpec(NamedSpec):
     """A Llama layer; `attention_bias` gives all four projections of attention a bias."""
 
     defaults = {"eps": 1e-5}
-    names = {"attention_bias": ("qkv_bias", "output_bias")}
+    field_aliases = {"attention_bias": ("qkv_bias", "output_bias")}
 
 
 class Qwen3DecoderSpec(NamedSpec):
@@ -139,9 +139,9 @@ class Qwen3DecoderSpec(NamedSpec):
     """
 
     defaults = {"qk_norm": True}
-    names = {"attention_bias": ("qkv_bias",)}
+    field_aliases = {"attention_bias": ("qkv_bias",)}
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def to_layer_fields(self, values: dict[str, Any]) -> dict[str, Any]:
         # The specification has a bool; the names of LayerSpec pass unchanged.
         return values | {"qk_norm": {True: "heads", False: None}.get(values["qk_norm"], values["qk_norm"])}
 
@@ -149,9 +149,9 @@ class Qwen3DecoderSpec(NamedSpec):
 class GemmaDecodeLayerSpec(NamedSpec):
     """A Gemma layer of a `style`; `attention_bias` gives all four projections of attention a bias."""
 
-    names = LlamaDecoderSpec.names
+    field_aliases = LlamaDecoderSpec.field_aliases
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def to_layer_fields(self, values: dict[str, Any]) -> dict[str, Any]:
         style = values.pop("style", None)
         return values if style is None else vars(gemma_layer_spec(style, LayerSpec(**values)))
 
@@ -185,7 +185,7 @@ class SelfAttnPrefillSpec(NamedSpec):
             **{f"{n}_norm_key": f"{prefix}.self_attn.{n}_norm.weight" for n in "qk" if qk_norm},
         )  # fmt: skip
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def to_layer_fields(self, values: dict[str, Any]) -> dict[str, Any]:
         keys_by_field = {name: values.pop(f"{name}_key") for name in "qkv" if f"{name}_key" in values}
         norms = {f"{n}_norm": values.pop(f"{n}_norm_key") for n in "qk" if f"{n}_norm_key" in values}
         if any(norms.values()):
@@ -201,7 +201,7 @@ class SelfAttnPrefillSpec(NamedSpec):
             expected = tuple(f"{key.removesuffix('.weight')}.bias" for key in (keys.q, keys.k, keys.v))
             if tuple(biases) != expected:
                 raise GraphError(
-                    f"SelfAttnPrefillSpec: biases are {shown(biases)}; they stand under {listing(expected)}"
+                    f"SelfAttnPrefillSpec: biases are {shown(biases)}; expected the keys {listing(expected)}"
                 )
         return values
 
@@ -249,7 +249,7 @@ class GemmaDecodeLayer(DecodeLayer):
 P = ParamSpec("P")
 
 
-def numbered(layer: Callable[P, BlockStage]) -> Callable[P, Named]:
+def named_by_index(layer: Callable[P, BlockStage]) -> Callable[P, Named]:
     """Return a factory like `layer` with the result named `layer{index}` in the block path.
 
     Args:
@@ -262,13 +262,13 @@ def numbered(layer: Callable[P, BlockStage]) -> Callable[P, Named]:
     return make
 
 
-llama_prefill_layer_fused = numbered(LlamaDecoder.layer)
-qwen3_prefill_layer_fused = numbered(Qwen3Decoder.layer)
-qwen3_prefill_layer_fused_kv = numbered(Qwen3Decoder.layer_with_kv)
+llama_prefill_layer_fused = named_by_index(LlamaDecoder.layer)
+qwen3_prefill_layer_fused = named_by_index(Qwen3Decoder.layer)
+qwen3_prefill_layer_fused_kv = named_by_index(Qwen3Decoder.layer_with_kv)
 llama_prefill_layer_composed = qwen3_prefill_layer_composed = decoder_layer
-llama_decode_layer = numbered(LlamaDecodeLayer.layer)
-qwen3_decode_layer_fused = numbered(Qwen3DecodeLayer.layer)
-gemma_decode_layer = numbered(GemmaDecodeLayer.layer)
+llama_decode_layer = named_by_index(LlamaDecodeLayer.layer)
+qwen3_decode_layer_fused = named_by_index(Qwen3DecodeLayer.layer)
+gemma_decode_layer = named_by_index(GemmaDecodeLayer.layer)
 
 
 # -- layers of Gemma -------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def gemma_prefill_layer_composed(
     Raises:
         UnsupportedError: Gemma 4.
     """
-    spec, name = _gemma(style, attention, eps, moe), None if kv_sink is None else f"kv.{index}"
+    spec, name = _gemma_spec(style, attention, eps, moe), None if kv_sink is None else f"kv.{index}"
     return Named(f"layer{index}", DecoderLayer(f"model.layers.{index}", spec, kv_name=name, kv_sink=kv_sink))
 
 
@@ -308,12 +308,12 @@ def gemma_moe_prefill_layer_composed(
 
 def gemma_prefill_layer_kv(index: int, style: GemmaStyle, attention: LayerSpec, eps: float = 1e-6) -> Named:
     """Return `gemma_prefill_layer_composed` with a GemmaKvTap: side outputs `kv.{index}.k` and `kv.{index}.v`."""
-    prefix, spec = f"model.layers.{index}", _gemma(style, attention, eps)
+    prefix, spec = f"model.layers.{index}", _gemma_spec(style, attention, eps)
     tap, attend = GemmaKvTap.layer(index, style, attention, eps), SelfAttnPrefill(spec.under(prefix))
-    return Named(f"layer{index}", LayerAround(prefix, spec, (tap, attend), output=True))
+    return Named(f"layer{index}", MixerLayer(prefix, spec, (tap, attend), output=True))
 
 
-def _gemma(style: GemmaStyle, attention: LayerSpec, eps: float, moe: MoeSpec | None = None) -> LayerSpec:
+def _gemma_spec(style: GemmaStyle, attention: LayerSpec, eps: float, moe: MoeSpec | None = None) -> LayerSpec:
     """Return the record of Gemma's layer around an attention.
 
     Raises:
@@ -368,7 +368,7 @@ class LlamaKvTap:
         with emit.scope("input_layernorm"):
             gamma = emit.weight(f"{self.layer_prefix}.input_layernorm.weight", shape=x.type.shape[-1:])
             normed = emit.add_node(hir.RmsNorm(self.eps), x, gamma, norm_beta(emit, x))
-        _tap(self, emit, normed, spec, any_heads=self.num_kv_heads is None)
+        _emit_tap(self, emit, normed, spec, any_heads=self.num_kv_heads is None)
         return x
 
 
@@ -391,21 +391,21 @@ class GemmaKvTap:
     @staticmethod
     def layer(index: int, style: GemmaStyle, attention: LayerSpec, eps: float = 1e-6) -> GemmaKvTap:
         """Return the tap of layer `index` around `attention`, as `gemma_prefill_layer_composed` takes them."""
-        return GemmaKvTap(f"model.layers.{index}", attention.head_dim, attention=_gemma(style, attention, eps))
+        return GemmaKvTap(f"model.layers.{index}", attention.head_dim, attention=_gemma_spec(style, attention, eps))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GemmaKvTap")
         spec = self.attention or LayerSpec(num_heads=1, head_dim=self.head_dim, num_kv_heads=1)
-        _tap(self, emit, x, spec, any_heads=self.attention is None)
+        _emit_tap(self, emit, x, spec, any_heads=self.attention is None)
         return x
 
 
-def _tap(tap: LlamaKvTap | GemmaKvTap, emit: Emit, x: FlowValue, spec: LayerSpec, any_heads: bool) -> None:
+def _emit_tap(tap: LlamaKvTap | GemmaKvTap, emit: Emit, x: FlowValue, spec: LayerSpec, any_heads: bool) -> None:
     """Write the keys and values of an attention of a normalised `x` as side outputs.
 
     With `any_heads` the weights determine the number of heads.
     """
     name, heads = kv_name(tap.layer_prefix, tap.layer_idx), Heads(emit, spec.under(tap.layer_prefix), x, any_heads)
     with emit.scope("self_attn"):
-        kv = heads.rotated({name: heads.project(name, x) for name in "kv"})
-        side_outputs(emit, name, kv["k"], kv["v"], tap.outputs)
+        kv = heads.rotate({name: heads.project(name, x) for name in "kv"})
+        add_side_outputs(emit, name, kv["k"], kv["v"], tap.outputs)

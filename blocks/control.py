@@ -7,7 +7,6 @@ stage wrote; `BuiltModel.contracts` lists them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,10 +22,9 @@ from rlx_jax.trace.checks import check_count, check_signature
 from rlx_jax.trace.emit import Emit, FlowValue
 
 __all__ = [
-    "AttentionStage", "BlockAsLayer", "BlockStage", "Custom", "DualStream", "FfnStage", "Homogeneous",
-    "KvCacheContract", "LayerComposition", "LayerStage", "LoadStream", "Named", "NormStage", "Pair", "Repeat",
-    "Sequence", "SideOutput", "Single", "StageArtifacts", "StageContract", "StoreStream", "bind_inputs_to_streams",
-    "emit_attention", "emit_layer",
+    "AttentionStage", "BlockAsLayer", "BlockStage", "Custom", "DualStream", "FfnStage", "KvCacheContract",
+    "LayerStage", "LoadStream", "Named", "NormStage", "Repeat", "Sequence", "SideOutput", "StageArtifacts",
+    "StageContract", "StoreStream", "bind_inputs_to_streams", "emit_attention", "emit_layer",
 ]  # fmt: skip
 
 # -- contracts of stages -------------------------------------------------------------------------
@@ -164,10 +162,10 @@ def run_stage(stage: BlockStage, emit: Emit, value: FlowValue | None) -> FlowVal
     Raises:
         GraphError: the cache or the inner shape differs from the declared one; the message names the stage and both.
     """
-    return run_as_block(emit, lambda active: _run(stage, emit, active), value)
+    return run_as_block(emit, lambda active: _run_with_contract(stage, emit, active), value)
 
 
-def _run(stage: BlockStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+def _run_with_contract(stage: BlockStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:
     """Run a stage and compare the nodes that it writes with its contract."""
     has_contract = isinstance(stage, AttentionStage | FfnStage | NormStage) and value is not None
     start, num_contracts = len(emit.builder.nodes), len(emit.state.contracts)
@@ -181,14 +179,14 @@ def _run(stage: BlockStage, emit: Emit, value: FlowValue | None) -> FlowValue | 
     cache = stage.cache_contract(emit, hidden) if isinstance(stage, AttentionStage) else None
     inner_shape = stage.intermediate_shape(emit, hidden) if isinstance(stage, FfnStage) else None
     if cache is not None:
-        caches = list(kept(emit, written))
+        caches = list(cache_contracts(emit, written))
         if cache not in caches:
-            promised, *others = (f"{c.k}, {c.v}" for c in (cache, *caches))
-            writes = " and ".join(others) or "no attention"
-            raise GraphError(f"{_path(written)}: {name} promises a cache {promised}, and writes {writes}")
+            expected, *actual = (f"{c.k}, {c.v}" for c in (cache, *caches))
+            written_caches = " and ".join(actual) or "no attention"
+            raise GraphError(f"{_path(written)}: {name} declares a cache {expected}, but writes {written_caches}")
     if inner_shape is not None and not any(t.shape == inner_shape for node in written for t in node.types):
         raise GraphError(
-            f"{_path(written)}: {name} promises to be {list(inner_shape)} inside, and writes no such value"
+            f"{_path(written)}: {name} declares the inner shape {list(inner_shape)}, but writes no such value"
         )
     if cache is not None and any(inner.cache for inner in emit.state.contracts[num_contracts:]):
         return out  # the attention inside is listed by itself
@@ -197,7 +195,7 @@ def _run(stage: BlockStage, emit: Emit, value: FlowValue | None) -> FlowValue | 
     return out
 
 
-def kept(emit: Emit, nodes: list[Node]) -> Iterator[KvCacheContract]:
+def cache_contracts(emit: Emit, nodes: list[Node]) -> Iterator[KvCacheContract]:
     """Yield the types of the keys and values of every attention among `nodes`."""
     for node in nodes:
         op = node.op
@@ -251,7 +249,7 @@ def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, 
         if isinstance(stage, type):
             raise GraphError(f"{where}: {stage.__name__} is a class, not a stage: make one, {stage.__name__}(...)")
         if not callable(getattr(stage, "emit", None)):
-            hint = "; blocks.Custom(fn) is one of a function (emit, x), in which emit.jax(f, x) calls one of JAX"
+            hint = "; blocks.Custom(fn) wraps a function (emit, x), in which emit.jax(f, x) calls a JAX function"
             raise GraphError(
                 f"{where}: {shown(stage)} is not a stage: it has no emit(emit, value){hint * callable(stage)}"
             )
@@ -307,7 +305,7 @@ class Repeat:
     name: str = "layers"
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        check_count(self.count, f"{emit.path}: Repeat: the number of layers, before the layer,", 0)
+        check_count(self.count, f"{emit.path}: Repeat: the first argument, the number of layers,", 0)
         if not callable(self.stage_for_index):
             type_name = type(self.stage_for_index).__name__
             raise GraphError(f"{emit.path}: Repeat takes a function index → stage, got {type_name}: lambda i: ...")
@@ -357,7 +355,7 @@ class Custom:
             if out is not None and not isinstance(out, FlowValue):
                 raise GraphError(
                     f"{emit.path}: a custom stage returns a FlowValue or None, got {type(out).__name__}; "
-                    "emit.constant(array) makes one of a small array, emit.output(name, value) names further outputs"
+                    "emit.constant(array) makes one from a small array, emit.output(name, value) adds outputs"
                 )
             if out is None:
                 emit.state.last_none_stage = emit.path  # a later stage that needs a value names this path in its error
@@ -397,75 +395,7 @@ def check_hidden(emit: Emit, x: FlowValue, shape: tuple[int | str | None, ...] |
     expected = tensor_type(sizes, x.dtype, f"{emit.path}: {stage}")
     bound = x.type.bind(emit.binding).shape
     if any(size not in pair for size, *pair in zip(expected.shape, x.type.shape, bound, strict=True)):
-        raise ShapeError(f"{emit.path}: {stage}: the input is {x.type}, its spec says {expected}")
-
-
-# Builds the stage of a layer from the layer's name and its index among the layers of that name.
-Build = Callable[[str, int], BlockStage]
-
-
-def structural_hash(composition: LayerComposition) -> int:
-    """Return a 64-bit hash of a composition, the first bytes of the SHA-256 of its `repr`.
-
-    It is the same in every process, unlike `hash`, which Python seeds per process for strings.
-    """
-    return int.from_bytes(hashlib.sha256(repr(composition).encode()).digest()[:8], "big")
-
-
-@dataclass(frozen=True)
-class Single:
-    """Composition of one layer."""
-
-    name: str
-
-    def depth_hint(self) -> int:
-        """Return the number of layers."""
-        return 1
-
-    cache_key = structural_hash
-
-    def to_flow_stage(self, build: Build) -> BlockStage:
-        """Return `build(name, 0)`, which adds no segment to the block path."""
-        return build(self.name, 0)
-
-
-@dataclass(frozen=True)
-class Homogeneous:
-    """Composition of `count` layers of one kind, with block paths `{layer_name}.{i}`."""
-
-    layer_name: str
-    count: int
-
-    def depth_hint(self) -> int:
-        """Return the number of layers."""
-        return self.count
-
-    cache_key = structural_hash
-
-    def to_flow_stage(self, build: Build) -> BlockStage:
-        """Return a Repeat, so that layers that differ only in their parameters become one region."""
-        return Repeat(self.count, partial(build, self.layer_name), self.layer_name)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Composition of `head` followed by `tail`."""
-
-    head: LayerComposition
-    tail: LayerComposition
-
-    def depth_hint(self) -> int:
-        """Return the number of layers."""
-        return self.head.depth_hint() + self.tail.depth_hint()
-
-    cache_key = structural_hash
-
-    def to_flow_stage(self, build: Build) -> BlockStage:
-        """Return a Sequence of the stages of `head` and `tail`."""
-        return Sequence([self.head.to_flow_stage(build), self.tail.to_flow_stage(build)])
-
-
-LayerComposition = Single | Homogeneous | Pair
+        raise ShapeError(f"{emit.path}: {stage}: the input is {x.type}, but the spec declares {expected}")
 
 
 @dataclass(frozen=True)
@@ -508,7 +438,7 @@ class DualStream:
             with emit.user_code():
                 pair = self.fn(emit, a, b)
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(v, FlowValue) for v in pair)):
-                raise GraphError(f"{emit.path}: a DualStream's function returns both streams, got {pair!r}")
+                raise GraphError(f"{emit.path}: the function of a DualStream returns both streams, got {pair!r}")
         emit.set_stream(self.stream_a, pair[0])
         emit.set_stream(self.stream_b, pair[1])
         return value

@@ -11,9 +11,9 @@ from typing import Self
 
 from rlx_jax.blocks.attention import SelfAttnDecode, SelfAttnPrefill, SideOutputs, check_cached, kv_name, mask_operand
 from rlx_jax.blocks.control import BlockStage, KvCacheContract, Named, check_hidden, run_stage
-from rlx_jax.blocks.ffn import INTO, OUT_OF
+from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.layer import MLP, LayerSpec
-from rlx_jax.blocks.linear import GemmaRmsNorm, Linear, RmsNorm, block_of, dense, norm_under
+from rlx_jax.blocks.linear import GemmaRmsNorm, Linear, RmsNorm, block_of, dense, layer_norm_under
 from rlx_jax.blocks.positions import rope_tables_for
 from rlx_jax.blocks.self_attention import SelfAttention
 from rlx_jax.errors import ShapeError
@@ -29,7 +29,7 @@ __all__ = ["Gpt2Layer", "Gpt2LayerSpec", "LlamaDecoder", "MtpMerge", "decoder_la
 
 # Fields of LayerSpec that `LlamaDecoderBlock`, or the stage that writes it, supports. A spec with any other field
 # changed is written from small stages.
-IN_BLOCK = frozenset(
+FUSED_BLOCK_FIELDS = frozenset(
     "num_heads num_kv_heads head_dim eps mask mask_input rope_theta qkv_bias output_bias mlp_bias hidden_shape "
     "use_custom_mask intermediate_size".split()
 )
@@ -38,7 +38,7 @@ IN_BLOCK = frozenset(
 
 
 @dataclass(frozen=True)
-class LayerAround:
+class MixerLayer:
     """Decoder layer with a custom mixer: norms, residual additions and the MLP around `mixer`; `[B,S,H]` → same.
 
     Args:
@@ -122,7 +122,7 @@ class DecoderLayer:
         stage, spec, p = type(self).__name__, self.spec, self.layer_prefix
         name = kv_name(p, None) if self.kv_sink is not None and self.kv_name is None else self.kv_name
         attention = SelfAttnPrefill(spec.under(p, self.mask_input), name, stage, self.kv_sink)
-        return LayerAround(p, spec, (attention,), stage, output=True).emit(emit, value)
+        return MixerLayer(p, spec, (attention,), stage, output=True).emit(emit, value)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Return the types of keys and values, `[B, S, K·D]`."""
@@ -150,15 +150,15 @@ class LlamaDecoder(DecoderLayer):
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         s, p = self.spec, self.layer_prefix
         # A spec with the same supported fields and defaults elsewhere: any difference is an unsupported option.
-        plain = LayerSpec(**{name: getattr(s, name) for name in IN_BLOCK})
+        plain = LayerSpec(**{name: getattr(s, name) for name in FUSED_BLOCK_FIELDS})
         if any(getattr(s, f.name) != getattr(plain, f.name) for f in fields(plain)) or self.kv_name or self.kv_sink:
             return super().emit(emit, value)
-        x, mask, here = emit.require(value, "LlamaDecoder"), mask_kind(s.mask), s.under(p, self.mask_input)
+        x, mask, layer = emit.require(value, "LlamaDecoder"), mask_kind(s.mask), s.under(p, self.mask_input)
         check_hidden(emit, x, s.hidden_shape, "LlamaDecoder")
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
         beta = norm_beta(emit, x)
         hidden = x.type.shape[-1]
-        biases = {name: key for name in hir.PROJECTIONS if (key := here.bias(name)) is not None}
+        biases = {name: key for name in hir.PROJECTIONS if (key := layer.bias(name)) is not None}
         block = hir.LlamaDecoderBlock(
             s.num_heads, s.head_dim, s.num_kv_heads, s.eps, mask, contract=1,
             biases=tuple(f"{name}_bias" for name in biases),
@@ -166,23 +166,23 @@ class LlamaDecoder(DecoderLayer):
 
         def weight(name: str) -> FlowValue:
             """Read the weight of projection `name`; gate precedes up and down, which get its inner width."""
-            nonlocal here
-            value = emit.param(here.weight(name), here.sizes(name, hidden), here.roles(name))
+            nonlocal layer
+            value = emit.param(layer.weight(name), layer.sizes(name, hidden), layer.roles(name))
             if name == "gate":
-                here = replace(here, intermediate_size=int(value.type.shape[0]))
+                layer = replace(layer, intermediate_size=int(value.type.shape[0]))
             return value
 
         def gamma(name: str | None) -> FlowValue:
             return emit.param(f"{p}.{name}.weight", (hidden,))
 
         def bias(name: str, key: WeightKey) -> FlowValue:
-            return emit.param(key, here.sizes(name, hidden)[:1], roles_of_bias(here.roles(name)[0]))
+            return emit.param(key, layer.sizes(name, hidden)[:1], roles_of_bias(layer.roles(name)[0]))
 
         return emit.add_node(
             block, x,
             gamma(s.norms.before_attention), beta, *map(weight, "qkvo"),
             gamma(s.norms.before_mlp), beta, *map(weight, MLP),
-            cos, sin, *mask_operand(emit, mask, here.mask_input, "LlamaDecoder"),
+            cos, sin, *mask_operand(emit, mask, layer.mask_input, "LlamaDecoder"),
             *(bias(name, key) for name, key in biases.items()),
         )  # fmt: skip
 
@@ -217,7 +217,7 @@ class DecodeLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         stage, p = type(self).__name__, self.layer_prefix
         check_cached(emit, self.layer_idx, stage)
-        return LayerAround(p, self.spec, (self.attention(),), stage, output=True).emit(emit, value)
+        return MixerLayer(p, self.spec, (self.attention(),), stage, output=True).emit(emit, value)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Return the cache contract of the layer's attention."""
@@ -267,12 +267,12 @@ class Gpt2Layer:
             f"{p}.attn.c_attn.weight", f"{p}.attn.c_proj.weight", s.num_heads, qkv_bias=f"{p}.attn.c_attn.bias",
             out_bias=f"{p}.attn.c_proj.bias", transpose=False, causal=True, scale=s.score_scale, name="attn",
         )  # fmt: skip
-        h = emit.add_node(Binary("add"), x, attention.emit(emit, norm_under(emit, p, "ln_1", x, s.eps)))
-        normed = norm_under(emit, p, "ln_2", h, s.eps)
+        h = emit.add_node(Binary("add"), x, attention.emit(emit, layer_norm_under(emit, p, "ln_1", x, s.eps)))
+        normed = layer_norm_under(emit, p, "ln_2", h, s.eps)
         inner = dense(
-            emit, p, "mlp.c_fc", normed, INTO[::-1], s.intermediate_size, s.activation, transpose=False
+            emit, p, "mlp.c_fc", normed, UP_ROLES[::-1], s.intermediate_size, s.activation, transpose=False
         )  # fmt: skip
-        ffn_out = dense(emit, p, "mlp.c_proj", inner, OUT_OF[::-1], s.hidden_size, transpose=False)
+        ffn_out = dense(emit, p, "mlp.c_proj", inner, DOWN_ROLES[::-1], s.hidden_size, transpose=False)
         return emit.add_node(Binary("add"), h, ffn_out)
 
 

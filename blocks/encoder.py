@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx_jax.blocks.ffn import INTO, OUT_OF
-from rlx_jax.blocks.linear import dense, norm_under
+from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
+from rlx_jax.blocks.linear import dense, layer_norm_under
 from rlx_jax.blocks.positions import POSITION_BIAS
 from rlx_jax.blocks.self_attention import SelfAttention, head_width
 from rlx_jax.errors import UnsupportedError
@@ -47,7 +47,7 @@ class BertEncoderLayerSpec:
     intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "qkv_style", known_style(self.qkv_style))
+        object.__setattr__(self, "qkv_style", normalize_style(self.qkv_style))
 
     @staticmethod
     def hf(
@@ -63,7 +63,7 @@ class BertEncoderLayerSpec:
 
         The head width is hidden / heads. The style `mpnet` reads the bias of a RelativeBias stage.
         """
-        style, width = known_style(qkv_style), head_width(prefix, hidden_size, num_heads)
+        style, width = normalize_style(qkv_style), head_width(prefix, hidden_size, num_heads)
         return BertEncoderLayerSpec(
             prefix, hidden_size, num_heads, width, eps, activation=activation, qkv_style=style,
             position_bias=POSITION_BIAS if style == "mpnet" else None, intermediate_size=intermediate_size,
@@ -100,9 +100,9 @@ class BertEncoderLayer:
         context = context if output == block else emit.block_input(context, *output)
         attended = dense(emit, p, out, context, ("hidden", "heads"), s.hidden_size)
         h = add_norm(emit, p, norm, attended, x, s.eps)
-        inner = dense(emit, p, "intermediate.dense", h, INTO, s.intermediate_size, s.activation)
+        inner = dense(emit, p, "intermediate.dense", h, UP_ROLES, s.intermediate_size, s.activation)
         inner = emit.block_input(inner, "output")
-        ffn_out = dense(emit, p, "output.dense", inner, OUT_OF, s.hidden_size)
+        ffn_out = dense(emit, p, "output.dense", inner, DOWN_ROLES, s.hidden_size)
         return add_norm(emit, p, "output.LayerNorm", ffn_out, h, s.eps)
 
 
@@ -113,7 +113,7 @@ def add_norm(emit: Emit, prefix: str, name: str, x: FlowValue, residual: FlowVal
     """Write `ln(x + residual)` with the norm `{prefix}.{name}`; the sum is in the block that contains the norm."""
     with emit.scope(*name.split(".")[:-1]):
         total = emit.add_node(Binary("add"), x, residual)
-    return norm_under(emit, prefix, name, total, eps)
+    return layer_norm_under(emit, prefix, name, total, eps)
 
 
 def bert_layer_prefix(prefix: str, index: int) -> str:
@@ -121,14 +121,14 @@ def bert_layer_prefix(prefix: str, index: int) -> str:
     return f"{prefix}.encoder.layer.{index}" if prefix else f"encoder.layer.{index}"
 
 
-def known_style(style: str) -> str:
+def normalize_style(style: str) -> str:
     """Return a name of `STYLES` in lower case.
 
     Raises:
         UnsupportedError: `style` is none of `STYLES`.
     """
     if style.lower() not in STYLES:
-        raise UnsupportedError(f"BertEncoderLayer: there is no style {style!r}; styles are {', '.join(STYLES)}")
+        raise UnsupportedError(f"BertEncoderLayer: unknown style {style!r}; styles are {', '.join(STYLES)}")
     return style.lower()
 
 
@@ -176,8 +176,8 @@ class NomicEncoderLayer:
         )  # fmt: skip
         output = attention.emit(emit, x)
         h = add_norm(emit, p, "norm1", output, x, s.eps)
-        up = dense(emit, p, "mlp.fc11", h, INTO, s.intermediate_size, bias=False)
-        gate = dense(emit, p, "mlp.fc12", h, INTO, int(up.type.shape[-1]), bias=False)
+        up = dense(emit, p, "mlp.fc11", h, UP_ROLES, s.intermediate_size, bias=False)
+        gate = dense(emit, p, "mlp.fc12", h, UP_ROLES, int(up.type.shape[-1]), bias=False)
         with emit.scope("mlp"):
             inner = emit.add_node(hir.GatedFfn(s.activation), gate, up)
-        return add_norm(emit, p, "norm2", dense(emit, p, "mlp.fc2", inner, OUT_OF, hidden, bias=False), h, s.eps)
+        return add_norm(emit, p, "norm2", dense(emit, p, "mlp.fc2", inner, DOWN_ROLES, hidden, bias=False), h, s.eps)

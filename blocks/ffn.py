@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from rlx_jax.blocks.linear import pair
+from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.initializers import Init
@@ -22,7 +22,7 @@ __all__ = [
 
 
 # Roles of the axes of the weights into and out of the inner width; the mesh shards axes by role.
-INTO, OUT_OF = ("ffn", "hidden"), ("hidden", "ffn")
+UP_ROLES, DOWN_ROLES = ("ffn", "hidden"), ("hidden", "ffn")
 
 # Keys of gate, up and down.
 Keys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
@@ -73,7 +73,7 @@ class SwiGlu:
 
         def project(name: str, x: FlowValue) -> FlowValue:
             nonlocal inner
-            roles, columns = (OUT_OF, hidden) if name == "down" else (INTO, inner)
+            roles, columns = (DOWN_ROLES, hidden) if name == "down" else (UP_ROLES, inner)
             with emit.scope(f"{name}_proj"):
                 y = emit.linear(x, *weights[name], roles=roles, columns=columns, init=self.init)
             inner = inner or y.type.shape[-1]  # gate and up have the same width, so the first fixes the second
@@ -119,11 +119,11 @@ class Mlp:
         """Write both projections, in blocks with the names `first` and `last`, and return `[…, H]`."""
         with emit.scope(first):
             inner = emit.linear(
-                x, self.up_w, self.up_b, activation=self.activation, roles=INTO, columns=self.inner, init=self.init
+                x, self.up_w, self.up_b, activation=self.activation, roles=UP_ROLES, columns=self.inner, init=self.init
             )  # fmt: skip
         with emit.scope(last):
             hidden = x.type.shape[-1]
-            return emit.linear(inner, self.down_w, self.down_b, roles=OUT_OF, columns=hidden, init=self.init)
+            return emit.linear(inner, self.down_w, self.down_b, roles=DOWN_ROLES, columns=hidden, init=self.init)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """Return the inner shape `[…, F]` for an input `[…, H]`."""
@@ -153,12 +153,12 @@ class GeluFfn:
     @staticmethod
     def hf_bert(prefix: str) -> GeluFfn:
         """Return the stage with BERT's keys, `{prefix}.intermediate.dense.*` and `{prefix}.output.dense.*`."""
-        return GeluFfn(*pair(f"{prefix}.intermediate.dense"), *pair(f"{prefix}.output.dense"))
+        return GeluFfn(*module_keys(f"{prefix}.intermediate.dense"), *module_keys(f"{prefix}.output.dense"))
 
     @staticmethod
     def dinov2(prefix: str) -> GeluFfn:
         """Return the stage with DINOv2's keys, `{prefix}.mlp.fc1.*` and `{prefix}.mlp.fc2.*`, and its exact GELU."""
-        return GeluFfn(*pair(f"{prefix}.mlp.fc1"), *pair(f"{prefix}.mlp.fc2"))
+        return GeluFfn(*module_keys(f"{prefix}.mlp.fc1"), *module_keys(f"{prefix}.mlp.fc2"))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GeluFfn")
@@ -204,35 +204,35 @@ class ExpertKeys:
             self.interleaved
             and not fused
             or self.biases
-            and (self.apart or fused != (self.biases[0] == self.biases[1]))
+            and (self.is_per_expert or fused != (self.biases[0] == self.biases[1]))
         ):
             raise GraphError(
-                "ExpertKeys: interleaved are gate and up under one key, biases stand under keys without {}, and those "
-                f"of gate and up under one where their weights do; got {self}"
+                "ExpertKeys: interleaved needs gate and up under one key; biases need keys without {}, and gate and up "
+                f"share a bias key if and only if they share a weight key; got {self}"
             )
         has_number = ["{}" in key for key in (self.gate, self.up, self.down)]
         if len(set(has_number)) > 1 or (all(has_number) and self.gate == self.up):
             raise GraphError(
-                f"ExpertKeys: the keys of gate, up and down have {{}} for the number of an expert, each its own, or "
-                f"none has; got {self.gate!r}, {self.up!r}, {self.down!r}"
+                f"ExpertKeys: the keys of gate, up and down all have {{}} for the number of an expert and "
+                f"differ, or none has {{}}; got {self.gate!r}, {self.up!r}, {self.down!r}"
             )
 
     @property
-    def apart(self) -> bool:
+    def is_per_expert(self) -> bool:
         """Whether every expert is stored as separate tensors, rather than all experts as one stack."""
         return "{}" in self.gate
 
-    def weights(self, prefix: str, count: int) -> tuple[WeightKey | WeightStack, ...]:
+    def weight_keys(self, prefix: str, count: int) -> tuple[WeightKey | WeightStack, ...]:
         """Return the keys of gate, up and down of `count` experts under a prefix."""
-        if self.apart:
+        if self.is_per_expert:
             return tuple(WeightStack(f"{prefix}.{key}", count) for key in (self.gate, self.up, self.down))
-        return self._three(prefix, (self.gate, self.up, self.down), 1 if self.transpose else 2)
+        return self._projection_keys(prefix, (self.gate, self.up, self.down), 1 if self.transpose else 2)
 
-    def added(self, prefix: str) -> tuple[WeightKey, ...]:
+    def bias_keys(self, prefix: str) -> tuple[WeightKey, ...]:
         """Return the keys of the biases of gate, up and down under a prefix, or an empty tuple if there are none."""
-        return () if self.biases is None else self._three(prefix, self.biases, 1)
+        return () if self.biases is None else self._projection_keys(prefix, self.biases, 1)
 
-    def _three(self, prefix: str, keys: tuple[str, str, str], axis: int) -> tuple[WeightKey, ...]:
+    def _projection_keys(self, prefix: str, keys: tuple[str, str, str], axis: int) -> tuple[WeightKey, ...]:
         """Return the keys of gate, up and down; fused gate and up are the two parts of one tensor along `axis`."""
         gate, up, down = (f"{prefix}.{key}" for key in keys)
         return (*WeightPart.split(gate, 2, axis, self.interleaved), down) if gate == up else (gate, up, down)
@@ -291,8 +291,8 @@ class MoeSpec:
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts or self.inner < 1:
             raise GraphError(
-                f"MoeSpec: a token goes to top_k experts of num_experts, at least one, of a width of at least one; got "
-                f"{self.top_k} of {self.num_experts}, {self.inner} wide"
+                f"MoeSpec: expected 1 <= top_k <= num_experts and inner >= 1; got top_k "
+                f"{self.top_k}, num_experts {self.num_experts}, inner {self.inner}"
             )
 
 
@@ -333,7 +333,8 @@ class MoeFfn:
         """Yield the weights gate, up and down, then their biases, if there are any."""
         s, p, axis_order = self.spec, self.prefix, 1 if self.spec.keys.transpose else -1
         sizes = ((s.inner, hidden), (s.inner, hidden), (hidden, s.inner))
-        for key, size, roles in zip(s.keys.weights(p, s.num_experts), sizes, (INTO, INTO, OUT_OF), strict=True):
-            yield emit.param(key, (s.num_experts, *size[::axis_order]), ("experts", *roles[::axis_order]))
-        for bias, (out, _), (role, _) in zip(s.keys.added(p), sizes, (INTO, INTO, OUT_OF), strict=False):
+        roles = (UP_ROLES, UP_ROLES, DOWN_ROLES)
+        for key, size, axes in zip(s.keys.weight_keys(p, s.num_experts), sizes, roles, strict=True):
+            yield emit.param(key, (s.num_experts, *size[::axis_order]), ("experts", *axes[::axis_order]))
+        for bias, (out, _), (role, _) in zip(s.keys.bias_keys(p), sizes, roles, strict=False):
             yield emit.param(bias, (s.num_experts, out), ("experts", role))

@@ -13,7 +13,7 @@ from typing import Literal
 
 from rlx_jax.blocks import stream_id
 from rlx_jax.blocks.control import DualStream
-from rlx_jax.blocks.ffn import INTO, OUT_OF
+from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.linear import dense, head_norm
 from rlx_jax.errors import ShapeError
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -36,8 +36,8 @@ MODULATIONS = {
 }
 
 # Roles of the axes of weights, by which a mesh shards them.
-HEADS_IN, HEADS_OUT = ("heads", "hidden"), ("hidden", "heads")
-FROM_HIDDEN = (None, "hidden")
+QKV_ROLES, OUT_ROLES = ("heads", "hidden"), ("hidden", "heads")
+HIDDEN_ROLES = (None, "hidden")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Flux2BlockSpec:
 # -- functions that all blocks share -------------------------------------------------------------
 
 
-def modulated(emit: Emit, x: FlowValue, name: str, first: int, eps: float) -> FlowValue:
+def modulate(emit: Emit, x: FlowValue, name: str, first: int, eps: float) -> FlowValue:
     """Return `(1 + scale) ⊙ ln(x) + shift`; vector `first` of the modulation `name` is shift, the next one scale."""
     shift, scale = (emit.named(f"flux2.{name}.{first + i}") for i in range(2))
     return (scale + 1.0) * emit.layer_norm(x, eps=eps) + shift
@@ -109,7 +109,7 @@ class Flux2Conditioning:
             active = emit.silu(temb)
         for name, (key, count) in MODULATIONS.items():
             with emit.scope(key):
-                packed = emit.linear(active, f"{key}.linear.weight", roles=FROM_HIDDEN, columns=count * self.hidden)
+                packed = emit.linear(active, f"{key}.linear.weight", roles=HIDDEN_ROLES, columns=count * self.hidden)
                 for i, part in enumerate(emit.split(packed, (self.hidden,) * count)):
                     emit.set_named(f"flux2.{name}.{i}", part.reshape(-1, 1, self.hidden))
         return value
@@ -120,7 +120,7 @@ class Flux2Conditioning:
         with emit.scope(f"{name}_embedder"):
             waves = emit.sinusoids(value, self.channels, scale=1000.0)
             inner = emit.linear(waves, f"{key}.linear_1.weight", roles=("ffn", None), columns=self.hidden)
-            return emit.linear(emit.silu(inner), f"{key}.linear_2.weight", roles=OUT_OF, columns=self.hidden)
+            return emit.linear(emit.silu(inner), f"{key}.linear_2.weight", roles=DOWN_ROLES, columns=self.hidden)
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ class Flux2DoubleBlock:
     spec: Flux2BlockSpec
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        return DualStream("joint", stream_id.IMG, stream_id.TXT, self.both).emit(emit, value)
+        return DualStream("joint", stream_id.IMG, stream_id.TXT, self.update_streams).emit(emit, value)
 
-    def both(self, emit: Emit, img: FlowValue, txt: FlowValue) -> tuple[FlowValue, FlowValue]:
+    def update_streams(self, emit: Emit, img: FlowValue, txt: FlowValue) -> tuple[FlowValue, FlowValue]:
         """Return the image stream and the text stream after the block."""
         p, s = f"{self.prefix}.attn", self.spec
 
-        def linear(name: str, x: FlowValue, roles: tuple[str, str] = HEADS_IN, columns: int = s.hidden) -> FlowValue:
+        def linear(name: str, x: FlowValue, roles: tuple[str, str] = QKV_ROLES, columns: int = s.hidden) -> FlowValue:
             return dense(emit, self.prefix, name, x, roles, columns, bias=False)
 
         def heads(x: FlowValue, names: Sequence[str], norms: Sequence[str]) -> list[FlowValue]:
@@ -177,24 +177,24 @@ class Flux2DoubleBlock:
             )
             return [q, k, v]
 
-        def fed(x: FlowValue, name: str, key: str) -> FlowValue:
-            inner = linear(f"{key}.linear_in", modulated(emit, x, name, 3, s.eps), INTO, 2 * s.ffn)
+        def feed_forward(x: FlowValue, name: str, key: str) -> FlowValue:
+            inner = linear(f"{key}.linear_in", modulate(emit, x, name, 3, s.eps), UP_ROLES, 2 * s.ffn)
             with emit.scope(key):
                 inner = swiglu(emit, inner, s.ffn)
-            return x + gated(emit, linear(f"{key}.linear_out", inner, OUT_OF), name, 5)
+            return x + gated(emit, linear(f"{key}.linear_out", inner, DOWN_ROLES), name, 5)
 
-        img_heads = heads(modulated(emit, img, "double_img", 0, s.eps), ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
+        img_heads = heads(modulate(emit, img, "double_img", 0, s.eps), ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
         txt_heads = heads(
-            modulated(emit, txt, "double_txt", 0, s.eps),
+            modulate(emit, txt, "double_txt", 0, s.eps),
             ("add_q_proj", "add_k_proj", "add_v_proj"),
             ("norm_added_q", "norm_added_k"),
         )
         q, k, v = (emit.concat(pair, axis=1) for pair in zip(txt_heads, img_heads, strict=True))
         attended = attend(emit, q, k, v, s)
         num_text = txt.shape[1]
-        img = img + gated(emit, linear("attn.to_out.0", attended[:, num_text:], HEADS_OUT), "double_img", 2)
-        txt = txt + gated(emit, linear("attn.to_add_out", attended[:, :num_text], HEADS_OUT), "double_txt", 2)
-        return fed(img, "double_img", "ff"), fed(txt, "double_txt", "ff_context")
+        img = img + gated(emit, linear("attn.to_out.0", attended[:, num_text:], OUT_ROLES), "double_img", 2)
+        txt = txt + gated(emit, linear("attn.to_add_out", attended[:, :num_text], OUT_ROLES), "double_txt", 2)
+        return feed_forward(img, "double_img", "ff"), feed_forward(txt, "double_txt", "ff_context")
 
 
 @dataclass(frozen=True)
@@ -211,13 +211,13 @@ class Flux2SingleBlock:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s, p = emit.require(value, "Flux2SingleBlock"), self.spec, f"{self.prefix}.attn"
         with emit.scope("attn"):
-            normed = modulated(emit, emit.block_input(x), "single", 0, s.eps)
+            normed = modulate(emit, emit.block_input(x), "single", 0, s.eps)
             columns = (s.hidden, s.hidden, s.hidden, 2 * s.ffn)
-            packed = emit.linear(normed, f"{p}.to_qkv_mlp_proj.weight", roles=INTO, columns=sum(columns))
+            packed = emit.linear(normed, f"{p}.to_qkv_mlp_proj.weight", roles=UP_ROLES, columns=sum(columns))
             q, k, v, inner = emit.split(packed, columns)
             q, k = (head_norm(emit, a, f"{p}.norm_{n}.weight", s.head_dim, s.eps) for a, n in ((q, "q"), (k, "k")))
             merged = emit.concat([attend(emit, q, k, v, s), swiglu(emit, inner, s.ffn)], axis=-1)
-            out = emit.linear(merged, f"{p}.to_out.weight", roles=OUT_OF, columns=s.hidden)
+            out = emit.linear(merged, f"{p}.to_out.weight", roles=DOWN_ROLES, columns=s.hidden)
         return x + gated(emit, out, "single", 2)
 
 
@@ -248,9 +248,9 @@ class Flux2Output:
         with emit.scope("norm_out"):
             image = emit.block_input(x)[:, emit.stream(stream_id.TXT).shape[1] :]
             packed = emit.linear(
-                emit.silu(emit.named(TEMB)), "norm_out.linear.weight", roles=FROM_HIDDEN, columns=2 * self.hidden
+                emit.silu(emit.named(TEMB)), "norm_out.linear.weight", roles=HIDDEN_ROLES, columns=2 * self.hidden
             )
             scale, shift = (part.reshape(-1, 1, self.hidden) for part in emit.split(packed, (self.hidden,) * 2))
             image = emit.layer_norm(image, eps=self.eps) * (scale + 1.0) + shift
         with emit.scope("proj_out"):
-            return emit.linear(image, "proj_out.weight", roles=FROM_HIDDEN, columns=self.channels)
+            return emit.linear(image, "proj_out.weight", roles=HIDDEN_ROLES, columns=self.channels)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Literal
 
-from rlx_jax.blocks.ffn import INTO, OUT_OF, GeGlu, MoeFfn, MoeSpec, SwiGlu
+from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES, GeGlu, MoeFfn, MoeSpec, SwiGlu
 from rlx_jax.blocks.linear import GemmaRmsNorm, RmsNorm
 from rlx_jax.errors import GraphError, UnsupportedError, shown
 from rlx_jax.ir import hir
@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 # The class of the MLP by the activation of its gate.
-GATES: dict[str, type[SwiGlu]] = {"silu": SwiGlu, "gelu_tanh": GeGlu}
+GATED_MLPS: dict[str, type[SwiGlu]] = {"silu": SwiGlu, "gelu_tanh": GeGlu}
 
 QK_NORMS = (None, "heads", "width")
 
@@ -162,8 +162,8 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         if self.moe is not None and self.mlp_bias:
-            raise GraphError("LayerSpec: mlp_bias is of an MLP, and moe has experts in its place; give one of them")
-        for name, choices in (("activation", tuple(GATES)), ("qk_norm", QK_NORMS)):
+            raise GraphError("LayerSpec: mlp_bias applies to an MLP, but moe replaces it by experts; give one of them")
+        for name, choices in (("activation", tuple(GATED_MLPS)), ("qk_norm", QK_NORMS)):
             if getattr(self, name) not in choices:
                 expected = " or ".join(map(repr, choices))
                 raise GraphError(f"LayerSpec: {name} is {shown(getattr(self, name))}; expected {expected}")
@@ -207,13 +207,13 @@ class LayerSpec:
     def roles(self, name: str) -> tuple[Role, Role]:
         """Return the roles of the two axes of the stored weight of projection `name`."""
         if name in MLP or name == "o":
-            return {"o": ("hidden", "heads"), "down": OUT_OF}.get(name, INTO)
+            return {"o": ("hidden", "heads"), "down": DOWN_ROLES}.get(name, UP_ROLES)
         part = self.weight(name)
         # The output axis of a fused weight has several roles, so that a mesh shards q, k and v separately.
         if isinstance(part, WeightPart) and part.sizes is not None:
             fused = [n for n in QKV if getattr(self.keys, n) == part.key]
-            return Parts(tuple(zip(part.sizes, map(ROLE_OF_HEADS.__getitem__, fused), strict=True))), "hidden"
-        return ROLE_OF_HEADS[name], "hidden"
+            return Parts(tuple(zip(part.sizes, map(HEAD_ROLES.__getitem__, fused), strict=True))), "hidden"
+        return HEAD_ROLES[name], "hidden"
 
     # -- stages of the layer -----------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class LayerSpec:
         spec = self.under(prefix)
         gate, up, down = (spec.weight(name) for name in MLP)
         biases = (spec.bias("gate"), spec.bias("up"), spec.bias("down"))
-        return GATES[self.activation](gate, up, down, biases if self.mlp_bias else None, self.intermediate_size)
+        return GATED_MLPS[self.activation](gate, up, down, biases if self.mlp_bias else None, self.intermediate_size)
 
     def norm(self, name: str) -> RmsNorm | GemmaRmsNorm:
         """Return a norm of the layer's kind and epsilon, with the weight `{name}.weight`."""
@@ -239,7 +239,7 @@ class LayerSpec:
 
 
 # Role of the output axis of each projection of attention.
-ROLE_OF_HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+HEAD_ROLES = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
 
 
 class GemmaStyle(Enum):
@@ -252,7 +252,7 @@ class GemmaStyle(Enum):
 
 
 # Norms of a layer by the version of Gemma.
-NORMS = {
+GEMMA_NORMS = {
     GemmaStyle.GEMMA: LayerNorms(),
     GemmaStyle.GEMMA2: LayerNorms.around_both(),
     GemmaStyle.GEMMA3: LayerNorms.around_both(),
@@ -265,10 +265,12 @@ def gemma_layer_spec(style: GemmaStyle, layer: LayerSpec) -> LayerSpec:
     Raises:
         UnsupportedError: Gemma 4.
     """
-    if style not in NORMS:
-        raise UnsupportedError(f"{style.name} is not built; {', '.join(supported.name for supported in NORMS)} are")
+    if style not in GEMMA_NORMS:
+        raise UnsupportedError(
+            f"{style.name} is not supported; {', '.join(supported.name for supported in GEMMA_NORMS)} are"
+        )
     qk_norm = layer.qk_norm or ("heads" if style is GemmaStyle.GEMMA3 else None)
-    return replace(layer, norms=NORMS[style], zero_centred=True, activation="gelu_tanh", qk_norm=qk_norm)
+    return replace(layer, norms=GEMMA_NORMS[style], zero_centred=True, activation="gelu_tanh", qk_norm=qk_norm)
 
 
 def gemma2_layer_mask(index: int, window: int) -> MaskKind:

@@ -1,6 +1,6 @@
 """Elementary stages: embeddings, projections, LM heads, norms, residuals, token selection and pooling.
 
-Other modules of stages build on the functions here (`dense`, `norm_under`, `rms_norm`, `head_norm`).
+Other modules of stages build on the functions here (`dense`, `layer_norm_under`, `rms_norm`, `head_norm`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Roles of the axes of embedding tables and of LM heads; the mesh shards axes by role.
-TABLE, HEAD = ("embedding", "hidden"), ("vocab", "hidden")
+TABLE_ROLES, HEAD_ROLES = ("embedding", "hidden"), ("vocab", "hidden")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Embed:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         ids = emit.require(value, "Embed")
         with emit.scope("embed_tokens"):
-            table = emit.param(self.weight_key, self.shape, TABLE, self.init)
+            table = emit.param(self.weight_key, self.shape, TABLE_ROLES, self.init)
             emit.state.embed_weight = table
             return emit.add_node(hir.Embed(), table, ids)
 
@@ -68,7 +68,7 @@ class EmbedScale:
         x = emit.require(value, "EmbedScale")
         with emit.scope("embed_scale"):
             if x.type.shape[-1:] != (self.hidden_size,):
-                raise ShapeError(f"{emit.path}: EmbedScale of width {self.hidden_size}, the input is {x.type}")
+                raise ShapeError(f"{emit.path}: EmbedScale of width {self.hidden_size}, but the input is {x.type}")
             return x * math.sqrt(self.hidden_size)  # Python numbers take the dtype of x
 
 
@@ -144,14 +144,14 @@ class Linear:
         columns, width = (self.shape or (None, None))[:: 1 if self.transpose else -1]
         with emit.scope(block_of(str(self.weight_key))):
             if width is not None and x.type.shape[-1:] != (width,):
-                raise ShapeError(f"{emit.path}: Linear: of its shape= the input is {width} wide, and this is {x.type}")
+                raise ShapeError(f"{emit.path}: Linear: shape= declares an input of width {width}, got {x.type}")
             return emit.linear(
                 x, self.weight_key, self.bias_key, transpose=self.transpose, roles=self.roles, columns=columns,
                 init=self.init,
             )  # fmt: skip
 
 
-def pair(name: str) -> tuple[str, str]:
+def module_keys(name: str) -> tuple[str, str]:
     """Return the keys of the weight and the bias of the module `name`."""
     return f"{name}.weight", f"{name}.bias"
 
@@ -179,7 +179,7 @@ def dense(
         bias: whether there is a bias.
         transpose: whether the weight is stored as `[out, in]`.
     """
-    weight, added = pair(f"{prefix}.{name}")
+    weight, added = module_keys(f"{prefix}.{name}")
     with emit.scope(*name.split(".")):
         return emit.linear(
             x,
@@ -256,13 +256,13 @@ class LmHead:
             weight = self._weight(emit, x.type)
             expected, actual = (self.vocab_size, self.hidden_size), weight.type.shape
             if len(actual) != 2 or any(want not in (None, size) for want, size in zip(expected, actual, strict=True)):
-                hint = "; those of a tied head follow from the embedding: leave them out" * self.tie_word_embeddings
+                hint = "; a tied head takes its sizes from the embedding: leave them out" * self.tie_word_embeddings
                 text = ", ".join(name if size is None else str(size) for name, size in zip("VH", expected, strict=True))
-                raise ShapeError(f"{emit.path}: the head is said to be [{text}], and its weight is {weight.type}{hint}")
+                raise ShapeError(f"{emit.path}: expected a head [{text}], but its weight is {weight.type}{hint}")
             if actual[1] != x.type.shape[-1]:
                 label = "the tied embedding" if self.tie_word_embeddings else f"weight {quote(self.weight_key)}"
                 raise WeightShapeError(
-                    f"{emit.path}: the head reads values {actual[1]} wide, {label} is {weight.type}; these are {x.type}"
+                    f"{emit.path}: the head reads values {actual[1]} wide, as {label} is {weight.type}; got {x.type}"
                 )
             return emit.add_node(hir.Linear(contract=1, f32_result=True), x, weight)
 
@@ -272,11 +272,11 @@ class LmHead:
             if self.weight_key is None:
                 raise GraphError(f"{emit.path}: LmHead is not tied and has no weight key")
             width = x.shape[-1] if self.hidden_size is None else self.hidden_size
-            return emit.param(self.weight_key, (self.vocab_size, width), HEAD, self.init)
+            return emit.param(self.weight_key, (self.vocab_size, width), HEAD_ROLES, self.init)
         if emit.state.embed_weight is None:
             raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
         # The table is also a projection to the vocabulary now, which counts in how a mesh shards it.
-        emit.record_roles(emit.state.embed_weight, HEAD)
+        emit.record_roles(emit.state.embed_weight, HEAD_ROLES)
         return emit.state.embed_weight
 
 
@@ -425,7 +425,7 @@ class LayerNorm:
             return emit.layer_norm(x, gamma, self.beta_key, self.eps)
 
 
-def norm_under(emit: Emit, prefix: str, name: str, x: FlowValue, eps: float) -> FlowValue:
+def layer_norm_under(emit: Emit, prefix: str, name: str, x: FlowValue, eps: float) -> FlowValue:
     """Write a LayerNorm with the weights `{prefix}.{name}.{weight,bias}` in the block `name`."""
     with emit.scope(*name.split(".")):
         return emit.layer_norm(x, f"{prefix}.{name}.weight", f"{prefix}.{name}.bias", eps)

@@ -70,10 +70,10 @@ class ModuleNames:
     def of(self, key: str) -> str:
         """Return PEFT's name of the module that owns the weight `key`."""
         name = key.removesuffix(".weight").removeprefix(self.stored)
-        return other_name(name if name.startswith(self.outer) else self.outer + name, self.renamed)
+        return rename_module(name if name.startswith(self.outer) else self.outer + name, self.renamed)
 
 
-def other_name(module: str, names: Iterable[tuple[str, str]]) -> str:
+def rename_module(module: str, names: Iterable[tuple[str, str]]) -> str:
     """Return the new name of a module, by the first pair of templates that matches the end of its name.
 
     A module that no template matches keeps its name.
@@ -120,7 +120,9 @@ class LoraLinear:
         assert isinstance(op, hir.Linear)
         # A later node of the block, such as a bias, would not see the adapter's product.
         if emit.unwrap(y).node != number:
-            raise GraphError(f"{emit.path}: lora changes a block that is one product, and this has more behind it")
+            raise GraphError(
+                f"{emit.path}: lora changes a block that is one product, but this block has ops after the product"
+            )
         axis_order = 1 if op.contract else -1
         # A pass splits an axis with several roles (fused q, k and v) in W only, so A and B get no role there.
         roles = emit.parameters.roles.get(adapter.key, (None, None))[::axis_order]
@@ -132,8 +134,8 @@ class LoraLinear:
             b = emit.param(rows, (out_features, self.rank), (out_role, None), "zeros")
         except MissingWeightError as error:
             raise MissingWeightError(
-                f"{emit.path}: lora: the weights {quote(adapter.a)} and lora_B of a new adapter are in no checkpoint: "
-                "missing='init' draws them, compile(…, missing='init', key=0); lora(…, adapter=path) loads one"
+                f"{emit.path}: lora: the weights {quote(adapter.a)} and lora_B of a new adapter are missing: "
+                "initialize them by compile(…, missing='init', key=0), or load them by lora(…, adapter=path)"
             ) from error
         with emit.scope("lora_A"):  # A reads the input of W, which may differ from x in an edited block
             low_rank = emit.linear(emit.wrap(product.inputs[0]), a, transpose=True)
@@ -160,13 +162,13 @@ class LoraLinear:
         stored_weights = [(op, k) for op in weights if isinstance(op, Param) for k in stored_keys(op.programs[0])]
         if any(k.key.endswith(".lora_A.weight") for _, k in stored_weights):
             raise GraphError(
-                f"{emit.path}: this product has an adapter already, and several of one product are not built: "
-                "merge the first, rlx_jax.merge_lora"
+                f"{emit.path}: this product has an adapter already, and several adapters are not supported: "
+                "merge the first by rlx_jax.merge_lora"
             )
         if len(numbers) != 1 or len(stored_weights) != 1:
             raise GraphError(
-                f"{emit.path}: lora changes a block that is one product with one stored weight, and this has "
-                f"{len(numbers)} products: select such as 'layers.*.self_attn.{{q,v}}_proj'"
+                f"{emit.path}: lora changes a block that is one product with one stored weight, but this block "
+                f"has {len(numbers)} products: select for example 'layers.*.self_attn.{{q,v}}_proj'"
             )
         (number,), ((weight, key),) = numbers, stored_weights
         op, part = nodes[number].op, find_weight_part(weight.programs[0])
@@ -174,8 +176,8 @@ class LoraLinear:
         has_all_inputs = key.type.shape == weight.type.shape or (part is not None and part.axis == 1 - op.contract)
         if not has_all_inputs or not key.key.endswith(".weight"):
             raise GraphError(
-                f"{emit.path}: lora changes a product with a weight '….weight', the whole of it or one of parts "
-                f"that stand side by side, and this has another part of {quote(key.key)} or one of another name"
+                f"{emit.path}: lora changes a product with a full weight '….weight' or one of its consecutive parts "
+                f"of output features, but {quote(key.key)} is another part or has another name"
             )
         return (
             number,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.linear import TABLE
+from rlx_jax.blocks.linear import TABLE_ROLES
 from rlx_jax.errors import RlxWarning, ShapeError, UnboundInputError
 from rlx_jax.ir import hir
 from rlx_jax.ir.initializers import Init
@@ -17,7 +17,7 @@ from rlx_jax.trace.frequencies import Frequencies, frequencies
 
 __all__ = ["LearnedPositions", "RelativeBias", "RopeTables"]
 
-MAX_TABLE = 2**20  # bytes; tables given as data become constants of the compiled program
+MAX_TABLE_BYTES = 2**20  # bytes; tables given as data become constants of the compiled program
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class RopeTables:
 
     def __post_init__(self) -> None:
         if self.factor != 1.0 and not self.inv_freq:
-            raise ShapeError("RopeTables: factor multiplies tables of inv_freq; given tables have theirs")
+            raise ShapeError("RopeTables: factor applies only to tables computed from inv_freq")
 
     @staticmethod
     def theta(head_dim: int, theta: float = 10000.0, name: str = "") -> RopeTables:
@@ -56,13 +56,13 @@ class RopeTables:
         """Return tables given as data, `cos` and `sin` `[max_positions, half_dim]`.
 
         Raises:
-            ShapeError: a table has another size, or more than `MAX_TABLE` bytes.
+            ShapeError: a table has another size, or more than `MAX_TABLE_BYTES` bytes.
         """
         cos, sin = (np.asarray(t, np.float32) for t in (cos, sin))
         for name, table in (("cos", cos), ("sin", sin)):
-            if table.nbytes > MAX_TABLE:
+            if table.nbytes > MAX_TABLE_BYTES:
                 raise ShapeError(
-                    f"RopeTables: {name} has {table.nbytes} bytes, the limit is {MAX_TABLE}; use RopeTables.theta"
+                    f"RopeTables: {name} has {table.nbytes} bytes, the limit is {MAX_TABLE_BYTES}; use RopeTables.theta"
                 )
             if table.size != max_positions * half_dim:
                 raise ShapeError(f"RopeTables: {name} has shape {table.shape}, expected [{max_positions}, {half_dim}]")
@@ -79,7 +79,7 @@ class RopeTables:
                     hir.RopeRows(width, self.cos_data.tobytes(), self.sin_data.tobytes()), positions
                 )
             if self.name:
-                for register, table in zip(registers(self.name), (cos, sin), strict=True):
+                for register, table in zip(register_names(self.name), (cos, sin), strict=True):
                     emit.set_named(register, table)
             else:
                 # An earlier layer had no tables and computed its own, so the user probably misplaced this stage.
@@ -94,12 +94,12 @@ class RopeTables:
         return value
 
 
-def registers(name: str) -> tuple[str, str]:
+def register_names(name: str) -> tuple[str, str]:
     """Return the names of the registered cos and sin values of the tables `name`."""
     return f"rope.{name}.cos", f"rope.{name}.sin"
 
 
-def given_positions(emit: Emit) -> FlowValue | None:
+def position_ids_input(emit: Emit) -> FlowValue | None:
     """Return the input `position_ids`, or None if the flow does not declare it or the caller does not pass it."""
     return emit.optional_input("position_ids") if "position_ids" in emit.state.inputs else None
 
@@ -110,7 +110,7 @@ def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
     Returns:
         The input `position_ids` if it is passed, else int32 `[1, S]`; with a cache, counted from the cached tokens on.
     """
-    position_ids = given_positions(emit)
+    position_ids = position_ids_input(emit)
     if position_ids is not None:
         return position_ids
     if value.ndim < 2:
@@ -129,7 +129,7 @@ def check_tables(emit: Emit, cos: FlowValue, head_dim: int) -> None:
     table_op = emit.builder.nodes[cos.value.node].op
     if isinstance(table_op, hir.RopeAngles) and 2 * len(table_op.inv_freq) > head_dim:
         raise ShapeError(
-            f"{emit.path}: the tables of the stage RopeTables are of heads of width {2 * len(table_op.inv_freq)}, and "
+            f"{emit.path}: the tables of the stage RopeTables are for heads of width {2 * len(table_op.inv_freq)}, but "
             f"these heads have width {head_dim}"
         )
 
@@ -153,7 +153,7 @@ def rope_tables_for(
         UnboundInputError: the flow is an explicit decode flow, and it has neither tables nor inputs for them.
     """
     if name:
-        cos_name, sin_name = registers(name)
+        cos_name, sin_name = register_names(name)
         return emit.named(cos_name), emit.named(sin_name)
     cos, sin = emit.state.rope_cos, emit.state.rope_sin
     if cos is not None and sin is not None:
@@ -194,12 +194,12 @@ class LearnedPositions:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LearnedPositions")
         with emit.scope("position_embeddings"):
-            table = emit.param(self.weight_key, self.shape, TABLE, self.init)
+            table = emit.param(self.weight_key, self.shape, TABLE_ROLES, self.init)
             return x + emit.add_node(hir.Embed(), table, self._positions(emit, x))
 
     def _positions(self, emit: Emit, x: FlowValue) -> FlowValue:
         """Return the row of the table for each token; passed `position_ids` take precedence over counted ones."""
-        if self.padding is None or given_positions(emit) is not None:
+        if self.padding is None or position_ids_input(emit) is not None:
             return positions_of(emit, x)
         return emit.add_node(hir.CountedPositions(self.padding), emit.flow_input(self.ids_input))
 

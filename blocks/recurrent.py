@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx_jax.blocks.control import Named, Sequence, check_hidden
-from rlx_jax.blocks.decoder import LayerAround
+from rlx_jax.blocks.decoder import MixerLayer
 from rlx_jax.blocks.layer import HiddenShape, LayerSpec
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, RmsNorm, dense, rms_norm
 from rlx_jax.errors import GraphError
@@ -25,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Epsilon of the L2 norm of a query or key head: it is added to the sum of squares, under the root.
-UNIT = 1e-6
+UNIT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class GatedDeltaSpec:
         return keys, keys, self.value_heads * self.value_dim
 
     @property
-    def mixed(self) -> Parts:
+    def mixed_roles(self) -> Parts:
         """Roles of the concatenated columns of q, k and v."""
         return Parts(tuple(zip(self.widths, ("groups", "groups", "heads"), strict=True)))
 
@@ -90,16 +90,16 @@ class GatedDeltaNet:
         x, s = emit.require(value, "GatedDeltaNet"), self.spec
         with emit.scope(self.prefix.rpartition(".")[2] or "linear_attn"):
             columns: dict[str, tuple[int, Role]] = {
-                "qkv": (sum(s.widths), s.mixed), "z": (s.widths[2], "heads"), "b": (s.value_heads, "heads"),
+                "qkv": (sum(s.widths), s.mixed_roles), "z": (s.widths[2], "heads"), "b": (s.value_heads, "heads"),
                 "a": (s.value_heads, "heads"),
             }  # fmt: skip
             packed, z, b, a = (
                 dense(emit, self.prefix, f"in_proj_{name}", x, (role, "hidden"), width, bias=False)
                 for name, (width, role) in columns.items()
             )
-            q, k, v = emit.split(_convolved(emit, self.prefix, packed, s), s.widths)
+            q, k, v = emit.split(_causal_conv(emit, self.prefix, packed, s), s.widths)
             step, rate = _time_steps(emit, self.prefix, a, s.value_heads)
-            block = hir.GatedDelta(s.key_heads, s.value_heads, unit=UNIT)
+            block = hir.GatedDelta(s.key_heads, s.value_heads, unit=UNIT_NORM_EPS)
             out = emit.add_node(block, q, k, v, step * rate, emit.add_node(Unary("sigmoid"), b))
             heads = out.reshape(*out.shape[:-1], s.value_heads, s.value_dim)
             with emit.scope("norm"):  # over each value head
@@ -108,7 +108,7 @@ class GatedDeltaNet:
             return dense(emit, self.prefix, "out_proj", gated, ("hidden", "heads"), x.type.shape[-1], bias=False)
 
 
-def _convolved(
+def _causal_conv(
     emit: Emit, prefix: str, x: FlowValue, spec: GatedDeltaSpec | Mamba2Spec, bias: bool = False, kind: str = "silu"
 ) -> FlowValue:
     """Write a causal depthwise convolution of `x` `[B,S,M]` and the activation `kind`, a name in `UNARY`.
@@ -118,9 +118,9 @@ def _convolved(
     """
     columns = sum(spec.widths)
     with emit.scope("conv1d"):
-        weights = [emit.param(f"{prefix}.conv1d.weight", (columns, 1, spec.kernel), (spec.mixed, None, None))]
+        weights = [emit.param(f"{prefix}.conv1d.weight", (columns, 1, spec.kernel), (spec.mixed_roles, None, None))]
         if bias:
-            weights.append(emit.param(f"{prefix}.conv1d.bias", (columns,), (spec.mixed,)))
+            weights.append(emit.param(f"{prefix}.conv1d.bias", (columns,), (spec.mixed_roles,)))
         return emit.add_node(Unary(kind), emit.add_node(hir.CausalConv(bias), x, *weights))
 
 
@@ -142,7 +142,7 @@ def gated_delta_layer(index: int, layer: LayerSpec, spec: GatedDeltaSpec, prefix
     """Return layer `index` with a Gated DeltaNet in place of attention; `layer` describes its norms and its MLP."""
     p = f"{prefix}.{index}"
     mixer = GatedDeltaNet(f"{p}.linear_attn", spec)
-    return Named(f"layer{index}", LayerAround(p, layer, (mixer,), "gated_delta_layer"))
+    return Named(f"layer{index}", MixerLayer(p, layer, (mixer,), "gated_delta_layer"))
 
 
 # -- the recurrence without projections ----------------------------------------------------------
@@ -186,7 +186,7 @@ class GdnScan:
         if inputs is None:
             raise GraphError(f"{emit.path}: GdnScan reads q, k, v, g and beta: call emit.set_gdn before it")
         if self.carry_state and self.state_key is None:
-            raise GraphError(f"{emit.path}: GdnScan carries a state, and has no state_key to read it from")
+            raise GraphError(f"{emit.path}: GdnScan carries a state, but has no state_key to read it from")
         with emit.scope("gdn_scan"):
             if self.carry_state and self.state_key is not None:
                 state = emit.named(self.state_key)
@@ -243,7 +243,7 @@ class Mamba2Spec:
         return self.inner, shared, shared
 
     @property
-    def mixed(self) -> Parts:
+    def mixed_roles(self) -> Parts:
         """Roles of the concatenated columns of x, B and C."""
         return Parts(tuple(zip(self.widths, ("heads", "groups", "groups"), strict=True)))
 
@@ -272,11 +272,11 @@ class Mamba2Mixer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, "Mamba2Mixer"), self.spec
         with emit.scope(self.prefix.rpartition(".")[2] or "mixer"):
-            packed = Parts(((s.inner, "heads"), *s.mixed.of, (s.heads, "heads")))
+            packed = Parts(((s.inner, "heads"), *s.mixed_roles.of, (s.heads, "heads")))
             columns = (s.inner, sum(s.widths), s.heads)
             projected = dense(emit, self.prefix, "in_proj", x, (packed, "hidden"), sum(columns), bias=s.bias)
             z, mixed, t = emit.split(projected, columns)
-            convolved = _convolved(emit, self.prefix, mixed, s, s.conv_bias, s.activation)
+            convolved = _causal_conv(emit, self.prefix, mixed, s, s.conv_bias, s.activation)
             values, b, c = emit.split(convolved, s.widths)
             step, rate = _time_steps(emit, self.prefix, t, s.heads, *s.time_step_limit)
             out = emit.add_node(hir.SelectiveScan(s.heads, s.groups), values, step, rate, b, c)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlx_jax.blocks.control import KvCacheContract
 from rlx_jax.blocks.linear import module_of
-from rlx_jax.blocks.positions import check_tables, positions_of, registers
+from rlx_jax.blocks.positions import check_tables, positions_of, register_names
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.pointwise import Unary
@@ -20,7 +20,7 @@ from rlx_jax.trace.parameters import WeightKey, WeightPart, stored_key
 __all__ = ["Activation", "SelfAttention"]
 
 # Keys of q, k and v.
-Three = tuple[WeightKey, WeightKey, WeightKey]
+QkvKeys = tuple[WeightKey, WeightKey, WeightKey]
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class SelfAttention:
         WeightShapeError: a weight has another width than the heads.
     """
 
-    qkv: str | Three
+    qkv: str | QkvKeys
     out: str | None
     heads: int
     kv_heads: int | None = None
     head_dim: int | None = None
-    qkv_bias: str | Three | None = None
+    qkv_bias: str | QkvKeys | None = None
     out_bias: str | None = None
     transpose: bool = True
     causal: bool = False
@@ -97,7 +97,7 @@ class SelfAttention:
             GraphError: `names` has neither two nor four names.
         """
         if len(names) not in (2, 4):
-            raise GraphError(f"{prefix}: SelfAttention.hf: names are those of q, k, v and out, or of qkv and out")
+            raise GraphError(f"{prefix}: SelfAttention.hf: expected names of q, k, v and out, or of qkv and out")
         *inner, out = (f"{prefix}.{name}.weight" for name in names)
         *biases, out_bias = (f"{prefix}.{name}.bias" if bias else None for name in names)
         return SelfAttention(
@@ -107,14 +107,14 @@ class SelfAttention:
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Return the keys and values to cache for an input `[B, S, H]`."""
-        return KvCacheContract.packed(hidden, self.key_heads * self._width(emit, hidden))
+        return KvCacheContract.packed(hidden, self.key_heads * self._head_dim(emit, hidden))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SelfAttention")
         with emit.scope(self.name):
             check_count(self.key_heads, f"{emit.path}: SelfAttention: kv_heads")
             x = emit.block_input(x)
-            width = self._width(emit, x.type)
+            width = self._head_dim(emit, x.type)
             q, k, v = self._projections(emit, x, width)
             bias = None if self.bias is None else emit.named(self.bias)
             context = emit.attention(
@@ -124,7 +124,7 @@ class SelfAttention:
             )  # fmt: skip
             if self.out is None:
                 if self.out_bias is not None:
-                    raise GraphError(f"{emit.path}: SelfAttention has out_bias={self.out_bias!r} and no out=")
+                    raise GraphError(f"{emit.path}: SelfAttention has out_bias={self.out_bias!r} but no out=")
                 return context
             return self._linear(emit, context, self.out, self.out_bias, ("hidden", "heads"), x.type.shape[-1])
 
@@ -135,7 +135,7 @@ class SelfAttention:
 
     # -- parts of `emit` ---------------------------------------------------------------------
 
-    def _width(self, emit: Emit, hidden: TensorType) -> int:
+    def _head_dim(self, emit: Emit, hidden: TensorType) -> int:
         """Return D, the width of a head.
 
         Raises:
@@ -145,7 +145,9 @@ class SelfAttention:
             return self.head_dim
         size = hidden.shape[-1]
         if not is_static(size) or self.heads < 1 or size % self.heads:
-            raise GraphError(f"{emit.path}: SelfAttention: {hidden} is not whole in {self.heads} heads; give head_dim=")
+            raise GraphError(
+                f"{emit.path}: SelfAttention: {hidden} does not split into {self.heads} heads; give head_dim="
+            )
         return int(size) // self.heads
 
     def _projections(self, emit: Emit, x: FlowValue, width: int) -> tuple[FlowValue, ...]:
@@ -160,14 +162,14 @@ class SelfAttention:
         roles: tuple[Role, ...] = ("heads", kv_role, kv_role)
         if is_fused and kv_role == "kv_heads":  # the stored axis has segments with different roles
             roles = (Parts(tuple(zip(columns, ("heads", kv_role, kv_role), strict=True))),) * 3
-        keys = self._three(self.qkv, columns, 0 if self.transpose else 1)
-        biases = (None, None, None) if self.qkv_bias is None else self._three(self.qkv_bias, columns)
+        keys = self._qkv_keys(self.qkv, columns, 0 if self.transpose else 1)
+        biases = (None, None, None) if self.qkv_bias is None else self._qkv_keys(self.qkv_bias, columns)
         return tuple(
             self._linear(emit, x, key, bias, (role, "hidden"), size, (name,) if isinstance(key, WeightPart) else ())
             for name, key, bias, role, size in zip("qkv", keys, biases, roles, columns, strict=True)
         )
 
-    def _three(self, keys: str | Three, columns: tuple[int, ...], axis: int = 0) -> tuple[WeightKey, ...]:
+    def _qkv_keys(self, keys: str | QkvKeys, columns: tuple[int, ...], axis: int = 0) -> tuple[WeightKey, ...]:
         """Return the keys of q, k and v; for a fused weight, its parts along `axis`, of widths `columns`."""
         parts = columns if self.key_heads != self.heads else 3
         return WeightPart.split(keys, parts, axis) if isinstance(keys, str) else keys
@@ -213,14 +215,14 @@ class SelfAttention:
         """
         if key == self.out:
             return ""
-        width = self._width(emit, x.type)
+        width = self._head_dim(emit, x.type)
         text = f"; {columns} columns for {self.heads} query and {self.key_heads} key heads of {width}"
         # The hint is for separate k and v weights with kv_heads unset; elsewhere the width does not tell the mistake.
         if self.kv_heads is not None or isinstance(self.qkv, str) or key not in self.qkv[1:] or emit.weights is None:
             return text
         stored_width = emit.weights.spec(stored_key(key)).shape[0 if self.transpose else -1]
         kv, rest = divmod(stored_width // (key.count if isinstance(key, WeightPart) else 1), width)
-        return text if rest or not kv or self.heads % kv else f"{text}; of fewer key heads say so: kv_heads={kv}"
+        return text if rest or not kv or self.heads % kv else f"{text}; for fewer key heads give kv_heads={kv}"
 
     def _mask(self, emit: Emit) -> FlowValue | None:
         """Return the keep mask from the named input or from an AttnMask stage, or None if there is none."""
@@ -235,7 +237,7 @@ class SelfAttention:
             GraphError: the options contradict each other, or the named tables do not exist.
         """
         if self.rope_theta is not None and self.rope is not None:
-            raise GraphError(f"{emit.path}: SelfAttention: rope_theta makes tables, rope={self.rope!r} names some; one")
+            raise GraphError(f"{emit.path}: SelfAttention: give either rope_theta= or rope={self.rope!r}")
         if self.n_rot == 0:
             return None
         if self.rope_theta is not None:
@@ -249,7 +251,7 @@ class SelfAttention:
                 raise GraphError(f"{emit.path}: SelfAttention: n_rot and rope_style go with rope_theta or rope")
             return None
         if self.rope:
-            cos, sin = (emit.named(register) for register in registers(self.rope))
+            cos, sin = (emit.named(register) for register in register_names(self.rope))
         elif emit.state.rope_cos is not None and emit.state.rope_sin is not None:
             cos, sin = emit.state.rope_cos, emit.state.rope_sin
             check_tables(emit, cos, width)  # named tables are the user's choice; unnamed ones are checked
@@ -269,7 +271,7 @@ def head_width(where: str, hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _keys(keys: list[str]) -> str | Three:
+def _keys(keys: list[str]) -> str | QkvKeys:
     """Return a list of one key as that key, and a list of three as a tuple."""
     if len(keys) == 1:
         return keys[0]

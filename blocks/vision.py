@@ -1,4 +1,4 @@
-"""Stages of vision transformers: patch embedding, attention over all tokens, pre-norm layers and pooling heads.
+"""Stages of vision transformers: patch embedding, attention over all tokens, pre-norm layers and their rotation.
 
 Covers ViT, DINOv2, CLIP, SigLIP and Nomic. The towers share the layer of `pre_norm_layer` and differ in their keys.
 """
@@ -6,29 +6,27 @@ Covers ViT, DINOv2, CLIP, SigLIP and Nomic. The towers share the layer of `pre_n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
-from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
-from rlx_jax.blocks.linear import LayerNorm, ResidualAdd, ResidualSave, dense, norm_under, pair
+from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES, Mlp, SwiGlu, inner_shape
+from rlx_jax.blocks.linear import LayerNorm, ResidualAdd, ResidualSave, dense, layer_norm_under, module_keys
 from rlx_jax.blocks.self_attention import SelfAttention, head_width
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
-from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
-from rlx_jax.trace.parameters import WeightKey, WeightPart
+from rlx_jax.trace.parameters import WeightPart
 
 __all__ = [
-    "AttentionPool", "EndTokenPool", "LayerKeys", "LayerScale", "NomicSelector", "PatchRope", "PreNormLayerSpec",
-    "Similarity", "VisionEmbed", "VisionSwiGluFfn", "VitSelfAttn", "VitSelfAttnSpec", "dinov2_layer_fused",
-    "nomic_vision_layer_fused", "pre_norm_layer", "siglip_layer_fused_with_prefix",
+    "LayerKeys", "LayerScale", "PatchRope", "PreNormLayerSpec", "VisionEmbed", "VisionSwiGluFfn", "VitSelfAttn",
+    "VitSelfAttnSpec", "dinov2_layer_fused", "nomic_vision_layer_fused", "pre_norm_layer",
+    "siglip_layer_fused_with_prefix",
 ]  # fmt: skip
 
 # -- from images to tokens ---------------------------------------------------------------------
@@ -133,12 +131,12 @@ class VitSelfAttn:
     @staticmethod
     def dinov2(prefix: str, hidden_size: int, num_heads: int) -> VitSelfAttn:
         """Return the stage with DINOv2's keys, `{prefix}.attn.qkv.*` and `{prefix}.attn.proj.*`."""
-        return VitSelfAttn(_fused(f"{prefix}.attn", "qkv", "proj", hidden_size, num_heads))
+        return VitSelfAttn(_fused_qkv_spec(f"{prefix}.attn", "qkv", "proj", hidden_size, num_heads))
 
     @staticmethod
     def nomic_vision(prefix: str, hidden_size: int, num_heads: int) -> VitSelfAttn:
         """Return the stage with the keys of Nomic's tower, `{prefix}.attn.Wqkv.*` and `{prefix}.attn.out_proj.*`."""
-        return VitSelfAttn(_fused(f"{prefix}.attn", "Wqkv", "out_proj", hidden_size, num_heads))
+        return VitSelfAttn(_fused_qkv_spec(f"{prefix}.attn", "Wqkv", "out_proj", hidden_size, num_heads))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         s, x = self.spec, emit.require(value, "VitSelfAttn")
@@ -150,10 +148,12 @@ class VitSelfAttn:
         return attention.emit(emit, x)
 
 
-def _fused(prefix: str, qkv: str, out: str, hidden_size: int, num_heads: int) -> VitSelfAttnSpec:
+def _fused_qkv_spec(prefix: str, qkv: str, out: str, hidden_size: int, num_heads: int) -> VitSelfAttnSpec:
     """Return the spec of an attention with the modules `{prefix}.{qkv}` and `{prefix}.{out}`, both with biases."""
     width = head_width(prefix, hidden_size, num_heads)
-    return VitSelfAttnSpec(*pair(f"{prefix}.{qkv}"), *pair(f"{prefix}.{out}"), hidden_size, num_heads, width)
+    return VitSelfAttnSpec(
+        *module_keys(f"{prefix}.{qkv}"), *module_keys(f"{prefix}.{out}"), hidden_size, num_heads, width
+    )
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,12 @@ class VisionSwiGluFfn:
         x, p = emit.require(value, "VisionSwiGluFfn"), f"{self.layer_prefix}.mlp"
 
         with emit.scope("mlp"):
-            up = dense(emit, p, "fc11", x, INTO, self.inner)
-            gate = dense(emit, p, "fc12", x, INTO, up.type.shape[-1])
+            up = dense(emit, p, "fc11", x, UP_ROLES, self.inner)
+            gate = dense(emit, p, "fc12", x, UP_ROLES, up.type.shape[-1])
             inner = emit.add_node(hir.GatedFfn("silu"), gate, up)
-            return dense(emit, p, "fc2", norm_under(emit, p, "norm", inner, self.eps), OUT_OF, x.type.shape[-1])
+            return dense(
+                emit, p, "fc2", layer_norm_under(emit, p, "norm", inner, self.eps), DOWN_ROLES, x.type.shape[-1]
+            )
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """Return the inner shape `[…, F]` for an input `[…, H]`."""
@@ -253,7 +255,7 @@ class PreNormLayerSpec:
         activation: a name in `UNARY`.
         gated: the feed-forward half is SwiGLU.
         causal, mask_input: as in `SelfAttention`.
-        turned: rotate queries and keys, in interleaved pairs of columns, by the rope tables of an earlier stage.
+        use_rope: rotate queries and keys, in interleaved pairs of columns, by the rope tables of an earlier stage.
         inner_eps: epsilon of the norm inside the feed-forward half, if the keys name one.
         intermediate_size: width of the MLP; may be None unless some weight is missing from every source.
     """
@@ -269,7 +271,7 @@ class PreNormLayerSpec:
     qkv_bias: bool = True
     causal: bool = False
     mask_input: str | None = None
-    turned: bool = False
+    use_rope: bool = False
     inner_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -285,7 +287,7 @@ class PreNormLayerSpec:
             self.prefix, self.num_heads, names=(*names, k.out), bias=self.qkv_bias, head_dim=width, causal=self.causal,
             mask_input=self.mask_input,
         )  # fmt: skip
-        rotation: dict[str, Any] = {"rope": "", "rope_style": "interleaved"} if self.turned else {}
+        rotation: dict[str, Any] = {"rope": "", "rope_style": "interleaved"} if self.use_rope else {}
         return replace(attention, out_bias=f"{self.prefix}.{k.out}.bias", name="attn", **rotation)
 
     @property
@@ -295,7 +297,7 @@ class PreNormLayerSpec:
         if k.inner:
             return VisionSwiGluFfn(self.prefix, self.inner_eps, inner)
         names = (k.gated1, k.gated2) if self.gated else (k.fc1, k.fc2)
-        fc1, fc2 = (pair(f"{self.prefix}.{name}") for name in names)
+        fc1, fc2 = (module_keys(f"{self.prefix}.{name}") for name in names)
         if not self.gated:
             return Mlp(*fc1, *fc2, self.activation, inner)
         (gate, up), (gate_bias, up_bias) = (WeightPart.split(key, 2) for key in fc1)
@@ -305,13 +307,13 @@ class PreNormLayerSpec:
 def pre_norm_layer(spec: PreNormLayerSpec) -> BlockStage:
     """Return a pre-norm layer: `h = x + attn(ln(x)) [⊙ γ₁]`, `y = h + ffn(ln(h)) [⊙ γ₂]`, `[B,S,H]` → same."""
     k, p = spec.keys, spec.prefix
-    attention = _half(p, k.norm1, spec.eps, spec.attention, k.scale1)
-    return Sequence((*attention, *_half(p, k.norm2, spec.eps, spec.ffn, k.scale2)))
+    attention = _residual_half(p, k.norm1, spec.eps, spec.attention, k.scale1)
+    return Sequence((*attention, *_residual_half(p, k.norm2, spec.eps, spec.ffn, k.scale2)))
 
 
-def _half(prefix: str, norm: str, eps: float, inner: BlockStage, scale: str = "") -> tuple[BlockStage, ...]:
+def _residual_half(prefix: str, norm: str, eps: float, inner: BlockStage, scale: str = "") -> tuple[BlockStage, ...]:
     """Return the stages of `x + inner(ln(x)) [⊙ γ]`."""
-    pre_norm = LayerNorm(*pair(f"{prefix}.{norm}"), eps)
+    pre_norm = LayerNorm(*module_keys(f"{prefix}.{norm}"), eps)
     scales = (LayerScale(f"{prefix}.{scale}"),) if scale else ()
     return ResidualSave(), pre_norm, inner, *scales, ResidualAdd()
 
@@ -337,118 +339,7 @@ def siglip_layer_fused_with_prefix(
     return Named(f"layer{index}", pre_norm_layer(spec))
 
 
-# -- one vector --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AttentionPool:
-    """SigLIP's pooling head: attention of a learned query over all tokens, then `p + mlp(ln(p))`: `[B,S,H]` → `[B,H]`.
-
-    Weights under the prefix: `probe` `[1, 1, H]`, `attention.in_proj_weight` `[3H, H]`, `attention.in_proj_bias`,
-    `attention.out_proj.*`, `layernorm.*`, `mlp.fc1.*`, `mlp.fc2.*`. `inner`, the width of the MLP, is needed only for
-    weights that no source has.
-    """
-
-    prefix: str
-    num_heads: int
-    eps: float = 1e-6
-    activation: str = "gelu_tanh"
-    inner: int | None = None
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, p = emit.require(value, "AttentionPool"), self.prefix
-        if x.ndim != 3:
-            raise ShapeError(f"{emit.path}: AttentionPool needs [B, S, H], got {x.type}")
-        with emit.scope("head"):
-            weights, biases = (WeightPart.split(f"{p}.attention.in_proj_{kind}", 3) for kind in ("weight", "bias"))
-            pooled = read_by_query(emit, x, f"{p}.probe", weights, biases, f"{p}.attention.out_proj", self.num_heads)
-            normed = emit.layer_norm(pooled, *pair(f"{p}.layernorm"), self.eps)
-            mlp = Mlp(*pair(f"{p}.mlp.fc1"), *pair(f"{p}.mlp.fc2"), self.activation, self.inner)
-            return emit.first_token(pooled + mlp.emit(emit, normed))
-
-
-def read_by_query(
-    emit: Emit,
-    x: FlowValue,
-    query: str,
-    weights: Iterable[WeightKey],
-    biases: Iterable[WeightKey],
-    out: str,
-    heads: int,
-) -> FlowValue:
-    """Return the attention of a learned query over all tokens of `x`, projected: `[B,S,H]` → `[B,1,H]`.
-
-    Args:
-        x: tokens `[B,S,H]`.
-        query: key of the query, `[1, 1, H]`, which is the same for every row of the batch.
-        weights, biases: keys of the projections of q, k and v, `[H, H]` and `[H]`.
-        out: module name of the output projection.
-        heads: number of heads; it divides H.
-    """
-    hidden = int(x.type.shape[-1])
-    head_width(query, hidden, heads)
-    probe = emit.broadcast_to(emit.param(query, (1, 1, hidden)), (x.shape[0], 1, hidden))
-    q, k, v = (
-        emit.linear(source, w, b, roles=("heads", "hidden"), columns=hidden)
-        for source, w, b in zip((probe, x, x), weights, biases, strict=True)
-    )
-    context = emit.add_node(hir.attention(heads, heads, MaskKind.NONE), q, k, v)
-    return emit.linear(context, *pair(out), roles=("hidden", "heads"), columns=hidden)
-
-
-@dataclass(frozen=True)
-class EndTokenPool:
-    """Select the token at the end of each text: `[B,S,H]` → `[B,H]`.
-
-    The position is the first one at which the input `ids_input` `[B,S]` holds `end_id`, or with None the first one of
-    the row's largest id, as in CLIP's oldest checkpoints. A row without `end_id` yields its first token.
-    """
-
-    end_id: int | None
-    ids_input: str = "input_ids"
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, ids = emit.require(value, "EndTokenPool"), emit.flow_input(self.ids_input)
-        with emit.scope("end_token"):
-            return emit.add_node(hir.EndToken(self.end_id), x, ids)
-
-
-@dataclass(frozen=True)
-class Similarity:
-    """Score texts against images by scaled cosine similarity: `exp(s) · t̂ îᵀ [+ b]`, `[T, I]`.
-
-    The texts t are the active value `[T, E]`, the images i the stream `images` `[I, E]`; both are normalised to unit
-    length, and the normalised vectors are the side outputs `text_embeds` and `image_embeds`. Weights: `scale_key` (s)
-    and `bias_key` (b), one number each (CLIP: Radford et al. 2021; SigLIP: Zhai et al. 2023).
-    """
-
-    scale_key: str
-    bias_key: str | None = None
-    images: str = "images"
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        texts, images = emit.require(value, "Similarity"), emit.stream(self.images)
-        if texts.ndim != 2 or images.ndim != 2 or texts.shape[1] != images.shape[1]:
-            raise ShapeError(
-                f"{emit.path}: Similarity is of vectors [T, E] and [I, E], got {texts.type}, {images.type}"
-            )
-        # CLIP stores a scalar, SigLIP a vector of one number.
-        scalar_shape: tuple[int, ...] = () if self.bias_key is None else (1,)
-
-        def number(key: str) -> FlowValue:
-            return emit.param(key, None if emit.has_param(key) else scalar_shape).reshape(1, 1)
-
-        with emit.scope("similarity"):
-            texts, images = unit(emit, texts), unit(emit, images)
-            emit.output("text_embeds", texts)
-            emit.output("image_embeds", images)
-            scores = texts @ images.T * emit.exp(number(self.scale_key))
-            return scores if self.bias_key is None else scores + number(self.bias_key)
-
-
-def unit(emit: Emit, x: FlowValue) -> FlowValue:
-    """Return the rows of `x` divided by their Euclidean norms; a row of zeros stays zero."""
-    return x * emit.rsqrt(emit.maximum(emit.sum(x * x, -1, keepdims=True), 1e-24))
+# -- rotation ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -483,33 +374,3 @@ class PatchRope:
         with emit.scope("rotary_emb"):
             emit.state.rope_cos, emit.state.rope_sin = emit.rope_angles(emit.constant(table), scaled, axes=axes)
         return value
-
-
-@dataclass(frozen=True)
-class NomicSelector:
-    """Nomic's selector: add a pooled vector to every token, `x + mlp(ln(p))`, `[B,S,H]` → same.
-
-    p is the attention of a learned query over all tokens. Weights under the prefix: `attn.latent` `[1, 1, H]`,
-    `attn.Wq.*`, `attn.Wkv.*` (rows of keys, then rows of values), `attn.out_proj.*`, `norm1.*`, and
-    `mlp.{fc11,fc12,fc2}.*`, of which `fc12` is the gate. `inner`, the width of the MLP, is needed only for weights
-    that no source has.
-    """
-
-    prefix: str
-    num_heads: int
-    eps: float = 1e-6
-    inner: int | None = None
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, p = emit.require(value, "NomicSelector"), self.prefix
-        if x.ndim != 3:
-            raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
-        with emit.scope("selector"):
-            weights: list[WeightKey] = [f"{p}.attn.Wq.weight", *WeightPart.split(f"{p}.attn.Wkv.weight", 2)]
-            biases: list[WeightKey] = [f"{p}.attn.Wq.bias", *WeightPart.split(f"{p}.attn.Wkv.bias", 2)]
-            out = f"{p}.attn.out_proj"
-            pooled = read_by_query(emit, x, f"{p}.attn.latent", weights, biases, out, self.num_heads)
-            normed = emit.layer_norm(pooled, *pair(f"{p}.norm1"), self.eps)
-            gate, up, down = (pair(f"{p}.mlp.{name}") for name in ("fc12", "fc11", "fc2"))
-            mlp = SwiGlu(gate[0], up[0], down[0], (gate[1], up[1], down[1]), self.inner)
-            return x + mlp.emit(emit, normed)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage, check_stages
-from rlx_jax.blocks.encoder import bert_layer_prefix, known_style
+from rlx_jax.blocks.encoder import bert_layer_prefix, normalize_style
 from rlx_jax.errors import GraphError, quote, shown
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Roles
@@ -205,7 +205,7 @@ class Stages:
         """
         spec = partial(
             blocks.BertEncoderLayerSpec.hf, hidden_size=hidden, num_heads=heads, eps=eps, activation=activation,
-            qkv_style=known_style(style),
+            qkv_style=normalize_style(style),
         )  # fmt: skip
         return self.repeat_layers(count, lambda i: blocks.BertEncoderLayer(spec(bert_layer_prefix(prefix, i))))
 

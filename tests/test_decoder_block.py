@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "hidden_shape": (lambda: LlamaDecoder.layer(0, replace(LLAMA, hidden_shape=("batch", "seq", 13))), ShapeError,
         "LlamaDecoder.*13"),
     "batch": (lambda: Qwen3Decoder.layer(0, replace(QWEN, batch=3)), ShapeError,
-        r"\[batch,seq,12\], its spec says .*\[3,seq,12"),
+        r"\[batch,seq,12\], but the spec declares .*\[3,seq,12"),
     "seq": (lambda: Qwen3Decoder.layer(0, replace(QWEN, seq="rows")), ShapeError, "rows"),
     **{f"mask {mask!r}": (partial(LlamaDecoder.layer, 0, replace(LLAMA, mask=mask)), GraphError, "mask|window")
        for mask in ("sliding:0", "slid", "causal:3")},

@@ -111,7 +111,7 @@ def test_stages_say_what_is_missing() -> None:
     weights = {key: np.ones(spec.shape, "f4") for key, spec in shapes.items()}
     with pytest.raises(errors.GraphError, match=r"layers\.0: .*'position_bias'"):
         flow.build(weights)
-    with pytest.raises(errors.UnsupportedError, match="there is no style 'xlnet'; styles are bert, mpnet"):
+    with pytest.raises(errors.UnsupportedError, match="unknown style 'xlnet'; styles are bert, mpnet"):
         ids.repeat_bert_layers(1, "", "xlnet", 8, 2)
     with pytest.raises(errors.ShapeError, match="a table of 32 rows or more"):
         ids.stage(blocks.RelativeBias("r", (31, 2))).build()

@@ -62,7 +62,7 @@ def test_mistakes() -> None:
         (lambda: blocks.gemma2_layer_mask(0, 0), errors.GraphError, "at least 1 key"),
         (
             lambda: blocks.gemma_prefill_layer_composed(0, blocks.GemmaStyle.GEMMA4, attention),
-            errors.UnsupportedError, "GEMMA4 is not built",
+            errors.UnsupportedError, "GEMMA4 is not supported",
         ),
     ):  # fmt: skip
         with pytest.raises(error, match=text):

@@ -240,7 +240,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "twice": (
         lambda: rlx.compile(rlx.lora(merged_projections(), "**.c_attn", rank=3), missing="init", key=0),
-        "has an adapter already, and several of one product are not built",
+        "has an adapter already, and several adapters are not supported",
     ),
 }
 

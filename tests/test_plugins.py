@@ -204,5 +204,5 @@ class Liar:
 
 def test_what_a_stage_promises_is_held_against_what_it_writes() -> None:
     flow = rlx.ModelFlow("f").input("x", ("batch", "seq", 8)).named_layer("block", Liar())
-    with pytest.raises(GraphError, match=r"Liar promises a cache f32\[batch,seq,12\].*writes f32\[batch,seq,8\]"):
+    with pytest.raises(GraphError, match=r"Liar declares a cache f32\[batch,seq,12\].*writes f32\[batch,seq,8\]"):
         flow.build()

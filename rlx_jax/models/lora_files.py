@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.lora import other_name
+from rlx_jax.blocks.lora import rename_module
 from rlx_jax.errors import ConfigError, RequestError, TargetExistsError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.folder import open_folder
@@ -110,7 +110,7 @@ def rename_modules(
     `renamed`: (checkpoint name, adapter name) pairs; see `ModuleNames.renamed`.
     """
     stored = {
-        module: other_name(module, [(peft_name, name) for name, peft_name in renamed]) for module in sizes.modules
+        module: rename_module(module, [(peft_name, name) for name, peft_name in renamed]) for module in sizes.modules
     }
     names = {f"{name}{part}": f"{module}{part}" for module, name in stored.items() for part in TENSOR_SUFFIXES}
     modules = {stored[module]: size for module, size in sizes.modules.items()}

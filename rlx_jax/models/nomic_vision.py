@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, Custom, NomicSelector, PatchRope, PreNormLayerSpec
-from rlx_jax.blocks.vision import NOMIC_KEYS, unit
+from rlx_jax.blocks.pooling import normalize_rows
+from rlx_jax.blocks.vision import NOMIC_KEYS
 from rlx_jax.errors import ConfigError
 from rlx_jax.models import nomic
 from rlx_jax.models.config import MAX_LAYERS, Fields, width_and_heads
@@ -113,7 +114,7 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
         return self.config.image_size
 
     def spec(self, index: int) -> PreNormLayerSpec:
-        return replace(super().spec(index), turned=self.config.use_rotary, inner_eps=INNER_EPS)
+        return replace(super().spec(index), use_rope=self.config.use_rotary, inner_eps=INNER_EPS)
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
@@ -133,4 +134,4 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
 
 def unit_first(emit: Emit, x: FlowValue) -> FlowValue:
     """Return the first token of each row, divided by its length."""
-    return unit(emit, emit.first_token(x))
+    return normalize_rows(emit, emit.first_token(x))
