@@ -139,11 +139,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "a carry that grows": (lambda m, x: m.scan(lambda c, v: (x, None), m.zeros(4), x), ShapeError,
         "takes .f32.4.. and returns .f32.rows,4"),
     "nothing to cut": (lambda m, x: m.scan(lambda c, v: (c, None), x), ShapeError, "length is an int"),
-    "a scalar to cut": (lambda m, x: m.scan(lambda c, v: (c, v), x, m.sum(x)), ShapeError, "has a first axis"),
+    "a scalar to cut": (lambda m, x: m.scan(lambda c, v: (c, v), x, m.sum(x)), ShapeError, "need a first axis"),
     "a condition that is none": (lambda m, x: m.while_loop(lambda v: v, m.sin, x), ShapeError,
         "gives one bool of rank 0"),
     "a value beside": (lambda m, x: m.custom_vjp(lambda v: m.add(v, x), lambda *a: a[-1], m.sin(x)), GraphError,
-        "only what it is given"),
+        "only its arguments"),
     "gradients of other operands": (lambda m, x: m.custom_vjp(m.sin, lambda v, o, g: (g, g), x), GraphError,
         "1 gradients"),
 }  # fmt: skip
@@ -177,5 +177,5 @@ def test_a_value_of_a_body_stays_inside() -> None:
         e.cond(e.any(x), branch(e), e.cos, x)
         return kept[-1] + x
 
-    with pytest.raises(GraphError, match="used outside of it; let it return it"):
+    with pytest.raises(GraphError, match="is used outside; return it from the body"):
         rlx.ModelFlow("m").input("x", ("rows", 4)).custom(stage).build()

@@ -207,19 +207,19 @@ WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[errors.RlxError], str]]
     ),
     "one layer too many": (
         lambda: two_layers().stage(BIND).llama_decode_layer(2, SPEC), errors.GraphError,
-        r"LlamaDecodeLayer of layer 2, and BindDecodeInputs bound 2 layers",
+        r"LlamaDecodeLayer of layer 2, but BindDecodeInputs bound 2 layers",
     ),
     "mask not bound": (
         lambda: two_layers().bind_decode_inputs(2).llama_decode_layer(0, replace(SPEC, use_custom_mask=True)),
-        errors.GraphError, r"use_custom_mask, and no mask is bound",
+        errors.GraphError, r"use_custom_mask is set, but no mask is bound",
     ),
     "kind of mask": (
         lambda: two_layers().stage(BIND).llama_decode_layer(0, replace(SPEC, mask="none")), errors.GraphError,
-        r"mask none; decode is causal or in a sliding window",
+        r"decode needs a causal or sliding-window mask, got none",
     ),
     "group size": (
         lambda: two_layers().stage(BIND).llama_decode_layer(0, replace(SPEC, kv_group_size=4)), errors.GraphError,
-        r"kv_group_size is 4, and 4 query heads to 2 key heads are 2",
+        r"kv_group_size is 4, but 4 query heads over 2 key heads are 2",
     ),
     "hidden shape": (
         lambda: two_layers().stage(BIND).llama_decode_layer(0, replace(SPEC, hidden_shape=("batch", "seq", 8))),

@@ -129,7 +129,7 @@ A = ("a.q.weight", "a.k.weight", "a.v.weight")
     (SelfAttention("a.q.weight", None, N, head_dim=D, qkv_bias=A), "has one bias"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope=""), "none ran before"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope="far"), "nothing is registered as 'rope.far.cos'"),
-    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope="", rope_theta=1.0), "one"),
+    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope="", rope_theta=1.0), "give either"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, n_rot=2), "go with rope_theta or rope"),
     (SelfAttention(A, None, N, kv_heads=0, head_dim=D), "kv_heads is 0; expected an integer of at least 1"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, mask_input="mine"), "no input 'mine'"),

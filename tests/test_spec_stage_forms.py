@@ -386,7 +386,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[RlxError], str]] = {
     ),
     "packed weights": (lambda: X.build_with(SPECS, ANY), UnsupportedError, "build_with takes no packed weights"),
     "a sink that is none": (
-        lambda: ROPED.llama_kv_tap(0, D, EPS, ANY).build(SPECS), GraphError, "collected by a blocks.SideOutputs",
+        lambda: ROPED.llama_kv_tap(0, D, EPS, ANY).build(SPECS), GraphError, "expected a blocks.SideOutputs",
     ),
     "a prefix without a number": (
         lambda: ROPED.stage(blocks.GemmaKvTap("p", D, attention=GEMMA)).build(SPECS), GraphError, "ends in the number",
