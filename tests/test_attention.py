@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "an unknown layout": (lambda e, i: run(e, i, layout="bnsd"), GraphError, "packed or heads"),
     "a kind and causal": (lambda e, i: run(e, i, mask="none", causal=True), GraphError, "causal="),
     "rope of other keys": (lambda e, i: run(e, i, rope=e.rotary(i.at, head_dim=D)), ShapeError, "rope: cos is"),
-    "a base for tables": (lambda e, i: e.rope(i.q, i.q, i.q, head_dim=D, theta=5.0), GraphError, "are for positions, but got tables"),
+    "a base for tables": (lambda e, i: e.rope(i.q, i.q, i.q, head_dim=D, theta=5.0), GraphError, "but got tables"),
     "odd n_rot": (lambda e, i: e.rotary(i.at, head_dim=D, n_rot=3), ShapeError, "n_rot is even"),
     "scaling that drops some": (lambda e, i: e.rotary(i.at, head_dim=D, scaling=lambda f: f[:1]), ShapeError, "1 freq"),
 }  # fmt: skip
